@@ -1,0 +1,54 @@
+"""Where a result came from: the command, the code, the versions and the machine."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("spillover", "torch", "numpy", "tokenizers", "transformers")
+
+
+def provenance(hardware: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["spill", *sys.argv[1:]]),
+        "commit": commit(),
+        "versions": {"python": platform.python_version(), **_versions()},
+        "hardware": dict(hardware),
+    }
+
+
+def commit() -> str | None:
+    """The checkout's commit, marked where files differ from it; None outside a checkout."""
+    folder = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10,
+                                  check=True)
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return done.stdout.strip()
+
+    head = git("rev-parse", "HEAD")
+    # An installed copy may lie inside somebody else's repository: only a tracked file is this project's checkout.
+    if head is None or not git("ls-files", Path(__file__).name):
+        return None
+    return head + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

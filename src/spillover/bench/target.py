@@ -1,0 +1,95 @@
+"""What a benchmark drives, seen from outside: the requests it sends, what comes back, and the limits it is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+SOURCES = ("computed", "device", "host", "disk", "remote")
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """Token ids, not text: a decode and encode round trip would change the promised length."""
+
+    prompt_token_ids: tuple[int, ...]
+    output_len: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + self.output_len
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One request's result. Seconds are the target's own; zero where it does not tell."""
+
+    output_tokens: int
+    sources: Mapping[str, int] = field(default_factory=dict)  # prompt tokens by source; they add up to the prompt
+    queue: float = 0.0
+    prefill: float = 0.0
+    decode: float = 0.0
+    first_token: float = 0.0  # from arrival to the first output token
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Totals since the target was made; a benchmark takes differences, except of the first two."""
+
+    num_blocks: int = 0
+    block_size: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    # Summed over steps, so that a ratio of the two is the mean over time.
+    slots_held: int = 0  # token slots in blocks that requests hold
+    slots_wasted: int = 0  # of those, slots without a token: internal fragmentation
+
+    def since(self, earlier: Counters) -> Counters:
+        return Counters(self.num_blocks, self.block_size, self.steps - earlier.steps,
+                        self.preemptions - earlier.preemptions, self.slots_held - earlier.slots_held,
+                        self.slots_wasted - earlier.slots_wasted)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The least time a piece of work can take on this machine, and why."""
+
+    seconds: float
+    bytes: float
+    flops: float
+    name: str  # "memory" | "compute"
+
+
+class Limits(Protocol):
+    """This machine's measured rates and what they allow for this model."""
+
+    @property
+    def memory_rate(self) -> float: ...  # bytes read a second
+
+    @property
+    def matrix_rate(self) -> float: ...  # FLOP a second
+
+    def step(self, batch: Sequence[tuple[int, int]]) -> Bound:
+        """One step of (new tokens, tokens cached before it), one pair a request; each request draws a token."""
+
+
+class Generates(Protocol):
+    """A model loaded and ready. `generate` runs each request to exactly its output length."""
+
+    @property
+    def max_num_seqs(self) -> int: ...  # most requests in one step
+
+    @property
+    def planned_bytes(self) -> int | None: ...  # what the plan says this process will hold
+
+    @property
+    def limits(self) -> Limits | None: ...
+
+    def generate(self, requests: Sequence[BenchRequest], progress: bool = False) -> list[Completion]: ...
+
+    def counters(self) -> Counters: ...
+
+    def reset_prefix_cache(self) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,146 @@
+"""`spill doctor`: what this machine is and how fast, on one screen, and what to type where something is in the way."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from spillover.kernels import native
+from spillover.plan.hardware import Machine, probe
+from spillover.plan.rates import Rates, measure_rates
+from spillover.units import format_bytes, format_rate
+
+LOW_MEMLOCK = 1 << 30
+LOW_MEMORY = 2 << 30
+LOW_DISK = 5 << 30
+
+
+def run_doctor(console: Console, as_json: bool, disk: Path | None = None) -> None:
+    machine = probe()
+    devices = ["cpu", "cuda"] if machine.cuda else ["cpu"]
+    rates = [measure_rates(device, disk=disk if device == "cpu" else None) for device in devices]
+    has_kernels = native.library() is not None
+    kernels = native.describe()
+    found = warnings(machine, has_kernels, has_nvidia_driver())
+    if as_json:
+        console.print_json(data={
+            "spillover": version("spillover"),
+            "machine": asdict(machine),
+            "rates": [asdict(rate) for rate in rates],
+            "native_kernels": kernels,
+            "warnings": found,
+        })
+        return
+    console.print(_machine_table(machine, kernels))
+    console.print(_rates_table(rates))
+    for sentence in found:
+        console.print(f"[yellow]![/yellow] {escape(sentence)}")
+    if not found:
+        console.print("[green]Nothing stands in the way.[/green]")
+
+
+def has_nvidia_driver() -> bool:
+    return Path("/proc/driver/nvidia/version").exists()
+
+
+def warnings(machine: Machine, has_kernels: bool, has_driver: bool) -> list[str]:
+    """One sentence a finding: what it costs, and what to type."""
+    found = []
+    if not has_kernels:
+        found.append(
+            "The native CPU kernels are off, so float32 on the CPU runs on plain torch, several times slower. If there "
+            "is no C++ compiler, install one (`apt install g++` or `dnf install gcc-c++`); if SPILLOVER_NATIVE=0 is "
+            "set, `unset SPILLOVER_NATIVE`."
+        )
+    if has_driver and not machine.cuda:
+        found.append(
+            f"There is an NVIDIA driver but torch {machine.torch_version} sees no GPU. If that is a CPU build, type "
+            "`pip uninstall torch && pip install torch`; else see what `nvidia-smi` says."
+        )
+    if machine.cuda and machine.memlock is not None and machine.memlock < LOW_MEMLOCK:
+        found.append(
+            f"Only {format_bytes(machine.memlock)} of memory may be locked, too little for a pinned host tier. Type "
+            "`ulimit -l unlimited`, or start the container with `--ulimit memlock=-1`."
+        )
+    if machine.torch_threads != machine.cores:
+        found.append(
+            f"torch computes with {machine.torch_threads} threads but {machine.cores} cores are usable. Type "
+            f"`export OMP_NUM_THREADS={machine.cores}`."
+        )
+    if machine.memory_limit is not None:
+        found.append(
+            f"The container may use {format_bytes(machine.memory_limit)} of {format_bytes(machine.memory_total)} of "
+            "RAM, and plans keep to that. Start it with a larger `--memory` for more."
+        )
+    if machine.memory_available < LOW_MEMORY:
+        found.append(
+            f"Only {format_bytes(machine.memory_available)} of RAM are available. Close other programs, or give a "
+            "small budget with `--gpu-memory`."
+        )
+    if machine.cache_free < LOW_DISK:
+        found.append(
+            f"Only {format_bytes(machine.cache_free)} are free under {machine.cache_folder}, where models are kept. "
+            "Choose another disk: `export SPILLOVER_CACHE=/path/with/space`."
+        )
+    return found
+
+
+def _machine_table(machine: Machine, kernels: str) -> Table:
+    table = Table(title="This machine", title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    quota = "" if machine.cpu_quota is None else f", cgroup quota {machine.cpu_quota:g}"
+    table.add_row("CPU", f"{machine.cpu}, {machine.cores} cores usable{quota}")
+    table.add_row("Last cache", format_bytes(machine.last_level_cache) if machine.last_level_cache else "not known")
+    table.add_row(
+        "RAM", f"{format_bytes(machine.memory_total)}, {format_bytes(machine.memory_available)} available"
+    )
+    table.add_row("Cgroup limit", _limit(machine.memory_limit))
+    table.add_row("Lockable memory", _limit(machine.memlock))
+    for device in machine.cuda:
+        major, minor = device.capability
+        table.add_row(
+            f"GPU {device.index}",
+            f"{device.name}, {format_bytes(device.total)}, {format_bytes(device.free)} free, sm_{major}{minor}",
+        )
+    if not machine.cuda:
+        table.add_row("GPU", "none that torch sees: the device tier is this machine's RAM")
+    table.add_row("Cache folder", f"{machine.cache_folder}, {format_bytes(machine.cache_free)} free")
+    table.add_row("Kernels", kernels)
+    table.add_row(
+        "Versions",
+        f"spillover {version('spillover')}, Python {machine.python_version}, torch {machine.torch_version} with "
+        f"{machine.torch_threads} threads",
+    )
+    return table
+
+
+def _rates_table(rates: list[Rates]) -> Table:
+    table = Table(title="Measured now", title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    names = {
+        "memory_read": ("memory read", "B/s"),
+        "float32": ("float32 matrix product", "FLOP/s"),
+        "bfloat16": ("bfloat16 matrix product", "FLOP/s"),
+        "device_copy": ("copy within the device, read + write", "B/s"),
+        "host_to_device": ("host to device, pinned", "B/s"),
+        "device_to_host": ("device to host, pinned", "B/s"),
+        "disk_write": ("disk write", "B/s"),
+        "disk_read": ("disk read", "B/s"),
+    }
+    for rate in rates:
+        for field, (name, unit) in names.items():
+            value = getattr(rate, field)
+            if value is not None:
+                table.add_row(f"{'CPU' if rate.device == 'cpu' else 'GPU'} {name}", format_rate(value, unit))
+    return table
+
+
+def _limit(count: int | None) -> str:
+    return "none" if count is None else format_bytes(count)

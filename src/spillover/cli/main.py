@@ -1,0 +1,95 @@
+"""The `spill` command and what all its sub-commands share: spelling, error lines and exit codes."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import click
+
+from spillover.cli.bench import bench
+from spillover.cli.chat import chat
+from spillover.cli.demo import demo
+from spillover.cli.generate import generate
+from spillover.cli.planning import doctor, plan
+from spillover.cli.pull import pull
+from spillover.errors import SpilloverError
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells count
+
+
+class SpillGroup(click.Group):
+    """Every error meant for a person ends here, as one line on stderr and an exit code."""
+
+    def main(self, args: Sequence[str] | None = None, **extra: Any) -> NoReturn:  # type: ignore[override]
+        extra["standalone_mode"] = False
+        extra["prog_name"] = "spill"
+        try:
+            code = super().main(args, **extra)
+            sys.stdout.flush()
+        except SpilloverError as error:
+            code = _complain(str(error))
+        except click.NoSuchOption as error:
+            code = _complain(_no_such_option(error))
+        except click.UsageError as error:
+            code = _usage(error)
+        except click.ClickException as error:
+            code = _complain(error.format_message())
+        except (click.Abort, KeyboardInterrupt):
+            code = INTERRUPTED
+        except BrokenPipeError:
+            # The reader went away (`spill ... | head`); pointing stdout elsewhere keeps the exit quiet.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = 1
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+@click.group(cls=SpillGroup, context_settings={
+    "help_option_names": ["-h", "--help"],
+    "token_normalize_func": lambda token: token.replace("_", "-"),  # hyphens and underscores alike
+    "max_content_width": 110,
+})
+@click.version_option(package_name="spillover", prog_name="spill")
+def main() -> None:
+    """Serve language models that do not fit.
+
+    With no MODEL, commands use SmolLM2-135M-Instruct, fetched once. Start with:
+
+    \b
+      spill demo                      see it work, in under three minutes
+      spill chat                      talk to a model
+      spill plan MODEL                what would go where, and how fast it could run
+    """
+
+
+for command in (demo, chat, generate, plan, doctor, pull, bench):
+    main.add_command(command)
+
+
+def _complain(message: str) -> int:
+    click.secho(f"spill: {message}", fg="red", err=True)
+    return 2
+
+
+def _usage(error: click.UsageError) -> int:
+    if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):
+        click.echo(error.format_message())
+        return 2
+    message = error.format_message()
+    if error.ctx is not None and isinstance(error.ctx.command, click.Group) and message.startswith("No such command"):
+        typed, names = message.split("'")[1], error.ctx.command.list_commands(error.ctx)
+        near = difflib.get_close_matches(typed, names, n=1)
+        message = f"No such command '{typed}'" + (f"; did you mean '{near[0]}'?" if near
+                                                  else f"; there are {', '.join(names)}")
+    return _complain(message)
+
+
+def _no_such_option(error: click.NoSuchOption) -> str:
+    names = [name for param in error.ctx.command.params for name in (*param.opts, *param.secondary_opts)
+             if name.startswith("--")] if error.ctx is not None else []
+    near = difflib.get_close_matches(error.option_name, names, n=1)
+    hint = f"; did you mean {near[0]}?" if near else "; see --help for those there are"
+    return f"No such option {error.option_name}{hint}"

@@ -1,0 +1,49 @@
+"""`spill plan` and `spill doctor`: what a model would need, and what this machine is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from spillover.cli.options import engine_options
+from spillover.engine.config import EngineConfig
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@engine_options()
+def plan(config: EngineConfig, as_json: bool) -> None:
+    """Show what would go where, and what it would cost.
+
+    Splits the given budget between weights, KV cache and workspace, or says what would fit. Loads nothing.
+
+    \b
+    Example:
+      spill plan --gpu-memory 2GB --max-model-len 4096
+    """
+    from rich.console import Console
+
+    from spillover.cli.plan import run_plan
+
+    run_plan(Console(), config, as_json)
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@click.option("--disk", type=click.Path(path_type=Path), default=None, metavar="DIR",
+              help="Also measure the disk that this folder is on.")
+def doctor(as_json: bool, disk: Path | None) -> None:
+    """Say what this machine is, and how fast.
+
+    Devices, memory and the limits on it, measured memory bandwidth, links and matrix rates, on one screen.
+
+    \b
+    Example:
+      spill doctor
+    """
+    from rich.console import Console
+
+    from spillover.cli.doctor import run_doctor
+
+    run_doctor(Console(), as_json, disk)

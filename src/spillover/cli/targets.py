@@ -1,0 +1,72 @@
+"""The engine as the benchmarks see it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+from spillover.bench.target import BenchRequest, Bound, Completion, Counters, Limits
+from spillover.engine.llm import LLM
+from spillover.engine.outputs import RequestOutput
+from spillover.engine.sampling_params import SamplingParams
+from spillover.plan.roofline import Roofline
+
+
+class RooflineLimits:
+    """`plan.roofline` in the benchmarks' terms."""
+
+    def __init__(self, roofline: Roofline) -> None:
+        self._roofline = roofline
+        self.memory_rate = roofline.rates.memory_read
+        self.matrix_rate = roofline.rates.flops(roofline.shape.dtype)
+
+    def step(self, batch: Sequence[tuple[int, int]]) -> Bound:
+        roof = self._roofline.step(batch)
+        return Bound(roof.seconds, roof.limit.bytes, roof.limit.flops, roof.bound)
+
+
+class EngineTarget:
+    def __init__(self, llm: LLM, limits: Limits, temperature: float = 0.0,
+                 detokenize: bool = True) -> None:
+        self._llm = llm
+        self._temperature = temperature
+        self._detokenize = detokenize and llm.tokenizer is not None
+        self.limits = limits
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self._llm.plan.max_num_seqs
+
+    @property
+    def planned_bytes(self) -> int | None:
+        return self._llm.plan.total_bytes if self._llm.plan.device == "cpu" else None
+
+    def generate(self, requests: Sequence[BenchRequest], progress: bool = False) -> list[Completion]:
+        params = [SamplingParams(max_tokens=request.output_len, ignore_eos=True, temperature=self._temperature,
+                                 detokenize=self._detokenize) for request in requests]
+        prompts = [list(request.prompt_token_ids) for request in requests]
+        return [_completion(output) for output in self._llm.generate(prompts, params, use_tqdm=progress)]
+
+    def counters(self) -> Counters:
+        stats = self._llm.stats()
+        return Counters(num_blocks=self._llm.plan.num_blocks, block_size=stats.block_size, steps=stats.steps,
+                        preemptions=stats.preemptions, slots_held=stats.slots_held, slots_wasted=stats.slots_wasted)
+
+    def reset_prefix_cache(self) -> None:
+        self._llm.reset_prefix_cache()
+
+    def close(self) -> None:
+        self._llm.close()
+        del self._llm
+        gc.collect()  # the next setting of a sweep needs the memory
+
+
+def _completion(output: RequestOutput) -> Completion:
+    timings, sources = output.timings, output.sources
+    count = sum(len(each.token_ids) for each in output.outputs)
+    by_source = {"computed": sources.computed, "device": sources.device, "host": sources.host, "disk": sources.disk,
+                 "remote": sources.remote}
+    if timings is None:
+        return Completion(count, by_source)
+    return Completion(count, by_source, timings.queue, timings.prefill, timings.decode,
+                      timings.first_token - timings.arrived)

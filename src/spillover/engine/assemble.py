@@ -1,0 +1,132 @@
+"""From flags to a running engine: find the model, plan the memory, load the weights, put the parts together."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spillover.engine.config import EngineConfig
+from spillover.engine.loop import Engine
+from spillover.engine.runner import Runner
+from spillover.engine.scheduler import Scheduler, SchedulerConfig
+from spillover.errors import SpilloverError
+from spillover.kernels import native
+from spillover.kernels.attention import KV_LAYOUT
+from spillover.memory.kv_cache import KVCache
+from spillover.models.checkpoint import open_checkpoint, read_config
+from spillover.models.config import ModelConfig
+from spillover.models.layers import KVViews
+from spillover.models.loader import Progress, dummy_weights, load_weights
+from spillover.models.registry import Architecture, architecture
+from spillover.models.store import DEFAULT_MODEL, resolve
+from spillover.models.tokenizer import Tokenizer, load_tokenizer
+from spillover.models.weights import WeightSpecs
+from spillover.plan.hardware import probe
+from spillover.plan.planner import Plan, PlanRequest, make_plan
+from spillover.plan.rates import Rates
+from spillover.units import parse_bytes
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model that has been looked at but not loaded."""
+
+    config: EngineConfig
+    path: Path
+    architecture: Architecture
+    model_config: ModelConfig
+    specs: WeightSpecs
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Assembly:
+    config: EngineConfig  # as planned: nothing left to choose
+    model_config: ModelConfig
+    specs: WeightSpecs
+    plan: Plan
+    engine: Engine
+    tokenizer: Tokenizer | None
+
+
+def plan_model(config: EngineConfig, rates: Rates | None = None,
+               progress: Callable[[int, int], None] | None = None) -> PlannedModel:
+    """Everything that can be said before a weight is read; `progress` follows a download."""
+    path = resolve(config.model, progress)
+    hf_config = read_config(path)
+    arch = architecture(hf_config)
+    model_config = arch.config(hf_config)
+    specs = arch.weight_specs(model_config)
+    request = PlanRequest(
+        model=config.model or DEFAULT_MODEL,
+        device=config.device,
+        dtype=config.dtype,
+        gpu_memory=None if config.gpu_memory is None else parse_bytes(config.gpu_memory),
+        block_size=config.block_size,
+        num_gpu_blocks_override=config.num_gpu_blocks_override,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+    )
+    plan = make_plan(request, model_config, specs, probe(), rates, native.library() is not None)
+    chosen = replace(config, model=request.model, device=plan.device, dtype=plan.dtype,
+                     max_model_len=plan.max_model_len, max_num_seqs=plan.max_num_seqs,
+                     max_num_batched_tokens=plan.max_num_batched_tokens)
+    return PlannedModel(chosen, path, arch, model_config, specs, plan)
+
+
+def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None,
+             progress: Progress | None = None) -> Assembly:
+    """`on_plan` sees the plan before anything is loaded; `progress` follows the weights."""
+    planned = plan_model(config)
+    if on_plan is not None:
+        on_plan(planned.plan)
+    config, plan, model_config = planned.config, planned.plan, planned.model_config
+    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer or planned.path)
+    device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
+    model = planned.architecture.build(model_config, device, dtype, plan.max_model_len)
+    if config.load_format == "dummy":
+        weights = dummy_weights(model_config, planned.specs, dtype, device, config.seed)
+    else:
+        with open_checkpoint(planned.path) as checkpoint:
+            weights = load_weights(checkpoint, model_config, planned.specs, dtype, device, progress=progress)
+    pool = _make_pool(plan, model_config, len(model.groups[0].layers), dtype, device)
+    kv = KVCache(plan.num_blocks, plan.block_size, [group.window for group in model.groups],
+                 config.enable_prefix_caching, _identity(planned))
+    scheduler = Scheduler(SchedulerConfig(
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        max_model_len=plan.max_model_len,
+        num_groups=len(model.groups),
+        chunked_prefill=config.enable_chunked_prefill,
+        static_batching=config.batching == "static",
+        policy=config.schedule_policy,
+        watermark=config.watermark,
+    ), kv)
+    decode = (lambda token: tokenizer.decode([token], False)) if tokenizer is not None else None
+    runner = Runner(model, weights, KVViews(pool, model.groups), plan.block_size, device, decode)
+    return Assembly(config, model_config, planned.specs, plan,
+                    Engine(scheduler, runner, config.async_scheduling), tokenizer)
+
+
+def _make_pool(plan: Plan, config: ModelConfig, layers: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """All blocks, and block 0 which padding points at. Written once here, so that the memory is really there."""
+    shape = (plan.num_blocks + 1, layers, 2, config.num_kv_heads, plan.block_size * config.head_dim)
+    try:
+        return torch.empty(shape, dtype=dtype, device=device).zero_()
+    except RuntimeError as error:  # torch has no other name for it on the CPU
+        raise SpilloverError(f"the KV cache of {plan.num_blocks:,} blocks could not be allocated ({error}); "
+                             f"lower --gpu-memory") from error
+
+
+def _identity(planned: PlannedModel) -> bytes:
+    """What a KV block's content depends on besides its tokens."""
+    parts: list[Any] = [planned.path, planned.config.load_format, planned.config.seed, planned.model_config,
+                        planned.plan.dtype, planned.plan.block_size, KV_LAYOUT]
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()

@@ -1,0 +1,89 @@
+"""What a caller gets back; vLLM's shape, plus where each prompt token came from and where the time went."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Logprob:
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+# One position: token id -> its log probability; the sampled (or prompt) token first.
+PositionLogprobs = dict[int, Logprob]
+
+
+@dataclass(frozen=True)
+class TokenSources:
+    """Where the prompt's tokens came from. The five always add up to the prompt's length."""
+
+    computed: int = 0
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+    remote: int = 0
+
+    @property
+    def cached(self) -> int:
+        return self.device + self.host + self.disk + self.remote
+
+    @property
+    def total(self) -> int:
+        return self.computed + self.cached
+
+
+@dataclass(frozen=True)
+class RequestTimings:
+    """Monotonic seconds. queue + restore + prefill + decode is the whole latency."""
+
+    arrived: float
+    scheduled: float
+    first_token: float
+    finished: float
+    restore: float = 0.0
+
+    @property
+    def queue(self) -> float:
+        return self.scheduled - self.arrived
+
+    @property
+    def prefill(self) -> float:
+        return self.first_token - self.scheduled - self.restore
+
+    @property
+    def decode(self) -> float:
+        return self.finished - self.first_token
+
+
+@dataclass
+class CompletionOutput:
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: str | None = None  # "stop" | "length" | "abort"
+    stop_reason: int | str | None = None  # the stop token id or string that ended it
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestOutput:
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    sources: TokenSources = field(default_factory=TokenSources)
+    timings: RequestTimings | None = None
+    num_preemptions: int = 0
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.sources.cached

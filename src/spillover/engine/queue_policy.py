@@ -1,0 +1,61 @@
+"""In which order waiting requests are admitted. A policy sees requests and the cache's prefix lengths, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from spillover.engine.request import Request
+
+# match(request) -> tokens of the request that the cache already holds
+Match = Callable[[Request], int]
+QueuePolicy = Callable[[Sequence[Request], Match], list[Request]]
+
+# Looking up every waiting prompt at every step costs more than it brings beyond this many; older requests come first.
+MATCHED_QUEUE = 128
+
+
+def fcfs(waiting: Sequence[Request], match: Match) -> list[Request]:
+    return list(waiting)
+
+
+def priority(waiting: Sequence[Request], match: Match) -> list[Request]:
+    """Lower numbers first; equals in order of arrival."""
+    return sorted(waiting, key=lambda request: request.priority)
+
+
+def longest_prefix_match(waiting: Sequence[Request], match: Match) -> list[Request]:
+    """Requests that reuse most of the cache first, so that their blocks are used before they are evicted."""
+    head, tail = list(waiting[:MATCHED_QUEUE]), list(waiting[MATCHED_QUEUE:])
+    return sorted(head, key=lambda request: -match(request)) + tail
+
+
+def dfs_weight(waiting: Sequence[Request], match: Match) -> list[Request]:
+    """Depth first through the tree of cached prefixes, subtrees with more waiting requests first.
+
+    Requests under one prefix then run next to each other, and a prefix is left only when nobody waits for it.
+    """
+    head, tail = list(waiting[:MATCHED_QUEUE]), list(waiting[MATCHED_QUEUE:])
+    paths = [(request, (request.cache_salt, *request.token_ids[: match(request)])) for request in head]
+    ordered: list[Request] = []
+
+    def visit(members: list[tuple[Request, tuple[object, ...]]], depth: int) -> None:
+        while members and all(len(path) > depth for _, path in members) and len({p[depth] for _, p in members}) == 1:
+            depth += 1  # a stretch that all of them share
+        ordered.extend(request for request, path in members if len(path) == depth)
+        children: dict[object, list[tuple[Request, tuple[object, ...]]]] = {}
+        for request, path in members:
+            if len(path) > depth:
+                children.setdefault(path[depth], []).append((request, path))
+        for child in sorted(children.values(), key=len, reverse=True):
+            visit(child, depth + 1)
+
+    visit(paths, 0)
+    return ordered + tail
+
+
+POLICIES: dict[str, QueuePolicy] = {
+    "fcfs": fcfs,
+    "priority": priority,
+    "lpm": longest_prefix_match,
+    "dfs-weight": dfs_weight,
+}

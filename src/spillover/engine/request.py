@@ -1,0 +1,79 @@
+"""One sequence on its way through the engine. Mutable state; the scheduler is its only writer."""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from spillover.engine.outputs import PositionLogprobs, RequestTimings, TokenSources
+from spillover.engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from spillover.engine.structured import Grammar
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # out of the running set; goes back to waiting once its last step has ended
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Request:
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    stop_ids: frozenset[int] = frozenset()  # end-of-sequence and stop_token_ids, empty where they are ignored
+    seed: int = 0
+    priority: int = 0  # lower is served first
+    cache_salt: str | None = None
+    leader: Request | None = None  # n > 1: the first of the siblings, whose prompt blocks this one shares
+    grammar: Grammar | None = None
+    arrived: float = field(default_factory=time.monotonic)
+
+    status: Status = Status.WAITING
+    token_ids: list[int] = field(default_factory=list)  # prompt and known output
+    pending: int = 0  # 1 while the newest token is known only to the device
+    num_computed: int = 0  # tokens whose KV is in the cache once every launched step has ended
+    in_flight: int = 0  # launched steps that have not ended
+    sources: TokenSources | None = None
+    num_preemptions: int = 0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PositionLogprobs | None] = field(default_factory=list)
+    scheduled: float = 0.0
+    first_token: float = 0.0
+    finished: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens there are, the one still on the device included."""
+        return len(self.token_ids) + self.pending
+
+    @property
+    def num_output(self) -> int:
+        return self.num_tokens - self.num_prompt
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt:]
+
+    @property
+    def lockstep(self) -> bool:
+        """Its next step cannot be prepared before the last one's token is known."""
+        return self.params.needs_history
+
+    @property
+    def timings(self) -> RequestTimings:
+        return RequestTimings(self.arrived, self.scheduled, self.first_token, self.finished)

@@ -1,0 +1,90 @@
+"""Makes requests out of what callers ask: tokenises, checks against the model's limits, gives seeds. Nothing runs here."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spillover.engine.request import Request
+from spillover.engine.sampling_params import SamplingParams
+from spillover.engine.structured import GrammarCompiler
+from spillover.errors import RequestError
+from spillover.models.config import ModelConfig
+from spillover.models.tokenizer import Tokenizer
+
+
+class RequestFactory:
+    def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None, max_model_len: int, seed: int) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._seed = seed
+        self._names = itertools.count()
+        self._grammars: GrammarCompiler | None = None
+        self._eos = frozenset(config.eos_token_ids) | frozenset(tokenizer.eos_token_ids if tokenizer else ())
+
+    def make(self, text: str | None, token_ids: list[int] | None, params: SamplingParams, priority: int = 0,
+             cache_salt: str | None = None, name: str | None = None) -> list[Request]:
+        """The n sequences of one request; the first is the leader whose prompt blocks the others share."""
+        if token_ids is None:
+            if text is None:
+                raise RequestError("a prompt is a string, a list of token ids, or a dict with 'prompt' or "
+                                   "'prompt_token_ids'")
+            token_ids = self._need_tokenizer("a text prompt").encode(text)
+        self._check(token_ids, params)
+        serial = next(self._names)
+        name = name or str(serial)
+        seed = params.seed if params.seed is not None else _mix(self._seed, serial)
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        requests: list[Request] = []
+        for index in range(params.n):
+            requests.append(Request(
+                request_id=name if params.n == 1 else f"{name}.{index}",
+                prompt_token_ids=token_ids,
+                params=dataclasses.replace(params, n=1),
+                stop_ids=stop_ids,
+                seed=seed if index == 0 else _mix(seed, index),
+                priority=priority,
+                cache_salt=cache_salt,
+                leader=requests[0] if requests else None,
+                grammar=self._compiler().compile(params.structured_outputs) if params.structured_outputs else None,
+            ))
+        return requests
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None,
+               **options: Any) -> list[int]:
+        """A conversation through the chat template, as token ids."""
+        tokenizer = self._need_tokenizer("chat")
+        text = tokenizer.apply_chat_template(messages, tools=tools, **options)
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    def _check(self, token_ids: list[int], params: SamplingParams) -> None:
+        if not token_ids:
+            raise RequestError("the prompt is empty: it needs at least one token")
+        if len(token_ids) >= self._max_model_len:
+            raise RequestError(f"the prompt has {len(token_ids)} tokens but the context holds {self._max_model_len} "
+                               f"with the answer; shorten it or raise --max-model-len")
+        for ids, what in ((token_ids, "prompt token"), (params.stop_token_ids, "stop token"),
+                          (params.logit_bias or (), "logit_bias token")):
+            bad = next((i for i in ids if not isinstance(i, int) or not 0 <= i < self._config.vocab_size), None)
+            if bad is not None:
+                raise RequestError(f"{what} id {bad!r} is not in the vocabulary of {self._config.vocab_size}")
+        if params.structured_outputs is not None or params.stop:
+            self._need_tokenizer("structured output or a stop string")
+
+    def _compiler(self) -> GrammarCompiler:
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(self._need_tokenizer("structured output"))
+        return self._grammars
+
+    def _need_tokenizer(self, what: str) -> Tokenizer:
+        if self._tokenizer is None:
+            raise RequestError(f"{what} needs a tokenizer, but the engine was started with skip_tokenizer_init")
+        return self._tokenizer
+
+
+def _mix(seed: int, salt: int) -> int:
+    """A seed of its own for each request and sibling, the same in every run."""
+    return (seed * 6364136223846793005 + salt * 1442695040888963407 + 1) & (2**63 - 1)

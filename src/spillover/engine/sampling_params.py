@@ -1,0 +1,112 @@
+"""What a caller may ask of one request's sampling; vLLM's names and defaults. Checked once, here."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from spillover.errors import RequestError
+
+GREEDY_EPSILON = 1e-5  # a temperature below this means argmax
+
+
+@dataclass(frozen=True)
+class StructuredOutputs:
+    """Constrain the output to exactly one of: a JSON schema, any JSON object, a regex, a Lark grammar, a choice."""
+
+    json: str | dict[str, object] | None = None
+    json_object: bool = False
+    regex: str | None = None
+    grammar: str | None = None
+    choice: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        given = [self.json is not None, self.json_object, self.regex is not None, self.grammar is not None,
+                 self.choice is not None]
+        if sum(given) != 1:
+            raise RequestError("structured_outputs takes exactly one of json, json_object, regex, grammar and choice")
+        if self.choice is not None:
+            object.__setattr__(self, "choice", tuple(self.choice))
+            if not self.choice or not all(self.choice):
+                raise RequestError("structured_outputs.choice needs at least one non-empty string")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0  # 0 or -1: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    max_tokens: int | None = 16  # None: up to the context's end
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None  # this many alternatives besides the sampled token; 0: the sampled token alone
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        self._check()
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_EPSILON
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the next token's distribution depends on the tokens before it other than through the model."""
+        return (self.structured_outputs is not None or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+                or self.repetition_penalty != 1.0)
+
+    def with_seed(self, seed: int | None) -> SamplingParams:
+        return dataclasses.replace(self, seed=seed, n=1)
+
+    def _check(self) -> None:
+        def within(name: str, low: float, high: float, open_low: bool = False) -> None:
+            value = getattr(self, name)
+            fine = isinstance(value, int | float) and not math.isnan(value) and low <= value <= high
+            if not fine or (open_low and value == low):
+                raise RequestError(f"{name} must be {'above' if open_low else 'at least'} {low:g}"
+                                   f"{'' if math.isinf(high) else f' and at most {high:g}'}, got {value!r}")
+
+        within("n", 1, 256)
+        within("temperature", 0, math.inf)
+        within("top_k", 0, math.inf)
+        within("top_p", 0, 1, open_low=True)
+        within("min_p", 0, 1)
+        within("presence_penalty", -2, 2)
+        within("frequency_penalty", -2, 2)
+        within("repetition_penalty", 0, math.inf, open_low=True)
+        within("min_tokens", 0, math.inf)
+        if math.isinf(self.temperature) or math.isinf(self.repetition_penalty):
+            raise RequestError("temperature and repetition_penalty must be finite")
+        if self.max_tokens is not None:
+            within("max_tokens", 1, math.inf)
+            if self.min_tokens > self.max_tokens:
+                raise RequestError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                within(name, 0, 1000)
+        if any(not text for text in self.stop):
+            raise RequestError("a stop string must not be empty")
+        if self.stop and not self.detokenize:
+            raise RequestError("stop strings need detokenize=True; use stop_token_ids instead")
+        for token, bias in (self.logit_bias or {}).items():
+            if not isinstance(token, int) or token < 0 or not -100 <= bias <= 100:
+                raise RequestError(f"logit_bias maps token ids to values from -100 to 100, got {token!r}: {bias!r}")

@@ -1,0 +1,280 @@
+"""Who runs in the next step: continuous batching with chunked prefill under one token budget. No torch, no model.
+
+`schedule()` for step N+1 may be called while step N runs: a token that N draws is then `pending`, known only to the
+device. A request that leaves the running set (finished, aborted, preempted) keeps its blocks until every launched step
+that touches it has ended, so no block is reused under a running step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from spillover.engine.batch import Batch, ScheduledRequest, StepResult
+from spillover.engine.outputs import TokenSources
+from spillover.engine.queue_policy import POLICIES
+from spillover.engine.request import Request, Status
+from spillover.memory.kv_cache import KVCache
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    num_groups: int = 1
+    chunked_prefill: bool = True
+    static_batching: bool = False
+    policy: str = "fcfs"
+    watermark: float = 0.01
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig, kv: KVCache) -> None:
+        self.config = config
+        self.kv = kv
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # in the order of admission; the last is the first to be preempted
+        self.num_preemptions = 0
+        self._policy = POLICIES[config.policy]
+        self._leaving: set[Request] = set()  # out of `running`, with a step still in flight
+        self._watermark_blocks = int(config.watermark * kv.num_total)
+        self._chunk = 2 * config.max_num_batched_tokens  # with overlap, two steps lie between a chunk and its commit
+        self._forming = True  # static batching: the batch still takes requests in
+
+    # What the engine calls
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def schedule(self) -> Batch:
+        """Decodes first, then prefills already begun, then new requests, until the token budget is used up."""
+        items: list[ScheduledRequest] = []
+        budget = self.config.max_num_batched_tokens
+        decodes = [r for r in self.running if r.num_tokens - r.num_computed == 1]
+        prefills = [r for r in self.running if r.num_tokens - r.num_computed > 1]
+        for request in decodes + prefills:
+            if request.status is not Status.RUNNING or not self._ready(request) or budget == 0:
+                continue
+            count = min(request.num_tokens - request.num_computed, budget)
+            if self._make_room(request, request.num_computed + count, items):
+                items.append(self._take(request, count))
+                budget -= count
+        self._admit(items, budget)
+        return Batch(tuple(items))
+
+    def finish(self, batch: Batch, result: StepResult) -> list[Request]:
+        """Take in what a step brought; returns the requests that have a new token or have ended."""
+        changed = []
+        now = time.monotonic()
+        for item, token, logprobs, prompt_logprobs in zip(
+            batch.items, result.token_ids, result.logprobs, result.prompt_logprobs, strict=True
+        ):
+            request = item.request
+            request.in_flight -= 1
+            if item.samples:
+                request.pending -= 1
+            if request.status is not Status.FINISHED:
+                if prompt_logprobs is not None:
+                    request.prompt_logprobs.extend(prompt_logprobs)
+                if token is not None:
+                    self._append(request, token, now)
+                    if logprobs is not None:
+                        request.logprobs.append(logprobs)
+                    changed.append(request)
+                if request in self._leaving or request.status is Status.RUNNING:
+                    self.kv.commit(request.request_id, request.token_ids, item.start + item.count)
+                if request.status is not Status.FINISHED:
+                    self._check_stop(request, token)
+            if request.in_flight == 0 and request in self._leaving:
+                self._leave(request)
+        return changed
+
+    def stop(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
+        """End a request now: a stop string was found, or its caller has gone."""
+        if request.status is Status.FINISHED:
+            return
+        request.finish_reason, request.stop_reason = reason, stop_reason
+        request.finished = time.monotonic()
+        was, request.status = request.status, Status.FINISHED
+        if was is Status.WAITING:
+            self.waiting.remove(request)
+        elif was is Status.RUNNING:
+            self.running.remove(request)
+            self._leave_when_idle(request)
+
+    def preempt(self, request: Request) -> None:
+        """Take a running request's blocks away; it waits at the head of the queue and computes them again."""
+        self.num_preemptions += 1
+        request.num_preemptions += 1
+        request.status = Status.PREEMPTED
+        self.running.remove(request)
+        self._leave_when_idle(request)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running or self._leaving)
+
+    def slots(self) -> tuple[int, int]:
+        """Token slots in the blocks of running requests, and how many of them have a token (once launched steps end)."""
+        held = sum(len(self.kv.table(r.request_id)) for r in self.running) * self.kv.block_size
+        return held, sum(r.num_computed for r in self.running)
+
+    def check(self) -> None:
+        """Assert what must hold between any two steps."""
+        self.kv.check()
+        assert len(self.running) <= self.config.max_num_seqs
+        assert all(r.status is Status.RUNNING for r in self.running)
+        assert all(r.status is Status.WAITING and r.in_flight == 0 for r in self.waiting)
+        assert all(r.in_flight > 0 for r in self._leaving)
+
+    # Choosing
+
+    def _ready(self, request: Request) -> bool:
+        """Whether the request may take another step before its pending token, if any, is known."""
+        if request.pending == 0:
+            return True
+        if request.lockstep:
+            return False
+        limit = request.params.max_tokens
+        at_end = request.num_tokens >= self.config.max_model_len or (limit is not None and request.num_output >= limit)
+        return not at_end
+
+    def _take(self, request: Request, count: int) -> ScheduledRequest:
+        start = request.num_computed
+        end = start + count
+        samples = end == request.num_tokens
+        item = ScheduledRequest(
+            request=request,
+            start=start,
+            count=count,
+            samples=samples,
+            tables=tuple(self.kv.table(request.request_id, group) for group in range(self.config.num_groups)),
+            step=request.num_output,
+            pending=end > len(request.token_ids),
+        )
+        request.num_computed = end
+        request.in_flight += 1
+        request.pending += samples
+        return item
+
+    def _make_room(self, request: Request, num_tokens: int, items: list[ScheduledRequest]) -> bool:
+        """Blocks for the request's first `num_tokens`, preempting later ones where they are short."""
+        while not self.kv.extend(request.request_id, num_tokens):
+            if self._leaving:  # blocks are about to come free: wait for them rather than preempt more
+                return False
+            taken = {item.request for item in items}
+            victim = next(r for r in self._by_importance(reverse=True) if r not in taken)
+            assert victim is not request or len(self.running) > 1, "one request alone must always fit"
+            self.preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _by_importance(self, reverse: bool = False) -> list[Request]:
+        order = list(self.running)
+        if self.config.policy == "priority":
+            order.sort(key=lambda r: r.priority)
+        return order[::-1] if reverse else order
+
+    def _admit(self, items: list[ScheduledRequest], budget: int) -> None:
+        if not self.waiting or not self._may_admit():
+            return
+        outstanding = sum(self.kv.blocks_needed(r.request_id, r.num_tokens) for r in self.running)
+        for request in self._policy(list(self.waiting), self._match):
+            if budget == 0:
+                return
+            if len(self.running) + len(self._leaving) >= self.config.max_num_seqs:
+                break
+            if self._waits_for_leader(request):
+                continue
+            covered = self._begin(request)
+            count = min(request.num_tokens - covered, budget)
+            whole = self.config.chunked_prefill or count == request.num_tokens - covered
+            needed = min(self.kv.blocks_needed(request.request_id, request.num_tokens),
+                         self.kv.peak_blocks(request.num_tokens, self._chunk))
+            spare = self.kv.num_free - outstanding - (self._watermark_blocks if self.running else 0)
+            if not whole or needed > spare or not self.kv.extend(request.request_id, covered + count):
+                self.kv.release(request.request_id)
+                break
+            self.waiting.remove(request)
+            self.running.append(request)
+            self._enter(request, covered)
+            items.append(self._take(request, count))
+            outstanding += self.kv.blocks_needed(request.request_id, request.num_tokens)
+            budget -= count
+        self._forming = False
+
+    def _may_admit(self) -> bool:
+        """Static batching takes requests in only while a batch is formed, and forms one only when the last has ended."""
+        if not self.config.static_batching:
+            return True
+        self._forming |= not self.running and not self._leaving
+        return self._forming
+
+    def _match(self, request: Request) -> int:
+        return 0 if _needs_prompt_logits(request) else self.kv.match(request.token_ids, request.cache_salt)
+
+    def _waits_for_leader(self, request: Request) -> bool:
+        """Siblings share the prompt's blocks, so they start when the leader has computed them."""
+        leader = request.leader
+        return (leader is not None and leader.status in (Status.WAITING, Status.RUNNING, Status.PREEMPTED)
+                and not leader.output_token_ids)
+
+    def _begin(self, request: Request) -> int:
+        if _needs_prompt_logits(request):
+            return self.kv.admit(request.request_id, [], request.cache_salt)
+        leader = request.leader
+        if leader is not None and leader.status is Status.RUNNING and request.num_preemptions == 0:
+            return self.kv.fork(leader.request_id, request.request_id, request.num_prompt - 1)
+        return self.kv.admit(request.request_id, request.token_ids, request.cache_salt)
+
+    def _enter(self, request: Request, covered: int) -> None:
+        request.status = Status.RUNNING
+        request.num_computed = covered
+        if request.sources is None:  # a preempted request keeps the count of its first admission
+            hit = min(covered, request.num_prompt)
+            request.sources = TokenSources(computed=request.num_prompt - hit, device=hit)
+            request.scheduled = time.monotonic()
+
+    # Taking in results, and leaving
+
+    def _append(self, request: Request, token: int, now: float) -> None:
+        if request.num_output - request.pending == 0:
+            request.first_token = now
+        request.token_ids.append(token)
+        if request.grammar is not None:
+            request.grammar.accept(token)
+
+    def _check_stop(self, request: Request, token: int | None) -> None:
+        if token is None:
+            return
+        outputs = len(request.token_ids) - request.num_prompt
+        if token in request.stop_ids and outputs >= request.params.min_tokens:
+            self.stop(request, "stop", token if token in request.params.stop_token_ids else None)
+        elif request.grammar is not None and request.grammar.finished:
+            self.stop(request, "stop")
+        elif outputs == request.params.max_tokens or len(request.token_ids) >= self.config.max_model_len:
+            self.stop(request, "length")
+
+    def _leave_when_idle(self, request: Request) -> None:
+        if request.in_flight:
+            self._leaving.add(request)
+        else:
+            self._leave(request)
+
+    def _leave(self, request: Request) -> None:
+        self._leaving.discard(request)
+        self.kv.release(request.request_id)
+        if request.status is Status.PREEMPTED:
+            request.status = Status.WAITING
+            request.num_computed = 0
+            if _needs_prompt_logits(request):
+                request.prompt_logprobs.clear()  # its prefill starts over
+            self.waiting.appendleft(request)
+
+
+def _needs_prompt_logits(request: Request) -> bool:
+    """Log probabilities of the prompt come from computing it, so no cached prefix may stand in for it."""
+    return request.params.prompt_logprobs is not None and len(request.prompt_logprobs) < request.num_prompt - 1

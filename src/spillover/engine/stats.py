@@ -1,0 +1,35 @@
+"""What the engine has done since it was built, as numbers to print or to take differences of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spillover.engine.loop import Engine
+from spillover.memory.kv_cache import CacheStats
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    cache: CacheStats
+    block_size: int
+    num_running: int
+    num_waiting: int
+    steps: int
+    preemptions: int
+    # Summed over steps, so that the ratio of differences is the mean over time.
+    slots_held: int  # token slots in blocks that running requests hold
+    slots_wasted: int  # of those, slots without a token
+
+    @classmethod
+    def of(cls, engine: Engine) -> EngineStats:
+        scheduler = engine.scheduler
+        return cls(
+            cache=scheduler.kv.stats,
+            block_size=scheduler.kv.block_size,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            steps=engine.num_steps,
+            preemptions=scheduler.num_preemptions,
+            slots_held=engine.slots_held,
+            slots_wasted=engine.slots_wasted,
+        )

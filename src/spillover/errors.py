@@ -1,0 +1,20 @@
+"""Errors meant for a person: one clear sentence that says what was asked, what is possible and what to type.
+
+Anything else that escapes is a bug and shows a traceback.
+"""
+
+
+class SpilloverError(Exception):
+    """Bad input or an impossible request; its text is the whole answer."""
+
+
+class CheckpointError(SpilloverError):
+    """A model folder or file that cannot be read; names the file and, where there is one, the tensor."""
+
+
+class PlanError(SpilloverError):
+    """A memory budget that cannot hold what was asked of it; says what would fit and which flag to change."""
+
+
+class RequestError(SpilloverError):
+    """A request that cannot be served as asked (too long, a parameter out of range, a bad grammar)."""

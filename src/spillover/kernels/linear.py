@@ -1,0 +1,101 @@
+"""Matrix products with a model's weights, and the embedding that looks rows of one up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spillover.kernels import native
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A [N, K] weight as panels of P output channels, so that one vector load serves P channels at one k."""
+
+    panels: Tensor  # [ceil(N / P), K, P]; the channels past N are zero
+    out_features: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.out_features, self.panels.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.panels.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        return self.panels.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.panels.dtype
+
+
+Weight = Tensor | PackedWeight
+
+
+def linear(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
+    """x [T, K], w [N, K], bias [N] -> [T, N]."""
+    library = native.library()
+    if isinstance(w, Tensor) or library is None or x.dtype is not torch.float32:
+        return linear_reference(x, w, bias)
+    panels = w.panels
+    rows, k = x.shape
+    if k != panels.shape[1] or (bias is not None and bias.shape[0] != w.out_features):
+        raise ValueError(f"x is {tuple(x.shape)} but the weight {w.shape}")
+    if not x.is_contiguous():
+        x = x.contiguous()
+    y = torch.empty(rows, w.out_features)
+    offset = bias.data_ptr() if bias is not None else None
+    library.linear(x.data_ptr(), panels.data_ptr(), offset, y.data_ptr(), rows, w.out_features, k)
+    return y
+
+
+def embedding(ids: Tensor, w: Weight) -> Tensor:
+    """ids [T], w [V, K] -> [T, K]."""
+    library = native.library()
+    if isinstance(w, Tensor) or library is None or ids.dtype is not torch.int64 or not ids.is_contiguous():
+        return embedding_reference(ids, w)
+    k = w.panels.shape[1]
+    y = torch.empty(ids.shape[0], k)
+    library.embedding(ids.data_ptr(), w.panels.data_ptr(), y.data_ptr(), ids.shape[0], k)
+    return y
+
+
+def pack(weight: Tensor) -> Weight:
+    """The form `linear` is fastest on: panels where the native kernels serve this weight, else the weight itself."""
+    library = native.library()
+    if library is None or not native.serves(weight):
+        return weight
+    n, k = weight.shape
+    width = library.panel_width()
+    count = -(-n // width)
+    panels = torch.zeros(count, k, width)
+    whole = n // width
+    panels[:whole] = weight[: whole * width].view(whole, width, k).transpose(1, 2)
+    if whole < count:
+        panels[whole, :, : n - whole * width] = weight[whole * width :].T
+    return PackedWeight(panels, n)
+
+
+def unpack(w: Weight) -> Tensor:
+    """The plain [N, K] weight again."""
+    if isinstance(w, Tensor):
+        return w
+    count, k, width = w.panels.shape
+    return w.panels.transpose(1, 2).reshape(count * width, k)[: w.out_features]
+
+
+def linear_reference(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
+    return F.linear(x, unpack(w), bias)
+
+
+def embedding_reference(ids: Tensor, w: Weight) -> Tensor:
+    if isinstance(w, Tensor):
+        return F.embedding(ids, w)
+    width = w.panels.shape[2]
+    return w.panels[ids // width, :, ids % width]

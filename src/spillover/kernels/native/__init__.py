@@ -1,0 +1,152 @@
+"""The C++ kernels for float32 on the CPU: built on first use, kept in a cache folder, called through ctypes.
+
+They are compiled with OpenMP but not linked to it, so that they share the threads of the runtime torch has loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import warnings
+from ctypes import c_float, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch  # also brings the OpenMP runtime that the library's symbols resolve to
+from torch import Tensor
+
+_FOLDER = Path(__file__).parent
+# No -ffast-math: it would let the compiler reorder sums, and the kernels promise one order.
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-fopenmp", "-Wno-psabi")
+_PARAMETERS = {
+    "panel_width": (),
+    "linear": (*[c_void_p] * 4, *[c_int64] * 3),
+    "embedding": (*[c_void_p] * 3, *[c_int64] * 2),
+    "rms_norm": (*[c_void_p] * 3, *[c_int64] * 4, c_float),
+    "add_rms_norm": (*[c_void_p] * 5, *[c_int64] * 2, c_float),
+    "silu_and_mul": (*[c_void_p] * 2, *[c_int64] * 2),
+    "clamped_swiglu": (*[c_void_p] * 2, *[c_int64] * 2, c_float),
+    "rope": (*[c_void_p] * 5, *[c_int64] * 6),
+    "store_kv": (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 5),
+    "attention": (
+        *(c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 4),
+        *(*[c_int64] * 6, c_float, c_int64, c_void_p),
+    ),
+}
+
+
+def library() -> ctypes.CDLL | None:
+    """The kernels, or None where they are turned off or cannot be built."""
+    return _load().library
+
+
+def describe() -> str:
+    """One line for `spill doctor`."""
+    return f"native CPU kernels: {_load().note}"
+
+
+def serves(x: Tensor) -> bool:
+    """Whether these kernels compute on this tensor."""
+    return x.is_cpu and x.dtype is torch.float32 and _load().library is not None
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    library: ctypes.CDLL | None
+    note: str
+
+
+class _BuildError(Exception):
+    """Why there is no library, in a few words."""
+
+
+@cache
+def _load() -> _Loaded:
+    if os.environ.get("SPILLOVER_NATIVE", "1") == "0":
+        return _Loaded(None, "off (SPILLOVER_NATIVE=0)")
+    try:
+        compiler = _compiler()
+        command = [compiler, "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native", *_FLAGS]
+        name = f"kernels-{_digest(command)}.so"
+        try:
+            path = _cache_folder() / name
+            if not path.exists():
+                _build(command, path)
+            loaded = ctypes.CDLL(str(path))
+        except PermissionError:
+            # A read-only home: build for this process alone. A loaded library outlives its file.
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder, name)
+                _build(command, path)
+                loaded = ctypes.CDLL(str(path))
+    except (_BuildError, OSError) as error:
+        warnings.warn(f"the native CPU kernels are off, torch's will be used: {error}", RuntimeWarning, stacklevel=3)
+        return _Loaded(None, f"off ({error})")
+    for function, parameters in _PARAMETERS.items():
+        getattr(loaded, function).argtypes = parameters
+        getattr(loaded, function).restype = None
+    loaded.panel_width.restype = c_int64
+    return _Loaded(loaded, f"on, panels of {loaded.panel_width()} channels, {path}")
+
+
+def _compiler() -> str:
+    for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
+        if name and (found := shutil.which(name)):
+            return found
+    raise _BuildError("no C++ compiler found; install g++ or set CXX")
+
+
+def _cache_folder() -> Path:
+    root = os.environ.get("SPILLOVER_CACHE")
+    folder = Path(root) if root else Path.home() / ".cache" / "spillover"
+    folder = folder / "native"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(f"{folder} is not writable")
+    return folder
+
+
+def _digest(command: list[str]) -> str:
+    """Names a build by all that decides its code."""
+    version = subprocess.run([command[0], "--version"], capture_output=True, check=False).stdout
+    digest = hashlib.blake2b(version + "\0".join([*command, _cpu()]).encode(), digest_size=10)
+    for source in sorted([*_FOLDER.glob("*.cpp"), *_FOLDER.glob("*.h")]):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+def _cpu() -> str:
+    """What -march=native looks at: the first processor's model and features."""
+    described = [platform.machine(), platform.processor()]
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        first = cpuinfo.read_text().split("\n\n")[0]
+        keys = ("model", "model name", "stepping", "flags", "Features", "CPU implementer", "CPU part")
+        described += [line for line in first.splitlines() if line.split(":")[0].strip() in keys]
+    return "\n".join(described)
+
+
+def _build(command: list[str], path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        objects, running = [], []
+        for source in sorted(_FOLDER.glob("*.cpp")):
+            objects.append(str(Path(folder, source.stem + ".o")))
+            arguments = [*command, "-c", str(source), "-o", objects[-1]]
+            running.append(subprocess.Popen(arguments, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True))
+        complaints = [process.communicate()[1] for process in running]
+        linked = Path(folder, path.name)
+        if not any(process.returncode for process in running):
+            # Without -fopenmp: its symbols are to be found in the runtime that is already loaded.
+            link = [command[0], "-shared", *objects, "-o", str(linked)]
+            running.append(subprocess.Popen(link, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True))
+            complaints.append(running[-1].communicate()[1])
+        for process, complaint in zip(running, complaints, strict=True):
+            if process.returncode:
+                raise _BuildError(f"{command[0]} failed: {complaint.strip()[:500] or process.returncode}")
+        os.replace(linked, path)  # another process may build the same file; whoever is last wins, they are equal

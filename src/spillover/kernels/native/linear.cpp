@@ -1,0 +1,132 @@
+// y = x W^T + b over packed panels W [ceil(N/P)][K][P]: lanes are output channels, x is broadcast.
+//
+// Every y[m, n] is one chain of fused multiply-adds over k = 0..K-1, whatever the tile it falls in, so its bits do not
+// depend on M. With few rows the weights stream from memory once, at its speed: each tile asks for its share of the
+// next panel while it computes on this one.
+#include <omp.h>
+
+#include "vector.h"
+
+namespace {
+
+typedef Vec<kLanes>::F F;
+#if defined(__AVX512F__)
+constexpr int kPanel = 32, kTile = 12;  // accumulators: 12 rows x 2 registers of the 32
+#elif defined(__AVX__)
+constexpr int kPanel = 16, kTile = 6;  // 6 x 2 of 16
+#else
+constexpr int kPanel = 16, kTile = 6;  // 6 x 4 of 32
+#endif
+constexpr int kVectors = kPanel / kLanes;
+constexpr int kLine = 16;  // floats in a cache line
+constexpr int kLinesPerK = kPanel / kLine;
+constexpr int64_t kRowBlockBytes = 1 << 20;  // of x, held in the second-level cache while panels pass
+
+struct Shape {
+    int64_t K, N;
+};
+
+// AHEAD: cache lines of the next panel asked for at every k.
+template <int T, int AHEAD>
+void tile(const float* x, const float* panel, float* y, int64_t width, const float* bias, const float* next, Shape s) {
+    F acc[T][kVectors] = {};
+    // Three rows share a base register: x86 addresses base, base + stride and base + 2 * stride.
+    constexpr int kBases = (T + 2) / 3;
+    const float* base[kBases];
+    for (int b = 0; b < kBases; b++) base[b] = x + 3 * b * s.K;
+    for (int64_t k = 0; k < s.K; k++) {
+        F w[kVectors];
+        for (int v = 0; v < kVectors; v++) w[v] = load<kLanes>(panel + v * kLanes);
+        panel += kPanel;
+        for (int a = 0; a < AHEAD; a++) __builtin_prefetch(next + a * kLine, 0, 2);
+        next += AHEAD * kLine;
+        for (int t = 0; t < T; t++) {
+            const float value = base[t / 3][(t % 3) * s.K];
+            for (int v = 0; v < kVectors; v++) acc[t][v] += w[v] * value;
+        }
+        for (int b = 0; b < kBases; b++) base[b]++;
+    }
+    for (int t = 0; t < T; t++) {
+        float* row = y + t * s.N;
+        if (width == kPanel) {
+            for (int v = 0; v < kVectors; v++) {
+                if (bias) acc[t][v] += load<kLanes>(bias + v * kLanes);
+                store<kLanes>(row + v * kLanes, acc[t][v]);
+            }
+        } else {
+            for (int64_t n = 0; n < width; n++) row[n] = acc[t][n / kLanes][n % kLanes] + (bias ? bias[n] : 0.0f);
+        }
+    }
+}
+
+typedef void (*Tile)(const float*, const float*, float*, int64_t, const float*, const float*, Shape);
+
+template <int AHEAD, int... T>
+constexpr Tile choose(int rows, std::integer_sequence<int, T...>) {
+    constexpr Tile tiles[] = {tile<T + 1, AHEAD>...};
+    return tiles[rows - 1];
+}
+
+template <int AHEAD>
+constexpr Tile choose(int64_t rows) {
+    return choose<AHEAD>(static_cast<int>(rows), std::make_integer_sequence<int, kTile>{});
+}
+
+// Rows [0, M) against one panel, in tiles of nearly equal height.
+void panel_product(const float* x, int64_t M, const float* panel, float* y, int64_t width, const float* bias,
+                   const float* next, Shape s) {
+    const int64_t tiles = ceil_div(M, kTile);
+    int64_t row = 0;
+    for (int64_t i = 0; i < tiles; i++) {
+        const int64_t rows = M / tiles + (i < M % tiles);
+        Tile run;
+        if (tiles == 1) {
+            run = choose<kLinesPerK>(rows);
+        } else if (i < kLinesPerK) {
+            run = choose<1>(rows);
+        } else {
+            run = choose<0>(rows);
+        }
+        run(x + row * s.K, panel, y + row * s.N, width, bias, next, s);
+        next += s.K * kLine;
+        row += rows;
+    }
+}
+
+}  // namespace
+
+extern "C" int64_t panel_width() { return kPanel; }
+
+extern "C" void linear(const float* x, const float* panels, const float* bias, float* y, int64_t M, int64_t N,
+                       int64_t K) {
+    const Shape s{K, N};
+    const int64_t num_panels = ceil_div(N, kPanel), threads = omp_get_max_threads();
+    if (M == 0) return;
+    // Split the rows when x outgrows the cache, and further while there are too few panels to go round.
+    int64_t blocks = ceil_div(M * K * 4, kRowBlockBytes);
+    while (num_panels * blocks < 4 * threads && M / (blocks * 2) >= 2 * kTile) blocks *= 2;
+    const int64_t units = blocks * num_panels;
+    int64_t claimed = 0;
+#pragma omp parallel
+    {
+        // The next unit is claimed before this one is computed, so that its panel can be fetched meanwhile.
+        int64_t unit = __atomic_fetch_add(&claimed, 1, __ATOMIC_RELAXED);
+        while (unit < units) {
+            const int64_t following = __atomic_fetch_add(&claimed, 1, __ATOMIC_RELAXED);
+            const int64_t block = unit / num_panels, n = unit % num_panels * kPanel;
+            const int64_t first = M * block / blocks, rows = M * (block + 1) / blocks - first;
+            const float* next = panels + (following < units ? following : unit) % num_panels * kPanel * K;
+            panel_product(x + first * K, rows, panels + n * K, y + first * N + n, smaller(kPanel, N - n),
+                          bias ? bias + n : nullptr, next, s);
+            unit = following;
+        }
+    }
+}
+
+extern "C" void embedding(const int64_t* ids, const float* panels, float* y, int64_t T, int64_t K) {
+#pragma omp parallel for if (T > 8)
+    for (int64_t t = 0; t < T; t++) {
+        const float* column = panels + ids[t] / kPanel * kPanel * K + ids[t] % kPanel;
+        for (int64_t k = 0; k < K; k++) y[t * K + k] = column[k * kPanel];
+    }
+}

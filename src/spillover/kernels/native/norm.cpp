@@ -1,0 +1,51 @@
+// Root-mean-square normalisation of rows, alone and after a residual sum. A row is summed in one fixed order.
+#include <cmath>
+
+#include "vector.h"
+
+namespace {
+
+typedef Vec<kLanes>::F F;
+constexpr int64_t kParallel = 1 << 14;  // elements under which waking threads costs more than it saves
+
+// x may be y; D need not be a multiple of the lanes.
+void normalise(const float* x, const float* weight, float* y, int64_t D, float eps) {
+    F squares[4] = {};
+    int64_t d = 0;
+    for (; d + 4 * kLanes <= D; d += 4 * kLanes) {
+        for (int i = 0; i < 4; i++) {
+            const F v = load<kLanes>(x + d + i * kLanes);
+            squares[i] += v * v;
+        }
+    }
+    float total = sum<kLanes>((squares[0] + squares[1]) + (squares[2] + squares[3]));
+    for (; d < D; d++) total += x[d] * x[d];
+    const float factor = 1.0f / std::sqrt(total / static_cast<float>(D) + eps);
+    d = 0;
+    for (; d + kLanes <= D; d += kLanes) {
+        store<kLanes>(y + d, load<kLanes>(x + d) * factor * load<kLanes>(weight + d));
+    }
+    for (; d < D; d++) y[d] = x[d] * factor * weight[d];
+}
+
+}  // namespace
+
+// x [outer, inner, D] whose outer rows lie `stride` floats apart -> y contiguous.
+extern "C" void rms_norm(const float* x, const float* weight, float* y, int64_t outer, int64_t inner, int64_t D,
+                         int64_t stride, float eps) {
+#pragma omp parallel for if (outer * inner * D > kParallel)
+    for (int64_t o = 0; o < outer; o++) {
+        for (int64_t i = 0; i < inner; i++) {
+            normalise(x + o * stride + i * D, weight, y + (o * inner + i) * D, D, eps);
+        }
+    }
+}
+
+extern "C" void add_rms_norm(const float* x, const float* residual, const float* weight, float* y, float* total,
+                             int64_t rows, int64_t D, float eps) {
+#pragma omp parallel for if (rows * D > kParallel)
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t d = 0; d < D; d++) total[r * D + d] = x[r * D + d] + residual[r * D + d];
+        normalise(total + r * D, weight, y + r * D, D, eps);
+    }
+}

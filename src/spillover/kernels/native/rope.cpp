@@ -1,0 +1,29 @@
+// Rotary embedding in place: dimensions d and d + D/2 of every head turn by the angle of the row's position.
+#include "vector.h"
+
+namespace {
+
+void rotate(float* x, const float* cos, const float* sin, int64_t heads, int64_t half) {
+    for (int64_t h = 0; h < heads; h++) {
+        float *low = x + h * 2 * half, *high = low + half;
+#pragma GCC ivdep
+        for (int64_t d = 0; d < half; d++) {
+            const float a = low[d], b = high[d];
+            low[d] = a * cos[d] - b * sin[d];
+            high[d] = b * cos[d] + a * sin[d];
+        }
+    }
+}
+
+}  // namespace
+
+// q and k rows lie a stride apart, their heads contiguous; cos and sin [P, half].
+extern "C" void rope(float* q, float* k, const float* cos, const float* sin, const int64_t* positions, int64_t T,
+                     int64_t H, int64_t Hk, int64_t half, int64_t q_stride, int64_t k_stride) {
+#pragma omp parallel for if (T * (H + Hk) * half > 1 << 14)
+    for (int64_t t = 0; t < T; t++) {
+        const float *c = cos + positions[t] * half, *s = sin + positions[t] * half;
+        rotate(q + t * q_stride, c, s, H, half);
+        rotate(k + t * k_stride, c, s, Hk, half);
+    }
+}

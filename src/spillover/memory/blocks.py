@@ -1,0 +1,176 @@
+"""The block pool: which state every block is in and how many sequences hold it.
+
+The pool knows ids only. What a block contains, and which blocks are worth keeping, is known elsewhere.
+Block 0 is the dummy block that padding points at; it is never handed out and not counted.
+"""
+
+from enum import IntEnum
+from typing import NoReturn
+
+
+class BlockState(IntEnum):
+    FREE = 0  # nobody's; may be handed out
+    FILLING = 1  # held by one sequence, some slots not computed yet
+    READY = 2  # every slot computed, held by at least one sequence
+    EVICTABLE = 3  # every slot computed, kept for its prefix, held by nobody
+    IN_FLIGHT = 4  # a copy to or from another tier reads or writes it
+
+
+FREE, FILLING, READY, EVICTABLE, IN_FLIGHT = BlockState
+
+
+class BlockPool:
+    """Blocks 1..num_blocks. An illegal transition raises AssertionError: it is a bug, never a condition to handle.
+
+    A block is *cached* while the prefix tree keeps it; that alone decides whether it becomes EVICTABLE or FREE once its
+    last reference goes. A block in flight keeps its references and its cached mark, and settles when the copy ends.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._state = [FREE] * (num_blocks + 1)
+        self._refs = [0] * (num_blocks + 1)
+        self._cached = bytearray(num_blocks + 1)
+        self._loading: set[int] = set()  # in flight and incomplete: FILLING again when the copy ends
+        self._free = list(range(num_blocks, 0, -1))
+        self._counts = [num_blocks, 0, 0, 0, 0]  # by BlockState
+
+    @property
+    def free(self) -> int:
+        return self._counts[FREE]
+
+    @property
+    def evictable(self) -> int:
+        return self._counts[EVICTABLE]
+
+    @property
+    def protected(self) -> int:
+        return self._counts[FILLING] + self._counts[READY]
+
+    @property
+    def in_flight(self) -> int:
+        return self._counts[IN_FLIGHT]
+
+    def state(self, block: int) -> BlockState:
+        return self._state[block]
+
+    def refs(self, block: int) -> int:
+        return self._refs[block]
+
+    def cached(self, block: int) -> bool:
+        return bool(self._cached[block])
+
+    def allocate(self) -> int:
+        """FREE -> FILLING, with one reference. The caller has made sure that a block is free."""
+        if not self._free:
+            raise AssertionError("allocate() with no block FREE")
+        block = self._free.pop()
+        self._refs[block] = 1
+        self._state[block] = FILLING
+        self._counts[FREE] -= 1
+        self._counts[FILLING] += 1
+        return block
+
+    def complete(self, block: int) -> None:
+        """FILLING -> READY: every slot now holds computed KV."""
+        if self._state[block] is not FILLING:
+            self._illegal("complete", block, FILLING)
+        self._move(block, READY)
+
+    def ref(self, block: int) -> None:
+        """One more holder of a complete block; EVICTABLE -> READY."""
+        state = self._state[block]
+        if state is EVICTABLE:
+            self._move(block, READY)
+        elif state is not READY and (state is not IN_FLIGHT or block in self._loading):
+            self._illegal("ref", block, READY, EVICTABLE)
+        self._refs[block] += 1
+
+    def unref(self, block: int) -> None:
+        """One holder less; after the last one the block is EVICTABLE if cached, else FREE, unless a copy holds it."""
+        if self._refs[block] == 0:
+            self._illegal("unref", block, FILLING, READY)
+        self._refs[block] -= 1
+        if self._refs[block] == 0 and self._state[block] is not IN_FLIGHT:
+            self._settle(block)
+
+    def cache(self, block: int) -> None:
+        """The prefix tree keeps this block from now on."""
+        if self._state[block] is not READY or self._cached[block]:
+            self._illegal("cache", block, READY)
+        self._cached[block] = 1
+
+    def uncache(self, block: int) -> None:
+        """The prefix tree no longer keeps this block: EVICTABLE -> FREE; holders and copies keep it alive."""
+        if not self._cached[block]:
+            self._illegal("uncache", block, READY, EVICTABLE, IN_FLIGHT)
+        self._cached[block] = 0
+        if self._state[block] is EVICTABLE:
+            self._settle(block)
+
+    def evict(self, block: int) -> None:
+        """EVICTABLE -> FREE."""
+        if self._state[block] is not EVICTABLE:
+            self._illegal("evict", block, EVICTABLE)
+        self.uncache(block)
+
+    def begin_copy(self, block: int) -> None:
+        """A copy now reads or writes this block: it is neither reused, freed nor evicted before end_copy."""
+        state = self._state[block]
+        if state is FREE or state is IN_FLIGHT:
+            self._illegal("begin_copy", block, FILLING, READY, EVICTABLE)
+        if state is FILLING:
+            self._loading.add(block)
+        self._move(block, IN_FLIGHT)
+
+    def end_copy(self, block: int) -> None:
+        """The copy's event has fired; the block goes where its references and the cached mark say."""
+        if self._state[block] is not IN_FLIGHT:
+            self._illegal("end_copy", block, IN_FLIGHT)
+        self._settle(block)
+
+    def check(self) -> None:
+        """Recounts everything from scratch."""
+        blocks = range(1, self.num_blocks + 1)
+        for state in BlockState:
+            found = sum(self._state[block] is state for block in blocks)
+            assert found == self._counts[state], f"{state.name}: {found} blocks, {self._counts[state]} counted"
+        assert self.free + self.evictable + self.protected + self.in_flight == self.num_blocks
+        assert len(self._free) == len(set(self._free)) == self.free, "the free list holds a block twice or lost one"
+        assert all(self._state[block] is FREE for block in self._free)
+        for block in blocks:
+            state, refs, cached = self._state[block], self._refs[block], self._cached[block]
+            where = f"block {block} is {state.name} with {refs} references, cached {cached}"
+            if state is FREE:
+                assert (refs, cached) == (0, 0), where
+            elif state is FILLING:
+                assert (refs, cached) == (1, 0), where
+            elif state is READY:
+                assert refs > 0, where
+            elif state is EVICTABLE:
+                assert (refs, cached) == (0, 1), where
+            else:
+                assert refs >= 0, where
+            assert block not in self._loading or state is IN_FLIGHT, where
+
+    def _settle(self, block: int) -> None:
+        incomplete = block in self._loading
+        self._loading.discard(block)
+        if self._refs[block]:
+            self._move(block, FILLING if incomplete else READY)
+        elif self._cached[block]:
+            self._move(block, EVICTABLE)
+        else:
+            self._move(block, FREE)
+            self._free.append(block)
+
+    def _move(self, block: int, to: BlockState) -> None:
+        self._counts[self._state[block]] -= 1
+        self._counts[to] += 1
+        self._state[block] = to
+
+    def _illegal(self, operation: str, block: int, *wanted: BlockState) -> NoReturn:
+        raise AssertionError(
+            f"{operation}() on block {block}, which is {self._state[block].name} "
+            f"with {self._refs[block]} references; it must be {' or '.join(state.name for state in wanted)}"
+        )

@@ -1,0 +1,328 @@
+"""The KV cache as the scheduler sees it: sequences, their block tables, and prefixes shared between them.
+
+One pool serves all layer groups, since every block has the same bytes. A sequence has one table a group, all of the
+same length; entry i is the block of positions [i * block_size, (i + 1) * block_size), and 0 where a sliding window has
+moved past. Tables always cover what is computed, so extend() never allocates behind a window.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from spillover.errors import SpilloverError
+from spillover.memory.blocks import BlockPool
+from spillover.memory.policies import LRU, EvictionPolicy
+from spillover.memory.prefix_tree import Node, PrefixTree
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    total: int  # blocks; free + evictable + protected + in_flight
+    free: int
+    evictable: int
+    protected: int
+    in_flight: int
+    tree_nodes: int
+    query_tokens: int  # tokens of all admitted sequences
+    hit_tokens: int  # of these, found in the tree
+    evictions: int  # blocks
+
+
+@dataclass(slots=True)
+class _Sequence:
+    tables: list[list[int]]  # one a layer group
+    first: list[int]  # per group: table entries before this one are 0
+    num_computed: int = 0  # tokens
+    num_ready: int = 0  # leading blocks that are complete; only these are ever shared
+    node: Node | None = None  # of the last ready block; None: this sequence adds nothing to the tree
+    # Block index -> the tree's blocks for tokens that this sequence computed as well: held, though in no table.
+    held: dict[int, list[int]] = field(default_factory=dict)
+
+
+class KVCache:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        windows: Sequence[int | None],
+        prefix_caching: bool = True,
+        identity: bytes = b"",
+        policy: EvictionPolicy | None = None,
+    ) -> None:
+        """`windows` has one entry a layer group, None for full attention; `identity` digests model, dtype, layout."""
+        if num_blocks < 1 or block_size < 1:
+            raise SpilloverError(f"a KV cache of {num_blocks} blocks of {block_size} tokens cannot hold a single token")
+        if not windows or any(window is not None and window < 1 for window in windows):
+            raise SpilloverError(f"layer groups with windows {list(windows)}: each is None or at least 1 token")
+        self.block_size = block_size
+        self.windows = tuple(windows)
+        self.prefix_caching = prefix_caching
+        self._pool = BlockPool(num_blocks)
+        self._tree = PrefixTree(self._pool, self.windows, policy if policy is not None else LRU(), identity)
+        self._live: dict[str, _Sequence] = {}
+        # Full-attention groups first: of two blocks released together, the one that stands for its node is the older.
+        self._group_order = sorted(range(len(self.windows)), key=lambda group: self.windows[group] is not None)
+        self._window_groups = [(group, window) for group, window in enumerate(self.windows) if window is not None]
+        self._query_tokens = 0
+        self._hit_tokens = 0
+
+    @property
+    def num_total(self) -> int:
+        return self._pool.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that extend() can have: free, or evictable."""
+        return self._pool.free + self._pool.evictable
+
+    @property
+    def stats(self) -> CacheStats:
+        pool, tree = self._pool, self._tree
+        return CacheStats(
+            total=pool.num_blocks,
+            free=pool.free,
+            evictable=pool.evictable,
+            protected=pool.protected,
+            in_flight=pool.in_flight,
+            tree_nodes=tree.num_nodes,
+            query_tokens=self._query_tokens,
+            hit_tokens=self._hit_tokens,
+            evictions=tree.num_evictions,
+        )
+
+    def usage(self) -> float:
+        """The share of blocks that sequences and copies hold, 0 to 1."""
+        return 1 - self.num_free / self.num_total
+
+    def match(self, tokens: Sequence[int], salt: str | None = None) -> int:
+        """How many tokens of this prompt admit() would find now; less than len(tokens), so one is left to compute."""
+        return len(self._find(tokens, salt)) * self.block_size
+
+    def admit(self, seq: str, tokens: Sequence[int], salt: str | None = None) -> int:
+        """Starts a sequence on the longest cached prefix; returns how many tokens that covers, always whole blocks."""
+        self._must_be_new(seq)
+        nodes = self._find(tokens, salt)
+        sequence = self._start(seq, [node.blocks for node in nodes])
+        if self.prefix_caching:
+            sequence.node = nodes[-1] if nodes else self._tree.root(salt)
+            self._tree.enter(sequence.node)
+        self._query_tokens += len(tokens)
+        self._hit_tokens += sequence.num_computed
+        return sequence.num_computed
+
+    def fork(self, parent: str, child: str, num_tokens: int) -> int:
+        """Starts `child` on the parent's complete blocks of its first `num_tokens` tokens, never on a partial one.
+
+        Returns the tokens covered, which may be all of num_tokens: a child that still has to compute its last token
+        asks for one less. Works without prefix caching too.
+        """
+        self._must_be_new(child)
+        source = self._get(parent)
+        path = self._tree.path(source.node) if source.node is not None else []  # path[i + 1] is block i's node
+        blocks: list[list[int | None]] = []
+        for i in range(min(num_tokens // self.block_size, source.num_ready)):
+            # What the parent's window has passed may still be in the tree.
+            cached = path[i + 1].blocks if path else [None] * len(self.windows)
+            blocks.append([table[i] or kept for table, kept in zip(source.tables, cached, strict=True)])
+        del blocks[self._usable(blocks) :]
+        sequence = self._start(child, blocks)
+        if path:
+            sequence.node = path[len(blocks)]
+            self._tree.enter(sequence.node)
+            for i, held in source.held.items():
+                if i < len(blocks):
+                    sequence.held[i] = list(held)
+                    for block in held:
+                        self._tree.ref(block)
+        return sequence.num_computed
+
+    def extend(self, seq: str, num_tokens: int) -> bool:
+        """Makes the tables cover num_tokens positions, evicting as needed; False and unchanged if blocks are short."""
+        tables = self._get(seq).tables
+        new = -(-num_tokens // self.block_size) - len(tables[0])
+        if new <= 0:
+            return True
+        if not self._make_room(new * len(tables)):
+            return False
+        for table in tables:
+            table.extend([self._pool.allocate() for _ in range(new)])
+        return True
+
+    def commit(self, seq: str, tokens: Sequence[int], num_computed: int) -> None:
+        """tokens[:num_computed] have their KV stored: full blocks become ready and enter the tree; blocks wholly behind
+        a window of the next position leave the table. Reads only the tokens of blocks that became full."""
+        sequence = self._get(seq)
+        size = self.block_size
+        assert sequence.num_computed <= num_computed <= len(sequence.tables[0]) * size, (
+            f"commit of {num_computed} tokens for {seq!r}, which had {sequence.num_computed} computed "
+            f"and blocks for {len(sequence.tables[0]) * size}"
+        )
+        sequence.num_computed = num_computed
+        for i in range(sequence.num_ready, num_computed // size):
+            blocks = [table[i] for table in sequence.tables]
+            for block in blocks:
+                self._pool.complete(block)
+            if sequence.node is not None:
+                node, held = self._tree.insert(sequence.node, tuple(tokens[i * size : (i + 1) * size]), blocks)
+                if held:
+                    sequence.held[i] = held
+                self._tree.enter(node)
+                self._tree.leave(sequence.node)
+                sequence.node = node
+            sequence.num_ready = i + 1
+        for group, window in self._window_groups:
+            table = sequence.tables[group]
+            for i in range(sequence.first[group], self._first_seen(num_computed, window)):
+                self._tree.unref(table[i])
+                table[i] = 0
+                sequence.first[group] = i + 1
+
+    def release(self, seq: str) -> None:
+        """Ends a sequence (finished, aborted or preempted): what is in the tree becomes evictable, the rest free."""
+        sequence = self._get(seq)
+        del self._live[seq]
+        # Tail first: the end of a prefix is the least likely to be asked for again.
+        for i in reversed(range(len(sequence.tables[0]))):
+            for group in self._group_order:
+                if sequence.tables[group][i]:
+                    self._tree.unref(sequence.tables[group][i])
+            for block in sequence.held.get(i, ()):
+                self._tree.unref(block)
+        if sequence.node is not None:
+            self._tree.leave(sequence.node)
+
+    def table(self, seq: str, group: int = 0) -> list[int]:
+        """The live block table; the caller reads it and does not change it."""
+        return self._get(seq).tables[group]
+
+    def blocks_needed(self, seq: str | None, num_tokens: int) -> int:
+        """New blocks that extend(seq, num_tokens) takes; for None, those of a sequence with nothing cached."""
+        have = 0 if seq is None else len(self._get(seq).tables[0])
+        return max(0, -(-num_tokens // self.block_size) - have) * len(self.windows)
+
+    def peak_blocks(self, num_tokens: int, chunk: int) -> int:
+        """The most blocks a sequence of num_tokens ever holds, if at most `chunk` tokens stand between commit and
+        extend: windows need no more than the chunk and what its first token sees."""
+        whole = -(-num_tokens // self.block_size)
+        peak = 0
+        for window in self.windows:
+            seen = whole if window is None else -(-(window + chunk - 2) // self.block_size) + 1
+            peak += min(whole, seen)
+        return peak
+
+    def digest(self, block: int) -> bytes | None:
+        """The name under which another tier keeps this block's prefix; None while the tree does not hold the block."""
+        return self._tree.digest(block)
+
+    def begin_copy(self, block: int) -> None:
+        """A copy to or from another tier starts: the block is neither reused, freed nor evicted until end_copy."""
+        self._tree.begin_copy(block)
+
+    def end_copy(self, block: int) -> None:
+        self._tree.end_copy(block)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets every prefix. Running sequences keep their blocks, share them no more, and free them at the end."""
+        self._tree.reset()
+        for sequence in self._live.values():
+            sequence.node = None
+            for held in sequence.held.values():
+                for block in held:
+                    self._tree.unref(block)
+            sequence.held.clear()
+
+    def allocated_slots(self) -> int:
+        """Token slots in live sequences' full-attention tables; a shared block counts for each that holds it."""
+        full = len(self.windows) - len(self._window_groups)
+        return full * self.block_size * sum(len(sequence.tables[0]) for sequence in self._live.values())
+
+    def used_slots(self) -> int:
+        """Of allocated_slots(), those that hold a computed token."""
+        full = len(self.windows) - len(self._window_groups)
+        return full * sum(sequence.num_computed for sequence in self._live.values())
+
+    def waste(self, lengths: Sequence[int]) -> int:
+        """Slots that sequences of these lengths leave unused in their last blocks, in one full-attention group."""
+        return sum(-length % self.block_size for length in lengths)
+
+    def check(self) -> None:
+        """Asserts the invariant, free + evictable + protected + in flight == total, and all that it rests on."""
+        self._pool.check()
+        self._tree.check()
+        refs = [0] * (self.num_total + 1)
+        for seq, sequence in self._live.items():
+            assert len({len(table) for table in sequence.tables}) == 1, f"tables of {seq!r} differ in length"
+            assert sequence.num_computed // self.block_size == sequence.num_ready
+            for group, table in enumerate(sequence.tables):
+                first = sequence.first[group]
+                assert [bool(block) for block in table] == [i >= first for i in range(len(table))], (
+                    f"{seq!r}, group {group}: {table} should be 0 before entry {first}, and only there"
+                )
+                assert first == self._first_seen(sequence.num_computed, self.windows[group])
+                for block in table[first:]:
+                    refs[block] += 1
+            for held in sequence.held.values():
+                for block in held:
+                    refs[block] += 1
+        for block in range(1, self.num_total + 1):
+            assert refs[block] == self._pool.refs(block), (
+                f"block {block} has {self._pool.refs(block)} references, {refs[block]} holders"
+            )
+
+    def _get(self, seq: str) -> _Sequence:
+        try:
+            return self._live[seq]
+        except KeyError:
+            raise KeyError(f"no sequence {seq!r} holds blocks: it was never admitted, or is released") from None
+
+    def _must_be_new(self, seq: str) -> None:
+        assert seq not in self._live, f"sequence {seq!r} already holds blocks"
+
+    def _find(self, tokens: Sequence[int], salt: str | None) -> list[Node]:
+        if not self.prefix_caching:
+            return []
+        nodes: list[Node] = []
+        limit = (len(tokens) - 1) // self.block_size
+        for node in self._tree.walk(tokens, self.block_size, salt):
+            if len(nodes) == limit:
+                break
+            nodes.append(node)
+        return nodes[: self._usable([node.blocks for node in nodes])]
+
+    def _usable(self, blocks: Sequence[Sequence[int | None]]) -> int:
+        """How many leading blocks can be shared: the most at whose end every group still has all that it sees."""
+        usable = 0
+        run = [0] * len(self.windows)  # per group: blocks present without a gap up to here
+        for count, row in enumerate(blocks, start=1):
+            enough = True
+            for group, window in enumerate(self.windows):
+                run[group] = run[group] + 1 if row[group] else 0
+                enough = enough and run[group] >= count - self._first_seen(count * self.block_size, window)
+            if enough:
+                usable = count
+        return usable
+
+    def _start(self, seq: str, blocks: Sequence[Sequence[int | None]]) -> _Sequence:
+        """A new sequence that holds these complete blocks, of a window group only what the next position sees."""
+        computed = len(blocks) * self.block_size
+        first = [self._first_seen(computed, window) for window in self.windows]
+        tables: list[list[int]] = [[0] * len(blocks) for _ in self.windows]
+        for group, table in enumerate(tables):
+            for i in range(first[group], len(blocks)):
+                block = blocks[i][group]
+                assert block is not None
+                self._tree.ref(block)
+                table[i] = block
+        self._live[seq] = sequence = _Sequence(tables, first, computed, len(blocks))
+        return sequence
+
+    def _first_seen(self, position: int, window: int | None) -> int:
+        """The index of the first block that a query at `position` sees."""
+        return 0 if window is None else max(0, position - window + 1) // self.block_size
+
+    def _make_room(self, blocks: int) -> bool:
+        if self.num_free < blocks:
+            return False
+        while self._pool.free < blocks:
+            if not self._tree.evict():
+                return False  # what is left lies above a block in flight
+        return True

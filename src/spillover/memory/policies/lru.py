@@ -1,0 +1,44 @@
+"""Least recently used."""
+
+import heapq
+
+
+class LRU:
+    """The block untouched for longest goes first. O(log n) a call, by a heap whose stale entries are skipped.
+
+    A plain queue in order of insertion would not do: an interior block may be evicted only once its children are gone,
+    and by then its place in the order is that of its last use, not of its arrival.
+    """
+
+    def __init__(self) -> None:
+        self._clock = 0
+        self._last_use: dict[int, int] = {}
+        self._candidates: set[int] = set()
+        self._heap: list[tuple[int, int]] = []  # (last use, block); stale unless the block still has that last use
+
+    def on_access(self, block: int) -> None:
+        self._clock += 1
+        self._last_use[block] = self._clock
+        if block in self._candidates:
+            self._push(block)
+
+    def on_insert(self, block: int) -> None:
+        self._candidates.add(block)
+        self._push(block)
+
+    def on_remove(self, block: int) -> None:
+        self._candidates.discard(block)
+
+    def victim(self) -> int | None:
+        while self._heap:
+            last_use, block = self._heap[0]
+            if block in self._candidates and self._last_use.get(block, 0) == last_use:
+                return block
+            heapq.heappop(self._heap)
+        return None
+
+    def _push(self, block: int) -> None:
+        heapq.heappush(self._heap, (self._last_use.get(block, 0), block))
+        if len(self._heap) > 2 * len(self._candidates) + 64:
+            self._heap = [(self._last_use.get(block, 0), block) for block in self._candidates]
+            heapq.heapify(self._heap)

@@ -1,0 +1,55 @@
+"""A model's files behind one face: HF's config keys, tensor names and conventions, whatever the format on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from torch import Tensor
+
+from spillover.errors import CheckpointError
+
+
+class Checkpoint(Protocol):
+    """Tensors are read one at a time and own their memory: nothing stays mapped after a read."""
+
+    path: Path
+    config: dict[str, Any]  # as in config.json, plus "generation_eos_token_id": every id that ends a generation
+
+    def names(self) -> set[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str) -> Tensor: ...
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Checks that every file is whole; reads no tensor."""
+    from spillover.models.gguf_file import GGUFCheckpoint
+    from spillover.models.safetensors_folder import SafetensorsCheckpoint
+
+    path = Path(path).expanduser()
+    if path.is_dir():
+        return SafetensorsCheckpoint(path)
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist; give a folder with config.json and safetensors, or a .gguf file")
+    if path.suffix == ".gguf":
+        return GGUFCheckpoint(path)
+    raise CheckpointError(f"{path} is not a model; give a folder with config.json and safetensors, or a .gguf file")
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """The checkpoint's config alone; a folder needs no weights for it, which is all that random weights ask."""
+    from spillover.models.safetensors_folder import read_config as read_folder_config
+
+    path = Path(path).expanduser()
+    if path.is_dir():
+        return read_folder_config(path)
+    with open_checkpoint(path) as checkpoint:
+        return checkpoint.config

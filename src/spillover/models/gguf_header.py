@@ -1,0 +1,158 @@
+"""The head of a GGUF file: its metadata and where each tensor lies. Reads no tensor data.
+
+The gguf package's own reader makes several array objects for every vocabulary entry, which takes seconds; a model is
+opened twice (weights and tokenizer), so the head is parsed here and the package keeps the formats and the arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gguf.constants import (
+    GGML_QUANT_SIZES,
+    GGUF_DEFAULT_ALIGNMENT,
+    GGMLQuantizationType,
+    GGUFValueType,
+)
+
+from spillover.errors import CheckpointError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+_SCALARS = {
+    GGUFValueType.UINT8: "B", GGUFValueType.INT8: "b", GGUFValueType.UINT16: "H", GGUFValueType.INT16: "h",
+    GGUFValueType.UINT32: "I", GGUFValueType.INT32: "i", GGUFValueType.FLOAT32: "f", GGUFValueType.BOOL: "?",
+    GGUFValueType.UINT64: "Q", GGUFValueType.INT64: "q", GGUFValueType.FLOAT64: "d",
+}
+_ARRAYS = "BbHhIifQqd"  # codes that the array module knows too, with the same sizes
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    name: str
+    kind: GGMLQuantizationType
+    shape: tuple[int, ...]  # slowest dimension first, as torch has it
+    file: Path
+    offset: int  # from the file's start
+
+    @property
+    def row_nbytes(self) -> int:
+        block, block_nbytes = GGML_QUANT_SIZES[self.kind]
+        return self.shape[-1] // block * block_nbytes
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.shape[:-1])
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.row_nbytes
+
+
+@dataclass(frozen=True)
+class GGUFHeader:
+    metadata: dict[str, Any]
+    tensors: dict[str, GGUFTensor]
+
+
+def read_header(path: Path) -> GGUFHeader:
+    """The head of `path` and, where it is the first of several split files, the tensors of all of them."""
+    header = _read_one(path)
+    count = header.metadata.get("split.count", 0)
+    if count <= 1:
+        return header
+    ending = f"-00001-of-{count:05d}.gguf"
+    if not path.name.endswith(ending):
+        raise CheckpointError(f"{path} is one of {count} split files; give the first one, which ends in {ending}")
+    tensors = dict(header.tensors)
+    for part in range(2, count + 1):
+        sibling = path.with_name(path.name.removesuffix(ending) + f"-{part:05d}-of-{count:05d}.gguf")
+        if not sibling.is_file():
+            raise CheckpointError(f"{path.parent} lacks {sibling.name}, one of the {count} files of this model")
+        tensors |= _read_one(sibling).tensors
+    return GGUFHeader(header.metadata, tensors)
+
+
+def _read_one(path: Path) -> GGUFHeader:
+    try:
+        with path.open("rb") as stream:
+            size = path.stat().st_size
+            if stream.read(4) != MAGIC:
+                raise CheckpointError(f"{path} is not a GGUF file (it does not begin with GGUF)")
+            return _parse(_Cursor(stream.read, path, size), path, size)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error})") from error
+    except (ValueError, KeyError, OverflowError, MemoryError, ZeroDivisionError) as error:
+        raise CheckpointError(f"{path} has a corrupt GGUF header ({error})") from error
+
+
+def _parse(cursor: _Cursor, path: Path, size: int) -> GGUFHeader:
+    version = cursor.scalar("I")
+    if version not in VERSIONS:
+        raise CheckpointError(f"{path} is GGUF version {version}; versions {VERSIONS[0]} and {VERSIONS[1]} are "
+                              "supported, in little-endian order")
+    tensor_count, field_count = cursor.scalar("Q"), cursor.scalar("Q")
+    metadata: dict[str, Any] = {}
+    for _ in range(field_count):
+        key = cursor.string()
+        metadata[key] = cursor.value(GGUFValueType(cursor.scalar("I")))
+    infos = []
+    for _ in range(tensor_count):
+        name = cursor.string()
+        dimensions = cursor.scalar("I")
+        if not 1 <= dimensions <= 4:
+            raise ValueError(f"tensor {name} has {dimensions} dimensions")
+        shape = tuple(reversed([cursor.scalar("Q") for _ in range(dimensions)]))
+        infos.append((name, GGMLQuantizationType(cursor.scalar("I")), shape, cursor.scalar("Q")))
+    alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
+    start = math.ceil(cursor.position / alignment) * alignment
+    tensors = {name: GGUFTensor(name, kind, shape, path, start + offset) for name, kind, shape, offset in infos}
+    for tensor in tensors.values():
+        if tensor.shape[-1] % GGML_QUANT_SIZES[tensor.kind][0]:
+            raise ValueError(f"tensor {tensor.name} has rows of {tensor.shape[-1]}, not of whole "
+                             f"{tensor.kind.name} blocks")
+        if tensor.offset + tensor.nbytes > size:
+            raise CheckpointError(f"{path} is truncated: tensor {tensor.name} ends at byte "
+                                  f"{tensor.offset + tensor.nbytes:,} and the file has {size:,}; download it again")
+    return GGUFHeader(metadata, tensors)
+
+
+class _Cursor:
+    """Reads values one after another; no length is believed that exceeds the file."""
+
+    def __init__(self, read: Callable[[int], bytes], path: Path, size: int) -> None:
+        self._read, self._path, self._size = read, path, size
+        self.position = len(MAGIC)
+
+    def take(self, count: int) -> bytes:
+        if self.position + count > self._size:
+            raise CheckpointError(f"{self._path} is truncated or corrupt: its header runs past its {self._size:,} "
+                                  "bytes; download it again")
+        self.position += count
+        return self._read(count)
+
+    def scalar(self, code: str) -> Any:
+        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
+
+    def string(self) -> str:
+        return self.take(self.scalar("Q")).decode("utf-8", errors="replace")
+
+    def value(self, kind: GGUFValueType) -> Any:
+        if kind == GGUFValueType.STRING:
+            return self.string()
+        if kind != GGUFValueType.ARRAY:
+            return self.scalar(_SCALARS[kind])
+        item, count = GGUFValueType(self.scalar("I")), self.scalar("Q")
+        code = _SCALARS.get(item, "")
+        if code and code in _ARRAYS:
+            numbers = array(code, self.take(count * struct.calcsize("<" + code)))
+            return numbers.tolist()
+        if count > self._size:
+            raise ValueError(f"an array of {count} entries")
+        return [self.value(item) for _ in range(count)]

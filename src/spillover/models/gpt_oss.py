@@ -1,0 +1,93 @@
+"""gpt-oss: sinks in the attention, every other layer sliding, clamped experts with biases, kept in MXFP4 as stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from spillover.errors import CheckpointError
+from spillover.kernels.activation import clamped_swiglu
+from spillover.kernels.linear import Weight, linear, pack
+from spillover.kernels.moe import moe
+from spillover.kernels.mxfp4 import GROUP, dequantize
+from spillover.models.config import ModelConfig, parse_config, parse_windows, require
+from spillover.models.layers import Decoder, decoder_specs, experts, linears, tensor
+from spillover.models.weights import PartWeights, Source, WeightSpec, WeightSpecs
+
+
+class Model(Decoder):
+    def mlp(self, layer: int, x: Tensor, w: PartWeights) -> Tensor:
+        limit = self.config.swiglu_limit
+        assert limit is not None
+        scores = linear(x, w["router"], w["router_bias"])  # [T, experts]
+        best, ids = scores.topk(self.config.experts_per_token)
+        gate_up_bias, down_bias = w["experts.gate_up_bias"], w["experts.down_bias"]
+
+        def expert(index: int, rows: Tensor) -> Tensor:
+            gate_up = linear(rows, self._expert(w, "experts.gate_up", index), gate_up_bias[index])
+            return linear(clamped_swiglu(gate_up, limit), self._expert(w, "experts.down", index), down_bias[index])
+
+        return moe(x, ids, best.softmax(-1), expert)
+
+    def _expert(self, w: PartWeights, name: str, index: int) -> Weight:
+        if self.config.expert_format == "dense":
+            weight: Weight = w[name][index]
+            return weight
+        # Packed so that the product runs on the same kernel, with the same order of sums, as every other.
+        return pack(dequantize(w[f"{name}_blocks"][index], w[f"{name}_scales"][index], self.dtype))
+
+
+def config(hf: Mapping[str, Any]) -> ModelConfig:
+    layers = require(hf, "num_hidden_layers")
+    bias = bool(hf.get("attention_bias", True))
+    alternating = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
+    windows = parse_windows({"sliding_window": 128, **hf}, hf.get("layer_types") or alternating)
+    mxfp4 = (hf.get("quantization_config") or {}).get("quant_method") == "mxfp4"
+    parsed = parse_config(
+        hf,
+        theta=150_000.0,
+        eps=1e-5,
+        head_dim=64,
+        qkv_bias=bias,
+        o_bias=bias,
+        sinks=True,
+        windows=windows,
+        num_experts=require(hf, "num_local_experts"),
+        experts_per_token=require(hf, "num_experts_per_tok"),
+        expert_intermediate_size=require(hf, "intermediate_size"),
+        expert_format="mxfp4" if mxfp4 else "dense",
+        swiglu_limit=float(hf.get("swiglu_limit") or 7.0),
+    )
+    if mxfp4 and (parsed.hidden_size % GROUP or parsed.expert_intermediate_size % GROUP):
+        raise CheckpointError(f"config.json: mxfp4 experts need hidden and intermediate sizes in multiples of {GROUP}")
+    return parsed
+
+
+def weight_specs(config: ModelConfig) -> WeightSpecs:
+    return decoder_specs(config, _mixture_specs)
+
+
+def _mixture_specs(config: ModelConfig, layer: int) -> list[WeightSpec]:
+    at = f"model.layers.{layer}.mlp."
+    count, hidden, inner = config.num_experts, config.hidden_size, config.expert_intermediate_size
+    return [
+        *linears("router", (f"{at}router",), (count,), hidden, bias=True),
+        *_expert_specs(config, "gate_up", f"{at}experts.gate_up_proj", (count, 2 * inner, hidden)),
+        *_expert_specs(config, "down", f"{at}experts.down_proj", (count, hidden, inner)),
+    ]
+
+
+def _expert_specs(config: ModelConfig, name: str, source: str, shape: tuple[int, int, int]) -> list[WeightSpec]:
+    """Dense files hold [experts, in, out]; MXFP4 blocks hold [experts, out, in]."""
+    count, rows, columns = shape
+    bias = tensor(f"experts.{name}_bias", f"{source}_bias", (count, rows))
+    if config.expert_format == "dense":
+        return [experts(f"experts.{name}", shape, Source((source,), (rows,), transposed=True)), bias]
+    scales = (count, rows, columns // GROUP)
+    return [
+        WeightSpec(f"experts.{name}_blocks", (*scales, GROUP // 2), (Source((f"{source}_blocks",), (rows,)),), "uint8"),
+        WeightSpec(f"experts.{name}_scales", scales, (Source((f"{source}_scales",), (rows,)),), "uint8"),
+        bias,
+    ]

@@ -1,0 +1,27 @@
+"""Layers that share a KV block: layers of one window, in groups of equal size, so that one pool serves all groups."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from spillover.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    layers: tuple[int, ...]
+    window: int | None  # None: full attention
+
+
+def layer_groups(config: ModelConfig) -> tuple[LayerGroup, ...]:
+    """Full attention first, then windows from small to large; every group has as many layers as the next."""
+    kinds: dict[int | None, list[int]] = {}
+    for layer, window in enumerate(config.windows):
+        kinds.setdefault(window, []).append(layer)
+    size = math.gcd(*(len(layers) for layers in kinds.values()))
+    return tuple(
+        LayerGroup(tuple(layers[start : start + size]), window)
+        for window, layers in sorted(kinds.items(), key=lambda kind: kind[0] or 0)
+        for start in range(0, len(layers), size)
+    )

@@ -1,0 +1,195 @@
+"""The decoder that every architecture here is a variant of, and the weights it is made of.
+
+A variant overrides `mlp` and lists its own weights; it is handed weights and KV and holds neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spillover.kernels.activation import silu_and_mul
+from spillover.kernels.attention import AttentionBatch, attention, store_kv
+from spillover.kernels.linear import embedding, linear
+from spillover.kernels.moe import moe
+from spillover.kernels.norm import add_rms_norm, rms_norm
+from spillover.kernels.rope import rope
+from spillover.models.config import ModelConfig
+from spillover.models.groups import LayerGroup, layer_groups
+from spillover.models.rope import rope_tables
+from spillover.models.weights import PartWeights, Source, Weights, WeightSpec, WeightSpecs, layer_part
+
+
+@dataclass(frozen=True)
+class ModelStep:
+    """The tokens of one step: T rows, request after request."""
+
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    attention: tuple[AttentionBatch, ...]  # one a layer group
+
+
+class KVViews:
+    """Each layer's view of the pool [num_blocks, group_layers, 2, kv_heads, block_size * head_dim], made once."""
+
+    def __init__(self, pool: Tensor, groups: Sequence[LayerGroup]) -> None:
+        self._views = {
+            layer: (pool[:, index], group)
+            for group, members in enumerate(groups)
+            for index, layer in enumerate(members.layers)
+        }
+
+    def layer(self, layer: int) -> tuple[Tensor, int]:
+        """The view [num_blocks, 2, kv_heads, block_size * head_dim] and the group whose block tables index it."""
+        return self._views[layer]
+
+
+class Decoder:
+    """Attention and a gated MLP a layer, each before a norm and added to the residual."""
+
+    def __init__(
+        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, num_positions: int | None = None
+    ) -> None:
+        """`num_positions`: how far requests may reach, where that is less than the model allows."""
+        self.config = config
+        self.dtype = dtype
+        self.groups = layer_groups(config)
+        self.cos, self.sin = rope_tables(config, num_positions or config.max_position, device)
+        self._parts = [layer_part(layer) for layer in range(config.num_layers)]
+        self._head_counts = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        self._scale = config.head_dim**-0.5
+
+    def forward(self, step: ModelStep, weights: Weights, kv: KVViews) -> Tensor:
+        """Hidden states [T, hidden] after the final norm; the step's keys and values are stored on the way."""
+        eps = self.config.rms_norm_eps
+        with weights.part("embed") as w:
+            residual = embedding(step.token_ids, w["embedding"])
+        x: Tensor | None = None  # what the layer before adds to the residual
+        for layer, part in enumerate(self._parts):
+            with weights.part(part) as w:
+                if x is None:
+                    x = rms_norm(residual, w["input_norm"], eps)
+                else:
+                    x, residual = add_rms_norm(x, residual, w["input_norm"], eps)
+                x = self.attend(layer, x, w, step, kv)
+                x, residual = add_rms_norm(x, residual, w["mlp_norm"], eps)
+                x = self.mlp(layer, x, w)
+        assert x is not None
+        with weights.part("head") as w:
+            return add_rms_norm(x, residual, w["norm"], eps)[0]
+
+    def logits(self, hidden: Tensor, weights: Weights) -> Tensor:
+        """hidden [R, hidden] -> [R, vocab] in float32."""
+        part, name = ("embed", "embedding") if self.config.tie_embeddings else ("head", "lm_head")
+        with weights.part(part) as w:
+            return linear(hidden, w[name]).float()
+
+    def attend(self, layer: int, x: Tensor, w: PartWeights, step: ModelStep, kv: KVViews) -> Tensor:
+        config = self.config
+        tokens = x.shape[0]
+        qkv = linear(x, w["qkv"], w.get("qkv_bias")).view(tokens, -1, config.head_dim)
+        q, k, v = qkv.split_with_sizes(self._head_counts, dim=1)  # [T, heads, head_dim]
+        if config.qk_norm:
+            q = rms_norm(q, w["q_norm"], config.rms_norm_eps)
+            k = rms_norm(k, w["k_norm"], config.rms_norm_eps)
+        q, k = rope(q, k, self.cos, self.sin, step.positions)
+        kv_layer, group = kv.layer(layer)
+        batch = step.attention[group]
+        store_kv(k, v, kv_layer, batch)
+        out = attention(q, kv_layer, batch, self._scale, config.windows[layer], w.get("sinks"))
+        return linear(out.view(tokens, -1), w["o"], w.get("o_bias"))
+
+    def mlp(self, layer: int, x: Tensor, w: PartWeights) -> Tensor:
+        x = silu_and_mul(linear(x, w["gate_up"], w.get("gate_up_bias")))
+        return linear(x, w["down"], w.get("down_bias"))
+
+
+class MixtureDecoder(Decoder):
+    """Each token goes through the few experts its router scores highest; some layers may stay dense."""
+
+    def mlp(self, layer: int, x: Tensor, w: PartWeights) -> Tensor:
+        if layer in self.config.dense_layers:
+            return super().mlp(layer, x, w)
+        scores = linear(x, w["router"]).float().softmax(-1)  # [T, experts]
+        shares, ids = scores.topk(self.config.experts_per_token)
+        if self.config.norm_topk_prob:
+            shares = shares / shares.sum(-1, keepdim=True)
+        gate_up, down = w["experts.gate_up"], w["experts.down"]
+
+        def expert(index: int, rows: Tensor) -> Tensor:
+            return linear(silu_and_mul(linear(rows, gate_up[index])), down[index])
+
+        return moe(x, ids, shares, expert)
+
+
+def decoder_specs(config: ModelConfig, mlp_specs: Callable[[ModelConfig, int], list[WeightSpec]]) -> WeightSpecs:
+    """Every part of a decoder; `mlp_specs(config, layer)` are the weights its `mlp` reads."""
+    vocabulary = (config.vocab_size, config.hidden_size)
+    tied = config.tie_embeddings
+    head = [tensor("norm", "model.norm.weight", (config.hidden_size,))]
+    if not tied:
+        head.append(matrix("lm_head", ("lm_head.weight",), (config.vocab_size,), config.hidden_size))
+    return {
+        "embed": [tensor("embedding", "model.embed_tokens.weight", vocabulary, packable=tied)],
+        **{
+            layer_part(layer): attention_specs(config, layer) + mlp_specs(config, layer)
+            for layer in range(config.num_layers)
+        },
+        "head": head,
+    }
+
+
+def attention_specs(config: ModelConfig, layer: int) -> list[WeightSpec]:
+    """The attention's weights and the layer's two norms."""
+    at = f"model.layers.{layer}."
+    hidden = config.hidden_size
+    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    rows = (q_rows, kv_rows, kv_rows)
+    projections = tuple(f"{at}self_attn.{name}_proj" for name in "qkv")
+    specs = [
+        tensor("input_norm", f"{at}input_layernorm.weight", (hidden,)),
+        *linears("qkv", projections, rows, hidden, config.qkv_bias),
+        *linears("o", (f"{at}self_attn.o_proj",), (hidden,), q_rows, config.o_bias),
+        tensor("mlp_norm", f"{at}post_attention_layernorm.weight", (hidden,)),
+    ]
+    if config.qk_norm:
+        specs += [tensor(name, f"{at}self_attn.{name}.weight", (config.head_dim,)) for name in ("q_norm", "k_norm")]
+    if config.sinks:
+        specs.append(tensor("sinks", f"{at}self_attn.sinks", (config.num_heads,)))
+    return specs
+
+
+def mlp_specs(config: ModelConfig, layer: int) -> list[WeightSpec]:
+    """A dense gated MLP."""
+    at = f"model.layers.{layer}.mlp."
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return [
+        *linears("gate_up", (f"{at}gate_proj", f"{at}up_proj"), (inner, inner), hidden, config.mlp_bias),
+        *linears("down", (f"{at}down_proj",), (hidden,), inner, config.mlp_bias),
+    ]
+
+
+def tensor(name: str, source: str, shape: tuple[int, ...], packable: bool = False) -> WeightSpec:
+    """One checkpoint tensor as it stands."""
+    return WeightSpec(name, shape, (Source((source,), (shape[0],)),), packable=packable)
+
+
+def matrix(name: str, sources: tuple[str, ...], rows: tuple[int, ...], columns: int) -> WeightSpec:
+    return WeightSpec(name, (sum(rows), columns), (Source(sources, rows),), packable=True)
+
+
+def linears(name: str, modules: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool) -> list[WeightSpec]:
+    """Linear modules that read the same input, fused into one matrix, and their biases likewise."""
+    specs = [matrix(name, tuple(f"{module}.weight" for module in modules), rows, columns)]
+    if bias:
+        sources = (Source(tuple(f"{module}.bias" for module in modules), rows),)
+        specs.append(WeightSpec(f"{name}_bias", (sum(rows),), sources))
+    return specs
+
+
+def experts(name: str, shape: tuple[int, int, int], *sources: Source) -> WeightSpec:
+    """A stack of linears [experts, out, in]."""
+    return WeightSpec(name, shape, sources, packable=True)

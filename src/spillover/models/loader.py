@@ -1,0 +1,189 @@
+"""Weights from a checkpoint, or made up: checked against the specs, converted and packed one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from spillover.errors import CheckpointError
+from spillover.kernels.linear import PackedWeight
+from spillover.kernels.linear import pack as pack_linear
+from spillover.models.config import ModelConfig
+from spillover.models.weights import PackedExperts, ResidentWeights, Source, WeightSpec, WeightSpecs, part_nbytes
+
+if TYPE_CHECKING:
+    from spillover.models.checkpoint import Checkpoint
+
+Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, the weight just loaded
+
+DUMMY_STD = 0.02
+DUMMY_SCALES = (120, 128)  # MXFP4 exponents, of 2**-7 to 1
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    specs: WeightSpecs,
+    dtype: torch.dtype,
+    device: torch.device,
+    pack: bool = True,
+    progress: Progress | None = None,
+) -> ResidentWeights:
+    """Reads every weight once; at any time no more than one checkpoint tensor is held besides what is loaded."""
+    reader = _Reader(checkpoint, config)
+    chosen = {part: [(spec, reader.choose(spec)) for spec in listed] for part, listed in specs.items()}
+    total = sum(part_nbytes(listed, dtype.itemsize) for listed in specs.values())
+    done = 0
+    parts: dict[str, dict[str, Any]] = {}
+    for part, listed in chosen.items():
+        parts[part] = {}
+        for spec, source in listed:
+            parts[part][spec.name] = reader.load(spec, source, dtype, device, pack)
+            done += spec.nbytes(dtype.itemsize)
+            if progress is not None:
+                progress(done, total, f"{part}.{spec.name}")
+    return ResidentWeights(parts)
+
+
+def dummy_weights(
+    config: ModelConfig, specs: WeightSpecs, dtype: torch.dtype, device: torch.device, seed: int = 0, pack: bool = True
+) -> ResidentWeights:
+    """Random weights of the true shapes, made where they will lie; the same for the same seed."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def make(spec: WeightSpec) -> Any:
+        if not (pack and spec.packable):
+            return _dummy(spec, spec.shape, dtype, device, generator)
+        if len(spec.shape) == 3:
+            return _pack_experts(spec, (_dummy(spec, spec.shape[1:], dtype, device, generator) for _ in _experts(spec)))
+        return pack_linear(_dummy(spec, spec.shape, dtype, device, generator))
+
+    return ResidentWeights({part: {spec.name: make(spec) for spec in listed} for part, listed in specs.items()})
+
+
+def _dummy(
+    spec: WeightSpec, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> Tensor:
+    if spec.dtype == "uint8":
+        low, high = DUMMY_SCALES if spec.name.endswith("_scales") else (0, 256)
+        return torch.randint(low, high, shape, dtype=torch.uint8, device=device, generator=generator)
+    if spec.name.endswith("norm"):
+        return torch.ones(shape, dtype=dtype, device=device)
+    return torch.empty(shape, dtype=dtype, device=device).normal_(std=DUMMY_STD, generator=generator)
+
+
+class _Reader:
+    """Checks what a checkpoint holds against what a spec expects, and names file and tensor where they differ."""
+
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig) -> None:
+        self.checkpoint = checkpoint
+        self.config = config
+        self.names = checkpoint.names()
+
+    def choose(self, spec: WeightSpec) -> Source:
+        """The first source whose tensors are all there, with the right shapes."""
+        missing: list[str] = []
+        for source in spec.sources:
+            tensors = list(_tensors(spec, source))
+            absent = [name for name, _ in tensors if name not in self.names]
+            if absent:
+                missing.append(absent[0])
+                continue
+            for name, expected in tensors:
+                found = tuple(self.checkpoint.shape(name))
+                if found != expected:
+                    raise CheckpointError(
+                        f"{self._where(name)}: tensor '{name}' has shape {list(found)}, expected {list(expected)}"
+                    )
+            return source
+        names = " or ".join(f"'{name}'" for name in missing)
+        raise CheckpointError(f"{self.checkpoint.path} has no tensor {names}, which {self.config.architecture} needs")
+
+    def load(self, spec: WeightSpec, source: Source, dtype: torch.dtype, device: torch.device, pack: bool) -> Any:
+        if len(spec.shape) == 3 and spec.packable:
+            return self._experts(spec, source, dtype, device, pack)
+        target = dtype if spec.dtype is None else getattr(torch, spec.dtype)
+        weight = self._rows(spec, source, source.names, spec.shape, target, device)
+        return pack_linear(weight) if pack and spec.packable else weight
+
+    def _rows(
+        self,
+        spec: WeightSpec,
+        source: Source,
+        names: tuple[str, ...],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """The named tensors below each other; a tensor that is read is the reader's own, so one alone needs no copy."""
+        if len(names) == 1:
+            return self._read(names[0], spec, source).to(device=device, dtype=dtype).contiguous()
+        weight = torch.empty(shape, dtype=dtype, device=device)
+        for name, rows in zip(names, weight.split_with_sizes(source.rows), strict=True):
+            rows.copy_(self._read(name, spec, source))
+        return weight
+
+    def _experts(self, spec: WeightSpec, source: Source, dtype: torch.dtype, device: torch.device, pack: bool) -> Any:
+        if pack:
+            return _pack_experts(spec, self._each_expert(spec, source, dtype, device))
+        weight = torch.empty(spec.shape, dtype=dtype, device=device)
+        for expert, one in enumerate(self._each_expert(spec, source, dtype, device)):
+            weight[expert] = one
+        return weight
+
+    def _each_expert(
+        self, spec: WeightSpec, source: Source, dtype: torch.dtype, device: torch.device
+    ) -> Iterator[Tensor]:
+        """[out, in] after [out, in], in the engine's dtype."""
+        stack = None if source.per_expert else self._read(source.names[0], spec, source)
+        for expert in _experts(spec):
+            if stack is not None:
+                yield stack[expert].to(device=device, dtype=dtype).contiguous()
+                continue
+            names = tuple(name.format(expert=expert) for name in source.names)
+            yield self._rows(spec, source, names, spec.shape[1:], dtype, device)
+
+    def _read(self, name: str, spec: WeightSpec, source: Source) -> Tensor:
+        tensor = self.checkpoint.read(name)
+        expected = "a floating type" if spec.dtype is None else spec.dtype
+        matches = tensor.dtype.is_floating_point if spec.dtype is None else tensor.dtype == getattr(torch, spec.dtype)
+        if not matches:
+            found = str(tensor.dtype).removeprefix("torch.")
+            raise CheckpointError(f"{self._where(name)}: tensor '{name}' holds {found}, expected {expected}")
+        return tensor.transpose(-1, -2) if source.transposed else tensor
+
+    def _where(self, name: str) -> str:
+        """The file that holds a tensor, where the format has several."""
+        file = getattr(self.checkpoint, "file", None)
+        return str(self.checkpoint.path if file is None else file(name))
+
+
+def _tensors(spec: WeightSpec, source: Source) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The checkpoint tensors of a source, each with the shape it must have."""
+    shape = spec.shape[1:] if source.per_expert else spec.shape
+    for expert in _experts(spec) if source.per_expert else range(1):
+        for name, rows in zip(source.names, source.rows, strict=True):
+            one = shape if len(source.names) == 1 else (rows, *shape[1:])
+            yield name.format(expert=expert), (*one[:-2], one[-1], one[-2]) if source.transposed else one
+
+
+def _experts(spec: WeightSpec) -> range:
+    return range(spec.shape[0])
+
+
+def _pack_experts(spec: WeightSpec, experts: Iterator[Tensor]) -> Tensor | PackedExperts:
+    """The stack, filled expert by expert so that no second copy of it is ever held."""
+    stack: Tensor | None = None
+    packed = False
+    for index, expert in enumerate(experts):
+        weight = pack_linear(expert)
+        packed = isinstance(weight, PackedWeight)
+        data = weight.panels if isinstance(weight, PackedWeight) else weight
+        if stack is None:
+            stack = torch.empty((spec.shape[0], *data.shape), dtype=data.dtype, device=data.device)
+        stack[index] = data
+    assert stack is not None
+    return PackedExperts(stack, spec.shape[1]) if packed else stack

@@ -1,0 +1,30 @@
+"""Qwen2 and 2.5: Llama with biases on q, k and v, and a sliding window on the last layers where it is turned on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from spillover.models.config import ModelConfig, parse_config, parse_windows, require
+from spillover.models.layers import Decoder, decoder_specs, mlp_specs
+from spillover.models.weights import WeightSpecs
+
+Model = Decoder
+
+
+def config(hf: Mapping[str, Any]) -> ModelConfig:
+    return parse_config(hf, qkv_bias=True, windows=windows(hf))
+
+
+def weight_specs(config: ModelConfig) -> WeightSpecs:
+    return decoder_specs(config, mlp_specs)
+
+
+def windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """`layer_types` where the file has them, else the layers from `max_window_layers` on slide."""
+    layers = require(hf, "num_hidden_layers")
+    if not hf.get("use_sliding_window", False) or hf.get("sliding_window") is None:
+        return (None,) * layers
+    first = hf.get("max_window_layers", 28)
+    types = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
+    return parse_windows(hf, hf.get("layer_types") or types)

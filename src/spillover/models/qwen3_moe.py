@@ -1,0 +1,59 @@
+"""Qwen3 mixtures: Qwen3 attention, experts on all layers but those that the configuration keeps dense."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from spillover.models.config import ModelConfig, parse_config, require
+from spillover.models.layers import MixtureDecoder, decoder_specs, experts, mlp_specs, tensor
+from spillover.models.weights import Source, WeightSpec, WeightSpecs
+
+Model = MixtureDecoder
+
+
+def config(hf: Mapping[str, Any]) -> ModelConfig:
+    layers = require(hf, "num_hidden_layers")
+    bias = bool(hf.get("attention_bias", False))
+    step, dense = hf.get("decoder_sparse_step") or 1, hf.get("mlp_only_layers") or []
+    window = hf.get("sliding_window") if hf.get("use_sliding_window", False) else None
+    return parse_config(
+        hf,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        windows=(window,) * layers,
+        num_experts=require(hf, "num_local_experts" if hf.get("num_local_experts") else "num_experts"),
+        experts_per_token=require(hf, "num_experts_per_tok"),
+        expert_intermediate_size=require(hf, "moe_intermediate_size"),
+        norm_topk_prob=bool(hf.get("norm_topk_prob", False)),
+        dense_layers=tuple(layer for layer in range(layers) if layer in dense or (layer + 1) % step),
+    )
+
+
+def weight_specs(config: ModelConfig) -> WeightSpecs:
+    return decoder_specs(config, _mlp_specs)
+
+
+def _mlp_specs(config: ModelConfig, layer: int) -> list[WeightSpec]:
+    """Files hold a tensor an expert; newer Hugging Face modules hold the stack."""
+    if layer in config.dense_layers:
+        return mlp_specs(config, layer)
+    at = f"model.layers.{layer}.mlp."
+    count, hidden, inner = config.num_experts, config.hidden_size, config.expert_intermediate_size
+    gate, up, down = (f"{at}experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down"))
+    return [
+        tensor("router", f"{at}gate.weight", (count, hidden), packable=True),
+        experts(
+            "experts.gate_up",
+            (count, 2 * inner, hidden),
+            Source((gate, up), (inner, inner)),
+            Source((f"{at}experts.gate_up_proj",), (2 * inner,)),
+        ),
+        experts(
+            "experts.down",
+            (count, hidden, inner),
+            Source((down,), (hidden,)),
+            Source((f"{at}experts.down_proj",), (hidden,)),
+        ),
+    ]

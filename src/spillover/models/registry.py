@@ -1,0 +1,50 @@
+"""The architectures, by the name that config.json gives; a new one is a file here and a line in the table."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from spillover.errors import CheckpointError
+from spillover.models.config import ModelConfig
+from spillover.models.layers import Decoder
+from spillover.models.weights import WeightSpecs
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "GptOssForCausalLM": "gpt_oss",
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    name: str
+    config: Callable[[Mapping[str, Any]], ModelConfig]  # from a config.json
+    weight_specs: Callable[[ModelConfig], WeightSpecs]
+    model: type[Decoder]
+
+    def build(
+        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, num_positions: int | None = None
+    ) -> Decoder:
+        return self.model(config, device, dtype, num_positions)
+
+
+def architecture(hf_config: Mapping[str, Any]) -> Architecture:
+    names = hf_config.get("architectures") or []
+    for name in names:
+        if name in ARCHITECTURES:
+            module = importlib.import_module(f"spillover.models.{ARCHITECTURES[name]}")
+            return Architecture(name, module.config, module.weight_specs, module.Model)
+    supported = ", ".join(ARCHITECTURES)
+    if not names:
+        raise CheckpointError(f"config.json names no architecture; supported are {supported}")
+    raise CheckpointError(f"architecture '{names[0]}' is not supported; supported are {supported}")

@@ -1,0 +1,157 @@
+"""A model folder as the Hugging Face hub lays it out: config.json beside one or several safetensors files."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from spillover.errors import CheckpointError
+from spillover.units import format_bytes
+
+INDEX = "model.safetensors.index.json"
+DTYPES = {"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"}
+MAX_HEADER = 100_000_000  # as safetensors itself allows
+
+
+@dataclass(frozen=True)
+class _Entry:
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class SafetensorsCheckpoint:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = read_config(path)
+        self._entries = _read_entries(path)
+
+    def names(self) -> set[str]:
+        return set(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._entry(name).shape
+
+    def read(self, name: str) -> Tensor:
+        file = self._entry(name).file
+        try:
+            # safe_open hands out views of a mapped file; the copy lets the mapping go at once.
+            with safe_open(file, framework="pt") as tensors:
+                return tensors.get_tensor(name).clone()  # type: ignore[no-any-return]
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file}: tensor {name} cannot be read ({error})") from error
+
+    def close(self) -> None:
+        """No file is held open between reads."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _entry(self, name: str) -> _Entry:
+        try:
+            return self._entries[name]
+        except KeyError:
+            raise CheckpointError(f"{self.path} has no tensor {name}") from None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json, with the ids that end a generation under "generation_eos_token_id"."""
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} has no config.json, so it is not a model folder")
+    config = read_json(folder / "config.json")
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
+        if method != "mxfp4":
+            raise CheckpointError(f"{folder / 'config.json'}: weights quantised with '{method}' are not supported; "
+                                  "use the model's bfloat16 or float16 safetensors, mxfp4 ones, or a GGUF file")
+    generation = folder / "generation_config.json"
+    eos = read_json(generation).get("eos_token_id") if generation.is_file() else None
+    eos = config.get("eos_token_id") if eos is None else eos
+    if eos is not None:
+        config["generation_eos_token_id"] = list(eos) if isinstance(eos, list) else [eos]
+    return config
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is not readable JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} does not hold a JSON object")
+    return content
+
+
+def _read_entries(folder: Path) -> dict[str, _Entry]:
+    if not (folder / INDEX).is_file():
+        return _read_header(_single_file(folder))
+    shard_of = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(shard_of, dict) or not shard_of:
+        raise CheckpointError(f"{folder / INDEX} lists no tensors under 'weight_map'")
+    shards: dict[str, dict[str, _Entry]] = {}
+    for shard in sorted(set(shard_of.values())):
+        if not (folder / shard).is_file():
+            raise CheckpointError(f"{folder} lacks {shard}, which {INDEX} lists; download the model again")
+        shards[shard] = _read_header(folder / shard)
+    for name, shard in shard_of.items():
+        if name not in shards[shard]:
+            raise CheckpointError(f"{folder / shard} has no tensor {name}, though {INDEX} says so")
+    return {name: shards[shard][name] for name, shard in shard_of.items()}
+
+
+def _single_file(folder: Path) -> Path:
+    whole = folder / "model.safetensors"
+    if whole.is_file():
+        return whole
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) == 1:
+        return files[0]
+    if files:
+        raise CheckpointError(f"{folder} has {len(files)} safetensors files but no {INDEX} that says which tensor is "
+                              "in which; download the model again")
+    if any(folder.glob("pytorch_model*.bin")):
+        raise CheckpointError(f"{folder} has its weights only as pytorch_model.bin, which can run code when loaded; "
+                              "convert it to safetensors (load it with transformers and call save_pretrained)")
+    raise CheckpointError(f"{folder} has a config.json but no safetensors file")
+
+
+def _read_header(file: Path) -> dict[str, _Entry]:
+    """Names, types and shapes, from the header alone; checks that the file is as long as its header says."""
+    try:
+        size = os.path.getsize(file)
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or length > MAX_HEADER:
+                raise CheckpointError(f"{file} has a corrupt header; it is not a safetensors file")
+            if size < 8 + length:
+                raise _truncated(file, size, 8 + length)
+            header = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        entries = {name: _Entry(file, entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error})") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} has a corrupt header ({error})") from error
+    if size < end:
+        raise _truncated(file, size, end)
+    for name, entry in entries.items():
+        if entry.dtype not in DTYPES:
+            raise CheckpointError(f"{file}: tensor {name} has type {entry.dtype}, which is not supported; "
+                                  "use the model's bfloat16 or float16 safetensors")
+    return entries
+
+
+def _truncated(file: Path, size: int, expected: int) -> CheckpointError:
+    return CheckpointError(f"{file} is truncated: {size:,} bytes ({format_bytes(size)}) of at least {expected:,}; "
+                           "download it again")

@@ -1,0 +1,212 @@
+"""Text to token ids and back, exact bytes of every token, and the model's chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+import tokenizers
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from spillover.errors import CheckpointError, RequestError
+from spillover.models.gguf_config import end_token_ids
+from spillover.models.gguf_header import read_header
+from spillover.models.gguf_tokenizer import gguf_tokenizer
+from spillover.models.safetensors_folder import read_json
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """From a model folder's tokenizer.json, or from a GGUF file's metadata."""
+    path = Path(path).expanduser()
+    if path.is_dir():
+        return _from_folder(path)
+    if path.suffix == ".gguf" and path.is_file():
+        return _from_gguf(path)
+    raise CheckpointError(f"{path} has no tokenizer; give a model folder with tokenizer.json, or a .gguf file")
+
+
+class Tokenizer:
+    def __init__(self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], eos_token_ids: Sequence[int],
+                 chat_templates: Mapping[str, str], source: str) -> None:
+        """`special_tokens` are by role ("bos_token"); `chat_templates` by name, the usual one as "default"."""
+        self.backend = backend
+        self._special_tokens = dict(special_tokens)
+        self._templates = dict(chat_templates)
+        self._source = source
+        self._compiled: dict[str, Template] = {}
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
+        self._added: dict[int, tokenizers.AddedToken] = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(index for index, token in self._added.items() if token.special)
+        self.bos_token_id = self._special_id("bos_token")
+        own_eos = self._special_id("eos_token")
+        self.eos_token_ids = tuple(dict.fromkeys([*([] if own_eos is None else [own_eos]), *eos_token_ids]))
+        self.eos_token_id = self.eos_token_ids[0] if self.eos_token_ids else None
+
+    @property
+    def chat_template(self) -> str | None:
+        return self._templates.get("default")
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_bytes(self, index: int) -> bytes:
+        """Exactly what this token adds to the text; nothing for an id that no token has."""
+        added = self._added.get(index)
+        if added is not None:
+            return added.content.encode()
+        token = self.backend.id_to_token(index)
+        if token is None:
+            return b""
+        if self._byte_level:
+            return b"".join(_BYTE_OF.get(letter, letter.encode()) for letter in token)
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes([int(token[3:5], 16)])
+        return str(token).replace("▁", " ").encode()
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]],
+                            tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True,
+                            **variables: Any) -> str:
+        """The prompt's text; encode it with add_special_tokens=False, for it carries its own."""
+        source = self._templates.get("tool_use") if tools else None
+        source = source or self.chat_template
+        if source is None:
+            raise RequestError(f"{self._source} has no chat template; send a plain prompt, or use an instruct model")
+        try:
+            if source not in self._compiled:
+                self._compiled[source] = self._environment.from_string(source)
+            return self._compiled[source].render(
+                messages=messages, tools=tools, documents=variables.pop("documents", None),
+                add_generation_prompt=add_generation_prompt, **(self._special_tokens | variables))
+        except TemplateError as error:
+            raise RequestError(f"the chat template refused these messages: {error}") from error
+        except (TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError) as error:
+            raise RequestError(f"the chat template cannot render these messages ({error}); each needs a 'role' and a "
+                               "'content'") from error
+
+    @cached_property
+    def _environment(self) -> ImmutableSandboxedEnvironment:
+        """As transformers sets it up, so that a template renders to the same bytes."""
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                                    extensions=[_GenerationBlock, loopcontrols])
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+        return environment
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        decoder = json.loads(self.backend.to_str()).get("decoder") or {}
+        return any(step.get("type") == "ByteLevel" for step in [decoder, *decoder.get("decoders", [])])
+
+    def _special_id(self, role: str) -> int | None:
+        token = self._special_tokens.get(role)
+        index: int | None = None if token is None else self.backend.token_to_id(token)
+        return index
+
+
+class _GenerationBlock(Extension):
+    """{% generation %} marks what the assistant wrote, for training; here it renders as if it were not there."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None,
+             separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+    """Without the escapes for HTML that jinja's own filter makes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _byte_of_letter() -> dict[str, bytes]:
+    """GPT-2's table: printable bytes stand for themselves, the others for the letters from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return ({chr(byte): bytes([byte]) for byte in printable}
+            | {chr(0x100 + index): bytes([byte]) for index, byte in enumerate(others)})
+
+
+_BYTE_OF = _byte_of_letter()
+
+
+def _from_gguf(path: Path) -> Tokenizer:
+    metadata = read_header(path).metadata
+    backend = gguf_tokenizer(metadata, path)
+    special = {}
+    for role, key in (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding")):
+        index = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        token = None if index is None else backend.id_to_token(index)
+        if token is not None:
+            special[role] = token
+    templates = {"default": metadata["tokenizer.chat_template"]} if "tokenizer.chat_template" in metadata else {}
+    for name in metadata.get("tokenizer.chat_templates", []):
+        templates[name] = metadata.get(f"tokenizer.chat_template.{name}", "")
+    return Tokenizer(backend, special, end_token_ids(metadata), templates, str(path))
+
+
+def _from_folder(folder: Path) -> Tokenizer:
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise CheckpointError(f"{folder} has no tokenizer.json; make one with transformers' "
+                              "AutoTokenizer.from_pretrained(folder).save_pretrained(folder), or send token ids")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises nothing more precise
+        raise CheckpointError(f"{file} cannot be read as a tokenizer ({error})") from error
+    # A file may carry the padding and truncation of someone's training run.
+    backend.no_padding()
+    backend.no_truncation()
+    settings = _optional_json(folder / "special_tokens_map.json") | _optional_json(folder / "tokenizer_config.json")
+    special = {}
+    for role in SPECIAL_TOKENS:
+        token = settings.get(role)
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            special[role] = token
+    return Tokenizer(backend, special, _folder_eos(folder, "eos_token" in special), _folder_templates(folder, settings),
+                     str(folder))
+
+
+def _folder_eos(folder: Path, known: bool) -> list[int]:
+    """generation_config.json's, and config.json's where nothing else names one."""
+    for file in ("generation_config.json", *(() if known else ("config.json",))):
+        eos = _optional_json(folder / file).get("eos_token_id")
+        if eos is not None:
+            return list(eos) if isinstance(eos, list) else [eos]
+    return []
+
+
+def _folder_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    file = folder / "chat_template.jinja"
+    template = (file.read_text(encoding="utf-8") if file.is_file()
+                else _optional_json(folder / "chat_template.json").get("chat_template", settings.get("chat_template")))
+    if isinstance(template, list):  # [{"name": ..., "template": ...}]
+        return {entry["name"]: entry["template"] for entry in template}
+    templates = dict(template) if isinstance(template, dict) else {"default": template} if template else {}
+    extra = folder / "additional_chat_templates"
+    return templates | {file.stem: file.read_text(encoding="utf-8") for file in extra.glob("*.jinja")}
+
+
+def _optional_json(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.is_file() else {}

@@ -1,0 +1,92 @@
+"""What weights a model has, where a checkpoint keeps them, and how the model gets at them while it computes.
+
+Weights come in parts, "embed", "layers.0" and so on, "head". A model enters a part when it computes with it and leaves
+it after: that is where weights which are not resident can be fetched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from spillover.kernels.linear import PackedWeight
+
+# Name to weight. A linear or embedding is a kernels.linear.Weight, a stack of experts is indexed by expert id and gives
+# one, a norm, bias or sink is a plain tensor.
+PartWeights = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Checkpoint tensors which, concatenated along their rows, make one weight (or one expert of it)."""
+
+    names: tuple[str, ...]  # with "{expert}" in them: one tensor an expert, to be stacked
+    rows: tuple[int, ...]  # rows that each name contributes
+    transposed: bool = False  # the file holds the last two dimensions the other way round
+
+    @property
+    def per_expert(self) -> bool:
+        return "{expert}" in self.names[0]
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    name: str
+    shape: tuple[int, ...]  # [out, in] for a linear, [experts, out, in] for a stack of them
+    sources: tuple[Source, ...]  # alternatives: the first whose tensors the checkpoint has
+    dtype: str | None = None  # None: the engine's; "uint8": kept as stored
+    packable: bool = False  # only ever used through kernels.linear
+
+    def nbytes(self, itemsize: int) -> int:
+        """Bytes it takes where the engine's numbers have `itemsize` bytes."""
+        return math.prod(self.shape) * (1 if self.dtype == "uint8" else itemsize)
+
+
+WeightSpecs = dict[str, list[WeightSpec]]  # by part
+
+
+def layer_part(layer: int) -> str:
+    return f"layers.{layer}"
+
+
+def part_nbytes(specs: Iterable[WeightSpec], itemsize: int) -> int:
+    return sum(spec.nbytes(itemsize) for spec in specs)
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """A stack of packed linears; one expert is a view of it."""
+
+    panels: Tensor  # [experts, panels, in, lanes]
+    out_features: int
+
+    def __getitem__(self, expert: int) -> PackedWeight:
+        return PackedWeight(self.panels[expert], self.out_features)
+
+    @property
+    def nbytes(self) -> int:
+        return self.panels.nbytes
+
+
+class Weights(Protocol):
+    def part(self, name: str) -> AbstractContextManager[PartWeights]: ...
+
+
+class ResidentWeights:
+    """Every part stays on the device."""
+
+    def __init__(self, parts: Mapping[str, PartWeights]) -> None:
+        self.parts = parts
+        self._contexts = {name: nullcontext(weights) for name, weights in parts.items()}
+
+    def part(self, name: str) -> AbstractContextManager[PartWeights]:
+        return self._contexts[name]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(int(weight.nbytes) for weights in self.parts.values() for weight in weights.values())

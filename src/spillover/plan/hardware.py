@@ -1,0 +1,118 @@
+"""What this machine has: cores, memory and the limits on it, devices, disk. Nothing is timed here (see `rates`)."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import resource
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from spillover.plan.cgroup import read_limits
+
+
+@dataclass(frozen=True)
+class CudaDevice:
+    index: int
+    name: str
+    total: int  # bytes
+    free: int  # bytes
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Machine:
+    cpu: str
+    cores: int  # this process may use: affinity, then the cgroup's quota
+    cpu_quota: float | None  # of the cgroup, in cores; None: no quota
+    memory_total: int  # bytes of RAM
+    memory_available: int  # bytes that could be taken now, cgroup counted in
+    memory_limit: int | None  # of the cgroup; None: no limit
+    memlock: int | None  # bytes this process may pin; None: no limit
+    last_level_cache: int  # bytes; 0: not known
+    process_bytes: int  # resident in this process now: the interpreter, torch and what they loaded
+    cache_folder: str
+    cache_free: int  # bytes free on that folder's disk
+    python_version: str
+    torch_version: str
+    torch_threads: int
+    cuda: tuple[CudaDevice, ...] = ()
+
+    @property
+    def memory(self) -> int:
+        """RAM this process could ever have: the smaller of what is built in and what the cgroup allows."""
+        return self.memory_total if self.memory_limit is None else min(self.memory_total, self.memory_limit)
+
+
+def probe() -> Machine:
+    memory = psutil.virtual_memory()
+    limits = read_limits()
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = math.ceil(limits.cpus) if limits.cpus is not None else affinity
+    memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    folder = cache_folder()
+    return Machine(
+        cpu=_cpu_model(),
+        cores=max(1, min(affinity, quota)),
+        cpu_quota=limits.cpus,
+        memory_total=memory.total,
+        memory_available=memory.available if limits.memory_free is None else min(memory.available, limits.memory_free),
+        memory_limit=limits.memory if limits.memory is not None and limits.memory < memory.total else None,
+        memlock=None if memlock == resource.RLIM_INFINITY else memlock,
+        last_level_cache=_last_level_cache(),
+        process_bytes=psutil.Process().memory_info().rss,
+        cache_folder=str(folder),
+        cache_free=_disk_free(folder),
+        python_version=platform.python_version(),
+        torch_version=torch.__version__,
+        torch_threads=torch.get_num_threads(),
+        cuda=_cuda_devices(),
+    )
+
+
+def cache_folder() -> Path:
+    """Where kernels are built to and models are kept."""
+    return Path(os.environ.get("SPILLOVER_CACHE") or "~/.cache/spillover").expanduser()
+
+
+def _cuda_devices() -> tuple[CudaDevice, ...]:
+    if not torch.cuda.is_available():
+        return ()
+    devices = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        devices.append(CudaDevice(index, properties.name, total, free, (properties.major, properties.minor)))
+    return tuple(devices)
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() in ("model name", "Hardware", "cpu model"):
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _last_level_cache(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    sizes = []
+    for path in folder.glob("index*/size"):
+        text = path.read_text().strip()
+        unit = {"K": 1024, "M": 1024**2}.get(text[-1:], 1)
+        sizes.append(int(text.rstrip("KM")) * unit)
+    return max(sizes, default=0)
+
+
+def _disk_free(folder: Path) -> int:
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free

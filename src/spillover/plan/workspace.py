@@ -1,0 +1,67 @@
+"""Device memory a step needs besides weights and KV, at its largest: the widest layer, the logits and their sampler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spillover.models.config import ModelConfig
+from spillover.plan.shapes import ITEMSIZE
+
+# For each entry of the vocabulary: the logits, and a copy where penalties, bias or masks edit them ...
+LOGIT_BYTES = 4 + 4
+# ... and while a token is drawn, the scaled and the sorted logits, integer weights, their running sum, the sum before
+# each and its comparison with the nucleus. Rows are drawn in chunks of this many entries.
+DRAW_BYTES = 4 + 4 + 8 + 8 + 8 + 8
+DRAW_ENTRIES = 1 << 23
+SCORED_ROWS = 64  # prompt log probabilities are made this many rows at a time
+BLAS_BYTES = {"cpu": 0, "cuda": 32 << 20}  # cuBLAS keeps a workspace a handle
+# Attention without a native kernel holds float32 scores [heads, queries, keys] of one request; room for that much.
+SCORES_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Workspace:
+    activations: int
+    logits: int
+    sampler: int  # what is made of the logits while tokens are drawn
+    rope: int  # cos and sin for every position
+    kernels: int  # what the kernels take for themselves
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.logits + self.sampler + self.rope + self.kernels
+
+
+def workspace(
+    config: ModelConfig, dtype: str, device: str, native: bool, tokens: int, rows: int, positions: int
+) -> Workspace:
+    """For steps of `tokens` of which `rows` draw a token, in sequences of up to `positions`."""
+    kernels = BLAS_BYTES[device] + (0 if native else SCORES_BYTES)
+    if config.expert_format == "mxfp4":  # one expert at a time is widened, and packed beside that
+        kernels += 2 * 2 * config.expert_intermediate_size * config.hidden_size * ITEMSIZE[dtype]
+    vocab = config.vocab_size
+    stored = ITEMSIZE[dtype] if dtype != "float32" else 0  # logits before they are widened
+    return Workspace(
+        activations=tokens * _row_bytes(config, dtype, native),
+        logits=min(max(rows, SCORED_ROWS), tokens) * vocab * (LOGIT_BYTES + stored),
+        sampler=min(min(rows, tokens) * vocab, max(vocab, DRAW_ENTRIES)) * DRAW_BYTES,
+        rope=positions * config.head_dim * 4,
+        kernels=kernels,
+    )
+
+
+def _row_bytes(config: ModelConfig, dtype: str, native: bool) -> int:
+    """Bytes a token at the widest moment of a layer."""
+    hidden = config.hidden_size
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    qkv = heads + 2 * kv_heads
+    turned = 0 if native and not config.qk_norm else heads + kv_heads  # q and k that are not rotated in place
+    attention = 2 * hidden + qkv + turned + heads + hidden
+    inner = config.intermediate_size
+    dense = 3 * hidden + 3 * inner
+    # All tokens may choose one expert: gathered rows, its two products, its output before and after the weight.
+    mixture = (5 * hidden + 3 * config.expert_intermediate_size + 2 * config.num_experts) if config.is_moe else 0
+    if config.is_moe and len(config.dense_layers) == 0:
+        dense = 0
+    wide = 0 if native else 3 * hidden * 4  # the plain norm works on float32 copies
+    return max(attention, dense, mixture) * ITEMSIZE[dtype] + wide

@@ -1,0 +1,21 @@
+"""Paths and models that tests in several folders share."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+sys.path[:0] = [str(TESTS / folder) for folder in ("models", "engine", "../benchmarks")]
+
+SHARED_DATA = TESTS.parent.parent / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Traces and evaluation sets that lie beside a checkout; never part of it."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip(f"no evaluation data at {SHARED_DATA}")
+    return SHARED_DATA

@@ -1,0 +1,227 @@
+"""The scheduler without a model: whatever the order of admission, chunking and preemption, every request ends right."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from simulated import SimulatedRunner, VOCAB, expected_tokens
+
+from spillover.engine.loop import Engine
+from spillover.engine.queue_policy import POLICIES
+from spillover.engine.request import Request, Status
+from spillover.engine.sampling_params import SamplingParams
+from spillover.engine.scheduler import Scheduler, SchedulerConfig
+from spillover.memory.kv_cache import KVCache
+
+
+def make_engine(num_blocks: int = 64, block_size: int = 8, windows: tuple[int | None, ...] = (None,),
+                prefix_caching: bool = True, overlap: bool = True, **config: object) -> Engine:
+    options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 96, **config}
+    kv = KVCache(num_blocks, block_size, windows, prefix_caching=prefix_caching)
+    scheduler = Scheduler(SchedulerConfig(num_groups=len(windows), **options), kv)
+    return Engine(scheduler, SimulatedRunner(block_size, windows), overlap)
+
+
+def request(name: str, prompt: list[int], max_tokens: int = 8, **fields: object) -> Request:
+    return Request(name, prompt, SamplingParams(max_tokens=max_tokens, temperature=0), **fields)
+
+
+def drain(engine: Engine, limit: int = 5000) -> None:
+    for _ in range(limit):
+        if not engine.has_work:
+            return
+        engine.step()
+        engine.scheduler.check()
+    raise AssertionError("the engine does not come to an end")
+
+
+def random_prompt(rng: random.Random, shared: list[int], longest: int) -> list[int]:
+    prefix = shared[: rng.randrange(len(shared))] if rng.random() < 0.6 else []
+    tail = [rng.randrange(VOCAB) for _ in range(rng.randint(1, longest))]
+    return (prefix + tail)[:longest]
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_every_request_gets_its_own_tokens_and_nothing_leaks(seed: int) -> None:
+    rng = random.Random(seed)
+    windows = rng.choice([(None,), (None, 16), (24,), (None, 8, 8)])
+    block_size = rng.choice([8, 16])
+    engine = make_engine(
+        # few blocks force preemption; one longest sequence must fit
+        num_blocks=rng.choice([16, 24, 64]) * len(windows) * (8 // 8 if block_size == 8 else 1),
+        block_size=block_size,
+        windows=windows,
+        prefix_caching=rng.random() < 0.7,
+        overlap=rng.random() < 0.7,
+        max_num_seqs=rng.choice([1, 3, 8, 32]),
+        max_num_batched_tokens=rng.choice([7, 13, 64, 256]),
+        static_batching=rng.random() < 0.2,
+        policy=rng.choice(list(POLICIES)),
+        watermark=rng.choice([0.0, 0.01, 0.1]),
+    )
+    scheduler = engine.scheduler
+    shared = [rng.randrange(VOCAB) for _ in range(60)]
+    requests: list[Request] = []
+    aborted: set[Request] = set()
+
+    def submit() -> None:
+        prompt = random_prompt(rng, shared, 80)
+        stop_ids = frozenset(rng.sample(range(VOCAB), 2)) if rng.random() < 0.5 else frozenset()
+        salt = rng.choice([None, None, "a", "b"])
+        members = rng.choice([1, 1, 1, 3])
+        leader: Request | None = None
+        for _ in range(members):
+            new = Request(
+                f"r{len(requests)}", prompt,
+                SamplingParams(max_tokens=rng.randint(1, 24), repetition_penalty=1.2 if rng.random() < 0.2 else 1.0),
+                stop_ids=stop_ids, priority=rng.randrange(3), cache_salt=salt, leader=leader,
+            )
+            leader = leader or new
+            requests.append(new)
+            scheduler.add(new)
+
+    for _ in range(rng.randint(1, 12)):
+        submit()
+    for _ in range(4000):
+        if not engine.has_work:
+            break
+        engine.step()
+        scheduler.check()
+        if rng.random() < 0.05 and len(requests) < 40:
+            submit()
+        if rng.random() < 0.03:
+            victim = rng.choice(requests)
+            if victim.status is not Status.FINISHED:
+                aborted.add(victim)
+                scheduler.stop(victim, "abort")
+                scheduler.check()
+    assert not engine.has_work, "the engine does not come to an end"
+    for done in requests:
+        output = done.output_token_ids
+        expected = expected_tokens(done, scheduler.config.max_model_len)
+        if done in aborted:
+            assert output == expected[: len(output)]
+        else:
+            assert output == expected
+            assert done.finish_reason == ("stop" if output[-1] in done.stop_ids else "length")
+        if done.sources is not None:
+            assert done.sources.total == done.num_prompt
+    stats = scheduler.kv.stats
+    assert stats.free + stats.evictable == stats.total
+    scheduler.kv.reset_prefix_cache()
+    assert scheduler.kv.stats.free == stats.total
+
+
+def test_random_scenarios_do_preempt_chunk_and_hit() -> None:
+    """The scenarios above reach what they are about: a scarce pool preempts, and the tokens are still right."""
+    engine = make_engine(num_blocks=16, max_num_seqs=8, policy="fcfs", watermark=0.0)
+    requests = [request(f"r{i}", [i + 1] * 20, max_tokens=40) for i in range(8)]
+    for each in requests:
+        engine.scheduler.add(each)
+    drain(engine)
+    assert engine.scheduler.num_preemptions > 0
+    assert all(r.output_token_ids == expected_tokens(r, 96) for r in requests)
+
+
+def test_decode_is_never_starved_by_a_stream_of_long_prompts() -> None:
+    engine = make_engine(num_blocks=500, max_num_seqs=64, max_num_batched_tokens=32, overlap=False)
+    reader = request("reader", [1, 2, 3], max_tokens=60)
+    engine.scheduler.add(reader)
+    engine.step()
+    for index in range(200):
+        engine.scheduler.add(request(f"long{index}", [index % VOCAB, *range(40), 7], max_tokens=2))
+    before = len(reader.output_token_ids)
+    for _ in range(30):
+        engine.step()
+    assert len(reader.output_token_ids) - before == 30
+
+
+def test_a_step_keeps_to_the_token_budget_and_the_batch_limit() -> None:
+    engine = make_engine(num_blocks=500, max_num_seqs=5, max_num_batched_tokens=19)
+    for index in range(30):
+        engine.scheduler.add(request(f"r{index}", [index] * 30, max_tokens=5))
+    drain(engine)
+    sizes = [(batch.num_tokens, len(batch.items)) for batch in engine.runner.batches]
+    assert max(tokens for tokens, _ in sizes) == 19
+    assert max(count for _, count in sizes) <= 5
+
+
+def test_without_chunking_a_prompt_runs_in_one_step() -> None:
+    engine = make_engine(num_blocks=500, max_num_batched_tokens=96, chunked_prefill=False, prefix_caching=False)
+    for index in range(6):
+        engine.scheduler.add(request(f"r{index}", [index] * 50, max_tokens=5))
+    drain(engine)
+    prefills = [item.count for batch in engine.runner.batches for item in batch.items if item.start == 0]
+    assert prefills == [50] * 6
+
+
+def test_static_batching_admits_only_when_the_batch_has_ended() -> None:
+    engine = make_engine(num_blocks=500, max_num_seqs=4, max_num_batched_tokens=1000, static_batching=True)
+    for index in range(10):
+        engine.scheduler.add(request(f"r{index}", [index] * 10, max_tokens=1 + 5 * (index % 4)))
+    drain(engine)
+    first_seen: dict[str, int] = {}
+    last_seen: dict[str, int] = {}
+    for step, batch in enumerate(engine.runner.batches):
+        for item in batch.items:
+            first_seen.setdefault(item.request.request_id, step)
+            last_seen[item.request.request_id] = step
+    for index in range(10):
+        group = index // 4
+        if group:
+            ended = max(last_seen[f"r{i}"] for i in range(4 * (group - 1), 4 * group))
+            assert first_seen[f"r{index}"] > ended
+
+
+def test_continuous_batching_fills_a_place_as_soon_as_it_is_free() -> None:
+    engine = make_engine(num_blocks=500, max_num_seqs=2, overlap=False)
+    for name, tokens in (("short", 2), ("long", 30), ("next", 2)):
+        engine.scheduler.add(request(name, [3, 4, 5], max_tokens=tokens))
+    drain(engine)
+    steps = {item.request.request_id: i for i, b in enumerate(engine.runner.batches) for item in b.items}
+    assert steps["next"] < steps["long"]
+
+
+def test_policies_order_the_queue() -> None:
+    lengths = {"a": 0, "b": 16, "c": 16, "d": 8}
+    prompts = {"a": [9] * 20, "b": [1] * 20, "c": [1] * 18, "d": [2] * 20}
+    waiting = [request(name, prompt, priority=-index) for index, (name, prompt) in enumerate(prompts.items())]
+
+    def order(policy: str) -> str:
+        return "".join(r.request_id for r in POLICIES[policy](waiting, lambda r: lengths[r.request_id]))
+
+    assert order("fcfs") == "abcd"
+    assert order("priority") == "dcba"
+    assert order("lpm") == "bcda"
+    assert order("dfs-weight") == "abcd"  # unmatched first at the root, then the heavier of the two subtrees
+    lengths["d"] = 16
+    prompts_like_d = [request(f"e{i}", [2] * 20) for i in range(3)]
+    lengths.update({r.request_id: 16 for r in prompts_like_d})
+    mixed = [*waiting, *prompts_like_d]
+    ordered = [r.request_id for r in POLICIES["dfs-weight"](mixed, lambda r: lengths[r.request_id])]
+    assert ordered == ["a", "d", "e0", "e1", "e2", "b", "c"]
+
+
+def test_siblings_share_the_prompt_and_compute_it_once() -> None:
+    for prefix_caching in (True, False):
+        engine = make_engine(num_blocks=500, max_num_seqs=8, prefix_caching=prefix_caching)
+        leader = request("s0", list(range(40)), max_tokens=4)
+        siblings = [request(f"s{i}", list(range(40)), max_tokens=4, leader=leader) for i in (1, 2, 3)]
+        for each in (leader, *siblings):
+            engine.scheduler.add(each)
+        drain(engine)
+        rows = sum(item.count for b in engine.runner.batches for item in b.items if item.start < 40)
+        assert rows == 40 + 3 * 8  # each sibling computes only its last block
+        assert all(r.output_token_ids == leader.output_token_ids for r in siblings)
+
+
+def test_a_full_prefix_hit_still_computes_one_token() -> None:
+    for length in (15, 16, 17, 32, 33):
+        engine = make_engine(num_blocks=100)
+        for name in ("first", "again"):
+            engine.scheduler.add(request(name, list(range(length)), max_tokens=3))
+            drain(engine)
+        again = [item for b in engine.runner.batches for item in b.items if item.request.request_id == "again"]
+        assert again[0].start == (length - 1) // 8 * 8
+        assert again[0].request.sources.device == again[0].start

@@ -1,0 +1,91 @@
+"""A product with packed weights equals torch's, and a row's bits do not depend on the rows beside it."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spillover.kernels import native
+from spillover.kernels.linear import (
+    PackedWeight,
+    embedding,
+    embedding_reference,
+    linear,
+    linear_reference,
+    pack,
+    unpack,
+)
+
+needs_native = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
+
+
+@needs_native
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 70), n=st.integers(1, 200), k=st.integers(1, 300), bias=st.booleans(), seed=st.integers(0, 99)
+)
+def test_packed_product_is_the_product(rows: int, n: int, k: int, bias: bool, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, k, generator=generator)
+    weight = torch.randn(n, k, generator=generator)
+    offset = torch.randn(n, generator=generator) if bias else None
+    packed = pack(weight)
+    assert isinstance(packed, PackedWeight)
+    assert packed.shape == (n, k)
+    torch.testing.assert_close(linear(x, packed, offset), linear_reference(x, weight, offset), rtol=1e-4, atol=1e-4)
+
+
+@needs_native
+@pytest.mark.parametrize(("n", "k"), [(96, 64), (70, 33), (576, 1536), (960, 576)])
+def test_a_row_has_the_same_bits_in_every_batch(n: int, k: int) -> None:
+    x = torch.randn(300, k)
+    packed = pack(torch.randn(n, k))
+    alone = torch.cat([linear(x[i : i + 1], packed) for i in range(40)])
+    for rows in (*range(2, 41), 64, 100, 255, 256, 300):
+        together = linear(x[:rows], packed)
+        assert torch.equal(together[:40], alone[:rows]), f"{rows} rows"
+
+
+@needs_native
+def test_the_bits_do_not_depend_on_the_number_of_threads() -> None:
+    x, packed = torch.randn(150, 128), pack(torch.randn(40, 128))
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3, 7):
+            torch.set_num_threads(count)
+            results.append(linear(x, packed))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@needs_native
+@pytest.mark.parametrize("n", [1, 31, 32, 33, 100])
+def test_packing_loses_nothing(n: int) -> None:
+    weight = torch.randn(n, 24)
+    packed = pack(weight)
+    assert torch.equal(unpack(packed), weight)
+    ids = torch.randint(0, n, (50,))
+    assert torch.equal(embedding(ids, packed), weight[ids])
+    assert torch.equal(embedding_reference(ids, packed), weight[ids])
+
+
+@needs_native
+def test_strided_input_and_no_rows() -> None:
+    packed = pack(torch.randn(40, 16))
+    wide = torch.randn(5, 32)
+    assert torch.equal(linear(wide[:, ::2], packed), linear(wide[:, ::2].contiguous(), packed))
+    assert linear(torch.empty(0, 16), packed).shape == (0, 40)
+
+
+@needs_native
+def test_a_wrong_width_is_refused() -> None:
+    with pytest.raises(ValueError, match="weight"):
+        linear(torch.randn(2, 8), pack(torch.randn(4, 16)))
+
+
+def test_other_dtypes_stay_as_they_are() -> None:
+    weight = torch.randn(8, 16, dtype=torch.bfloat16)
+    assert pack(weight) is weight
+    assert linear(torch.randn(3, 16, dtype=torch.bfloat16), weight).dtype is torch.bfloat16

@@ -1,0 +1,273 @@
+"""Random lives of many sequences: whatever a table points at holds exactly that sequence's KV, and nothing leaks.
+
+The model keeps fake KV: for each slot of each block, which group wrote it and the whole prefix it was computed from.
+Real KV depends on just that, so a block reused too early, shared across salts or kept past a reset shows at once.
+"""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from spillover.memory.blocks import FREE, IN_FLIGHT, READY
+from spillover.memory.kv_cache import KVCache
+
+# Few tokens and shared openings, so that prefixes meet often.
+OPENINGS = ([0] * 48, [0] * 20 + [1] * 28, [1, 0] * 24)
+SALTS = (None, "", "tenant")
+
+
+@dataclass
+class Model:
+    """A live sequence as the test remembers it."""
+
+    tokens: list[int]
+    salt: str | None
+    epoch: int  # resets seen before it was admitted
+    computed: int  # committed
+    written: int  # KV stored; ahead of `computed` between a launch and its commit
+    loading: set[int] = field(default_factory=set)  # its unfinished blocks that a copy is filling
+
+
+class CacheMachine(RuleBasedStateMachine):
+    windows: tuple[int | None, ...] = (None,)
+    steps = 0
+
+    @initialize(
+        block_size=st.sampled_from([4, 8, 16]),
+        blocks_per_group=st.integers(3, 30),
+        prefix_caching=st.sampled_from([True, True, True, False]),
+    )
+    def build(self, block_size: int, blocks_per_group: int, prefix_caching: bool) -> None:
+        self.size = block_size
+        self.caching = prefix_caching
+        self.cache = KVCache(blocks_per_group * len(self.windows), block_size, self.windows, prefix_caching)
+        self.live: dict[str, Model] = {}
+        self.slots: dict[tuple[int, int], tuple[int, int]] = {}  # (block, slot) -> (group, prefix)
+        self.prefixes: dict[tuple[object, int], int] = {}  # (what came before, token) -> prefix
+        self.in_flight: dict[int, list[tuple[int, int] | None]] = {}  # block -> its content when the copy began
+        self.offered: set[int] = set()  # prefixes of whole blocks committed since the last reset
+        self.epoch = 0
+        self.names = 0
+
+    def prefix_ids(self, model: Model) -> list[int]:
+        """One id a position, equal for two positions exactly if the same tokens under the same salt lead there."""
+        before: object = (model.salt, model.epoch)
+        ids = []
+        for token in model.tokens:
+            before = self.prefixes.setdefault((before, token), len(self.prefixes))
+            ids.append(before)
+        return ids
+
+    def pick(self, data: st.DataObject) -> tuple[str, Model]:
+        name = data.draw(st.sampled_from(sorted(self.live)))
+        return name, self.live[name]
+
+    def content(self, block: int) -> list[tuple[int, int] | None]:
+        return [self.slots.get((block, slot)) for slot in range(self.size)]
+
+    @rule(
+        opening=st.sampled_from(OPENINGS),
+        shared=st.integers(0, 48),
+        tail=st.lists(st.integers(0, 1), min_size=1, max_size=12),
+        salt=st.sampled_from(SALTS),
+    )
+    def admit(self, opening: list[int], shared: int, tail: list[int], salt: str | None) -> None:
+        self.start(opening[:shared] + tail, salt)
+
+    def start(self, tokens: list[int], salt: str | None) -> None:
+        name = f"s{self.names}"
+        self.names += 1
+        model = Model(tokens, salt, self.epoch, 0, 0)
+        expected = self.cache.match(tokens, salt)
+        covered = self.cache.admit(name, tokens, salt)
+        assert covered == expected
+        assert covered % self.size == 0
+        assert covered < len(tokens)
+        model.computed = model.written = covered
+        self.live[name] = model
+        if self.caching and self.cache.stats.evictions == 0:
+            # Nothing was ever evicted, so everything committed since the reset is found.
+            ids = self.prefix_ids(model)[: len(tokens) - 1]
+            ends = range(self.size, len(ids) + 1, self.size)
+            assert covered == max((end for end in ends if ids[end - 1] in self.offered), default=0)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), count=st.integers(1, 40))
+    def launch(self, data: st.DataObject, count: int) -> None:
+        """A chunk of prefill, or one token of decode: blocks for it, then KV written into them."""
+        name, model = self.pick(data)
+        if model.loading:
+            return
+        end = model.written + count
+        needed = self.cache.blocks_needed(name, end)
+        free, before = self.cache.num_free, [list(self.cache.table(name, g)) for g in range(len(self.windows))]
+        if not self.cache.extend(name, end):
+            assert needed > free or self.in_flight, "free and evictable blocks were refused"
+            assert before == [self.cache.table(name, g) for g in range(len(self.windows))]
+            return
+        assert needed <= free
+        while len(model.tokens) < end:
+            model.tokens.append(data.draw(st.integers(0, 1)))
+        ids = self.prefix_ids(model)
+        for group, window in enumerate(self.windows):
+            table = self.cache.table(name, group)
+            for position in range(model.written, end):
+                self.slots[table[position // self.size], position % self.size] = (group, ids[position])
+            # The first query of the chunk still sees its whole window.
+            oldest = 0 if window is None else max(0, model.written - window + 1)
+            for position in range(oldest, end):
+                block = table[position // self.size]
+                assert block != 0
+                assert self.slots[block, position % self.size] == (group, ids[position])
+        model.written = end
+
+    @precondition(lambda self: any(m.written > m.computed and not m.loading for m in self.live.values()))
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        ahead = sorted(n for n, m in self.live.items() if m.written > m.computed and not m.loading)
+        name = data.draw(st.sampled_from(ahead))
+        model = self.live[name]
+        end = data.draw(st.integers(model.computed + 1, model.written))
+        self.cache.commit(name, model.tokens, end)
+        if self.caching and model.epoch == self.epoch:
+            ids = self.prefix_ids(model)
+            self.offered.update(ids[e - 1] for e in range(self.size, end + 1, self.size))
+        model.computed = end
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), back=st.integers(0, 40))
+    def fork(self, data: st.DataObject, back: int) -> None:
+        name, parent = self.pick(data)
+        child = f"s{self.names}"
+        self.names += 1
+        tokens = parent.tokens[: max(1, len(parent.tokens) - back)]
+        covered = self.cache.fork(name, child, len(tokens))
+        assert covered % self.size == 0
+        assert covered <= min(len(tokens), parent.computed)
+        if all(window is None for window in self.windows):
+            assert covered == min(len(tokens), parent.computed) // self.size * self.size
+        self.live[child] = Model(tokens, parent.salt, parent.epoch, covered, covered)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        """Finished or aborted, in whatever state: mid-prefill, launched and not committed, loading."""
+        name, _ = self.pick(data)
+        self.cache.release(name)
+        del self.live[name]
+        with pytest.raises(KeyError):
+            self.cache.release(name)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        name, model = self.pick(data)
+        self.cache.release(name)
+        del self.live[name]
+        self.start(list(model.tokens), model.salt)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def store(self, data: st.DataObject) -> None:
+        """A copy to another tier reads a complete block, in use or evictable."""
+        pool = self.cache._pool
+        complete = [b for b in range(1, pool.num_blocks + 1) if pool.state(b) is READY or pool.cached(b)]
+        complete = [b for b in complete if b not in self.in_flight]
+        if complete:
+            block = data.draw(st.sampled_from(complete))
+            self.cache.begin_copy(block)
+            self.in_flight[block] = self.content(block)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def load(self, data: st.DataObject) -> None:
+        """A copy from another tier fills a block that its sequence has not finished."""
+        name, model = self.pick(data)
+        unfinished = [b for b in self.cache.table(name)[model.computed // self.size :] if b not in self.in_flight]
+        if unfinished:
+            block = data.draw(st.sampled_from(unfinished))
+            self.cache.begin_copy(block)
+            self.in_flight[block] = self.content(block)
+            model.loading.add(block)
+
+    @precondition(lambda self: self.in_flight)
+    @rule(data=st.data())
+    def land(self, data: st.DataObject) -> None:
+        self.end_copy(data.draw(st.sampled_from(sorted(self.in_flight))))
+
+    def end_copy(self, block: int) -> None:
+        assert self.content(block) == self.in_flight.pop(block), "a block was reused while a copy held it"
+        self.cache.end_copy(block)
+        for model in self.live.values():
+            model.loading.discard(block)
+
+    @rule(really=st.integers(0, 4))
+    def reset(self, really: int) -> None:
+        if really == 0:
+            self.cache.reset_prefix_cache()
+            self.offered.clear()
+            self.epoch += 1
+            assert self.cache.stats.evictable == 0
+            assert self.cache.stats.tree_nodes == 0
+
+    @invariant()
+    def tables_hold_what_they_should(self) -> None:
+        type(self).steps += 1
+        self.cache.check()
+        for block in self.in_flight:
+            assert self.cache._pool.state(block) is IN_FLIGHT
+        for name, model in self.live.items():
+            ids = self.prefix_ids(model)
+            for group, window in enumerate(self.windows):
+                table = self.cache.table(name, group)
+                seen = 0 if window is None else max(0, model.computed - window + 1)
+                for i, block in enumerate(table):
+                    assert (block == 0) == ((i + 1) * self.size <= seen), f"{name}, group {group}, entry {i}"
+                    if block == 0:
+                        continue
+                    assert self.cache._pool.state(block) is not FREE
+                    for position in range(i * self.size, min((i + 1) * self.size, model.written)):
+                        assert self.slots[block, position % self.size] == (group, ids[position])
+
+    def teardown(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        for name in list(self.live):
+            self.cache.release(name)
+        self.cache.check()
+        self.live.clear()
+        for block in list(self.in_flight):
+            self.end_copy(block)
+        self.cache.check()
+        stats = self.cache.stats
+        assert stats.free + stats.evictable == stats.total
+        self.cache.reset_prefix_cache()
+        self.cache.check()
+        assert self.cache.stats.free == stats.total
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 32), (24,), (None, 16, 16)], ids=str)
+def test_random_lives_of_sequences_never_mix_or_leak_blocks(windows: tuple[int | None, ...]) -> None:
+    machine = type("Machine", (CacheMachine,), {"windows": windows, "steps": 0})
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        machine,
+        settings=settings(
+            max_examples=60,
+            stateful_step_count=50,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    assert machine.steps > 800, f"only {machine.steps} steps were taken"
