@@ -64,7 +64,7 @@ def test_a_repeat_has_the_same_lengths_and_other_tokens(workload: RandomWorkload
 def test_mixed_lengths_are_spread_over_the_magnitudes_and_every_second_shares_the_prefix() -> None:
     requests = MixedWorkload(VOCABULARY, 400, (10, 1000), (1, 100), prefix_len=5, seed=1).requests(0)
     lengths = [len(request.prompt_token_ids) - 5 * (index % 2) for index, request in enumerate(requests)]
-    assert 10 <= min(lengths)
+    assert min(lengths) >= 10
     assert max(lengths) <= 1000
     assert 0.4 < sum(length < 100 for length in lengths) / 400 < 0.6  # half of a log-uniform range
     assert len({request.prompt_token_ids[:5] for request in requests[1::2]}) == 1

@@ -145,7 +145,7 @@ def test_version() -> None:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    """`spill --help` answers at once because torch, transformers and rich are imported by the commands that need them."""
+    """`spill --help` answers at once: what is slow to import is imported by the commands that need it."""
     code = ("import sys; from spillover.cli.main import main; "
             "print([name for name in ('torch', 'numpy', 'rich', 'tokenizers') if name in sys.modules])")
     start = time.perf_counter()

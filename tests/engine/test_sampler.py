@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -216,13 +217,14 @@ def test_shortcuts_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.cat([torch.randn(6, 3000, generator=generator) * scale for scale in (0.01, 1, 5)])
     logits = logits.to(torch.bfloat16).float()
     rows = [RowState(SamplingParams(top_p=p, top_k=k, logprobs=3), i, i)
-            for i, (p, k) in enumerate(itertools.product((0.1, 0.5, 0.9), (0, 0, 0, 20, 1500, 0)))]
+            for i, (p, k) in enumerate(itertools.product((0.1, 0.5, 0.9), (1, 2, 20, 200, 1500, 2999)))]
     for subset in (slice(0, 18), slice(0, 6), slice(6, 12), slice(12, 18)):
-        usual = sample(logits[subset], build_sampling_batch(rows[subset], 3000, "cpu"))
+        batch = build_sampling_batch(rows[subset], 3000, "cpu")
+        assert batch.candidates is not None
+        usual = sample(logits[subset], batch)
         with monkeypatch.context() as patch:
-            patch.setattr(sampler, "_CPU_CANDIDATES", 10**9)
-            patch.setattr(sampler, "_CHUNK_ELEMENTS", 7000)
-            plain = sample(logits[subset], build_sampling_batch(rows[subset], 3000, "cpu"))
+            patch.setitem(sampler.DRAW_ENTRIES, "cpu", 7000)
+            plain = sample(logits[subset], replace(batch, candidates=None))
         assert torch.equal(usual.token_ids, plain.token_ids)
         assert usual.logprobs is not None
         assert plain.logprobs is not None

@@ -36,7 +36,7 @@ class Sequences:
     block_size: int
 
     def batch(self, parts: list[tuple[int, int, int]]) -> tuple[AttentionBatch, Tensor, Tensor, Tensor]:
-        """parts: (request, first, last) positions to compute; -> (batch, q, k, v) with q, k, v views of one row buffer."""
+        """parts: (request, first, last) positions -> (batch, q, k, v), the three being views of one row buffer."""
         lengths = [last - first for _, first, last in parts]
         starts = torch.tensor([0, *lengths]).cumsum(0).int()
         requests = [request for request, _, _ in parts]

@@ -23,7 +23,13 @@ from spillover.memory.kv_cache import KVCache
 
 # Few tokens and shared openings, so that prefixes meet often.
 OPENINGS = ([0] * 48, [0] * 20 + [1] * 28, [1, 0] * 24)
-SALTS = (None, "", "tenant")
+PROMPTS = st.builds(
+    lambda opening, shared, tail: opening[:shared] + tail,
+    st.sampled_from(OPENINGS),
+    st.sampled_from([0, 16, 31, 32, 33, 48]),
+    st.lists(st.integers(0, 1), min_size=1, max_size=12),
+)
+SALTS = (None, None, None, "", "tenant")
 
 
 @dataclass
@@ -44,7 +50,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize(
         block_size=st.sampled_from([4, 8, 16]),
-        blocks_per_group=st.integers(3, 30),
+        blocks_per_group=st.integers(4, 20),
         prefix_caching=st.sampled_from([True, True, True, False]),
     )
     def build(self, block_size: int, blocks_per_group: int, prefix_caching: bool) -> None:
@@ -75,19 +81,57 @@ class CacheMachine(RuleBasedStateMachine):
     def content(self, block: int) -> list[tuple[int, int] | None]:
         return [self.slots.get((block, slot)) for slot in range(self.size)]
 
-    @rule(
-        opening=st.sampled_from(OPENINGS),
-        shared=st.integers(0, 48),
-        tail=st.lists(st.integers(0, 1), min_size=1, max_size=12),
-        salt=st.sampled_from(SALTS),
-    )
-    def admit(self, opening: list[int], shared: int, tail: list[int], salt: str | None) -> None:
-        self.start(opening[:shared] + tail, salt)
+    @rule(prompt=PROMPTS, salt=st.sampled_from(SALTS))
+    def admit(self, prompt: list[int], salt: str | None) -> None:
+        self.start(prompt, salt)
 
-    def start(self, tokens: list[int], salt: str | None) -> None:
+    @rule(prompt=PROMPTS, salt=st.sampled_from(SALTS), chunk=st.integers(1, 64), copies=st.integers(1, 3))
+    def prefill(self, prompt: list[int], salt: str | None, chunk: int, copies: int) -> None:
+        """Whole prompts in chunks, side by side; two copies compute the same blocks, for both were admitted before."""
+        names = [self.start(prompt, salt) for _ in range(copies)]
+        while names:
+            for name in list(names):
+                model = self.live.get(name)  # it may have had to make way for another
+                if model is None or model.computed == len(prompt):
+                    names.remove(name)
+                elif self.step_at_any_cost(name, min(model.computed + chunk, len(prompt))):
+                    self.commit_to(name, model.written)
+                else:
+                    names.remove(name)
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=8))
+    def decode(self, tokens: list[int]) -> None:
+        """Every sequence that is up to date takes a few steps, one token at a time."""
+        for token in tokens:
+            for name in list(self.live):
+                model = self.live.get(name)
+                if model is not None and model.computed == len(model.tokens) and not model.loading:
+                    model.tokens.append(token)
+                    if self.step_at_any_cost(name, len(model.tokens)):
+                        self.commit_to(name, model.written)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=40))
+    def launch(self, data: st.DataObject, tokens: list[int]) -> None:
+        """A step that is not committed yet: another may be launched behind it, or the sequence may go before it is."""
+        name, model = self.pick(data)
+        if not model.loading:
+            end = model.written + len(tokens)
+            model.tokens.extend(tokens[: max(0, end - len(model.tokens))])
+            self.step(name, end)
+
+    @precondition(lambda self: any(m.written > m.computed and not m.loading for m in self.live.values()))
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        ahead = sorted(n for n, m in self.live.items() if m.written > m.computed and not m.loading)
+        name = data.draw(st.sampled_from(ahead))
+        model = self.live[name]
+        self.commit_to(name, data.draw(st.integers(model.computed + 1, model.written)))
+
+    def start(self, tokens: list[int], salt: str | None) -> str:
         name = f"s{self.names}"
         self.names += 1
-        model = Model(tokens, salt, self.epoch, 0, 0)
+        model = Model(list(tokens), salt, self.epoch, 0, 0)
         expected = self.cache.match(tokens, salt)
         covered = self.cache.admit(name, tokens, salt)
         assert covered == expected
@@ -100,44 +144,44 @@ class CacheMachine(RuleBasedStateMachine):
             ids = self.prefix_ids(model)[: len(tokens) - 1]
             ends = range(self.size, len(ids) + 1, self.size)
             assert covered == max((end for end in ends if ids[end - 1] in self.offered), default=0)
+        return name
 
-    @precondition(lambda self: self.live)
-    @rule(data=st.data(), count=st.integers(1, 40))
-    def launch(self, data: st.DataObject, count: int) -> None:
-        """A chunk of prefill, or one token of decode: blocks for it, then KV written into them."""
-        name, model = self.pick(data)
-        if model.loading:
-            return
-        end = model.written + count
+    def step(self, name: str, end: int) -> bool:
+        """Blocks up to `end`, then KV written into them as a forward pass would."""
+        model = self.live[name]
         needed = self.cache.blocks_needed(name, end)
         free, before = self.cache.num_free, [list(self.cache.table(name, g)) for g in range(len(self.windows))]
         if not self.cache.extend(name, end):
             assert needed > free or self.in_flight, "free and evictable blocks were refused"
             assert before == [self.cache.table(name, g) for g in range(len(self.windows))]
-            return
+            return False
         assert needed <= free
-        while len(model.tokens) < end:
-            model.tokens.append(data.draw(st.integers(0, 1)))
         ids = self.prefix_ids(model)
         for group, window in enumerate(self.windows):
             table = self.cache.table(name, group)
             for position in range(model.written, end):
                 self.slots[table[position // self.size], position % self.size] = (group, ids[position])
-            # The first query of the chunk still sees its whole window.
+            # The first query of the chunk sees its whole window.
             oldest = 0 if window is None else max(0, model.written - window + 1)
             for position in range(oldest, end):
                 block = table[position // self.size]
                 assert block != 0
                 assert self.slots[block, position % self.size] == (group, ids[position])
         model.written = end
+        return True
 
-    @precondition(lambda self: any(m.written > m.computed and not m.loading for m in self.live.values()))
-    @rule(data=st.data())
-    def commit(self, data: st.DataObject) -> None:
-        ahead = sorted(n for n, m in self.live.items() if m.written > m.computed and not m.loading)
-        name = data.draw(st.sampled_from(ahead))
+    def step_at_any_cost(self, name: str, end: int) -> bool:
+        """As a scheduler does: the oldest others go until there is room."""
+        while not self.step(name, end):
+            others = [other for other in self.live if other != name]
+            if not others:
+                return False
+            self.cache.release(others[0])
+            del self.live[others[0]]
+        return True
+
+    def commit_to(self, name: str, end: int) -> None:
         model = self.live[name]
-        end = data.draw(st.integers(model.computed + 1, model.written))
         self.cache.commit(name, model.tokens, end)
         if self.caching and model.epoch == self.epoch:
             ids = self.prefix_ids(model)

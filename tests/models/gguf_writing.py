@@ -67,7 +67,7 @@ def write_like_llama_cpp(path: Path, model: PreTrainedModel, arch: gguf.MODEL_AR
         values = tensor.float().numpy()
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
-        if name.endswith("gate_up_proj") or name.endswith("gate_up_proj_bias"):
+        if name.endswith(("gate_up_proj", "gate_up_proj_bias")):
             block, suffix = f"blk.{name.split('.')[2]}.ffn_", ".bias" if name.endswith("bias") else ".weight"
             if arch == gguf.MODEL_ARCH.GPT_OSS:
                 values = values if suffix == ".bias" else values.transpose(0, 2, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,9 @@ class StateDict:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.tensors[name].shape)
+
+    def file(self, name: str) -> Path:
+        return self.path
 
     def read(self, name: str) -> Tensor:
         return self.tensors[name].detach().clone()
@@ -110,6 +113,15 @@ class PagedModel:
             tables.append(table)
         width = max(len(table) for table in tables)
         return torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Models this small only lose by sharing their work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=["native", "reference"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hf_reference import all_architectures, reference_logits, save_checkpoint, tiny_model
-from test_architectures import CPU, PagedModel, StateDict, assert_close
+from test_architectures import CPU, PagedModel, StateDict, assert_close, one_thread  # noqa: F401
 
 from spillover.errors import CheckpointError
 from spillover.kernels import native

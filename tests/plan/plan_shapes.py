@@ -55,7 +55,7 @@ MIXTURE_SPECS = qwen3_moe.weight_specs(MIXTURE)
 
 GPT_OSS = ModelConfig(
     architecture="GptOssForCausalLM",
-    vocab_size=201088,
+    vocab_size=8192,
     hidden_size=2880,
     num_layers=4,
     num_heads=64,
@@ -69,7 +69,7 @@ GPT_OSS = ModelConfig(
     qkv_bias=True,
     o_bias=True,
     sinks=True,
-    num_experts=32,
+    num_experts=8,
     experts_per_token=4,
     expert_intermediate_size=2880,
     expert_format="mxfp4",

@@ -6,7 +6,10 @@ were asked for are counted.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
+import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +40,9 @@ class TransformersTarget:
         source: dict[str, Any] = {"pretrained_model_name_or_path": model_path}
         if path.suffix == ".gguf":
             source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-        with warnings.catch_warnings():
+        # Its progress bars are for a terminal; in a file they would bury the results.
+        quiet = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
+        with warnings.catch_warnings(), quiet:
             warnings.simplefilter("ignore")
             logging.getLogger("transformers").setLevel(logging.ERROR)
             model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=getattr(torch, dtype))

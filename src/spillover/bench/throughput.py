@@ -6,6 +6,9 @@ prompts of its own, so that what is measured is the model and not the cache.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -127,6 +130,8 @@ def measure(setting: Setting, workload: Workload, num_iters: int = 1, progress: 
         return replace(result, limit=achieved(run.elapsed, bound, target.limits))
     finally:
         target.close()
+        del target
+        give_back_memory()
 
 
 def warm_up(target: Generates, workload: Workload) -> None:
@@ -134,6 +139,13 @@ def warm_up(target: Generates, workload: Workload) -> None:
     requests = workload.requests(WARMUP)[:WARMUP_REQUESTS]
     target.generate([BenchRequest(request.prompt_token_ids, min(request.output_len, WARMUP_OUTPUT))
                      for request in requests])
+
+
+def give_back_memory() -> None:
+    """Freed memory goes back to the system, so that the next setting of a sweep is not charged with this one's."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc has nothing to trim
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def run_once(target: Generates, requests: Sequence[BenchRequest], progress: bool) -> Run:

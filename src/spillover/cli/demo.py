@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,8 @@ LOAD_PREFIX = 96  # tokens that every second request begins with
 def demo(config: EngineConfig) -> None:
     """See it work, in under three minutes.
 
-    Shows this machine, the memory plan, a real answer, a mixed load, and speeds beside their limits. Takes less than three minutes on two cores; offline once the model is here.
+    Shows this machine, the memory plan, a real answer, a mixed load, and speeds beside their limits. Offline once the
+    model is here.
 
     \b
     Example:
@@ -75,7 +77,7 @@ def demo(config: EngineConfig) -> None:
             ("decode, batch 1", 1, single.decode),
             ("prefill, 256 tokens", 256, single.prefill),
             ("decode, batch 16", 16, batch.decode),
-            ("mixed load, output tokens", *load),
+            ("mixed load, output", *load),
         ]))
     console.print("Limit: the bytes that must be read at the measured memory rate, or the FLOPs that must be done at "
                   "the measured matrix rate, whichever takes longer.", style="dim", highlight=False)
@@ -124,7 +126,7 @@ def _serve_load(console: Console, target: EngineTarget, vocabulary: Vocabulary) 
     from spillover.bench.workloads import MixedWorkload
 
     workload = MixedWorkload(vocabulary, LOAD_REQUESTS, LOAD_INPUTS, LOAD_OUTPUTS, LOAD_PREFIX)
-    run = run_once(target, workload.requests(0), progress=True)
+    run = run_once(target, workload.requests(0), progress=sys.stderr.isatty())
     sources = ", ".join(f"{count:,} {name}" for name, count in run.sources.items() if count)
     console.print(f"{run.prompt_tokens:,} prompt and {run.output_tokens:,} output tokens in {run.elapsed:.1f} s, "
                   f"{run.counters.steps} steps, {run.counters.preemptions} preemptions", highlight=False)
@@ -139,14 +141,14 @@ def _speed_table(rows: list[tuple[str, int, Achieved | None]]) -> Table:
 
     table = Table()
     table.add_column("what")
-    for heading in ("reached", "limit", "of limit", "memory read", "matrix products"):
+    for heading in ("reached", "limit", "of limit"):
         table.add_column(heading, justify="right")
     table.add_column("bound by")
     for name, tokens, work in rows:
         if work is None:
-            table.add_row(name, *["-"] * 6)
+            table.add_row(name, *["-"] * 4)
             continue
         read, products, share, bound = work.cells()
         table.add_row(name, f"{tokens / work.seconds:,.1f} tok/s", f"{tokens / work.bound.seconds:,.1f} tok/s", share,
-                      read, products, bound)
+                      f"{bound}: {read if bound == 'memory' else products}")
     return table

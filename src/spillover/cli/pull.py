@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 def pull(source: str | None, name: str | None, listing: bool, verify: bool, remove: bool) -> None:
     """Fetch a model and keep it.
 
-    Without a name, the default model. A model is a name, a Hugging Face hub id, a folder with safetensors or a GGUF file.
+    Without a name, the default model. A model is a name, a Hugging Face hub id, a folder with safetensors or a GGUF
+    file.
 
     \b
     Examples:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 
 from spillover.bench.target import BenchRequest, Bound, Completion, Counters, Limits
@@ -58,7 +57,6 @@ class EngineTarget:
     def close(self) -> None:
         self._llm.close()
         del self._llm
-        gc.collect()  # the next setting of a sweep needs the memory
 
 
 def _completion(output: RequestOutput) -> Completion:

@@ -26,7 +26,7 @@ from spillover.models.registry import Architecture, architecture
 from spillover.models.store import DEFAULT_MODEL, resolve
 from spillover.models.tokenizer import Tokenizer, load_tokenizer
 from spillover.models.weights import WeightSpecs
-from spillover.plan.hardware import probe
+from spillover.plan.hardware import probe, trim_heap
 from spillover.plan.planner import Plan, PlanRequest, make_plan
 from spillover.plan.rates import Rates
 from spillover.units import parse_bytes
@@ -54,10 +54,9 @@ class Assembly:
     tokenizer: Tokenizer | None
 
 
-def plan_model(config: EngineConfig, rates: Rates | None = None,
-               progress: Callable[[int, int], None] | None = None) -> PlannedModel:
-    """Everything that can be said before a weight is read; `progress` follows a download."""
-    path = resolve(config.model, progress)
+def plan_model(config: EngineConfig, rates: Rates | None = None) -> PlannedModel:
+    """Everything that can be said before a weight is read."""
+    path = resolve(config.model)
     hf_config = read_config(path)
     arch = architecture(hf_config)
     model_config = arch.config(hf_config)
@@ -84,11 +83,13 @@ def plan_model(config: EngineConfig, rates: Rates | None = None,
 def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None,
              progress: Progress | None = None) -> Assembly:
     """`on_plan` sees the plan before anything is loaded; `progress` follows the weights."""
+    path = resolve(config.model)
+    # Before the plan is made, which counts what the process holds by then.
+    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer or path)
     planned = plan_model(config)
     if on_plan is not None:
         on_plan(planned.plan)
     config, plan, model_config = planned.config, planned.plan, planned.model_config
-    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer or planned.path)
     device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
     model = planned.architecture.build(model_config, device, dtype, plan.max_model_len)
     if config.load_format == "dummy":
@@ -96,6 +97,7 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
     else:
         with open_checkpoint(planned.path) as checkpoint:
             weights = load_weights(checkpoint, model_config, planned.specs, dtype, device, progress=progress)
+    trim_heap()  # what loading left behind
     pool = _make_pool(plan, model_config, len(model.groups[0].layers), dtype, device)
     kv = KVCache(plan.num_blocks, plan.block_size, [group.window for group in model.groups],
                  config.enable_prefix_caching, _identity(planned))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypedDict
+from typing import Any
 
 from tqdm import tqdm
 
@@ -19,12 +19,7 @@ from spillover.models.tokenizer import Tokenizer
 from spillover.plan.planner import Plan
 
 
-class PromptDict(TypedDict, total=False):
-    prompt: str
-    prompt_token_ids: list[int]
-
-
-Prompt = str | Sequence[int] | PromptDict
+Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt": ...} or {"prompt_token_ids": ...}
 Message = Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
@@ -75,7 +70,7 @@ class LLM:
         """Messages through the model's chat template; a list of conversations gives a result each."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [self._factory.render(each, tools, **template_options) for each in conversations]  # type: ignore[arg-type]
-        return self.generate([{"prompt_token_ids": ids} for ids in prompts], sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """The growing answer to one prompt, a result whenever it has grown; closing the iterator ends the request."""
@@ -156,7 +151,7 @@ class LLM:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | dict) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
@@ -172,8 +167,6 @@ def _params_for(prompts: Sequence[Prompt], params: Params) -> Sequence[SamplingP
 def _parts_of(prompt: Prompt) -> tuple[str | None, list[int] | None]:
     if isinstance(prompt, str):
         return prompt, None
-    if isinstance(prompt, dict):
+    if isinstance(prompt, Mapping):
         return prompt.get("prompt"), prompt.get("prompt_token_ids")
-    return None, list(prompt)  # type: ignore[arg-type]
-
-
+    return None, list(prompt)

@@ -10,6 +10,8 @@ from spillover.engine.request import Request
 Match = Callable[[Request], int]
 QueuePolicy = Callable[[Sequence[Request], Match], list[Request]]
 
+_Member = tuple[Request, tuple[object, ...]]  # a request, and its salt and cached tokens as a path in the tree
+
 # Looking up every waiting prompt at every step costs more than it brings beyond this many; older requests come first.
 MATCHED_QUEUE = 128
 
@@ -35,14 +37,14 @@ def dfs_weight(waiting: Sequence[Request], match: Match) -> list[Request]:
     Requests under one prefix then run next to each other, and a prefix is left only when nobody waits for it.
     """
     head, tail = list(waiting[:MATCHED_QUEUE]), list(waiting[MATCHED_QUEUE:])
-    paths = [(request, (request.cache_salt, *request.token_ids[: match(request)])) for request in head]
+    paths: list[_Member] = [(r, (r.cache_salt, *r.token_ids[: match(r)])) for r in head]
     ordered: list[Request] = []
 
-    def visit(members: list[tuple[Request, tuple[object, ...]]], depth: int) -> None:
+    def visit(members: list[_Member], depth: int) -> None:
         while members and all(len(path) > depth for _, path in members) and len({p[depth] for _, p in members}) == 1:
             depth += 1  # a stretch that all of them share
         ordered.extend(request for request, path in members if len(path) == depth)
-        children: dict[object, list[tuple[Request, tuple[object, ...]]]] = {}
+        children: dict[object, list[_Member]] = {}
         for request, path in members:
             if len(path) > depth:
                 children.setdefault(path[depth], []).append((request, path))

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spillover.engine.request import Request
+from spillover.engine.sampler import check_token_ids
 from spillover.engine.sampling_params import SamplingParams
 from spillover.engine.structured import GrammarCompiler
 from spillover.errors import RequestError
@@ -66,11 +67,10 @@ class RequestFactory:
         if len(token_ids) >= self._max_model_len:
             raise RequestError(f"the prompt has {len(token_ids)} tokens but the context holds {self._max_model_len} "
                                f"with the answer; shorten it or raise --max-model-len")
-        for ids, what in ((token_ids, "prompt token"), (params.stop_token_ids, "stop token"),
-                          (params.logit_bias or (), "logit_bias token")):
-            bad = next((i for i in ids if not isinstance(i, int) or not 0 <= i < self._config.vocab_size), None)
-            if bad is not None:
-                raise RequestError(f"{what} id {bad!r} is not in the vocabulary of {self._config.vocab_size}")
+        bad = next((i for i in token_ids if not isinstance(i, int) or not 0 <= i < self._config.vocab_size), None)
+        if bad is not None:
+            raise RequestError(f"prompt token id {bad!r} is not in the vocabulary of {self._config.vocab_size}")
+        check_token_ids(params, self._config.vocab_size)
         if params.structured_outputs is not None or params.stop:
             self._need_tokenizer("structured output or a stop string")
 

@@ -18,13 +18,10 @@ from torch import Tensor
 from spillover.engine.outputs import Logprob, PositionLogprobs
 from spillover.engine.sampling_params import SamplingParams
 from spillover.errors import RequestError
+from spillover.plan.workspace import DRAW_ENTRIES
 
 # exp(logit - max) becomes an integer of this many bits; 2**18 tokens of the largest weight still fit in int64.
 _WEIGHT_SCALE = 2.0**40
-# Rows are drawn in chunks of about this many elements, which bounds the int64 workspace whatever the batch size.
-_CHUNK_ELEMENTS = 1 << 23
-# On the CPU a nucleus without top_k is first looked for among this many candidates.
-_CPU_CANDIDATES = 1024
 
 
 @dataclass(frozen=True)
@@ -107,7 +104,7 @@ class RowState:
 def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
     """logits [R, V] float32, left unchanged."""
     edited = _edit(logits, batch)  # [R, V]
-    token_ids = edited.argmax(dim=-1)  # the first of equals
+    token_ids = _argmax(edited)
     if not batch.all_greedy:
         assert batch.temperature is not None
         token_ids = torch.where(batch.temperature > 0, _draw(edited, batch), token_ids)
@@ -253,48 +250,35 @@ def _nucleus(logits: Tensor, top_k: Tensor, top_p: Tensor, candidates: int | Non
     kept even when the last of them has equals, and top_k=1 is the argmax.
     """
     off = (top_k == 0) & (top_p >= 1.0)
-    ordered, length = _head(logits, torch.where(top_k > 0, top_k, logits.shape[1]), top_p, off, candidates)
+    ordered = logits.topk(candidates, dim=-1).values if candidates is not None else _falling(logits)  # [C, n]
+    position = torch.arange(ordered.shape[1], device=logits.device)
+    within = position < torch.where(top_k > 0, top_k, logits.shape[1])
+    weights = _weights(ordered, ordered[:, :1]).masked_fill_(~within, 0)
+    cumulative = weights.cumsum(dim=-1)
+    kept = within & (cumulative - weights < top_p * cumulative[:, -1:])  # less than top_p of the weight lies before it
+    length = kept.sum(dim=-1, keepdim=True).clamp_(min=1)
     last = ordered.gather(1, length - 1)
     equals_kept = length - (ordered > last).sum(dim=-1, keepdim=True)
     equal = logits == last
     return off | (logits > last) | (equal & (equal.cumsum(dim=-1) <= equals_kept))
 
 
-def _head(logits: Tensor, limit: Tensor, top_p: Tensor, off: Tensor, candidates: int | None) -> tuple[Tensor, Tensor]:
-    """The row's largest logits [C, n] in falling order and how many of them are kept [C, 1], at least one."""
-    vocab_size = logits.shape[1]
-    if candidates is not None:
-        ordered = logits.topk(candidates, dim=-1).values
-        return ordered, _head_length(ordered, limit, top_p, None)
-    if logits.device.type == "cpu" and vocab_size > _CPU_CANDIDATES:
-        # A sort costs several times what the top candidates do, and most nuclei end among them. Looking costs no sync
-        # here; the answer is the same either way.
-        ordered = logits.topk(_CPU_CANDIDATES, dim=-1).values
-        weights = _weights(ordered, ordered[:, :1])
-        whole = _weights(logits, ordered[:, :1]).sum(dim=-1, keepdim=True)
-        few = limit <= _CPU_CANDIDATES
-        ends = (limit == vocab_size) & (weights.sum(dim=-1, keepdim=True) >= top_p * whole)
-        if bool((few | ends | off).all()):
-            return ordered, _head_length(ordered, limit, top_p, torch.where(few, 0, whole))
-    ordered = logits.sort(dim=-1, descending=True).values
-    return ordered, _head_length(ordered, limit, top_p, None)
+def _argmax(logits: Tensor) -> Tensor:
+    """[R]; the first of equals. On the CPU numpy is many times faster than torch, here and below."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(logits.numpy().argmax(axis=-1))
+    return logits.argmax(dim=-1)
 
 
-def _head_length(ordered: Tensor, limit: Tensor, top_p: Tensor, whole: Tensor | None) -> Tensor:
-    """Tokens kept [C, 1]: below the limit, and with less than top_p of the weight before them.
-
-    `whole` is the row's weight where `ordered` does not hold all that top-k leaves of it (0 where it does).
-    """
-    position = torch.arange(ordered.shape[1], device=ordered.device)
-    within = position < limit
-    weights = _weights(ordered, ordered[:, :1]).masked_fill_(~within, 0)
-    cumulative = weights.cumsum(dim=-1)
-    total = cumulative[:, -1:] if whole is None else torch.maximum(whole, cumulative[:, -1:])
-    return (within & (cumulative - weights < top_p * total)).sum(dim=-1, keepdim=True).clamp_(min=1)
+def _falling(logits: Tensor) -> Tensor:
+    if logits.device.type == "cpu":
+        return torch.from_numpy(np.sort(-logits.numpy(), axis=-1)).neg_()
+    return logits.sort(dim=-1, descending=True).values
 
 
 def _chunks(logits: Tensor) -> list[slice]:
-    size = max(1, _CHUNK_ELEMENTS // logits.shape[1])
+    """Rows are drawn a chunk at a time, which bounds the int64 workspace whatever the batch."""
+    size = max(1, DRAW_ENTRIES[logits.device.type] // logits.shape[1])
     return [slice(start, start + size) for start in range(0, logits.shape[0], size)] or [slice(0, 0)]
 
 

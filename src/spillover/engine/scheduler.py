@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from spillover.engine.batch import Batch, ScheduledRequest, StepResult
-from spillover.engine.outputs import TokenSources
+from spillover.engine.outputs import PositionLogprobs, TokenSources
 from spillover.engine.queue_policy import POLICIES
 from spillover.engine.request import Request, Status
 from spillover.memory.kv_cache import KVCache
@@ -76,17 +76,12 @@ class Scheduler:
             if item.samples:
                 request.pending -= 1
             if request.status is not Status.FINISHED:
+                self.kv.commit(request.request_id, request.token_ids, item.start + item.count)
                 if prompt_logprobs is not None:
                     request.prompt_logprobs.extend(prompt_logprobs)
                 if token is not None:
-                    self._append(request, token, now)
-                    if logprobs is not None:
-                        request.logprobs.append(logprobs)
+                    self._append(request, token, logprobs, now)
                     changed.append(request)
-                if request in self._leaving or request.status is Status.RUNNING:
-                    self.kv.commit(request.request_id, request.token_ids, item.start + item.count)
-                if request.status is not Status.FINISHED:
-                    self._check_stop(request, token)
             if request.in_flight == 0 and request in self._leaving:
                 self._leave(request)
         return changed
@@ -94,6 +89,8 @@ class Scheduler:
     def stop(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """End a request now: a stop string was found, or its caller has gone."""
         if request.status is Status.FINISHED:
+            if request.finish_reason == "length" and reason == "stop":  # found in the text of the very last token
+                request.finish_reason, request.stop_reason = reason, stop_reason
             return
         request.finish_reason, request.stop_reason = reason, stop_reason
         request.finished = time.monotonic()
@@ -240,17 +237,15 @@ class Scheduler:
 
     # Taking in results, and leaving
 
-    def _append(self, request: Request, token: int, now: float) -> None:
-        if request.num_output - request.pending == 0:
-            request.first_token = now
+    def _append(self, request: Request, token: int, logprobs: PositionLogprobs | None, now: float) -> None:
         request.token_ids.append(token)
+        if logprobs is not None:
+            request.logprobs.append(logprobs)
         if request.grammar is not None:
             request.grammar.accept(token)
-
-    def _check_stop(self, request: Request, token: int | None) -> None:
-        if token is None:
-            return
         outputs = len(request.token_ids) - request.num_prompt
+        if outputs == 1:
+            request.first_token = now
         if token in request.stop_ids and outputs >= request.params.min_tokens:
             self.stop(request, "stop", token if token in request.params.stop_token_ids else None)
         elif request.grammar is not None and request.grammar.finished:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
 import llguidance
+import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from torch import Tensor
 
@@ -21,8 +22,9 @@ from spillover.models.tokenizer import Tokenizer
 
 # llguidance compiles by recursion, and an exhausted stack ends the process. What these limits let through needs far
 # less than the stack that _with_deep_stack gives.
-MAX_BYTES = 256 * 1024
+MAX_SCHEMA_BYTES = 256 * 1024
 MAX_GRAMMAR_BYTES = 64 * 1024  # a rule is a few bytes here, and each may lead to the next
+MAX_REGEX_BYTES = 16 * 1024  # many optional parts take time that grows with their square
 MAX_SCHEMA_DEPTH = 64
 MAX_SCHEMA_REFERENCES = 512
 _STACK_BYTES = 128 * 1024 * 1024
@@ -35,26 +37,30 @@ _JSON_BLANKS = r"[\x20\x0A\x0D\x09]{1,100}"
 class Grammar:
     """Where one sequence stands in its grammar."""
 
-    def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int], mask_bytes: int) -> None:
+    def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int], mask_words: int) -> None:
         self._matcher = matcher
         self._eos = eos_token_ids
-        self._mask_bytes = mask_bytes
+        self._mask_words = mask_words
         self._accepted = 0
         self._ends = 0  # end tokens after the matcher had stopped, which it does not count itself
 
     def fill_mask(self, row: Tensor) -> None:
-        """row [>= ceil(vocabulary / 32)] int32 on the host: a bit a token, set where it may come next.
+        """row [ceil(V/32)] int32 on the host: a bit a token, set where it may come next.
 
-        The end tokens are set only where the output would be complete.
+        The end tokens are set only where the output would be complete. V is the model's, which may have fewer tokens
+        than the tokenizer, or more.
         """
-        row.zero_()
+        words = torch.zeros(self._mask_words, dtype=torch.int32)
         if not self.finished:
-            self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), self._mask_bytes)
+            self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.nbytes)
         if self.finished:  # also where computing the mask ran into llguidance's limits
-            row.zero_()
+            words.zero_()
             for token in self._eos:
                 bit = 1 << token % 32
-                row[token // 32] |= bit - (1 << 32) if bit >> 31 else bit
+                words[token // 32] |= bit - (1 << 32) if bit >> 31 else bit
+        shared = min(len(words), len(row))
+        row[:shared] = words[:shared]
+        row[shared:] = 0
 
     def accept(self, token_id: int) -> bool:
         """Advance by a token; False, and unchanged, where the grammar does not allow it."""
@@ -96,7 +102,7 @@ class GrammarCompiler:
         if not self._eos:
             raise RequestError("structured output needs a tokenizer with an end-of-sequence token")
         self._tokenizer = LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer)), eos_token=list(tokenizer.eos_token_ids))
-        self._mask_bytes = (self._tokenizer.vocab_size + 31) // 32 * 4
+        self._mask_words = (self._tokenizer.vocab_size + 31) // 32
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -109,7 +115,7 @@ class GrammarCompiler:
             self._compiled[source] = matcher
             if len(self._compiled) > _CACHED_GRAMMARS:
                 self._compiled.popitem(last=False)
-            return Grammar(matcher.deep_copy(), self._eos, self._mask_bytes)
+            return Grammar(matcher.deep_copy(), self._eos, self._mask_words)
 
 
 class _Vocabulary:
@@ -140,10 +146,10 @@ def _source(outputs: StructuredOutputs) -> str:
         return _grammar_of_schema(_checked_schema(outputs.json))
     if outputs.choice is not None:
         text = "|".join("".join(f"\\x{{{ord(letter):x}}}" for letter in choice) for choice in outputs.choice)
-        _check_size("choice", "".join(outputs.choice), MAX_BYTES // 8)
+        _check_size("choice", "".join(outputs.choice), MAX_GRAMMAR_BYTES)
         return str(LLMatcher.grammar_from_regex(f"(?:{text})"))
     if outputs.regex is not None:
-        _check_size("regex", outputs.regex, MAX_GRAMMAR_BYTES)
+        _check_size("regex", outputs.regex, MAX_REGEX_BYTES)
         return str(LLMatcher.grammar_from_regex(outputs.regex))
     assert outputs.grammar is not None
     _check_size("grammar", outputs.grammar, MAX_GRAMMAR_BYTES)
@@ -159,7 +165,7 @@ def _grammar_of_schema(schema: object) -> str:
 
 def _checked_schema(schema: str | dict[str, object]) -> object:
     if isinstance(schema, str):
-        _check_size("json", schema, MAX_BYTES)
+        _check_size("json", schema, MAX_SCHEMA_BYTES)
         try:
             parsed: object = json.loads(schema)
         except RecursionError:
@@ -180,7 +186,7 @@ def _checked_schema(schema: str | dict[str, object]) -> object:
         raise RequestError(f"structured_outputs.json refers to {len(references)} definitions; at most "
                            f"{MAX_SCHEMA_REFERENCES} are allowed")
     try:
-        _check_size("json", json.dumps(parsed), MAX_BYTES)
+        _check_size("json", json.dumps(parsed), MAX_SCHEMA_BYTES)
     except (TypeError, ValueError) as error:
         raise RequestError(f"structured_outputs.json is not a JSON schema: {error}") from error
     return parsed

@@ -68,6 +68,9 @@ class GGUFCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._view(name).shape
 
+    def file(self, name: str) -> Path:
+        return self.path
+
     def read(self, name: str) -> Tensor:
         return self._view(name).read()
 

@@ -96,7 +96,7 @@ class _Reader:
                 found = tuple(self.checkpoint.shape(name))
                 if found != expected:
                     raise CheckpointError(
-                        f"{self._where(name)}: tensor '{name}' has shape {list(found)}, expected {list(expected)}"
+                        f"{self.checkpoint.file(name)}: tensor '{name}' has shape {list(found)}, expected {list(expected)}"
                     )
             return source
         names = " or ".join(f"'{name}'" for name in missing)
@@ -152,13 +152,8 @@ class _Reader:
         matches = tensor.dtype.is_floating_point if spec.dtype is None else tensor.dtype == getattr(torch, spec.dtype)
         if not matches:
             found = str(tensor.dtype).removeprefix("torch.")
-            raise CheckpointError(f"{self._where(name)}: tensor '{name}' holds {found}, expected {expected}")
+            raise CheckpointError(f"{self.checkpoint.file(name)}: tensor '{name}' holds {found}, expected {expected}")
         return tensor.transpose(-1, -2) if source.transposed else tensor
-
-    def _where(self, name: str) -> str:
-        """The file that holds a tensor, where the format has several."""
-        file = getattr(self.checkpoint, "file", None)
-        return str(self.checkpoint.path if file is None else file(name))
 
 
 def _tensors(spec: WeightSpec, source: Source) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -38,6 +38,9 @@ class SafetensorsCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entry(name).shape
 
+    def file(self, name: str) -> Path:
+        return self._entry(name).file
+
     def read(self, name: str) -> Tensor:
         file = self._entry(name).file
         try:

@@ -45,7 +45,7 @@ def models_folder() -> Path:
 
 def resolve(name: str | None = None, progress: Progress | None = None) -> Path:
     """The folder or file of a model, fetched on first use; after that no network is needed."""
-    if name is None:
+    if not name:
         return _default(progress)
     path = Path(name).expanduser()
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import platform
@@ -73,6 +74,13 @@ def probe() -> Machine:
         torch_threads=torch.get_num_threads(),
         cuda=_cuda_devices(),
     )
+
+
+def trim_heap() -> None:
+    """Hands back what the allocator keeps of freed memory: loading leaves holes between the weights that stay."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+    if trim is not None:
+        trim(0)
 
 
 def cache_folder() -> Path:

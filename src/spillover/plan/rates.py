@@ -48,6 +48,7 @@ def measure_rates(device: str = "cpu", seconds: float = 2.0, disk: Path | None =
         if not machine.cuda:
             raise SpilloverError("This machine has no CUDA device that torch can see; use --device cpu")
         rates = _cuda_rates(machine, seconds)
+        torch.cuda.empty_cache()  # or the next plan would find that memory taken
     else:
         rates = Rates("cpu", _cpu_read(machine, seconds / 2), _matrix_rate(2048, torch.float32, "cpu", seconds / 2))
     if disk is None:

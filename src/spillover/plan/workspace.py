@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from spillover.models.config import ModelConfig
 from spillover.plan.shapes import ITEMSIZE
 
-# For each entry of the vocabulary: the logits, and a copy where penalties, bias or masks edit them ...
-LOGIT_BYTES = 4 + 4
-# ... and while a token is drawn, the scaled and the sorted logits, integer weights, their running sum, the sum before
-# each and its comparison with the nucleus. Rows are drawn in chunks of this many entries.
-DRAW_BYTES = 4 + 4 + 8 + 8 + 8 + 8
-DRAW_ENTRIES = 1 << 23
+# For each entry of the vocabulary: the logits, the copy that penalties, bias and masks edit, and what penalties count.
+LOGIT_BYTES = 4 + 4 + (1 + 4)
+# While a token is drawn: scaled and sorted logits, the sort's indices and buffers, integer weights, their running sum,
+# the sum before each and its comparison with the nucleus.
+DRAW_BYTES = 4 + 4 + 8 + 8 + 8 + 8 + 8 + 8
+DRAW_ENTRIES = {"cpu": 1 << 20, "cuda": 1 << 23}  # rows are drawn in chunks of about this many entries
 SCORED_ROWS = 64  # prompt log probabilities are made this many rows at a time
 BLAS_BYTES = {"cpu": 0, "cuda": 32 << 20}  # cuBLAS keeps a workspace a handle
 # Attention without a native kernel holds float32 scores [heads, queries, keys] of one request; room for that much.
@@ -44,7 +44,7 @@ def workspace(
     return Workspace(
         activations=tokens * _row_bytes(config, dtype, native),
         logits=min(max(rows, SCORED_ROWS), tokens) * vocab * (LOGIT_BYTES + stored),
-        sampler=min(min(rows, tokens) * vocab, max(vocab, DRAW_ENTRIES)) * DRAW_BYTES,
+        sampler=min(min(rows, tokens) * vocab, max(vocab, DRAW_ENTRIES[device])) * DRAW_BYTES,
         rope=positions * config.head_dim * 4,
         kernels=kernels,
     )

@@ -1,0 +1,48 @@
+# Two commands do it all on a fresh machine: `make demo` and `make test`.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# The first Python that is new enough; `make PYTHON=/path/to/python3.12 demo` chooses another.
+PYTHON ?= $(shell for python in python3.12 python3.11 python3.13 python3; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+
+.PHONY: help demo test test-gpu bench venv clean
+
+help:
+	@echo "make demo      set up, then see it work on the default model"
+	@echo "make test      set up, then lint, types, layers and tests"
+	@echo "make test-gpu  the tests that need a CUDA device"
+	@echo "make bench     the tables of docs/benchmarks.md, measured here"
+	@echo "make venv      set up only"
+	@echo "make clean     remove the virtual environment and caches"
+
+demo: venv
+	$(BIN)/spill demo
+
+test: venv
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest -m "not gpu"
+
+test-gpu: venv
+	$(BIN)/pytest -m gpu
+
+bench: venv
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash benchmarks/cpu.sh
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed and none was found; install one or" \
+		"run: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install -e '.[dev]'
+	@touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,119 @@
+"""The native CPU kernels beside torch's, on the shapes of SmolLM2-135M: `python benchmarks/cpu_kernels.py`.
+
+A time is the least of many repeats. Products run over all of the model's weights, so that none stays in the cache;
+attention runs over the blocks of all layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from spillover.kernels import native
+from spillover.kernels.activation import silu_and_mul
+from spillover.kernels.attention import AttentionBatch, attention, store_kv
+from spillover.kernels.linear import linear, pack
+from spillover.kernels.norm import add_rms_norm
+from spillover.kernels.rope import rope
+
+LAYERS, HIDDEN, HEADS, KV_HEADS, DIM, MLP, VOCAB, BLOCK = 30, 576, 9, 3, 64, 1536, 49152, 16
+SHAPES = [((HEADS + 2 * KV_HEADS) * DIM, HIDDEN), (HIDDEN, HIDDEN), (2 * MLP, HIDDEN), (HIDDEN, MLP)]  # [N, K]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=1.0, help="spent on each number")
+    seconds = parser.parse_args().seconds
+    print(native.describe(), f"({torch.get_num_threads()} threads)")
+    products(seconds)
+    attentions(seconds)
+    small(seconds)
+
+
+def products(seconds: float) -> None:
+    plain = [torch.randn(shape) * 0.02 for _ in range(LAYERS) for shape in SHAPES] + [torch.randn(VOCAB, HIDDEN)]
+    packed = [pack(weight) for weight in plain]
+    size = sum(weight.nbytes for weight in plain)
+    print(
+        f"\nlinear over {size / 1e6:.0f} MB of weights\n{'rows':>6}{'ms':>9}{'GB/s':>8}{'GFLOP/s':>9}{'torch ms':>10}"
+    )
+    for rows in (1, 2, 4, 8, 16, 32, 64, 256):
+        x = {k: torch.randn(rows, k) for k in (HIDDEN, MLP)}
+        ours = least(lambda x=x: [linear(x[w.shape[1]], w) for w in packed], seconds)
+        theirs = least(lambda x=x: [F.linear(x[w.shape[1]], w) for w in plain], seconds)
+        flops = 2 * rows * size / 4
+        print(f"{rows:6}{ours * 1e3:9.1f}{size / ours / 1e9:8.1f}{flops / ours / 1e9:9.0f}{theirs * 1e3:10.1f}")
+
+
+def attentions(seconds: float) -> None:
+    print(f"\nattention over {LAYERS} layers\n{'batch':>6}{'query':>7}{'context':>9}{'ms':>9}{'GB/s':>8}{'GFLOP/s':>9}")
+    for requests, queries, context in (
+        (1, 1, 256),
+        (1, 1, 2048),
+        (16, 1, 1024),
+        (64, 1, 256),
+        (1, 256, 256),
+        (1, 256, 2048),
+    ):
+        batch, pool = contexts(requests, queries, context)
+        q = torch.randn(requests * queries, HEADS, DIM)
+        took = least(lambda b=batch, p=pool, q=q: [attention(q, p[:, i], b, 0.125) for i in range(LAYERS)], seconds)
+        size = requests * context * 2 * KV_HEADS * DIM * 4 * LAYERS
+        seen = requests * queries * (context - (queries - 1) / 2)
+        flops = 4 * seen * HEADS * DIM * LAYERS
+        rates = f"{took * 1e3:9.2f}{size / took / 1e9:8.1f}{flops / took / 1e9:9.1f}"
+        print(f"{requests:6}{queries:7}{context:9}{rates}")
+
+
+def small(seconds: float) -> None:
+    print(f"\nthe rest, us a call\n{'rows':>6}{'add_rms_norm':>14}{'silu_and_mul':>14}{'rope':>8}{'store_kv':>10}")
+    table = torch.rand(2048, DIM // 2)
+    for rows in (1, 16, 256):
+        x, gate_up = torch.randn(rows, HIDDEN), torch.randn(rows, 2 * MLP)
+        qkv = torch.randn(rows, HEADS + 2 * KV_HEADS, DIM)
+        q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+        batch, pool = contexts(rows, 1, 100) if rows < 100 else contexts(1, rows, rows)
+        weight = torch.randn(HIDDEN)
+        times = (
+            least(lambda x=x, w=weight: add_rms_norm(x, x, w, 1e-5), seconds / 4),
+            least(lambda x=gate_up: silu_and_mul(x), seconds / 4),
+            least(lambda q=q, k=k, b=batch: rope(q, k, table, table, b.positions), seconds / 4),
+            least(lambda k=k, v=v, b=batch, p=pool: store_kv(k, v, p[:, 0], b), seconds / 4),
+        )
+        print(f"{rows:6}" + "".join(f"{t * 1e6:{w}.1f}" for t, w in zip(times, (14, 14, 8, 10), strict=True)))
+
+
+def contexts(requests: int, queries: int, context: int) -> tuple[AttentionBatch, torch.Tensor]:
+    """Requests with `context` tokens in the cache, the last `queries` of them new, in shuffled blocks."""
+    blocks = -(-context // BLOCK)
+    pool = torch.randn(1 + requests * blocks, LAYERS, 2, KV_HEADS, BLOCK * DIM)
+    batch = AttentionBatch(
+        query_start=torch.arange(0, requests * queries + 1, queries, dtype=torch.int32),
+        seq_lens=torch.full((requests,), context, dtype=torch.int32),
+        block_table=(torch.randperm(requests * blocks) + 1).int().view(requests, blocks),
+        positions=torch.arange(context - queries, context).repeat(requests),
+        rows=torch.arange(requests, dtype=torch.int32).repeat_interleave(queries),
+        block_size=BLOCK,
+        max_query=queries,
+        max_seq=context,
+    )
+    return batch, pool
+
+
+def least(work: Callable[[], object], seconds: float) -> float:
+    best = float("inf")
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()
