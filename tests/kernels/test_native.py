@@ -34,7 +34,7 @@ def test_it_can_be_turned_off() -> None:
 
 
 def test_without_a_compiler_one_warning_says_so(tmp_path: Path) -> None:
-    done = run(PATH=str(tmp_path), SPILLOVER_CACHE=str(tmp_path))
+    done = run(PATH=str(tmp_path), CXX="", SPILLOVER_CACHE=str(tmp_path))
     assert "off (no C++ compiler" in done.stdout
     assert done.stderr.count("RuntimeWarning") == 1
 

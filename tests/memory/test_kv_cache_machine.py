@@ -302,9 +302,12 @@ class CacheMachine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("windows", [(None,), (None, 32), (24,), (None, 16, 16)], ids=str)
 def test_random_lives_of_sequences_never_mix_or_leak_blocks(windows: tuple[int | None, ...]) -> None:
-    machine = type("Machine", (CacheMachine,), {"windows": windows, "steps": 0})
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        machine,
+    class Machine(CacheMachine):
+        steps = 0
+
+    Machine.windows = windows
+    run_state_machine_as_test(
+        Machine,
         settings=settings(
             max_examples=60,
             stateful_step_count=50,
@@ -314,4 +317,4 @@ def test_random_lives_of_sequences_never_mix_or_leak_blocks(windows: tuple[int |
             suppress_health_check=list(HealthCheck),
         ),
     )
-    assert machine.steps > 800, f"only {machine.steps} steps were taken"
+    assert Machine.steps > 800, f"only {Machine.steps} steps were taken"

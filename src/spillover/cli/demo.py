@@ -75,7 +75,7 @@ def demo(config: EngineConfig) -> None:
             batch = measure(target, vocabulary, 16, 32, 32, num_iters=2, num_iters_warmup=1)
         console.print(_speed_table([
             ("decode, batch 1", 1, single.decode),
-            ("prefill, 256 tokens", 256, single.prefill),
+            ("prefill, 256", 256, single.prefill),
             ("decode, batch 16", 16, batch.decode),
             ("mixed load, output", *load),
         ]))
@@ -139,16 +139,19 @@ def _speed_table(rows: list[tuple[str, int, Achieved | None]]) -> Table:
     """(what, tokens that come of it, time and limit of it)"""
     from rich.table import Table
 
+    from spillover.units import format_rate
+
     table = Table()
     table.add_column("what")
-    for heading in ("reached", "limit", "of limit"):
+    for heading in ("tok/s", "limit", "of limit"):
         table.add_column(heading, justify="right")
     table.add_column("bound by")
     for name, tokens, work in rows:
         if work is None:
             table.add_row(name, *["-"] * 4)
             continue
-        read, products, share, bound = work.cells()
-        table.add_row(name, f"{tokens / work.seconds:,.1f} tok/s", f"{tokens / work.bound.seconds:,.1f} tok/s", share,
-                      f"{bound}: {read if bound == 'memory' else products}")
+        rate = (format_rate(work.bytes_per_second, "B/s") if work.bound.name == "memory"
+                else format_rate(work.flops_per_second, "FLOP/s"))
+        table.add_row(name, f"{tokens / work.seconds:,.1f}", f"{tokens / work.bound.seconds:,.1f}",
+                      f"{work.of_limit:.0%}", f"{work.bound.name}, {rate}")
     return table

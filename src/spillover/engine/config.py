@@ -26,7 +26,7 @@ class EngineConfig:
     dtype: str = _flag("auto", "Compute type; auto is float32 on a CPU and the stored type on a GPU.",
                        ("auto", "float32", "bfloat16", "float16"))
     device: str = _flag("auto", "Where to compute.", ("auto", "cpu", "cuda"))
-    gpu_memory: str | None = _flag(None, "Budget of the device tier, e.g. 8GB: weights, KV cache and workspace together.")
+    gpu_memory: str | None = _flag(None, "Budget of the device tier, e.g. 8GB, for weights, KV and workspace.")
     max_model_len: int | None = _flag(None, "Longest prompt plus output, in tokens.")
     max_num_seqs: int | None = _flag(None, "Most requests in one step.")
     max_num_batched_tokens: int | None = _flag(None, "Most tokens in one step, prefill chunks and decodes together.")
@@ -37,7 +37,8 @@ class EngineConfig:
     batching: str = _flag("continuous", "continuous admits requests at every step; static waits for the batch to end.",
                           ("continuous", "static"))
     schedule_policy: str = _flag("fcfs", "Order of the waiting queue: first come, longest prefix match, prefix "
-                                 "subtree weight, or the request's priority.", ("fcfs", "lpm", "dfs-weight", "priority"))
+                                 "subtree weight, or the request's priority.",
+                                 ("fcfs", "lpm", "dfs-weight", "priority"))
     async_scheduling: bool = _flag(True, "Prepare the next step while the current one runs.")
     watermark: float = _flag(0.01, "Share of KV blocks kept free when a request is admitted, against thrashing.")
     seed: int = _flag(0, "Seed of requests that bring none, and of dummy weights.")

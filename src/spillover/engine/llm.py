@@ -1,4 +1,4 @@
-"""The offline front door: `LLM(model, **flags).generate(prompts, params)`. Runs the same loop as the server, in process."""
+"""The offline front door: `LLM(model, **flags).generate(prompts, params)`. The loop runs in process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from spillover.engine.sampling_params import SamplingParams
 from spillover.engine.stats import EngineStats
 from spillover.models.tokenizer import Tokenizer
 from spillover.plan.planner import Plan
-
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt": ...} or {"prompt_token_ids": ...}
 Message = Mapping[str, Any]

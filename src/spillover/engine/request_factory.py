@@ -1,4 +1,4 @@
-"""Makes requests out of what callers ask: tokenises, checks against the model's limits, gives seeds. Nothing runs here."""
+"""Makes requests out of what callers ask: tokenises, checks limits, gives seeds. Nothing runs here."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def _edit(logits: Tensor, batch: SamplingBatch) -> Tensor:
         allowed = ((batch.mask.unsqueeze(-1) >> bits) & 1).flatten(1)[:, :logits.shape[1]]  # [R, V]
         logits.masked_fill_(allowed == 0, -torch.inf)
     if batch.banned is not None:
-        logits[batch.banned] = -torch.inf
+        logits.index_put_(batch.banned, logits.new_full((), -torch.inf))  # a Python scalar would wait for the device
     return logits
 
 

@@ -114,7 +114,7 @@ class Scheduler:
         return bool(self.waiting or self.running or self._leaving)
 
     def slots(self) -> tuple[int, int]:
-        """Token slots in the blocks of running requests, and how many of them have a token (once launched steps end)."""
+        """Token slots in the blocks of running requests, and how many have a token once launched steps end."""
         held = sum(len(self.kv.table(r.request_id)) for r in self.running) * self.kv.block_size
         return held, sum(r.num_computed for r in self.running)
 
@@ -204,7 +204,7 @@ class Scheduler:
         self._forming = False
 
     def _may_admit(self) -> bool:
-        """Static batching takes requests in only while a batch is formed, and forms one only when the last has ended."""
+        """Static batching takes requests in only while it forms a batch, and forms one only when the last has ended."""
         if not self.config.static_batching:
             return True
         self._forming |= not self.running and not self._leaving

@@ -8,6 +8,7 @@ values [kv_heads, block_size, head_dim].
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -38,17 +39,31 @@ class AttentionBatch:
         if self.positions.dtype is not torch.int64 or self.positions.stride(0) != 1:
             raise ValueError("positions is to be int64 and contiguous")
 
+    @cached_property
+    def query_arguments(self) -> tuple[int, ...]:
+        """Of the native attention, the same in every layer."""
+        index = (self.query_start, self.seq_lens, self.block_table)
+        return (*(x.data_ptr() for x in index), self.block_table.stride(0), self.seq_lens.shape[0])
+
+    @cached_property
+    def store_arguments(self) -> tuple[int, ...]:
+        index = (self.positions, self.rows, self.block_table)
+        return (*(x.data_ptr() for x in index), self.block_table.stride(0))
+
 
 def store_kv(k: Tensor, v: Tensor, kv_layer: Tensor, batch: AttentionBatch) -> None:
     """Writes k and v [T, Hk, D] at their positions into kv_layer [num_blocks, 2, Hk, block_size * D]."""
     library = native.library()
     rows, heads, dim = k.shape
-    if library is None or not _native_layout(kv_layer, batch.block_size, dim, k, v):
+    k_stride, *k_inner = k.stride()
+    v_stride, *v_inner = v.stride()
+    block_stride = native_block_stride(kv_layer, k, heads, dim, batch.block_size)
+    if library is None or block_stride is None or not k_inner == v_inner == [dim, 1]:
         return store_kv_reference(k, v, kv_layer, batch)
     library.store_kv(
-        *(k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), kv_layer.data_ptr(), kv_layer.stride(0)),
-        *(batch.positions.data_ptr(), batch.rows.data_ptr(), batch.block_table.data_ptr()),
-        *(batch.block_table.stride(0), rows, heads, dim, batch.block_size),
+        *(k.data_ptr(), k_stride, v.data_ptr(), v_stride, kv_layer.data_ptr(), block_stride),
+        *batch.store_arguments,
+        *(rows, heads, dim, batch.block_size),
     )
     return None
 
@@ -65,16 +80,18 @@ def attention(
     a head that takes part in the softmax's denominator only."""
     library = native.library()
     rows, heads, dim = q.shape
-    if library is None or not _native_layout(kv_layer, batch.block_size, dim, q):
+    kv_heads = kv_layer.shape[2]
+    q_stride, *q_inner = q.stride()
+    block_stride = native_block_stride(kv_layer, q, kv_heads, dim, batch.block_size)
+    if library is None or block_stride is None or q_inner != [dim, 1]:
         return attention_reference(q, kv_layer, batch, scale, window, sinks)
     if sinks is not None:
         sinks = sinks.float().contiguous()
     out = torch.empty(rows, heads, dim)
     library.attention(
-        *(q.data_ptr(), q.stride(0), kv_layer.data_ptr(), kv_layer.stride(0), out.data_ptr()),
-        *(batch.query_start.data_ptr(), batch.seq_lens.data_ptr(), batch.block_table.data_ptr()),
-        *(batch.block_table.stride(0), batch.seq_lens.shape[0], heads, kv_layer.shape[2], dim, batch.block_size),
-        *(scale, window or 0, None if sinks is None else sinks.data_ptr()),
+        *(q.data_ptr(), q_stride, kv_layer.data_ptr(), block_stride, out.data_ptr()),
+        *batch.query_arguments,
+        *(heads, kv_heads, dim, batch.block_size, scale, window or 0, None if sinks is None else sinks.data_ptr()),
     )
     return out
 
@@ -130,14 +147,16 @@ def attention_reference(
     return out
 
 
-def _native_layout(kv_layer: Tensor, block_size: int, dim: int, *rows: Tensor) -> bool:
-    """The native kernels take whole vectors of 8 tokens and 8 dimensions, and rows whose heads lie side by side."""
+def native_block_stride(kv_layer: Tensor, rows: Tensor, kv_heads: int, dim: int, block_size: int) -> int | None:
+    """How far blocks lie apart, or None where the native kernels do not apply: they take float32, on the CPU, and whole
+    vectors of 8 tokens and 8 dimensions."""
+    stride, *inner = kv_layer.stride()
     size = block_size * dim
-    if block_size % 8 or dim % 8 or kv_layer.stride()[1:] != (kv_layer.shape[2] * size, size, 1):
-        return False
-    if not native.serves(kv_layer):
-        return False
-    return all(x.dtype is torch.float32 and x.stride()[1:] == (dim, 1) for x in rows)
+    if block_size % 8 or dim % 8 or inner != [kv_heads * size, size, 1]:
+        return None
+    if rows.dtype is not torch.float32 or kv_layer.dtype is not torch.float32 or not kv_layer.is_cpu:
+        return None
+    return stride
 
 
 def _keys_and_values(kv_layer: Tensor, block_size: int) -> tuple[Tensor, Tensor]:

@@ -13,13 +13,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     library = native.library()
     if library is None or not native.serves(x) or weight.dtype is not torch.float32:
         return rms_norm_reference(x, weight, eps)
-    d = x.shape[-1]
-    if x.dim() == 3 and x.stride(2) == 1 and x.stride(1) == d:  # heads within a wider row
-        outer, inner, stride = x.shape[0], x.shape[1], x.stride(0)
+    *_, d = shape = x.shape
+    if len(shape) == 3 and x.stride()[1:] == (d, 1):  # heads within a wider row
+        outer, inner, stride = shape[0], shape[1], x.stride(0)
     else:
         x = x.contiguous()
         outer, inner, stride = x.numel() // d, 1, d
-    y = torch.empty(x.shape)
+    y = torch.empty(*shape)
     library.rms_norm(x.data_ptr(), weight.data_ptr(), y.data_ptr(), outer, inner, d, stride, eps)
     return y
 
@@ -29,11 +29,12 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     library = native.library()
     if library is None or not native.serves(x) or weight.dtype is not torch.float32:
         return add_rms_norm_reference(x, residual, weight, eps)
-    if x.shape != residual.shape or residual.dtype is not torch.float32:
-        raise ValueError(f"x is {tuple(x.shape)} but the residual {tuple(residual.shape)} {residual.dtype}")
+    shape = x.shape
+    if shape != residual.shape or residual.dtype is not torch.float32:
+        raise ValueError(f"x is {tuple(shape)} but the residual {tuple(residual.shape)} {residual.dtype}")
     x, residual = x.contiguous(), residual.contiguous()
-    d = x.shape[-1]
-    normed, total = torch.empty(x.shape), torch.empty(x.shape)
+    d = shape[-1]
+    normed, total = torch.empty(*shape), torch.empty(*shape)
     library.add_rms_norm(
         *(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), normed.data_ptr(), total.data_ptr()),
         *(x.numel() // d, d, eps),

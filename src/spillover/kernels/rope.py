@@ -13,18 +13,19 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> t
     q and k themselves may have been overwritten."""
     library = native.library()
     rows, heads, dim = q.shape
+    q_stride, *q_inner = q.stride()
+    k_stride, *k_inner = k.stride()
     if (
         library is None
         or not native.serves(q)
-        or q.stride()[1:] != (dim, 1)
-        or k.stride()[1:] != (dim, 1)
+        or not q_inner == k_inner == [dim, 1]
         or cos.dtype is not torch.float32
         or not (cos.is_contiguous() and sin.is_contiguous())
     ):
         return rope_reference(q, k, cos, sin, positions)
     library.rope(
         *(q.data_ptr(), k.data_ptr(), cos.data_ptr(), sin.data_ptr(), positions.data_ptr()),
-        *(rows, heads, k.shape[1], dim // 2, q.stride(0), k.stride(0)),
+        *(rows, heads, k.shape[1], dim // 2, q_stride, k_stride),
     )
     return q, k
 

@@ -162,7 +162,9 @@ class KVCache:
             for block in blocks:
                 self._pool.complete(block)
             if sequence.node is not None:
-                node, held = self._tree.insert(sequence.node, tuple(tokens[i * size : (i + 1) * size]), blocks)
+                span = tuple(tokens[i * size : (i + 1) * size])
+                assert len(span) == size, f"commit of {num_computed} tokens for {seq!r}, given only {len(tokens)}"
+                node, held = self._tree.insert(sequence.node, span, blocks)
                 if held:
                     sequence.held[i] = held
                 self._tree.enter(node)

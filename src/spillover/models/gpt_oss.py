@@ -12,15 +12,17 @@ from spillover.kernels.activation import clamped_swiglu
 from spillover.kernels.linear import Weight, linear, pack
 from spillover.kernels.moe import moe
 from spillover.kernels.mxfp4 import GROUP, dequantize
+from spillover.kernels.norm import add_rms_norm
 from spillover.models.config import ModelConfig, parse_config, parse_windows, require
 from spillover.models.layers import Decoder, decoder_specs, experts, linears, tensor
 from spillover.models.weights import PartWeights, Source, WeightSpec, WeightSpecs
 
 
 class Model(Decoder):
-    def mlp(self, layer: int, x: Tensor, w: PartWeights) -> Tensor:
+    def mlp(self, layer: int, x: Tensor, residual: Tensor, w: PartWeights) -> tuple[Tensor, Tensor]:
         limit = self.config.swiglu_limit
         assert limit is not None
+        x, residual = add_rms_norm(x, residual, w["mlp_norm"], self.shape.eps)
         scores = linear(x, w["router"], w["router_bias"])  # [T, experts]
         best, ids = scores.topk(self.config.experts_per_token)
         gate_up_bias, down_bias = w["experts.gate_up_bias"], w["experts.down_bias"]
@@ -29,7 +31,7 @@ class Model(Decoder):
             gate_up = linear(rows, self._expert(w, "experts.gate_up", index), gate_up_bias[index])
             return linear(clamped_swiglu(gate_up, limit), self._expert(w, "experts.down", index), down_bias[index])
 
-        return moe(x, ids, best.softmax(-1), expert)
+        return moe(x, ids, best.softmax(-1), expert), residual
 
     def _expert(self, w: PartWeights, name: str, index: int) -> Weight:
         if self.config.expert_format == "dense":

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from spillover.kernels.activation import silu_and_mul
-from spillover.kernels.attention import AttentionBatch, attention, store_kv
+from spillover.kernels.attention import AttentionBatch
+from spillover.kernels.block import LayerShape, attention_block, mlp_block
 from spillover.kernels.linear import embedding, linear
 from spillover.kernels.moe import moe
-from spillover.kernels.norm import add_rms_norm, rms_norm
-from spillover.kernels.rope import rope
+from spillover.kernels.norm import add_rms_norm
 from spillover.models.config import ModelConfig
 from spillover.models.groups import LayerGroup, layer_groups
 from spillover.models.rope import rope_tables
@@ -59,27 +59,23 @@ class Decoder:
         self.groups = layer_groups(config)
         self.cos, self.sin = rope_tables(config, num_positions or config.max_position, device)
         self._parts = [layer_part(layer) for layer in range(config.num_layers)]
-        self._head_counts = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        self._scale = config.head_dim**-0.5
+        self.shape = LayerShape(
+            config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5, config.rms_norm_eps
+        )
 
     def forward(self, step: ModelStep, weights: Weights, kv: KVViews) -> Tensor:
         """Hidden states [T, hidden] after the final norm; the step's keys and values are stored on the way."""
-        eps = self.config.rms_norm_eps
         with weights.part("embed") as w:
             residual = embedding(step.token_ids, w["embedding"])
-        x: Tensor | None = None  # what the layer before adds to the residual
+        x = torch.zeros_like(residual)  # what the half layer before adds to the residual
         for layer, part in enumerate(self._parts):
+            kv_layer, group = kv.layer(layer)
+            batch, window = step.attention[group], self.config.windows[layer]
             with weights.part(part) as w:
-                if x is None:
-                    x = rms_norm(residual, w["input_norm"], eps)
-                else:
-                    x, residual = add_rms_norm(x, residual, w["input_norm"], eps)
-                x = self.attend(layer, x, w, step, kv)
-                x, residual = add_rms_norm(x, residual, w["mlp_norm"], eps)
-                x = self.mlp(layer, x, w)
-        assert x is not None
+                x, residual = attention_block(x, residual, w, self.shape, self.cos, self.sin, kv_layer, batch, window)
+                x, residual = self.mlp(layer, x, residual, w)
         with weights.part("head") as w:
-            return add_rms_norm(x, residual, w["norm"], eps)[0]
+            return add_rms_norm(x, residual, w["norm"], self.shape.eps)[0]
 
     def logits(self, hidden: Tensor, weights: Weights) -> Tensor:
         """hidden [R, hidden] -> [R, vocab] in float32."""
@@ -87,32 +83,18 @@ class Decoder:
         with weights.part(part) as w:
             return linear(hidden, w[name]).float()
 
-    def attend(self, layer: int, x: Tensor, w: PartWeights, step: ModelStep, kv: KVViews) -> Tensor:
-        config = self.config
-        tokens = x.shape[0]
-        qkv = linear(x, w["qkv"], w.get("qkv_bias")).view(tokens, -1, config.head_dim)
-        q, k, v = qkv.split_with_sizes(self._head_counts, dim=1)  # [T, heads, head_dim]
-        if config.qk_norm:
-            q = rms_norm(q, w["q_norm"], config.rms_norm_eps)
-            k = rms_norm(k, w["k_norm"], config.rms_norm_eps)
-        q, k = rope(q, k, self.cos, self.sin, step.positions)
-        kv_layer, group = kv.layer(layer)
-        batch = step.attention[group]
-        store_kv(k, v, kv_layer, batch)
-        out = attention(q, kv_layer, batch, self._scale, config.windows[layer], w.get("sinks"))
-        return linear(out.view(tokens, -1), w["o"], w.get("o_bias"))
-
-    def mlp(self, layer: int, x: Tensor, w: PartWeights) -> Tensor:
-        x = silu_and_mul(linear(x, w["gate_up"], w.get("gate_up_bias")))
-        return linear(x, w["down"], w.get("down_bias"))
+    def mlp(self, layer: int, x: Tensor, residual: Tensor, w: PartWeights) -> tuple[Tensor, Tensor]:
+        """x and residual [T, hidden] -> (what the MLP adds, residual + x)."""
+        return mlp_block(x, residual, w, self.shape)
 
 
 class MixtureDecoder(Decoder):
     """Each token goes through the few experts its router scores highest; some layers may stay dense."""
 
-    def mlp(self, layer: int, x: Tensor, w: PartWeights) -> Tensor:
+    def mlp(self, layer: int, x: Tensor, residual: Tensor, w: PartWeights) -> tuple[Tensor, Tensor]:
         if layer in self.config.dense_layers:
-            return super().mlp(layer, x, w)
+            return super().mlp(layer, x, residual, w)
+        x, residual = add_rms_norm(x, residual, w["mlp_norm"], self.shape.eps)
         scores = linear(x, w["router"]).float().softmax(-1)  # [T, experts]
         shares, ids = scores.topk(self.config.experts_per_token)
         if self.config.norm_topk_prob:
@@ -122,7 +104,7 @@ class MixtureDecoder(Decoder):
         def expert(index: int, rows: Tensor) -> Tensor:
             return linear(silu_and_mul(linear(rows, gate_up[index])), down[index])
 
-        return moe(x, ids, shares, expert)
+        return moe(x, ids, shares, expert), residual
 
 
 def decoder_specs(config: ModelConfig, mlp_specs: Callable[[ModelConfig, int], list[WeightSpec]]) -> WeightSpecs:

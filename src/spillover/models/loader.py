@@ -95,9 +95,8 @@ class _Reader:
             for name, expected in tensors:
                 found = tuple(self.checkpoint.shape(name))
                 if found != expected:
-                    raise CheckpointError(
-                        f"{self.checkpoint.file(name)}: tensor '{name}' has shape {list(found)}, expected {list(expected)}"
-                    )
+                    shapes = f"shape {list(found)}, expected {list(expected)}"
+                    raise CheckpointError(f"{self.checkpoint.file(name)}: tensor '{name}' has {shapes}")
             return source
         names = " or ".join(f"'{name}'" for name in missing)
         raise CheckpointError(f"{self.checkpoint.path} has no tensor {names}, which {self.config.architecture} needs")

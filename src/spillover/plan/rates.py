@@ -1,12 +1,13 @@
 """How fast this machine really is, timed fresh each time: the roofs that every printed number stands under.
 
-The best of several repeats is kept, since a roof is what the machine can do and not what it did under other load.
+The median over a stretch of repeats is kept: what the machine sustains, not what it reaches for an instant.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -63,7 +64,7 @@ def read_size(machine: Machine) -> int:
 
 
 def _cpu_read(machine: Machine, seconds: float) -> float:
-    """The best of a reduction and a matrix-vector product: which of them reads faster differs between CPUs."""
+    """The faster of a reduction and a matrix-vector product: which of them that is differs between CPUs."""
     columns = 16384
     rows = max(1, read_size(machine) // (4 * columns))
     data = torch.empty(rows, columns).fill_(1.0)  # written, or the kernel would hand out one shared page of zeros
@@ -72,7 +73,7 @@ def _cpu_read(machine: Machine, seconds: float) -> float:
     def product() -> None:
         torch.mv(data, vector, out=out)
 
-    best = min(_best(product, seconds / 2), _best(data.sum, seconds / 2))
+    best = min(_sustained(product, seconds / 2), _sustained(data.sum, seconds / 2))
     return data.nbytes / best
 
 
@@ -80,7 +81,7 @@ def _matrix_rate(size: int, dtype: torch.dtype, device: str, seconds: float) -> 
     a = torch.randn(size, size, device=device).to(dtype)
     b = torch.randn(size, size, device=device).to(dtype)
     out = torch.empty(size, size, device=device, dtype=dtype)
-    return 2 * size**3 / _best(lambda: torch.mm(a, b, out=out), seconds, device)
+    return 2 * size**3 / _sustained(lambda: torch.mm(a, b, out=out), seconds, device)
 
 
 def _cuda_rates(machine: Machine, seconds: float) -> Rates:
@@ -102,32 +103,32 @@ def _cuda_memory(machine: Machine, seconds: float) -> tuple[float, float]:
     """(read, copy) within the device; a copy counts the bytes read and those written."""
     source = torch.zeros(min(4 << 30, machine.cuda[0].free // 8) // 4, device="cuda")
     target = torch.empty_like(source)
-    copied = 2 * source.nbytes / _best(lambda: target.copy_(source), seconds / 2, "cuda")
-    return source.nbytes / _best(source.sum, seconds / 2, "cuda"), copied
+    copied = 2 * source.nbytes / _sustained(lambda: target.copy_(source), seconds / 2, "cuda")
+    return source.nbytes / _sustained(source.sum, seconds / 2, "cuda"), copied
 
 
 def _cuda_link(machine: Machine, seconds: float) -> tuple[float, float]:
     """(host to device, device to host) from pinned memory."""
     count = min(256 << 20, machine.memory_available // 8) // 4
     host, device = torch.zeros(count, pin_memory=True), torch.zeros(count, device="cuda")
-    sent = host.nbytes / _best(lambda: device.copy_(host, non_blocking=True), seconds / 2, "cuda")
-    return sent, host.nbytes / _best(lambda: host.copy_(device, non_blocking=True), seconds / 2, "cuda")
+    sent = host.nbytes / _sustained(lambda: device.copy_(host, non_blocking=True), seconds / 2, "cuda")
+    return sent, host.nbytes / _sustained(lambda: host.copy_(device, non_blocking=True), seconds / 2, "cuda")
 
 
-def _best(run: Callable[[], object], seconds: float, device: str = "cpu") -> float:
-    """Seconds of the fastest run. One untimed run first; then at least two, until `seconds` are used up."""
+def _sustained(run: Callable[[], object], seconds: float, device: str = "cpu") -> float:
+    """Median seconds of a run. One untimed run first; then at least three, until `seconds` are used up."""
     run()
-    best, deadline, done = float("inf"), time.perf_counter() + seconds, 0
-    while done < 2 or time.perf_counter() < deadline:
+    times: list[float] = []
+    deadline = time.perf_counter() + seconds
+    while len(times) < 3 or time.perf_counter() < deadline:
         if device == "cuda":
             torch.cuda.synchronize()
         start = time.perf_counter()
         run()
         if device == "cuda":
             torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
-        done += 1
-    return max(best, 1e-9)
+        times.append(time.perf_counter() - start)
+    return max(statistics.median(times), 1e-9)
 
 
 def measure_disk(folder: Path, size: int = 256 << 20) -> tuple[float, float]:

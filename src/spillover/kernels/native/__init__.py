@@ -38,6 +38,11 @@ _PARAMETERS = {
         *(c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 4),
         *(*[c_int64] * 6, c_float, c_int64, c_void_p),
     ),
+    "attention_block": (
+        *(*[c_void_p] * 3, c_float, *[c_void_p] * 7, c_int64, *[c_void_p] * 5, *[c_int64] * 2, c_float, c_int64),
+        *(*[c_void_p] * 3, *[c_int64] * 6, c_void_p),
+    ),
+    "mlp_block": (*[c_void_p] * 3, c_float, *[c_void_p] * 4, *[c_int64] * 3, c_void_p),
 }
 
 

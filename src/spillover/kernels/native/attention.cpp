@@ -333,7 +333,7 @@ extern "C" void attention(const float* q, int64_t q_stride, const float* kv, int
 extern "C" void store_kv(const float* k, int64_t k_stride, const float* v, int64_t v_stride, float* kv,
                          int64_t block_stride, const int64_t* positions, const int32_t* rows, const int32_t* table,
                          int64_t table_stride, int64_t T, int64_t Hk, int64_t D, int64_t bs) {
-#pragma omp parallel for collapse(2) if (T * Hk * D > 1 << 13)
+#pragma omp parallel for collapse(2) if (T * Hk * D > 1 << 11)
     for (int64_t h = 0; h < Hk; h++) {
         for (int64_t t = 0; t < T; t++) {
             const int64_t block = table[rows[t] * table_stride + positions[t] / bs], lane = positions[t] % bs;

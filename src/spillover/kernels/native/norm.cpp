@@ -6,7 +6,7 @@
 namespace {
 
 typedef Vec<kLanes>::F F;
-constexpr int64_t kParallel = 1 << 14;  // elements under which waking threads costs more than it saves
+constexpr int64_t kParallel = 1 << 16;  // elements under which waking threads costs more than it saves
 
 // x may be y; D need not be a multiple of the lanes.
 void normalise(const float* x, const float* weight, float* y, int64_t D, float eps) {

@@ -20,7 +20,7 @@ void rotate(float* x, const float* cos, const float* sin, int64_t heads, int64_t
 // q and k rows lie a stride apart, their heads contiguous; cos and sin [P, half].
 extern "C" void rope(float* q, float* k, const float* cos, const float* sin, const int64_t* positions, int64_t T,
                      int64_t H, int64_t Hk, int64_t half, int64_t q_stride, int64_t k_stride) {
-#pragma omp parallel for if (T * (H + Hk) * half > 1 << 14)
+#pragma omp parallel for if (T * (H + Hk) * half > 1 << 16)
     for (int64_t t = 0; t < T; t++) {
         const float *c = cos + positions[t] * half, *s = sin + positions[t] * half;
         rotate(q + t * q_stride, c, s, H, half);

@@ -1,0 +1,106 @@
+"""The two halves of a dense decoder layer as one call each, so that a step with few rows does not wait for Python.
+
+Each adds its input to the residual, norms the sum, and returns what the next half is to add. Natively both tensors are
+overwritten and returned; use only what is returned. `w` holds the layer's weights by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spillover.kernels import native
+from spillover.kernels.activation import silu_and_mul
+from spillover.kernels.attention import AttentionBatch, attention, native_block_stride, store_kv
+from spillover.kernels.linear import PackedWeight, linear
+from spillover.kernels.norm import add_rms_norm, rms_norm
+from spillover.kernels.rope import rope
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What the layers of a model have in common."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    eps: float
+
+
+def attention_block(x: Tensor, residual: Tensor, w: Mapping[str, Any], shape: LayerShape, cos: Tensor, sin: Tensor,
+                    kv_layer: Tensor, batch: AttentionBatch, window: int | None) -> tuple[Tensor, Tensor]:
+    """x and residual [T, hidden] -> (the attention's output, residual + x).
+
+    `w`: input_norm, qkv, o, and where the model has them qkv_bias, o_bias, q_norm and k_norm, sinks.
+    """
+    library = native.library()
+    qkv, o, q_norm = w["qkv"], w["o"], w.get("q_norm")
+    heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    stride = native_block_stride(kv_layer, x, kv_heads, dim, batch.block_size)
+    if library is None or stride is None or not (isinstance(qkv, PackedWeight) and isinstance(o, PackedWeight)):
+        return attention_block_reference(x, residual, w, shape, cos, sin, kv_layer, batch, window)
+    rows, hidden = x.shape
+    width = (2 if q_norm is None else 3) * (heads + kv_heads) * dim
+    scratch = torch.empty(rows * (hidden + width))
+    library.attention_block(
+        *(x.data_ptr(), residual.data_ptr(), w["input_norm"].data_ptr(), shape.eps),
+        *(qkv.panels.data_ptr(), _pointer(w.get("qkv_bias")), _pointer(q_norm), _pointer(w.get("k_norm"))),
+        *(cos.data_ptr(), sin.data_ptr(), kv_layer.data_ptr(), stride),
+        *(batch.positions.data_ptr(), batch.rows.data_ptr(), *batch.query_arguments),
+        *(shape.scale, window or 0, _pointer(w.get("sinks"))),
+        *(o.panels.data_ptr(), _pointer(w.get("o_bias"))),
+        *(rows, hidden, heads, kv_heads, dim, batch.block_size, scratch.data_ptr()),
+    )
+    return x, residual
+
+
+def mlp_block(x: Tensor, residual: Tensor, w: Mapping[str, Any], shape: LayerShape) -> tuple[Tensor, Tensor]:
+    """x and residual [T, hidden] -> (the gated MLP's output, residual + x).
+
+    `w`: mlp_norm, gate_up, down, and where the model has them gate_up_bias and down_bias.
+    """
+    library = native.library()
+    gate_up, down = w["gate_up"], w["down"]
+    if library is None or not (isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight)):
+        return mlp_block_reference(x, residual, w, shape)
+    rows, hidden = x.shape
+    inner = down.panels.shape[1]
+    scratch = torch.empty(rows * (hidden + 3 * inner))
+    library.mlp_block(
+        *(x.data_ptr(), residual.data_ptr(), w["mlp_norm"].data_ptr(), shape.eps),
+        *(gate_up.panels.data_ptr(), _pointer(w.get("gate_up_bias"))),
+        *(down.panels.data_ptr(), _pointer(w.get("down_bias"))),
+        *(rows, hidden, inner, scratch.data_ptr()),
+    )
+    return x, residual
+
+
+def attention_block_reference(x: Tensor, residual: Tensor, w: Mapping[str, Any], shape: LayerShape, cos: Tensor,
+                              sin: Tensor, kv_layer: Tensor, batch: AttentionBatch,
+                              window: int | None) -> tuple[Tensor, Tensor]:
+    rows = x.shape[0]
+    x, residual = add_rms_norm(x, residual, w["input_norm"], shape.eps)
+    product = linear(x, w["qkv"], w.get("qkv_bias")).view(rows, -1, shape.head_dim)
+    counts = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
+    q, k, v = product.split_with_sizes(counts, dim=1)  # [T, heads, head_dim]
+    if "q_norm" in w:
+        q, k = rms_norm(q, w["q_norm"], shape.eps), rms_norm(k, w["k_norm"], shape.eps)
+    q, k = rope(q, k, cos, sin, batch.positions)
+    store_kv(k, v, kv_layer, batch)
+    out = attention(q, kv_layer, batch, shape.scale, window, w.get("sinks"))
+    return linear(out.view(rows, -1), w["o"], w.get("o_bias")), residual
+
+
+def mlp_block_reference(x: Tensor, residual: Tensor, w: Mapping[str, Any],
+                        shape: LayerShape) -> tuple[Tensor, Tensor]:
+    x, residual = add_rms_norm(x, residual, w["mlp_norm"], shape.eps)
+    return linear(silu_and_mul(linear(x, w["gate_up"], w.get("gate_up_bias"))), w["down"], w.get("down_bias")), residual
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

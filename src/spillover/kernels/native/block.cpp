@@ -1,0 +1,65 @@
+// The two halves of a dense decoder layer, each a sequence of the kernels beside this file: between two of them Python
+// costs more than the small ones themselves, and most when a step has few rows.
+#include <cstdint>
+
+extern "C" {
+void linear(const float* x, const float* panels, const float* bias, float* y, int64_t M, int64_t N, int64_t K);
+void rms_norm(const float* x, const float* weight, float* y, int64_t outer, int64_t inner, int64_t D, int64_t stride,
+              float eps);
+void add_rms_norm(const float* x, const float* residual, const float* weight, float* y, float* total, int64_t rows,
+                  int64_t D, float eps);
+void silu_and_mul(const float* x, float* y, int64_t rows, int64_t I);
+void rope(float* q, float* k, const float* cos, const float* sin, const int64_t* positions, int64_t T, int64_t H,
+          int64_t Hk, int64_t half, int64_t q_stride, int64_t k_stride);
+void store_kv(const float* k, int64_t k_stride, const float* v, int64_t v_stride, float* kv, int64_t block_stride,
+              const int64_t* positions, const int32_t* rows, const int32_t* table, int64_t table_stride, int64_t T,
+              int64_t Hk, int64_t D, int64_t bs);
+void attention(const float* q, int64_t q_stride, const float* kv, int64_t block_stride, float* out,
+               const int32_t* query_start, const int32_t* seq_lens, const int32_t* table, int64_t table_stride,
+               int64_t B, int64_t H, int64_t Hk, int64_t D, int64_t bs, float scale, int64_t window,
+               const float* sinks);
+
+// residual [T, hidden] += x; x = attention(norm(residual)). q_norm, k_norm, biases and sinks may be null.
+// scratch: T * (hidden + (2H + 2Hk) * D) floats, and T * (H + Hk) * D more with q_norm.
+void attention_block(float* x, float* residual, const float* norm, float eps, const float* qkv, const float* qkv_bias,
+                     const float* q_norm, const float* k_norm, const float* cos, const float* sin, float* kv,
+                     int64_t block_stride, const int64_t* positions, const int32_t* rows, const int32_t* query_start,
+                     const int32_t* seq_lens, const int32_t* table, int64_t table_stride, int64_t B, float scale,
+                     int64_t window, const float* sinks, const float* o, const float* o_bias, int64_t T,
+                     int64_t hidden, int64_t H, int64_t Hk, int64_t D, int64_t bs, float* scratch) {
+    const int64_t width = (H + 2 * Hk) * D;
+    float* normed = scratch;               // [T, hidden]
+    float* product = normed + T * hidden;  // [T, H + 2 Hk, D]
+    float* out = product + T * width;      // [T, H, D]
+    add_rms_norm(x, residual, norm, normed, residual, T, hidden, eps);
+    linear(normed, qkv, qkv_bias, product, T, width, hidden);
+    float *q = product, *k = product + H * D;
+    int64_t q_stride = width, k_stride = width;
+    if (q_norm) {
+        float *q_normed = out + T * H * D, *k_normed = q_normed + T * H * D;
+        rms_norm(q, q_norm, q_normed, T, H, D, width, eps);
+        rms_norm(k, k_norm, k_normed, T, Hk, D, width, eps);
+        q = q_normed, q_stride = H * D;
+        k = k_normed, k_stride = Hk * D;
+    }
+    rope(q, k, cos, sin, positions, T, H, Hk, D / 2, q_stride, k_stride);
+    store_kv(k, k_stride, product + (H + Hk) * D, width, kv, block_stride, positions, rows, table, table_stride, T, Hk,
+             D, bs);
+    attention(q, q_stride, kv, block_stride, out, query_start, seq_lens, table, table_stride, B, H, Hk, D, bs, scale,
+              window, sinks);
+    linear(out, o, o_bias, x, T, hidden, H * D);
+}
+
+// residual [T, hidden] += x; x = down(silu(gate) * up) of norm(residual). scratch: T * (hidden + 3 * inner) floats.
+void mlp_block(float* x, float* residual, const float* norm, float eps, const float* gate_up,
+               const float* gate_up_bias, const float* down, const float* down_bias, int64_t T, int64_t hidden,
+               int64_t inner, float* scratch) {
+    float* normed = scratch;
+    float* product = normed + T * hidden;        // [T, 2 * inner]
+    float* active = product + T * 2 * inner;     // [T, inner]
+    add_rms_norm(x, residual, norm, normed, residual, T, hidden, eps);
+    linear(normed, gate_up, gate_up_bias, product, T, 2 * inner, hidden);
+    silu_and_mul(product, active, T, inner);
+    linear(active, down, down_bias, x, T, hidden, inner);
+}
+}

@@ -1,0 +1,60 @@
+"""On a CUDA device: the same tokens as transformers, and never more memory than the plan says."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from hf_reference import VOCAB, all_architectures, greedy, save_checkpoint, tiny_model
+
+from spillover import LLM, SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+QWEN3_0_6B = {
+    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
+    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "rms_norm_eps": 1e-6, "rope_theta": 1000000, "max_position_embeddings": 40960, "tie_word_embeddings": True,
+    "hidden_act": "silu", "torch_dtype": "bfloat16", "eos_token_id": 151645,
+}
+
+
+@pytest.mark.parametrize("name", all_architectures())
+def test_float32_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
+    model, _ = tiny_model(name, seed=5)
+    folder = save_checkpoint(model, tmp_path)
+    rng = random.Random(name)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 60))] for _ in range(12)]
+    lengths = [rng.randint(1, 32) for _ in prompts]
+    expected = [greedy(model, prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
+    params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in lengths]
+    for chunk in (13, 512):
+        with LLM(str(folder), device="cuda", skip_tokenizer_init=True, max_num_batched_tokens=chunk, block_size=8,
+                 num_gpu_blocks_override=120, max_model_len=128, watermark=0.0) as llm:
+            assert llm.plan.device == "cuda"
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
+def test_memory_stays_within_the_budget(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_0_6B))
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    rng = random.Random(0)
+    prompts = [[rng.randrange(100_000) for _ in range(rng.randint(10, 700))] for _ in range(96)]
+    params = [SamplingParams(temperature=rng.choice([0.0, 0.8]), top_p=0.9, max_tokens=rng.randint(1, 40),
+                             ignore_eos=True) for _ in prompts]
+    with LLM(str(tmp_path), device="cuda", load_format="dummy", skip_tokenizer_init=True, gpu_memory="4GB",
+             max_model_len=2048, max_num_batched_tokens=2048, max_num_seqs=64) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        used = torch.cuda.max_memory_allocated() - before
+        print(f"plan {llm.plan.device_bytes / 1e9:.2f} GB, peak {used / 1e9:.2f} GB")
+        assert used <= llm.plan.device_bytes <= 4_000_000_000
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [each.max_tokens for each in params]
