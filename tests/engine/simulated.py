@@ -1,4 +1,4 @@
-"""A runner without a model: its 'KV' remembers which prefix each cache slot was computed from, and every read is checked.
+"""A runner without a model: its KV remembers from which prefix each cache slot was computed, and every read is checked.
 
 The token it draws is a function of the whole prefix as read back from the cache, so a wrong table, a block reused too
 early or a stale prefix shows as a wrong token.

@@ -1,4 +1,4 @@
-"""The engine's greedy tokens are those of Hugging Face transformers, for every architecture, however they are scheduled."""
+"""The engine's greedy tokens are those of Hugging Face transformers, for every architecture, whatever the schedule."""
 
 from __future__ import annotations
 

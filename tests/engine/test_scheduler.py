@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from simulated import SimulatedRunner, VOCAB, expected_tokens
+from simulated import VOCAB, SimulatedRunner, expected_tokens
 
 from spillover.engine.loop import Engine
 from spillover.engine.queue_policy import POLICIES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -109,7 +110,8 @@ def test_n_siblings_differ_and_share_the_prompt(llm: LLM) -> None:
 def test_stop_strings_and_stop_tokens_end_the_text(llm: LLM) -> None:
     plain = llm.generate(TEXTS[4], SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)[0].outputs[0]
     stop = plain.text[12:17]
-    cut = llm.generate(TEXTS[4], SamplingParams(temperature=0, max_tokens=40, stop=[stop]), use_tqdm=False)[0].outputs[0]
+    stopping = SamplingParams(temperature=0, max_tokens=40, stop=[stop])
+    cut = llm.generate(TEXTS[4], stopping, use_tqdm=False)[0].outputs[0]
     assert cut.text == plain.text[: plain.text.index(stop)]
     assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
     kept = SamplingParams(temperature=0, max_tokens=40, stop=[stop], include_stop_str_in_output=True)
@@ -150,7 +152,7 @@ def test_streaming_grows_to_the_same_text(llm: LLM) -> None:
     whole = llm.generate(TEXTS[0], params, use_tqdm=False)[0].outputs[0].text
     seen = [output.outputs[0].text for output in llm.stream(TEXTS[0], params)]
     assert seen[-1] == whole
-    assert all(later.startswith(earlier) for earlier, later in zip(seen, seen[1:], strict=False))
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(seen))
     assert len(seen) > 10
 
 

@@ -10,19 +10,22 @@ from typing import Any
 from spillover.engine.request import Request
 from spillover.engine.sampler import check_token_ids
 from spillover.engine.sampling_params import SamplingParams
-from spillover.engine.structured import GrammarCompiler
+from spillover.engine.structured import Grammar, GrammarCompiler
 from spillover.errors import RequestError
 from spillover.models.config import ModelConfig
 from spillover.models.tokenizer import Tokenizer
 
 
 class RequestFactory:
-    def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None, max_model_len: int, seed: int) -> None:
+    def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None, max_model_len: int, seed: int,
+                 compile_grammars: bool = True) -> None:
+        """Without `compile_grammars` requests carry what they ask for, and who runs them compiles it."""
         self._config = config
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._seed = seed
         self._names = itertools.count()
+        self._compile_grammars = compile_grammars
         self._grammars: GrammarCompiler | None = None
         self._eos = frozenset(config.eos_token_ids) | frozenset(tokenizer.eos_token_ids if tokenizer else ())
 
@@ -50,7 +53,7 @@ class RequestFactory:
                 priority=priority,
                 cache_salt=cache_salt,
                 leader=requests[0] if requests else None,
-                grammar=self._compiler().compile(params.structured_outputs) if params.structured_outputs else None,
+                grammar=self._grammar(params),
             ))
         return requests
 
@@ -74,10 +77,12 @@ class RequestFactory:
         if params.structured_outputs is not None or params.stop:
             self._need_tokenizer("structured output or a stop string")
 
-    def _compiler(self) -> GrammarCompiler:
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        if params.structured_outputs is None or not self._compile_grammars:
+            return None
         if self._grammars is None:
             self._grammars = GrammarCompiler(self._need_tokenizer("structured output"))
-        return self._grammars
+        return self._grammars.compile(params.structured_outputs)
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self._tokenizer is None:

@@ -29,7 +29,7 @@ from spillover.engine.sampler import (
 )
 from spillover.kernels.attention import AttentionBatch
 from spillover.models.layers import Decoder, KVViews, ModelStep
-from spillover.models.weights import Weights
+from spillover.models.weights import ResidentWeights
 
 PROMPT_LOGITS_ROWS = 64  # prompt logits are made this many rows at a time: a row is a whole vocabulary
 
@@ -94,7 +94,7 @@ class Step:
 
 
 class Runner:
-    def __init__(self, model: Decoder, weights: Weights, kv: KVViews, block_size: int, device: torch.device,
+    def __init__(self, model: Decoder, weights: ResidentWeights, kv: KVViews, block_size: int, device: torch.device,
                  decode: Callable[[int], str] | None = None) -> None:
         self.model = model
         self.weights = weights
@@ -115,6 +115,20 @@ class Runner:
             outcome = Future()
             outcome.set_result(self._execute(work))
         return Step(batch, outcome, self._decode, work)
+
+    def sleep(self) -> None:
+        """Weights to the host, where the device is not the host already. No step may run."""
+        if self._device.type != "cpu":
+            self.weights.move(torch.device("cpu"))
+            torch.cuda.empty_cache()
+
+    def wake_up(self) -> None:
+        if self._device.type != "cpu":
+            self.weights.move(self._device)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.weights.nbytes
 
     def close(self) -> None:
         if self._stream is not None:

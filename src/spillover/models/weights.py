@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from spillover.kernels.linear import PackedWeight
@@ -81,12 +82,34 @@ class ResidentWeights:
     """Every part stays on the device."""
 
     def __init__(self, parts: Mapping[str, PartWeights]) -> None:
-        self.parts = parts
+        self.parts = dict(parts)
         self._contexts = {name: nullcontext(weights) for name, weights in parts.items()}
 
     def part(self, name: str) -> AbstractContextManager[PartWeights]:
         return self._contexts[name]
 
+    def move(self, device: torch.device) -> None:
+        """Every weight to another device, one at a time, so that no second copy of them all is ever held.
+
+        On the host they lie in pinned memory where there is a device to come back from, so that the way back is short.
+        """
+        for name, weights in self.parts.items():
+            part = {key: _moved(weight, device) for key, weight in weights.items()}
+            self.parts[name] = part
+            self._contexts[name] = nullcontext(part)
+
     @property
     def nbytes(self) -> int:
         return sum(int(weight.nbytes) for weights in self.parts.values() for weight in weights.values())
+
+
+def _moved(weight: Any, device: torch.device) -> Any:
+    if isinstance(weight, PackedWeight | PackedExperts):
+        return replace(weight, panels=_moved(weight.panels, device))
+    if device.type != "cpu" or weight.device.type == "cpu":
+        return weight.to(device)
+    try:
+        host = torch.empty_like(weight, device=device, pin_memory=True)
+    except RuntimeError:  # no more may be pinned
+        host = torch.empty_like(weight, device=device)
+    return host.copy_(weight)

@@ -1,0 +1,125 @@
+"""A `spill serve` of one's own: started on a free port, waited for, and gone when the block ends, whatever happened."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+HOST = "127.0.0.1"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class ServerProcess:
+    """The server in a process group of its own, its output in a file."""
+
+    def __init__(self, *arguments: str, ready_seconds: float = 120, environment: dict[str, str] | None = None) -> None:
+        self.port = free_port()
+        self.url = f"http://{HOST}:{self.port}"
+        self._arguments = arguments
+        self._environment = environment or {}
+        self._ready_seconds = ready_seconds
+        self._log = Path(tempfile.mkstemp(prefix="spill-serve-", suffix=".log")[1])
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> ServerProcess:
+        program = [str(Path(sys.executable).with_name("spill")), "serve", *self._arguments]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen([*program, "--host", HOST, "--port", str(self.port)], stdout=log,
+                                             stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                                             start_new_session=True, env=os.environ | self._environment)
+        try:
+            self.wait_until_healthy(self._ready_seconds)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None, "the server was not started"
+        return self._process
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+    def children(self) -> list[psutil.Process]:
+        try:
+            return list(psutil.Process(self.pid).children(recursive=True))
+        except psutil.NoSuchProcess:
+            return []
+
+    def engine(self) -> psutil.Process:
+        """The child that computes: the largest, beside what the standard library may start to clean up after it."""
+        return max(self.children(), key=resident_nbytes)
+
+    def status(self, path: str = "/health", timeout: float = 5) -> int:
+        """The HTTP status of a GET; 0 where nobody answers."""
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=timeout) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return int(error.code)
+        except OSError:
+            return 0
+
+    def wait_until_healthy(self, seconds: float) -> float:
+        """Seconds it took."""
+        start = time.monotonic()
+        while time.monotonic() - start < seconds:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the server ended with status {self.process.returncode}:\n{self.log}")
+            if self.status() == 200:
+                return time.monotonic() - start
+            time.sleep(0.05)
+        raise TimeoutError(f"the server was not healthy after {seconds:.0f} s:\n{self.log}")
+
+    def stop(self, number: signal.Signals = signal.SIGTERM, seconds: float = 30) -> int:
+        """Asks it to stop; the exit status."""
+        self.process.send_signal(number)
+        return self.process.wait(seconds)
+
+    def close(self) -> None:
+        """Politely, then by force: nothing of the group outlives this."""
+        if self._process is not None:
+            if self._process.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.stop()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._log.unlink(missing_ok=True)
+
+
+def resident_nbytes(process: Any) -> int:
+    try:
+        return int(process.memory_info().rss)
+    except psutil.NoSuchProcess:
+        return 0

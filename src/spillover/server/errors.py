@@ -1,0 +1,131 @@
+"""Every refusal in OpenAI's shape: {"error": {"message", "type", "param", "code"}}. No traceback leaves here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from spillover.errors import RequestError, SpilloverError
+from spillover.server.engine_client import EngineDead, QueueFull
+
+log = logging.getLogger("spillover.server")
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error",
+          500: "server_error", 503: "service_unavailable_error"}
+_SENTENCES = {404: "There is no {method} {path} here; GET /openapi.json lists what there is.",
+              405: "{path} does not take {method}; GET /openapi.json lists what it takes."}
+RETRY_AFTER_SECONDS = 1
+
+
+class ApiError(Exception):
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None,
+                 headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+
+class ErrorDetail(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct):
+    error: ErrorDetail
+
+
+def as_api_error(error: Exception, request_id: str) -> ApiError:
+    """What a client may know of any error; one that nobody foresaw is logged whole under the request's id."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QueueFull):
+        return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+    if isinstance(error, EngineDead):
+        return ApiError(503, str(error), code="engine_unavailable", headers={"Retry-After": "5"})
+    if isinstance(error, RequestError | SpilloverError):
+        return ApiError(400, str(error))
+    log.error("%s failed", request_id, exc_info=error)
+    return ApiError(500, f"Something went wrong inside the server; its log has the cause under {request_id}.",
+                    code="internal_error")
+
+
+def error_body(error: ApiError) -> bytes:
+    kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    return msgspec.json.encode(ErrorBody(ErrorDetail(error.message, kind, error.param, error.code)))
+
+
+def error_response(error: ApiError) -> Response:
+    return Response(error_body(error), error.status, error.headers, media_type="application/json")
+
+
+def validation_error(problems: Sequence[Mapping[str, Any]]) -> ApiError:
+    """pydantic's findings as one sentence; the first names the parameter."""
+    first = problems[0]
+    # A field of several forms is reported once a form, as in prompt.str, prompt.list[int]: name the field.
+    where = [str(part) for part in first["loc"] if not _is_form(part)]
+    param = ".".join(where) or None
+    text = str(first["msg"]).removeprefix("Value error, ")
+    alternatives = dict.fromkeys(str(problem["msg"]) for problem in problems
+                                 if [str(part) for part in problem["loc"] if not _is_form(part)][:1] == where[:1])
+    if len(alternatives) > 1:
+        text = "; or ".join(list(alternatives)[:4])
+    return ApiError(400, f"{param}: {text}" if param else text, param)
+
+
+def _is_form(part: object) -> bool:
+    return isinstance(part, str) and (part[:1].isupper() or "[" in part or part in ("str", "int", "float", "bool"))
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    async def expected(request: Request, error: Exception) -> Response:
+        return error_response(as_api_error(error, request.scope.get("request_id", "")))
+
+    async def http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        template = _SENTENCES.get(error.status_code, str(error.detail))
+        message = template.format(method=request.method, path=request.url.path) if "{" in template else template
+        return error_response(ApiError(error.status_code, message, headers=error.headers))
+
+    async def invalid(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return error_response(validation_error(error.errors()))
+
+    for kind in (ApiError, SpilloverError, QueueFull, EngineDead):
+        app.add_exception_handler(kind, expected)
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(RequestValidationError, invalid)
+
+
+class LastResort:
+    """The outermost layer: what no handler took becomes a 500 without a traceback, or the end of the stream."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception as error:
+            answer = as_api_error(error, scope.get("request_id", ""))
+            if not started:
+                await error_response(answer)(scope, receive, send)

@@ -1,0 +1,257 @@
+// Polls /live once a second and draws it. Every number on the page comes from that one document.
+"use strict";
+
+const POLL_MS = 1000;
+const ROWS = 16;
+const SPANS = [5, 10, 20, 30, 60, 120, 300, 600]; // seconds of timeline
+const PHASES = ["queue", "restore", "prefill", "decode"];
+
+function show(live) {
+  showHeader(live);
+  showTiles(live);
+  showThroughput(live.generation_rate);
+  showTiers(live);
+  showSources(live.sources);
+  showRequests(live);
+}
+
+// Header
+
+const STATES = {
+  ready: "ready", starting: "starting", sleeping: "asleep", dead: "engine down", away: "not reachable",
+};
+
+function showHeader(live) {
+  const state = $("state");
+  state.dataset.state = live.state;
+  setText("state", STATES[live.state] || live.state);
+  setText("model", live.model);
+  document.title = (live.running ? "(" + live.running + ") " : "") + live.model + " · Spillover";
+  const facts = [["up", format.span(live.uptime)]];
+  if (live.device) facts.push(["on", [live.device, live.dtype].filter(Boolean).join(", ")]);
+  if (live.max_model_len) facts.push(["context", format.count(live.max_model_len)]);
+  if (live.restarts) facts.push(["engine restarts", format.count(live.restarts)]);
+  facts.push(["version", live.version]);
+  $("facts").replaceChildren(...facts.map(([name, value]) =>
+    element("div", {}, element("dt", {}, name), element("dd", {}, value))));
+  showBanner(live);
+}
+
+function showBanner(live) {
+  const asked = {
+    dead: "The engine is down. Requests are refused until it is back" + (live.restarting ? "; it is being restarted." : "."),
+    starting: "The engine is starting. Requests are answered when the model is loaded.",
+    sleeping: "The engine is asleep: its weights are out of device memory. POST /wake_up brings them back; requests wait until then.",
+  };
+  banner(asked[live.state], live.state === "dead" ? "bad" : "warn");
+}
+
+function banner(text, kind) {
+  const node = $("banner");
+  node.hidden = !text;
+  node.dataset.kind = kind;
+  if (text) setText("banner", text);
+}
+
+// Tiles
+
+function showTiles(live) {
+  setText("running", format.count(live.running));
+  setText("running-note", live.max_num_seqs ? "of " + format.count(live.max_num_seqs) + " at once" : "requests");
+  setText("waiting", format.count(live.waiting));
+  setText("waiting-note", live.preemptions ? format.count(live.preemptions) + " preempted so far" : "in the queue");
+  const recent = live.generation_rate.slice(-6, -1); // the newest second is not over yet
+  setText("rate", format.rate(recent.reduce((sum, value) => sum + value, 0) / recent.length));
+  const median = live.latency.count ? "median of " + live.latency.count : "no request has ended yet";
+  for (const name of ["ttft", "tpot"]) {
+    const value = live.latency[name];
+    setText(name, value === null ? "–" : format.seconds(value));
+    setText(name + "-note", median);
+  }
+  const { queries, hits } = live.prefix_cache;
+  setText("hits", queries ? format.share(hits / queries) : "–");
+  setText("hits-note", queries ? format.count(hits) + " of " + format.count(queries) + " tokens" : "nothing looked up yet");
+}
+
+// Tokens per second
+
+const CHART = { width: 600, height: 120 };
+let shownRates = [];
+
+function showThroughput(rates) {
+  shownRates = rates.slice(0, -1);
+  const top = niceCeiling(Math.max(1, ...shownRates));
+  const x = (index) => (index / (shownRates.length - 1)) * CHART.width;
+  const y = (value) => CHART.height - 1 - (value / top) * (CHART.height - 6);
+  const points = shownRates.map((value, index) => x(index).toFixed(1) + " " + y(value).toFixed(1));
+  $("spark-line").setAttribute("d", "M" + points.join("L"));
+  $("spark-area").setAttribute("d", "M0 " + CHART.height + "L" + points.join("L") + "L" + CHART.width + " " + CHART.height + "Z");
+  $("spark-grid").replaceChildren(...[0, 0.5, 1].map((part) => {
+    const line = document.createElementNS("http://www.w3.org/2000/svg", "line");
+    for (const [name, value] of [["x1", 0], ["x2", CHART.width], ["y1", y(part * top)], ["y2", y(part * top)]]) line.setAttribute(name, value);
+    return line;
+  }));
+  const empty = !shownRates.some((value) => value > 0);
+  $("spark-empty").hidden = !empty;
+  $("spark-line").toggleAttribute("hidden", empty);
+  setText("spark-max", empty ? "" : format.count(top));
+  if ($("spark-cursor").hasAttribute("hidden")) {
+    setText("rate-readout", empty ? "last 2 minutes" : "peak " + format.rate(Math.max(...shownRates)));
+  }
+}
+
+function niceCeiling(value) {
+  const size = 10 ** Math.floor(Math.log10(value));
+  return [1, 2, 5, 10].map((step) => step * size).find((step) => step >= value);
+}
+
+function readChart(event) {
+  if (!shownRates.length) return;
+  const box = $("spark").getBoundingClientRect();
+  const last = shownRates.length - 1;
+  const index = Math.min(last, Math.max(0, Math.round(((event.clientX - box.left) / box.width) * last)));
+  const cursor = $("spark-cursor");
+  cursor.removeAttribute("hidden");
+  cursor.setAttribute("x1", (index / last) * CHART.width);
+  cursor.setAttribute("x2", (index / last) * CHART.width);
+  setText("rate-readout", format.rate(shownRates[index]) + " tok/s, " + (last - index + 1) + " s ago");
+}
+
+// Tiers
+
+function showTiers(live) {
+  const made = live.tiers.map((tier) => {
+    const off = !tier.total;
+    const bar = element("div", { class: "bar" });
+    let words = "not configured";
+    if (!off) {
+      bar.append(segment("used", tier.used / tier.total), segment("kept", tier.kept / tier.total));
+      words = format.share(tier.used / tier.total) + " in use, " + format.share(tier.kept / tier.total) + " kept, of " +
+        (tier.bytes ? format.bytes(tier.bytes) : format.count(tier.total) + " blocks");
+    }
+    return element("li", off ? { class: "off" } : {},
+      element("div", { class: "name" }, element("span", {}, tier.name), element("span", {}, words)), bar);
+  });
+  $("tiers").replaceChildren(...made);
+  const device = live.tiers[0];
+  setText("memory-note", device.total
+    ? format.count(device.total) + " blocks of " + live.block_size + " tokens" : "");
+}
+
+function segment(name, share) {
+  const made = element("span", { class: name });
+  made.style.width = Math.min(100, 100 * share).toFixed(2) + "%";
+  return made;
+}
+
+// Sources of prompt tokens
+
+const SOURCES = ["computed", "device", "host", "disk", "remote"];
+
+function showSources(sources) {
+  const total = SOURCES.reduce((sum, name) => sum + sources[name], 0);
+  $("sources").replaceChildren(...SOURCES.filter((name) => sources[name]).map((name) => segment(name, sources[name] / total)));
+  $("sources-legend").replaceChildren(...SOURCES.map((name) => element("li", {},
+    element("i", { class: "key " + name }), name, element("b", {}, total ? format.share(sources[name] / total) : "–"),
+    sources[name] ? format.count(sources[name]) : "")));
+  const cached = total ? (total - sources.computed) / total : 0;
+  setText("sources-note", total ? format.count(total) + " tokens, " + format.share(cached) + " not computed again" : "no prompt yet");
+  $("sources").setAttribute("aria-label", total
+    ? SOURCES.map((name) => name + " " + format.share(sources[name] / total)).join(", ") : "no prompt tokens yet");
+}
+
+// Requests: one lane each on a shared axis that ends now, or where the last request ended
+
+function showRequests(live) {
+  const rows = live.requests.slice(0, ROWS);
+  $("timeline").hidden = rows.length === 0;
+  $("requests-empty").hidden = rows.length > 0;
+  if (!rows.length) return;
+  const ages = rows.map((row) => row.age - duration(row)); // how long ago each ended; 0 while it runs
+  const end = Math.min(...ages); // seconds ago
+  const wanted = Math.max(...rows.slice(0, 8).map((row) => row.age)) - end;
+  const span = SPANS.find((size) => size >= wanted) || SPANS[SPANS.length - 1];
+  showTicks(span, end);
+  $("rows").replaceChildren(...rows.map((row) => requestRow(row, end, span)));
+}
+
+function duration(row) {
+  return PHASES.reduce((sum, phase) => sum + row[phase], 0);
+}
+
+function showTicks(span, end) {
+  const parts = [0, 0.25, 0.5, 0.75, 1];
+  $("ticks").replaceChildren(...parts.map((part) => {
+    const back = span * (1 - part) + end;
+    const tick = element("span", {}, part === 1 && end < 1.5 ? "now" : "−" + (back < 99.5 ? +back.toFixed(span < 10 ? 1 : 0) + " s" : format.span(back)));
+    tick.style.left = 100 * part + "%";
+    return tick;
+  }));
+}
+
+const NAMES = { chat: "chat", completion: "completion", completions: "completion", responses: "response", response: "response" };
+
+function requestRow(row, end, span) {
+  const total = duration(row);
+  const lane = element("span", { role: "cell", class: "lane" + (row.running ? " live" : "") });
+  let at = row.age; // seconds ago
+  const spoken = [];
+  for (const phase of PHASES) {
+    const length = row[phase];
+    if (!length) continue;
+    spoken.push(phase + " " + format.seconds(length));
+    const left = 1 - (at - end) / span;
+    at -= length;
+    const right = 1 - (at - end) / span;
+    if (right <= 0) continue;
+    const bar = element("i", { class: phase });
+    bar.style.left = (100 * Math.max(0, left)).toFixed(3) + "%";
+    bar.style.width = (100 * (right - Math.max(0, left))).toFixed(3) + "%";
+    lane.append(bar);
+  }
+  if (!lane.childElementCount) lane.append(element("small", {}, row.age - total > end + span ? format.span(row.age) + " ago" : ""));
+  lane.setAttribute("aria-label", spoken.join(", "));
+  const failed = row.status !== "ok" && row.status !== "running";
+  const made = element("div", { role: "row", class: "row", title: row.id + "\n" + spoken.join(", ") + (failed ? "\n" + row.status : "") },
+    element("span", { role: "cell", class: "who" }, element("span", failed ? { class: "failed" } : {}, failed ? row.status : NAMES[row.kind] || row.kind),
+      element("code", {}, row.id.slice(-8))),
+    cell(format.count(row.prompt_tokens)), cell(row.cached_tokens === null ? "–" : format.count(row.cached_tokens)),
+    cell(format.count(row.output_tokens)), cell(format.seconds(total)), lane);
+  return made;
+}
+
+function cell(text) {
+  return element("span", { role: "cell", class: "num" }, text);
+}
+
+// Polling
+
+let failures = 0;
+
+async function poll() {
+  try {
+    const response = await fetch("/live", { headers: apiHeaders(), cache: "no-store", signal: AbortSignal.timeout(5000) });
+    if (response.status === 401) {
+      banner("This server asks for an API key: put it in the chat's settings.", "warn");
+    } else if (response.ok) {
+      failures = 0;
+      show(await response.json());
+    } else {
+      throw new Error("HTTP " + response.status);
+    }
+  } catch (error) {
+    failures += 1;
+    if (failures > 1) {
+      $("state").dataset.state = "away";
+      setText("state", STATES.away);
+      banner("The server does not answer. This page goes on trying; the numbers below are from before.", "bad");
+    }
+  }
+  setTimeout(poll, document.hidden ? 5 * POLL_MS : POLL_MS);
+}
+
+$("example").textContent = "curl " + location.origin + "/v1/chat/completions -H 'Content-Type: application/json' \\\n" +
+  "  -d '{\"model\": \"default\", \"messages\": [{\"role\": \"user\", \"content\": \"Hello\"}]}'";
+$("spark").addEventListener("pointermove", readChart);
+$("spark").addEventListener("pointerleave", () => $("spark-cursor").setAttribute("hidden", ""));
+poll();

@@ -1,0 +1,182 @@
+"""What passes between the front and the engine process: msgpack messages, one struct each. No behaviour.
+
+Times are seconds of the monotonic clock, which both processes share. A sequence is known by a number that the front
+gives out and never reuses, so that whatever clients call their requests, two of them cannot be mistaken.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from spillover.engine.config import EngineConfig
+from spillover.engine.outputs import Logprob, TokenSources
+from spillover.engine.sampling_params import SamplingParams
+from spillover.models.config import ModelConfig
+from spillover.plan.planner import Plan
+
+Method = Literal["stats", "reset_prefix_cache", "sleep", "wake_up"]
+
+
+class Launch(msgspec.Struct):
+    """The first line on the engine process's standard input; its end of file says that the front has gone."""
+
+    endpoint: str
+    config: EngineConfig
+    parent: int  # the front's process id
+
+
+# To the engine
+
+
+class WireRequest(msgspec.Struct, array_like=True):
+    """One sequence, checked by the front."""
+
+    id: int
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    stop_ids: list[int]
+    seed: int
+    priority: int
+    cache_salt: str | None
+    arrived: float
+    leader: int | None  # id of the first of the siblings
+
+
+class Add(msgspec.Struct, array_like=True, tag="add"):
+    """The sequences of one request, the leader first."""
+
+    requests: list[WireRequest]
+
+
+class Abort(msgspec.Struct, array_like=True, tag="abort"):
+    """End sequences now; nothing more is heard of them."""
+
+    ids: list[int]
+    reason: str = "abort"
+
+
+class Call(msgspec.Struct, array_like=True, tag="call"):
+    """Answered by a Reply with the same id."""
+
+    id: int
+    method: Method
+
+
+class Stop(msgspec.Struct, array_like=True, tag="stop"):
+    """Leave the loop and exit."""
+
+
+ToEngine = Add | Abort | Call | Stop
+
+
+# From the engine
+
+
+class Progress(msgspec.Struct, array_like=True, tag="progress"):
+    """A sign of life while starting."""
+
+    stage: str
+    done: int = 0  # bytes
+    total: int = 0
+
+
+class Planned(msgspec.Struct, array_like=True, tag="planned"):
+    """The split of memory, before anything is loaded."""
+
+    plan: Plan
+
+
+class Ready(msgspec.Struct, array_like=True, tag="ready"):
+    pid: int
+    config: EngineConfig  # as planned: nothing left to choose
+    model_path: str
+    model_config: ModelConfig
+    plan: Plan
+    load_seconds: float
+
+
+class Failed(msgspec.Struct, array_like=True, tag="failed"):
+    """The last message of an engine that cannot start or go on."""
+
+    message: str
+    expected: bool  # True: a sentence for the person; False: a traceback for the log
+
+
+class Update(msgspec.Struct, array_like=True, gc=False):
+    """What is new of one sequence since its last update."""
+
+    id: int
+    token_ids: list[int]
+    num_preemptions: int = 0  # so far
+    logprobs: list[dict[int, Logprob]] | None = None  # parallel to token_ids, where asked for
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # all of them, with the first token
+    sources: TokenSources | None = None  # with the first token and the last
+    times: tuple[float, float, float] | None = None  # scheduled, first_token, finished (0: not yet); as sources
+    finish_reason: str | None = None  # "stop" | "length" | "error"
+    stop_reason: int | str | None = None
+    error: str | None = None  # why a request cannot be served; with finish_reason "error"
+
+
+class TierUse(msgspec.Struct, array_like=True, frozen=True):
+    """One tier of memory, in bytes."""
+
+    name: str  # "device" | "host"
+    weight_bytes: int
+    kv_bytes: int  # all blocks
+    kv_used_bytes: int  # blocks that sequences hold
+    kv_cached_bytes: int  # blocks that only the prefix cache holds
+
+
+class LiveStats(msgspec.Struct, array_like=True, frozen=True):
+    """The engine as it stands; counters count from the start of the engine process."""
+
+    time: float = 0.0
+    sleeping: bool = False
+    num_running: int = 0
+    num_waiting: int = 0  # also those whose grammar is being compiled
+    # Blocks of the device tier; free + evictable + protected + in_flight == total.
+    blocks_total: int = 0
+    blocks_free: int = 0
+    blocks_evictable: int = 0  # held by the prefix cache alone
+    blocks_protected: int = 0  # held by sequences
+    blocks_in_flight: int = 0
+    block_size: int = 0
+    # Counters.
+    steps: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0  # tokens looked up in the prefix cache
+    prefix_hits: int = 0  # of these, found
+    evictions: int = 0  # blocks
+    prompt_tokens: int = 0  # of sequences that have begun
+    output_tokens: int = 0
+    sources: TokenSources = msgspec.field(default_factory=TokenSources)  # where the prompt tokens came from
+    slots_held: int = 0  # token slots in blocks of running sequences, summed over steps ...
+    slots_wasted: int = 0  # ... and of those the slots without a token
+    tiers: tuple[TierUse, ...] = ()
+
+    @property
+    def kv_usage(self) -> float:
+        """The share of blocks that sequences hold, 0 to 1."""
+        return (self.blocks_protected + self.blocks_in_flight) / self.blocks_total if self.blocks_total else 0.0
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        return self.prefix_hits / self.prefix_queries if self.prefix_queries else 0.0
+
+
+class Step(msgspec.Struct, array_like=True, tag="step"):
+    """All that one step brought; now and then with the engine's state."""
+
+    updates: list[Update]
+    stats: LiveStats | None = None
+
+
+class Reply(msgspec.Struct, array_like=True, tag="reply"):
+    id: int
+    value: Any = None
+    error: str | None = None  # a sentence for the person
+
+
+FromEngine = Progress | Planned | Ready | Failed | Step | Reply

@@ -1,0 +1,26 @@
+"""What the HTTP front is told at its start; parsed once, never changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+DEFAULT_ALIAS = "default"  # always answers, whatever the model is called
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_names: tuple[str, ...] = ()  # the first is the one that answers carry
+    api_keys: tuple[str, ...] = field(default=(), repr=False)  # empty: no key is asked for
+    max_queue: int = 1024  # sequences waiting and running together
+    max_request_bytes: int = 16 * 1024 * 1024
+    cors_origins: tuple[str, ...] = ()
+    drain_seconds: float = 30.0
+    log_requests: bool = True
+    log_prompts: bool = False
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Every name a request may use."""
+        return tuple(dict.fromkeys((*self.served_model_names, DEFAULT_ALIAS)))
