@@ -8,15 +8,17 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for python in python3.12 python3.11 python3.13 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 
-.PHONY: help demo test test-gpu bench venv clean
+.PHONY: help demo test test-gpu test-clients soak bench venv clean
 
 help:
 	@echo "make demo      set up, then see it work on the default model"
 	@echo "make test      set up, then lint, types, layers and tests"
 	@echo "make test-gpu  the tests that need a CUDA device"
+	@echo "make test-clients  openai, lm_eval, guidellm, vllm bench and aiperf against the server (installs 6 GB)"
+	@echo "make soak      10,000 random requests at once against the server"
 	@echo "make bench     the tables of docs/benchmarks.md, measured here"
 	@echo "make venv      set up only"
-	@echo "make clean     remove the virtual environment and caches"
+	@echo "make clean     remove the virtual environments and caches"
 
 demo: venv
 	$(BIN)/spill demo
@@ -25,10 +27,20 @@ test: venv
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest -m "not gpu"
+	# Without a network the evaluation harness stays away and its tests are skipped, saying so.
+	-$(BIN)/python tests/clients/install.py lm_eval
+	$(BIN)/pytest -m "not gpu and not clients"
 
 test-gpu: venv
 	$(BIN)/pytest -m gpu
+
+test-clients: venv
+	$(BIN)/python tests/clients/install.py
+	$(BIN)/pytest -v -rs tests/clients
+
+soak: venv
+	$(BIN)/python benchmarks/soak.py --requests 10000 --load-format null
+	$(BIN)/python benchmarks/soak.py --requests 1000
 
 bench: venv
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash benchmarks/cpu.sh
@@ -44,5 +56,5 @@ $(STAMP): pyproject.toml
 	@touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .clients build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

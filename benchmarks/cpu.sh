@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The tables of docs/benchmarks.md, measured on this machine with the default model. Each is one `spill bench` command;
-# results go to benchmarks/results/ as JSON. About 25 minutes on two cores. Needs an otherwise idle machine.
+# results go to benchmarks/results/ as JSON. About 15 minutes on two cores. Needs an otherwise idle machine.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 command -v spill >/dev/null || PATH="$PWD/.venv/bin:$PATH"
@@ -19,7 +19,7 @@ run latency bench latency --batch-size 1,16 --input-len 256 --output-len 64 --nu
 
 # Against transformers.generate with static padding, at its best batch size.
 run transformers bench throughput --dataset-name mixed --num-prompts 64 --mixed-input-range 16,256 \
-    --mixed-output-range 8,128 --backend hf,spillover --hf-max-batch-size 8,16,32 --num-iters 3
+    --mixed-output-range 8,128 --backend hf,spillover --hf-max-batch-size 16,32 --num-iters 2
 
 # Paging: concurrency, and block size with block counts and wasted slots.
 run max-num-seqs bench throughput --dataset-name mixed --num-prompts 32 --mixed-input-range 16,256 \
@@ -31,7 +31,7 @@ run block-size bench throughput --dataset-name mixed --num-prompts 32 --mixed-in
 run batching-uniform bench throughput --input-len 64 --output-len 64 --num-prompts 64 --max-num-seqs 16 \
     --batching static,continuous --num-iters 3
 run batching-varied bench throughput --dataset-name mixed --num-prompts 64 --mixed-input-range 64,64 \
-    --mixed-output-range 8,256 --max-num-seqs 16 --batching static,continuous --num-iters 3
+    --mixed-output-range 8,256 --max-num-seqs 16 --batching static,continuous --num-iters 2
 
 # Prefix caching: 512 tokens that all prompts share.
 run prefix-caching bench throughput --input-len 64 --output-len 32 --random-prefix-len 512 --num-prompts 32 \

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import argparse
 import bz2
+import dataclasses
 import json
+import shlex
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,6 +100,7 @@ def main() -> None:
     from spillover import LLM
     from spillover.bench.provenance import provenance
     from spillover.models.store import resolve
+    from spillover.plan.hardware import probe
 
     tasks = read_tasks(options.data, options.tasks)
     with LLM() as llm:
@@ -115,7 +119,8 @@ def main() -> None:
         "transformers": accuracy(tasks, theirs),
         "same_choice": sum(a == b for a, b in zip(ours, theirs, strict=True)),
         "seconds": seconds,
-        **provenance(),
+        **provenance(dataclasses.asdict(probe())),
+        "command": shlex.join(["python", *sys.argv]),
     }
     print(json.dumps(result, indent=2))
     if options.output_json is not None:

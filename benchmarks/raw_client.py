@@ -1,4 +1,4 @@
-"""HTTP/1.1 over one socket, as little as load needs: keep-alive, bodies of both framings, server-sent events one by one.
+"""HTTP/1.1 over one socket, as little as load needs: keep-alive, bodies of both framings, server-sent events.
 
 A general client library spends more time on a request than the server under test does.
 """
@@ -51,15 +51,15 @@ class Connection:
     async def send(self, call: Call) -> Reply:
         """Sends it and reads the answer's head; `read` or `chunks` must follow, or `close`."""
         message = call.message(f"{self._host}:{self._port}")
-        fresh = self._writer is None or self._writer.is_closing() or (self._reader is not None and self._reader.at_eof())
+        fresh = self._reader is None or self._reader.at_eof()
         if fresh:
             await self._open()
         try:
             return await self._exchange(message)
-        except (ConnectionError, asyncio.IncompleteReadError):
-            if fresh:
+        except (ConnectionError, asyncio.IncompleteReadError) as error:
+            if fresh or getattr(error, "partial", b""):
                 raise
-        await self._open()  # the server had closed the idle connection meanwhile
+        await self._open()  # the server had closed the idle connection just then
         return await self._exchange(message)
 
     async def read(self, reply: Reply) -> bytes:
@@ -82,6 +82,15 @@ class Connection:
             await self.close()
         if reply.headers.get("connection", "").lower() == "close":
             await self.close()
+
+    async def hang_up(self, call: Call, after: float) -> None:
+        """Sends it and goes away without reading the answer."""
+        await self._open()
+        assert self._writer is not None
+        self._writer.write(call.message(f"{self._host}:{self._port}"))
+        await self._writer.drain()
+        await asyncio.sleep(after)
+        await self.close()
 
     async def close(self) -> None:
         """At once, also in the middle of an answer."""
@@ -121,7 +130,8 @@ async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         buffer += piece
         while (end := buffer.find(b"\n\n")) >= 0:
             event, buffer = buffer[:end], buffer[end + 2:]
-            if event.startswith(b"data:"):
-                yield event.removeprefix(b"data:").strip()
+            for line in event.split(b"\n"):
+                if line.startswith(b"data:"):
+                    yield line.removeprefix(b"data:").strip()
     if buffer.strip():
         raise ValueError(f"the stream ends in half an event: {buffer[-80:]!r}")

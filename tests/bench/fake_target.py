@@ -13,6 +13,12 @@ class FakeLimits:
     memory_rate = 1000.0
     matrix_rate = 100.0
 
+    def again(self) -> FakeLimits:
+        return self
+
+    def mean(self, other: Limits) -> FakeLimits:
+        return self
+
     def step(self, batch: Sequence[tuple[int, int]]) -> Bound:
         read, flops = 50.0 + sum(cached for _, cached in batch), float(sum(new for new, _ in batch))
         memory, compute = read / self.memory_rate, flops / self.matrix_rate
@@ -40,7 +46,8 @@ class FakeTarget:
         prompt = request.prompt_token_ids
         hit = len(prompt) - 1 if prompt in self._cached else 0
         self._cached.add(prompt)
-        return Completion(request.output_len, {"computed": len(prompt) - hit, "device": hit})
+        return Completion(request.output_len, {"computed": len(prompt) - hit, "device": hit}, prefill=2.0,
+                          decode=0.5 * (request.output_len - 1), first_token=2.0)
 
     def counters(self) -> Counters:
         return Counters(100, 16, self._steps, 3, slots_held=self._steps * 32, slots_wasted=self._steps * 8)

@@ -82,9 +82,9 @@ def install(name: str) -> None:
     python = folder / "bin" / "python"
     pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
     for step in client.steps:
-        subprocess.run([*pip, "install", "--quiet", "--no-compile", *step], check=True)
+        subprocess.run([*pip, "install", "-qq", "--no-compile", *step], check=True)
     if client.unwanted:
-        subprocess.run([*pip, "uninstall", "--quiet", "--yes", *client.unwanted], check=True)
+        subprocess.run([*pip, "uninstall", "-qq", "--yes", *client.unwanted], check=True)
     if client.finish is not None:
         (site_packages,) = folder.glob("lib/python*/site-packages")
         client.finish(site_packages)

@@ -1,14 +1,15 @@
 """Latency of one batch, run alone and over again. vLLM's flags and JSON keys, and prefill apart from decode.
 
-Every iteration runs the batch twice, on prompts never seen before: once for a single token, which is the prefill (and
-the time to first token), and once for the whole output. Decode is the difference.
+Both phases come from the same run: prefill ends with the last request's first token, and decode is that request's time
+from there to its end. Each iteration is held to rates that are measured right before and after it, so that a machine
+whose speed drifts changes the work and its limit alike.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,10 @@ class LatencyResult:
     input_len: int
     output_len: int
     latencies: tuple[float, ...]  # seconds of the whole batch, one an iteration
-    first_tokens: tuple[float, ...]  # seconds of the one-token runs
-    prefill: Achieved | None
-    decode: Achieved | None  # one step; None also where there is nothing to decode
+    first_tokens: tuple[float, ...]  # seconds to the last request's first token
+    token_times: tuple[float, ...] = ()  # seconds a decode step; none where a single token is drawn
+    prefill: Achieved | None = None  # of the iteration with the median share of the limit
+    decode: Achieved | None = None  # one step, likewise
 
     @property
     def latency(self) -> Interval:
@@ -38,11 +40,8 @@ class LatencyResult:
         return median_interval(self.first_tokens)
 
     @property
-    def token_time(self) -> float | None:
-        """Seconds a decode step, from the medians."""
-        if self.output_len == 1:
-            return None
-        return (self.latency.median - self.first_token.median) / (self.output_len - 1)
+    def token_time(self) -> Interval | None:
+        return median_interval(self.token_times) if self.token_times else None
 
     def as_dict(self) -> dict[str, Any]:
         step = self.token_time
@@ -60,7 +59,8 @@ class LatencyResult:
             "first_token_latencies": list(self.first_tokens),
             "ttft_interval": self.first_token.as_dict(),
             "prefill_tokens_per_second": self.batch_size * self.input_len / self.first_token.median,
-            "decode_tokens_per_second": None if step is None else self.batch_size / step,
+            "token_times": list(self.token_times),
+            "decode_tokens_per_second": None if step is None else self.batch_size / step.median,
             "prefill": None if self.prefill is None else self.prefill.as_dict(),
             "decode_step": None if self.decode is None else self.decode.as_dict(),
         }
@@ -71,30 +71,40 @@ def measure(target: Generates, vocabulary: Vocabulary, batch_size: int, input_le
             on_iteration: Callable[[], None] = lambda: None) -> LatencyResult:
     rng = np.random.default_rng([seed, batch_size, input_len])
 
-    def timed(length: int) -> float:
-        batch = [BenchRequest(vocabulary.draw(rng, input_len), length) for _ in range(batch_size)]
+    def run() -> tuple[float, float, float]:
+        """Seconds of the whole batch, to the last first token, and a decode step."""
+        batch = [BenchRequest(vocabulary.draw(rng, input_len), output_len) for _ in range(batch_size)]
         start = time.perf_counter()
-        target.generate(batch)
-        return time.perf_counter() - start
+        completions = target.generate(batch)
+        whole = time.perf_counter() - start
+        last = max(completions, key=lambda completion: completion.first_token)
+        return whole, last.first_token, last.decode / max(1, output_len - 1)
 
     for _ in range(num_iters_warmup):
-        timed(output_len)
+        run()
         on_iteration()
-    latencies, first_tokens = [], []
+    runs: list[tuple[float, float, float]] = []
+    prefills: list[Achieved] = []
+    decodes: list[Achieved] = []
+    limits = target.limits.again() if target.limits is not None else None
     for _ in range(num_iters):
-        first_tokens.append(timed(1))
-        latencies.append(timed(output_len))
+        runs.append(run())
+        if limits is not None:
+            after = limits.again()
+            held, limits = limits.mean(after), after
+            _, first_token, token_time = runs[-1]
+            prefills.append(achieved(first_token, held.step([(input_len, 0)] * batch_size), held))
+            if output_len > 1:
+                decodes.append(achieved(token_time, _mean_step(held, batch_size, input_len, output_len), held))
         on_iteration()
-    result = LatencyResult(batch_size, input_len, output_len, tuple(latencies), tuple(first_tokens), None, None)
-    limits = target.limits
-    if limits is None:
-        return result
-    prefill = achieved(result.first_token.median, limits.step([(input_len, 0)] * batch_size), limits)
-    decode = None
-    # With noise the difference of two medians can come out at or below zero: then there is no rate to print.
-    if result.token_time is not None and result.token_time > 0:
-        decode = achieved(result.token_time, _mean_step(limits, batch_size, input_len, output_len), limits)
-    return replace(result, prefill=prefill, decode=decode)
+    whole, first_tokens, token_times = zip(*runs, strict=True)
+    return LatencyResult(batch_size, input_len, output_len, whole, first_tokens, token_times if output_len > 1 else (),
+                         _middle(prefills), _middle(decodes))
+
+
+def _middle(iterations: list[Achieved]) -> Achieved | None:
+    """The one with the median share of the limit."""
+    return sorted(iterations, key=lambda each: each.of_limit)[len(iterations) // 2] if iterations else None
 
 
 def _mean_step(limits: Limits, batch_size: int, input_len: int, output_len: int) -> Bound:

@@ -21,7 +21,7 @@ def provenance(hardware: Mapping[str, Any]) -> dict[str, Any]:
         "command": shlex.join(["spill", *sys.argv[1:]]),
         "commit": commit(),
         "versions": {"python": platform.python_version(), **_versions()},
-        "hardware": dict(hardware),
+        "hardware": {name: value for name, value in hardware.items() if not name.startswith("cache_")},
     }
 
 

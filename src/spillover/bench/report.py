@@ -83,9 +83,10 @@ def latency_table(results: Sequence[LatencyResult]) -> Table:
         table.add_row(f"prefill, {shape}", _ms(first.median), f"{_ms(first.low)} .. {_ms(first.high)}",
                       f"{result.batch_size * result.input_len / first.median:,.0f}",
                       *(result.prefill.cells() if result.prefill else [NOTHING] * 4))
-        if result.token_time is not None:
-            rate = f"{result.batch_size / result.token_time:,.1f}" if result.token_time > 0 else NOTHING
-            table.add_row(f"decode step, {shape}", _ms(result.token_time), "", rate,
+        step = result.token_time
+        if step is not None:
+            table.add_row(f"decode step, {shape}", _ms(step.median), f"{_ms(step.low)} .. {_ms(step.high)}",
+                          f"{result.batch_size / step.median:,.1f}",
                           *(result.decode.cells() if result.decode else [NOTHING] * 4))
         table.add_row(f"whole, {shape}, {result.output_len} out", _ms(whole.median),
                       f"{_ms(whole.low)} .. {_ms(whole.high)}",

@@ -70,6 +70,12 @@ class Limits(Protocol):
     @property
     def matrix_rate(self) -> float: ...  # FLOP a second
 
+    def again(self) -> Limits:
+        """Measured anew, briefly."""
+
+    def mean(self, other: Limits) -> Limits:
+        """At rates halfway between these and the other's."""
+
     def step(self, batch: Sequence[tuple[int, int]]) -> Bound:
         """One step of (new tokens, tokens cached before it), one pair a request; each request draws a token."""
 

@@ -16,6 +16,7 @@ from spillover.cli.demo import demo
 from spillover.cli.generate import generate
 from spillover.cli.planning import doctor, plan
 from spillover.cli.pull import pull
+from spillover.cli.serve import serve
 from spillover.errors import SpilloverError
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -61,11 +62,12 @@ def main() -> None:
     \b
       spill demo                      see it work, in under three minutes
       spill chat                      talk to a model
+      spill serve                     an OpenAI-compatible server, with a page at its address
       spill plan MODEL                what would go where, and how fast it could run
     """
 
 
-for command in (demo, chat, generate, plan, doctor, pull, bench):
+for command in (demo, serve, chat, generate, plan, doctor, pull, bench):
     main.add_command(command)
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from spillover.bench.target import BenchRequest, Bound, Completion, Counters, Limits
 from spillover.engine.llm import LLM
 from spillover.engine.outputs import RequestOutput
 from spillover.engine.sampling_params import SamplingParams
+from spillover.plan.rates import Rates, measure_rates
 from spillover.plan.roofline import Roofline
+
+CALIBRATION_SECONDS = 1.0  # of the rates measured between two iterations
 
 
 class RooflineLimits:
@@ -18,6 +22,19 @@ class RooflineLimits:
         self._roofline = roofline
         self.memory_rate = roofline.rates.memory_read
         self.matrix_rate = roofline.rates.flops(roofline.shape.dtype)
+
+    def again(self) -> RooflineLimits:
+        return self._at(measure_rates(self._roofline.rates.device, CALIBRATION_SECONDS))
+
+    def mean(self, other: Limits) -> RooflineLimits:
+        rates = self._roofline.rates
+        memory = (self.memory_rate + other.memory_rate) / 2
+        scale = (self.matrix_rate + other.matrix_rate) / 2 / self.matrix_rate
+        wide = None if rates.bfloat16 is None else rates.bfloat16 * scale
+        return self._at(replace(rates, memory_read=memory, float32=rates.float32 * scale, bfloat16=wide))
+
+    def _at(self, rates: Rates) -> RooflineLimits:
+        return RooflineLimits(Roofline(self._roofline.shape, rates))
 
     def step(self, batch: Sequence[tuple[int, int]]) -> Bound:
         roof = self._roofline.step(batch)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from spillover.engine.config import EngineConfig
-from spillover.engine.loop import Engine
+from spillover.engine.loop import Engine, StepRunner
+from spillover.engine.null_runner import NullRunner, ordinary_tokens
 from spillover.engine.runner import Runner
 from spillover.engine.scheduler import Scheduler, SchedulerConfig
 from spillover.errors import SpilloverError
@@ -29,6 +30,7 @@ from spillover.models.weights import WeightSpecs
 from spillover.plan.hardware import probe, trim_heap
 from spillover.plan.planner import Plan, PlanRequest, make_plan
 from spillover.plan.rates import Rates
+from spillover.plan.workspace import Workspace
 from spillover.units import parse_bytes
 
 
@@ -47,6 +49,7 @@ class PlannedModel:
 @dataclass(frozen=True)
 class Assembly:
     config: EngineConfig  # as planned: nothing left to choose
+    path: Path
     model_config: ModelConfig
     specs: WeightSpecs
     plan: Plan
@@ -60,10 +63,11 @@ def plan_model(config: EngineConfig, rates: Rates | None = None) -> PlannedModel
     hf_config = read_config(path)
     arch = architecture(hf_config)
     model_config = arch.config(hf_config)
-    specs = arch.weight_specs(model_config)
+    null = config.load_format == "null"
+    specs = {} if null else arch.weight_specs(model_config)
     request = PlanRequest(
         model=config.model or DEFAULT_MODEL,
-        device=config.device,
+        device="cpu" if null else config.device,
         dtype=config.dtype,
         gpu_memory=None if config.gpu_memory is None else parse_bytes(config.gpu_memory),
         block_size=config.block_size,
@@ -74,6 +78,9 @@ def plan_model(config: EngineConfig, rates: Rates | None = None) -> PlannedModel
         enable_chunked_prefill=config.enable_chunked_prefill,
     )
     plan = make_plan(request, model_config, specs, probe(), rates, native.library() is not None)
+    if null:  # the planned blocks are counted but never held
+        plan = replace(plan, device_name="a null model (no weights, no KV, meaningless output)", kv_bytes=0,
+                       workspace=Workspace(0, 0, 0, 0, 0), workspace_bytes=0)
     chosen = replace(config, model=request.model, device=plan.device, dtype=plan.dtype,
                      max_model_len=plan.max_model_len, max_num_seqs=plan.max_num_seqs,
                      max_num_batched_tokens=plan.max_num_batched_tokens)
@@ -89,7 +96,28 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
     planned = plan_model(config)
     if on_plan is not None:
         on_plan(planned.plan)
+    config, plan = planned.config, planned.plan
+    runner = _make_runner(planned, tokenizer, progress)
+    kv = KVCache(plan.num_blocks, plan.block_size, plan.windows, config.enable_prefix_caching, _identity(planned))
+    scheduler = Scheduler(SchedulerConfig(
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        max_model_len=plan.max_model_len,
+        num_groups=len(plan.windows),
+        chunked_prefill=config.enable_chunked_prefill,
+        static_batching=config.batching == "static",
+        policy=config.schedule_policy,
+        watermark=config.watermark,
+    ), kv)
+    return Assembly(config, planned.path, planned.model_config, planned.specs, plan,
+                    Engine(scheduler, runner, config.async_scheduling), tokenizer)
+
+
+def _make_runner(planned: PlannedModel, tokenizer: Tokenizer | None, progress: Progress | None) -> StepRunner:
     config, plan, model_config = planned.config, planned.plan, planned.model_config
+    decode = (lambda token: tokenizer.decode([token], False)) if tokenizer is not None else None
+    if config.load_format == "null":
+        return NullRunner(ordinary_tokens(model_config.vocab_size, tokenizer, model_config.eos_token_ids), decode)
     device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
     model = planned.architecture.build(model_config, device, dtype, plan.max_model_len)
     if config.load_format == "dummy":
@@ -99,22 +127,7 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
             weights = load_weights(checkpoint, model_config, planned.specs, dtype, device, progress=progress)
     trim_heap()  # what loading left behind
     pool = _make_pool(plan, model_config, len(model.groups[0].layers), dtype, device)
-    kv = KVCache(plan.num_blocks, plan.block_size, [group.window for group in model.groups],
-                 config.enable_prefix_caching, _identity(planned))
-    scheduler = Scheduler(SchedulerConfig(
-        max_num_seqs=plan.max_num_seqs,
-        max_num_batched_tokens=plan.max_num_batched_tokens,
-        max_model_len=plan.max_model_len,
-        num_groups=len(model.groups),
-        chunked_prefill=config.enable_chunked_prefill,
-        static_batching=config.batching == "static",
-        policy=config.schedule_policy,
-        watermark=config.watermark,
-    ), kv)
-    decode = (lambda token: tokenizer.decode([token], False)) if tokenizer is not None else None
-    runner = Runner(model, weights, KVViews(pool, model.groups), plan.block_size, device, decode)
-    return Assembly(config, model_config, planned.specs, plan,
-                    Engine(scheduler, runner, config.async_scheduling), tokenizer)
+    return Runner(model, weights, KVViews(pool, model.groups), plan.block_size, device, decode)
 
 
 def _make_pool(plan: Plan, config: ModelConfig, layers: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

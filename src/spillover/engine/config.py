@@ -21,8 +21,8 @@ class EngineConfig:
     model: str | None = _flag(None, "Model: a name from `spill pull`, a Hugging Face folder, a GGUF file or a hub id.")
     tokenizer: str | None = _flag(None, "Tokenizer folder or GGUF file, if not the model's own.")
     skip_tokenizer_init: bool = _flag(False, "Take and give token ids only; no tokenizer is loaded.")
-    load_format: str = _flag("auto", "auto reads the checkpoint; dummy makes random weights of the true shape; null has no "
-                             "model at all and answers at once with meaningless words, to measure all the rest.",
+    load_format: str = _flag("auto", "auto reads the checkpoint; dummy makes random weights of the true shape; null "
+                             "has no model and answers at once with meaningless words, to measure all the rest.",
                              ("auto", "dummy", "null"))
     dtype: str = _flag("auto", "Compute type; auto is float32 on a CPU and the stored type on a GPU.",
                        ("auto", "float32", "bfloat16", "float16"))

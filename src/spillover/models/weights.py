@@ -89,7 +89,7 @@ class ResidentWeights:
         return self._contexts[name]
 
     def move(self, device: torch.device) -> None:
-        """Every weight to another device, one at a time, so that no second copy of them all is ever held.
+        """Every weight to another device, part by part, so that no second copy of them all is ever held.
 
         On the host they lie in pinned memory where there is a device to come back from, so that the way back is short.
         """

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from spillover.errors import RequestError, SpilloverError
+from spillover.errors import SpilloverError
 from spillover.server.engine_client import EngineDead, QueueFull
 
 log = logging.getLogger("spillover.server")
@@ -22,7 +22,6 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_
           500: "server_error", 503: "service_unavailable_error"}
 _SENTENCES = {404: "There is no {method} {path} here; GET /openapi.json lists what there is.",
               405: "{path} does not take {method}; GET /openapi.json lists what it takes."}
-RETRY_AFTER_SECONDS = 1
 
 
 class ApiError(Exception):
@@ -52,10 +51,10 @@ def as_api_error(error: Exception, request_id: str) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFull):
-        return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+        return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(error.retry_after)})
     if isinstance(error, EngineDead):
-        return ApiError(503, str(error), code="engine_unavailable", headers={"Retry-After": "5"})
-    if isinstance(error, RequestError | SpilloverError):
+        return ApiError(503, str(error), code="engine_unavailable", headers={"Retry-After": str(error.retry_after)})
+    if isinstance(error, SpilloverError):
         return ApiError(400, str(error))
     log.error("%s failed", request_id, exc_info=error)
     return ApiError(500, f"Something went wrong inside the server; its log has the cause under {request_id}.",
@@ -74,18 +73,20 @@ def error_response(error: ApiError) -> Response:
 def validation_error(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     """pydantic's findings as one sentence; the first names the parameter."""
     first = problems[0]
-    # A field of several forms is reported once a form, as in prompt.str, prompt.list[int]: name the field.
-    where = [str(part) for part in first["loc"] if not _is_form(part)]
-    param = ".".join(where) or None
-    text = str(first["msg"]).removeprefix("Value error, ")
-    alternatives = dict.fromkeys(str(problem["msg"]) for problem in problems
-                                 if [str(part) for part in problem["loc"] if not _is_form(part)][:1] == where[:1])
-    if len(alternatives) > 1:
-        text = "; or ".join(list(alternatives)[:4])
+    param = field_path(first["loc"])
+    # A field that may have several forms is reported once a form.
+    found = dict.fromkeys(str(problem["msg"]).removeprefix("Value error, ") for problem in problems
+                          if field_path(problem["loc"]) == param)
+    text = "; or ".join(list(found)[:4])
     return ApiError(400, f"{param}: {text}" if param else text, param)
 
 
-def _is_form(part: object) -> bool:
+def field_path(loc: Sequence[int | str]) -> str | None:
+    """messages.0.content, without the names of a field's alternative forms that pydantic puts in between."""
+    return ".".join(str(part) for part in loc if not _is_form(part))[:256] or None
+
+
+def _is_form(part: int | str) -> bool:
     return isinstance(part, str) and (part[:1].isupper() or "[" in part or part in ("str", "int", "float", "bool"))
 
 
@@ -103,7 +104,7 @@ def add_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         return error_response(validation_error(error.errors()))
 
-    for kind in (ApiError, SpilloverError, QueueFull, EngineDead):
+    for kind in (ApiError, SpilloverError):
         app.add_exception_handler(kind, expected)
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(RequestValidationError, invalid)

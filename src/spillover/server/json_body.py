@@ -6,12 +6,15 @@ import difflib
 import json
 import math
 import re
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
-from spillover.server.errors import ApiError, validation_error
+from spillover.server.errors import ApiError, field_path, validation_error
+from spillover.server.front import front_of
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -23,12 +26,12 @@ _LARGE = 256 * 1024  # bytes; parsing more than this is left to a thread
 
 
 class JsonBody(Generic[Model]):
-    """A dependency: the request's body as `model`, or a 4xx that says what is wrong with it."""
+    """`read` is a dependency: the request's body as `model`, or a 4xx that says what is wrong with it."""
 
     def __init__(self, model: type[Model]) -> None:
         self.model = model
 
-    async def __call__(self, request: Request) -> Model:
+    async def read(self, request: Request) -> Model:
         kind = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
         if kind != "application/json":
             # Also keeps other sites' pages out: a browser sends this type across origins only after asking.
@@ -36,20 +39,22 @@ class JsonBody(Generic[Model]):
                                 f"send the header Content-Type: application/json")
         body = await request.body()
         if len(body) <= _LARGE:
-            return self._read(body)
-        done: Model = await request.app.state.pool.run(self._read, body)
-        return done
+            return self._parse(body)
+        return await front_of(request).in_thread(self._parse, body)
 
-    def _read(self, body: bytes) -> Model:
+    def _parse(self, body: bytes) -> Model:
         value = parse_json(body)
         if not isinstance(value, dict):
             raise ApiError(400, f"the body must be a JSON object, not {_kind(value)}")
+        model = self.model_for(value)
         try:
-            return self.model.model_validate(value)
+            return model.model_validate(value)
         except ValidationError as error:
-            unknown = _unknown_field(error, self.model)
             problems = error.errors(include_url=False, include_context=False, include_input=False)
-            raise unknown or validation_error(problems) from None
+            raise _unknown_field(problems, model) or validation_error(problems) from None
+
+    def model_for(self, value: dict[str, Any]) -> type[Model]:
+        return self.model
 
 
 def parse_json(body: bytes) -> Any:
@@ -84,14 +89,14 @@ def nearest(name: str, names: list[str]) -> str:
     return f"; did you mean '{near[0]}'?" if near else ""
 
 
-def _unknown_field(error: ValidationError, model: type[BaseModel]) -> ApiError | None:
-    for problem in error.errors(include_url=False):
+def _unknown_field(problems: Sequence[ErrorDetails], model: type[BaseModel]) -> ApiError | None:
+    for problem in problems:
         if problem["type"] == "extra_forbidden":
-            *path, name = (str(part) for part in problem["loc"])
-            where = ".".join(part for part in path if part[:1].islower() or part.isdigit())
-            hint = nearest(name, [item for item in model.model_fields if item != name]) if not path else ""
-            return ApiError(400, f"unknown field '{name}'{f' in {where}' if where else ''}{hint}",
-                            f"{where}.{name}" if where else name, "unknown_field")
+            *path, name = problem["loc"]
+            where = field_path(path)
+            hint = "" if where else nearest(str(name), list(model.model_fields))
+            return ApiError(400, f"unknown field '{str(name)[:64]}'{f' in {where}' if where else ''}{hint}",
+                            field_path(problem["loc"]), "unknown_field")
     return None
 
 

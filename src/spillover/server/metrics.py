@@ -7,19 +7,21 @@ carried over here, so that no counter ever falls.
 from __future__ import annotations
 
 import bisect
-import time
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from spillover.engine.request import Request
+from spillover.server.protocol import LiveStats
 
 if TYPE_CHECKING:
     from spillover.engine.output_processor import Answer
+    from spillover.server.engine_client import EngineInfo
 
 PREFIX = "spillover:"
 SOURCES = ("computed", "device", "host", "disk", "remote")
@@ -33,3 +35,247 @@ TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 
 LATENCY_BUCKETS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
                    480.0, 960.0, 1920.0, 7680.0)
 STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+class Metrics:
+    """All that is counted about one server. `sample` is called about once a second, `observe` once a request."""
+
+    def __init__(self, model_name: str, max_model_len: int) -> None:
+        self.registry = CollectorRegistry()
+        self.ended = TokenCounts()  # of requests that have ended
+        self.engine = EngineTotals()
+        self._model = model_name
+        self._running: tuple[TokenCounts, LiveStats, EngineInfo | None] = TokenCounts(), LiveStats(), None
+        sizes = [step * 10 ** power for power in range(8) for step in (1, 2, 5)]
+        lengths = [size for size in sizes if size <= max_model_len]
+
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(PREFIX + name, text, ["model_name"], registry=self.registry,
+                             buckets=buckets).labels(model_name)
+
+        self._first_token = histogram("time_to_first_token_seconds", "Time from arrival to the first token.",
+                                      FIRST_TOKEN_BUCKETS)
+        self._token = histogram("request_time_per_output_token_seconds",
+                                "Time from the first token to the last over the tokens after the first.", TOKEN_BUCKETS)
+        self._latency = histogram("e2e_request_latency_seconds", "Time from arrival to the last token.",
+                                  LATENCY_BUCKETS)
+        self._queue = histogram("request_queue_time_seconds", "Time waiting to be scheduled.", LATENCY_BUCKETS)
+        self._prefill = histogram("request_prefill_time_seconds", "Time from being scheduled to the first token.",
+                                  LATENCY_BUCKETS)
+        self._decode = histogram("request_decode_time_seconds", "Time from the first token to the last.",
+                                 LATENCY_BUCKETS)
+        self._inference = histogram("request_inference_time_seconds", "Time from being scheduled to the last token.",
+                                    LATENCY_BUCKETS)
+        self._prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", lengths)
+        self._output = histogram("request_generation_tokens", "Generated tokens of a request.", lengths)
+        self._computed = histogram("request_prefill_kv_computed_tokens", "Prompt tokens of a request that were not "
+                                   "found in a cache.", lengths)
+        self._n = histogram("request_params_n", "The n of a request.", (1, 2, 5, 10, 20))
+        self._max_tokens = histogram("request_params_max_tokens", "The max_tokens of a request that sets it.", lengths)
+        success = Counter(PREFIX + "request_success", "Requests that ended, by why they ended.",
+                          ["model_name", "finished_reason"], registry=self.registry)
+        self._success = {reason: success.labels(model_name, reason) for reason in FINISH_REASONS}
+        self._http = Counter(PREFIX + "http_requests", "HTTP requests, by route and status.", ["route", "status"],
+                             registry=self.registry)
+        self._gaps = WeightedHistogram(TOKEN_BUCKETS)
+        self._step_tokens = WeightedHistogram(STEP_BUCKETS)
+        self.registry.register(_Collected(self._collect))
+        ProcessCollector(registry=self.registry)
+
+    def observe(self, answer: Answer, failed: bool = False) -> None:
+        """A request has ended, one way or another. Latencies are of those that ended well; the rest is only counted."""
+        self._n.observe(len(answer.requests))
+        for request in answer.requests:
+            self.ended.add(request)
+            self._success["error" if failed and request.finish_reason is None else finish_reason(request)].inc()
+            self._prompt.observe(request.num_prompt)
+            if request.params.max_tokens is not None:
+                self._max_tokens.observe(request.params.max_tokens)
+            if request.sources is not None:
+                self._computed.observe(request.sources.computed)
+            if request.first_token:
+                self._first_token.observe(request.first_token - request.arrived)
+            if request.finish_reason in ("stop", "length") and request.finished:
+                self._observe_times(request)
+
+    def count_http(self, route: str, status: int) -> None:
+        self._http.labels(route, str(status)).inc()
+
+    def sample(self, stats: LiveStats, info: EngineInfo | None) -> None:
+        """Carry the engine's totals over; between two samples the mean step stands for each of them."""
+        before = self.engine.values
+        after = self.engine.update(stats, info.started if info is not None else 0.0)
+        steps = after["steps"] - before["steps"]
+        if steps > 0:
+            self._step_tokens.add((after["step_tokens"] - before["step_tokens"]) / steps, steps)
+
+    def render(self, stats: LiveStats, info: EngineInfo | None, running: TokenCounts) -> bytes:
+        """The text that Prometheus scrapes. `running`: tokens so far of requests that have not ended."""
+        self.sample(stats, info)
+        self._running = running, stats, info
+        return generate_latest(self.registry)
+
+    def _observe_times(self, request: Request) -> None:
+        times, gaps = request.timings, len(request.token_ids) - request.num_prompt - 1
+        self._latency.observe(request.finished - request.arrived)
+        self._output.observe(gaps + 1)
+        if not request.first_token:
+            return
+        self._queue.observe(times.queue)
+        self._prefill.observe(times.prefill)
+        self._decode.observe(times.decode)
+        self._inference.observe(request.finished - request.scheduled)
+        if gaps > 0:
+            self._token.observe(times.decode / gaps)
+            self._gaps.add(times.decode / gaps, gaps)
+
+    # What is known only when it is asked for
+
+    def _collect(self) -> Iterator[Metric]:
+        running, stats, info = self._running
+        tokens = self.ended.plus(running)
+        totals = self.engine.values
+        yield self._gauge("num_requests_running", "Requests in the running batch.", stats.num_running)
+        yield self._gauge("num_requests_waiting", "Requests waiting to be scheduled.", stats.num_waiting)
+        yield self._gauge("engine_sleeping", "1 while the engine sleeps.", int(stats.sleeping))
+        yield self._counter("prompt_tokens", "Prompt tokens of requests that were scheduled.", tokens.prompt)
+        yield self._counter("generation_tokens", "Tokens generated.", tokens.output)
+        yield self._counter("prompt_tokens_cached", "Prompt tokens that were found in a cache.",
+                            tokens.prompt - tokens.sources["computed"])
+        by_source = CounterMetricFamily(PREFIX + "prompt_tokens_by_source", "Prompt tokens by where they came from.",
+                                        labels=["model_name", "source"])
+        for source in SOURCES:
+            by_source.add_metric([self._model, source], tokens.sources[source])
+        yield by_source
+        yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", totals["prefix_queries"])
+        yield self._counter("prefix_cache_hits", "Tokens found in the prefix cache.", totals["prefix_hits"])
+        yield self._counter("num_preemptions", "Times a running request lost its blocks.", totals["preemptions"])
+        yield self._counter("kv_evictions", "Cached blocks given up for others.", totals["evictions"])
+        yield self._counter("engine_steps", "Steps of the engine.", totals["steps"])
+        yield self._counter("engine_restarts", "Engines that died and were started again.",
+                            info.restarts if info is not None else 0)
+        yield self._gaps.family("inter_token_latency_seconds", "Time between two tokens of a request; each of a "
+                                "request's gaps counts as their mean.", self._model)
+        yield self._step_tokens.family("iteration_tokens_total", "Tokens computed in a step; steps of one second count "
+                                       "as their mean.", self._model)
+        yield from self._memory(stats, info)
+
+    def _memory(self, stats: LiveStats, info: EngineInfo | None) -> Iterator[Metric]:
+        usage = GaugeMetricFamily(PREFIX + "kv_cache_usage_perc", "Share of KV blocks that requests hold, 0 to 1.",
+                                  labels=["model_name", "tier"])
+        usage.add_metric([self._model, "device"], stats.kv_usage)
+        blocks = GaugeMetricFamily(PREFIX + "kv_blocks", "KV blocks by tier and state.",
+                                   labels=["model_name", "tier", "state"])
+        for state in ("free", "evictable", "protected", "in_flight"):
+            blocks.add_metric([self._model, "device", state], getattr(stats, f"blocks_{state}"))
+        tiers = GaugeMetricFamily(PREFIX + "tier_bytes", "Memory of a tier by what it holds.",
+                                  labels=["model_name", "tier", "use"])
+        for tier in stats.tiers:
+            tiers.add_metric([self._model, tier.name, "weights"], tier.weight_bytes)
+            tiers.add_metric([self._model, tier.name, "kv"], tier.kv_bytes)
+            if tier.name != "device" and tier.kv_bytes:
+                usage.add_metric([self._model, tier.name], tier.kv_used_bytes / tier.kv_bytes)
+        yield from (usage, blocks, tiers)
+        if info is not None:
+            facts = {"block_size": info.plan.block_size, "num_gpu_blocks": info.plan.num_blocks,
+                     "cache_dtype": info.plan.dtype, "enable_prefix_caching": info.config.enable_prefix_caching}
+            family = GaugeMetricFamily(PREFIX + "cache_config_info", "How the KV cache is set up.",
+                                       labels=["model_name", *facts])
+            family.add_metric([self._model, *map(str, facts.values())], 1)
+            yield family
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+
+@dataclass
+class TokenCounts:
+    """Tokens of some requests. The sources always add up to the prompt."""
+
+    prompt: int = 0
+    output: int = 0
+    sources: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
+
+    def add(self, request: Request) -> None:
+        self.output += len(request.token_ids) - request.num_prompt
+        if request.sources is not None:  # it was scheduled
+            self.prompt += request.num_prompt
+            for source in SOURCES:
+                self.sources[source] += getattr(request.sources, source)
+
+    def plus(self, other: TokenCounts) -> TokenCounts:
+        return TokenCounts(self.prompt + other.prompt, self.output + other.output,
+                           {source: self.sources[source] + other.sources[source] for source in SOURCES})
+
+    @classmethod
+    def of(cls, requests: Iterable[Request]) -> TokenCounts:
+        counts = cls()
+        for request in requests:
+            counts.add(request)
+        return counts
+
+
+class EngineTotals:
+    """Totals that an engine process counts, added up over all the engines there have been."""
+
+    NAMES = ("steps", "preemptions", "prefix_queries", "prefix_hits", "evictions", "step_tokens")
+
+    def __init__(self) -> None:
+        self.values = dict.fromkeys(self.NAMES, 0)
+        self._seen = dict.fromkeys(self.NAMES, 0)  # of the engine that runs now
+        self._before = dict.fromkeys(self.NAMES, 0)  # of engines that have gone
+        self._started = 0.0
+
+    def update(self, stats: LiveStats, started: float) -> dict[str, int]:
+        """`started`: when the engine that runs now was ready; older stats are still those of the one before it."""
+        seen = {name: getattr(stats, name) for name in self.NAMES if name != "step_tokens"}
+        seen["step_tokens"] = stats.output_tokens + stats.sources.computed
+        is_new = started != self._started and stats.time >= started
+        if is_new or any(seen[name] < self._seen[name] for name in self.NAMES):
+            self._before = dict(self.values)
+        if is_new:
+            self._started = started
+        self._seen = seen
+        self.values = {name: self._before[name] + seen[name] for name in self.NAMES}
+        return self.values
+
+
+class WeightedHistogram:
+    """A histogram that takes many equal values at once."""
+
+    def __init__(self, buckets: Sequence[float]) -> None:
+        self._bounds = list(buckets)
+        self._counts = [0] * (len(buckets) + 1)
+        self._sum = 0.0
+
+    def add(self, value: float, count: int) -> None:
+        self._counts[bisect.bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def family(self, name: str, text: str, model: str) -> HistogramMetricFamily:
+        up_to = itertools.accumulate(self._counts)
+        bounds = [str(float(bound)) for bound in self._bounds] + ["+Inf"]
+        family = HistogramMetricFamily(PREFIX + name, text, labels=["model_name"])
+        family.add_metric([model], list(zip(bounds, up_to, strict=True)), self._sum)
+        return family
+
+
+class _Collected(Collector):
+    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
+        self._collect = collect
+
+    def collect(self) -> Iterator[Metric]:
+        return self._collect()
+
+
+def finish_reason(request: Request) -> str:
+    """One of FINISH_REASONS; a request that never ended by itself was left by its client."""
+    reason = request.finish_reason or "abort"
+    return reason if reason in FINISH_REASONS else "error"

@@ -30,6 +30,7 @@ function showHeader(live) {
   const facts = [["up", format.span(live.uptime)]];
   if (live.device) facts.push(["on", [live.device, live.dtype].filter(Boolean).join(", ")]);
   if (live.max_model_len) facts.push(["context", format.count(live.max_model_len)]);
+  if (live.null_model) facts.push(["weights", "none (null model)"]);
   if (live.restarts) facts.push(["engine restarts", format.count(live.restarts)]);
   facts.push(["version", live.version]);
   $("facts").replaceChildren(...facts.map(([name, value]) =>
@@ -39,7 +40,7 @@ function showHeader(live) {
 
 function showBanner(live) {
   const asked = {
-    dead: "The engine is down. Requests are refused until it is back" + (live.restarting ? "; it is being restarted." : "."),
+    dead: "The engine is down: requests are refused until it is back. The server's log says why it stopped.",
     starting: "The engine is starting. Requests are answered when the model is loaded.",
     sleeping: "The engine is asleep: its weights are out of device memory. POST /wake_up brings them back; requests wait until then.",
   };
@@ -120,22 +121,20 @@ function readChart(event) {
 // Tiers
 
 function showTiers(live) {
-  const made = live.tiers.map((tier) => {
-    const off = !tier.total;
+  $("tiers").replaceChildren(...live.tiers.map((tier) => {
     const bar = element("div", { class: "bar" });
     let words = "not configured";
-    if (!off) {
+    if (tier.total) {
       bar.append(segment("used", tier.used / tier.total), segment("kept", tier.kept / tier.total));
       words = format.share(tier.used / tier.total) + " in use, " + format.share(tier.kept / tier.total) + " kept, of " +
-        (tier.bytes ? format.bytes(tier.bytes) : format.count(tier.total) + " blocks");
+        format.bytes(tier.total);
+    } else if (tier.weights) {
+      words = format.bytes(tier.weights) + " of weights";
     }
-    return element("li", off ? { class: "off" } : {},
+    return element("li", tier.total ? {} : { class: "off" },
       element("div", { class: "name" }, element("span", {}, tier.name), element("span", {}, words)), bar);
-  });
-  $("tiers").replaceChildren(...made);
-  const device = live.tiers[0];
-  setText("memory-note", device.total
-    ? format.count(device.total) + " blocks of " + live.block_size + " tokens" : "");
+  }));
+  setText("memory-note", live.blocks ? format.count(live.blocks) + " blocks of " + live.block_size + " tokens" : "");
 }
 
 function segment(name, share) {

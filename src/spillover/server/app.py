@@ -1,0 +1,42 @@
+"""The HTTP application: routes and the layers around them. What is behind it is handed in."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+import spillover
+from spillover.server import admin, chat, completions, responses
+from spillover.server.access import BodyLimit, RequestLog
+from spillover.server.auth import ApiKeys
+from spillover.server.documents import describe
+from spillover.server.engine_client import EngineClient
+from spillover.server.errors import LastResort, add_error_handlers
+from spillover.server.front import Front
+from spillover.server.page_routes import add_metrics, add_page
+from spillover.server.recorder import Recorder
+from spillover.server.settings import ServerSettings
+
+
+def make_app(client: EngineClient, settings: ServerSettings) -> FastAPI:
+    app = FastAPI(title="Spillover", version=spillover.__version__, docs_url=None, redoc_url=None,
+                  description="An OpenAI-compatible server for language models that do not fit.")
+    recorder = Recorder(client, settings.served_model_names[0])
+    front = Front(client, settings, recorder)
+    app.state.front, app.state.client, app.state.recorder = front, client, recorder
+    for family in (completions, chat, responses, admin):
+        app.include_router(family.router)
+    add_page(app)
+    add_error_handlers(app)
+    describe(app)
+    # The last one added is the outermost.
+    app.add_middleware(BodyLimit, limit=settings.max_request_bytes)
+    if settings.api_keys:
+        app.add_middleware(ApiKeys, keys=settings.api_keys)
+    app.add_middleware(LastResort)
+    add_metrics(app)  # counts what the layers before it answer too
+    if settings.cors_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"],
+                           allow_headers=["*"])
+    app.add_middleware(RequestLog, front=front)
+    return app

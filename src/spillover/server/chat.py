@@ -1,0 +1,216 @@
+"""POST /v1/chat/completions: a conversation in, a message out, with tool calls read out of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from spillover.engine.output_processor import Answer
+from spillover.server.conversation import joined, prompt_ids
+from spillover.server.documents import STREAMED, body_of, refusals
+from spillover.server.errors import ApiError
+from spillover.server.front import Front, front_of, wants_timings
+from spillover.server.generation import Job, changes, collect, prepare
+from spillover.server.json_body import JsonBody
+from spillover.server.logprobs import chat_logprobs, prompt_rows
+from spillover.server.pieces import Cursor, Piece, note_counts, texts, timings, usage
+from spillover.server.sampling import answer_room, sampling_params, structured_outputs
+from spillover.server.schemas_chat import ChatRequest, ChatResponse
+from spillover.server.sse import DONE, MARK, EventStream, TextChunk, encode, event
+from spillover.server.tools import Delta, Reader, ToolUse, read_all, tool_use
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions", response_model=ChatResponse, responses=refusals(STREAMED),
+             openapi_extra=body_of(ChatRequest))
+async def chat_completions(http: HttpRequest, body: Annotated[ChatRequest, Depends(JsonBody(ChatRequest).read)]) -> Response:
+    front = front_of(http)
+    model = front.model_name(body.model)
+    front.require_engine()
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
+    name = f"chatcmpl-{http.scope['request_id']}"
+    use = tool_use(body, front.tokenizer.chat_template or "")
+    size = sum(len(joined(message.content)) for message in body.messages)
+    job = await prepare(front, size, lambda: _job(front, body, use, name))
+    note_counts(http.scope, [job])
+    head = {"id": name, "created": int(time.time()), "model": model}
+    writer = _Writer(front, body, use, job, head, wants_timings(http, body))
+    if body.stream:
+        return EventStream(writer.stream(), http.scope["request_id"])
+    answers = await collect(front, http, [job], "chat")
+    return Response(encode(writer.whole(answers[0])), media_type="application/json")
+
+
+def _job(front: Front, body: ChatRequest, use: ToolUse | None, name: str) -> Job:
+    structured = structured_outputs(body)
+    changes: dict[str, Any] = {}
+    if use is not None:
+        if use.constraint is not None and structured is not None:
+            raise ApiError(400, "a forced tool call and a constrained answer contradict each other: give tool_choice "
+                                "or response_format", "tool_choice")
+        structured = use.constraint or structured
+        if use.format == "mistral":  # its mark is a special token
+            changes["skip_special_tokens"] = False
+    ids = prompt_ids(front.tokenizer, body, use.tools if use is not None else ())
+    asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    if asked == 0:
+        raise ApiError(400, "max_tokens must be at least 1 for a chat", "max_tokens")
+    room = answer_room(len(ids), asked, None, front.client.info.max_model_len, "max_completion_tokens")
+    params = sampling_params(body, room, (body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs,
+                             structured, **changes)
+    return Job(front.client.factory.make(None, ids, params, body.priority or 0, body.cache_salt, name), None)
+
+
+class _Writer:
+    """The answer's JSON, whole or in chunks."""
+
+    def __init__(self, front: Front, body: ChatRequest, use: ToolUse | None, job: Job, head: dict[str, Any],
+                 timed: bool) -> None:
+        self._front = front
+        self._body = body
+        self._use = use
+        self._job = job
+        self._head = head
+        self._timed = timed
+        self._as_ids = bool(body.return_tokens_as_token_ids)
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        choices = [self._choice(index, answer, text) for index, text in enumerate(texts(answer))]
+        done = self._head | {"object": "chat.completion", "choices": choices, "usage": usage([self._job])}
+        done |= self._about_prompt()
+        return done | {"timings": timings([self._job])} if self._timed else done
+
+    def _choice(self, index: int, answer: Answer, text: str) -> dict[str, Any]:
+        request = answer.requests[index]
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        called = False
+        if self._use is not None:
+            content, calls = read_all(self._use.reader(), text)
+            message["content"] = (content.strip() and content) or None if calls or self._use.forced else content
+            if calls:
+                called = True
+                message["tool_calls"] = [{"id": self._use.call_id(), "type": "function",
+                                          "function": {"name": call.name, "arguments": call.arguments}}
+                                         for call in calls]
+        piece = Piece(text, request.output_token_ids, request.logprobs, request.finish_reason, request.stop_reason)
+        return {"index": index, "message": message, "logprobs": self._logprobs(piece),
+                "finish_reason": self._finish(piece, called), "stop_reason": piece.stop_reason,
+                **({"token_ids": piece.tokens} if self._body.return_token_ids else {})}
+
+    async def stream(self) -> AsyncGenerator[bytes]:
+        body, options = self._body, self._body.stream_options
+        with_usage = options is not None and options.include_usage
+        each_usage = options is not None and options.continuous_usage_stats
+        head = self._head | {"object": "chat.completion.chunk"} | ({"usage": None} if with_usage else {})
+        plain = not body.logprobs and not body.return_token_ids and not each_usage and self._use is None
+        sequences = [_Sequence(Cursor(request), self._use) for request in self._job.requests]
+        open_count = len(sequences)
+        async with aclosing(changes(self._front, [self._job], "chat")) as updates:
+            async for grown in updates:
+                out = []
+                for index, text in enumerate(texts(grown[0][1])):
+                    sequence = sequences[index]
+                    piece = sequence.cursor.take(text)
+                    if piece is None:
+                        continue
+                    if not sequence.begun:
+                        sequence.begun = True
+                        first = _part(index, {"role": "assistant", "content": ""})
+                        out.append(event(head | {"choices": [first]} | (self._about_prompt() if index == 0 else {})))
+                    open_count -= sequence.cursor.ended
+                    if plain and piece.finish_reason is None:
+                        if piece.text:
+                            out.append(sequence.chunk(head, index)(piece.text))
+                        continue
+                    counts = {"usage": usage([self._job])} if each_usage else {}
+                    out += [event(head | {"choices": [part]} | counts) for part in self._parts(index, sequence, piece)]
+                if open_count == 0:
+                    out.append(self._last(head, bool(with_usage)))
+                if out:
+                    yield b"".join(out)
+
+    def _parts(self, index: int, sequence: _Sequence, piece: Piece) -> list[dict[str, Any]]:
+        """The choices of the chunks that bring a piece; log probabilities and ids come with the first of them."""
+        deltas = [{"content": piece.text}] if piece.text else []
+        if sequence.reader is not None:
+            deltas = [sequence.delta(delta) for delta in sequence.read(piece)]
+        parts = [_part(index, delta) for delta in deltas]
+        finish = self._finish(piece, sequence.calls > 0)
+        if finish is not None or (not parts and (self._body.logprobs or self._body.return_token_ids)):
+            parts.append(_part(index, {}))
+        if finish is not None:
+            parts[-1] |= {"finish_reason": finish, "stop_reason": piece.stop_reason}
+        if parts:
+            parts[0]["logprobs"] = self._logprobs(piece)
+            if self._body.return_token_ids:
+                parts[0]["token_ids"] = piece.tokens
+        return parts
+
+    def _last(self, head: dict[str, Any], with_usage: bool) -> bytes:
+        timed = {"timings": timings([self._job])} if self._timed else {}
+        if not with_usage and not timed:
+            return DONE
+        counts = {"usage": usage([self._job])} if with_usage else {}
+        return event(head | {"choices": []} | counts | timed) + DONE
+
+    def _about_prompt(self) -> dict[str, Any]:
+        leader, more = self._job.requests[0], {}
+        if self._body.return_token_ids:
+            more["prompt_token_ids"] = leader.prompt_token_ids
+        if self._body.prompt_logprobs is not None:
+            more["prompt_logprobs"] = prompt_rows(self._front.texts, [None, *leader.prompt_logprobs], self._as_ids)
+        return more
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        if not self._body.logprobs:
+            return None
+        return chat_logprobs(self._front.texts, piece.tokens, piece.rows, self._body.top_logprobs or 0, self._as_ids)
+
+    def _finish(self, piece: Piece, called: bool) -> str | None:
+        """OpenAI says 'stop' where a named tool was forced, and 'tool_calls' where the model chose one."""
+        named = self._use is not None and isinstance(self._use.forced, str)
+        return "tool_calls" if called and not named and piece.finish_reason == "stop" else piece.finish_reason
+
+
+class _Sequence:
+    """One choice on its way out."""
+
+    def __init__(self, cursor: Cursor, use: ToolUse | None) -> None:
+        self.cursor = cursor
+        self.begun = False
+        self.calls = 0
+        self.reader: Reader | None = use.reader() if use is not None else None
+        self._use = use
+        self._chunk: TextChunk | None = None
+
+    def read(self, piece: Piece) -> list[Delta]:
+        assert self.reader is not None
+        deltas = self.reader.feed(piece.text) if piece.text else []
+        return deltas + self.reader.end() if piece.finish_reason is not None else deltas
+
+    def delta(self, delta: Delta) -> dict[str, Any]:
+        if delta.content:
+            return {"content": delta.content}
+        if delta.name is None:
+            return {"tool_calls": [{"index": self.calls - 1, "function": {"arguments": delta.arguments}}]}
+        self.calls += 1
+        assert self._use is not None
+        return {"tool_calls": [{"index": self.calls - 1, "id": self._use.call_id(), "type": "function",
+                                "function": {"name": delta.name, "arguments": delta.arguments}}]}
+
+    def chunk(self, head: dict[str, Any], index: int) -> TextChunk:
+        if self._chunk is None:
+            self._chunk = TextChunk(head | {"choices": [_part(index, {"content": MARK})]})
+        return self._chunk
+
+
+def _part(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

@@ -1,0 +1,82 @@
+"""What every route works with: the engine's client, the settings, the recorder, and threads for slow preparation."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+from starlette.requests import Request as HttpRequest
+
+from spillover.engine.output_processor import Answer
+from spillover.models.tokenizer import Tokenizer
+from spillover.server.engine_client import EngineClient, EngineDead
+from spillover.server.errors import ApiError
+from spillover.server.settings import ServerSettings
+from spillover.server.token_text import TokenTexts
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+
+class RequestRecorder(Protocol):
+    def started(self, answer: Answer, kind: str) -> None: ...
+    def finished(self, answer: Answer, status: str | int) -> None: ...
+
+
+@dataclass
+class Front:
+    client: EngineClient
+    settings: ServerSettings
+    recorder: RequestRecorder
+    started: int = field(default_factory=lambda: int(time.time()))
+    # Two: one long text must not hold up every other request, and more would take the engine's cores.
+    threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "spillover-prepare"))
+    _texts: TokenTexts | None = None
+
+    async def in_thread(self, work: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self.threads, partial(work, *args, **kwargs))
+
+    def model_name(self, asked: str | None) -> str:
+        """The name an answer carries; 404 for one that is not served."""
+        if asked is None:
+            return self.settings.served_model_names[0]
+        if asked not in self.settings.model_names:
+            names = ", ".join(f"'{name}'" for name in self.settings.model_names)
+            raise ApiError(404, f"The model '{asked[:256]}' is not served here; there are {names}.", "model",
+                           "model_not_found")
+        return asked
+
+    def require_engine(self) -> None:
+        """Called first by every route that needs the model's facts, which are known once the engine is up."""
+        if not self.client.ready:
+            raise EngineDead(f"The engine is not ready ({self.client.engine_state}); try again in a moment.")
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self.client.tokenizer is None:
+            raise ApiError(400, "this needs a tokenizer, but the server was started with --skip-tokenizer-init; "
+                                "send token ids to /v1/completions")
+        return self.client.tokenizer
+
+    @property
+    def texts(self) -> TokenTexts:
+        if self._texts is None or self._texts.tokenizer is not self.client.tokenizer:
+            self._texts = TokenTexts(self.client.tokenizer)
+        return self._texts
+
+    def close(self) -> None:
+        self.threads.shutdown(wait=False, cancel_futures=True)
+
+
+def front_of(request: HttpRequest) -> Front:
+    front: Front = request.app.state.front
+    return front
+
+
+def wants_timings(request: HttpRequest, body: Any) -> bool:
+    return bool(body.return_timings) or request.headers.get("x-spillover-timings") in ("1", "true")

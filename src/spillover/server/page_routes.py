@@ -1,0 +1,61 @@
+"""The page at `/`, its files, the numbers it polls at `/live`, and Prometheus' `/metrics`.
+
+Every file of the page lies in this package: nothing is fetched from elsewhere, and the browser is told to refuse it.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import TYPE_CHECKING
+
+import msgspec
+from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+if TYPE_CHECKING:
+    from spillover.server.recorder import Recorder
+
+MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+                               "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def add_page(app: FastAPI) -> None:
+    """`/`, `/page/*` and `/live`; needs app.state.recorder."""
+    files = {file.name: file.read_bytes() for file in resources.files("spillover.server").joinpath("page").iterdir()
+             if "." + file.name.rpartition(".")[2] in MEDIA_TYPES}
+
+    def respond(name: str) -> Response:
+        return Response(files[name], media_type=MEDIA_TYPES["." + name.rpartition(".")[2]], headers=PAGE_HEADERS)
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return respond("index.html")
+
+    @app.get("/page/{name}", include_in_schema=False)
+    async def page_file(name: str) -> Response:
+        if name not in files:
+            raise HTTPException(404)
+        return respond(name)
+
+    @app.get("/live", include_in_schema=False)
+    async def live() -> Response:
+        recorder: Recorder = app.state.recorder
+        return Response(msgspec.json.encode(recorder.live()), media_type="application/json",
+                        headers={"Cache-Control": "no-store"})
+
+
+def add_metrics(app: FastAPI) -> None:
+    """`/metrics`; needs app.state.recorder."""
+
+    @app.get("/metrics", include_in_schema=False)
+    async def metrics() -> Response:
+        recorder: Recorder = app.state.recorder
+        return Response(recorder.scrape(), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,69 @@
+"""From a request's fields to the engine's sampling parameters. Whatever the engine would refuse is refused here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spillover.engine.sampling_params import SamplingParams, StructuredOutputs
+from spillover.server.errors import ApiError
+from spillover.server.schemas_common import JsonObjectFormat, JsonSchemaFormat, SamplingFields
+
+# Fields whose absence means the engine's own default.
+_PLAIN = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+          "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens",
+          "skip_special_tokens")
+
+
+def sampling_params(body: SamplingFields, max_tokens: int | None, logprobs: int | None,
+                    prompt_logprobs: int | None, structured: StructuredOutputs | None,
+                    **changes: Any) -> SamplingParams:
+    given = {name: value for name in _PLAIN if (value := getattr(body, name)) is not None}
+    bias = {int(token): value for token, value in body.logit_bias.items()} if body.logit_bias else None
+    return SamplingParams(**(given | {"n": body.n or 1, "logit_bias": bias, "max_tokens": max_tokens,
+                                      "logprobs": logprobs, "prompt_logprobs": prompt_logprobs,
+                                      "structured_outputs": structured} | changes))
+
+
+def structured_outputs(body: SamplingFields) -> StructuredOutputs | None:
+    """The one constraint asked for, by whichever of its names."""
+    asked: list[StructuredOutputs] = []
+    if body.structured_outputs is not None:
+        inner = body.structured_outputs
+        asked.append(StructuredOutputs(json=inner.json_, json_object=bool(inner.json_object), regex=inner.regex,
+                                       grammar=inner.grammar,
+                                       choice=None if inner.choice is None else tuple(inner.choice)))
+    if body.guided_json is not None:
+        asked.append(StructuredOutputs(json=body.guided_json))
+    if body.guided_regex is not None:
+        asked.append(StructuredOutputs(regex=body.guided_regex))
+    if body.guided_choice is not None:
+        asked.append(StructuredOutputs(choice=tuple(body.guided_choice)))
+    if body.guided_grammar is not None:
+        asked.append(StructuredOutputs(grammar=body.guided_grammar))
+    if isinstance(body.response_format, JsonObjectFormat):
+        asked.append(StructuredOutputs(json_object=True))
+    elif isinstance(body.response_format, JsonSchemaFormat):
+        schema = body.response_format.json_schema.schema_
+        if schema is None:
+            raise ApiError(400, "response_format of type json_schema needs json_schema.schema", "response_format")
+        asked.append(StructuredOutputs(json=schema))
+    if len(asked) > 1:
+        raise ApiError(400, "response_format, structured_outputs and the guided_ fields each constrain the output: "
+                            "give one of them", "response_format")
+    return asked[0] if asked else None
+
+
+def answer_room(num_prompt: int, asked: int | None, default: int | None, context: int, name: str) -> int:
+    """How many tokens the answer may have; 400 with the limit and the size where they do not fit."""
+    room = context - num_prompt
+    if room < 1:
+        raise ApiError(400, f"This model's context holds {context} tokens, prompt and answer together, but the prompt "
+                            f"alone has {num_prompt}. Shorten it, or start the server with a larger --max-model-len.",
+                       "prompt" if name == "max_tokens" else "messages", "context_length_exceeded")
+    if asked is None:
+        return room if default is None else min(default, room)
+    if asked > room:
+        raise ApiError(400, f"This model's context holds {context} tokens, but {num_prompt + asked} were asked for: "
+                            f"{num_prompt} in the prompt and {asked} of answer ({name}). Lower {name} to at most "
+                            f"{room}, or shorten the prompt.", name, "context_length_exceeded")
+    return asked

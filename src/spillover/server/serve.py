@@ -1,0 +1,99 @@
+"""The front process from start to end: HTTP from the first moment, the engine beside it, and an orderly way out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+import uvloop
+
+from spillover.engine.config import EngineConfig
+from spillover.plan.planner import Plan
+from spillover.server.app import make_app
+from spillover.server.engine_client import EngineClient
+from spillover.server.settings import ServerSettings
+
+log = logging.getLogger("spillover.server")
+
+_LAST_BYTES_SECONDS = 5  # for answers that are complete to reach clients that read slowly
+
+
+def serve(config: EngineConfig, settings: ServerSettings, listening: socket.socket, *,
+          on_plan: Callable[[Plan], None], on_progress: Callable[[str, int, int], None],
+          on_ready: Callable[[EngineClient], None]) -> None:
+    """Until a signal ends it. SpilloverError if the engine cannot start."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(config, settings, listening, on_plan, on_progress, on_ready))
+
+
+async def _serve(config: EngineConfig, settings: ServerSettings, listening: socket.socket,
+                 on_plan: Callable[[Plan], None], on_progress: Callable[[str, int, int], None],
+                 on_ready: Callable[[EngineClient], None]) -> None:
+    client = EngineClient(config, max_queue=settings.max_queue, on_plan=on_plan, on_progress=on_progress)
+    app = make_app(client, settings)
+    server = _HttpServer(uvicorn.Config(
+        app, http="httptools", ws="none", lifespan="off", access_log=False, log_config=None, server_header=False,
+        timeout_keep_alive=65, timeout_graceful_shutdown=_LAST_BYTES_SECONDS))
+    stop = _StopSignal()
+    http = asyncio.ensure_future(server.serve(sockets=[listening]))
+    starting = asyncio.ensure_future(client.start())
+    asked = asyncio.ensure_future(stop.asked.wait())
+    try:
+        await asyncio.wait((http, starting, asked), return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            on_ready(client)
+            await asyncio.wait((http, asked), return_when=asyncio.FIRST_COMPLETED)
+        else:
+            starting.cancel()
+            await asyncio.wait((starting,))
+    finally:
+        await _leave(client, server, http, stop, settings.drain_seconds)
+        asked.cancel()
+        app.state.front.close()
+
+
+async def _leave(client: EngineClient, server: _HttpServer, http: asyncio.Future[None], stop: _StopSignal,
+                 drain_seconds: float) -> None:
+    """No new connections; what runs may end; then the engine stops, which ends every stream that is left."""
+    server.should_exit = True
+    if client.num_open:
+        log.info("Stopping once %d running sequences have ended, in %.0f s at most; Ctrl-C again stops at once",
+                 client.num_open, drain_seconds)
+    draining = asyncio.ensure_future(client.stop(drain_seconds))
+    hurried = asyncio.ensure_future(stop.hurried.wait())
+    await asyncio.wait((draining, hurried), return_when=asyncio.FIRST_COMPLETED)
+    if not draining.done():
+        server.force_exit = True
+        await client.stop(0)
+    await asyncio.wait((draining,))
+    hurried.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await http
+
+
+class _StopSignal:
+    """SIGINT and SIGTERM: the first asks for an orderly end, the second hurries it."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.hurried = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._note)
+
+    def _note(self) -> None:
+        (self.hurried if self.asked.is_set() else self.asked).set()
+
+
+class _HttpServer(uvicorn.Server):
+    """Signals are handled here, not by uvicorn, which would end the streams first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

@@ -1,0 +1,24 @@
+"""Stands for an engine where only what the page and the metrics make of its numbers is looked at."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from spillover.server.protocol import LiveStats, TierUse
+
+
+class StubClient:
+    """Stands for an engine: its numbers are whatever the test says."""
+
+    def __init__(self) -> None:
+        plan = SimpleNamespace(block_size=16, num_blocks=100, dtype="float32", device_name="a CPU", max_model_len=2048,
+                               max_num_seqs=8)
+        config = SimpleNamespace(enable_prefix_caching=True)
+        self.info = SimpleNamespace(plan=plan, config=config, max_model_len=2048, started=1.0, restarts=0,
+                                    null_model=False)
+        self.ready, self.engine_state = True, "ready"
+        self.stats = LiveStats(time=2.0, blocks_total=100, blocks_free=70, blocks_evictable=20, blocks_protected=10,
+                               block_size=16, tiers=(TierUse("device", 500, 1000, 100, 200),))
+
+    def latest(self) -> LiveStats:
+        return self.stats

@@ -1,0 +1,199 @@
+"""Metrics carry vLLM's names, never fall, and say where every prompt token came from; the recorder keeps no text."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import httpx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+from stub_client import StubClient
+
+from spillover.engine.output_processor import Answer
+from spillover.engine.outputs import TokenSources
+from spillover.engine.request import Request
+from spillover.engine.sampling_params import SamplingParams
+from spillover.server.app import make_app
+from spillover.server.metrics import SOURCES, EngineTotals, Metrics, TokenCounts, WeightedHistogram
+from spillover.server.protocol import LiveStats
+from spillover.server.recorder import KEPT_REQUESTS, RateHistory, Recorder
+from spillover.server.settings import ServerSettings
+
+# What dashboards made for vLLM ask for.
+VLLM_NAMES = """
+    num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total prefix_cache_hits_total
+    prompt_tokens_total generation_tokens_total prompt_tokens_cached_total num_preemptions_total
+    request_success_total iteration_tokens_total_sum time_to_first_token_seconds_bucket
+    inter_token_latency_seconds_bucket request_time_per_output_token_seconds_bucket e2e_request_latency_seconds_bucket
+    request_queue_time_seconds_sum request_prefill_time_seconds_sum request_decode_time_seconds_sum
+    request_inference_time_seconds_sum request_prompt_tokens_bucket request_generation_tokens_bucket
+    request_params_n_sum request_params_max_tokens_sum request_prefill_kv_computed_tokens_sum cache_config_info
+"""
+
+
+def make_answer(prompt: int = 20, output: int = 5, cached: int = 16, n: int = 1, reason: str | None = "stop",
+                times: tuple[float, float, float] = (0.5, 0.8, 1.2), text: str = "") -> Answer:
+    """A request as the front holds it once it has ended; `times` after arrival."""
+    requests = [Request(f"r.{i}" if n > 1 else "r", list(range(prompt)), SamplingParams(max_tokens=output))
+                for i in range(n)]
+    for request in requests:
+        request.arrived = time.monotonic() - times[-1]
+        request.scheduled, request.first_token, request.finished = (request.arrived + after for after in times)
+        request.token_ids += range(output)
+        request.sources = TokenSources(computed=prompt - cached, device=cached)
+        request.finish_reason = reason
+    return Answer(requests, text, None)
+
+
+def samples(text: bytes) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    for family in text_string_to_metric_families(text.decode()):
+        for sample in family.samples:
+            labels = tuple(sorted((name, value) for name, value in sample.labels.items() if name != "model_name"))
+            found.setdefault(sample.name.removeprefix("spillover:"), {})[labels] = sample.value
+    return found
+
+
+def test_every_name_of_vllm_is_there_before_the_first_request() -> None:
+    found = samples(Metrics("m", 2048).render(LiveStats(), StubClient().info, TokenCounts()))  # type: ignore[arg-type]
+    assert [name for name in VLLM_NAMES.split() if name not in found] == []
+
+
+def test_a_request_that_ended_is_counted_with_its_phases_and_sources() -> None:
+    metrics = Metrics("m", 2048)
+    metrics.observe(make_answer(prompt=20, output=5, cached=16, times=(0.5, 0.8, 1.2)))
+    found = samples(metrics.render(LiveStats(), None, TokenCounts()))
+    assert found["prompt_tokens_total"][()] == 20
+    assert found["generation_tokens_total"][()] == 5
+    assert found["prompt_tokens_by_source_total"][("source", "computed"),] == 4
+    assert sum(found["prompt_tokens_by_source_total"].values()) == 20
+    assert found["request_success_total"][("finished_reason", "stop"),] == 1
+    for name, seconds in (("request_queue_time", 0.5), ("time_to_first_token", 0.8), ("request_prefill_time", 0.3),
+                          ("request_decode_time", 0.4), ("request_inference_time", 0.7),
+                          ("e2e_request_latency", 1.2), ("inter_token_latency", 0.4),
+                          ("request_time_per_output_token", 0.1)):
+        assert abs(found[f"{name}_seconds_sum"][()] - seconds) < 1e-6, name
+    assert found["inter_token_latency_seconds_count"][()] == 4
+
+
+def test_running_requests_count_too_and_siblings_count_each() -> None:
+    metrics = Metrics("m", 2048)
+    running = make_answer(n=3, reason=None)
+    counts = TokenCounts.of(running.requests)
+    assert samples(metrics.render(LiveStats(), None, counts))["generation_tokens_total"][()] == 15
+    metrics.observe(running)
+    found = samples(metrics.render(LiveStats(), None, TokenCounts()))
+    assert found["generation_tokens_total"][()] == 15
+    assert found["request_params_n_sum"][()] == 3
+
+
+def test_a_request_whose_client_left_is_counted_but_not_averaged() -> None:
+    metrics = Metrics("m", 2048)
+    metrics.observe(make_answer(reason=None))
+    found = samples(metrics.render(LiveStats(), None, TokenCounts()))
+    assert found["request_success_total"][("finished_reason", "abort"),] == 1
+    assert found["e2e_request_latency_seconds_count"][()] == 0
+
+
+lives = st.lists(st.lists(st.integers(0, 9), max_size=5), min_size=1, max_size=6)
+
+
+@given(lives)
+@settings(max_examples=60, deadline=None)
+def test_totals_never_fall_when_the_engine_is_restarted_and_lose_nothing_seen(growths: list[list[int]]) -> None:
+    totals, expected, last = EngineTotals(), 0, 0
+    for life, growth in enumerate(growths):
+        count, started = 0, 10.0 * (life + 1)
+        for step, grown in enumerate(growth):
+            count += grown
+            expected += grown
+            stats = LiveStats(time=started + step, steps=count, prefix_queries=count, output_tokens=count)
+            values = totals.update(stats, started)
+            # The next engine may be ready while the front still has the numbers of this one.
+            assert totals.update(stats, started if step % 2 else started + 9.5) == values
+            assert values["steps"] == values["prefix_queries"] == values["step_tokens"] == expected >= last
+            last = expected
+
+
+def test_a_weighted_histogram_is_cumulative() -> None:
+    histogram = WeightedHistogram((1, 2, 5))
+    for value, count in ((0.5, 3), (2, 4), (7, 2)):
+        histogram.add(value, count)
+    values = {sample.labels.get("le"): sample.value for sample in histogram.family("x", "text", "m").samples}
+    assert (values["1.0"], values["2.0"], values["5.0"], values["+Inf"]) == (3, 7, 7, 9)
+
+
+@given(st.lists(st.tuples(st.floats(0, 3), st.integers(0, 50)), max_size=30))
+@settings(max_examples=60, deadline=None)
+def test_the_rate_history_keeps_every_event_of_its_window(looks: list[tuple[float, int]]) -> None:
+    now, total = 100.3, 0
+    history = RateHistory(120, now)
+    for after, grown in looks:
+        now += max(after, 0.001)
+        total += grown
+        history.update(total, now)
+    assert abs(sum(history.seconds()) - total) < 0.1 + 0.01 * len(looks)
+    history.update(total, now + 1e6)
+    assert sum(history.seconds()) == 0
+
+
+def test_the_recorder_keeps_phases_but_no_text() -> None:
+    async def scenario() -> dict[str, Any]:
+        recorder = Recorder(StubClient(), "m")  # type: ignore[arg-type]
+        for _ in range(KEPT_REQUESTS + 50):
+            answer = make_answer(text="a secret prompt")
+            recorder.started(answer, "chat")
+            recorder.finished(answer, 200)
+            recorder.finished(answer, 200)
+        running = make_answer(reason=None)
+        running.requests[0].first_token = running.requests[0].finished = 0.0
+        recorder.started(running, "completion")
+        left = make_answer(reason=None)
+        recorder.started(left, "completion")
+        recorder.finished(left, 200)
+        assert len(recorder._latest) == KEPT_REQUESTS
+        return recorder.live()
+
+    live = asyncio.run(scenario())
+    assert "secret" not in str(live)
+    assert live["generation_tokens"] == 5 * (KEPT_REQUESTS + 52)
+    rows = {row["status"]: row for row in live["requests"]}
+    assert rows.keys() == {"ok", "running", "aborted"}
+    assert abs(rows["ok"]["queue"] - 0.5) < 1e-6
+    assert abs(rows["ok"]["decode"] - 0.4) < 1e-6
+    assert rows["running"]["decode"] == 0
+    assert sum(rows["running"][phase] for phase in ("queue", "prefill", "restore")) == rows["running"]["age"]
+    assert live["sources"].keys() == set(SOURCES)
+    assert live["tiers"][0] == {"name": "device", "total": 1000, "used": 100, "kept": 200, "weights": 500}
+    assert live["tiers"][3]["total"] == 0
+
+
+async def get(*paths: str) -> list[httpx.Response]:
+    app = make_app(StubClient(), ServerSettings(served_model_names=("m",)))  # type: ignore[arg-type]
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        return [await client.get(path) for path in paths]
+
+
+def test_paths_that_clients_make_up_become_no_labels() -> None:
+    *_, last = asyncio.run(get("/live", "/nothing/1", "/nothing/2", "/page/app.css", "/metrics"))
+    counted = samples(last.content)["http_requests_total"]
+    assert counted == {(("route", "/live"), ("status", "200")): 1, (("route", "unknown"), ("status", "404")): 2,
+                       (("route", "/page/{name}"), ("status", "404")): 1}
+
+
+def test_the_page_is_served_with_a_policy_that_allows_nothing_from_elsewhere() -> None:
+    page, script, style, outside = asyncio.run(get("/", "/page/dashboard.js", "/page/style.css",
+                                                   "/page/..%2fmetrics.py"))
+    for response, kind in ((page, "text/html"), (script, "text/javascript"), (style, "text/css")):
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith(kind)
+        policy = response.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert "http" not in policy
+    assert outside.status_code == 404
+    assert "http://" not in page.text
+    assert "https://" not in page.text

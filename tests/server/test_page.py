@@ -1,0 +1,192 @@
+"""The page at `/` in a real browser, against a real server: what it shows, and that it needs nothing from elsewhere."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+from chromium import Chromium, find_chromium
+from server_process import ServerProcess
+from stub_client import StubClient
+
+from spillover.server.app import make_app
+from spillover.server.settings import ServerSettings
+
+# The contrast of every visible text with what lies behind it, worst first.
+CONTRASTS = """(() => {
+  const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
+  const linear = (c) => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+  const light = ([r, g, b]) => 0.2126 * linear(r / 255) + 0.7152 * linear(g / 255) + 0.0722 * linear(b / 255);
+  const behind = (node) => {
+    for (; node; node = node.parentElement) {
+      const color = rgb(getComputedStyle(node).backgroundColor);
+      if (color.length === 3 || color[3] === 1) return color;
+    }
+    return [255, 255, 255];
+  };
+  const found = [];
+  for (const node of document.querySelectorAll("body *")) {
+    const own = [...node.childNodes].some((child) => child.nodeType === 3 && child.textContent.trim());
+    if (!own || !node.checkVisibility() || node.closest(".hidden, .skip, noscript")) continue;
+    const [a, b] = [light(rgb(getComputedStyle(node).color)), light(behind(node))].sort((x, y) => y - x);
+    found.push([(a + 0.05) / (b + 0.05), node.tagName + "." + node.className + " " + node.textContent.slice(0, 30)]);
+  }
+  return found.sort((x, y) => x[0] - y[0]);
+})()"""
+
+
+@pytest.fixture(scope="module")
+def chromium() -> str:
+    program = find_chromium()
+    if program is None:
+        pytest.skip("no Chromium here; on Debian: apt-get install chromium")
+    return program
+
+
+@pytest.fixture(scope="module")
+def server_url(chromium: str) -> Iterator[str]:
+    with ServerProcess("--max-model-len", "1024") as server:
+        yield server.url
+
+
+@pytest.fixture
+def browser(chromium: str, tmp_path: Path) -> Iterator[Chromium]:
+    profile = tmp_path / "profile"
+    profile.mkdir()
+    with Chromium(chromium, profile) as started:
+        yield started
+
+
+@contextmanager
+def stub_server(client: StubClient) -> Iterator[str]:
+    """The page alone, in front of an engine that does not exist."""
+    app = make_app(client, ServerSettings(served_model_names=("a-model",)))  # type: ignore[arg-type]
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
+
+
+def test_an_idle_server_has_friendly_empty_places(browser: Chromium) -> None:
+    with stub_server(StubClient()) as url:
+        browser.open(url)
+        browser.wait("document.getElementById('state').textContent === 'ready'")
+        assert browser.text("#model") == "a-model"
+        assert browser.text("#running") == "0"
+        assert browser.evaluate("document.getElementById('banner').hidden")
+        assert "No requests yet" in browser.text("#requests-empty")
+        assert url in browser.text("#example")
+        assert browser.evaluate("[...document.querySelectorAll('#tiers li')].map((li) => li.textContent)") == [
+            "device10% in use, 20% kept, of 1 kB", "hostnot configured", "disknot configured", "remotenot configured"]
+    assert browser.problems == []
+
+
+def test_an_engine_that_is_down_is_said_plainly_and_so_is_a_server_that_went_away(browser: Chromium) -> None:
+    client = StubClient()
+    with stub_server(client) as url:
+        browser.open(url)
+        browser.wait("document.getElementById('state').textContent === 'ready'")
+        client.ready, client.engine_state = False, "dead"
+        assert "engine is down" in browser.wait("!document.getElementById('banner').hidden && "
+                                                "document.getElementById('banner').textContent")
+        client.ready, client.engine_state = True, "sleeping"
+        browser.wait("document.getElementById('banner').textContent.includes('asleep')")
+        client.engine_state = "ready"
+        browser.wait("document.getElementById('banner').hidden")
+    browser.wait("document.getElementById('banner').textContent.includes('does not answer')")
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_text_can_be_read_and_controls_have_names(browser: Chromium, server_url: str, dark: bool) -> None:
+    browser.open(server_url, dark=dark)
+    browser.wait("document.getElementById('state').textContent === 'ready'")
+    browser.evaluate("document.querySelector('details').open = true")
+    contrasts = browser.evaluate(CONTRASTS)
+    assert len(contrasts) > 30
+    assert [found for found in contrasts if found[0] < 4.5] == []
+    controls = [node for node in browser.call("Accessibility.getFullAXTree")["nodes"]
+                if node.get("role", {}).get("value") in ("button", "textbox", "spinbutton", "link")]
+    assert len(controls) >= 6
+    assert all(node.get("name", {}).get("value") for node in controls)
+
+
+@pytest.mark.parametrize(("width", "dark"), [(400, False), (1400, False), (400, True), (1400, True)])
+def test_it_fits_small_and_large_windows(browser: Chromium, server_url: str, tmp_path: Path, width: int,
+                                         dark: bool) -> None:
+    ask(server_url, "Hello", 4)
+    browser.open(server_url, width=width, dark=dark)
+    browser.wait("document.querySelectorAll('#rows .row').length > 0")
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    assert browser.screenshot(tmp_path / "page.png").stat().st_size > 10_000
+    assert browser.problems == []
+
+
+def test_numbers_move_while_a_request_runs_and_nothing_comes_from_elsewhere(browser: Chromium, server_url: str) -> None:
+    browser.open(server_url)
+    browser.wait("document.getElementById('state').textContent === 'ready'")
+    thread = threading.Thread(target=ask, args=(server_url, "Count to one thousand.", 160))
+    thread.start()
+    browser.wait("Number(document.getElementById('running').textContent) >= 1")
+    browser.wait("document.querySelector('#rows .lane.live')")
+    first = browser.wait("parseFloat(document.getElementById('rate').textContent)")
+    browser.wait(f"parseFloat(document.getElementById('rate').textContent) !== {first}")
+    thread.join()
+    browser.wait("document.getElementById('running').textContent === '0'")
+    browser.wait("!document.querySelector('#rows .lane.live') && document.querySelector('#rows .lane .decode')")
+    assert browser.text("#rows .row .num:nth-child(4)") == "160"
+    assert browser.problems == []
+    assert {httpx.URL(address).port for address in browser.addresses} == {httpx.URL(server_url).port}
+    assert all(address.startswith(server_url) for address in browser.addresses)
+
+
+def test_the_chat_streams_stops_and_goes_on(browser: Chromium, server_url: str) -> None:
+    browser.open(server_url)
+    last = "document.querySelector('#log .message:last-child')"
+    browser.evaluate("document.getElementById('prompt').focus()")
+    browser.evaluate("document.getElementById('temperature').value = '0'")
+    browser.type("Write a long story about a river.")
+    browser.press("Enter")
+    seen = browser.wait(f"{last}.classList.contains('running') && {last}.querySelector('.text').textContent.length")
+    browser.wait(f"{last}.querySelector('.text').textContent.length > {seen} + 20 && "
+                 f"{last}.classList.contains('running')", 30)
+    browser.evaluate("document.getElementById('stop').click()")
+    browser.wait(f"{last}.querySelector('.note')?.textContent.includes('stopped')")
+    wait_until_idle(server_url)
+
+    browser.evaluate("document.getElementById('max-tokens').value = '8'")
+    browser.evaluate("document.getElementById('prompt').focus()")
+    browser.type("And what happened then?")
+    browser.press("Enter")
+    note = browser.wait(f"!{last}.classList.contains('running') && {last}.querySelector('.note')?.textContent", 30)
+    assert "8 tokens" in note
+    assert "cached" in note  # the conversation so far was not computed again
+    assert browser.evaluate("document.querySelectorAll('#log .message').length") == 4
+    browser.evaluate("document.getElementById('clear').click()")
+    assert browser.evaluate("document.querySelectorAll('#log .message').length") == 0
+    assert browser.problems == []
+
+
+def ask(url: str, text: str, tokens: int) -> None:
+    body = {"model": "default", "messages": [{"role": "user", "content": text}], "max_tokens": tokens,
+            "ignore_eos": True, "temperature": 0}
+    httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).raise_for_status()
+
+
+def wait_until_idle(url: str) -> None:
+    deadline = time.monotonic() + 5
+    while httpx.get(f"{url}/live").json()["running"]:
+        assert time.monotonic() < deadline, "the request goes on though its client has gone"
+        time.sleep(0.05)
