@@ -155,7 +155,7 @@ class Shapes:
 
     def _wrong_chat(self) -> Shape:
         change: dict[str, Any] = self._pick([
-            {"messages": []}, {"messages": "hello"}, {"messages": [{}]}, {"messages": [{"role": "user"}]},
+            {"messages": []}, {"messages": "hello"}, {"messages": [{}]},
             {"messages": [{"role": "wizard", "content": "hi"}]}, {"messages": [{"role": "user", "content": 5}]},
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, {"messages": None},
@@ -209,18 +209,17 @@ class Shapes:
                           "refused")
 
     def _bad_grammar(self) -> Shape:
-        schema: Any = {"type": "string"}
-        for _ in range(self._pick([1500, 200])):
-            schema = {"type": "object", "properties": {"a": schema}}
-        change = self._pick([
-            {"structured_outputs": {"regex": "[unclosed"}}, {"structured_outputs": {"regex": "(" * 400 + ")" * 400}},
-            {"structured_outputs": {"choice": []}}, {"structured_outputs": {"grammar": "root ::= nowhere"}},
-            {"structured_outputs": {"json": schema}}, {"structured_outputs": {"regex": "a{1,100000000}"}},
-            {"structured_outputs": {"json": {"$ref": "#"}}}, {"structured_outputs": {"json": {"type": "nothing"}}},
+        """Some of these are merely unusual: the grammar library decides."""
+        depth = self._pick([30, 200, 3000])
+        deep = '{"type": "object", "properties": {"a": ' * depth + "{}" + "}}" * depth
+        constraint = self._pick([
+            '{"regex": "[unclosed"}', f'{{"regex": "{"(" * 400}{")" * 400}"}}', '{"choice": []}',
+            '{"grammar": "root ::= nowhere"}', f'{{"json": {deep}}}', '{"regex": "a{1,100000000}"}',
+            '{"json": {"$ref": "#"}}', '{"json": {"type": "nothing"}}', '{"json": {"enum": []}}',
         ])
-        # Some of these are merely unusual: the grammar library decides.
-        return self._post(f"grammar {str(change)[24:50]}", "/v1/completions",
-                          {"model": self._model, "prompt": "a", "max_tokens": 4, **change}, "any")
+        body = (f'{{"model": "{self._model}", "prompt": "a", "max_tokens": 4, '
+                f'"structured_outputs": {constraint}}}')
+        return Shape(f"grammar {constraint[:30]}", Call("POST", "/v1/completions", body.encode()), "any")
 
     def _unknown(self) -> Shape:
         change = self._pick([{"model": f"absent-{self._serial}"}, {"model": 5}, {"temperatur": 0.5}, {"max_token": 5},

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
+
+# Before torch loads its OpenMP: tests run several processes on few cores, where threads that spin hold up the others.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 TESTS = Path(__file__).parent
 sys.path[:0] = [str(TESTS / folder) for folder in ("models", "engine", "../benchmarks")]

@@ -26,7 +26,7 @@ SHORT = {"model": "default", "prompt": "One, two, three,", "max_tokens": 8, "tem
 END = object()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
     with ServerProcess("--max-model-len", "2048", environment={"OMP_NUM_THREADS": "1"}) as process:
         yield process
@@ -126,11 +126,15 @@ def test_health_says_so_while_the_engine_is_away(server: ServerProcess) -> None:
     server.wait_until_healthy(60)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_drains_and_leaves_nothing(number: signal.Signals) -> None:
+@pytest.mark.parametrize(("number", "load_format", "max_tokens"), [
+    (signal.SIGTERM, "auto", 100),
+    (signal.SIGINT, "null", 1500),
+])
+def test_a_signal_drains_and_leaves_nothing(number: signal.Signals, load_format: str, max_tokens: int) -> None:
     before = left_behind()
-    with ServerProcess("--max-model-len", "2048", environment={"OMP_NUM_THREADS": "1"}) as server:
-        stream = Streaming(server.url, LONG | {"stream": True, "max_tokens": 60})
+    arguments = ("--max-model-len", "2048", "--load-format", load_format)
+    with ServerProcess(*arguments, environment={"OMP_NUM_THREADS": "1"}) as server:
+        stream = Streaming(server.url, LONG | {"stream": True, "max_tokens": max_tokens})
         stream.wait_for_events(2)
         children = server.children()
         assert server.stop(number, seconds=40) in (0, 128 + number, -number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,12 @@ def report(server: ServerProcess, tokenizer_folder: Path, tmp_path_factory: pyte
 
 
 @pytest.fixture(scope="module")
-def reference(report: Report) -> PreTrainedModel:
+def reference(report: Report) -> Iterator[PreTrainedModel]:
     path = resolve(None)
-    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so few rows at a time are not worth the waiting for each other
+    yield AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    torch.set_num_threads(threads)
 
 
 @torch.no_grad()

@@ -71,9 +71,9 @@ class Chromium:
         return reply["result"].get("value")
 
     def wait(self, expression: str, seconds: float = 15) -> Any:
-        """The value of the expression once it is true."""
+        """The value of the expression once it is true; a DOM node counts, but has no value here."""
         deadline = time.monotonic() + seconds
-        while not (value := self.evaluate(expression)):
+        while (value := self.evaluate(expression)) in (None, False, 0, ""):
             if time.monotonic() > deadline:
                 raise AssertionError(f"not true within {seconds} s: {expression}; problems: {self.problems}")
             time.sleep(0.05)

@@ -20,3 +20,11 @@ def null_server() -> Iterator[Server]:
     """No model behind it: answers at once, with whatever tokens."""
     with running("--load-format", "null", "--max-model-len", "1024") as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def guarded_server() -> Iterator[Server]:
+    """Two keys, two names, small requests; no model behind it."""
+    with running("--load-format", "null", "--api-key", "right", "--api-key", "other", "--served-model-name", "first",
+                 "--served-model-name", "second", "--max-request-bytes", "100KB", key="right") as started:
+        yield started

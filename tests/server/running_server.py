@@ -65,10 +65,11 @@ def running(*arguments: str, key: str | None = None) -> Iterator[Server]:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
             try:
-                process.wait(20)
+                code = process.wait(20)
             except subprocess.TimeoutExpired:
                 process.kill()
                 raise
+        assert code == 0, server.log()
 
 
 def _address(server: Server) -> str:

@@ -7,9 +7,11 @@ import time
 from typing import Any
 
 import httpx
+import psutil
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
+from running_server import Server, running
 from stub_client import StubClient
 
 from spillover.engine.output_processor import Answer
@@ -58,12 +60,12 @@ def samples(text: bytes) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
 
 
 def test_every_name_of_vllm_is_there_before_the_first_request() -> None:
-    found = samples(Metrics("m", 2048).render(LiveStats(), StubClient().info, TokenCounts()))  # type: ignore[arg-type]
+    found = samples(Metrics("m").render(LiveStats(), StubClient().info, TokenCounts()))  # type: ignore[arg-type]
     assert [name for name in VLLM_NAMES.split() if name not in found] == []
 
 
 def test_a_request_that_ended_is_counted_with_its_phases_and_sources() -> None:
-    metrics = Metrics("m", 2048)
+    metrics = Metrics("m")
     metrics.observe(make_answer(prompt=20, output=5, cached=16, times=(0.5, 0.8, 1.2)))
     found = samples(metrics.render(LiveStats(), None, TokenCounts()))
     assert found["prompt_tokens_total"][()] == 20
@@ -80,7 +82,7 @@ def test_a_request_that_ended_is_counted_with_its_phases_and_sources() -> None:
 
 
 def test_running_requests_count_too_and_siblings_count_each() -> None:
-    metrics = Metrics("m", 2048)
+    metrics = Metrics("m")
     running = make_answer(n=3, reason=None)
     counts = TokenCounts.of(running.requests)
     assert samples(metrics.render(LiveStats(), None, counts))["generation_tokens_total"][()] == 15
@@ -91,7 +93,7 @@ def test_running_requests_count_too_and_siblings_count_each() -> None:
 
 
 def test_a_request_whose_client_left_is_counted_but_not_averaged() -> None:
-    metrics = Metrics("m", 2048)
+    metrics = Metrics("m")
     metrics.observe(make_answer(reason=None))
     found = samples(metrics.render(LiveStats(), None, TokenCounts()))
     assert found["request_success_total"][("finished_reason", "abort"),] == 1
@@ -182,6 +184,48 @@ def test_paths_that_clients_make_up_become_no_labels() -> None:
     counted = samples(last.content)["http_requests_total"]
     assert counted == {(("route", "/live"), ("status", "200")): 1, (("route", "unknown"), ("status", "404")): 2,
                        (("route", "/page/{name}"), ("status", "404")): 1}
+
+
+def test_what_clients_are_told_is_what_is_counted(null_server: Server) -> None:
+    names = ("prompt_tokens", "generation_tokens", "prompt_tokens_cached", "prompt_tokens_by_source", "request_success")
+    before = {name: null_server.metrics_total(f"{name}_total") for name in names}
+    usages = []
+    for stream in (False, True):
+        for _ in range(3):
+            answer = null_server.openai().completions.create(
+                model="default", prompt="the same words again " * 12, max_tokens=9, n=2, stream=stream,
+                **({"stream_options": {"include_usage": True}} if stream else {}))
+            usages.append([chunk.usage for chunk in answer if chunk.usage][-1] if stream else answer.usage)
+    grown = {name: null_server.metrics_total(f"{name}_total") - before[name] for name in names}
+    assert grown["generation_tokens"] == sum(usage.completion_tokens for usage in usages) == 6 * 2 * 9
+    assert grown["prompt_tokens"] == 2 * sum(usage.prompt_tokens for usage in usages)  # each of n counts, as in vLLM
+    assert grown["prompt_tokens_by_source"] == grown["prompt_tokens"]
+    assert grown["prompt_tokens_cached"] >= sum(usage.prompt_tokens_details.cached_tokens for usage in usages) > 0
+    assert grown["request_success"] == 12
+
+
+def test_counters_go_on_when_the_engine_has_been_killed_and_started_again() -> None:
+    names = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "engine_steps",
+             "request_success", "prompt_tokens_by_source")
+
+    with running("--load-format", "null", "--max-model-len", "256") as server:
+
+        def ask() -> dict[str, float]:
+            for _ in range(2):
+                server.openai().completions.create(model="default", prompt="the same words " * 12, max_tokens=9)
+            return {name: server.metrics_total(f"{name}_total") for name in names}
+
+        before = ask()
+        [engine] = psutil.Process(server.process.pid).children()
+        engine.kill()
+        deadline = time.monotonic() + 60
+        while not (server.metrics_total("engine_restarts_total") and httpx.get(f"{server.url}/health").is_success):
+            assert time.monotonic() < deadline, server.log()
+            time.sleep(0.1)
+        after = ask()
+        for name in ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "request_success"):
+            assert after[name] == 2 * before[name], name
+        assert all(after[name] > before[name] for name in names)
 
 
 def test_the_page_is_served_with_a_policy_that_allows_nothing_from_elsewhere() -> None:

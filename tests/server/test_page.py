@@ -13,7 +13,7 @@ import httpx
 import pytest
 import uvicorn
 from chromium import Chromium, find_chromium
-from server_process import ServerProcess
+from running_server import Server
 from stub_client import StubClient
 
 from spillover.server.app import make_app
@@ -50,24 +50,30 @@ def chromium() -> str:
     return program
 
 
-@pytest.fixture(scope="module")
-def server_url(chromium: str) -> Iterator[str]:
-    with ServerProcess("--max-model-len", "1024") as server:
-        yield server.url
-
-
 @pytest.fixture
-def browser(chromium: str, tmp_path: Path) -> Iterator[Chromium]:
-    profile = tmp_path / "profile"
-    profile.mkdir()
-    with Chromium(chromium, profile) as started:
+def server_url(chromium: str, server: Server) -> str:
+    return server.url
+
+
+@pytest.fixture(scope="module")
+def one_browser(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    with Chromium(chromium, tmp_path_factory.mktemp("profile")) as started:
         yield started
 
 
+@pytest.fixture
+def browser(one_browser: Chromium) -> Chromium:
+    one_browser.open("about:blank")
+    one_browser.problems.clear()
+    one_browser.addresses.clear()
+    return one_browser
+
+
 @contextmanager
-def stub_server(client: StubClient) -> Iterator[str]:
+def stub_server(client: StubClient, *api_keys: str) -> Iterator[str]:
     """The page alone, in front of an engine that does not exist."""
-    app = make_app(client, ServerSettings(served_model_names=("a-model",)))  # type: ignore[arg-type]
+    settings = ServerSettings(served_model_names=("a-model",), api_keys=api_keys)
+    app = make_app(client, settings)  # type: ignore[arg-type]
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
     thread = threading.Thread(target=server.run, args=([listener],))
@@ -109,6 +115,17 @@ def test_an_engine_that_is_down_is_said_plainly_and_so_is_a_server_that_went_awa
     browser.wait("document.getElementById('banner').textContent.includes('does not answer')")
 
 
+def test_a_key_that_the_server_asks_for_is_kept_for_this_tab_only(browser: Chromium) -> None:
+    with stub_server(StubClient(), "a-key") as url:
+        browser.open(url)
+        browser.wait("document.getElementById('banner').textContent.includes('API key')")
+        browser.evaluate("document.querySelector('details').open = true; document.getElementById('key').focus()")
+        browser.type("a-key")
+        browser.wait("document.getElementById('state').textContent === 'ready'")
+        browser.wait("document.getElementById('banner').hidden")
+        assert browser.evaluate("[sessionStorage.length, localStorage.length, document.cookie]") == [1, 0, ""]
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_text_can_be_read_and_controls_have_names(browser: Chromium, server_url: str, dark: bool) -> None:
     browser.open(server_url, dark=dark)
@@ -137,7 +154,7 @@ def test_it_fits_small_and_large_windows(browser: Chromium, server_url: str, tmp
 def test_numbers_move_while_a_request_runs_and_nothing_comes_from_elsewhere(browser: Chromium, server_url: str) -> None:
     browser.open(server_url)
     browser.wait("document.getElementById('state').textContent === 'ready'")
-    thread = threading.Thread(target=ask, args=(server_url, "Count to one thousand.", 160))
+    thread = threading.Thread(target=ask, args=(server_url, "Count to one thousand.", 96))
     thread.start()
     browser.wait("Number(document.getElementById('running').textContent) >= 1")
     browser.wait("document.querySelector('#rows .lane.live')")
@@ -146,7 +163,7 @@ def test_numbers_move_while_a_request_runs_and_nothing_comes_from_elsewhere(brow
     thread.join()
     browser.wait("document.getElementById('running').textContent === '0'")
     browser.wait("!document.querySelector('#rows .lane.live') && document.querySelector('#rows .lane .decode')")
-    assert browser.text("#rows .row .num:nth-child(4)") == "160"
+    assert browser.text("#rows .row .num:nth-child(4)") == "96"
     assert browser.problems == []
     assert {httpx.URL(address).port for address in browser.addresses} == {httpx.URL(server_url).port}
     assert all(address.startswith(server_url) for address in browser.addresses)

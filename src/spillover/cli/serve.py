@@ -63,7 +63,7 @@ def serve(config: EngineConfig, host: str, port: int, api_keys: tuple[str, ...],
     limit = parse_bytes(max_request_bytes)
     if limit < 1024:
         raise SpilloverError(f"--max-request-bytes must be at least 1 KiB; got {format_bytes(limit)}")
-    served = tuple(dict.fromkeys(names)) or (_name(config.model),)
+    served = tuple(dict.fromkeys(" ".join(names).split())) or (_name(config.model),)
     settings = ServerSettings(host, port, served, api_keys, max_queue, limit, cors_origins, drain_seconds,
                               log_requests, log_prompts)
     with listen(host, port) as listening:  # before anything slow: a port that is taken is known at once
@@ -94,6 +94,9 @@ def _run(config: EngineConfig, settings: ServerSettings, listening: socket, addr
             empty = " with no model behind it (--load-format null)" if client.info.null_model else ""
             console.print(f"[bold]{names}[/bold] is served at {address}/v1{empty}", highlight=False, soft_wrap=True)
             console.print(f"Page: {address}/   Ctrl-C stops.", highlight=False, soft_wrap=True)
+            if not settings.api_keys and settings.host not in ("127.0.0.1", "localhost", "::1"):
+                console.print("Whoever can reach this machine can use it; --api-key asks them for a key.",
+                              style="yellow", highlight=False, soft_wrap=True)
 
         run(config, settings, listening, on_plan=lambda plan: print_plan(console, plan), on_progress=show,
             on_ready=announce)

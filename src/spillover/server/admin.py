@@ -10,7 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 import spillover
-from spillover.server.conversation import joined, prompt_ids
+from spillover.server.conversation import num_characters, prompt_ids
 from spillover.server.documents import body_of, refusals
 from spillover.server.errors import ApiError
 from spillover.server.front import Front, front_of
@@ -70,7 +70,8 @@ async def embeddings(http: HttpRequest) -> Response:
              responses=refusals(statuses=(400, 401, 404, 413, 415, 500, 503)),
              openapi_extra=body_of(TokenizeTextRequest, TokenizeChatRequest))
 async def tokenize(http: HttpRequest,
-                   asked: Annotated[TokenizeTextRequest | TokenizeChatRequest, Depends(_TokenizeBody().read)]) -> Response:
+                   asked: Annotated[TokenizeTextRequest | TokenizeChatRequest, Depends(_TokenizeBody().read)],
+                   ) -> Response:
     front = front_of(http)
     front.model_name(asked.model)
     front.require_engine()
@@ -81,7 +82,7 @@ async def tokenize(http: HttpRequest,
         size, work = len(text), lambda: tokenizer.encode(text, special)
     else:
         conversation = asked
-        size = sum(len(joined(message.content)) for message in asked.messages)
+        size = num_characters(asked.messages)
         work = lambda: prompt_ids(tokenizer, conversation, conversation.tools or ())  # noqa: E731
     ids = await prepare(front, size, work)
     strings = [front.texts.name(token) for token in ids] if asked.return_token_strs else None

@@ -12,7 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from spillover.engine.output_processor import Answer
-from spillover.server.conversation import joined, prompt_ids
+from spillover.server.conversation import num_characters, prompt_ids
 from spillover.server.documents import STREAMED, body_of, refusals
 from spillover.server.errors import ApiError
 from spillover.server.front import Front, front_of, wants_timings
@@ -30,7 +30,8 @@ router = APIRouter()
 
 @router.post("/v1/chat/completions", response_model=ChatResponse, responses=refusals(STREAMED),
              openapi_extra=body_of(ChatRequest))
-async def chat_completions(http: HttpRequest, body: Annotated[ChatRequest, Depends(JsonBody(ChatRequest).read)]) -> Response:
+async def chat_completions(http: HttpRequest,
+                           body: Annotated[ChatRequest, Depends(JsonBody(ChatRequest).read)]) -> Response:
     front = front_of(http)
     model = front.model_name(body.model)
     front.require_engine()
@@ -38,8 +39,7 @@ async def chat_completions(http: HttpRequest, body: Annotated[ChatRequest, Depen
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     name = f"chatcmpl-{http.scope['request_id']}"
     use = tool_use(body, front.tokenizer.chat_template or "")
-    size = sum(len(joined(message.content)) for message in body.messages)
-    job = await prepare(front, size, lambda: _job(front, body, use, name))
+    job = await prepare(front, num_characters(body.messages), lambda: _job(front, body, use, name))
     note_counts(http.scope, [job])
     head = {"id": name, "created": int(time.time()), "model": model}
     writer = _Writer(front, body, use, job, head, wants_timings(http, body))
@@ -59,6 +59,7 @@ def _job(front: Front, body: ChatRequest, use: ToolUse | None, name: str) -> Job
         structured = use.constraint or structured
         if use.format == "mistral":  # its mark is a special token
             changes["skip_special_tokens"] = False
+    front.check_length(num_characters(body.messages))
     ids = prompt_ids(front.tokenizer, body, use.tools if use is not None else ())
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if asked == 0:
@@ -162,7 +163,8 @@ class _Writer:
         return event(head | {"choices": []} | counts | timed) + DONE
 
     def _about_prompt(self) -> dict[str, Any]:
-        leader, more = self._job.requests[0], {}
+        leader = self._job.requests[0]
+        more: dict[str, Any] = {}
         if self._body.return_token_ids:
             more["prompt_token_ids"] = leader.prompt_token_ids
         if self._body.prompt_logprobs is not None:

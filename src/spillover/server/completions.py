@@ -56,14 +56,17 @@ async def completions(http: HttpRequest,
 def _jobs(front: Front, body: CompletionRequest, name: str) -> list[Job]:
     prompts = _prompts(body)
     wanted = len(prompts) * (body.n or 1)
-    if wanted > front.settings.max_queue:
-        raise ApiError(400, f"{len(prompts)} prompts with n={body.n or 1} are {wanted} sequences, but the server takes "
-                            f"at most {front.settings.max_queue} at a time (--max-queue)", "prompt")
+    limit = front.settings.max_queue + front.client.info.plan.max_num_seqs
+    if wanted > limit:
+        raise ApiError(400, f"{len(prompts)} prompts with n={body.n or 1} are {wanted} sequences, but at most {limit} "
+                            f"can run and wait together (--max-num-seqs and --max-queue)", "prompt")
     structured = structured_outputs(body)
     scored = [k for k in (body.prompt_logprobs, body.logprobs if body.echo else None) if k is not None]
     jobs = []
     for index, prompt in enumerate(prompts):
         special = body.add_special_tokens is not False
+        if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
+            front.check_length(len(prompt))
         ids = front.tokenizer.encode(prompt, special) if isinstance(prompt, str) else prompt
         if body.truncate_prompt_tokens is not None:
             ids = ids[-body.truncate_prompt_tokens:]
@@ -75,7 +78,7 @@ def _jobs(front: Front, body: CompletionRequest, name: str) -> list[Job]:
     return jobs
 
 
-def _prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
+def _prompts(body: CompletionRequest) -> list[str | list[int]]:
     prompt: Any = body.prompt
     several = isinstance(prompt, list) and isinstance(prompt[0], str | list)
     return prompt if several else [prompt]

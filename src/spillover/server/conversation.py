@@ -10,6 +10,7 @@ from spillover.models.tokenizer import Tokenizer
 from spillover.server import tools as tool_calls
 from spillover.server.errors import ApiError
 from spillover.server.schemas_chat import ChatMessage, ContentPart, ConversationFields, Tool
+from spillover.server.schemas_responses import InputMessage
 
 _RESERVED = ("messages", "tools", "add_generation_prompt", "tokenize", "chat_template", "self", "source")
 
@@ -36,6 +37,10 @@ def prompt_text(tokenizer: Tokenizer, body: ConversationFields, tools: Sequence[
         messages, tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools and knows_tools else None,
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message, **options)
     return _cut(text, messages[-1]["content"]) if body.continue_final_message else text
+
+
+def num_characters(messages: Sequence[ChatMessage | InputMessage]) -> int:
+    return sum(len(joined(message.content)) for message in messages)
 
 
 def joined(content: str | list[ContentPart] | None) -> str:

@@ -14,7 +14,7 @@ from spillover.server.schemas_common import ErrorResponse
 _REF = "#/components/schemas/{model}"
 STREAMED: dict[int | str, Any] = {
     200: {"description": "The answer; with stream, server-sent events.",
-          "content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+          "content": {"text/event-stream": {}}}}
 _BODIES: set[type[BaseModel]] = set()
 _WORDS = {400: "The request cannot be served as asked.", 401: "An API key is needed.", 404: "No such model.",
           413: "The body is too large.", 415: "The body is not application/json.",

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -187,7 +187,8 @@ class EngineClient:
         process = self._process = EngineProcess(self._config, self._on_message)
         try:
             while True:
-                await asyncio.wait([self._ready, process.exited], timeout=START_SECONDS / 10,
+                awaited: list[asyncio.Future[Any]] = [self._ready, process.exited]
+                await asyncio.wait(awaited, timeout=START_SECONDS / 10,
                                    return_when=asyncio.FIRST_COMPLETED)
                 if self._ready.done():
                     break
@@ -230,7 +231,7 @@ class EngineClient:
         quick_deaths = 0
         while True:
             assert self._process is not None
-            code = await self._process.exited
+            code = await asyncio.shield(self._process.exited)
             self._state, self._why_dead = "dead", f"the engine {describe_exit(code)}"
             self._fail_all(f"{self._why_dead} before the request was done")
             failed = await self._process.last_words()

@@ -22,6 +22,8 @@ from spillover.server.token_text import TokenTexts
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
+_USUAL_CHARACTERS = 16  # more a token than any text has on average
+
 
 class RequestRecorder(Protocol):
     def started(self, answer: Answer, kind: str) -> None: ...
@@ -55,6 +57,17 @@ class Front:
         """Called first by every route that needs the model's facts, which are known once the engine is up."""
         if not self.client.ready:
             raise EngineDead(f"The engine is not ready ({self.client.engine_state}); try again in a moment.")
+
+    def check_length(self, characters: int) -> None:
+        """Refuse a text that is too long whatever its tokens are, before time is spent on tokenising it."""
+        context = self.client.info.max_model_len
+        if characters <= _USUAL_CHARACTERS * context:
+            return
+        least = characters // self.texts.longest
+        if least >= context:
+            raise ApiError(400, f"This model's context holds {context} tokens, but a prompt of {characters} characters "
+                                f"has at least {least}. Shorten it, or start the server with a larger "
+                                f"--max-model-len.", code="context_length_exceeded")
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -19,7 +19,8 @@ from spillover.server.front import front_of
 Model = TypeVar("Model", bound=BaseModel)
 
 MAX_DEPTH = 128
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+# Matches also a string that never ends, and never gives back: a search over any text takes time linear in it.
+_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _BRACKET = re.compile(r"[\[\]{}]")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _LARGE = 256 * 1024  # bytes; parsing more than this is left to a thread

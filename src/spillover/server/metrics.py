@@ -34,20 +34,19 @@ TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 
                  80.0)
 LATENCY_BUCKETS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
                    480.0, 960.0, 1920.0, 7680.0)
+LENGTH_BUCKETS = (*(step * 10 ** power for power in range(6) for step in (1, 2, 5)), 1_000_000)
 STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class Metrics:
     """All that is counted about one server. `sample` is called about once a second, `observe` once a request."""
 
-    def __init__(self, model_name: str, max_model_len: int) -> None:
+    def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self.ended = TokenCounts()  # of requests that have ended
         self.engine = EngineTotals()
         self._model = model_name
         self._running: tuple[TokenCounts, LiveStats, EngineInfo | None] = TokenCounts(), LiveStats(), None
-        sizes = [step * 10 ** power for power in range(8) for step in (1, 2, 5)]
-        lengths = [size for size in sizes if size <= max_model_len]
 
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
             return Histogram(PREFIX + name, text, ["model_name"], registry=self.registry,
@@ -66,12 +65,13 @@ class Metrics:
                                  LATENCY_BUCKETS)
         self._inference = histogram("request_inference_time_seconds", "Time from being scheduled to the last token.",
                                     LATENCY_BUCKETS)
-        self._prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", lengths)
-        self._output = histogram("request_generation_tokens", "Generated tokens of a request.", lengths)
+        self._prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", LENGTH_BUCKETS)
+        self._output = histogram("request_generation_tokens", "Generated tokens of a request.", LENGTH_BUCKETS)
         self._computed = histogram("request_prefill_kv_computed_tokens", "Prompt tokens of a request that were not "
-                                   "found in a cache.", lengths)
+                                   "found in a cache.", LENGTH_BUCKETS)
         self._n = histogram("request_params_n", "The n of a request.", (1, 2, 5, 10, 20))
-        self._max_tokens = histogram("request_params_max_tokens", "The max_tokens of a request that sets it.", lengths)
+        self._max_tokens = histogram("request_params_max_tokens", "The max_tokens of a request that sets it.",
+                                     LENGTH_BUCKETS)
         success = Counter(PREFIX + "request_success", "Requests that ended, by why they ended.",
                           ["model_name", "finished_reason"], registry=self.registry)
         self._success = {reason: success.labels(model_name, reason) for reason in FINISH_REASONS}
@@ -93,8 +93,6 @@ class Metrics:
                 self._max_tokens.observe(request.params.max_tokens)
             if request.sources is not None:
                 self._computed.observe(request.sources.computed)
-            if request.first_token:
-                self._first_token.observe(request.first_token - request.arrived)
             if request.finish_reason in ("stop", "length") and request.finished:
                 self._observe_times(request)
 
@@ -121,6 +119,7 @@ class Metrics:
         self._output.observe(gaps + 1)
         if not request.first_token:
             return
+        self._first_token.observe(request.first_token - request.arrived)
         self._queue.observe(times.queue)
         self._prefill.observe(times.prefill)
         self._decode.observe(times.decode)

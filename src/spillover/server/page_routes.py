@@ -15,8 +15,12 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 if TYPE_CHECKING:
+    from starlette.datastructures import State
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
     from spillover.server.recorder import Recorder
 
+CLIENT_LEFT = 499  # counted for a request that ended before it had an answer
 MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -53,9 +57,40 @@ def add_page(app: FastAPI) -> None:
 
 
 def add_metrics(app: FastAPI) -> None:
-    """`/metrics`; needs app.state.recorder."""
+    """`/metrics`, and around all that was added before it the count of HTTP requests; needs app.state.recorder."""
 
     @app.get("/metrics", include_in_schema=False)
     async def metrics() -> Response:
         recorder: Recorder = app.state.recorder
         return Response(recorder.scrape(), media_type=CONTENT_TYPE_LATEST)
+
+    app.add_middleware(CountRequests, state=app.state)
+
+
+class CountRequests:
+    """Counts by route as it was declared, so that no path a client makes up becomes a label."""
+
+    def __init__(self, app: ASGIApp, state: State) -> None:
+        self._app = app
+        self._state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = CLIENT_LEFT
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception:
+            status = 500 if status == CLIENT_LEFT else status
+            raise
+        finally:
+            recorder: Recorder = self._state.recorder
+            recorder.count_http(getattr(scope.get("route"), "path", "unknown"), status)

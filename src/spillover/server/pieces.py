@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +76,7 @@ def timings(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     return rows
 
 
-def note_counts(scope: dict[str, Any], jobs: Sequence[Job]) -> None:
+def note_counts(scope: MutableMapping[str, Any], jobs: Sequence[Job]) -> None:
     """For the log line that ends the HTTP request."""
     scope["spillover.jobs"] = jobs
 

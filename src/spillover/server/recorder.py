@@ -26,7 +26,6 @@ SHOWN_REQUESTS = 40
 HISTORY_SECONDS = 120
 SAMPLE_SECONDS = 1.0
 TIERS = ("device", "host", "disk", "remote")
-UNKNOWN_MODEL_LEN = 1 << 20  # for histograms of a server whose engine has never been ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,7 @@ class Recorder:
     def __init__(self, client: EngineClient, model_name: str) -> None:
         self._client = client
         self._model_name = model_name
-        self._metrics: Metrics | None = None
+        self.metrics = Metrics(model_name)
         self._started = time.monotonic()
         self._running: dict[int, tuple[Answer, str]] = {}  # by the answer's id()
         self._latest: deque[Phases] = deque(maxlen=KEPT_REQUESTS)
@@ -118,13 +117,6 @@ class Recorder:
         self.metrics.count_http(route, status)
 
     # What is read
-
-    @property
-    def metrics(self) -> Metrics:
-        if self._metrics is None:
-            info = self._info()
-            self._metrics = Metrics(self._model_name, info.max_model_len if info is not None else UNKNOWN_MODEL_LEN)
-        return self._metrics
 
     def scrape(self) -> bytes:
         """The text of /metrics."""

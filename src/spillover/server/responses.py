@@ -12,7 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from spillover.engine.sampling_params import SamplingParams, StructuredOutputs
-from spillover.server.conversation import joined, prompt_ids
+from spillover.server.conversation import num_characters, prompt_ids
 from spillover.server.documents import STREAMED, body_of, refusals
 from spillover.server.errors import as_api_error
 from spillover.server.front import Front, front_of, wants_timings
@@ -35,7 +35,7 @@ async def responses(http: HttpRequest,
     model = front.model_name(body.model)
     front.require_engine()
     structured = _structured(body)
-    size = len(body.input) if isinstance(body.input, str) else sum(len(joined(one.content)) for one in body.input)
+    size = len(body.input) if isinstance(body.input, str) else num_characters(body.input)
     request_id = http.scope["request_id"]
     job = await prepare(front, size, lambda: _job(front, body, structured, f"resp-{request_id}"))
     note_counts(http.scope, [job])
@@ -52,6 +52,7 @@ def _job(front: Front, body: ResponsesRequest, structured: StructuredOutputs | N
         messages.append(ChatMessage(role="user", content=body.input))
     else:
         messages += [ChatMessage(role=one.role, content=one.content) for one in body.input]
+    front.check_length(num_characters(messages))
     ids = prompt_ids(front.tokenizer, ConversationFields(messages=messages))
     room = answer_room(len(ids), body.max_output_tokens, None, front.client.info.max_model_len, "max_output_tokens")
     params = SamplingParams(temperature=1.0 if body.temperature is None else body.temperature,

@@ -10,6 +10,7 @@ from spillover.server.schemas_common import (
     MAX_LOGPROBS,
     AnswerModel,
     Count,
+    Off,
     RequestModel,
     SamplingFields,
     Text,
@@ -40,6 +41,7 @@ def check_parts(content: Any) -> Any:
 class FunctionCall(RequestModel):
     name: Text
     arguments: str | dict[str, Any] = "{}"
+    parsed_arguments: Unused = None
 
 
 class ToolCall(RequestModel):
@@ -60,6 +62,7 @@ class ChatMessage(RequestModel):
     audio: Unused = None
     annotations: Unused = None
     function_call: Literal[None] = None
+    parsed: Unused = None
     reasoning: Unused = None
     reasoning_content: Unused = None
 
@@ -105,7 +108,7 @@ class ChatRequest(SamplingFields, ConversationFields):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    echo: Literal[False] | None = None
+    echo: Off | None = None
     reasoning_effort: Unused = None
     verbosity: Unused = None
     prediction: Unused = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
 MAX_N = 256
 MAX_LOGPROBS = 20
@@ -19,6 +19,12 @@ class AnswerModel(BaseModel):
     model_config = ConfigDict(protected_namespaces=())
 
 
+def _must_be_off(value: bool) -> bool:
+    if value:
+        raise ValueError("this is not supported here; leave it out")
+    return value
+
+
 Text = Annotated[str, Field(max_length=4096)]
 Count = Annotated[int, Field(ge=0, le=_INT32)]
 TokenId = Annotated[int, Field(ge=0, le=_INT32)]
@@ -26,6 +32,7 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Stop = (Annotated[str, Field(min_length=1, max_length=4096)]
         | Annotated[list[Annotated[str, Field(min_length=1, max_length=4096)]], Field(max_length=64)])
 LogitBias = dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]]
+Off = Annotated[bool, AfterValidator(_must_be_off), WithJsonSchema({"type": "boolean", "const": False})]
 Unused = Annotated[Any, Field(description="Accepted, so that clients that send it work; not used.")]
 
 
@@ -116,7 +123,7 @@ class SamplingFields(UnusedFields):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    use_beam_search: Literal[False] | None = Field(None, description="There is no beam search here.")
+    use_beam_search: Off | None = None
     length_penalty: Unused = None
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from spillover.server.schemas_chat import ContentPart, check_parts
-from spillover.server.schemas_common import AnswerModel, RequestModel, Text, Unused, UnusedFields
+from spillover.server.schemas_common import AnswerModel, Off, RequestModel, Text, Unused, UnusedFields
 
 
 class InputMessage(RequestModel):
@@ -54,11 +54,11 @@ class ResponsesRequest(UnusedFields):
     truncation: Literal["disabled"] | None = None
     previous_response_id: Annotated[None, Field(description="No response is kept: send all as input.")] = None
     conversation: Annotated[None, Field(description="No conversation is kept: send it as input.")] = None
-    background: Literal[False] | None = None
+    background: Off | None = None
     tools: Annotated[list[Any], Field(max_length=0, description="/v1/chat/completions serves tools.")] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     stream_options: Unused = None
-    top_logprobs: Literal[0] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None
     reasoning: Unused = None
     parallel_tool_calls: Unused = None

@@ -22,7 +22,9 @@ from spillover.server.protocol import Failed, FromEngine, Launch, Stop
 from spillover.server.wire import decode_from_engine, encode
 
 STOP_SECONDS = 5.0  # for an engine that was told to stop, then it is killed
-MESSAGES_AT_ONCE = 64  # taken in before others get their turn on the event loop
+# Messages taken in before others get their turn on the event loop. A front that falls behind the engine then streams
+# the tokens of a few steps in one piece, which is how it catches up; readers do not wait for more than that.
+MESSAGES_AT_ONCE = 4
 LAST_WORDS_SECONDS = 0.5  # for what a failing engine said to arrive after it has gone
 MAX_FOLDER = 80  # a socket's path is at most 107 bytes long
 
@@ -34,7 +36,9 @@ class EngineProcess:
         self._loop = asyncio.get_running_loop()
         self._on_message = on_message
         self._failed: Failed | None = None
-        self.exited: asyncio.Future[int] = self._loop.create_future()  # exit code; negative: the signal's number
+        self._drains = False  # a call of _drain is on its way
+        # The exit code, or minus the signal's number. Many wait for it: shield it, or use asyncio.wait.
+        self.exited: asyncio.Future[int] = self._loop.create_future()
         # A folder that only this user may enter, for the time until the engine has connected.
         self._folder: Path | None = Path(tempfile.mkdtemp(prefix="spillover-", dir=_short_folder()))
         self._context = zmq.Context()
@@ -44,13 +48,17 @@ class EngineProcess:
         endpoint = f"ipc://{self._folder / 'engine'}"
         try:
             self._socket.bind(endpoint)
+            # The engine shares its cores with the front: OpenMP threads that spin for long between two regions would
+            # hold it up, and the front them.
+            environment = {"GOMP_SPINCOUNT": "10000", **os.environ}
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "spillover.server.engine_process"], stdin=subprocess.PIPE)
+                [sys.executable, "-P", "-m", "spillover.server.engine_process"], stdin=subprocess.PIPE,
+                env=environment)
         except BaseException:
             self._close_socket()
             raise
         self._fd = int(self._socket.getsockopt(zmq.FD))
-        self._loop.add_reader(self._fd, self._drain)
+        self._loop.add_reader(self._fd, self._drain_soon)
         launch = msgspec.json.encode(Launch(endpoint, config, os.getpid())) + b"\n"
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died at once; `exited` will tell
@@ -69,12 +77,12 @@ class EngineProcess:
         with contextlib.suppress(zmq.Again):
             self._socket.send(message, zmq.NOBLOCK)
         # Sending may swallow the sign that something has arrived: the descriptor is readable only at a change.
-        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            self._loop.call_soon(self._drain)
+        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._drain_soon()
 
     async def last_words(self) -> Failed | None:
         """Why an engine that has exited says it failed, if it did; that may arrive a moment after the exit."""
-        code = await self.exited
+        code = await asyncio.shield(self.exited)
         deadline = self._loop.time() + LAST_WORDS_SECONDS
         while code > 0 and self._failed is None and self._loop.time() < deadline:
             self._drain()
@@ -106,8 +114,14 @@ class EngineProcess:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
 
+    def _drain_soon(self) -> None:
+        if not self._drains:
+            self._drains = True
+            self._loop.call_soon(self._drain)
+
     def _drain(self) -> None:
         """Take in what has arrived."""
+        self._drains = False
         for _ in range(MESSAGES_AT_ONCE):
             if self._socket.closed:
                 return
@@ -120,7 +134,7 @@ class EngineProcess:
                 self._failed = message
             else:
                 self._on_message(message)
-        self._loop.call_soon(self._drain)
+        self._drain_soon()
 
     def _wait(self) -> None:
         code = self._process.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable
+from functools import cached_property
 
 from spillover.models.tokenizer import Tokenizer
 
@@ -35,6 +36,12 @@ class TokenTexts:
                 known = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
             self._names[token] = known
         return known
+
+    @cached_property
+    def longest(self) -> int:
+        """Bytes of the longest token."""
+        size = self.tokenizer.vocab_size if self.tokenizer is not None else 0
+        return max((len(self.raw(token)) for token in range(size)), default=1)
 
     def is_hidden(self, token: int, skip_special: bool) -> bool:
         return self.tokenizer is None or (skip_special and token in self.tokenizer.special_ids)

@@ -3,7 +3,7 @@
 
 const POLL_MS = 1000;
 const ROWS = 16;
-const SPANS = [5, 10, 20, 30, 60, 120, 300, 600]; // seconds of timeline
+const SPANS = [4, 8, 12, 20, 40, 60, 120, 240, 480, 960]; // seconds of timeline; a tick each quarter
 const PHASES = ["queue", "restore", "prefill", "decode"];
 
 function show(live) {
@@ -71,7 +71,7 @@ function showTiles(live) {
   }
   const { queries, hits } = live.prefix_cache;
   setText("hits", queries ? format.share(hits / queries) : "–");
-  setText("hits-note", queries ? format.count(hits) + " of " + format.count(queries) + " tokens" : "nothing looked up yet");
+  setText("hits-note", queries ? format.count(hits) + " of " + format.count(queries) : "nothing looked up yet");
 }
 
 // Tokens per second
@@ -103,7 +103,7 @@ function showThroughput(rates) {
 
 function niceCeiling(value) {
   const size = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 5, 10].map((step) => step * size).find((step) => step >= value);
+  return [1, 1.5, 2, 3, 4, 5, 6, 8, 10].map((step) => step * size).find((step) => step >= value);
 }
 
 function readChart(event) {
@@ -134,7 +134,9 @@ function showTiers(live) {
     return element("li", tier.total ? {} : { class: "off" },
       element("div", { class: "name" }, element("span", {}, tier.name), element("span", {}, words)), bar);
   }));
-  setText("memory-note", live.blocks ? format.count(live.blocks) + " blocks of " + live.block_size + " tokens" : "");
+  const weights = live.tiers[0].weights;
+  setText("memory-note", live.blocks ? format.count(live.blocks) + " blocks of " + live.block_size + " tokens" +
+    (weights ? ", beside " + format.bytes(weights) + " of weights" : "") : "");
 }
 
 function segment(name, share) {
@@ -181,8 +183,8 @@ function duration(row) {
 function showTicks(span, end) {
   const parts = [0, 0.25, 0.5, 0.75, 1];
   $("ticks").replaceChildren(...parts.map((part) => {
-    const back = span * (1 - part) + end;
-    const tick = element("span", {}, part === 1 && end < 1.5 ? "now" : "−" + (back < 99.5 ? +back.toFixed(span < 10 ? 1 : 0) + " s" : format.span(back)));
+    const back = Math.round(span * (1 - part) + end);
+    const tick = element("span", {}, back < 2 && part === 1 ? "now" : "−" + format.span(back));
     tick.style.left = 100 * part + "%";
     return tick;
   }));
