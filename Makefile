@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for python in python3.12 python3.11 python3.13 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 
-.PHONY: help demo test test-gpu test-clients soak bench venv clean
+.PHONY: help demo test test-gpu test-clients soak bench browser venv clean
 
 help:
 	@echo "make demo      set up, then see it work on the default model"
@@ -23,11 +23,10 @@ help:
 demo: venv
 	$(BIN)/spill demo
 
-test: venv
+test: venv browser
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	# Without a network the evaluation harness stays away and its tests are skipped, saying so.
 	-$(BIN)/python tests/clients/install.py lm_eval
 	$(BIN)/pytest -m "not gpu and not clients"
 
@@ -36,7 +35,7 @@ test-gpu: venv
 
 test-clients: venv
 	$(BIN)/python tests/clients/install.py
-	$(BIN)/pytest -v -rs tests/clients
+	$(BIN)/pytest -v -rs tests/clients tests/server/test_openai_client.py
 
 soak: venv
 	$(BIN)/python benchmarks/soak.py --requests 10000 --load-format null
@@ -44,6 +43,13 @@ soak: venv
 
 bench: venv
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash benchmarks/cpu.sh
+
+# For the tests of the server's page; without it they are skipped, saying so.
+browser:
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { test "$$(id -u)" = 0 \
+		&& command -v apt-get >/dev/null && apt-get update -qq \
+		&& DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; } \
+		|| echo "no Chromium: the tests of the server's page will be skipped"
 
 venv: $(STAMP)
 

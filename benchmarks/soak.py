@@ -4,14 +4,15 @@
     python benchmarks/soak.py --requests 1000 --invalid 0.5          # the default model
 
 Starts a `spill serve` of its own. What must hold: no 5xx; refusals in OpenAI's error shape; every stream ends in [DONE]
-or in an error event; afterwards nothing runs or waits and no KV block is held; and the resident memory of front and
-engine does not grow after the first tenth of the requests.
+or in an error event; the server's own count and log know of no failure either; afterwards nothing runs or waits and no
+KV block is held; and the resident memory of front and engine does not grow after the first tenth of the requests.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import re
 import sys
@@ -65,7 +66,7 @@ async def soak(server: ServerProcess, shapes: Shapes, requests: int, concurrency
         await connection.close()
 
     await asyncio.gather(*(worker() for _ in range(concurrency)))
-    findings.problems += await _leftovers(server)
+    findings.problems += await _leftovers(server) + await _own_count(server)
     if weigh:
         _weigh(server, findings, done)
         findings.problems += growth(findings.rss, warm=requests // 10)
@@ -169,6 +170,17 @@ async def _leftovers(server: ServerProcess) -> list[str]:
     return [f"afterwards {name} is {value}" for name, value in values.items() if value]
 
 
+async def _own_count(server: ServerProcess) -> list[str]:
+    """What the server says of itself: a failure whose client had gone is seen nowhere else."""
+    metrics = await _get(server, "/metrics")
+    problems = [f"the server counts {line}" for line in metrics.splitlines()
+                if line.startswith("spillover:http_requests_total{") and re.search(r'status="5\d\d"', line)
+                and '"/health"' not in line]  # which says 503 until the engine is ready
+    if (found := server.log.find("Traceback")) >= 0:
+        problems.append(f"the server's log has a traceback:\n{server.log[found:found + 4000]}")
+    return problems
+
+
 async def _get(server: ServerProcess, path: str) -> str:
     connection = Connection(HOST, server.port)
     reply = await connection.send(Call("GET", path, headers=()))
@@ -251,8 +263,10 @@ def main() -> int:
     print(f"{len(findings.problems)} problems")
     if options.output_json is not None:
         from spillover.bench.provenance import provenance
+        from spillover.plan.hardware import probe
 
-        options.output_json.write_text(json.dumps(result | provenance(), indent=2) + "\n")
+        made = provenance(dataclasses.asdict(probe()))
+        options.output_json.write_text(json.dumps(result | made, indent=2) + "\n")
     return 1 if findings.problems else 0
 
 

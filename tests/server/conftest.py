@@ -24,7 +24,8 @@ def null_server() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def guarded_server() -> Iterator[Server]:
-    """Two keys, two names, small requests; no model behind it."""
+    """Two keys, two names, small requests, prompts in the log, another site let in; no model behind it."""
     with running("--load-format", "null", "--api-key", "right", "--api-key", "other", "--served-model-name", "first",
-                 "--served-model-name", "second", "--max-request-bytes", "100KB", key="right") as started:
+                 "--served-model-name", "second", "--max-request-bytes", "100KB", "--log-prompts",
+                 "--cors-origin", "http://page.example", key="right") as started:
         yield started

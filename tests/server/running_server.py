@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,3 +81,10 @@ def _address(server: Server) -> str:
         assert server.process.poll() is None, server.log()
         time.sleep(0.05)
     raise AssertionError(f"not up within {START_SECONDS} s:\n{server.log()}")
+
+
+def until(holds: Callable[[], bool], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come to hold"
+        time.sleep(0.02)

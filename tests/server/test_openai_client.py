@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import openai
 import pydantic
 import pytest
-from running_server import Server
+from running_server import Server, until
 
 MODEL = "SmolLM2-135M-Instruct"
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
@@ -221,6 +221,8 @@ def test_keys_and_names(guarded_server: Server) -> None:
         for wrong in ("wrong", "righ", "right2", "RIGHT"):
             with pytest.raises(openai.AuthenticationError):
                 client.with_options(api_key=wrong).models.list()
+        client.completions.create(model="first", prompt="shown because it was asked for", max_tokens=1)
+        until(lambda: "'shown because it was asked for'" in guarded_server.log())
         http.headers.pop("Authorization")
         assert http.get("/health").status_code == http.get("/version").status_code == 200
         for path in ("/metrics", "/v1/models", "/live", "/is_sleeping"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -9,13 +10,13 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import psutil
 import pytest
-from running_server import SPILL, Server, running
+from running_server import SPILL, Server, running, until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -144,12 +145,22 @@ def test_other_content_types_are_refused(http: httpx.Client) -> None:
     assert "access-control-allow-origin" not in http.get("/version", headers={"Origin": "http://evil.example"}).headers
 
 
+def test_only_a_site_that_is_let_in_may_call(guarded_server: Server) -> None:
+    ask = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, content-type"}
+    with httpx.Client(base_url=guarded_server.url) as http:  # a browser asks without the key
+        allowed = http.options(CHAT, headers=ask | {"Origin": "http://page.example"})
+        assert allowed.status_code == 200
+        assert allowed.headers["access-control-allow-origin"] == "http://page.example"
+        other = http.options(CHAT, headers=ask | {"Origin": "http://evil.example"})
+        assert "access-control-allow-origin" not in other.headers
+
+
 def test_no_prompt_text_is_logged(http: httpx.Client, null_server: Server) -> None:
     http.post(COMPLETIONS, json={"prompt": "xylophone secret", "max_tokens": 1})
     http.post(CHAT, json={"messages": [{"role": "user", "content": "xylophone"}], "max_tokens": 1})
-    log = null_server.log()
-    assert "xylophone" not in log
-    assert re.search(r"POST /v1/completions 200 \d+ ms id=\w+ prompt=\d+ cached=\d+ output=1 ended=length", log)
+    line = r"POST /v1/chat/completions 200 \d+ ms id=\w+ prompt=\d+ cached=\d+ output=1 ended=length"
+    until(lambda: re.search(line, null_server.log()) is not None)
+    assert "xylophone" not in null_server.log()
 
 
 def test_large_bodies_are_refused_with_the_limit_and_the_size(guarded_server: Server) -> None:
@@ -169,30 +180,31 @@ def test_large_bodies_are_refused_with_the_limit_and_the_size(guarded_server: Se
         assert http.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
-def test_a_full_queue_says_when_to_come_back() -> None:
-    with running("--max-queue", "2", "--max-num-seqs", "1", "--max-model-len", "1024") as busy, busy.http() as http:
-        asked = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
-        streams = [http.stream("POST", COMPLETIONS, json=asked) for _ in range(3)]
-        # The first one runs and two wait; they are entered from threads, for the waiting ones have no answer yet.
+def test_a_full_queue_says_when_to_come_back_and_a_second_signal_hurries() -> None:
+    with running("--load-format", "null", "--max-queue", "2", "--max-num-seqs", "1") as busy, busy.http() as http:
+        assert http.post("/sleep").status_code == 200  # so that requests wait
+        streams = [http.stream("POST", COMPLETIONS, json={"prompt": "a", "stream": True}) for _ in range(3)]
         threads = [threading.Thread(target=_enter, args=(stream,)) for stream in streams]
         for thread in threads:
             thread.start()
-        _until(lambda: busy.metrics_total("num_requests_running") + busy.metrics_total("num_requests_waiting") == 3)
+        until(lambda: sum(row["running"] for row in http.get("/live").json()["requests"]) == 3)
         refused = http.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 1})
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["type"] == "rate_limit_error"
         assert http.get("/health").status_code == 200
         busy.process.send_signal(signal.SIGINT)
-        time.sleep(0.3)
-        busy.process.send_signal(signal.SIGINT)  # the second one does not wait for the streams
+        with pytest.raises(subprocess.TimeoutExpired):  # the first one waits for what runs
+            busy.process.wait(0.5)
+        busy.process.send_signal(signal.SIGINT)
         assert busy.process.wait(10) == 0
         for thread in threads:
             thread.join(10)
+            assert not thread.is_alive()
 
 
 def _enter(stream: Any) -> None:
-    with stream as response:
+    with contextlib.suppress(httpx.HTTPError), stream as response:
         for _ in response.iter_lines():
             pass
 
@@ -204,15 +216,16 @@ def test_a_client_that_leaves_frees_its_blocks(server: Server) -> None:
     asked = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True}
     with server.http() as http:
         with http.stream("POST", COMPLETIONS, json=asked | {"stream": True, "n": 3}) as response:
-            next(response.iter_lines())
-            assert not idle()
-        _until(idle, 2)
+            lines = response.iter_lines()  # kept: without it the client would hang up
+            next(lines)
+            until(lambda: not idle())
+        until(idle, 2)
         with pytest.raises(httpx.ReadTimeout):
             http.post(COMPLETIONS, json=asked, timeout=0.7)
-        _until(idle, 2)
+        until(idle, 2)
         with pytest.raises(httpx.ReadTimeout):
             http.post(COMPLETIONS, json=asked | {"prompt": ["a", "b", "c"]}, timeout=0.7)
-        _until(idle, 2)
+        until(idle, 2)
         assert http.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 1}).status_code == 200
         assert sum(value for name, value in server.metrics().items()
                    if "kv_blocks" in name and 'state="protected"' in name) == 0
@@ -227,13 +240,6 @@ def test_a_slow_reader_does_not_hold_up_others(server: Server) -> None:
         with server.http() as other:
             assert other.post(COMPLETIONS, json={"prompt": "b", "max_tokens": 2}).status_code == 200
         assert time.monotonic() - start < 10
-
-
-def _until(holds: Callable[[], bool], seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come to hold"
-        time.sleep(0.02)
 
 
 # Starting and stopping

@@ -30,6 +30,10 @@ class Answer:
     def num_output(self) -> int:
         return sum(len(request.output_token_ids) for request in self.requests)
 
+    def texts(self) -> list[str]:
+        """The text of each sequence so far."""
+        return [self._texts[request.request_id].text for request in self.requests]
+
     def output(self) -> RequestOutput:
         leader = self.requests[0]
         wanted = leader.params.prompt_logprobs is not None

@@ -15,7 +15,19 @@ from spillover.server.errors import LastResort, add_error_handlers
 from spillover.server.front import Front
 from spillover.server.page_routes import add_metrics, add_page
 from spillover.server.recorder import Recorder
+from spillover.server.schemas_admin import (
+    DetokenizeRequest,
+    EmbeddingsRequest,
+    TokenizeChatRequest,
+    TokenizeTextRequest,
+)
+from spillover.server.schemas_chat import ChatRequest
+from spillover.server.schemas_completions import CompletionRequest
+from spillover.server.schemas_responses import ResponsesRequest
 from spillover.server.settings import ServerSettings
+
+BODIES = (CompletionRequest, ChatRequest, ResponsesRequest, TokenizeTextRequest, TokenizeChatRequest, DetokenizeRequest,
+          EmbeddingsRequest)
 
 
 def make_app(client: EngineClient, settings: ServerSettings) -> FastAPI:
@@ -28,7 +40,7 @@ def make_app(client: EngineClient, settings: ServerSettings) -> FastAPI:
         app.include_router(family.router)
     add_page(app)
     add_error_handlers(app)
-    describe(app)
+    describe(app, BODIES)
     # The last one added is the outermost.
     app.add_middleware(BodyLimit, limit=settings.max_request_bytes)
     if settings.api_keys:

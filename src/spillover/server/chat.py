@@ -19,7 +19,7 @@ from spillover.server.front import Front, front_of, wants_timings
 from spillover.server.generation import Job, changes, collect, prepare
 from spillover.server.json_body import JsonBody
 from spillover.server.logprobs import chat_logprobs, prompt_rows
-from spillover.server.pieces import Cursor, Piece, note_counts, texts, timings, usage
+from spillover.server.pieces import Cursor, Piece, note_counts, timings, usage
 from spillover.server.sampling import answer_room, sampling_params, structured_outputs
 from spillover.server.schemas_chat import ChatRequest, ChatResponse
 from spillover.server.sse import DONE, MARK, EventStream, TextChunk, encode, event
@@ -82,9 +82,15 @@ class _Writer:
         self._head = head
         self._timed = timed
         self._as_ids = bool(body.return_tokens_as_token_ids)
+        options = body.stream_options
+        self._with_usage = options is not None and bool(options.include_usage)
+        self._each_usage = options is not None and bool(options.continuous_usage_stats)
+        self._chunk_head = head | {"object": "chat.completion.chunk"} | ({"usage": None} if self._with_usage else {})
+        # Most streams bring nothing but text, and have their chunks encoded once for all.
+        self._plain = not body.logprobs and not body.return_token_ids and not self._each_usage and use is None
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        choices = [self._choice(index, answer, text) for index, text in enumerate(texts(answer))]
+        choices = [self._choice(index, answer, text) for index, text in enumerate(answer.texts())]
         done = self._head | {"object": "chat.completion", "choices": choices, "usage": usage([self._job])}
         done |= self._about_prompt()
         return done | {"timings": timings([self._job])} if self._timed else done
@@ -94,8 +100,9 @@ class _Writer:
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         called = False
         if self._use is not None:
-            content, calls = read_all(self._use.reader(), text)
-            message["content"] = (content.strip() and content) or None if calls or self._use.forced else content
+            message["content"], calls = read_all(self._use.reader(), text)
+            if (calls or self._use.forced) and not message["content"].strip():
+                message["content"] = None
             if calls:
                 called = True
                 message["tool_calls"] = [{"id": self._use.call_id(), "type": "function",
@@ -107,46 +114,42 @@ class _Writer:
                 **({"token_ids": piece.tokens} if self._body.return_token_ids else {})}
 
     async def stream(self) -> AsyncGenerator[bytes]:
-        body, options = self._body, self._body.stream_options
-        with_usage = options is not None and options.include_usage
-        each_usage = options is not None and options.continuous_usage_stats
-        head = self._head | {"object": "chat.completion.chunk"} | ({"usage": None} if with_usage else {})
-        plain = not body.logprobs and not body.return_token_ids and not each_usage and self._use is None
-        sequences = [_Sequence(Cursor(request), self._use) for request in self._job.requests]
-        open_count = len(sequences)
+        sequences = [_Sequence(index, Cursor(request), self._use) for index, request in enumerate(self._job.requests)]
         async with aclosing(changes(self._front, [self._job], "chat")) as updates:
             async for grown in updates:
-                out = []
-                for index, text in enumerate(texts(grown[0][1])):
-                    sequence = sequences[index]
-                    piece = sequence.cursor.take(text)
-                    if piece is None:
-                        continue
-                    if not sequence.begun:
-                        sequence.begun = True
-                        first = _part(index, {"role": "assistant", "content": ""})
-                        out.append(event(head | {"choices": [first]} | (self._about_prompt() if index == 0 else {})))
-                    open_count -= sequence.cursor.ended
-                    if plain and piece.finish_reason is None:
-                        if piece.text:
-                            out.append(sequence.chunk(head, index)(piece.text))
-                        continue
-                    counts = {"usage": usage([self._job])} if each_usage else {}
-                    out += [event(head | {"choices": [part]} | counts) for part in self._parts(index, sequence, piece)]
-                if open_count == 0:
-                    out.append(self._last(head, bool(with_usage)))
-                if out:
-                    yield b"".join(out)
+                out = [self._chunks(*pair) for pair in zip(sequences, grown[0][1].texts(), strict=True)]
+                if all(sequence.cursor.ended for sequence in sequences):
+                    out.append(self._last())
+                written = b"".join(out)
+                if written:
+                    yield written
 
-    def _parts(self, index: int, sequence: _Sequence, piece: Piece) -> list[dict[str, Any]]:
+    def _chunks(self, sequence: _Sequence, text: str) -> bytes:
+        """The events that bring what is new of one sequence; nothing if nothing is."""
+        piece = sequence.cursor.take(text)
+        if piece is None:
+            return b""
+        opening = b""
+        if not sequence.begun:
+            sequence.begun = True
+            first = _part(sequence.index, {"role": "assistant", "content": ""})
+            about = self._about_prompt() if sequence.index == 0 else {}
+            opening = event(self._chunk_head | {"choices": [first]} | about)
+        if self._plain and piece.finish_reason is None:
+            return opening + (sequence.text_chunk(self._chunk_head)(piece.text) if piece.text else b"")
+        counts = {"usage": usage([self._job])} if self._each_usage else {}
+        return opening + b"".join(event(self._chunk_head | {"choices": [part]} | counts)
+                                  for part in self._parts(sequence, piece))
+
+    def _parts(self, sequence: _Sequence, piece: Piece) -> list[dict[str, Any]]:
         """The choices of the chunks that bring a piece; log probabilities and ids come with the first of them."""
         deltas = [{"content": piece.text}] if piece.text else []
         if sequence.reader is not None:
             deltas = [sequence.delta(delta) for delta in sequence.read(piece)]
-        parts = [_part(index, delta) for delta in deltas]
+        parts = [_part(sequence.index, delta) for delta in deltas]
         finish = self._finish(piece, sequence.calls > 0)
         if finish is not None or (not parts and (self._body.logprobs or self._body.return_token_ids)):
-            parts.append(_part(index, {}))
+            parts.append(_part(sequence.index, {}))
         if finish is not None:
             parts[-1] |= {"finish_reason": finish, "stop_reason": piece.stop_reason}
         if parts:
@@ -155,12 +158,10 @@ class _Writer:
                 parts[0]["token_ids"] = piece.tokens
         return parts
 
-    def _last(self, head: dict[str, Any], with_usage: bool) -> bytes:
+    def _last(self) -> bytes:
         timed = {"timings": timings([self._job])} if self._timed else {}
-        if not with_usage and not timed:
-            return DONE
-        counts = {"usage": usage([self._job])} if with_usage else {}
-        return event(head | {"choices": []} | counts | timed) + DONE
+        counts = {"usage": usage([self._job])} if self._with_usage else {}
+        return (event(self._chunk_head | {"choices": []} | counts | timed) if counts or timed else b"") + DONE
 
     def _about_prompt(self) -> dict[str, Any]:
         leader = self._job.requests[0]
@@ -185,13 +186,14 @@ class _Writer:
 class _Sequence:
     """One choice on its way out."""
 
-    def __init__(self, cursor: Cursor, use: ToolUse | None) -> None:
+    def __init__(self, index: int, cursor: Cursor, use: ToolUse | None) -> None:
+        self.index = index
         self.cursor = cursor
         self.begun = False
         self.calls = 0
         self.reader: Reader | None = use.reader() if use is not None else None
         self._use = use
-        self._chunk: TextChunk | None = None
+        self._text_chunk: TextChunk | None = None
 
     def read(self, piece: Piece) -> list[Delta]:
         assert self.reader is not None
@@ -208,10 +210,10 @@ class _Sequence:
         return {"tool_calls": [{"index": self.calls - 1, "id": self._use.call_id(), "type": "function",
                                 "function": {"name": delta.name, "arguments": delta.arguments}}]}
 
-    def chunk(self, head: dict[str, Any], index: int) -> TextChunk:
-        if self._chunk is None:
-            self._chunk = TextChunk(head | {"choices": [_part(index, {"content": MARK})]})
-        return self._chunk
+    def text_chunk(self, head: dict[str, Any]) -> TextChunk:
+        if self._text_chunk is None:
+            self._text_chunk = TextChunk(head | {"choices": [_part(self.index, {"content": MARK})]})
+        return self._text_chunk
 
 
 def _part(index: int, delta: dict[str, Any]) -> dict[str, Any]:

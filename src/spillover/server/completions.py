@@ -19,7 +19,7 @@ from spillover.server.front import Front, front_of, wants_timings
 from spillover.server.generation import Job, changes, collect, prepare
 from spillover.server.json_body import JsonBody
 from spillover.server.logprobs import legacy_logprobs, prompt_rows
-from spillover.server.pieces import Cursor, Piece, note_counts, texts, timings, usage
+from spillover.server.pieces import Cursor, Piece, note_counts, timings, usage
 from spillover.server.sampling import answer_room, sampling_params, structured_outputs
 from spillover.server.schemas_completions import CompletionRequest, CompletionResponse
 from spillover.server.sse import DONE, MARK, EventStream, TextChunk, encode, event
@@ -98,9 +98,15 @@ class _Writer:
         self._dropped = body.max_tokens == 0  # the engine draws at least one token; it is not shown
         self._as_ids = bool(body.return_tokens_as_token_ids)
         self._skip_special = body.skip_special_tokens is not False
+        options = body.stream_options
+        self._with_usage = options is not None and bool(options.include_usage)
+        self._each_usage = options is not None and bool(options.continuous_usage_stats)
+        self._chunk_head = head | ({"usage": None} if self._with_usage else {})
+        # Most streams bring nothing but text, and have their chunks encoded once for all.
+        self._plain = body.logprobs is None and not body.return_token_ids and not self._each_usage
 
     def whole(self, answers: list[Answer]) -> dict[str, Any]:
-        choices = [self._choice(job, place, answer, texts(answer)[place])
+        choices = [self._choice(job, place, answer, answer.texts()[place])
                    for job, answer in zip(self._jobs, answers, strict=True) for place in range(self._n)]
         for index, choice in enumerate(choices):
             choice["index"] = index
@@ -138,48 +144,38 @@ class _Writer:
         return part
 
     async def stream(self) -> AsyncGenerator[bytes]:
-        body, options = self._body, self._body.stream_options
-        with_usage = options is not None and options.include_usage
-        each_usage = options is not None and options.continuous_usage_stats
-        head = self._head | ({"usage": None} if with_usage else {})
-        plain = body.logprobs is None and not body.return_token_ids and not each_usage and not self._dropped
-        sequences = [_Sequence(Cursor(request), self._offsets()) for job in self._jobs for request in job.requests]
-        open_count = len(sequences)
+        sequences = [_Sequence(index, job, Cursor(request), self._offsets())
+                     for index, (job, request) in enumerate((j, r) for j in self._jobs for r in j.requests)]
         async with aclosing(changes(self._front, self._jobs, "completion")) as updates:
             async for grown in updates:
                 out = []
                 for place, answer in grown:
-                    job = self._jobs[place]
-                    for offset, text in enumerate(texts(answer)):
-                        index = place * self._n + offset
-                        sequence = sequences[index]
-                        piece = sequence.cursor.take(text)
-                        if piece is None:
-                            continue
-                        begins, sequence.begun = not sequence.begun, True
-                        open_count -= sequence.cursor.ended
-                        if plain and piece.finish_reason is None and not (begins and body.echo):
-                            if piece.text or begins:
-                                out.append(sequence.chunk(head, index)(piece.text))
-                            continue
-                        if self._dropped and piece.finish_reason is None:
-                            continue
-                        part = self._part(job, piece, sequence.offsets, begins) | {"index": index}
-                        if begins and body.prompt_logprobs is not None:
-                            part["prompt_logprobs"] = self._vllm_rows(job)
-                        out.append(event(head | {"choices": [part]}
-                                         | ({"usage": usage(self._jobs, self._dropped)} if each_usage else {})))
-                if open_count == 0:
-                    out.append(self._last(bool(with_usage)))
-                if out:
-                    yield b"".join(out)
+                    own = sequences[place * self._n:(place + 1) * self._n]
+                    out += [self._chunk(*pair) for pair in zip(own, answer.texts(), strict=True)]
+                if all(sequence.cursor.ended for sequence in sequences):
+                    out.append(self._last())
+                written = b"".join(out)
+                if written:
+                    yield written
 
-    def _last(self, with_usage: bool) -> bytes:
+    def _chunk(self, sequence: _Sequence, text: str) -> bytes:
+        """The event that brings what is new of one sequence; nothing if nothing is."""
+        piece = sequence.cursor.take(text)
+        if piece is None or (self._dropped and piece.finish_reason is None):
+            return b""
+        begins, sequence.begun = not sequence.begun, True
+        if self._plain and piece.finish_reason is None and not (begins and self._body.echo):
+            return sequence.text_chunk(self._chunk_head)(piece.text) if piece.text or begins else b""
+        part = self._part(sequence.job, piece, sequence.offsets, begins) | {"index": sequence.index}
+        if begins and self._body.prompt_logprobs is not None:
+            part["prompt_logprobs"] = self._vllm_rows(sequence.job)
+        counts = {"usage": usage(self._jobs, self._dropped)} if self._each_usage else {}
+        return event(self._chunk_head | {"choices": [part]} | counts)
+
+    def _last(self) -> bytes:
         timed = {"timings": timings(self._jobs)} if self._timed else {}
-        if not with_usage and not timed:
-            return DONE
-        counts = {"usage": usage(self._jobs, self._dropped)} if with_usage else {}
-        return event(self._head | {"choices": []} | counts | timed) + DONE
+        counts = {"usage": usage(self._jobs, self._dropped)} if self._with_usage else {}
+        return (event(self._head | {"choices": []} | counts | timed) if counts or timed else b"") + DONE
 
     def _echo(self, job: Job) -> str:
         return job.text if job.text is not None else self._front.tokenizer.decode(
@@ -199,14 +195,16 @@ class _Writer:
 class _Sequence:
     """One choice on its way out."""
 
-    def __init__(self, cursor: Cursor, offsets: TextOffsets) -> None:
+    def __init__(self, index: int, job: Job, cursor: Cursor, offsets: TextOffsets) -> None:
+        self.index = index
+        self.job = job
         self.cursor = cursor
         self.offsets = offsets
         self.begun = False
-        self._chunk: TextChunk | None = None
+        self._text_chunk: TextChunk | None = None
 
-    def chunk(self, head: dict[str, Any], index: int) -> TextChunk:
-        if self._chunk is None:
-            self._chunk = TextChunk(head | {"choices": [{"index": index, "text": MARK, "logprobs": None,
-                                                         "finish_reason": None, "stop_reason": None}]})
-        return self._chunk
+    def text_chunk(self, head: dict[str, Any]) -> TextChunk:
+        if self._text_chunk is None:
+            self._text_chunk = TextChunk(head | {"choices": [{"index": self.index, "text": MARK, "logprobs": None,
+                                                              "finish_reason": None, "stop_reason": None}]})
+        return self._text_chunk

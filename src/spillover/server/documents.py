@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -15,7 +16,6 @@ _REF = "#/components/schemas/{model}"
 STREAMED: dict[int | str, Any] = {
     200: {"description": "The answer; with stream, server-sent events.",
           "content": {"text/event-stream": {}}}}
-_BODIES: set[type[BaseModel]] = set()
 _WORDS = {400: "The request cannot be served as asked.", 401: "An API key is needed.", 404: "No such model.",
           413: "The body is too large.", 415: "The body is not application/json.",
           429: "Too many requests are waiting; see Retry-After.", 500: "A fault in the server.",
@@ -23,8 +23,7 @@ _WORDS = {400: "The request cannot be served as asked.", 401: "An API key is nee
 
 
 def body_of(*models: type[BaseModel]) -> dict[str, Any]:
-    """`openapi_extra` of a route that reads one of these from its body."""
-    _BODIES.update(models)
+    """`openapi_extra` of a route that reads one of these from its body; `describe` must be told of them too."""
     refs = [{"$ref": _REF.format(model=model.__name__)} for model in models]
     schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
@@ -37,14 +36,13 @@ def refusals(extra: dict[int | str, Any] | None = None,
     return described | (extra or {})
 
 
-def describe(app: FastAPI) -> None:
+def describe(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
     """Put the bodies' schemas among the document's components."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
             made = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-            ordered = sorted(_BODIES, key=lambda model: model.__name__)
-            _, schemas = models_json_schema([(model, "validation") for model in ordered], ref_template=_REF)
+            _, schemas = models_json_schema([(model, "validation") for model in bodies], ref_template=_REF)
             made.setdefault("components", {}).setdefault("schemas", {}).update(schemas.get("$defs", {}))
             app.openapi_schema = made
         return app.openapi_schema

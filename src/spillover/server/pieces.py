@@ -45,10 +45,6 @@ class Cursor:
         return piece
 
 
-def texts(answer: Answer) -> list[str]:
-    return [one.text for one in answer.output().outputs]
-
-
 def usage(jobs: Sequence[Job], dropped: bool = False) -> dict[str, Any]:
     """`dropped`: the one token that was drawn for an answer of none does not count."""
     prompt = sum(job.num_prompt for job in jobs)

@@ -18,7 +18,7 @@ from spillover.server.errors import as_api_error
 from spillover.server.front import Front, front_of, wants_timings
 from spillover.server.generation import Job, changes, collect, prepare
 from spillover.server.json_body import JsonBody
-from spillover.server.pieces import Cursor, note_counts, texts, timings, usage
+from spillover.server.pieces import Cursor, note_counts, timings, usage
 from spillover.server.sampling import answer_room
 from spillover.server.schemas_chat import ChatMessage, ConversationFields
 from spillover.server.schemas_responses import JsonObject, NamedSchema, ResponsesAnswer, ResponsesRequest
@@ -43,7 +43,7 @@ async def responses(http: HttpRequest,
     if body.stream:
         return EventStream(writer.stream(), request_id)
     answers = await collect(front, http, [job], "response")
-    return Response(encode(writer.ended(texts(answers[0])[0])), media_type="application/json")
+    return Response(encode(writer.ended(answers[0].texts()[0])), media_type="application/json")
 
 
 def _job(front: Front, body: ResponsesRequest, structured: StructuredOutputs | None, name: str) -> Job:
@@ -114,7 +114,7 @@ class _Writer:
         try:
             async with aclosing(changes(self._front, [self._job], "response")) as updates:
                 async for grown in updates:
-                    text = texts(grown[0][1])[0]
+                    text = grown[0][1].texts()[0]
                     piece = cursor.take(text)
                     out = b"" if begun else self._begin()
                     begun = True

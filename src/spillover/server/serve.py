@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -38,7 +39,8 @@ async def _serve(config: EngineConfig, settings: ServerSettings, listening: sock
     app = make_app(client, settings)
     server = _HttpServer(uvicorn.Config(
         app, http="httptools", ws="none", lifespan="off", access_log=False, log_config=None, server_header=False,
-        timeout_keep_alive=65, timeout_graceful_shutdown=_LAST_BYTES_SECONDS))
+        timeout_keep_alive=65,
+        timeout_graceful_shutdown=math.ceil(settings.drain_seconds) + _LAST_BYTES_SECONDS))
     stop = _StopSignal()
     http = asyncio.ensure_future(server.serve(sockets=[listening]))
     starting = asyncio.ensure_future(client.start())

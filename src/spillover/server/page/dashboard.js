@@ -170,7 +170,7 @@ function showRequests(live) {
   if (!rows.length) return;
   const ages = rows.map((row) => row.age - duration(row)); // how long ago each ended; 0 while it runs
   const end = Math.min(...ages); // seconds ago
-  const wanted = Math.max(...rows.slice(0, 8).map((row) => row.age)) - end;
+  const wanted = Math.max(...rows.slice(0, 10).map((row) => row.age)) - end;
   const span = SPANS.find((size) => size >= wanted) || SPANS[SPANS.length - 1];
   showTicks(span, end);
   $("rows").replaceChildren(...rows.map((row) => requestRow(row, end, span)));
@@ -205,7 +205,7 @@ function requestRow(row, end, span) {
     at -= length;
     const right = 1 - (at - end) / span;
     if (right <= 0) continue;
-    const bar = element("i", { class: phase });
+    const bar = element("i", { class: phase + (left < 0 ? " cut" : "") });
     bar.style.left = (100 * Math.max(0, left)).toFixed(3) + "%";
     bar.style.width = (100 * (right - Math.max(0, left))).toFixed(3) + "%";
     lane.append(bar);
