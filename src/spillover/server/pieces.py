@@ -6,7 +6,6 @@ from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spillover.engine.output_processor import Answer
 from spillover.engine.outputs import PositionLogprobs, TokenSources
 from spillover.engine.request import Request
 from spillover.server.generation import Job
