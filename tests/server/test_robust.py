@@ -56,6 +56,7 @@ ABUSE: list[tuple[str, bytes, int, str]] = [
     (COMPLETIONS, body(temprature=1), 400, "did you mean 'temperature'"),
     (COMPLETIONS, body(stream_options={"include_use": True}), 400, "unknown field 'include_use' in stream_options"),
     (COMPLETIONS, body(prompt=None), 400, "prompt"),
+    (CHAT, chat(messages=[{"role": "user"}]), 400, "needs content"),
     (COMPLETIONS, body(prompt=[]), 400, "prompt"),
     (COMPLETIONS, body(prompt=""), 400, "empty"),
     (COMPLETIONS, body(prompt=["a", 1]), 400, "prompt"),

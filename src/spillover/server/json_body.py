@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from spillover.server.errors import ApiError, field_path, validation_error
 from spillover.server.front import front_of
@@ -38,7 +38,10 @@ class JsonBody(Generic[Model]):
             # Also keeps other sites' pages out: a browser sends this type across origins only after asking.
             raise ApiError(415, f"the body must be application/json, not {kind or 'untyped'}; "
                                 f"send the header Content-Type: application/json")
-        body = await request.body()
+        try:
+            body = await request.body()
+        except ClientDisconnect:
+            raise ApiError(499, "the client closed the connection", code="client_closed") from None
         if len(body) <= _LARGE:
             return self._parse(body)
         return await front_of(request).in_thread(self._parse, body)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from spillover.server.schemas_common import (
     MAX_LOGPROBS,
@@ -67,6 +67,12 @@ class ChatMessage(RequestModel):
     reasoning_content: Unused = None
 
     _text_only = field_validator("content", mode="before")(check_parts)
+
+    @model_validator(mode="after")
+    def _says_something(self) -> ChatMessage:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"a message of role '{self.role}' needs content")
+        return self
 
 
 class FunctionDefinition(RequestModel):
