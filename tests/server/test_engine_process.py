@@ -325,7 +325,8 @@ def test_stop_lets_requests_end_and_leaves_nothing(folder: str, tmp_path: Path,
 
     async def drain() -> None:
         task = asyncio.ensure_future(answer(client, [1, 2, 3], SamplingParams(max_tokens=150)))
-        await until(lambda: client.num_open == 1)
+        await asyncio.sleep(0)  # the task's first step hands the request over
+        assert client.num_open == 1
         stopping = asyncio.ensure_future(client.stop(10))
         await asyncio.sleep(0)
         with pytest.raises(EngineDead):
