@@ -17,6 +17,7 @@ from spillover.engine.runner import Runner
 from spillover.engine.scheduler import Scheduler, SchedulerConfig
 from spillover.errors import SpilloverError
 from spillover.kernels import native
+from spillover.kernels.arena import Arena
 from spillover.kernels.attention import KV_LAYOUT
 from spillover.memory.kv_cache import KVCache
 from spillover.models.checkpoint import open_checkpoint, read_config
@@ -134,8 +135,10 @@ def _make_pool(plan: Plan, config: ModelConfig, layers: int, dtype: torch.dtype,
     """All blocks, and block 0 which padding points at. Written once here, so that the memory is really there."""
     shape = (plan.num_blocks + 1, layers, 2, config.num_kv_heads, plan.block_size * config.head_dim)
     try:
+        if device.type == "cpu" and dtype is torch.float32:
+            return Arena().empty(*shape).zero_()
         return torch.empty(shape, dtype=dtype, device=device).zero_()
-    except RuntimeError as error:  # torch has no other name for it on the CPU
+    except (RuntimeError, OSError) as error:  # torch's and the system's names for it on the CPU
         raise SpilloverError(f"the KV cache of {plan.num_blocks:,} blocks could not be allocated ({error}); "
                              f"lower --gpu-memory") from error
 

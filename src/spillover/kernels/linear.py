@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spillover.kernels import native
+from spillover.kernels.arena import Arena
 
 
 @dataclass(frozen=True)
@@ -66,19 +67,23 @@ def embedding(ids: Tensor, w: Weight) -> Tensor:
     return y
 
 
-def pack(weight: Tensor) -> Weight:
-    """The form `linear` is fastest on: panels where the native kernels serve this weight, else the weight itself."""
+def pack(weight: Tensor, arena: Arena | None = None) -> Weight:
+    """The form `linear` is fastest on: panels where the native kernels serve this weight, else the weight itself.
+
+    `arena` is where panels that stay are to lie.
+    """
     library = native.library()
     if library is None or not native.serves(weight):
         return weight
     n, k = weight.shape
     width = library.panel_width()
     count = -(-n // width)
-    panels = torch.zeros(count, k, width)
+    panels = torch.empty(count, k, width) if arena is None else arena.empty(count, k, width)
     whole = n // width
     panels[:whole] = weight[: whole * width].view(whole, width, k).transpose(1, 2)
     if whole < count:
         panels[whole, :, : n - whole * width] = weight[whole * width :].T
+        panels[whole, :, n - whole * width :] = 0
     return PackedWeight(panels, n)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from spillover.errors import CheckpointError
+from spillover.kernels.arena import Arena
 from spillover.kernels.linear import PackedWeight
 from spillover.kernels.linear import pack as pack_linear
 from spillover.models.config import ModelConfig
@@ -53,13 +54,14 @@ def dummy_weights(
 ) -> ResidentWeights:
     """Random weights of the true shapes, made where they will lie; the same for the same seed."""
     generator = torch.Generator(device).manual_seed(seed)
+    arena = Arena()
 
     def make(spec: WeightSpec) -> Any:
         if not (pack and spec.packable):
             return _dummy(spec, spec.shape, dtype, device, generator)
         if len(spec.shape) == 3:
             return _pack_experts(spec, (_dummy(spec, spec.shape[1:], dtype, device, generator) for _ in _experts(spec)))
-        return pack_linear(_dummy(spec, spec.shape, dtype, device, generator))
+        return pack_linear(_dummy(spec, spec.shape, dtype, device, generator), arena)
 
     return ResidentWeights({part: {spec.name: make(spec) for spec in listed} for part, listed in specs.items()})
 
@@ -82,6 +84,7 @@ class _Reader:
         self.checkpoint = checkpoint
         self.config = config
         self.names = checkpoint.names()
+        self.arena = Arena()
 
     def choose(self, spec: WeightSpec) -> Source:
         """The first source whose tensors are all there, with the right shapes."""
@@ -106,7 +109,7 @@ class _Reader:
             return self._experts(spec, source, dtype, device, pack)
         target = dtype if spec.dtype is None else getattr(torch, spec.dtype)
         weight = self._rows(spec, source, source.names, spec.shape, target, device)
-        return pack_linear(weight) if pack and spec.packable else weight
+        return pack_linear(weight, self.arena) if pack and spec.packable else weight
 
     def _rows(
         self,
