@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from spillover.plan.rates import Rates, measure_rates
 from spillover.plan.roofline import Roofline
 
 CALIBRATION_SECONDS = 1.0  # of the rates measured between two iterations
+SETTLE_SECONDS = 0.1  # OpenMP threads that took part spin for a while, on cores that the engine's threads want
 
 
 class RooflineLimits:
@@ -24,7 +26,9 @@ class RooflineLimits:
         self.matrix_rate = roofline.rates.flops(roofline.shape.dtype)
 
     def again(self) -> RooflineLimits:
-        return self._at(measure_rates(self._roofline.rates.device, CALIBRATION_SECONDS))
+        rates = measure_rates(self._roofline.rates.device, CALIBRATION_SECONDS)
+        time.sleep(SETTLE_SECONDS)
+        return self._at(rates)
 
     def mean(self, other: Limits) -> RooflineLimits:
         rates = self._roofline.rates
