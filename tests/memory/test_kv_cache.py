@@ -317,14 +317,6 @@ def test_commit_reads_only_the_tokens_of_new_blocks() -> None:
     assert tokens.reads == 2000
 
 
-def test_wasted_slots_are_those_of_the_last_block() -> None:
-    cache = KVCache(32, 16, [None, 8])
-    run(cache, "a", list(range(20)))
-    run(cache, "b", list(range(100, 116)))
-    assert (cache.allocated_slots(), cache.used_slots()) == (48, 36)
-    assert cache.allocated_slots() - cache.used_slots() == cache.waste([20, 16]) == 12
-
-
 def test_hits_and_queries_are_counted_in_tokens() -> None:
     cache = KVCache(32, 4, [None])
     run(cache, "a", list(range(10)))

@@ -232,20 +232,6 @@ class KVCache:
                     self._tree.unref(block)
             sequence.held.clear()
 
-    def allocated_slots(self) -> int:
-        """Token slots in live sequences' full-attention tables; a shared block counts for each that holds it."""
-        full = len(self.windows) - len(self._window_groups)
-        return full * self.block_size * sum(len(sequence.tables[0]) for sequence in self._live.values())
-
-    def used_slots(self) -> int:
-        """Of allocated_slots(), those that hold a computed token."""
-        full = len(self.windows) - len(self._window_groups)
-        return full * sum(sequence.num_computed for sequence in self._live.values())
-
-    def waste(self, lengths: Sequence[int]) -> int:
-        """Slots that sequences of these lengths leave unused in their last blocks, in one full-attention group."""
-        return sum(-length % self.block_size for length in lengths)
-
     def check(self) -> None:
         """Asserts the invariant, free + evictable + protected + in flight == total, and all that it rests on."""
         self._pool.check()
