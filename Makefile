@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for python in python3.12 python3.11 python3.13 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 
-.PHONY: help demo test test-gpu test-clients soak bench browser venv clean
+.PHONY: help demo test test-gpu test-clients soak bench browser valkey venv clean
 
 help:
 	@echo "make demo      set up, then see it work on the default model"
@@ -23,7 +23,7 @@ help:
 demo: venv
 	$(BIN)/spill demo
 
-test: venv browser
+test: venv browser valkey
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
@@ -50,6 +50,14 @@ browser:
 		&& command -v apt-get >/dev/null && apt-get update -qq \
 		&& DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; } \
 		|| echo "no Chromium: the tests of the server's page will be skipped"
+
+# For the tests of the remote KV tier; without it they are skipped, saying so.
+valkey:
+	@command -v valkey-server >/dev/null || command -v redis-server >/dev/null || { test "$$(id -u)" = 0 \
+		&& command -v apt-get >/dev/null && apt-get update -qq \
+		&& { DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends valkey-server >/dev/null 2>&1 \
+		|| DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends redis-server >/dev/null; }; } \
+		|| echo "no Valkey or Redis server: the tests of the remote KV tier will be skipped"
 
 venv: $(STAMP)
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The tables of docs/benchmarks.md, measured on this machine with the default model. Each is one `spill bench` command;
-# results go to benchmarks/results/ as JSON. About 15 minutes on two cores. Needs an otherwise idle machine.
+# results go to benchmarks/results/ as JSON. About 30 minutes on two cores. Needs an otherwise idle machine.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 command -v spill >/dev/null || PATH="$PWD/.venv/bin:$PATH"
@@ -36,3 +36,9 @@ run batching-varied bench throughput --dataset-name mixed --num-prompts 64 --mix
 # Prefix caching: 512 tokens that all prompts share.
 run prefix-caching bench throughput --input-len 64 --output-len 32 --random-prefix-len 512 --num-prompts 32 \
     --enable-prefix-caching=off,on
+
+# KV tiers: what they cost where nothing is reused and save where everything is, and what a restart finds again.
+run kv-tiers-cost bench tiers --workload no-reuse --arms off,host --output-len 128 --repeats 40
+run kv-tiers bench tiers
+run kv-restart bench restart
+run kv-restart-killed bench restart --kill --block-size 64,256

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,6 +11,10 @@ import pytest
 
 # Before torch loads its OpenMP: tests run several processes on few cores, where threads that spin hold up the others.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+# Before Triton is loaded: without a GPU its kernels run in its interpreter.
+if shutil.which("nvidia-smi") is None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 TESTS = Path(__file__).parent
 sys.path[:0] = [str(TESTS / folder) for folder in ("models", "engine", "../benchmarks")]

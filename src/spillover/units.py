@@ -20,6 +20,14 @@ def parse_bytes(text: str | int | float) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
+def parse_seconds(text: str) -> float:
+    """'90s', '15min', '12h', '7d'; a plain number is seconds."""
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(s|min|h|d|)\s*", text)
+    if match is None:
+        raise SpilloverError(f"'{text}' is not a time; write one like 90s, 15min, 12h or 7d")
+    return float(match[1]) * {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400}[match[2]]
+
+
 def format_bytes(count: float) -> str:
     """1536 -> '1.5 KiB'; binary units throughout, as memory is counted."""
     size = float(count)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spillover.bench.target import BenchRequest, Bound, Completion, Counters, Limits
+from spillover.bench.target import BenchRequest, Bound, Completion, Counters, Limits, TierTraffic
 
 
 class FakeLimits:
@@ -58,3 +58,37 @@ class FakeTarget:
 
     def close(self) -> None:
         self.closed = True
+
+
+class FakeTierTarget(FakeTarget):
+    """Has the whole of the last prompt on its device and, with `host`, every block of four tokens it ever saw there.
+
+    A computed token takes 10 ms and a restored one 1 ms, times `slowness`; a block has 40 bytes.
+    """
+
+    def __init__(self, host: bool = False, slowness: float = 1.0, wrong: bool = False) -> None:
+        super().__init__(limits=FakeLimits())
+        self.host = host
+        self.wrong = wrong
+        self._slowness = slowness
+        self._stored: set[tuple[int, ...]] = set()
+        self._bytes_in = self._bytes_out = 0
+
+    def _complete(self, request: BenchRequest) -> Completion:
+        prompt = request.prompt_token_ids
+        ends = range(4, len(prompt), 4)
+        found = 4 * next((index for index, end in enumerate(ends) if prompt[:end] not in self._stored), len(ends))
+        for end in ends if self.host else ():
+            self._bytes_in += 40 * (prompt[:end] not in self._stored)
+            self._stored.add(prompt[:end])
+        self._bytes_out += 10 * found
+        first = self._slowness * (0.01 * (len(prompt) - found) + 0.001 * found)
+        tokens = tuple((sum(prompt) + index + self.wrong) % 50 for index in range(request.output_len))
+        return Completion(request.output_len, {"computed": len(prompt) - found, "host": found}, prefill=first,
+                          decode=0.1 * self._slowness * (request.output_len - 1), first_token=first, token_ids=tokens)
+
+    def tiers(self) -> tuple[TierTraffic, ...]:
+        if not self.host:
+            return ()
+        return (TierTraffic("host", len(self._stored), self._bytes_in, self._bytes_out, self._bytes_in / 1e6,
+                            self._bytes_out / 2e6, link_in=2e6, link_out=2e6),)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spillover.bench.statistics import median_interval, percentiles
+from spillover.bench.statistics import median_interval, paired_ratio, percentiles
 
 
 def test_percentiles_interpolate() -> None:
@@ -32,3 +32,37 @@ def test_one_value_has_no_spread_and_none_is_refused() -> None:
     assert (interval.low, interval.median, interval.high) == (3.0, 3.0, 3.0)
     with pytest.raises(ValueError, match="no values"):
         median_interval([])
+
+
+def test_a_ratio_of_pairs_does_not_see_the_drift_that_both_share() -> None:
+    rng = np.random.default_rng(0)
+    drift = np.exp(np.linspace(0, 1, 40))  # the machine becomes almost three times as fast meanwhile
+    base = drift * rng.lognormal(0, 0.01, size=40)
+    ratio = paired_ratio((0.99 * drift * rng.lognormal(0, 0.01, size=40)).tolist(), base.tolist(), block=2)
+    assert ratio.count == 20
+    assert ratio.low is not None
+    assert ratio.high is not None
+    assert ratio.low < 0.99 < ratio.high
+    assert ratio.high - ratio.low < 0.02
+
+
+def test_the_mean_of_ratios_is_geometric_and_blocks_are_means_of_theirs() -> None:
+    ratio = paired_ratio([2.0, 8.0, 1.0, 1.0], [1.0, 2.0, 1.0, 1.0], block=2)
+    assert ratio.value == pytest.approx(8 ** 0.25)  # (2 * 4) and (1 * 1), the root of each, and the root of both
+    assert ratio.count == 2
+    assert paired_ratio([3.0], [2.0]).as_dict() == {"value": pytest.approx(1.5), "low": None, "high": None, "count": 1,
+                                                    "confidence": 0.95}
+    with pytest.raises(ValueError, match="do not pair"):
+        paired_ratio([1.0], [])
+
+
+@pytest.mark.parametrize(("count", "least"), [(2, 0.9), (4, 0.9), (20, 0.9)])
+def test_the_range_of_a_ratio_covers_the_truth_also_for_few_pairs(count: int, least: float) -> None:
+    rng = np.random.default_rng(count)
+    covered = 0
+    for _ in range(200):
+        ratio = paired_ratio(rng.lognormal(0, 0.05, size=count).tolist(), [1.0] * count, resamples=400)
+        assert ratio.low is not None
+        assert ratio.high is not None
+        covered += ratio.low <= 1.0 <= ratio.high
+    assert covered / 200 >= least

@@ -117,6 +117,29 @@ def test_comma_lists_give_every_combination(group: click.Group, seen: list[Any])
     assert {c.block_size for c in seen} == {32}  # the command's own default
 
 
+def test_disks_are_given_one_by_one_and_never_swept(group: click.Group, seen: list[Any]) -> None:
+    disks = ["--disk", "/a,b:1GB", "--disk", "/c:2GB"]
+    assert invoke("one", *disks, group=group).exit_code == 0
+    assert invoke("many", *disks, "--max-num-seqs", "1,2", group=group).exit_code == 0
+    assert [config.disk for config in seen] == [("/a,b:1GB", "/c:2GB")] * 3
+    assert [config.max_num_seqs for config in seen] == [None, 1, 2]
+
+
+def test_host_memory_in_vllms_words_may_be_swept(group: click.Group, seen: list[Any]) -> None:
+    sweep = ["--kv-offloading-size", "1,2", "--kv-cache-dtype", "fp8_e4m3,int8"]
+    assert invoke("many", *sweep, group=group).exit_code == 0
+    assert len({config.host_memory for config in seen}) == 2
+    assert [config.kv_cache_dtype for config in seen] == ["fp8", "int8"] * 2
+
+
+def test_aliases_are_taken_but_not_shown(group: click.Group, seen: list[Any]) -> None:
+    assert invoke("one", "--kv-cache-dtype", "fp8_e4m3", group=group).exit_code == 0
+    assert seen[0].kv_cache_dtype == "fp8"
+    shown = invoke("one", "--help", group=group).stdout
+    assert "[auto|fp8|int8]" in shown
+    assert "e4m3]" not in shown
+
+
 def test_a_bad_value_in_a_list_is_refused(group: click.Group) -> None:
     assert "'x' is not a valid integer" in invoke("many", "--max-num-seqs", "1,x", group=group).stderr
     assert "multiple of 8" in invoke("many", "--block-size", "8,9", group=group).stderr

@@ -6,12 +6,14 @@ early or a stale prefix shows as a wrong token.
 
 from __future__ import annotations
 
+import struct
 import zlib
 
-from spillover.engine.batch import Batch, StepResult
+from spillover.engine.batch import Batch, ScheduledRequest, StepResult
 from spillover.engine.request import Request
 
 VOCAB = 50
+SLOT = struct.Struct("<bbI")  # a cache slot in host memory: whether it was ever written, group, prefix
 
 
 def chain(parent: int, token: int) -> int:
@@ -79,14 +81,22 @@ class SimulatedRunner:
                     self.slots[block, position % self.block_size] = (group, prefixes[position + 1])
                 first = max(0, item.start - window + 1) if window is not None else 0
                 for position in range(first, item.start + item.count):
-                    slot = (table[position // self.block_size], position % self.block_size)
-                    assert self.slots.get(slot) == (group, prefixes[position + 1]), "attention would read other KV"
+                    found = self._read(item, table, position)
+                    assert found == (group, prefixes[position + 1]), "attention would read other KV"
             token = draw(prefixes[-1]) if item.samples else None
             tokens.append(token)
             if token is not None:
                 drawn[request.request_id] = token
         self.drawn = drawn
         return SimulatedStep(batch, tokens)
+
+    def _read(self, item: ScheduledRequest, table: list[int], position: int) -> tuple[int, int] | None:
+        index, offset = divmod(position, self.block_size)
+        if index < len(item.cold):
+            assert table[index] == 0, "a block is both in host memory and on the device"
+            _, group, prefix = SLOT.unpack_from(item.cold[index], offset * SLOT.size)
+            return group, prefix
+        return self.slots.get((table[index], offset))
 
     def close(self) -> None:
         pass

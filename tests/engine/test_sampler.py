@@ -272,7 +272,7 @@ def test_logprobs_are_of_the_raw_distribution(device: str) -> None:
     assert sampled.token_ids.tolist() == [7] * 4
     assert sampled.logprobs is not None
     expected = torch.log_softmax(logits, dim=-1)
-    for i, row in enumerate(sampled.logprobs.to("cpu").host_rows()):
+    for i, row in enumerate(sampled.logprobs.host_rows()):
         by_rank = expected[i].argsort(descending=True).tolist()
         assert row.logprob == pytest.approx(expected[i, 7].item(), abs=1e-5)
         assert row.rank == by_rank.index(7) + 1

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sequences import Sequences, sequences
 from torch import Tensor
 
 from spillover.kernels import native
@@ -21,73 +21,6 @@ from spillover.kernels.attention import (
 )
 
 needs_native = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
-NAN = float("nan")
-
-
-@dataclass
-class Sequences:
-    """Some requests' whole q, k and v, and the blocks they own in a pool that holds NaN wherever nothing was stored."""
-
-    q: list[Tensor]  # [length, H, D] a request
-    k: list[Tensor]
-    v: list[Tensor]
-    pool: Tensor  # [num_blocks, 2 layers, 2, Hk, block_size * D]
-    tables: Tensor  # [B, max_blocks]
-    block_size: int
-
-    def batch(self, parts: list[tuple[int, int, int]]) -> tuple[AttentionBatch, Tensor, Tensor, Tensor]:
-        """parts: (request, first, last) positions -> (batch, q, k, v), the three being views of one row buffer."""
-        lengths = [last - first for _, first, last in parts]
-        starts = torch.tensor([0, *lengths]).cumsum(0).int()
-        requests = [request for request, _, _ in parts]
-        batch = AttentionBatch(
-            query_start=starts,
-            seq_lens=torch.tensor([last for _, _, last in parts], dtype=torch.int32),
-            block_table=self.tables[requests],
-            positions=torch.cat([torch.arange(first, last) for _, first, last in parts]),
-            rows=torch.repeat_interleave(torch.arange(len(parts)), torch.tensor(lengths)).int(),
-            block_size=self.block_size,
-            max_query=max(lengths),
-            max_seq=max(last for _, _, last in parts),
-        )
-        rows = [torch.cat([x[r][first:last] for r, first, last in parts]) for x in (self.q, self.k, self.v)]
-        heads = [x.shape[1] for x in rows]
-        buffer = torch.cat([x.flatten(1) for x in rows], dim=1)
-        views = buffer.split([h * x.shape[2] for h, x in zip(heads, rows, strict=True)], dim=1)
-        q, k, v = (view.view(len(view), h, -1) for view, h in zip(views, heads, strict=True))
-        return batch, q, k, v
-
-    def run(self, parts: list[tuple[int, int, int]], window: int | None = None, sinks: Tensor | None = None) -> Tensor:
-        batch, q, k, v = self.batch(parts)
-        layer = self.pool[:, 1]
-        store_kv(k, v, layer, batch)
-        return attention(q, layer, batch, 1 / math.sqrt(q.shape[2]), window, sinks)
-
-
-def sequences(
-    lengths: list[int], heads: int = 6, kv_heads: int = 2, dim: int = 32, block_size: int = 16, seed: int = 0
-) -> Sequences:
-    generator = torch.Generator().manual_seed(seed)
-
-    def rows(length: int, count: int) -> Tensor:
-        return torch.randn(length, count, dim, generator=generator)
-
-    blocks = [-(-length // block_size) for length in lengths]
-    pool = torch.full((sum(blocks) + 3, 2, 2, kv_heads, block_size * dim), NAN)
-    order = (torch.randperm(sum(blocks) + 2, generator=generator) + 1).int()  # block 0 is the dummy
-    tables = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
-    for request, count in enumerate(blocks):
-        tables[request, :count] = order[sum(blocks[:request]) : sum(blocks[: request + 1])]
-    return Sequences(
-        [rows(n, heads) for n in lengths],
-        [rows(n, kv_heads) for n in lengths],
-        [rows(n, kv_heads) for n in lengths],
-        pool,
-        tables,
-        block_size,
-    )
-
-
 def dense(s: Sequences, request: int, window: int | None, sinks: Tensor | None) -> Tensor:
     """Attention as the textbook has it, in double precision."""
     q, k, v = (x[request].double() for x in (s.q, s.k, s.v))

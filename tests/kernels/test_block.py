@@ -14,6 +14,7 @@ from spillover.kernels.block import (
     mlp_block,
     mlp_block_reference,
 )
+from spillover.kernels.kv_quant import encode_blocks
 from spillover.kernels.linear import pack
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.describe())
@@ -39,15 +40,18 @@ def weights(generator: torch.Generator, extras: bool) -> dict[str, object]:
     return made
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int8"])
 @pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize("lengths", [[(0, 1)], [(0, 13), (9, 1), (20, 5)], [(31, 1)] * 17])
-def test_one_call_is_the_kernels_in_turn(lengths: list[tuple[int, int]], extras: bool) -> None:
+def test_one_call_is_the_kernels_in_turn(lengths: list[tuple[int, int]], extras: bool, kv_dtype: str) -> None:
     generator = torch.Generator().manual_seed(len(lengths))
     w = weights(generator, extras)
     rows = sum(new for _, new in lengths)
     x, residual = torch.randn(rows, HIDDEN, generator=generator), torch.randn(rows, HIDDEN, generator=generator)
     blocks = 5
     pool = torch.randn(1 + blocks * len(lengths), 2, SHAPE.num_kv_heads, BLOCK * SHAPE.head_dim, generator=generator)
+    if kv_dtype != "auto":
+        pool = encode_blocks(pool, BLOCK, kv_dtype)
     batch = AttentionBatch(
         query_start=torch.tensor([0, *torch.tensor([new for _, new in lengths]).cumsum(0).tolist()], dtype=torch.int32),
         seq_lens=torch.tensor([old + new for old, new in lengths], dtype=torch.int32),
@@ -55,6 +59,7 @@ def test_one_call_is_the_kernels_in_turn(lengths: list[tuple[int, int]], extras:
         positions=torch.cat([torch.arange(old, old + new) for old, new in lengths]),
         rows=torch.cat([torch.full((new,), i, dtype=torch.int32) for i, (_, new) in enumerate(lengths)]),
         block_size=BLOCK, max_query=max(new for _, new in lengths), max_seq=max(old + new for old, new in lengths),
+        kv_dtype=kv_dtype,
     )
     angles = torch.outer(torch.arange(64.0), torch.rand(SHAPE.head_dim // 2, generator=generator))
     cos, sin = angles.cos(), angles.sin()

@@ -20,7 +20,7 @@ from spillover.models.config import ModelConfig, RopeScaling, parse_rope
 from spillover.models.groups import LayerGroup, layer_groups
 from spillover.models.loader import dummy_weights, load_weights
 from spillover.models.registry import architecture
-from spillover.models.weights import part_nbytes
+from spillover.models.weights import WeightSpec, part_nbytes
 
 PROMPT = list(range(3, 40))
 
@@ -125,13 +125,17 @@ def _tensors_of_mxfp4(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     specs = arch.weight_specs(arch.config(config))
     return {
         name: torch.zeros(
-            (rows, *spec.shape[1:]) if len(spec.sources[0].names) > 1 else spec.shape,
+            (rows, *spec.shape[1:]) if len(spec.sources[0].names) > 1 else _stored_shape(spec),
             dtype=torch.uint8 if spec.dtype else torch.float32,
         )
         for listed in specs.values()
         for spec in listed
         for name, rows in zip(spec.sources[0].names, spec.sources[0].rows, strict=True)
     }
+
+
+def _stored_shape(spec: WeightSpec) -> tuple[int, ...]:
+    return (*spec.shape[:-1], spec.shape[-1] - spec.padding)
 
 
 class OneAtATime(StateDict):

@@ -12,7 +12,7 @@ from spillover.errors import SpilloverError
 from spillover.plan import rates as rates_module
 from spillover.plan.cgroup import CgroupLimits, read_limits
 from spillover.plan.hardware import Machine, probe
-from spillover.plan.rates import measure_disk, measure_rates, read_size
+from spillover.plan.rates import measure_disk, measure_link, measure_rates, read_size
 
 
 def _write(root: Path, files: dict[str, str]) -> None:
@@ -87,8 +87,8 @@ def test_rates_are_positive_and_finite(monkeypatch: pytest.MonkeyPatch, tmp_path
 
     monkeypatch.setattr(rates_module, "read_size", small)
     rates = measure_rates("cpu", seconds=0.01)
-    written, read = measure_disk(tmp_path, size=16 << 20)
-    for value in (rates.memory_read, rates.float32, written, read):
+    disk, link = measure_disk(tmp_path, size=16 << 20), measure_link("cpu", 100_000, seconds=0.01)
+    for value in (rates.memory_read, rates.float32, disk.write, disk.read, link.to_host, link.to_device):
         assert math.isfinite(value)
         assert value > 0
     assert rates.device == "cpu"

@@ -108,7 +108,7 @@ def test_the_doctor_fits_on_one_screen(monkeypatch: pytest.MonkeyPatch, as_json:
     [
         (CPU, False, False, "apt install g++"),
         (CPU, True, True, "pip install torch"),
-        (replace(GPU, memlock=8 << 20), True, True, "ulimit -l unlimited"),
+        (replace(GPU, pinnable=8 << 20), True, True, "ulimit -l unlimited"),
         (replace(CPU, torch_threads=1), True, False, "export OMP_NUM_THREADS=2"),
         (replace(CPU, memory_limit=4 * GIB), True, False, "--memory"),
         (replace(CPU, memory_available=GIB), True, False, "--gpu-memory"),

@@ -83,8 +83,10 @@ def test_more_budget_never_gives_less(given_flags: dict[str, Any], model: Any, m
     large = make_plan(
         PlanRequest(**(given_flags | {"gpu_memory": given_flags["gpu_memory"] + more})), config, specs, CPU
     )
-    assert large.num_blocks >= small.num_blocks
     assert large.max_model_len >= small.max_model_len
+    # Without chunks a longer prompt is a larger step, whose workspace may take a few of the blocks.
+    if given_flags["enable_chunked_prefill"] or large.max_model_len == small.max_model_len:
+        assert large.num_blocks >= small.num_blocks
 
 
 @settings(max_examples=150, deadline=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from spillover.engine.output_processor import Answer
 from spillover.engine.outputs import TokenSources
 from spillover.engine.request import Request
 from spillover.engine.sampling_params import SamplingParams
+from spillover.memory.report import TierReport, by_name
 from spillover.server.app import make_app
 from spillover.server.metrics import SOURCES, EngineTotals, Metrics, TokenCounts, WeightedHistogram
 from spillover.server.protocol import LiveStats
@@ -33,6 +35,7 @@ VLLM_NAMES = """
     request_queue_time_seconds_sum request_prefill_time_seconds_sum request_decode_time_seconds_sum
     request_inference_time_seconds_sum request_prompt_tokens_bucket request_generation_tokens_bucket
     request_params_n_sum request_params_max_tokens_sum request_prefill_kv_computed_tokens_sum cache_config_info
+    external_prefix_cache_queries_total external_prefix_cache_hits_total
 """
 
 
@@ -81,6 +84,16 @@ def test_a_request_that_ended_is_counted_with_its_phases_and_sources() -> None:
     assert found["inter_token_latency_seconds_count"][()] == 4
 
 
+def test_the_time_of_a_restore_is_a_phase_of_its_own() -> None:
+    metrics, answer = Metrics("m"), make_answer(times=(0.5, 0.8, 1.2))
+    answer.requests[0].restore_started = answer.requests[0].scheduled
+    answer.requests[0].restore_ended = answer.requests[0].scheduled + 0.2
+    metrics.observe(answer)
+    found = samples(metrics.render(LiveStats(), None, TokenCounts()))
+    for phase, seconds in (("queue", 0.5), ("restore", 0.2), ("prefill", 0.1), ("decode", 0.4)):
+        assert abs(found[f"request_{phase}_time_seconds_sum"][()] - seconds) < 1e-6, phase
+
+
 def test_running_requests_count_too_and_siblings_count_each() -> None:
     metrics = Metrics("m")
     running = make_answer(n=3, reason=None)
@@ -118,6 +131,67 @@ def test_totals_never_fall_when_the_engine_is_restarted_and_lose_nothing_seen(gr
             assert totals.update(stats, started if step % 2 else started + 9.5) == values
             assert values["steps"] == values["prefix_queries"] == values["step_tokens"] == expected >= last
             last = expected
+
+
+HOST = TierReport("host", blocks=30, capacity_blocks=40, bytes_in=500, bytes_out=200, seconds_in=2.0, seconds_out=0.5,
+                  hit_tokens=64, failures=1, dropped=3, available=True, link_in=1000.0, link_out=800.0)
+REMOTE = TierReport("remote", blocks=5, capacity_blocks=None, bytes_in=70, bytes_out=0, seconds_in=1.0, seconds_out=0.0,
+                    hit_tokens=0, failures=9, dropped=0, available=False, link_in=None, link_out=None)
+
+
+def test_every_tier_shows_what_it_holds_what_moved_and_how_close_to_its_link() -> None:
+    stats = LiveStats(prefix_queries=640, prefix_hits=128, kv_tiers=(HOST, REMOTE))
+    found = samples(Metrics("m").render(stats, StubClient().info, TokenCounts()))  # type: ignore[arg-type]
+
+    def way(tier: str, direction: str) -> tuple[tuple[str, str], ...]:
+        return ("direction", direction), ("tier", tier)
+
+    assert found["kv_transfer_bytes_total"] == {way("host", "in"): 500, way("host", "out"): 200,
+                                                way("remote", "in"): 70, way("remote", "out"): 0}
+    assert found["kv_transfer_blocks_total"][way("host", "in")] == 50
+    assert found["kv_transfer_seconds_total"][way("host", "out")] == 0.5
+    assert found["kv_transfer_bytes_per_second"] == {way("host", "in"): 250, way("host", "out"): 400,
+                                                     way("remote", "in"): 70}
+    assert found["kv_transfer_link_usage_perc"] == {way("host", "in"): 0.25, way("host", "out"): 0.5}
+    assert found["kv_transfer_link_bytes_per_second"][way("host", "in")] == 1000
+    for name, host, remote in (("hit_tokens_total", 64, 0), ("hit_rate", 0.1, 0), ("failures_total", 1, 9),
+                               ("dropped_blocks_total", 3, 0), ("available", 1, 0)):
+        assert found[f"kv_tier_{name}"] == {(("tier", "host"),): host, (("tier", "remote"),): remote}
+    assert found["kv_cache_usage_perc"][("tier", "host"),] == 0.75
+    assert found["kv_blocks"][("state", "free"), ("tier", "host")] == 10
+    assert found["kv_blocks"][("state", "evictable"), ("tier", "remote")] == 5
+    assert (("state", "free"), ("tier", "remote")) not in found["kv_blocks"]
+    # Under vLLM's names.
+    assert found["external_prefix_cache_queries_total"][()] == 512
+    assert found["external_prefix_cache_hits_total"][()] == 64
+    assert found["kv_offload_total_bytes_total"] == {(("transfer_type", "GPU_to_CPU"),): 500,
+                                                     (("transfer_type", "CPU_to_GPU"),): 200}
+
+
+counts = st.integers(0, 100)
+
+
+@given(st.lists(st.lists(st.tuples(counts, counts), max_size=4), min_size=1, max_size=5))
+@settings(max_examples=50, deadline=None)
+def test_what_tiers_moved_is_added_up_over_restarts(growths: list[list[tuple[int, int]]]) -> None:
+    totals, moved, hits = EngineTotals(), 0, 0
+    for life, growth in enumerate(growths):
+        started, report = 10.0 * (life + 1), replace(HOST, bytes_in=0, hit_tokens=0)
+        for step, (more, found) in enumerate([(0, 0), *growth]):
+            report = replace(report, bytes_in=report.bytes_in + more, hit_tokens=report.hit_tokens + found)
+            moved, hits = moved + more, hits + found
+            totals.update(LiveStats(time=started + step, steps=step, kv_tiers=(report,)), started)
+            [shown] = totals.tiers
+            assert (shown.bytes_in, shown.hit_tokens, shown.blocks) == (moved, hits, report.blocks)
+
+
+def test_two_disks_are_one_tier() -> None:
+    one, two = replace(HOST, name="disk"), replace(HOST, name="disk", available=False, link_out=None)
+    assert by_name([HOST, one]) == (HOST, one)
+    _, disks = by_name([HOST, one, two])
+    assert (disks.name, disks.blocks, disks.capacity_blocks, disks.bytes_in) == ("disk", 60, 80, 1000)
+    assert (disks.available, disks.link_in, disks.link_out) == (True, 2000.0, None)
+    assert by_name([one, replace(one, capacity_blocks=None)])[0].capacity_blocks is None
 
 
 def test_a_weighted_histogram_is_cumulative() -> None:

@@ -10,13 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 import uvicorn
 from chromium import Chromium, find_chromium
 from running_server import Server
 from stub_client import StubClient
 
+from spillover.memory.report import TierReport
 from spillover.server.app import make_app
+from spillover.server.protocol import TierUse
 from spillover.server.settings import ServerSettings
 
 # The contrast of every visible text with what lies behind it, worst first.
@@ -97,6 +100,24 @@ def test_an_idle_server_has_friendly_empty_places(browser: Chromium) -> None:
         assert url in browser.text("#example")
         assert browser.evaluate("[...document.querySelectorAll('#tiers li')].map((li) => li.textContent)") == [
             "device10% in use, 20% kept, of 1 kB", "hostnot configured", "disknot configured", "remotenot configured"]
+    assert browser.problems == []
+
+
+def test_tiers_say_what_they_hold_and_what_moved(browser: Chromium) -> None:
+    client = StubClient()
+    host = TierReport("host", 30, 40, 5_000_000, 2_000_000, 2.0, 0.5, 64, 0, 3, True, 10e6, None)
+    remote = TierReport("remote", 5, None, 70, 0, 1.0, 0.0, 0, 9, 0, False, None, None)
+    tiers = (*client.stats.tiers, TierUse("host", 0, 400, 0, 300), TierUse("remote", 0, 0, 0, 50))
+    client.stats = msgspec.structs.replace(client.stats, tiers=tiers, kv_tiers=(host, remote))
+    with stub_server(client) as url:
+        browser.open(url)
+        browser.wait("document.getElementById('state').textContent === 'ready'")
+        _, host_row, disk_row, remote_row = browser.evaluate(
+            "[...document.querySelectorAll('#tiers li')].map((li) => li.textContent)")
+        assert host_row == ("host0% in use, 75% kept, of 400 Bin 5.0 MB at 2.5 MB/s (25% of link) · "
+                            "out 2.0 MB at 4.0 MB/s · 64 tokens hit · 3 dropped")
+        assert disk_row == "disknot configured"
+        assert remote_row == "remotedoes not answerin 70 B at 70 B/s · out 0 B · 0 tokens hit · 9 failed"
     assert browser.problems == []
 
 

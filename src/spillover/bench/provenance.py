@@ -20,7 +20,7 @@ def provenance(hardware: Mapping[str, Any]) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["spill", *sys.argv[1:]]),
         "commit": commit(),
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **versions()},
         "hardware": {name: value for name, value in hardware.items() if not name.startswith("cache_")},
     }
 
@@ -44,9 +44,10 @@ def commit() -> str | None:
     return head + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
 
 
-def _versions() -> dict[str, str]:
+def versions(*more: str) -> dict[str, str]:
+    """Of the packages that a result depends on, as far as they are installed."""
     found = {}
-    for package in PACKAGES:
+    for package in (*PACKAGES, *more):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 SOURCES = ("computed", "device", "host", "disk", "remote")
 
@@ -31,6 +31,12 @@ class Completion:
     prefill: float = 0.0
     decode: float = 0.0
     first_token: float = 0.0  # from arrival to the first output token
+    token_ids: tuple[int, ...] = ()
+
+    @property
+    def cached(self) -> int:
+        """Prompt tokens that were not computed."""
+        return sum(count for source, count in self.sources.items() if source != "computed")
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,45 @@ class Counters:
         return Counters(self.num_blocks, self.block_size, self.steps - earlier.steps,
                         self.preemptions - earlier.preemptions, self.slots_held - earlier.slots_held,
                         self.slots_wasted - earlier.slots_wasted)
+
+
+@dataclass(frozen=True)
+class TierTraffic:
+    """What one KV tier moved since the target was made. `in` is towards the tier, `out` from it; seconds are those
+    that bytes were moving."""
+
+    name: str  # "host" | "disk" | "remote"
+    blocks: int = 0  # that it holds now
+    bytes_in: int = 0
+    bytes_out: int = 0
+    seconds_in: float = 0.0
+    seconds_out: float = 0.0
+    failures: int = 0
+    link_in: float | None = None  # bytes a second that the way there was measured at; None: it was not
+    link_out: float | None = None
+
+    def since(self, earlier: TierTraffic) -> TierTraffic:
+        return replace(self, bytes_in=self.bytes_in - earlier.bytes_in, bytes_out=self.bytes_out - earlier.bytes_out,
+                       seconds_in=self.seconds_in - earlier.seconds_in,
+                       seconds_out=self.seconds_out - earlier.seconds_out, failures=self.failures - earlier.failures)
+
+    def plus(self, other: TierTraffic) -> TierTraffic:
+        return replace(self, bytes_in=self.bytes_in + other.bytes_in, bytes_out=self.bytes_out + other.bytes_out,
+                       seconds_in=self.seconds_in + other.seconds_in,
+                       seconds_out=self.seconds_out + other.seconds_out, failures=self.failures + other.failures)
+
+    def directions(self) -> list[tuple[str, int, float | None, float | None]]:
+        """(which way, bytes, bytes a second while they moved, that of the link), for each way that was used."""
+        ways = [("in", self.bytes_in, self.seconds_in, self.link_in),
+                ("out", self.bytes_out, self.seconds_out, self.link_out)]
+        return [(way, count, count / seconds if seconds > 0 else None, link)
+                for way, count, seconds, link in ways if count]
+
+    def as_dict(self) -> dict[str, Any]:
+        ways = {way: {"bytes": count, "bytes_per_second": rate, "link_bytes_per_second": link,
+                      "percent_of_link": 100 * rate / link if rate is not None and link else None}
+                for way, count, rate, link in self.directions()}
+        return {"tier": self.name, "blocks": self.blocks, "failures": self.failures, **ways}
 
 
 @dataclass(frozen=True)
@@ -99,3 +144,10 @@ class Generates(Protocol):
     def reset_prefix_cache(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+class GeneratesWithTiers(Generates, Protocol):
+    """A target that may keep KV beside the device."""
+
+    def tiers(self) -> tuple[TierTraffic, ...]:
+        """Nearest first; empty where there are none."""

@@ -155,6 +155,6 @@ def run_once(target: Generates, requests: Sequence[BenchRequest], progress: bool
     completions = target.generate(requests, progress=progress)
     elapsed = time.perf_counter() - start
     sources = {source: sum(done.sources.get(source, 0) for done in completions) for source in SOURCES}
-    cached = tuple(sum(count for source, count in done.sources.items() if source != "computed") for done in completions)
+    cached = tuple(done.cached for done in completions)
     return Run(elapsed, tuple(requests), sum(done.output_tokens for done in completions), cached, sources,
                target.counters().since(before), psutil.Process().memory_info().rss)

@@ -133,6 +133,42 @@ class ShareGPTWorkload:
                 for pair in self.pairs]
 
 
+@dataclass(frozen=True)
+class Conversations:
+    """Chats that go on in turn, a question each a round. Each begins with a long text of its own, and every prompt
+    holds all that was said before in its chat."""
+
+    vocabulary: Vocabulary
+    count: int = 12
+    rounds: int = 8
+    prefix_len: int = 1024
+    question_len: int = 16
+    answer_len: int = 4
+    seed: int = 0
+    name: str = "multi-turn"
+
+    def __post_init__(self) -> None:
+        _check_positive(conversations=self.count, rounds=self.rounds, prefix_len=self.prefix_len,
+                        question_len=self.question_len, answer_len=self.answer_len)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a chat at its end."""
+        return self.prefix_len + self.rounds * (self.question_len + self.answer_len)
+
+    def question(self, chat: int, turn: int) -> tuple[int, ...]:
+        """What is added to a chat for its turn; the first time also the text it begins with."""
+        length = self.question_len + (self.prefix_len if turn == 0 else 0)
+        return self.vocabulary.draw(np.random.default_rng([self.seed, chat + 1, turn + 1]), length)
+
+    def order(self, turn: int) -> list[int]:
+        """The chats in the order of one round. Nobody speaks twice in a row, so that no chat is found where it was."""
+        chats: list[int] = np.random.default_rng([self.seed, turn + 1]).permutation(self.count).tolist()
+        if turn and self.count > 1 and chats[0] == self.order(turn - 1)[-1]:
+            chats[0], chats[1] = chats[1], chats[0]
+        return chats
+
+
 def load_sharegpt(path: str, tokenizer: Encodes, vocabulary: Vocabulary, num_prompts: int,
                   output_len: int | None = None, seed: int = 0, max_model_len: int | None = None) -> ShareGPTWorkload:
     _check_positive(num_prompts=num_prompts)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from spillover.cli.bench_restart import restart
+from spillover.cli.bench_tiers import tiers
+from spillover.cli.measuring import check_counts, make_console, make_vocabulary, measure_limits, write_results
 from spillover.cli.options import comma_list, engine_options, engine_sweep_options
 from spillover.engine.config import EngineConfig
 from spillover.errors import SpilloverError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from spillover.bench.target import Generates, Limits
     from spillover.bench.throughput import Setting
-    from spillover.bench.workloads import Vocabulary, Workload
+    from spillover.bench.workloads import Workload
     from spillover.engine.assemble import PlannedModel
 
 
@@ -29,7 +29,13 @@ def bench() -> None:
     Examples:
       spill bench throughput --input-len 256 --output-len 64 --num-prompts 32
       spill bench latency --batch-size 1,16 --input-len 256 --output-len 64
+      spill bench tiers
+      spill bench restart
     """
+
+
+bench.add_command(tiers)
+bench.add_command(restart)
 
 
 def _range(_ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, int]:
@@ -95,10 +101,10 @@ def throughput(configs: list[EngineConfig], **options: Any) -> None:
     from spillover.bench.throughput import measure
     from spillover.cli.loading import look_at
 
-    console = _console()
+    console = make_console()
     planned = look_at(configs[0])
     workload = _workload(planned, **options)
-    settings = _settings(configs, planned, _limits(planned, console), options)
+    settings = _settings(configs, planned, measure_limits(planned, console), options)
     results = []
     for setting in settings:
         results.append(measure(setting, workload, options["num_iters"], progress=sys.stderr.isatty()))
@@ -106,7 +112,7 @@ def throughput(configs: list[EngineConfig], **options: Any) -> None:
     console.print(report.throughput_table(results))
     for line in report.comparison(results):
         console.print(line, highlight=False)
-    _write(options["output_json"], configs[0], [result.as_dict() for result in results])
+    write_results(options["output_json"], configs[0], [result.as_dict() for result in results])
 
 
 @bench.command()
@@ -119,9 +125,12 @@ def throughput(configs: list[EngineConfig], **options: Any) -> None:
 @click.option("--temperature", default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--disable-detokenize", is_flag=True, help="Leave turning tokens into text out of the measurement.")
 @click.option("--output-json", default=None, metavar="FILE", help="Write everything measured, each iteration included.")
+@click.option("--profile", default=None, metavar="DIR",
+              help="Profile one more iteration: a trace for Perfetto in DIR, and where the time went.")
 @engine_options(defaults={"enable_prefix_caching": False})
 def latency(config: EngineConfig, batch_size: tuple[int, ...], input_len: int, output_len: int, num_iters_warmup: int,
-            num_iters: int, temperature: float, disable_detokenize: bool, output_json: str | None) -> None:
+            num_iters: int, temperature: float, disable_detokenize: bool, output_json: str | None,
+            profile: str | None) -> None:
     """Time of one batch run alone: prefill (to the first token) and decode apart, each beside its limit.
 
     \b
@@ -133,10 +142,10 @@ def latency(config: EngineConfig, batch_size: tuple[int, ...], input_len: int, o
     from spillover.cli.loading import look_at, open_llm
     from spillover.cli.targets import EngineTarget
 
-    console = _console()
-    _check_counts(num_iters=num_iters, input_len=input_len, output_len=output_len, batch_size=min(batch_size))
+    console = make_console()
+    check_counts(num_iters=num_iters, input_len=input_len, output_len=output_len, batch_size=min(batch_size))
     planned = look_at(config)
-    limits, vocabulary = _limits(planned, console), _vocabulary(planned)
+    limits, vocabulary = measure_limits(planned, console), make_vocabulary(planned)
     results = []
     with open_llm(config) as llm:
         if max(batch_size) > llm.plan.max_num_seqs:
@@ -150,8 +159,12 @@ def latency(config: EngineConfig, batch_size: tuple[int, ...], input_len: int, o
             results.append(measure(target, vocabulary, size, input_len, output_len, num_iters,
                                    num_iters_warmup, config.seed))
             report.print_latency(console, results[-1])
+            if profile is not None:
+                from spillover.cli.profiling import profile_batch
+
+                profile_batch(target, planned, limits, vocabulary, size, input_len, output_len, profile, console)
     console.print(report.latency_table(results))
-    _write(output_json, config, [result.as_dict() for result in results])
+    write_results(output_json, config, [result.as_dict() for result in results])
 
 
 def _workload(planned: PlannedModel, dataset_name: str | None, dataset_path: str | None,
@@ -162,8 +175,8 @@ def _workload(planned: PlannedModel, dataset_name: str | None, dataset_path: str
     from spillover.bench.workloads import MixedWorkload, RandomWorkload, load_sharegpt
     from spillover.models.tokenizer import load_tokenizer
 
-    _check_counts(num_iters=num_iters)
-    seed, vocabulary = planned.config.seed, _vocabulary(planned)
+    check_counts(num_iters=num_iters)
+    seed, vocabulary = planned.config.seed, make_vocabulary(planned)
     name = dataset_name or ("sharegpt" if dataset_path else "random")
     if dataset_path is not None and name != "sharegpt":
         raise SpilloverError(f"--dataset-path is read for --dataset-name sharegpt only, not for {name}")
@@ -176,19 +189,6 @@ def _workload(planned: PlannedModel, dataset_name: str | None, dataset_path: str
         return MixedWorkload(vocabulary, num_prompts, mixed_input_range, mixed_output_range, prefix_len, seed)
     return RandomWorkload(vocabulary, num_prompts, _one_of("input", input_len, random_input_len, 256),
                           _one_of("output", output_len, random_output_len, 64), random_range_ratio, prefix_len, seed)
-
-
-def _vocabulary(planned: PlannedModel) -> Vocabulary:
-    """Special tokens are left out of random prompts where the model comes with a tokenizer that names them."""
-    from spillover.bench.workloads import Vocabulary
-    from spillover.errors import CheckpointError
-    from spillover.models.tokenizer import load_tokenizer
-
-    special: frozenset[int] = frozenset()
-    if not planned.config.skip_tokenizer_init:
-        with contextlib.suppress(CheckpointError):
-            special = load_tokenizer(planned.config.tokenizer or planned.path).special_ids
-    return Vocabulary(planned.model_config.vocab_size, special)
 
 
 def _one_of(which: str, short: int | None, long: int | None, default: int) -> int:
@@ -231,47 +231,6 @@ def _make_hf(planned: PlannedModel, batch_size: int, limits: Limits) -> Callable
     from spillover.bench.hf import TransformersTarget
 
     return lambda: TransformersTarget(str(planned.path), batch_size, planned.plan.dtype, planned.plan.device, limits)
-
-
-def _limits(planned: PlannedModel, console: Console) -> Limits:
-    """Measured once a command, before anything is loaded, so that every row is held to the same rates."""
-    from spillover.bench.report import print_limits
-    from spillover.cli.targets import RooflineLimits
-    from spillover.plan.rates import measure_rates
-    from spillover.plan.roofline import Roofline
-    from spillover.plan.shapes import model_shape
-
-    shape = model_shape(planned.model_config, planned.specs, planned.plan.dtype)
-    limits = RooflineLimits(Roofline(shape, measure_rates(planned.plan.device)))
-    print_limits(console, limits)
-    return limits
-
-
-def _write(path: str | None, config: EngineConfig, results: list[dict[str, Any]]) -> None:
-    if path is None:
-        return
-    import dataclasses
-
-    from spillover.bench.provenance import provenance
-    from spillover.bench.report import write_json
-    from spillover.plan.hardware import probe
-
-    write_json(path, {**provenance(dataclasses.asdict(probe())), "engine": dataclasses.asdict(config)}, results)
-    click.echo(f"written to {path}")
-
-
-def _console() -> Console:
-    """A pipe has no width of its own: tables get room enough not to be cut."""
-    from rich.console import Console
-
-    console = Console()
-    return console if console.is_terminal else Console(width=160)
-
-
-def _check_counts(**values: int) -> None:
-    for name, value in values.items():
-        if value < 1:
-            raise SpilloverError(f"--{name.replace('_', '-')} must be at least 1; got {value}")
 
 
 def _shown(value: object) -> str:

@@ -1,4 +1,4 @@
-"""`spill demo`: the machine, the plan, a real answer, a small mixed load, and every speed beside its limit."""
+"""`spill demo`: the machine, the plan, a real answer, a small load, speeds beside their limits, chats that spill."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from spillover.bench.bounds import Achieved
+    from spillover.bench.target import Limits
     from spillover.bench.workloads import Vocabulary
     from spillover.cli.targets import EngineTarget
     from spillover.engine.llm import LLM
@@ -33,8 +34,8 @@ LOAD_PREFIX = 96  # tokens that every second request begins with
 def demo(config: EngineConfig) -> None:
     """See it work, in under three minutes.
 
-    Shows this machine, the memory plan, a real answer, a mixed load, and speeds beside their limits. Offline once the
-    model is here.
+    Shows this machine, the memory plan, a real answer, a mixed load, speeds beside their limits, and chats whose KV
+    spills to host memory. Offline once the model is here.
 
     \b
     Example:
@@ -44,6 +45,7 @@ def demo(config: EngineConfig) -> None:
 
     from spillover.bench.latency import measure
     from spillover.bench.workloads import Vocabulary
+    from spillover.cli.demo_chats import show_chats
     from spillover.cli.loading import look_at, open_llm
     from spillover.cli.plan import print_plan
     from spillover.cli.targets import EngineTarget, RooflineLimits
@@ -60,7 +62,8 @@ def demo(config: EngineConfig) -> None:
     _heading(console, "The plan")
     print_plan(console, planned.plan)
 
-    limits = RooflineLimits(Roofline(model_shape(planned.model_config, planned.specs, planned.plan.dtype), rates))
+    shape = model_shape(planned.model_config, planned.specs, planned.plan.dtype, kv_dtype=planned.plan.kv_cache_dtype)
+    limits = RooflineLimits(Roofline(shape, rates))
     with open_llm(config) as llm:
         special = llm.tokenizer.special_ids if llm.tokenizer is not None else frozenset[int]()
         vocabulary = Vocabulary(planned.model_config.vocab_size, special)
@@ -68,7 +71,7 @@ def demo(config: EngineConfig) -> None:
         _answer(console, llm)
         _heading(console, f"{LOAD_REQUESTS} requests of mixed lengths at once")
         target = EngineTarget(llm, limits)
-        load = _serve_load(console, target, vocabulary)
+        load = _serve_load(console, target, limits, vocabulary)
         _heading(console, "Speeds beside their limits")
         with console.status("measuring decode and prefill"):
             single = measure(target, vocabulary, 1, 256, 48, num_iters=3, num_iters_warmup=1)
@@ -81,7 +84,10 @@ def demo(config: EngineConfig) -> None:
         ]))
     console.print("Limit: the bytes that must be read at the measured memory rate, or the FLOPs that must be done at "
                   "the measured matrix rate, whichever takes longer.", style="dim", highlight=False)
-    console.print("Next: [bold]spill chat[/], [bold]spill plan[/], [bold]spill bench latency[/]", highlight=False)
+    _heading(console, "Eight chats over a KV cache that holds one")
+    show_chats(console, config)
+    console.print("Next: [bold]spill chat[/], [bold]spill plan[/], [bold]spill bench latency[/], "
+                  "[bold]spill bench tiers[/]", highlight=False)
 
 
 def _heading(console: Console, text: str) -> None:
@@ -119,7 +125,8 @@ def _answer(console: Console, llm: LLM) -> None:
         console.print(timing_line(last, time.perf_counter() - start), style="dim", highlight=False)
 
 
-def _serve_load(console: Console, target: EngineTarget, vocabulary: Vocabulary) -> tuple[int, Achieved]:
+def _serve_load(console: Console, target: EngineTarget, limits: Limits,
+                vocabulary: Vocabulary) -> tuple[int, Achieved]:
     """The output tokens of the load, and how close its time came to the limit."""
     from spillover.bench.bounds import achieved, workload_bound
     from spillover.bench.throughput import run_once
@@ -131,8 +138,8 @@ def _serve_load(console: Console, target: EngineTarget, vocabulary: Vocabulary) 
     console.print(f"{run.prompt_tokens:,} prompt and {run.output_tokens:,} output tokens in {run.elapsed:.1f} s, "
                   f"{run.counters.steps} steps, {run.counters.preemptions} preemptions", highlight=False)
     console.print(f"prompt tokens by source: {sources}", highlight=False)
-    bound = workload_bound(target.limits, run.requests, run.cached, target.max_num_seqs)
-    return run.output_tokens, achieved(run.elapsed, bound, target.limits)
+    bound = workload_bound(limits, run.requests, run.cached, target.max_num_seqs)
+    return run.output_tokens, achieved(run.elapsed, bound, limits)
 
 
 def _speed_table(rows: list[tuple[str, int, Achieved | None]]) -> Table:

@@ -62,9 +62,9 @@ def warnings(machine: Machine, has_kernels: bool, has_driver: bool) -> list[str]
             f"There is an NVIDIA driver but torch {machine.torch_version} sees no GPU. If that is a CPU build, type "
             "`pip uninstall torch && pip install torch`; else see what `nvidia-smi` says."
         )
-    if machine.cuda and machine.memlock is not None and machine.memlock < LOW_MEMLOCK:
+    if machine.pinnable is not None and machine.pinnable < LOW_MEMLOCK:
         found.append(
-            f"Only {format_bytes(machine.memlock)} of memory may be locked, too little for a pinned host tier. Type "
+            f"Only {format_bytes(machine.pinnable)} of memory may be pinned, too little for a pinned host tier. Type "
             "`ulimit -l unlimited`, or start the container with `--ulimit memlock=-1`."
         )
     if machine.torch_threads != machine.cores:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import click
 
 from spillover.cli.bench import bench
+from spillover.cli.cache import cache
 from spillover.cli.chat import chat
 from spillover.cli.demo import demo
 from spillover.cli.generate import generate
@@ -67,7 +68,7 @@ def main() -> None:
     """
 
 
-for command in (demo, serve, chat, generate, plan, doctor, pull, bench):
+for command in (demo, serve, chat, generate, plan, doctor, pull, cache, bench):
     main.add_command(command)
 
 

@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping
 from types import UnionType
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import click
 
@@ -24,9 +24,14 @@ _SWITCH = {"on": True, "true": True, "1": True, "off": False, "false": False, "0
 NOT_SWEPT = {"skip_tokenizer_init", "load_format", "dtype", "device", "seed"}
 
 
-def engine_options(positional: bool = True, defaults: Mapping[str, Any] | None = None) -> Callable[[Command], Command]:
+# Sees the engine's flags and the command's own options, and may set flags before they are checked.
+Complete = Callable[[dict[str, Any], dict[str, Any]], None]
+
+
+def engine_options(positional: bool = True, defaults: Mapping[str, Any] | None = None,
+                   complete: Complete | None = None) -> Callable[[Command], Command]:
     """Gives a command every engine flag; it receives one `config: EngineConfig`."""
-    return _engine_options(positional, defaults or {}, sweep=False)
+    return _engine_options(positional, defaults or {}, sweep=False, complete=complete)
 
 
 def engine_sweep_options(defaults: Mapping[str, Any] | None = None) -> Callable[[Command], Command]:
@@ -55,7 +60,8 @@ def _switch_list(_ctx: click.Context, param: click.Parameter, value: str | None)
     return tuple(_SWITCH[part] for part in parts)
 
 
-def _engine_options(positional: bool, defaults: Mapping[str, Any], sweep: bool) -> Callable[[Command], Command]:
+def _engine_options(positional: bool, defaults: Mapping[str, Any], sweep: bool,
+                    complete: Complete | None = None) -> Callable[[Command], Command]:
     fields = [item for item in dataclasses.fields(EngineConfig) if item.name != "model"]
     hints = get_type_hints(EngineConfig)
 
@@ -65,12 +71,15 @@ def _engine_options(positional: bool, defaults: Mapping[str, Any], sweep: bool) 
             flags: dict[str, Any] = {}
             for item in fields:
                 value = _switch(given, item.name, sweep) if hints[item.name] is bool else given.pop(item.name)
-                flags[item.name] = defaults.get(item.name, item.default) if value is None else value
+                flags[item.name] = defaults.get(item.name, item.default) if value in (None, ()) else value
             flags["model"] = _model(given.pop("model", None), given.pop("model_argument", None))
+            if complete is not None:
+                complete(flags, given)
             if not sweep:
                 return command(config=EngineConfig.from_flags(**flags), **given)
-            axes = [[(name, one) for one in (value if isinstance(value, tuple) else (value,))]
-                    for name, value in flags.items()]
+            # What may be given more than once is one point of the sweep, not an axis of it.
+            axes = [[(name, one) for one in (value if isinstance(value, tuple) and not _repeatable(hints[name])
+                                             else (value,))] for name, value in flags.items()]
             configs = [EngineConfig.from_flags(**dict(point)) for point in itertools.product(*axes)]
             return command(configs=configs, **given)
 
@@ -104,13 +113,16 @@ def _options(item: dataclasses.Field[Any], hint: Any, defaults: Mapping[str, Any
         return [click.option(option, item.name, is_flag=False, flag_value="on", default=None, callback=_switch_list,
                              metavar="[on|off,...]", help=text),
                 click.option(off, f"no_{item.name}", is_flag=True, help=f"The same as {option}=off.")]
-    kind = click.Choice(choices) if choices else _TYPES[_plain(hint)]
+    if _repeatable(hint):
+        return [click.option(option, item.name, multiple=True, help=text)]
+    kind = click.Choice((*choices, *item.metadata["aliases"])) if choices else _TYPES[_plain(hint)]
     if default is not None:
         text += f"  [default: {default}]"
+    shown = f"[{'|'.join(choices)}]" if choices else None  # without the aliases
     if sweep and (choices or _plain(hint) is not str):
-        shown = f"[{'|'.join(choices)}],..." if choices else f"{_plain(hint).__name__.upper()},..."
+        shown = (shown or _plain(hint).__name__.upper()) + ",..."
         return [click.option(option, item.name, callback=comma_list(kind), metavar=shown, default=None, help=text)]
-    return [click.option(option, item.name, type=kind, default=None, help=text)]
+    return [click.option(option, item.name, type=kind, default=None, metavar=shown, help=text)]
 
 
 def _switch(given: dict[str, Any], name: str, sweep: bool) -> Any:
@@ -129,6 +141,10 @@ def _model(option: str | None, argument: str | None) -> str | None:
     if option is not None and argument is not None:
         raise SpilloverError(f"the model was given twice, as '{argument}' and as --model {option}: give it once")
     return option if option is not None else argument
+
+
+def _repeatable(hint: Any) -> bool:
+    return get_origin(hint) is tuple
 
 
 def _plain(hint: Any) -> type:

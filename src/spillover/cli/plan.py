@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
@@ -14,6 +14,7 @@ from spillover.engine.config import EngineConfig
 from spillover.plan.planner import Plan, with_costs
 from spillover.plan.rates import Rates, measure_rates
 from spillover.plan.roofline import Roof, format_seconds
+from spillover.plan.tiers import with_tier_rates
 from spillover.units import format_bytes, format_rate
 
 
@@ -21,6 +22,7 @@ def run_plan(console: Console, config: EngineConfig, as_json: bool) -> None:
     planned = look_at(config)  # before anything is timed: an impossible plan is refused at once
     rates = measure_rates(planned.plan.device)
     plan = with_costs(planned.plan, planned.model_config, planned.specs, rates)
+    plan = replace(plan, tiers=with_tier_rates(plan.tiers, plan.device, plan.slot_bytes))
     if as_json:
         console.print_json(data=plan_json(plan, rates))
     else:
@@ -32,6 +34,8 @@ def print_plan(console: Console, plan: Plan, rates: Rates | None = None) -> None
     console.print(f"[bold]{escape(plan.model)}[/bold] in {plan.dtype} on {escape(plan.device_name)}")
     console.print(f"Device tier: {where}; {format_bytes(plan.available_bytes)} available")
     console.print(_memory_table(plan))
+    if plan.tiers:
+        console.print(_tiers_table(plan))
     console.print(_limits_table(plan))
     if plan.costs is not None:
         console.print(_costs_table(plan, rates))
@@ -48,6 +52,8 @@ def plan_json(plan: Plan, rates: Rates | None = None) -> dict[str, Any]:
         "total_bytes": plan.total_bytes,
         "token_capacity": plan.token_capacity,
         "max_concurrency": plan.max_concurrency,
+        "host_blocks": plan.host_blocks,
+        "cold_blocks": plan.cold_blocks,
     }
     costs = plan.costs
     if costs is not None:
@@ -72,14 +78,40 @@ def _memory_table(plan: Plan) -> Table:
 
     row("Weights", plan.weight_bytes, _listed(plan.weights))
     blocks = f"{plan.num_blocks:,} blocks of {plan.block_size} tokens, {format_bytes(plan.block_bytes)} each, 1 dummy"
+    if plan.kv_cache_dtype != "auto":
+        blocks += f", {plan.kv_cache_dtype}"
     row("KV cache", plan.kv_bytes, blocks)
     row("Workspace", plan.workspace_bytes, _listed(tuple(asdict(plan.workspace).items())))
     given = "" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)} (--gpu-memory)"
     row("Device tier", plan.device_bytes, given, "bold")
     if plan.device == "cpu":
+        if plan.host_bytes:
+            row("Host tier", plan.host_bytes, "of the same RAM, taken as it is needed")
         row("Process", plan.base_bytes, "Python, torch and what they load; besides the budget")
         row("All", plan.total_bytes, "the process, once it serves", "bold")
     return table
+
+
+def _tiers_table(plan: Plan) -> Table:
+    kind = "" if plan.spill_dtype == "auto" else f" in {plan.spill_dtype}"
+    table = Table(title="KV tiers", title_justify="left", caption_justify="left",
+                  caption=f"A block below the device takes {format_bytes(plan.slot_bytes)}{kind}.")
+    table.add_column("Tier")
+    for heading in ("Bytes", "Blocks", "Tokens", "In", "Out"):
+        table.add_column(heading, justify="right")
+    table.add_column("Where", overflow="fold")
+    table.add_row("device", format_bytes(plan.kv_bytes), f"{plan.num_blocks:,}", f"{plan.token_capacity:,}", "", "",
+                  escape(plan.device_name))
+    for tier in plan.tiers:
+        blocks, tokens = ("-", "-") if tier.blocks is None else (f"{tier.blocks:,}", f"{plan.tokens(tier.blocks):,}")
+        where = escape(tier.place) + (f" [yellow]({tier.note})[/yellow]" if tier.note else "")
+        table.add_row(tier.name, "no limit" if tier.bytes is None else format_bytes(tier.bytes), blocks, tokens,
+                      _rate(tier.write), _rate(tier.read), where)
+    return table
+
+
+def _rate(value: float | None) -> str:
+    return "" if value is None else format_rate(value, "B/s")
 
 
 def _limits_table(plan: Plan) -> Table:
@@ -87,12 +119,17 @@ def _limits_table(plan: Plan) -> Table:
     table.add_column()
     table.add_column(justify="right")
     table.add_column()
-    table.add_row("--max-model-len", f"{plan.max_model_len:,}", f"tokens; {plan.blocks_per_sequence:,} blocks")
+    table.add_row("--max-model-len", f"{plan.max_model_len:,}", _length_detail(plan))
     table.add_row("--max-num-seqs", f"{plan.max_num_seqs:,}", "requests in a step")
     table.add_row("--max-num-batched-tokens", f"{plan.max_num_batched_tokens:,}", "tokens in a step")
     table.add_row("KV cache", f"{plan.token_capacity:,}", "tokens")
     table.add_row("At full length", f"{plan.max_concurrency:.1f}", "sequences of --max-model-len at once")
     return table
+
+
+def _length_detail(plan: Plan) -> str:
+    detail = f"tokens; {plan.blocks_per_sequence:,} blocks"
+    return detail if plan.cold_blocks == 0 else f"{detail}, {plan.cold_blocks:,} of them in host memory"
 
 
 def _costs_table(plan: Plan, rates: Rates | None) -> Table:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from spillover.bench.target import BenchRequest, Bound, Completion, Counters, Limits
+from spillover.bench.target import BenchRequest, Bound, Completion, Counters, Limits, TierTraffic
 from spillover.engine.llm import LLM
 from spillover.engine.outputs import RequestOutput
 from spillover.engine.sampling_params import SamplingParams
+from spillover.memory.report import by_name
 from spillover.plan.rates import Rates, measure_rates
 from spillover.plan.roofline import Roofline
 
@@ -46,9 +47,12 @@ class RooflineLimits:
 
 
 class EngineTarget:
-    def __init__(self, llm: LLM, limits: Limits, temperature: float = 0.0,
-                 detokenize: bool = True) -> None:
+    def __init__(self, llm: LLM, limits: Limits | None = None, temperature: float = 0.0, detokenize: bool = True,
+                 cache_salt: str | None = None, links: Mapping[str, tuple[float, float]] | None = None) -> None:
+        """`links`: bytes a second (to, from) tiers whose link the engine does not measure itself."""
         self._llm = llm
+        self._cache_salt = cache_salt
+        self._links = links or {}
         self._temperature = temperature
         self._detokenize = detokenize and llm.tokenizer is not None
         self.limits = limits
@@ -65,12 +69,22 @@ class EngineTarget:
         params = [SamplingParams(max_tokens=request.output_len, ignore_eos=True, temperature=self._temperature,
                                  detokenize=self._detokenize) for request in requests]
         prompts = [list(request.prompt_token_ids) for request in requests]
-        return [_completion(output) for output in self._llm.generate(prompts, params, use_tqdm=progress)]
+        return [_completion(output) for output in self._llm.generate(prompts, params, use_tqdm=progress,
+                                                                     cache_salt=self._cache_salt)]
 
     def counters(self) -> Counters:
         stats = self._llm.stats()
         return Counters(num_blocks=self._llm.plan.num_blocks, block_size=stats.block_size, steps=stats.steps,
                         preemptions=stats.preemptions, slots_held=stats.slots_held, slots_wasted=stats.slots_wasted)
+
+    def tiers(self) -> tuple[TierTraffic, ...]:
+        store = self._llm.engine.scheduler.kv.store
+        tiers = []
+        for report in by_name(store.reports()) if store is not None else ():
+            link_in, link_out = self._links.get(report.name, (report.link_in, report.link_out))
+            tiers.append(TierTraffic(report.name, report.blocks, report.bytes_in, report.bytes_out, report.seconds_in,
+                                     report.seconds_out, report.failures, link_in, link_out))
+        return tuple(tiers)
 
     def reset_prefix_cache(self) -> None:
         self._llm.reset_prefix_cache()
@@ -85,7 +99,8 @@ def _completion(output: RequestOutput) -> Completion:
     count = sum(len(each.token_ids) for each in output.outputs)
     by_source = {"computed": sources.computed, "device": sources.device, "host": sources.host, "disk": sources.disk,
                  "remote": sources.remote}
+    token_ids = tuple(token for each in output.outputs for token in each.token_ids)
     if timings is None:
-        return Completion(count, by_source)
+        return Completion(count, by_source, token_ids=token_ids)
     return Completion(count, by_source, timings.queue, timings.prefill, timings.decode,
-                      timings.first_token - timings.arrived)
+                      timings.first_token - timings.arrived, token_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,18 +11,23 @@ from typing import Any
 
 import torch
 
+from spillover.engine.cold_prefix import ColdStage, spill_codec
 from spillover.engine.config import EngineConfig
 from spillover.engine.loop import Engine, StepRunner
 from spillover.engine.null_runner import NullRunner, ordinary_tokens
 from spillover.engine.runner import Runner
 from spillover.engine.scheduler import Scheduler, SchedulerConfig
+from spillover.engine.tiers import make_store
 from spillover.errors import SpilloverError
 from spillover.kernels import native
 from spillover.kernels.arena import Arena
 from spillover.kernels.attention import KV_LAYOUT
+from spillover.kernels.kv_quant import head_bytes
+from spillover.memory.budgets import parse_disk
 from spillover.memory.kv_cache import KVCache
 from spillover.models.checkpoint import open_checkpoint, read_config
 from spillover.models.config import ModelConfig
+from spillover.models.fingerprint import model_fingerprint
 from spillover.models.layers import KVViews
 from spillover.models.loader import Progress, dummy_weights, load_weights
 from spillover.models.registry import Architecture, architecture
@@ -77,6 +83,11 @@ def plan_model(config: EngineConfig, rates: Rates | None = None) -> PlannedModel
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         enable_chunked_prefill=config.enable_chunked_prefill,
+        kv_cache_dtype=config.kv_cache_dtype,
+        spill_dtype=config.spill_dtype,
+        host_memory=None if config.host_memory is None else parse_bytes(config.host_memory),
+        disks=tuple(parse_disk(text) for text in config.disk),
+        remote=config.remote,
     )
     plan = make_plan(request, model_config, specs, probe(), rates, native.library() is not None)
     if null:  # the planned blocks are counted but never held
@@ -99,7 +110,13 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
         on_plan(planned.plan)
     config, plan = planned.config, planned.plan
     runner = _make_runner(planned, tokenizer, progress)
-    kv = KVCache(plan.num_blocks, plan.block_size, plan.windows, config.enable_prefix_caching, _identity(planned))
+    identity = _identity(planned)
+    store = None
+    if config.has_tiers and isinstance(runner, Runner):
+        store = make_store(config, plan, planned.model_config, runner.kv.pool, identity)
+    margin = 2 * -(-plan.max_num_batched_tokens // plan.block_size) * len(plan.windows)
+    kv = KVCache(plan.num_blocks, plan.block_size, plan.windows, config.enable_prefix_caching, identity, store=store,
+                 margin=margin)
     scheduler = Scheduler(SchedulerConfig(
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
@@ -109,6 +126,7 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
         static_batching=config.batching == "static",
         policy=config.schedule_policy,
         watermark=config.watermark,
+        restore=config.restore,
     ), kv)
     return Assembly(config, planned.path, planned.model_config, planned.specs, plan,
                     Engine(scheduler, runner, config.async_scheduling), tokenizer)
@@ -128,15 +146,34 @@ def _make_runner(planned: PlannedModel, tokenizer: Tokenizer | None, progress: P
             weights = load_weights(checkpoint, model_config, planned.specs, dtype, device, progress=progress)
     trim_heap()  # what loading left behind
     pool = _make_pool(plan, model_config, len(model.groups[0].layers), dtype, device)
-    return Runner(model, weights, KVViews(pool, model.groups), plan.block_size, device, decode)
+    views = KVViews(pool, model.groups)
+    stage = None
+    if plan.cold_blocks:
+        stage = ColdStage(pool, plan.block_size, spill_codec(config, model_config, pool, plan.block_size))
+    if device.type == "cuda":
+        from spillover.engine.cuda_runner import CudaRunner, StepLimits  # needs Triton
+
+        if config.deterministic:
+            weights.fix_order(planned.specs)
+        limits = StepLimits(plan.max_num_seqs, plan.max_num_batched_tokens, plan.max_model_len)
+        runner = CudaRunner(model, weights, views, plan.block_size, device, limits, decode, plan.kv_cache_dtype, stage,
+                            not config.enforce_eager, config.deterministic)
+        if config.graph_capture == "start":
+            runner.capture()
+        return runner
+    return Runner(model, weights, views, plan.block_size, device, decode, plan.kv_cache_dtype, stage)
 
 
 def _make_pool(plan: Plan, config: ModelConfig, layers: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """All blocks, and block 0 which padding points at. Written once here, so that the memory is really there."""
-    shape = (plan.num_blocks + 1, layers, 2, config.num_kv_heads, plan.block_size * config.head_dim)
+    size = plan.block_size * config.head_dim
+    if plan.kv_cache_dtype != "auto":
+        dtype, size = torch.uint8, head_bytes(plan.block_size, config.head_dim)
+    shape = (plan.num_blocks + 1, layers, 2, config.num_kv_heads, size)
     try:
-        if device.type == "cpu" and dtype is torch.float32:
-            return Arena().empty(*shape).zero_()
+        if device.type == "cpu" and dtype in (torch.float32, torch.uint8):
+            floats = math.prod(shape) * dtype.itemsize // 4  # of bytes too, there is a multiple of four
+            return Arena().empty(floats).zero_().view(dtype).view(shape)
         return torch.empty(shape, dtype=dtype, device=device).zero_()
     except (RuntimeError, OSError) as error:  # torch's and the system's names for it on the CPU
         raise SpilloverError(f"the KV cache of {plan.num_blocks:,} blocks could not be allocated ({error}); "
@@ -144,7 +181,10 @@ def _make_pool(plan: Plan, config: ModelConfig, layers: int, dtype: torch.dtype,
 
 
 def _identity(planned: PlannedModel) -> bytes:
-    """What a KV block's content depends on besides its tokens."""
-    parts: list[Any] = [planned.path, planned.config.load_format, planned.config.seed, planned.model_config,
-                        planned.plan.dtype, planned.plan.block_size, KV_LAYOUT]
+    """What a KV block's content depends on besides its tokens; the same in every process that runs this model so."""
+    config, plan = planned.config, planned.plan
+    weights = model_fingerprint(planned.path, planned.model_config, config.load_format, dtype=plan.dtype,
+                                device=plan.device, seed=config.seed)
+    parts: list[Any] = [weights, plan.dtype, config.kv_cache_dtype, config.spill_dtype, plan.block_size, KV_LAYOUT,
+                        plan.windows]
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()

@@ -19,6 +19,7 @@ class ScheduledRequest:
     tables: tuple[list[int], ...]  # one block table a layer group; entry i holds positions [i*bs, (i+1)*bs)
     step: int  # index of the output token that this step draws
     pending: bool  # the last row's token id is still on the device, drawn by the step before
+    cold: tuple[memoryview, ...] = ()  # host memory of the first blocks, whose table entries are 0; then it runs alone
 
 
 @dataclass(frozen=True)

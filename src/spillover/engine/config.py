@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from spillover.errors import SpilloverError
+from spillover.memory.budgets import parse_disk
+from spillover.units import parse_bytes
 
 
-def _flag(default: Any, text: str, choices: tuple[str, ...] = ()) -> Any:
-    return field(default=default, metadata={"help": text, "choices": choices})
+def _flag(default: Any, text: str, choices: tuple[str, ...] = (), aliases: Mapping[str, str] | None = None) -> Any:
+    """`aliases`: other people's names for some of the choices, taken but not offered."""
+    return field(default=default, metadata={"help": text, "choices": choices, "aliases": aliases or {}})
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,24 @@ class EngineConfig:
                        ("auto", "float32", "bfloat16", "float16"))
     device: str = _flag("auto", "Where to compute.", ("auto", "cpu", "cuda"))
     gpu_memory: str | None = _flag(None, "Budget of the device tier, e.g. 8GB, for weights, KV and workspace.")
+    host_memory: str | None = _flag(None, "Host memory for KV that leaves the device, in all, e.g. 64GB; pinned "
+                                    "on CUDA.")
+    disk: tuple[str, ...] = _flag((), "PATH:SIZE, a folder for KV on disk and the most it may hold, e.g. "
+                                  "/nvme/kv:200GB; may be given more than once.")
+    remote: str | None = _flag(None, "Redis or Valkey server that keeps KV for several engines, e.g. "
+                               "redis://user:password@host:6379/0; rediss:// is with TLS, unix:// a socket; ?size=20GB "
+                               "and ?ttl=SECONDS bound it.")
+    kv_offloading_size: float | None = _flag(None, "vLLM's name for --host-memory, in GiB.")
+    spill: str = _flag("evict", "When KV is written to the lower tiers: as it is evicted from the device, or at once.",
+                       ("evict", "eager"))
+    restore: str = _flag("auto", "KV found in a lower tier: auto loads or computes it again, or both at once, "
+                         "whichever measured rates say is faster.", ("auto", "always", "never"))
+    kv_cache_dtype: str = _flag("auto", "KV on the device; auto is the compute type, fp8 (e4m3) and int8 have a scale "
+                                "for each token and head.", ("auto", "fp8", "int8"), {"fp8_e4m3": "fp8"})
+    spill_dtype: str = _flag("auto", "KV in the lower tiers; auto keeps it as it is on the device.",
+                             ("auto", "fp8", "int8"), {"fp8_e4m3": "fp8"})
+    spill_admission: str = _flag("always", "Which blocks may enter the lower tiers: always, second-use (blocks that "
+                                 "were asked for twice), or module:Class of your own.")
     max_model_len: int | None = _flag(None, "Longest prompt plus output, in tokens.")
     max_num_seqs: int | None = _flag(None, "Most requests in one step.")
     max_num_batched_tokens: int | None = _flag(None, "Most tokens in one step, prefill chunks and decodes together.")
@@ -41,6 +64,11 @@ class EngineConfig:
                                  "subtree weight, or the request's priority.",
                                  ("fcfs", "lpm", "dfs-weight", "priority"))
     async_scheduling: bool = _flag(True, "Prepare the next step while the current one runs.")
+    enforce_eager: bool = _flag(False, "Launch every kernel of a decode step anew rather than record CUDA graphs.")
+    graph_capture: str = _flag("lazy", "When CUDA graphs are recorded: lazy, each when its batch size is first met, or "
+                               "all at the start.", ("lazy", "start"))
+    deterministic: bool = _flag(False, "The same bits for a request whatever runs beside it, at some cost in speed; "
+                                "on a CPU that is always so.")
     watermark: float = _flag(0.01, "Share of KV blocks kept free when a request is admitted, against thrashing.")
     seed: int = _flag(0, "Seed of requests that bring none, and of dummy weights.")
 
@@ -56,6 +84,7 @@ class EngineConfig:
         return cls(**flags)
 
     def __post_init__(self) -> None:
+        self._settle()
         for item in dataclasses.fields(self):
             choices, value = item.metadata["choices"], getattr(self, item.name)
             if choices and value not in choices:
@@ -70,10 +99,74 @@ class EngineConfig:
             raise SpilloverError(f"--watermark is a share from 0 up to 1; got {self.watermark}")
         if self.gpu_memory is not None and self.num_gpu_blocks_override is not None:
             raise SpilloverError("--gpu-memory and --num-gpu-blocks-override contradict each other: give one of them")
+        if self.enforce_eager and self.graph_capture == "start":
+            raise SpilloverError("--enforce-eager and --graph-capture start contradict each other: give one of them")
+        self._check_tiers()
         if (not self.enable_chunked_prefill and self.max_num_batched_tokens is not None
                 and self.max_model_len is not None and self.max_num_batched_tokens < self.max_model_len):
             raise SpilloverError(f"--no-enable-chunked-prefill needs --max-num-batched-tokens of at least "
                                  f"--max-model-len ({self.max_model_len}); got {self.max_num_batched_tokens}")
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether KV has anywhere to go but the device."""
+        return self.host_memory is not None or bool(self.disk) or self.remote is not None
+
+    def shown(self) -> dict[str, Any]:
+        """Every flag by its name, without what is secret in --remote: for files and pages."""
+        flags = dataclasses.asdict(self)
+        if self.remote is not None:
+            from spillover.memory.tiers.remote_address import RemoteAddress
+
+            flags["remote"] = RemoteAddress.parse(self.remote).shown
+        return flags
+
+    def _settle(self) -> None:
+        """Other spellings become the one that the rest of the program reads."""
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, str) and value in item.metadata["aliases"]:
+                object.__setattr__(self, item.name, item.metadata["aliases"][value])
+        object.__setattr__(self, "disk", (self.disk,) if isinstance(self.disk, str) else tuple(self.disk))
+        if self.kv_offloading_size is not None:
+            if self.host_memory is not None:
+                raise SpilloverError("--kv-offloading-size and --host-memory are the same budget: give one of them")
+            if not self.kv_offloading_size > 0:
+                raise SpilloverError(f"--kv-offloading-size must be above 0 GiB; got {self.kv_offloading_size}")
+            object.__setattr__(self, "host_memory", f"{self.kv_offloading_size:f}GiB")
+            object.__setattr__(self, "kv_offloading_size", None)
+
+    def _check_tiers(self) -> None:
+        if self.host_memory is not None and parse_bytes(self.host_memory) <= 0:
+            raise SpilloverError(f"--host-memory must be above 0; got '{self.host_memory}'")
+        folders = [parse_disk(text).path for text in self.disk]
+        for folder in folders:
+            if folders.count(folder) > 1:
+                raise SpilloverError(f"--disk names {folder} twice; give each folder once")
+        if self.remote is not None:
+            from spillover.memory.tiers.remote_address import RemoteAddress  # with its client library, slow to import
+
+            RemoteAddress.parse(self.remote)
+        if "auto" not in (self.kv_cache_dtype, self.spill_dtype) and self.kv_cache_dtype != self.spill_dtype:
+            raise SpilloverError(f"--spill-dtype {self.spill_dtype} and --kv-cache-dtype {self.kv_cache_dtype} "
+                                 "contradict each other: KV is narrowed once, so give one of them")
+        if self.spill_admission not in ("always", "second-use") and not _CLASS_NAME.fullmatch(self.spill_admission):
+            raise SpilloverError("--spill-admission takes always, second-use or module:Class; got "
+                                 f"'{self.spill_admission}'")
+        given = next((_option(name) for name in ("host_memory", "disk", "remote") if getattr(self, name)), None)
+        if given is None:
+            for item in dataclasses.fields(self):
+                value = getattr(self, item.name)
+                if item.name in ("spill", "restore", "spill_dtype", "spill_admission") and value != item.default:
+                    raise SpilloverError(f"{_option(item.name)} {value} needs a lower tier; give --host-memory, --disk "
+                                         "or --remote")
+        elif not self.enable_prefix_caching:
+            raise SpilloverError(f"{given} keeps the KV of prefixes, so it needs --enable-prefix-caching")
+        elif self.load_format == "null":
+            raise SpilloverError(f"{given} has nothing to keep: --load-format null has no KV")
+
+
+_CLASS_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def _option(name: str) -> str:

@@ -20,6 +20,7 @@ from spillover.plan.planner import Plan
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt": ...} or {"prompt_token_ids": ...}
 Message = Mapping[str, Any]
+WAIT_SECONDS = 0.005  # between looks, where all requests wait for copies
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
@@ -129,7 +130,11 @@ class LLM:
 
     def _step(self) -> list[Answer]:
         grown: dict[int, Answer] = {}
-        for request in self.engine.step():
+        steps = self.engine.num_steps
+        changed = self.engine.step()
+        if not changed and self.engine.num_steps == steps:
+            self.engine.wait(WAIT_SECONDS)
+        for request in changed:
             answer = self._answers.get(request.request_id)
             if answer is None:
                 continue

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import Protocol
 
 from spillover.engine.batch import Batch, StepResult
 from spillover.engine.request import Request
 from spillover.engine.scheduler import Scheduler
+from spillover.errors import SpilloverError
 
 
 class LaunchedStep(Protocol):
@@ -21,7 +24,7 @@ class StepRunner(Protocol):
 
     def launch(self, batch: Batch) -> LaunchedStep: ...
 
-    def sleep(self) -> None: ...  # weights to the host; no step is launched until wake_up
+    def sleep(self, blocks: Sequence[int]) -> None: ...  # weights and these KV blocks to the host, until wake_up
 
     def wake_up(self) -> None: ...
 
@@ -29,6 +32,10 @@ class StepRunner(Protocol):
     def weight_bytes(self) -> int: ...
 
     def close(self) -> None: ...
+
+
+FLUSH_SECONDS = 10.0  # at the end, for writing stored blocks to the tiers that outlive the process
+LEARN_TOKENS = 64  # a step that prefills this many tells how long a token takes
 
 
 class Engine:
@@ -40,6 +47,8 @@ class Engine:
         self.slots_wasted = 0  # ... and those of them without a token
         self._overlap = overlap
         self._launched: LaunchedStep | None = None
+        self._launched_at = 0.0  # of the step that runs, and ...
+        self._ended_at = 0.0  # ... when the one before it ended
 
     def step(self) -> list[Request]:
         """One turn; returns the requests that have a new token or have ended.
@@ -47,20 +56,51 @@ class Engine:
         With overlap, step N+1 is scheduled and launched before the results of N are taken in.
         """
         batch = self.scheduler.schedule()
+        now = time.monotonic()
         launched = self.runner.launch(batch) if batch else None
         ended, self._launched = (self._launched, launched) if self._overlap else (launched, None)
+        started, self._launched_at = (self._launched_at, now) if self._overlap else (now, now)
         if launched is not None:
             self._count()
-        return self.scheduler.finish(ended.batch, ended.result()) if ended is not None else []
+        return self._finish(ended, started)
 
     def settle(self) -> list[Request]:
         """Take in the step that still runs, and launch none; returns as `step` does."""
         ended, self._launched = self._launched, None
-        return self.scheduler.finish(ended.batch, ended.result()) if ended is not None else []
+        return self._finish(ended, self._launched_at)
+
+    def sleep(self) -> None:
+        """Device memory is given back; what is in it waits on the host until `wake_up`. No step may run."""
+        kv, deadline = self.scheduler.kv, time.monotonic() + FLUSH_SECONDS
+        while kv.settling and time.monotonic() < deadline:
+            kv.poll()
+            self.wait(0.01)
+        if kv.settling:
+            raise SpilloverError("KV is still on its way to or from another tier, which does not answer")
+        self.runner.sleep(kv.used_blocks())
+
+    def wake_up(self) -> None:
+        self.runner.wake_up()
+
+    def wait(self, seconds: float) -> None:
+        """Until a copy from another tier may have ended; called when a step found nothing to do."""
+        if self.scheduler.kv.store is not None:
+            self.scheduler.kv.store.wait(seconds)
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or self._launched is not None
+
+    def _finish(self, ended: LaunchedStep | None, started: float) -> list[Request]:
+        if ended is None:
+            return []
+        result = ended.result()
+        now = time.monotonic()
+        tokens = sum(item.count for item in ended.batch.items if item.count > 1)
+        if tokens >= LEARN_TOKENS:
+            self.scheduler.learn_prefill((now - max(started, self._ended_at)) / ended.batch.num_tokens)
+        self._ended_at = now
+        return self.scheduler.finish(ended.batch, result)
 
     def _count(self) -> None:
         held, used = self.scheduler.slots()
@@ -73,4 +113,5 @@ class Engine:
         if self._launched is not None:
             self._launched.result()
             self._launched = None
+        self.scheduler.kv.close(time.monotonic() + FLUSH_SECONDS)
         self.runner.close()

@@ -36,7 +36,7 @@ class NullRunner:
             [self._prompt_logprobs(item) for item in batch.items],
         ))
 
-    def sleep(self) -> None:
+    def sleep(self, blocks: Sequence[int]) -> None:
         pass
 
     def wake_up(self) -> None:

@@ -41,6 +41,11 @@ class Request:
     in_flight: int = 0  # launched steps that have not ended
     sources: TokenSources | None = None
     num_preemptions: int = 0
+    restoring: bool = False  # blocks of its prefix are on their way from other tiers
+    computes_all: bool = False  # a restore of it did not end: it computes its prefix
+    long: bool = False  # its first blocks wait in host memory, as the device has no room for all
+    restore_started: float = 0.0
+    restore_ended: float = 0.0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: list[PositionLogprobs] = field(default_factory=list)
@@ -76,4 +81,5 @@ class Request:
 
     @property
     def timings(self) -> RequestTimings:
-        return RequestTimings(self.arrived, self.scheduled, self.first_token, self.finished)
+        restore = max(0.0, min(self.restore_ended, self.first_token) - self.restore_started)
+        return RequestTimings(self.arrived, self.scheduled, self.first_token, self.finished, restore)

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from spillover.engine.batch import Batch, ScheduledRequest, StepResult
-from spillover.engine.outputs import PositionLogprobs
+from spillover.engine.cold_prefix import ColdStage, StagedPrefix
 from spillover.engine.sampler import (
     RowState,
     Sampled,
@@ -29,16 +31,19 @@ from spillover.engine.sampler import (
 )
 from spillover.kernels.attention import AttentionBatch
 from spillover.models.layers import Decoder, KVViews, ModelStep
-from spillover.models.weights import ResidentWeights
+from spillover.models.weights import ResidentWeights, Weights
 
 PROMPT_LOGITS_ROWS = 64  # prompt logits are made this many rows at a time: a row is a whole vocabulary
 
 
 @dataclass(frozen=True)
-class _PromptRows:
+class PromptRows:
+    """Rows of a step whose next tokens, known from the prompt, are to be scored."""
+
     item: int  # index into the batch's items
     first_row: int
-    next_ids: Tensor  # [P], the token that each row should have predicted
+    next_token_ids: list[int]  # the token that each row should have predicted
+    next_ids: Tensor  # the same on the device, [P]
     alternatives: int
 
 
@@ -51,7 +56,7 @@ class _Work:
     pending_draws: Tensor | None  # ... and which of its draws that was
     sample_rows: Tensor | None  # [R]
     sampling: SamplingBatch | None
-    prompt_rows: tuple[_PromptRows, ...]
+    prompt_rows: tuple[PromptRows, ...]
 
 
 @dataclass(frozen=True)
@@ -71,37 +76,26 @@ class Step:
         self._prompt_rows = work.prompt_rows
 
     def result(self) -> StepResult:
-        outcome = self._outcome.result()
-        items = self.batch.items
-        tokens: list[int | None] = [None] * len(items)
-        logprobs: list[PositionLogprobs | None] = [None] * len(items)
-        prompt: list[list[PositionLogprobs] | None] = [None] * len(items)
-        if outcome.sampled is not None:
-            drawn: list[int] = outcome.sampled.token_ids.tolist()
-            table = outcome.sampled.logprobs.host_rows() if outcome.sampled.logprobs is not None else None
-            for row, index in enumerate(i for i, item in enumerate(items) if item.samples):
-                tokens[index] = drawn[row]
-                wanted = items[index].request.params.logprobs
-                if wanted is not None and table is not None:
-                    logprobs[index] = to_position_logprobs(table[row], drawn[row], wanted, self._decode)
-        for rows, parts in zip(self._prompt_rows, outcome.prompt, strict=True):
-            scored = [row for part in parts for row in part.host_rows()]
-            prompt[rows.item] = [
-                to_position_logprobs(row, token, rows.alternatives, self._decode)
-                for row, token in zip(scored, rows.next_ids.tolist(), strict=True)
-            ]
-        return StepResult(tokens, logprobs, prompt)
+        outcome, items = self._outcome.result(), self.batch.items
+        sampled = [i for i, item in enumerate(items) if item.samples]
+        drawn: list[int] = outcome.sampled.token_ids.tolist() if outcome.sampled is not None else []
+        logprobs = outcome.sampled.logprobs if outcome.sampled is not None else None
+        return to_result(items, sampled, drawn, logprobs, self._prompt_rows, outcome.prompt, self._decode)
 
 
 class Runner:
     def __init__(self, model: Decoder, weights: ResidentWeights, kv: KVViews, block_size: int, device: torch.device,
-                 decode: Callable[[int], str] | None = None) -> None:
+                 decode: Callable[[int], str] | None = None, kv_dtype: str = "auto",
+                 stage: ColdStage | None = None) -> None:
+        """`stage`: what the cold blocks of sequences longer than the pool pass through."""
         self.model = model
         self.weights = weights
         self.kv = kv
         self._block_size = block_size
         self._device = device
         self._decode = decode
+        self._kv_dtype = kv_dtype
+        self._stage = stage
         self._draw_of: dict[str, int] = {}  # request -> its row among the last launched step's draws
         self._drawn: Tensor | None = None  # [R], the last executed step's draws, on the device
         # A CUDA launch returns at once by itself; on the CPU a thread of its own stands in for the stream.
@@ -116,15 +110,17 @@ class Runner:
             outcome.set_result(self._execute(work))
         return Step(batch, outcome, self._decode, work)
 
-    def sleep(self) -> None:
-        """Weights to the host, where the device is not the host already. No step may run."""
+    def sleep(self, blocks: Sequence[int]) -> None:
+        """Weights and the KV of these blocks to the host, where the device is not the host already. No step may run."""
         if self._device.type != "cpu":
             self.weights.move(torch.device("cpu"))
+            self.kv.sleep(blocks)
             torch.cuda.empty_cache()
 
     def wake_up(self) -> None:
         if self._device.type != "cpu":
             self.weights.move(self._device)
+            self.kv.wake_up()
 
     @property
     def weight_bytes(self) -> int:
@@ -133,6 +129,8 @@ class Runner:
     def close(self) -> None:
         if self._stream is not None:
             self._stream.shutdown()
+        if self._stage is not None:
+            self._stage.close()
 
     def _lay_out(self, batch: Batch) -> _Work:
         items = batch.items
@@ -154,7 +152,7 @@ class Runner:
             else:
                 token_ids += known[item.start:item.start + item.count]
         seq_lens = starts + counts
-        shared = {
+        shared: dict[str, Any] = {
             "query_start": self._to_device(query_start),
             "seq_lens": self._to_device(seq_lens.astype(np.int32)),
             "positions": self._to_device(positions),
@@ -167,6 +165,8 @@ class Runner:
                 block_size=self._block_size,
                 max_query=int(counts.max()),
                 max_seq=int(seq_lens.max()),
+                kv_dtype=self._kv_dtype,
+                cold=self._cold(items),
             )
             for group in range(len(items[0].tables))
         )
@@ -180,6 +180,12 @@ class Runner:
             sampling=self._sampling([items[i] for i in sampled]) if sampled else None,
             prompt_rows=tuple(self._prompt_rows(items, query_start)),
         )
+
+    def _cold(self, items: Sequence[ScheduledRequest]) -> StagedPrefix | None:
+        if not items[0].cold:
+            return None
+        assert self._stage is not None, "the plan has no sequences longer than the pool"
+        return self._stage.prefix(items[0])
 
     def _block_table(self, items: Sequence[ScheduledRequest], group: int) -> npt.NDArray[np.int32]:
         lengths = [-(-(item.start + item.count) // self._block_size) for item in items]
@@ -208,7 +214,8 @@ class Runner:
             ))
         return build_sampling_batch(states, vocab, self._device)
 
-    def _prompt_rows(self, items: Sequence[ScheduledRequest], query_start: npt.NDArray[np.int32]) -> list[_PromptRows]:
+    def _prompt_rows(self, items: Sequence[ScheduledRequest],
+                     query_start: npt.NDArray[np.signedinteger[Any]]) -> list[PromptRows]:
         found = []
         for index, item in enumerate(items):
             request = item.request
@@ -218,7 +225,7 @@ class Runner:
             next_ids = request.prompt_token_ids[item.start + 1:item.start + item.count + 1]
             if next_ids:
                 ids = self._to_device(np.array(next_ids, dtype=np.int64))
-                found.append(_PromptRows(index, int(query_start[index]), ids, wanted))
+                found.append(PromptRows(index, int(query_start[index]), next_ids, ids, wanted))
         return found
 
     def _to_device(self, array: npt.NDArray[np.generic]) -> Tensor:
@@ -236,15 +243,39 @@ class Runner:
         sampled = None
         if work.sample_rows is not None and work.sampling is not None:
             logits = self.model.logits(hidden[work.sample_rows], self.weights)  # [R, V]
-            sampled = sample(logits, work.sampling)
+            with record_function("spill::sampling"):
+                sampled = sample(logits, work.sampling)
             self._drawn = sampled.token_ids
-        return _Outcome(sampled, tuple(self._score(hidden, rows) for rows in work.prompt_rows))
+        prompt = tuple(score(self.model, self.weights, hidden, rows) for rows in work.prompt_rows)
+        return _Outcome(sampled, prompt)
 
-    def _score(self, hidden: Tensor, rows: _PromptRows) -> list[SampledLogprobs]:
-        parts = []
-        for start in range(0, len(rows.next_ids), PROMPT_LOGITS_ROWS):
-            ids = rows.next_ids[start:start + PROMPT_LOGITS_ROWS]
-            first = rows.first_row + start
-            logits = self.model.logits(hidden[first:first + len(ids)], self.weights)
-            parts.append(prompt_logprobs(logits, ids, rows.alternatives))
-        return parts
+
+def score(model: Decoder, weights: Weights, hidden: Tensor, rows: PromptRows) -> list[SampledLogprobs]:
+    """Log probabilities of a prompt's tokens, a few rows of logits at a time."""
+    parts = []
+    for start in range(0, len(rows.next_ids), PROMPT_LOGITS_ROWS):
+        ids = rows.next_ids[start:start + PROMPT_LOGITS_ROWS]
+        first = rows.first_row + start
+        logits = model.logits(hidden[first:first + len(ids)], weights)
+        parts.append(prompt_logprobs(logits, ids, rows.alternatives))
+    return parts
+
+
+def to_result(items: Sequence[ScheduledRequest], sampled: Sequence[int], drawn: Sequence[int],
+              logprobs: SampledLogprobs | None, prompt_rows: Sequence[PromptRows],
+              prompt: Sequence[Sequence[SampledLogprobs]], decode: Callable[[int], str] | None) -> StepResult:
+    """What a step drew, in the order of its items; `sampled` are the items that `drawn` and `logprobs` are of."""
+    result = StepResult([None] * len(items), [None] * len(items), [None] * len(items))
+    table = logprobs.host_rows() if logprobs is not None else None
+    for row, index in enumerate(sampled):
+        result.token_ids[index] = drawn[row]
+        wanted = items[index].request.params.logprobs
+        if wanted is not None and table is not None:
+            result.logprobs[index] = to_position_logprobs(table[row], drawn[row], wanted, decode)
+    for rows, parts in zip(prompt_rows, prompt, strict=True):
+        scored = [row for part in parts for row in part.host_rows()]
+        result.prompt_logprobs[rows.item] = [
+            to_position_logprobs(row, token, rows.alternatives, decode)
+            for row, token in zip(scored, rows.next_token_ids, strict=True)
+        ]
+    return result

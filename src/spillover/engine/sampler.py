@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from spillover.plan.workspace import DRAW_ENTRIES
 
 # exp(logit - max) becomes an integer of this many bits; 2**18 tokens of the largest weight still fit in int64.
 _WEIGHT_SCALE = 2.0**40
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # of splitmix64
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,9 @@ class SampledLogprobs:
     top_ids: Tensor  # [R, k] int64, most probable first
     top_logprobs: Tensor  # [R, k] float32
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> SampledLogprobs:
-        return SampledLogprobs(*(part.to(device, non_blocking=non_blocking)
+    def to_pinned(self) -> SampledLogprobs:
+        """To host memory without waiting; readable once what the device does now has ended."""
+        return SampledLogprobs(*(torch.empty_like(part, device="cpu", pin_memory=part.is_cuda).copy_(part, True)
                                  for part in (self.logprob, self.rank, self.top_ids, self.top_logprobs)))
 
     def host_rows(self) -> list[LogprobRow]:
@@ -102,12 +105,16 @@ class RowState:
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
-    """logits [R, V] float32, left unchanged."""
+    """logits [R, V], left unchanged."""
     edited = _edit(logits, batch)  # [R, V]
-    token_ids = _argmax(edited)
-    if not batch.all_greedy:
-        assert batch.temperature is not None
-        token_ids = torch.where(batch.temperature > 0, _draw(edited, batch), token_ids)
+    if edited.is_cuda:
+        token_ids = _draw_on_cuda(edited, batch)
+    else:
+        edited = edited.float()
+        token_ids = _argmax(edited)
+        if not batch.all_greedy:
+            assert batch.temperature is not None
+            token_ids = torch.where(batch.temperature > 0, _draw(edited, batch), token_ids)
     if batch.logprobs is None:
         return Sampled(token_ids)
     return Sampled(token_ids, prompt_logprobs(logits, token_ids, batch.logprobs))
@@ -153,6 +160,23 @@ def uniform(seed: int, step: int) -> float:
     return float(_uniforms([seed], [step])[0])
 
 
+def is_plain(params: SamplingParams) -> bool:
+    """Whether a token is drawn from the model's own logits by temperature alone, and nothing else is asked for."""
+    return not (params.needs_history or params.logit_bias or params.min_tokens or params.logprobs is not None
+                or (not params.greedy and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0)))
+
+
+def seed_stream(seed: int) -> int:
+    """Where the random numbers of this seed begin."""
+    return int(_splitmix(np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64) + _GOLDEN)[0])
+
+
+def random_numbers(streams: npt.NDArray[np.uint64], steps: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+    """The random number number `step` of each stream, in [0, 1)."""
+    bits = _splitmix(streams + (steps + np.uint64(1)) * _GOLDEN)  # wraps modulo 2**64
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
 def build_sampling_batch(rows: Sequence[RowState], vocab_size: int, device: torch.device | str) -> SamplingBatch:
     """Copies to the device only what some row needs; for plain greedy rows, nothing."""
     device = torch.device(device)
@@ -186,10 +210,9 @@ def build_sampling_batch(rows: Sequence[RowState], vocab_size: int, device: torc
 
 def _edit(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Bias, penalties and forbidden tokens; the logits themselves where there are none."""
-    logits = logits.float()
     if batch.bias is None and batch.penalties is None and batch.mask is None and batch.banned is None:
         return logits
-    logits = logits.clone()
+    logits = logits.to(torch.float32, copy=True)
     if batch.bias is not None:
         rows, ids, values = batch.bias
         logits[rows, ids] += values  # no (row, id) occurs twice
@@ -227,6 +250,40 @@ def _draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
             scaled.masked_fill_(~keep, -torch.inf)
         drawn.append(_inverse_cdf(_weights(scaled, scaled.amax(dim=-1, keepdim=True)), batch.uniform[rows]))
     return _cat(drawn)
+
+
+def _draw_on_cuda(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """One token a row, [R]. Whatever the rows ask for, one kernel draws them all, so that what a row asks for cannot
+    change the last bits of another's weights."""
+    from spillover.kernels.triton.draw import draw
+
+    rows = logits.shape[0]
+    if batch.top_k is not None or batch.top_p is not None or batch.min_p is not None:
+        logits = _cat([_keep_likely(logits, batch, part) for part in _chunks(logits)])
+    temperature, uniform = batch.temperature, batch.uniform
+    if temperature is None or uniform is None:
+        temperature = torch.zeros(rows, device=logits.device)
+        uniform = torch.zeros(rows, dtype=torch.float64, device=logits.device)
+    token_ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    draw(logits, temperature, uniform, token_ids)
+    return token_ids
+
+
+def _keep_likely(logits: Tensor, batch: SamplingBatch, rows: slice) -> Tensor:
+    """Rows of logits [C, V] with those that min_p, top_k and top_p rule out at minus infinity."""
+    assert batch.temperature is not None
+    temperature = batch.temperature[rows].unsqueeze(1)  # [C, 1]
+    kept = logits[rows].to(torch.float32, copy=True)
+    scaled = kept / torch.where(temperature > 0, temperature, 1.0)
+    if batch.min_p is not None:
+        relative = (scaled - scaled.amax(dim=-1, keepdim=True)).exp()
+        unlikely = relative < batch.min_p[rows].unsqueeze(1)
+        kept.masked_fill_(unlikely, -torch.inf)
+        scaled.masked_fill_(unlikely, -torch.inf)
+    if batch.top_k is not None and batch.top_p is not None:
+        keep = _nucleus(scaled, batch.top_k[rows].unsqueeze(1), batch.top_p[rows].unsqueeze(1), batch.candidates)
+        kept.masked_fill_(~keep, -torch.inf)
+    return kept
 
 
 def _weights(logits: Tensor, highest: Tensor) -> Tensor:
@@ -356,15 +413,13 @@ def _masks(rows: Sequence[RowState], vocab_size: int, device: torch.device) -> T
     return _move(masks, device)
 
 
-def _uniforms(seeds: Sequence[int], steps: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def _uniforms(seeds: Sequence[int], steps: Sequence[int]) -> npt.NDArray[np.float64]:
     """splitmix64 of each (seed, step): the step'th number of a stream that starts at a hash of the seed."""
-    golden = np.uint64(0x9E3779B97F4A7C15)
-    start = _splitmix(np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64) + golden)
-    bits = _splitmix(start + (np.array(steps, dtype=np.uint64) + np.uint64(1)) * golden)  # wraps modulo 2**64
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    streams = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)
+    return random_numbers(_splitmix(streams + _GOLDEN), np.array(steps, dtype=np.uint64))
 
 
-def _splitmix(z: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+def _splitmix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))

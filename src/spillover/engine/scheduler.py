@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spillover.engine.batch import Batch, ScheduledRequest, StepResult
 from spillover.engine.outputs import PositionLogprobs, TokenSources
 from spillover.engine.queue_policy import POLICIES
 from spillover.engine.request import Request, Status
+from spillover.engine.restore_plan import first_to_load
 from spillover.memory.kv_cache import KVCache
 
 
@@ -28,6 +29,8 @@ class SchedulerConfig:
     static_batching: bool = False
     policy: str = "fcfs"
     watermark: float = 0.01
+    restore: str = "auto"  # "auto" | "always" | "never": stored blocks of other tiers, or computing them again
+    prefill_seconds: float | None = None  # a token, until steps have been seen; None: not known
 
 
 class Scheduler:
@@ -37,28 +40,41 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in the order of admission; the last is the first to be preempted
         self.num_preemptions = 0
+        self.prefill_seconds = config.prefill_seconds  # a token, as lately measured
         self._policy = POLICIES[config.policy]
         self._leaving: set[Request] = set()  # out of `running`, with a step still in flight
         self._watermark_blocks = int(config.watermark * kv.num_total)
         self._chunk = 2 * config.max_num_batched_tokens  # with overlap, two steps lie between a chunk and its commit
         self._forming = True  # static batching: the batch still takes requests in
+        self._park_unit = max(1, 256 // kv.block_size)  # attention merges its parts at multiples of these blocks
+
+    def learn_prefill(self, seconds: float) -> None:
+        """A step has just prefilled at that many seconds a token. A faster one counts at once: the slower ones before
+        it were held up by something, such as their first use of a kernel."""
+        known = self.prefill_seconds
+        self.prefill_seconds = seconds if known is None or seconds < known else known + 0.1 * (seconds - known)
 
     # What the engine calls
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
+        self._seek(request)
 
     def schedule(self) -> Batch:
         """Decodes first, then prefills already begun, then new requests, until the token budget is used up."""
         items: list[ScheduledRequest] = []
         budget = self.config.max_num_batched_tokens
+        if self.kv.store is not None:
+            self.kv.poll()
+            for request in [r for r in self.running if r.restoring]:
+                self._take_over(request)
         decodes = [r for r in self.running if r.num_tokens - r.num_computed == 1]
         prefills = [r for r in self.running if r.num_tokens - r.num_computed > 1]
         for request in decodes + prefills:
             if request.status is not Status.RUNNING or not self._ready(request) or budget == 0:
                 continue
-            count = min(request.num_tokens - request.num_computed, budget)
-            if self._make_room(request, request.num_computed + count, items):
+            count = min(request.num_tokens - request.num_computed, budget, self._to_compute(request))
+            if count and self._make_room(request, request.num_computed + count, items):
                 items.append(self._take(request, count))
                 budget -= count
         self._admit(items, budget)
@@ -97,6 +113,7 @@ class Scheduler:
         was, request.status = request.status, Status.FINISHED
         if was is Status.WAITING:
             self.waiting.remove(request)
+            self._forget(request)
         elif was is Status.RUNNING:
             self.running.remove(request)
             self._leave_when_idle(request)
@@ -111,7 +128,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running or self._leaving)
+        return bool(self.waiting or self.running or self._leaving or self.kv.busy)
 
     def slots(self) -> tuple[int, int]:
         """Token slots in the blocks of running requests, and how many have a token once launched steps end."""
@@ -150,6 +167,7 @@ class Scheduler:
             tables=tuple(self.kv.table(request.request_id, group) for group in range(self.config.num_groups)),
             step=request.num_output,
             pending=end > len(request.token_ids),
+            cold=self.kv.cold(request.request_id) if request.long else (),
         )
         request.num_computed = end
         request.in_flight += 1
@@ -158,8 +176,13 @@ class Scheduler:
 
     def _make_room(self, request: Request, num_tokens: int, items: list[ScheduledRequest]) -> bool:
         """Blocks for the request's first `num_tokens`, preempting later ones where they are short."""
-        while not self.kv.extend(request.request_id, num_tokens):
-            if self._leaving:  # blocks are about to come free: wait for them rather than preempt more
+        urgent = bool(request.num_output)
+        while not self.kv.extend(request.request_id, num_tokens, urgent):
+            coming = self.kv.settling or self.kv.blocks_needed(request.request_id, num_tokens) <= self.kv.num_free
+            if self._leaving or coming:  # blocks are about to come free: wait for them rather than preempt more
+                return False
+            if len(self.running) == 1 and self.kv.store is not None:
+                self._lengthen(request)
                 return False
             taken = {item.request for item in items}
             victim = next(r for r in self._by_importance(reverse=True) if r not in taken)
@@ -184,27 +207,42 @@ class Scheduler:
                 return
             if len(self.running) + len(self._leaving) >= self.config.max_num_seqs:
                 break
-            if self._waits_for_leader(request):
+            if self._waits_for_leader(request) or self._is_sought(request):
                 continue
             covered = self._begin(request)
             count = min(request.num_tokens - covered, budget)
             whole = self.config.chunked_prefill or count == request.num_tokens - covered
             needed = min(self.kv.blocks_needed(request.request_id, request.num_tokens),
                          self.kv.peak_blocks(request.num_tokens, self._chunk))
+            if not self.running:  # a sequence longer than the device goes alone, and what does not fit is moved out
+                needed = min(needed, self.kv.num_total)
             spare = self.kv.num_free - outstanding - (self._watermark_blocks if self.running else 0)
-            if not whole or needed > spare or not self.kv.extend(request.request_id, covered + count):
+            if not whole or needed > spare:
                 self.kv.release(request.request_id)
                 break
+            stored = self._restore(request, covered)
+            if stored is None:
+                self.kv.release(request.request_id)
+                break
+            count = min(count, stored - covered) if request.restoring else count
+            if not self.kv.extend(request.request_id, covered + count, urgent=False):
+                self.kv.release(request.request_id)
+                request.restoring = False
+                break
+            self._forget(request)
             self.waiting.remove(request)
             self.running.append(request)
             self._enter(request, covered)
-            items.append(self._take(request, count))
+            if count:
+                items.append(self._take(request, count))
             outstanding += self.kv.blocks_needed(request.request_id, request.num_tokens)
             budget -= count
         self._forming = False
 
     def _may_admit(self) -> bool:
         """Static batching takes requests in only while it forms a batch, and forms one only when the last has ended."""
+        if any(r.long for r in self.running):
+            return False
         if not self.config.static_batching:
             return True
         self._forming |= not self.running and not self._leaving
@@ -234,6 +272,94 @@ class Scheduler:
             hit = min(covered, request.num_prompt)
             request.sources = TokenSources(computed=request.num_prompt - hit, device=hit)
             request.scheduled = time.monotonic()
+
+    # Blocks in other tiers
+
+    def _seek(self, request: Request) -> None:
+        """Asks the other tiers for a request's blocks while it waits, and starts to bring them nearer."""
+        restorer = self.kv.restorer
+        if restorer is not None and self.config.restore != "never" and not _needs_prompt_logits(request):
+            have = self.kv.match(request.token_ids, request.cache_salt) // self.kv.block_size
+            restorer.seek(request.request_id, request.token_ids, request.cache_salt, have)
+
+    def _is_sought(self, request: Request) -> bool:
+        """Whether a tier has still to say what it holds; others go first."""
+        restorer = self.kv.restorer
+        return restorer is not None and not restorer.ready(request.request_id, time.monotonic())
+
+    def _forget(self, request: Request) -> None:
+        if self.kv.restorer is not None:
+            self.kv.restorer.forget(request.request_id)
+
+    def _restore(self, request: Request, covered: int) -> int | None:
+        """Starts loading what is worth it; returns up to which token the request is to be computed meanwhile, or None
+        if there is no room yet."""
+        restorer, store, size = self.kv.restorer, self.kv.store, self.kv.block_size
+        if restorer is None or store is None or self.config.restore == "never" or request.computes_all \
+                or covered % size or _needs_prompt_logits(request):
+            return request.num_tokens
+        have = covered // size
+        sources = restorer.found(request.request_id, request.token_ids, request.cache_salt, have)
+        room = self.kv.num_total // len(self.kv.windows) - have - 1
+        sources = sources[:max(0, room)]
+        plain = all(window is None for window in self.kv.windows)
+        mode = self.config.restore if self.prefill_seconds is not None else "always"
+        first = first_to_load(sources, mode, store.seconds, (self.prefill_seconds or 0.0) * size, size, plain)
+        if first == len(sources):
+            return request.num_tokens
+        if not self.kv.restore(request.request_id, sources[first:], have + first):
+            return None
+        request.restoring = True
+        request.restore_started = time.monotonic()
+        return covered + first * size
+
+    def _take_over(self, request: Request) -> None:
+        """What has been loaded so far counts as computed; a restore that cannot end is given up."""
+        now = time.monotonic()
+        restore = self.kv.restoring(request.request_id)
+        if restore is None:
+            request.restoring = False
+            return
+        if restore.broken(now):
+            request.computes_all = True
+            self.preempt(request)
+            return
+        size = self.kv.block_size
+        if request.num_computed % size == 0:
+            before = dict(restore.skipped)
+            request.num_computed = restore.skip(request.num_computed // size) * size
+            for tier, blocks in restore.skipped.items():
+                self._count_source(request, tier, (blocks - before.get(tier, 0)) * size)
+        if not restore.pending and request.restore_ended == 0.0:
+            request.restore_ended = now
+        if request.num_computed >= restore.end * size:
+            request.restoring = False
+
+    def _count_source(self, request: Request, tier: str, tokens: int) -> None:
+        if not tokens:
+            return
+        assert self.kv.store is not None
+        self.kv.store.count_hit(tier, tokens)
+        if request.num_preemptions == 0 and request.sources is not None:
+            sources = request.sources
+            request.sources = replace(sources, computed=sources.computed - tokens,
+                                      **{tier: getattr(sources, tier) + tokens})
+
+    def _to_compute(self, request: Request) -> int:
+        """Tokens up to the next block that is loaded, or may yet be."""
+        if not request.restoring:
+            return request.num_tokens
+        restore = self.kv.restoring(request.request_id)
+        limit = restore.limit(request.num_computed // self.kv.block_size) if restore is not None else None
+        return request.num_tokens if limit is None else max(0, limit * self.kv.block_size - request.num_computed)
+
+    def _lengthen(self, request: Request) -> None:
+        """The only request there is has outgrown the device: its oldest blocks move to host memory."""
+        if request.in_flight:
+            return
+        request.long = True
+        if not self.kv.park(request.request_id, self._park_unit):
+            self.stop(request, "length")
 
     # Taking in results, and leaving
 
@@ -265,9 +391,11 @@ class Scheduler:
         if request.status is Status.PREEMPTED:
             request.status = Status.WAITING
             request.num_computed = 0
+            request.restoring = request.long = False
             if _needs_prompt_logits(request):
                 request.prompt_logprobs.clear()  # its prefill starts over
             self.waiting.appendleft(request)
+            self._seek(request)
 
 
 def _needs_prompt_logits(request: Request) -> bool:

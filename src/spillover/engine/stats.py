@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spillover.engine.loop import Engine
-from spillover.memory.kv_cache import CacheStats
+from spillover.memory.kv_cache import CacheStats, KVCache
+from spillover.memory.report import TierReport, by_name
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class EngineStats:
     # Summed over steps, so that the ratio of differences is the mean over time.
     slots_held: int  # token slots in blocks that running requests hold
     slots_wasted: int  # of those, slots without a token
+    tiers: tuple[TierReport, ...] = ()  # below the device, nearest first
 
     @classmethod
     def of(cls, engine: Engine) -> EngineStats:
@@ -32,4 +34,10 @@ class EngineStats:
             preemptions=scheduler.num_preemptions,
             slots_held=engine.slots_held,
             slots_wasted=engine.slots_wasted,
+            tiers=tier_reports(scheduler.kv),
         )
+
+
+def tier_reports(kv: KVCache) -> tuple[TierReport, ...]:
+    """One a name; none where nothing lies below the device."""
+    return () if kv.store is None else by_name(kv.store.reports())

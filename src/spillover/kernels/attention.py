@@ -2,20 +2,47 @@
 
 A pool is one tensor [num_blocks, group_layers, 2, kv_heads, block_size * head_dim]; a layer sees pool[:, l]. In a
 block the keys lie [kv_heads, head_dim, block_size], so that a vector holds one dimension of consecutive tokens, and the
-values [kv_heads, block_size, head_dim].
+values [kv_heads, block_size, head_dim]. A quantised pool is of bytes, and kv_quant.py tells how a head lies in it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from spillover.kernels import native
+from spillover.kernels import kv_quant, native
+
+if TYPE_CHECKING:
+    from spillover.kernels.triton.attention import DeviceWork
 
 KV_LAYOUT = "block,layer,[k:head,dim,token|v:head,token,dim]"
+POOL_KINDS = {"auto": 0, "fp8": 1, "int8": 2}  # as attention.cpp numbers them
+SPLIT = 256  # positions that attention.cpp sums up before it merges; kSplit there
+MOST_SCORES = 1 << 23  # of a cold prefix, that the reference makes at a time
+
+
+class ColdPrefix(Protocol):
+    """The first blocks of a sequence that is longer than the pool. They wait elsewhere and pass through a stage."""
+
+    num_blocks: int
+    length: int  # tokens in the cache once this step's are stored
+    resident: Tensor  # [n] int64, the blocks that follow these and lie in the pool
+    addresses: Tensor | None  # [num_blocks] int64, where a CPU can read them in place, laid out as in the pool
+
+    def segments(self, layer: int) -> Iterator[Tensor]:
+        """The blocks of one layer in order, [n, 2, kv_heads, size] at a time; each is gone when the next is asked for.
+        All but the last are whole splits (`split_blocks`)."""
+        ...
+
+
+def split_blocks(block_size: int) -> int:
+    """Blocks that the native kernel sums up before it merges. A sequence may be cut at multiples of it, bit by bit."""
+    return max(1, SPLIT // block_size)
 
 
 @dataclass(frozen=True)
@@ -30,9 +57,14 @@ class AttentionBatch:
     block_size: int
     max_query: int  # most rows of one request
     max_seq: int  # longest of seq_lens
+    kv_dtype: str = "auto"  # of the pool: "auto" is the rows' own type, "fp8" and "int8" are codes
+    cold: ColdPrefix | None = None  # of the only request; its table entries of these blocks are 0
+    work: DeviceWork | None = None  # CUDA: how the step is cut into programs
 
     def __post_init__(self) -> None:
         """Once a step, so that the kernels need not look again in every layer."""
+        if self.cold is not None and self.seq_lens.shape[0] != 1:
+            raise ValueError("a request with a cold prefix is alone in its batch")
         for tensor in (self.query_start, self.seq_lens, self.block_table, self.rows):
             if tensor.dtype is not torch.int32 or tensor.stride(-1) != 1:
                 raise ValueError("query_start, seq_lens, block_table and rows are to be int32 and contiguous")
@@ -53,17 +85,21 @@ class AttentionBatch:
 
 def store_kv(k: Tensor, v: Tensor, kv_layer: Tensor, batch: AttentionBatch) -> None:
     """Writes k and v [T, Hk, D] at their positions into kv_layer [num_blocks, 2, Hk, block_size * D]."""
+    if k.is_cuda:
+        from spillover.kernels.triton import attention as on_cuda
+
+        return on_cuda.store_kv(k, v, kv_layer, batch)
     library = native.library()
     rows, heads, dim = k.shape
     k_stride, *k_inner = k.stride()
     v_stride, *v_inner = v.stride()
-    block_stride = native_block_stride(kv_layer, k, heads, dim, batch.block_size)
+    block_stride = native_block_stride(kv_layer, k, heads, dim, batch)
     if library is None or block_stride is None or not k_inner == v_inner == [dim, 1]:
         return store_kv_reference(k, v, kv_layer, batch)
     library.store_kv(
         *(k.data_ptr(), k_stride, v.data_ptr(), v_stride, kv_layer.data_ptr(), block_stride),
         *batch.store_arguments,
-        *(rows, heads, dim, batch.block_size),
+        *(rows, heads, dim, batch.block_size, POOL_KINDS[batch.kv_dtype]),
     )
     return None
 
@@ -75,34 +111,71 @@ def attention(
     scale: float,
     window: int | None = None,
     sinks: Tensor | None = None,
+    layer: int = 0,
 ) -> Tensor:
     """q [T, H, D] -> [T, H, D]. A query at position p sees keys j with p - window < j <= p; sinks [H] is one more logit
-    a head that takes part in the softmax's denominator only."""
+    a head that takes part in the softmax's denominator only. `layer`: whose blocks of a cold prefix to ask for."""
+    if q.is_cuda and batch.cold is None:
+        from spillover.kernels.triton import attention as on_cuda
+
+        return on_cuda.attention(q, kv_layer, batch, scale, window, sinks)
     library = native.library()
     rows, heads, dim = q.shape
     kv_heads = kv_layer.shape[2]
     q_stride, *q_inner = q.stride()
-    block_stride = native_block_stride(kv_layer, q, kv_heads, dim, batch.block_size)
+    block_stride = native_block_stride(kv_layer, q, kv_heads, dim, batch)
     if library is None or block_stride is None or q_inner != [dim, 1]:
+        if batch.cold is not None:
+            return cold_attention_reference(q, kv_layer, batch, batch.cold, layer, scale, sinks)
         return attention_reference(q, kv_layer, batch, scale, window, sinks)
     if sinks is not None:
         sinks = sinks.float().contiguous()
     out = torch.empty(rows, heads, dim)
-    library.attention(
+    arguments = (
         *(q.data_ptr(), q_stride, kv_layer.data_ptr(), block_stride, out.data_ptr()),
         *batch.query_arguments,
         *(heads, kv_heads, dim, batch.block_size, scale, window or 0, None if sinks is None else sinks.data_ptr()),
+        POOL_KINDS[batch.kv_dtype],
     )
+    if batch.cold is None:
+        library.attention(*arguments)
+        return out
+    if batch.cold.addresses is not None:
+        library.attention_in_place(
+            *arguments,
+            *(batch.cold.addresses.data_ptr(), layer * kv_layer[0].nbytes, batch.cold.num_blocks),
+        )
+        return out
+    split = split_blocks(batch.block_size)
+    totals = torch.empty(library.attention_total_floats(rows, heads, kv_heads, dim))
+    first = 0
+    for stage in batch.cold.segments(layer):
+        last = first + stage.shape[0]
+        ends = last == batch.cold.num_blocks
+        stride = native_block_stride(stage, q, kv_heads, dim, batch)
+        if stride is None or not (ends or last % split == 0):
+            raise ValueError("a segment is to be laid out as the pool's blocks, and to be of whole splits")
+        last_split = -(-batch.cold.length // (split * batch.block_size)) if ends else last // split
+        library.attention_range(
+            *arguments,
+            *(stage.data_ptr(), stride, first, last, first // split, last_split, totals.data_ptr(), ends),
+        )
+        first = last
     return out
 
 
 def store_kv_reference(k: Tensor, v: Tensor, kv_layer: Tensor, batch: AttentionBatch) -> None:
-    keys, values = _keys_and_values(kv_layer, batch.block_size)
     index = torch.div(batch.positions, batch.block_size, rounding_mode="floor")
     blocks = batch.block_table[batch.rows.long(), index].long()  # [T]
     offsets = batch.positions - index * batch.block_size
-    keys[blocks, :, :, offsets] = k
-    values[blocks, :, offsets] = v
+    if batch.kv_dtype == "auto":
+        keys, values = _keys_and_values(kv_layer, batch.block_size)
+        keys[blocks, :, :, offsets] = k
+        values[blocks, :, offsets] = v
+        return
+    keys, key_scales, values, value_scales = kv_quant.views(kv_layer, batch.block_size)
+    keys[blocks, :, :, offsets], key_scales[blocks, :, offsets] = kv_quant.encode(k, batch.kv_dtype)
+    values[blocks, :, offsets], value_scales[blocks, :, offsets] = kv_quant.encode(v, batch.kv_dtype)
 
 
 def attention_reference(
@@ -113,9 +186,8 @@ def attention_reference(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    keys, values = _keys_and_values(kv_layer, batch.block_size)
     heads, dim = q.shape[1:]
-    kv_heads = keys.shape[1]
+    kv_heads = kv_layer.shape[2]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     starts, lengths = batch.query_start.tolist(), batch.seq_lens.tolist()
     for request, length in enumerate(lengths):
@@ -127,8 +199,7 @@ def attention_reference(
         first_block = oldest // batch.block_size
         blocks = batch.block_table[request, first_block : -(-length // batch.block_size)].long()
         seen = slice(oldest - first_block * batch.block_size, length - first_block * batch.block_size)
-        k = keys[blocks].permute(1, 0, 3, 2).reshape(kv_heads, -1, dim)[:, seen]  # [Hk, S, D]
-        v = values[blocks].permute(1, 0, 2, 3).reshape(kv_heads, -1, dim)[:, seen]
+        k, v = (x[:, seen] for x in _read(kv_layer[blocks], batch, q.dtype))  # [Hk, S, D]
         query = q[first:last].transpose(0, 1).reshape(kv_heads, -1, dim)  # [Hk, G * rows, D]
         scores = (query @ k.transpose(1, 2)).float().view(heads, last - first, -1) * scale  # [H, rows, S]
         row = batch.positions[first:last, None]
@@ -147,16 +218,86 @@ def attention_reference(
     return out
 
 
-def native_block_stride(kv_layer: Tensor, rows: Tensor, kv_heads: int, dim: int, block_size: int) -> int | None:
+def cold_attention_reference(
+    q: Tensor,
+    kv_layer: Tensor,
+    batch: AttentionBatch,
+    cold: ColdPrefix,
+    layer: int,
+    scale: float,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """One request: first over the segments, which every row sees, then over its blocks in the pool."""
+    total = _Softmax(q.transpose(0, 1), kv_layer.shape[2], scale, sinks)
+    most = 1
+    for segment in cold.segments(layer):
+        total.add(*_read(segment, batch, q.dtype))
+        most = max(most, segment.shape[0])
+    for start in range(0, len(cold.resident), most):
+        first = (cold.num_blocks + start) * batch.block_size
+        blocks = _read(kv_layer[cold.resident[start : start + most]], batch, q.dtype)
+        k, v = (x[:, : cold.length - first] for x in blocks)
+        total.add(k, v, batch.positions - first)
+    return (total.out / total.weight).to(q.dtype).transpose(0, 1).contiguous()
+
+
+class _Softmax:
+    """A softmax over keys that come in parts, with the values it weighs. Scores are made for a few rows at a time."""
+
+    def __init__(self, q: Tensor, kv_heads: int, scale: float, sinks: Tensor | None) -> None:
+        self.q = q  # [H, rows, D]
+        self.kv_heads = kv_heads
+        self.scale = scale
+        heads, rows, _ = q.shape
+        self.out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        if sinks is None:
+            self.peak = torch.full((heads, rows, 1), float("-inf"), device=q.device)
+            self.weight = torch.zeros_like(self.peak)
+        else:
+            self.peak = sinks.float()[:, None, None].repeat(1, rows, 1)
+            self.weight = torch.ones_like(self.peak)
+
+    def add(self, k: Tensor, v: Tensor, last: Tensor | None = None) -> None:
+        """k and v [Hk, S, D]; a row sees keys up to last[row], or all of them. The first part is seen by every row."""
+        heads, rows, dim = self.q.shape
+        step = max(1, MOST_SCORES // (heads * k.shape[1]))
+        for start in range(0, rows, step):
+            part = slice(start, start + step)
+            query = self.q[:, part].reshape(self.kv_heads, -1, dim)
+            scores = (query @ k.transpose(1, 2)).float().view(heads, -1, k.shape[1]) * self.scale
+            if last is not None:
+                scores = scores.masked_fill(torch.arange(k.shape[1], device=k.device) > last[part, None], float("-inf"))
+            peak = torch.maximum(self.peak[:, part], scores.amax(-1, keepdim=True))
+            shrink, weights = (self.peak[:, part] - peak).exp(), (scores - peak).exp()
+            self.peak[:, part] = peak
+            self.weight[:, part] = self.weight[:, part] * shrink + weights.sum(-1, keepdim=True)
+            added = (weights.to(v.dtype).view(self.kv_heads, -1, k.shape[1]) @ v).view(heads, -1, dim)
+            self.out[:, part] = self.out[:, part] * shrink + added
+
+
+def native_block_stride(
+    kv_layer: Tensor, rows: Tensor, kv_heads: int, dim: int, batch: AttentionBatch
+) -> int | None:
     """How far blocks lie apart, or None where the native kernels do not apply: they take float32, on the CPU, and whole
     vectors of 8 tokens and 8 dimensions."""
     stride, *inner = kv_layer.stride()
-    size = block_size * dim
-    if block_size % 8 or dim % 8 or inner != [kv_heads * size, size, 1]:
+    if batch.kv_dtype == "auto":
+        size, wanted = batch.block_size * dim, rows.dtype
+    else:
+        size, wanted = kv_quant.head_bytes(batch.block_size, dim), torch.uint8
+    if kv_layer.dtype is not wanted:
+        raise ValueError(f"a pool of {kv_layer.dtype} does not hold {batch.kv_dtype} KV of {rows.dtype} rows")
+    if batch.block_size % 8 or dim % 8 or inner != [kv_heads * size, size, 1]:
         return None
-    if rows.dtype is not torch.float32 or kv_layer.dtype is not torch.float32 or not kv_layer.is_cpu:
-        return None
-    return stride
+    return stride if rows.dtype is torch.float32 and kv_layer.is_cpu else None
+
+
+def _read(blocks: Tensor, batch: AttentionBatch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values [Hk, n * block_size, D] of blocks [n, 2, Hk, size], in their order."""
+    if batch.kv_dtype != "auto":
+        blocks = kv_quant.decode_blocks(blocks, batch.block_size, batch.kv_dtype, dtype)
+    keys, values = _keys_and_values(blocks, batch.block_size)
+    return keys.permute(1, 0, 3, 2).flatten(1, 2), values.transpose(0, 1).flatten(1, 2)
 
 
 def _keys_and_values(kv_layer: Tensor, block_size: int) -> tuple[Tensor, Tensor]:

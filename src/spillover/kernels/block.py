@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spillover.kernels import native
 from spillover.kernels.activation import silu_and_mul
-from spillover.kernels.attention import AttentionBatch, attention, native_block_stride, store_kv
+from spillover.kernels.attention import POOL_KINDS, AttentionBatch, attention, native_block_stride, store_kv
 from spillover.kernels.linear import PackedWeight, linear
 from spillover.kernels.norm import add_rms_norm, rms_norm
 from spillover.kernels.rope import rope
@@ -33,17 +33,24 @@ class LayerShape:
 
 
 def attention_block(x: Tensor, residual: Tensor, w: Mapping[str, Any], shape: LayerShape, cos: Tensor, sin: Tensor,
-                    kv_layer: Tensor, batch: AttentionBatch, window: int | None) -> tuple[Tensor, Tensor]:
+                    kv_layer: Tensor, batch: AttentionBatch, window: int | None,
+                    layer: int = 0) -> tuple[Tensor, Tensor]:
     """x and residual [T, hidden] -> (the attention's output, residual + x).
 
-    `w`: input_norm, qkv, o, and where the model has them qkv_bias, o_bias, q_norm and k_norm, sinks.
+    `w`: input_norm, qkv, o, and where the model has them qkv_bias, o_bias, q_norm and k_norm, sinks. `layer`: whose
+    blocks of a cold prefix to ask for.
     """
-    library = native.library()
+    if x.is_cuda and batch.cold is None:
+        from spillover.kernels.triton import block as on_cuda
+
+        return on_cuda.attention_block(x, residual, w, shape, cos, sin, kv_layer, batch, window)
+    library = native.fused()
     qkv, o, q_norm = w["qkv"], w["o"], w.get("q_norm")
     heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-    stride = native_block_stride(kv_layer, x, kv_heads, dim, batch.block_size)
-    if library is None or stride is None or not (isinstance(qkv, PackedWeight) and isinstance(o, PackedWeight)):
-        return attention_block_reference(x, residual, w, shape, cos, sin, kv_layer, batch, window)
+    stride = native_block_stride(kv_layer, x, kv_heads, dim, batch)
+    packed = isinstance(qkv, PackedWeight) and isinstance(o, PackedWeight)
+    if library is None or stride is None or not packed or batch.cold is not None:
+        return attention_block_reference(x, residual, w, shape, cos, sin, kv_layer, batch, window, layer)
     rows, hidden = x.shape
     width = (2 if q_norm is None else 3) * (heads + kv_heads) * dim
     scratch = torch.empty(rows * (hidden + width))
@@ -54,7 +61,7 @@ def attention_block(x: Tensor, residual: Tensor, w: Mapping[str, Any], shape: La
         *(batch.positions.data_ptr(), batch.rows.data_ptr(), *batch.query_arguments),
         *(shape.scale, window or 0, _pointer(w.get("sinks"))),
         *(o.panels.data_ptr(), _pointer(w.get("o_bias"))),
-        *(rows, hidden, heads, kv_heads, dim, batch.block_size, scratch.data_ptr()),
+        *(rows, hidden, heads, kv_heads, dim, batch.block_size, POOL_KINDS[batch.kv_dtype], scratch.data_ptr()),
     )
     return x, residual
 
@@ -64,7 +71,11 @@ def mlp_block(x: Tensor, residual: Tensor, w: Mapping[str, Any], shape: LayerSha
 
     `w`: mlp_norm, gate_up, down, and where the model has them gate_up_bias and down_bias.
     """
-    library = native.library()
+    if x.is_cuda:
+        from spillover.kernels.triton import block as on_cuda
+
+        return on_cuda.mlp_block(x, residual, w, shape)
+    library = native.fused()
     gate_up, down = w["gate_up"], w["down"]
     if library is None or not (isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight)):
         return mlp_block_reference(x, residual, w, shape)
@@ -81,8 +92,8 @@ def mlp_block(x: Tensor, residual: Tensor, w: Mapping[str, Any], shape: LayerSha
 
 
 def attention_block_reference(x: Tensor, residual: Tensor, w: Mapping[str, Any], shape: LayerShape, cos: Tensor,
-                              sin: Tensor, kv_layer: Tensor, batch: AttentionBatch,
-                              window: int | None) -> tuple[Tensor, Tensor]:
+                              sin: Tensor, kv_layer: Tensor, batch: AttentionBatch, window: int | None,
+                              layer: int = 0) -> tuple[Tensor, Tensor]:
     rows = x.shape[0]
     x, residual = add_rms_norm(x, residual, w["input_norm"], shape.eps)
     product = linear(x, w["qkv"], w.get("qkv_bias")).view(rows, -1, shape.head_dim)
@@ -92,7 +103,7 @@ def attention_block_reference(x: Tensor, residual: Tensor, w: Mapping[str, Any],
         q, k = rms_norm(q, w["q_norm"], shape.eps), rms_norm(k, w["k_norm"], shape.eps)
     q, k = rope(q, k, cos, sin, batch.positions)
     store_kv(k, v, kv_layer, batch)
-    out = attention(q, kv_layer, batch, shape.scale, window, w.get("sinks"))
+    out = attention(q, kv_layer, batch, shape.scale, window, w.get("sinks"), layer)
     return linear(out.view(rows, -1), w["o"], w.get("o_bias")), residual
 
 

@@ -36,11 +36,42 @@ class PackedWeight:
         return self.panels.dtype
 
 
-Weight = Tensor | PackedWeight
+@dataclass(frozen=True)
+class FixedWeight:
+    """A [N, K] weight on a CUDA device whose sums have one order, whatever the number of rows it is multiplied with."""
+
+    data: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.data.shape[0], self.data.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+
+Weight = Tensor | PackedWeight | FixedWeight
 
 
 def linear(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
     """x [T, K], w [N, K], bias [N] -> [T, N]."""
+    if isinstance(w, FixedWeight):
+        from spillover.kernels.triton.fixed_linear import fixed_linear
+
+        return fixed_linear(x, w.data, bias)
+    if x.is_cuda and x.shape[0] == 1 and isinstance(w, Tensor):
+        from spillover.kernels.triton.gemv import gemv
+
+        return gemv(x, w, bias)
     library = native.library()
     if isinstance(w, Tensor) or library is None or x.dtype is not torch.float32:
         return linear_reference(x, w, bias)
@@ -59,7 +90,7 @@ def linear(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
 def embedding(ids: Tensor, w: Weight) -> Tensor:
     """ids [T], w [V, K] -> [T, K]."""
     library = native.library()
-    if isinstance(w, Tensor) or library is None or ids.dtype is not torch.int64 or not ids.is_contiguous():
+    if not isinstance(w, PackedWeight) or library is None or ids.dtype is not torch.int64 or not ids.is_contiguous():
         return embedding_reference(ids, w)
     k = w.panels.shape[1]
     y = torch.empty(ids.shape[0], k)
@@ -67,7 +98,7 @@ def embedding(ids: Tensor, w: Weight) -> Tensor:
     return y
 
 
-def pack(weight: Tensor, arena: Arena | None = None) -> Weight:
+def pack(weight: Tensor, arena: Arena | None = None) -> Tensor | PackedWeight:
     """The form `linear` is fastest on: panels where the native kernels serve this weight, else the weight itself.
 
     `arena` is where panels that stay are to lie.
@@ -91,6 +122,8 @@ def unpack(w: Weight) -> Tensor:
     """The plain [N, K] weight again."""
     if isinstance(w, Tensor):
         return w
+    if isinstance(w, FixedWeight):
+        return w.data
     count, k, width = w.panels.shape
     return w.panels.transpose(1, 2).reshape(count * width, k)[: w.out_features]
 
@@ -100,7 +133,7 @@ def linear_reference(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor
 
 
 def embedding_reference(ids: Tensor, w: Weight) -> Tensor:
-    if isinstance(w, Tensor):
-        return F.embedding(ids, w)
+    if not isinstance(w, PackedWeight):
+        return F.embedding(ids, unpack(w))
     width = w.panels.shape[2]
     return w.panels[ids // width, :, ids % width]

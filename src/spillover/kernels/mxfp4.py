@@ -8,11 +8,18 @@ from torch import Tensor
 GROUP = 32  # values a scale
 MAX_EXPONENT = 2  # of the largest E2M1 value, 6 = 1.5 * 2**2
 SCALE_BIAS = 127
+SCALE_PADDING = 4  # rows of scales are padded to a multiple of it, so that a kernel reads whole words
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
+def padded(groups: int) -> int:
+    """Scales that a row takes in memory, of which `groups` mean something."""
+    return -(-groups // SCALE_PADDING) * SCALE_PADDING
+
+
 def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """blocks uint8 [..., G, 16], scales uint8 [..., G] -> [..., G * 32]."""
+    """blocks uint8 [..., G, 16], scales uint8 [..., G or padded(G)] -> [..., G * 32]."""
+    scales = scales[..., : blocks.shape[-2]]
     table = torch.tensor(VALUES, dtype=dtype, device=blocks.device)
     values = torch.empty((*blocks.shape, 2), dtype=dtype, device=blocks.device)
     values[..., 0] = table[(blocks & 0x0F).int()]

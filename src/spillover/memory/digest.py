@@ -21,6 +21,11 @@ def block_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
     return blake2b(parent + struct.pack(f"<{len(tokens)}i", *tokens), digest_size=DIGEST_BYTES).digest()
 
 
+def block_key(digest: bytes, group: int) -> bytes:
+    """The name of one layer group's block of those tokens."""
+    return digest + bytes((group,))
+
+
 def prefix_digests(tokens: Sequence[int], block_size: int, identity: bytes, salt: str | None) -> Iterator[bytes]:
     """One digest for each full block of `tokens`."""
     digest = root_digest(identity, salt)

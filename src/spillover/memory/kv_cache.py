@@ -5,13 +5,21 @@ same length; entry i is the block of positions [i * block_size, (i + 1) * block_
 moved past. Tables always cover what is computed, so extend() never allocates behind a window.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from spillover.errors import SpilloverError
-from spillover.memory.blocks import BlockPool
+from spillover.memory.blocks import FREE, BlockPool
+from spillover.memory.host import Entry
 from spillover.memory.policies import LRU, EvictionPolicy
 from spillover.memory.prefix_tree import Node, PrefixTree
+from spillover.memory.report import TierReport
+from spillover.memory.restore import Restore, Restorer
+from spillover.memory.spiller import Spiller
+from spillover.memory.store import SpillStore
+
+MAX_PARKS = 3  # failed attempts to move a long sequence's blocks to host memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +44,10 @@ class _Sequence:
     node: Node | None = None  # of the last ready block; None: this sequence adds nothing to the tree
     # Block index -> the tree's blocks for tokens that this sequence computed as well: held, though in no table.
     held: dict[int, list[int]] = field(default_factory=dict)
+    restore: Restore | None = None  # blocks that come from other tiers
+    cold: list[Entry] = field(default_factory=list)  # leading blocks that the device has no room for: in host memory
+    parking: list[Entry] = field(default_factory=list)  # those that follow, on their way there
+    failed_parks: int = 0
 
 
 class KVCache:
@@ -47,8 +59,11 @@ class KVCache:
         prefix_caching: bool = True,
         identity: bytes = b"",
         policy: EvictionPolicy | None = None,
+        store: SpillStore | None = None,
+        margin: int = 32,
     ) -> None:
-        """`windows` has one entry a layer group, None for full attention; `identity` digests model, dtype, layout."""
+        """`windows` has one entry a layer group, None for full attention; `identity` digests model, dtype, layout.
+        `store` is what lies below the device, and `margin` how many blocks are kept ready to be overwritten."""
         if num_blocks < 1 or block_size < 1:
             raise SpilloverError(f"a KV cache of {num_blocks} blocks of {block_size} tokens cannot hold a single token")
         if not windows or any(window is not None and window < 1 for window in windows):
@@ -58,7 +73,14 @@ class KVCache:
         self.prefix_caching = prefix_caching
         self._pool = BlockPool(num_blocks)
         self._tree = PrefixTree(self._pool, self.windows, policy if policy is not None else LRU(), identity)
+        self.store = store if prefix_caching else None
+        self._spiller = None
+        self.restorer = None
+        if self.store is not None:
+            self._spiller = Spiller(self._pool, self._tree, self.store, min(margin, num_blocks // 4))
+            self.restorer = Restorer(self.store, block_size, self.windows, identity)
         self._live: dict[str, _Sequence] = {}
+        self._parking: set[int] = set()  # blocks on their way to `cold`
         # Full-attention groups first: of two blocks released together, the one that stands for its node is the older.
         self._group_order = sorted(range(len(self.windows)), key=lambda group: self.windows[group] is not None)
         self._window_groups = [(group, window) for group, window in enumerate(self.windows) if window is not None]
@@ -88,6 +110,21 @@ class KVCache:
             hit_tokens=self._hit_tokens,
             evictions=tree.num_evictions,
         )
+
+    def tier_stats(self) -> tuple[TierReport, ...]:
+        """The device and every tier below it, nearest first."""
+        pool = self._pool
+        device = TierReport(
+            name="device", blocks=pool.num_blocks - pool.free, capacity_blocks=pool.num_blocks, bytes_in=0, bytes_out=0,
+            seconds_in=0.0, seconds_out=0.0, hit_tokens=self._hit_tokens, failures=0,
+            dropped=self._spiller.dropped if self._spiller is not None else 0, available=True, link_in=None,
+            link_out=None,
+        )
+        return (device, *(self.store.reports() if self.store is not None else ()))
+
+    def used_blocks(self) -> list[int]:
+        """Those that hold KV of a sequence or a prefix."""
+        return [block for block in range(1, self.num_total + 1) if self._pool.state(block) is not FREE]
 
     def usage(self) -> float:
         """The share of blocks that sequences and copies hold, 0 to 1."""
@@ -135,13 +172,16 @@ class KVCache:
                         self._tree.ref(block)
         return sequence.num_computed
 
-    def extend(self, seq: str, num_tokens: int) -> bool:
-        """Makes the tables cover num_tokens positions, evicting as needed; False and unchanged if blocks are short."""
+    def extend(self, seq: str, num_tokens: int, urgent: bool = True) -> bool:
+        """Makes the tables cover num_tokens positions, evicting as needed; False and unchanged if blocks are short.
+
+        Who is not urgent rather waits until what is evicted has been copied to another tier.
+        """
         tables = self._get(seq).tables
         new = -(-num_tokens // self.block_size) - len(tables[0])
         if new <= 0:
             return True
-        if not self._make_room(new * len(tables)):
+        if not self._make_room(new * len(tables), urgent):
             return False
         for table in tables:
             table.extend([self._pool.allocate() for _ in range(new)])
@@ -160,7 +200,8 @@ class KVCache:
         for i in range(sequence.num_ready, num_computed // size):
             blocks = [table[i] for table in sequence.tables]
             for block in blocks:
-                self._pool.complete(block)
+                if block:  # of a restored prefix, what lies behind a window was not loaded
+                    self._pool.complete(block)
             if sequence.node is not None:
                 span = tuple(tokens[i * size : (i + 1) * size])
                 assert len(span) == size, f"commit of {num_computed} tokens for {seq!r}, given only {len(tokens)}"
@@ -171,6 +212,8 @@ class KVCache:
                 self._tree.leave(sequence.node)
                 sequence.node = node
             sequence.num_ready = i + 1
+        if sequence.restore is not None and num_computed >= sequence.restore.end * size:
+            sequence.restore = None
         for group, window in self._window_groups:
             table = sequence.tables[group]
             for i in range(sequence.first[group], self._first_seen(num_computed, window)):
@@ -182,6 +225,11 @@ class KVCache:
         """Ends a sequence (finished, aborted or preempted): what is in the tree becomes evictable, the rest free."""
         sequence = self._get(seq)
         del self._live[seq]
+        if self.store is not None:
+            if sequence.restore is not None:
+                sequence.restore.drop()
+            for entry in sequence.cold + sequence.parking:
+                self.store.unpark(entry)
         # Tail first: the end of a prefix is the least likely to be asked for again.
         for i in reversed(range(len(sequence.tables[0]))):
             for group in self._group_order:
@@ -211,9 +259,105 @@ class KVCache:
             peak += min(whole, seen)
         return peak
 
-    def digest(self, block: int) -> bytes | None:
-        """The name under which another tier keeps this block's prefix; None while the tree does not hold the block."""
-        return self._tree.digest(block)
+    # Other tiers
+
+    def poll(self) -> None:
+        """Takes in what copies have brought since the last call; between any two steps, and while waiting."""
+        if self.store is None or self._spiller is None:
+            return
+        self.store.poll()
+        for load in self.store.loaded:
+            if load.block is not None:
+                self._tree.end_copy(load.block)
+        self.store.loaded.clear()
+        if self._parking:
+            for block in self._parking.intersection(self.store.spilled):
+                self._parking.remove(block)
+                self._tree.end_copy(block)
+            for sequence in self._live.values():
+                if sequence.parking:
+                    self._take_parked(sequence)
+        self._spiller.poll()
+
+    def close(self, deadline: float) -> None:
+        """Ends all copies. What only the device or host memory has is first written to the tiers that last, in time."""
+        if self.store is None or self._spiller is None:
+            return
+        if self.store.tiers:
+            grace = time.monotonic()
+            while grace < deadline and (self._spiller.flush() or self.busy):
+                self.poll()
+                self.store.flush(min(deadline, grace + 0.1))
+                grace = time.monotonic()
+        self.store.close(deadline)
+
+    @property
+    def busy(self) -> bool:
+        """Whether copies are under way that poll() would take further."""
+        return self.store is not None and self.store.busy
+
+    @property
+    def settling(self) -> bool:
+        """Whether copies are under way whose blocks may soon be had."""
+        return self._pool.in_flight > 0
+
+    def restore(self, seq: str, sources: Sequence[str], first: int, urgent: bool = False) -> bool:
+        """Starts loading blocks first .. first + len(sources) of the sequence from these tiers; the tables cover them
+        from now on. Blocks before `first` that are not on the device are to be computed meanwhile. False and unchanged
+        if there is no room."""
+        assert self.restorer is not None
+        sequence = self._get(seq)
+        have, end = len(sequence.tables[0]), first + len(sources)
+        seen = [self._first_seen(end * self.block_size, window) for window in self.windows]
+        if not self._make_room(sum(end - max(have, start) for start in seen), urgent):
+            return False
+        for group, start in enumerate(seen):
+            table = sequence.tables[group]
+            for i in range(sequence.first[group], min(start, have)):
+                self._tree.unref(table[i])
+                table[i] = 0
+            sequence.first[group] = max(sequence.first[group], start)
+            table.extend([0] * (start - have))
+            table.extend([self._pool.allocate() for _ in range(end - len(table))])
+        sequence.restore = self.restorer.start(seq, sequence.tables, sources, first, have < first)
+        for block in sequence.restore.blocks():
+            self._tree.begin_copy(block)
+        self.restorer.send(sequence.restore)
+        return True
+
+    def restoring(self, seq: str) -> Restore | None:
+        return self._get(seq).restore
+
+    def park(self, seq: str, unit: int) -> bool:
+        """Starts moving the sequence's oldest `unit` blocks to host memory, because the device has no room for more.
+
+        For a sequence that is alone, has no step in flight, and whose layers all see every token. True while blocks are
+        on their way, so that room is to come; False if none can be moved. The prefix tree is emptied: all that is left
+        in it belongs to this sequence.
+        """
+        sequence = self._get(seq)
+        if self.store is None or not self.store.keeps or self.windows != (None,):
+            return False
+        if sequence.parking:
+            return True
+        start = len(sequence.cold)
+        blocks = sequence.tables[0][start : start + unit]
+        if start + unit > sequence.num_ready or sequence.failed_parks == MAX_PARKS:
+            return False
+        entries = self.store.park(blocks)
+        if entries is None:
+            return False
+        self.reset_prefix_cache(stored=False)
+        for block in blocks:
+            self._tree.begin_copy(block)
+        self._parking.update(blocks)
+        sequence.parking = entries
+        return True
+
+    def cold(self, seq: str) -> tuple[memoryview, ...]:
+        """Host memory that holds the sequence's leading blocks; their table entries are 0."""
+        sequence = self._get(seq)
+        return tuple(self.store.view(entry) for entry in sequence.cold) if self.store is not None else ()
 
     def begin_copy(self, block: int) -> None:
         """A copy to or from another tier starts: the block is neither reused, freed nor evicted until end_copy."""
@@ -222,8 +366,13 @@ class KVCache:
     def end_copy(self, block: int) -> None:
         self._tree.end_copy(block)
 
-    def reset_prefix_cache(self) -> None:
-        """Forgets every prefix. Running sequences keep their blocks, share them no more, and free them at the end."""
+    def reset_prefix_cache(self, stored: bool = True, external: bool = False) -> None:
+        """Forgets every prefix. Running sequences keep their blocks, share them no more, and free them at the end.
+
+        `stored`: also what host memory holds; `external`: also what lies on disk and in a remote store.
+        """
+        if self.store is not None and stored:
+            self.store.clear(external)
         self._tree.reset()
         for sequence in self._live.values():
             sequence.node = None
@@ -236,6 +385,9 @@ class KVCache:
         """Asserts the invariant, free + evictable + protected + in flight == total, and all that it rests on."""
         self._pool.check()
         self._tree.check()
+        if self._spiller is not None and self.store is not None:
+            self._spiller.check()
+            self.store.check()
         refs = [0] * (self.num_total + 1)
         for seq, sequence in self._live.items():
             assert len({len(table) for table in sequence.tables}) == 1, f"tables of {seq!r} differ in length"
@@ -245,7 +397,10 @@ class KVCache:
                 assert [bool(block) for block in table] == [i >= first for i in range(len(table))], (
                     f"{seq!r}, group {group}: {table} should be 0 before entry {first}, and only there"
                 )
-                assert first == self._first_seen(sequence.num_computed, self.windows[group])
+                end = sequence.num_computed
+                if sequence.restore is not None:
+                    end = max(end, sequence.restore.end * self.block_size)
+                assert first == max(len(sequence.cold), self._first_seen(end, self.windows[group]))
                 for block in table[first:]:
                     refs[block] += 1
             for held in sequence.held.values():
@@ -255,6 +410,25 @@ class KVCache:
             assert refs[block] == self._pool.refs(block), (
                 f"block {block} has {self._pool.refs(block)} references, {refs[block]} holders"
             )
+
+    def _take_parked(self, sequence: _Sequence) -> None:
+        assert self.store is not None
+        start = len(sequence.cold)
+        table = sequence.tables[0]
+        end = start + len(sequence.parking)
+        if any(block in self._parking for block in table[start:end]):
+            return
+        if all(entry.ready for entry in sequence.parking):
+            sequence.cold += sequence.parking
+            for i in range(start, end):
+                self._tree.unref(table[i])
+                table[i] = 0
+            sequence.first[0] = end
+        else:
+            sequence.failed_parks += 1
+            for entry in sequence.parking:
+                self.store.unpark(entry)
+        sequence.parking = []
 
     def _get(self, seq: str) -> _Sequence:
         try:
@@ -307,9 +481,11 @@ class KVCache:
         """The index of the first block that a query at `position` sees."""
         return 0 if window is None else max(0, position - window + 1) // self.block_size
 
-    def _make_room(self, blocks: int) -> bool:
+    def _make_room(self, blocks: int, urgent: bool = True) -> bool:
         if self.num_free < blocks:
             return False
+        if self._spiller is not None:
+            return self._spiller.make_room(blocks, urgent)
         while self._pool.free < blocks:
             if not self._tree.evict():
                 return False  # what is left lies above a block in flight

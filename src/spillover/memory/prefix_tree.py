@@ -7,9 +7,10 @@ can really be had, and free + evictable is an honest count (but for ancestors of
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from spillover.memory.blocks import EVICTABLE, BlockPool
-from spillover.memory.digest import block_digest, root_digest
+from spillover.memory.digest import block_digest, block_key, root_digest
 from spillover.memory.policies import EvictionPolicy
 
 
@@ -47,6 +48,18 @@ class Root(Node):
         self._digest = root_digest(identity, salt)
 
 
+class Listener(Protocol):
+    """Hears what happens to the tree's blocks; whoever spills them to other tiers is one."""
+
+    def on_cached(self, block: int) -> None: ...  # entered the tree, held by the sequence that computed it
+
+    def on_idle(self, block: int) -> None: ...  # held by nobody
+
+    def on_busy(self, block: int) -> None: ...  # held, or in flight
+
+    def on_gone(self, block: int) -> None: ...  # left the tree
+
+
 class PrefixTree:
     """All references to blocks are taken and dropped here, in the tree or not, so that the policy hears of each."""
 
@@ -55,6 +68,7 @@ class PrefixTree:
     ) -> None:
         self.num_nodes = 0  # roots not counted
         self.num_evictions = 0  # blocks
+        self.listener: Listener | None = None
         self._pool = pool
         self._windows = tuple(windows)
         # A node leaves as a whole; the block of its first full-attention group stands for it before the policy.
@@ -90,6 +104,7 @@ class PrefixTree:
 
     def insert(self, parent: Node, tokens: tuple[int, ...], blocks: Sequence[int]) -> tuple[Node, list[int]]:
         """Offers a sequence's READY blocks to the tree; returns the node and blocks the sequence now holds *besides*.
+        Where a window group has none to offer stands 0.
 
         If the node is there already (two sequences computed the same tokens at once), the sequence keeps its own
         blocks outside the tree, because its table points at them; gaps of the node are filled from them. It takes
@@ -103,10 +118,14 @@ class PrefixTree:
             self.num_nodes += 1
         for group, block in enumerate(blocks):
             theirs = node.blocks[group]
+            if not block:
+                continue
             if theirs is None:
                 node.blocks[group] = block
                 self._home[block] = node
                 self._pool.cache(block)
+                if self.listener is not None:
+                    self.listener.on_cached(block)
             elif self._windows[group] is None:
                 self.ref(theirs)
                 held.append(theirs)
@@ -114,9 +133,19 @@ class PrefixTree:
         self._offer(parent)
         return node, held
 
-    def digest(self, block: int) -> bytes | None:
-        node = self._home.get(block)
-        return None if node is None else node.digest
+    def key(self, block: int) -> bytes:
+        """The name under which other tiers keep this block of the tree."""
+        node = self._home[block]
+        return block_key(node.digest, node.blocks.index(block))
+
+    def peers(self, victim: int) -> list[int]:
+        """The blocks that evict() would free along with this victim, itself included."""
+        node = self._home[victim]
+        whole = self._lead is not None and node.blocks[self._lead] == victim
+        return [block for block in node.blocks if block is not None] if whole else [victim]
+
+    def victim(self) -> int | None:
+        return self._policy.victim()
 
     def enter(self, node: Node) -> None:
         """A sequence's last committed block is now this node's."""
@@ -150,14 +179,14 @@ class PrefixTree:
         if victim is None:
             return False
         node = self._home[victim]
-        whole = self._lead is not None and node.blocks[self._lead] == victim
-        for group, block in enumerate(node.blocks):
-            if block is not None and (whole or block == victim):
-                node.blocks[group] = None
-                del self._home[block]
-                self._pool.evict(block)
-                self._withdraw(block)
-                self.num_evictions += 1
+        for block in self.peers(victim):
+            node.blocks[node.blocks.index(block)] = None
+            del self._home[block]
+            self._pool.evict(block)
+            self._withdraw(block)
+            self.num_evictions += 1
+            if self.listener is not None:
+                self.listener.on_gone(block)
         self._prune(node)
         return True
 
@@ -166,6 +195,8 @@ class PrefixTree:
         for block in self._home:
             self._pool.uncache(block)
             self._withdraw(block)
+            if self.listener is not None:
+                self.listener.on_gone(block)
         self._home.clear()
         self._roots.clear()
         self.num_nodes = 0
@@ -211,6 +242,9 @@ class PrefixTree:
         if (node := self._home.get(block)) is not None:
             self._policy.on_access(block)
             self._offer(node)
+            if self.listener is not None:
+                idle = self._pool.state(block) is EVICTABLE
+                (self.listener.on_idle if idle else self.listener.on_busy)(block)
 
     def _offer(self, node: Node) -> None:
         """Tells the policy what of this node may be evicted now, and what no longer."""

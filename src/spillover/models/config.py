@@ -9,6 +9,7 @@ from typing import Any
 
 from spillover.errors import CheckpointError
 
+FP8_BLOCK = 128  # as kernels.fp8.BLOCK
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
@@ -53,7 +54,7 @@ class ModelConfig:
     expert_intermediate_size: int = 0
     norm_topk_prob: bool = True
     dense_layers: tuple[int, ...] = ()  # layers without experts in a mixture model
-    expert_format: str = "dense"  # "dense" | "mxfp4"
+    expert_format: str = "dense"  # "dense" | "fp8" | "mxfp4"
     swiglu_limit: float | None = None
     dtype: str = "float32"  # as stored
     bos_token_id: int | None = None
@@ -158,6 +159,11 @@ def parse_rope(hf: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling 
     return base, scaling
 
 
+def expert_format(hf: Mapping[str, Any]) -> str:
+    """The form experts are kept in: as stored where that is FP8, else the engine's type."""
+    return "fp8" if (hf.get("quantization_config") or {}).get("quant_method") == "fp8" else "dense"
+
+
 def parse_windows(hf: Mapping[str, Any], layer_types: Sequence[str]) -> tuple[int | None, ...]:
     """One window a layer, from its type."""
     unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
@@ -184,9 +190,17 @@ def _attention_factor(rope: Mapping[str, Any], factor: float) -> float | None:
 
 
 def _check_quantization(hf: Mapping[str, Any], expert_format: str) -> None:
-    method = (hf.get("quantization_config") or {}).get("quant_method")
-    if method is not None and method != expert_format:
+    quantization = hf.get("quantization_config") or {}
+    method = quantization.get("quant_method")
+    if method == "fp8":
+        size = quantization.get("weight_block_size")
+        if size is None or list(size) != [FP8_BLOCK, FP8_BLOCK] or quantization.get("fmt", "e4m3") != "e4m3":
+            raise CheckpointError(
+                f"config.json: fp8 weights are supported in e4m3 with a scale for every block of {FP8_BLOCK} x "
+                f"{FP8_BLOCK}, not with weight_block_size {size}; use the unquantised model or a GGUF file"
+            )
+    elif method is not None and method != expert_format:
         raise CheckpointError(
             f"config.json: weights quantised with '{method}' are not supported here; "
-            "use the unquantised model, a GGUF file, or gpt-oss in mxfp4"
+            "use the unquantised model, block-scaled fp8, a GGUF file, or gpt-oss in mxfp4"
         )

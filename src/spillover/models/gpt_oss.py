@@ -9,12 +9,20 @@ from torch import Tensor
 
 from spillover.errors import CheckpointError
 from spillover.kernels.activation import clamped_swiglu
-from spillover.kernels.linear import Weight, linear, pack
-from spillover.kernels.moe import moe
-from spillover.kernels.mxfp4 import GROUP, dequantize
+from spillover.kernels.linear import FixedWeight, linear
+from spillover.kernels.moe import mixture, moe
+from spillover.kernels.mxfp4 import GROUP, padded
 from spillover.kernels.norm import add_rms_norm
 from spillover.models.config import ModelConfig, parse_config, parse_windows, require
-from spillover.models.layers import Decoder, decoder_specs, experts, linears, tensor
+from spillover.models.layers import (
+    Decoder,
+    decoder_specs,
+    expert_stack,
+    experts,
+    linears,
+    one_expert,
+    tensor,
+)
 from spillover.models.weights import PartWeights, Source, WeightSpec, WeightSpecs
 
 
@@ -24,21 +32,20 @@ class Model(Decoder):
         assert limit is not None
         x, residual = add_rms_norm(x, residual, w["mlp_norm"], self.shape.eps)
         scores = linear(x, w["router"], w["router_bias"])  # [T, experts]
-        best, ids = scores.topk(self.config.experts_per_token)
+        k = self.config.experts_per_token
+        if x.is_cuda:
+            first, second = expert_stack(w, "experts.gate_up"), expert_stack(w, "experts.down")
+            fixed = isinstance(w["router"], FixedWeight)
+            return mixture(x, scores, first, second, k, renormalize=True, limit=limit, fixed=fixed), residual
+        best, ids = scores.topk(k)
         gate_up_bias, down_bias = w["experts.gate_up_bias"], w["experts.down_bias"]
 
         def expert(index: int, rows: Tensor) -> Tensor:
-            gate_up = linear(rows, self._expert(w, "experts.gate_up", index), gate_up_bias[index])
-            return linear(clamped_swiglu(gate_up, limit), self._expert(w, "experts.down", index), down_bias[index])
+            gate_up = linear(rows, one_expert(w, "experts.gate_up", index, self.dtype), gate_up_bias[index])
+            h = clamped_swiglu(gate_up, limit)
+            return linear(h, one_expert(w, "experts.down", index, self.dtype), down_bias[index])
 
         return moe(x, ids, best.softmax(-1), expert), residual
-
-    def _expert(self, w: PartWeights, name: str, index: int) -> Weight:
-        if self.config.expert_format == "dense":
-            weight: Weight = w[name][index]
-            return weight
-        # Packed so that the product runs on the same kernel, with the same order of sums, as every other.
-        return pack(dequantize(w[f"{name}_blocks"][index], w[f"{name}_scales"][index], self.dtype))
 
 
 def config(hf: Mapping[str, Any]) -> ModelConfig:
@@ -87,9 +94,16 @@ def _expert_specs(config: ModelConfig, name: str, source: str, shape: tuple[int,
     bias = tensor(f"experts.{name}_bias", f"{source}_bias", (count, rows))
     if config.expert_format == "dense":
         return [experts(f"experts.{name}", shape, Source((source,), (rows,), transposed=True)), bias]
-    scales = (count, rows, columns // GROUP)
+    groups = columns // GROUP
+    blocks, scales = ((Source((f"{source}_{part}",), (rows,)),) for part in ("blocks", "scales"))
     return [
-        WeightSpec(f"experts.{name}_blocks", (*scales, GROUP // 2), (Source((f"{source}_blocks",), (rows,)),), "uint8"),
-        WeightSpec(f"experts.{name}_scales", scales, (Source((f"{source}_scales",), (rows,)),), "uint8"),
+        WeightSpec(f"experts.{name}_blocks", (count, rows, groups, GROUP // 2), blocks, "uint8"),
+        WeightSpec(
+            f"experts.{name}_scales",
+            (count, rows, padded(groups)),
+            scales,
+            "uint8",
+            padding=padded(groups) - groups,
+        ),
         bias,
     ]

@@ -14,13 +14,16 @@ from torch import Tensor
 from spillover.kernels.activation import silu_and_mul
 from spillover.kernels.attention import AttentionBatch
 from spillover.kernels.block import LayerShape, attention_block, mlp_block
-from spillover.kernels.linear import embedding, linear
-from spillover.kernels.moe import moe
+from spillover.kernels.fp8 import blocks as fp8_blocks
+from spillover.kernels.linear import FixedWeight, Weight, embedding, linear, pack
+from spillover.kernels.moe import Experts, mixture, moe
 from spillover.kernels.norm import add_rms_norm
 from spillover.models.config import ModelConfig
 from spillover.models.groups import LayerGroup, layer_groups
 from spillover.models.rope import rope_tables
 from spillover.models.weights import PartWeights, Source, Weights, WeightSpec, WeightSpecs, layer_part
+
+SLEEP_BLOCKS = 64  # moved at a time
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class KVViews:
     """Each layer's view of the pool [num_blocks, group_layers, 2, kv_heads, block_size * head_dim], made once."""
 
     def __init__(self, pool: Tensor, groups: Sequence[LayerGroup]) -> None:
+        self.pool = pool
+        self._asleep: tuple[Tensor, Tensor, int] | None = None  # blocks, what they hold, bytes of the pool
         self._views = {
             layer: (pool[:, index], group)
             for group, members in enumerate(groups)
@@ -45,6 +50,27 @@ class KVViews:
     def layer(self, layer: int) -> tuple[Tensor, int]:
         """The view [num_blocks, 2, kv_heads, block_size * head_dim] and the group whose block tables index it."""
         return self._views[layer]
+
+    def sleep(self, blocks: Sequence[int]) -> None:
+        """Gives the pool's memory back, its views stay; what these blocks hold is kept on the host."""
+        index = torch.tensor(blocks, dtype=torch.long)
+        kept = torch.empty(len(blocks), *self.pool.shape[1:], dtype=self.pool.dtype)
+        for start in range(0, len(blocks), SLEEP_BLOCKS):
+            part = index[start:start + SLEEP_BLOCKS]
+            kept[start:start + len(part)] = self.pool[part.to(self.pool.device)].cpu()
+        self._asleep = (index, kept, self.pool.untyped_storage().nbytes())
+        self.pool.untyped_storage().resize_(0)
+
+    def wake_up(self) -> None:
+        if self._asleep is None:
+            return
+        index, kept, nbytes = self._asleep
+        self.pool.untyped_storage().resize_(nbytes)
+        self.pool.zero_()
+        for start in range(0, len(index), SLEEP_BLOCKS):
+            part = slice(start, start + SLEEP_BLOCKS)
+            self.pool[index[part].to(self.pool.device)] = kept[part].to(self.pool.device)
+        self._asleep = None
 
 
 class Decoder:
@@ -72,16 +98,18 @@ class Decoder:
             kv_layer, group = kv.layer(layer)
             batch, window = step.attention[group], self.config.windows[layer]
             with weights.part(part) as w:
-                x, residual = attention_block(x, residual, w, self.shape, self.cos, self.sin, kv_layer, batch, window)
+                x, residual = attention_block(
+                    x, residual, w, self.shape, self.cos, self.sin, kv_layer, batch, window, layer
+                )
                 x, residual = self.mlp(layer, x, residual, w)
         with weights.part("head") as w:
             return add_rms_norm(x, residual, w["norm"], self.shape.eps)[0]
 
     def logits(self, hidden: Tensor, weights: Weights) -> Tensor:
-        """hidden [R, hidden] -> [R, vocab] in float32."""
+        """hidden [R, hidden] -> [R, vocab]."""
         part, name = ("embed", "embedding") if self.config.tie_embeddings else ("head", "lm_head")
         with weights.part(part) as w:
-            return linear(hidden, w[name]).float()
+            return linear(hidden, w[name])
 
     def mlp(self, layer: int, x: Tensor, residual: Tensor, w: PartWeights) -> tuple[Tensor, Tensor]:
         """x and residual [T, hidden] -> (what the MLP adds, residual + x)."""
@@ -95,16 +123,37 @@ class MixtureDecoder(Decoder):
         if layer in self.config.dense_layers:
             return super().mlp(layer, x, residual, w)
         x, residual = add_rms_norm(x, residual, w["mlp_norm"], self.shape.eps)
-        scores = linear(x, w["router"]).float().softmax(-1)  # [T, experts]
-        shares, ids = scores.topk(self.config.experts_per_token)
-        if self.config.norm_topk_prob:
+        scores = linear(x, w["router"])  # [T, experts]
+        k, renormalize = self.config.experts_per_token, self.config.norm_topk_prob
+        if x.is_cuda:
+            first, second = expert_stack(w, "experts.gate_up"), expert_stack(w, "experts.down")
+            fixed = isinstance(w["router"], FixedWeight)
+            return mixture(x, scores, first, second, k, renormalize, fixed=fixed), residual
+        shares, ids = scores.float().softmax(-1).topk(k)
+        if renormalize:
             shares = shares / shares.sum(-1, keepdim=True)
-        gate_up, down = w["experts.gate_up"], w["experts.down"]
 
         def expert(index: int, rows: Tensor) -> Tensor:
-            return linear(silu_and_mul(linear(rows, gate_up[index])), down[index])
+            gate_up = linear(rows, one_expert(w, "experts.gate_up", index, self.dtype, parts=2))
+            return linear(silu_and_mul(gate_up), one_expert(w, "experts.down", index, self.dtype))
 
         return moe(x, ids, shares, expert), residual
+
+
+def expert_stack(w: PartWeights, name: str) -> Experts:
+    """A stack of experts with its scales and biases, in whatever form it is kept."""
+    blocks = w.get(f"{name}_blocks")  # MXFP4 [experts, out, groups, 16]
+    values = w[name] if blocks is None else blocks.flatten(-2)
+    return Experts(values, w.get(f"{name}_scales"), w.get(f"{name}_bias"))
+
+
+def one_expert(w: PartWeights, name: str, index: int, dtype: torch.dtype, parts: int = 1) -> Weight:
+    """One linear of a stack, ready for `linear`; `parts`: matrices below each other that were quantised apart."""
+    if f"{name}_scales" not in w:
+        weight: Weight = w[name][index]
+        return weight
+    # Packed so that the product runs on the same kernel, with the same order of sums, as every other.
+    return pack(expert_stack(w, name).expert(index, dtype, parts))
 
 
 def decoder_specs(config: ModelConfig, mlp_specs: Callable[[ModelConfig, int], list[WeightSpec]]) -> WeightSpecs:
@@ -175,3 +224,14 @@ def linears(name: str, modules: tuple[str, ...], rows: tuple[int, ...], columns:
 def experts(name: str, shape: tuple[int, int, int], *sources: Source) -> WeightSpec:
     """A stack of linears [experts, out, in]."""
     return WeightSpec(name, shape, sources, packable=True)
+
+
+def fp8_experts(name: str, shape: tuple[int, int, int], source: Source) -> list[WeightSpec]:
+    """A stack of linears kept in FP8 as stored, and its blocks' scales; each name of the source has its own blocks."""
+    scale_rows = tuple(fp8_blocks(rows) for rows in source.rows)
+    scale_names = tuple(f"{scaled}_scale_inv" for scaled in source.names)
+    scale_shape = (shape[0], sum(scale_rows), fp8_blocks(shape[2]))
+    return [
+        WeightSpec(name, shape, (source,), "float8_e4m3fn"),
+        WeightSpec(f"{name}_scales", scale_shape, (Source(scale_names, scale_rows),), "float32"),
+    ]

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from spillover.errors import CheckpointError
+from spillover.kernels import fp8
 from spillover.kernels.arena import Arena
 from spillover.kernels.linear import PackedWeight
 from spillover.kernels.linear import pack as pack_linear
@@ -22,6 +24,8 @@ Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, the weig
 
 DUMMY_STD = 0.02
 DUMMY_SCALES = (120, 128)  # MXFP4 exponents, of 2**-7 to 1
+FP8_BELOW_2 = 0xBF  # without the top bit of the exponent e4m3 stays below 2 and is never NaN
+FP8_SCALES = "_scale_inv"  # after the name of the weight that they belong to
 
 
 def load_weights(
@@ -72,6 +76,11 @@ def _dummy(
     if spec.dtype == "uint8":
         low, high = DUMMY_SCALES if spec.name.endswith("_scales") else (0, 256)
         return torch.randint(low, high, shape, dtype=torch.uint8, device=device, generator=generator)
+    if spec.dtype == "float8_e4m3fn":
+        codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=generator)
+        return codes.bitwise_and_(FP8_BELOW_2).view(torch.float8_e4m3fn)
+    if spec.dtype == "float32":
+        return torch.empty(shape, device=device).uniform_(0.5 * DUMMY_STD, 1.5 * DUMMY_STD, generator=generator)
     if spec.name.endswith("norm"):
         return torch.ones(shape, dtype=dtype, device=device)
     return torch.empty(shape, dtype=dtype, device=device).normal_(std=DUMMY_STD, generator=generator)
@@ -105,10 +114,12 @@ class _Reader:
         raise CheckpointError(f"{self.checkpoint.path} has no tensor {names}, which {self.config.architecture} needs")
 
     def load(self, spec: WeightSpec, source: Source, dtype: torch.dtype, device: torch.device, pack: bool) -> Any:
-        if len(spec.shape) == 3 and spec.packable:
-            return self._experts(spec, source, dtype, device, pack)
         target = dtype if spec.dtype is None else getattr(torch, spec.dtype)
+        if source.per_expert or (len(spec.shape) == 3 and spec.packable):
+            return self._experts(spec, source, target, device, pack and spec.packable)
         weight = self._rows(spec, source, source.names, spec.shape, target, device)
+        if spec.padding:
+            weight = F.pad(weight, (0, spec.padding))
         return pack_linear(weight, self.arena) if pack and spec.packable else weight
 
     def _rows(
@@ -150,17 +161,34 @@ class _Reader:
 
     def _read(self, name: str, spec: WeightSpec, source: Source) -> Tensor:
         tensor = self.checkpoint.read(name)
-        expected = "a floating type" if spec.dtype is None else spec.dtype
-        matches = tensor.dtype.is_floating_point if spec.dtype is None else tensor.dtype == getattr(torch, spec.dtype)
+        floating = spec.dtype in (None, "float32")
+        expected = "a floating type" if floating else spec.dtype
+        matches = tensor.dtype.is_floating_point if floating else tensor.dtype == getattr(torch, spec.dtype or "")
+        if spec.dtype is None and tensor.dtype == torch.float8_e4m3fn:
+            tensor = self._widen(name, tensor)
         if not matches:
             found = str(tensor.dtype).removeprefix("torch.")
             raise CheckpointError(f"{self.checkpoint.file(name)}: tensor '{name}' holds {found}, expected {expected}")
         return tensor.transpose(-1, -2) if source.transposed else tensor
 
 
+    def _widen(self, name: str, values: Tensor) -> Tensor:
+        """FP8 values of a weight that is not kept in that form, times their blocks' scales."""
+        scales = f"{name}{FP8_SCALES}"
+        if scales not in self.names:
+            raise CheckpointError(f"{self.checkpoint.path} has no tensor '{scales}' beside its FP8 values")
+        wanted = (fp8.blocks(values.shape[0]), fp8.blocks(values.shape[1]))
+        found = self.checkpoint.read(scales)
+        if tuple(found.shape) != wanted:
+            shapes = f"shape {list(found.shape)}, expected {list(wanted)}"
+            raise CheckpointError(f"{self.checkpoint.file(scales)}: tensor '{scales}' has {shapes}")
+        return fp8.dequantize(values, found.float(), torch.float32)
+
+
 def _tensors(spec: WeightSpec, source: Source) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The checkpoint tensors of a source, each with the shape it must have."""
-    shape = spec.shape[1:] if source.per_expert else spec.shape
+    stored = (*spec.shape[:-1], spec.shape[-1] - spec.padding)
+    shape = stored[1:] if source.per_expert else stored
     for expert in _experts(spec) if source.per_expert else range(1):
         for name, rows in zip(source.names, source.rows, strict=True):
             one = shape if len(source.names) == 1 else (rows, *shape[1:])

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from spillover.models.config import ModelConfig, parse_config, require
-from spillover.models.layers import MixtureDecoder, decoder_specs, experts, mlp_specs, tensor
+from spillover.models.config import ModelConfig, expert_format, parse_config, require
+from spillover.models.layers import MixtureDecoder, decoder_specs, experts, fp8_experts, mlp_specs, tensor
 from spillover.models.weights import Source, WeightSpec, WeightSpecs
 
 Model = MixtureDecoder
@@ -26,6 +26,7 @@ def config(hf: Mapping[str, Any]) -> ModelConfig:
         num_experts=require(hf, "num_local_experts" if hf.get("num_local_experts") else "num_experts"),
         experts_per_token=require(hf, "num_experts_per_tok"),
         expert_intermediate_size=require(hf, "moe_intermediate_size"),
+        expert_format=expert_format(hf),
         norm_topk_prob=bool(hf.get("norm_topk_prob", False)),
         dense_layers=tuple(layer for layer in range(layers) if layer in dense or (layer + 1) % step),
     )
@@ -42,18 +43,26 @@ def _mlp_specs(config: ModelConfig, layer: int) -> list[WeightSpec]:
     at = f"model.layers.{layer}.mlp."
     count, hidden, inner = config.num_experts, config.hidden_size, config.expert_intermediate_size
     gate, up, down = (f"{at}experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down"))
+    router = tensor("router", f"{at}gate.weight", (count, hidden), packable=True)
+    both, last = Source((gate, up), (inner, inner)), Source((down,), (hidden,))
+    if config.expert_format == "fp8":
+        return [
+            router,
+            *fp8_experts("experts.gate_up", (count, 2 * inner, hidden), both),
+            *fp8_experts("experts.down", (count, hidden, inner), last),
+        ]
     return [
-        tensor("router", f"{at}gate.weight", (count, hidden), packable=True),
+        router,
         experts(
             "experts.gate_up",
             (count, 2 * inner, hidden),
-            Source((gate, up), (inner, inner)),
+            both,
             Source((f"{at}experts.gate_up_proj",), (2 * inner,)),
         ),
         experts(
             "experts.down",
             (count, hidden, inner),
-            Source((down,), (hidden,)),
+            last,
             Source((f"{at}experts.down_proj",), (hidden,)),
         ),
     ]

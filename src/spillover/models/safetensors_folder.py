@@ -15,7 +15,7 @@ from spillover.errors import CheckpointError
 from spillover.units import format_bytes
 
 INDEX = "model.safetensors.index.json"
-DTYPES = {"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"}
+DTYPES = {"F64", "F32", "F16", "BF16", "F8_E4M3", "I64", "I32", "I16", "I8", "U8", "BOOL"}
 MAX_HEADER = 100_000_000  # as safetensors itself allows
 
 
@@ -74,9 +74,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     quantization = config.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
-        if method != "mxfp4":
+        if method not in ("mxfp4", "fp8"):
             raise CheckpointError(f"{folder / 'config.json'}: weights quantised with '{method}' are not supported; "
-                                  "use the model's bfloat16 or float16 safetensors, mxfp4 ones, or a GGUF file")
+                                  "use the model's bfloat16 or float16 safetensors, fp8 or mxfp4 ones, or a GGUF file")
     generation = folder / "generation_config.json"
     eos = read_json(generation).get("eos_token_id") if generation.is_file() else None
     eos = config.get("eos_token_id") if eos is None else eos

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from spillover.kernels.linear import PackedWeight
+from spillover.kernels.linear import FixedWeight, PackedWeight
 
 # Name to weight. A linear or embedding is a kernels.linear.Weight, a stack of experts is indexed by expert id and gives
 # one, a norm, bias or sink is a plain tensor.
@@ -40,12 +40,13 @@ class WeightSpec:
     name: str
     shape: tuple[int, ...]  # [out, in] for a linear, [experts, out, in] for a stack of them
     sources: tuple[Source, ...]  # alternatives: the first whose tensors the checkpoint has
-    dtype: str | None = None  # None: the engine's; "uint8": kept as stored
+    dtype: str | None = None  # None: the engine's; else this one, whatever the engine computes in
     packable: bool = False  # only ever used through kernels.linear
+    padding: int = 0  # of the last dimension: zeros that the file does not have and loading adds
 
     def nbytes(self, itemsize: int) -> int:
         """Bytes it takes where the engine's numbers have `itemsize` bytes."""
-        return math.prod(self.shape) * (1 if self.dtype == "uint8" else itemsize)
+        return math.prod(self.shape) * (itemsize if self.dtype is None else getattr(torch, self.dtype).itemsize)
 
 
 WeightSpecs = dict[str, list[WeightSpec]]  # by part
@@ -98,6 +99,15 @@ class ResidentWeights:
             self.parts[name] = part
             self._contexts[name] = nullcontext(part)
 
+    def fix_order(self, specs: WeightSpecs) -> None:
+        """From now on sums of products with these weights have one order: see kernels.linear.FixedWeight."""
+        for name, listed in specs.items():
+            linears = {spec.name for spec in listed if spec.packable and len(spec.shape) == 2}
+            part = {key: FixedWeight(weight) if key in linears and isinstance(weight, torch.Tensor) else weight
+                    for key, weight in self.parts[name].items()}
+            self.parts[name] = part
+            self._contexts[name] = nullcontext(part)
+
     @property
     def nbytes(self) -> int:
         return sum(int(weight.nbytes) for weights in self.parts.values() for weight in weights.values())
@@ -106,6 +116,8 @@ class ResidentWeights:
 def _moved(weight: Any, device: torch.device) -> Any:
     if isinstance(weight, PackedWeight | PackedExperts):
         return replace(weight, panels=_moved(weight.panels, device))
+    if isinstance(weight, FixedWeight):
+        return replace(weight, data=_moved(weight.data, device))
     if device.type != "cpu" or weight.device.type == "cpu":
         return weight.to(device)
     try:

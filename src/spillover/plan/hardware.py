@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
+import mmap
 import os
 import platform
 import resource
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
 from spillover.plan.cgroup import read_limits
+
+_PINNED_TRIAL = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class Machine:
     torch_version: str
     torch_threads: int
     cuda: tuple[CudaDevice, ...] = ()
+    pinnable: int | None = None  # bytes that CUDA may pin; None: no limit but the memory
 
     @property
     def memory(self) -> int:
@@ -57,6 +63,7 @@ def probe() -> Machine:
     quota = math.ceil(limits.cpus) if limits.cpus is not None else affinity
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     folder = cache_folder()
+    cuda = _cuda_devices()
     return Machine(
         cpu=_cpu_model(),
         cores=max(1, min(affinity, quota)),
@@ -72,7 +79,8 @@ def probe() -> Machine:
         python_version=platform.python_version(),
         torch_version=torch.__version__,
         torch_threads=torch.get_num_threads(),
-        cuda=_cuda_devices(),
+        cuda=cuda,
+        pinnable=memlock if cuda and memlock != resource.RLIM_INFINITY and _limit_binds_cuda() else None,
     )
 
 
@@ -97,6 +105,27 @@ def _cuda_devices() -> tuple[CudaDevice, ...]:
         free, total = torch.cuda.mem_get_info(index)
         devices.append(CudaDevice(index, properties.name, total, free, (properties.major, properties.minor)))
     return tuple(devices)
+
+
+@functools.cache
+def _limit_binds_cuda() -> bool:
+    """Whether CUDA keeps to the limit on locked memory: most drivers pin pages without counting them against it.
+
+    Tried under a limit lowered to less than a small piece, as trying beyond the real one might take all the memory.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    memory = mmap.mmap(-1, _PINNED_TRIAL)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (min(soft, _PINNED_TRIAL // 2), hard))
+    try:
+        refused = int(runtime.cudaHostRegister(address, _PINNED_TRIAL, 0)) != 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
+    if not refused:
+        runtime.cudaHostUnregister(address)
+    return refused
 
 
 def _cpu_model() -> str:

@@ -5,6 +5,7 @@ The median over a stretch of repeats is kept: what the machine sustains, not wha
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import statistics
@@ -20,7 +21,8 @@ import torch
 from spillover.errors import SpilloverError
 from spillover.plan.hardware import Machine, probe
 
-_DISK_CHUNK = 16 << 20
+_DISK_CHUNK = 4 << 20
+_LINK_BYTES = 64 << 20  # that a link is timed on: more than a cache holds on either side
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,22 @@ class Rates:
         return self.bfloat16 if dtype in ("bfloat16", "float16") and self.bfloat16 is not None else self.float32
 
 
+@dataclass(frozen=True)
+class LinkRates:
+    """Bytes a second between the device's blocks and host memory."""
+
+    to_host: float
+    to_device: float
+
+
+@dataclass(frozen=True)
+class DiskRates:
+    """Bytes a second, past the page cache where the file system allows it."""
+
+    write: float
+    read: float
+
+
 def measure_rates(device: str = "cpu", seconds: float = 2.0, disk: Path | None = None) -> Rates:
     """Times this machine for about `seconds`, half of it on memory and half on matrix products."""
     machine = probe()
@@ -54,8 +72,8 @@ def measure_rates(device: str = "cpu", seconds: float = 2.0, disk: Path | None =
         rates = Rates("cpu", _cpu_read(machine, seconds / 2), _matrix_rate(2048, torch.float32, "cpu", seconds / 2))
     if disk is None:
         return rates
-    written, read = measure_disk(disk)
-    return replace(rates, disk_write=written, disk_read=read)
+    measured = measure_disk(disk, size=256 << 20, seconds=2.0)
+    return replace(rates, disk_write=measured.write, disk_read=measured.read)
 
 
 def read_size(machine: Machine) -> int:
@@ -87,7 +105,7 @@ def _matrix_rate(size: int, dtype: torch.dtype, device: str, seconds: float) -> 
 def _cuda_rates(machine: Machine, seconds: float) -> Rates:
     share = seconds / 4
     read, copied = _cuda_memory(machine, share)
-    sent, fetched = _cuda_link(machine, share)
+    sent, fetched = _cuda_link(min(256 << 20, machine.memory_available // 8), share)
     return Rates(
         device="cuda",
         memory_read=max(read, copied),
@@ -107,17 +125,19 @@ def _cuda_memory(machine: Machine, seconds: float) -> tuple[float, float]:
     return source.nbytes / _sustained(source.sum, seconds / 2, "cuda"), copied
 
 
-def _cuda_link(machine: Machine, seconds: float) -> tuple[float, float]:
+def _cuda_link(nbytes: int, seconds: float) -> tuple[float, float]:
     """(host to device, device to host) from pinned memory."""
-    count = min(256 << 20, machine.memory_available // 8) // 4
+    count = nbytes // 4
     host, device = torch.zeros(count, pin_memory=True), torch.zeros(count, device="cuda")
     sent = host.nbytes / _sustained(lambda: device.copy_(host, non_blocking=True), seconds / 2, "cuda")
     return sent, host.nbytes / _sustained(lambda: host.copy_(device, non_blocking=True), seconds / 2, "cuda")
 
 
-def _sustained(run: Callable[[], object], seconds: float, device: str = "cpu") -> float:
-    """Median seconds of a run. One untimed run first; then at least three, until `seconds` are used up."""
-    run()
+def _sustained(run: Callable[[], object], seconds: float, device: str = "cpu", warm: bool = False) -> float:
+    """Median seconds of a run. One untimed run first unless all is `warm`; then at least three, until `seconds` are
+    used up."""
+    if not warm:
+        run()
     times: list[float] = []
     deadline = time.perf_counter() + seconds
     while len(times) < 3 or time.perf_counter() < deadline:
@@ -131,23 +151,48 @@ def _sustained(run: Callable[[], object], seconds: float, device: str = "cpu") -
     return max(statistics.median(times), 1e-9)
 
 
-def measure_disk(folder: Path, size: int = 256 << 20) -> tuple[float, float]:
-    """(write, read) rate of the disk under `folder`, past the page cache where the file system allows it."""
+def measure_link(device: str, block_bytes: int, seconds: float = 0.1) -> LinkRates:
+    """Times copies for about `seconds`: block by block on a CPU, in large pieces from pinned memory on CUDA."""
+    if device == "cuda":
+        sent, fetched = _cuda_link(_LINK_BYTES, seconds)
+        torch.cuda.empty_cache()  # or the next plan would find that memory taken
+        return LinkRates(to_host=fetched, to_device=sent)
+    count = max(2, min(_LINK_BYTES, psutil.virtual_memory().available // 16) // block_bytes)
+    near, far = (mmap.mmap(-1, count * block_bytes) for _ in range(2))
+    source, target = (ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in (near, far))
+    ctypes.memset(source, 1, count * block_bytes)
+    ctypes.memset(target, 1, count * block_bytes)
+
+    def copy_all() -> None:
+        for offset in range(0, count * block_bytes, block_bytes):
+            ctypes.memmove(target + offset, source + offset, block_bytes)
+
+    rate = count * block_bytes / _sustained(copy_all, seconds, warm=True)
+    return LinkRates(rate, rate)  # from memory to memory, either way is the same
+
+
+def measure_disk(folder: Path, size: int = 64 << 20, seconds: float = 0.12) -> DiskRates:
+    """Writes and reads a file of up to `size` in `folder` for about `seconds` each, and deletes it."""
     free = psutil.disk_usage(str(folder)).free if folder.is_dir() else None
     if free is None:
         raise SpilloverError(f"--disk {folder} is not a folder; name one on the disk to measure")
     chunks = min(size, free // 4) // _DISK_CHUNK
     if chunks == 0:
         raise SpilloverError(f"--disk {folder} has too little free space to measure; name a folder on another disk")
-    with tempfile.NamedTemporaryFile(dir=folder, prefix="spill-doctor-") as file:
-        buffer = mmap.mmap(-1, _DISK_CHUNK)  # page aligned, as direct I/O wants it
-        buffer.write(os.urandom(_DISK_CHUNK))
-        written = _disk_pass(file.name, os.O_WRONLY, lambda handle: os.writev(handle, [buffer]), chunks)
-        read = _disk_pass(file.name, os.O_RDONLY, lambda handle: os.readv(handle, [buffer]), chunks)
-    return chunks * _DISK_CHUNK / written, chunks * _DISK_CHUNK / read
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix="spill-rate-") as file:
+            buffer = mmap.mmap(-1, _DISK_CHUNK)  # page aligned, as direct I/O wants it
+            buffer.write(os.urandom(_DISK_CHUNK))
+            done, written = _disk_pass(file.name, os.O_WRONLY, lambda handle: os.writev(handle, [buffer]), chunks,
+                                       seconds)
+            again, read = _disk_pass(file.name, os.O_RDONLY, lambda handle: os.readv(handle, [buffer]), done, seconds)
+    except OSError as error:
+        raise SpilloverError(f"--disk {folder} cannot be written ({error.strerror}); name another folder") from error
+    return DiskRates(done * _DISK_CHUNK / written, again * _DISK_CHUNK / read)
 
 
-def _disk_pass(path: str, mode: int, step: Callable[[int], int], chunks: int) -> float:
+def _disk_pass(path: str, mode: int, step: Callable[[int], int], chunks: int, seconds: float) -> tuple[int, float]:
+    """(chunks done, seconds they took): all of them, or as many as the time allows."""
     try:
         handle = os.open(path, mode | getattr(os, "O_DIRECT", 0))
     except OSError:  # not every file system takes direct I/O
@@ -155,10 +200,11 @@ def _disk_pass(path: str, mode: int, step: Callable[[int], int], chunks: int) ->
     try:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        start = time.perf_counter()
-        for _ in range(chunks):
+        start, done = time.perf_counter(), 0
+        while done < chunks and (done == 0 or time.perf_counter() - start < seconds):
             step(handle)
+            done += 1
         os.fsync(handle)
-        return max(time.perf_counter() - start, 1e-9)
+        return done, max(time.perf_counter() - start, 1e-9)
     finally:
         os.close(handle)

@@ -11,6 +11,7 @@ from spillover.models.groups import layer_groups
 from spillover.models.weights import WeightSpec, WeightSpecs
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+KV_SCALE_BYTES = 4  # of quantised KV: a float32 for each token, head, and key or value
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ class ModelShape:
         return self.num_experts * (1 - (1 - self.experts_per_token / self.num_experts) ** tokens)
 
 
-def model_shape(config: ModelConfig, specs: WeightSpecs, dtype: str, panel: int = 1) -> ModelShape:
+def model_shape(config: ModelConfig, specs: WeightSpecs, dtype: str, panel: int = 1,
+                kv_dtype: str = "auto") -> ModelShape:
     """`panel`: rows that packed matrices are padded to a multiple of."""
     itemsize = ITEMSIZE[dtype]
     kinds: Counter[str] = Counter()
@@ -98,11 +100,17 @@ def model_shape(config: ModelConfig, specs: WeightSpecs, dtype: str, panel: int 
         expert_layers=expert_layers,
         expert_bytes=expert_bytes // copies,
         expert_params=expert_params // copies,
-        kv_layer_bytes=2 * config.num_kv_heads * config.head_dim * itemsize,
+        kv_layer_bytes=kv_layer_bytes(config, dtype, kv_dtype),
         windows=tuple(Counter(config.windows).items()),
         group_layers=len(groups[0].layers),
         group_windows=tuple(group.window for group in groups),
     )
+
+
+def kv_layer_bytes(config: ModelConfig, dtype: str, kv_dtype: str = "auto") -> int:
+    """One token in one layer, keys and values. `kv_dtype`: "auto" is the engine's, "fp8" and "int8" are a byte each."""
+    row = config.head_dim * ITEMSIZE[dtype] if kv_dtype == "auto" else config.head_dim + KV_SCALE_BYTES
+    return 2 * config.num_kv_heads * row
 
 
 def is_expert(spec: WeightSpec) -> bool:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from spillover.kernels.attention import MOST_SCORES
+from spillover.kernels.stage import SEGMENTS, segment_blocks
+from spillover.kernels.triton.pieces import most_items, scratch_bytes
 from spillover.models.config import ModelConfig
-from spillover.plan.shapes import ITEMSIZE
+from spillover.models.groups import layer_groups
+from spillover.plan.shapes import ITEMSIZE, kv_layer_bytes
 
 # For each entry of the vocabulary: the logits, the copy that penalties, bias and masks edit, and what penalties count.
 LOGIT_BYTES = 4 + 4 + (1 + 4)
@@ -17,6 +21,8 @@ SCORED_ROWS = 64  # prompt log probabilities are made this many rows at a time
 BLAS_BYTES = {"cpu": 0, "cuda": 32 << 20}  # cuBLAS keeps a workspace a handle
 # Attention without a native kernel holds float32 scores [heads, queries, keys] of one request; room for that much.
 SCORES_BYTES = 256 << 20
+ITEM_ROWS = 24  # that the native attention keeps totals of together, at most beyond the rows there are
+SMALLEST_BLOCK = 8  # tokens, of which a block table has an entry each
 
 
 @dataclass(frozen=True)
@@ -26,10 +32,11 @@ class Workspace:
     sampler: int  # what is made of the logits while tokens are drawn
     rope: int  # cos and sin for every position
     kernels: int  # what the kernels take for themselves
+    staging: int = 0  # that KV of sequences longer than the pool streams through
 
     @property
     def total(self) -> int:
-        return self.activations + self.logits + self.sampler + self.rope + self.kernels
+        return self.activations + self.logits + self.sampler + self.rope + self.kernels + self.staging
 
 
 def workspace(
@@ -37,7 +44,9 @@ def workspace(
 ) -> Workspace:
     """For steps of `tokens` of which `rows` draw a token, in sequences of up to `positions`."""
     kernels = BLAS_BYTES[device] + (0 if native else SCORES_BYTES)
-    if config.expert_format == "mxfp4":  # one expert at a time is widened, and packed beside that
+    if device == "cuda":
+        kernels += _cuda_bytes(config, dtype, rows, positions)
+    if config.expert_format != "dense" and device == "cpu":  # one expert at a time is widened, and packed beside that
         kernels += 2 * 2 * config.expert_intermediate_size * config.hidden_size * ITEMSIZE[dtype]
     vocab = config.vocab_size
     stored = ITEMSIZE[dtype] if dtype != "float32" else 0  # logits before they are widened
@@ -48,6 +57,32 @@ def workspace(
         rope=positions * config.head_dim * 4,
         kernels=kernels,
     )
+
+
+def staging_bytes(
+    config: ModelConfig, dtype: str, device: str, native: bool, tokens: int, block_size: int, kv_dtype: str = "auto",
+    spill_dtype: str = "auto",
+) -> int:
+    """What steps of `tokens` take besides, where cold blocks of a sequence longer than the pool stream through."""
+    positions = segment_blocks(block_size, device) * block_size
+    buffers = SEGMENTS * positions * kv_layer_bytes(config, dtype, kv_dtype)
+    totals = (tokens + ITEM_ROWS) * config.num_heads * (config.head_dim + 2) * 4
+    if native:
+        return buffers + totals
+    # A segment is read into keys and values of the compute type, and widened before if it was narrow.
+    segment = positions * kv_layer_bytes(config, dtype)
+    narrow = (kv_dtype, spill_dtype) != ("auto", "auto")
+    widened = 4 * positions * kv_layer_bytes(config, "float32") if narrow else 0
+    return buffers + 2 * totals + 3 * segment + widened + 5 * 4 * MOST_SCORES
+
+
+def _cuda_bytes(config: ModelConfig, dtype: str, rows: int, positions: int) -> int:
+    """What attention's pieces leave for each other, block tables by slot, and the memory that recorded graphs keep."""
+    items = most_items(rows, positions)
+    scratch = scratch_bytes(items, 2 * rows + 1, config.num_heads, config.num_kv_heads, config.head_dim)
+    tables = (2 * rows + 1) * len(layer_groups(config)) * -(-positions // SMALLEST_BLOCK) * 4
+    graphs = rows * (_row_bytes(config, dtype, False) + config.vocab_size * (ITEMSIZE[dtype] + 1))
+    return scratch + tables + graphs
 
 
 def _row_bytes(config: ModelConfig, dtype: str, native: bool) -> int:
@@ -61,6 +96,9 @@ def _row_bytes(config: ModelConfig, dtype: str, native: bool) -> int:
     dense = 3 * hidden + 3 * inner
     # All tokens may choose one expert: gathered rows, its two products, its output before and after the weight.
     mixture = (5 * hidden + 3 * config.expert_intermediate_size + 2 * config.num_experts) if config.is_moe else 0
+    if config.is_moe and not native:  # a device keeps every expert's share of a token: between the products and after
+        k = config.experts_per_token
+        mixture = max(mixture, (k + 4) * hidden + k * config.expert_intermediate_size + 2 * config.num_experts)
     if config.is_moe and len(config.dense_layers) == 0:
         dense = 0
     wide = 0 if native else 3 * hidden * 4  # the plain norm works on float32 copies

@@ -21,6 +21,7 @@ import zmq
 from spillover.engine.assemble import Assembly, assemble
 from spillover.engine.outputs import TokenSources
 from spillover.engine.request import Request, Status
+from spillover.engine.stats import tier_reports
 from spillover.engine.structured import GrammarCompiler
 from spillover.errors import RequestError, SpilloverError
 from spillover.models.tokenizer import Tokenizer
@@ -48,6 +49,7 @@ from spillover.server.wire import Sequence, added, decode_to_engine, encode
 from spillover.units import format_bytes
 
 STATS_SECONDS = 0.25  # how old the front's view of the engine may be while it works
+COPYING_MS = 1  # waiting for a message while KV is on its way from another tier
 STALLED_MS = 5  # waiting for a message when there is work but none of it can go on
 PROGRESS_SECONDS = 0.1
 
@@ -132,7 +134,7 @@ class EngineService:
             self._poller.poll()
             self._current = False
         elif self._stalled:
-            self._poller.poll(STALLED_MS)
+            self._poller.poll(COPYING_MS if self._scheduler.kv.busy else STALLED_MS)
         while not self._stopped:
             try:
                 message = self._socket.recv(zmq.NOBLOCK)
@@ -215,17 +217,18 @@ class EngineService:
         self._check_host_memory()
         self._sleeping = True  # from here on no step is launched, also if moving the weights fails half way
         self._tell([update for request in self._engine.settle() if (update := self._update(request))])
-        self._engine.runner.sleep()
+        self._engine.sleep()
 
     def _wake_up(self) -> None:
         if self._sleeping:
-            self._engine.runner.wake_up()
+            self._engine.wake_up()
             self._sleeping = False
 
     def _check_host_memory(self) -> None:
-        needed = self._weight_bytes
+        kept = len(self._scheduler.kv.used_blocks()) * self._parts.plan.block_bytes
+        needed = self._weight_bytes + kept
         if self._parts.plan.device != "cpu" and needed > (available := probe().memory_available):
-            raise SpilloverError(f"the weights take {format_bytes(needed)} on the host but "
+            raise SpilloverError(f"weights and KV take {format_bytes(needed)} on the host but "
                                  f"{format_bytes(available)} are available")
 
     # Messages out
@@ -258,6 +261,7 @@ class EngineService:
         cache = self._scheduler.kv.stats
         away = self._sleeping and plan.device != "cpu"  # on the CPU the weights sleep where they are
         weights = self._weight_bytes
+        reports = tier_reports(self._scheduler.kv)
         tiers = [TierUse(
             name="device",
             weight_bytes=0 if away else weights,
@@ -265,7 +269,14 @@ class EngineService:
             kv_used_bytes=(cache.protected + cache.in_flight) * plan.block_bytes,
             kv_cached_bytes=cache.evictable * plan.block_bytes,
         )]
-        if away:
+        tiers += [TierUse(
+            name=report.name,
+            weight_bytes=weights if away and report.name == "host" else 0,
+            kv_bytes=(report.capacity_blocks or 0) * plan.slot_bytes,
+            kv_used_bytes=0,
+            kv_cached_bytes=report.blocks * plan.slot_bytes,
+        ) for report in reports]
+        if away and not any(tier.name == "host" for tier in tiers):
             tiers.append(TierUse("host", weights, 0, 0, 0))
         return LiveStats(
             time=time.monotonic(),
@@ -289,6 +300,7 @@ class EngineService:
             slots_held=engine.slots_held,
             slots_wasted=engine.slots_wasted,
             tiers=tuple(tiers),
+            kv_tiers=reports,
         )
 
     def _send(self, message: FromEngine) -> None:

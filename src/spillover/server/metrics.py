@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
@@ -17,13 +17,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from spillover.engine.request import Request
+from spillover.memory.report import COUNTERS, TierReport
 from spillover.server.protocol import LiveStats
+from spillover.server.tier_metrics import PREFIX, tier_families
 
 if TYPE_CHECKING:
     from spillover.engine.output_processor import Answer
     from spillover.server.engine_client import EngineInfo
 
-PREFIX = "spillover:"
 SOURCES = ("computed", "device", "host", "disk", "remote")
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
@@ -59,8 +60,10 @@ class Metrics:
         self._latency = histogram("e2e_request_latency_seconds", "Time from arrival to the last token.",
                                   LATENCY_BUCKETS)
         self._queue = histogram("request_queue_time_seconds", "Time waiting to be scheduled.", LATENCY_BUCKETS)
-        self._prefill = histogram("request_prefill_time_seconds", "Time from being scheduled to the first token.",
-                                  LATENCY_BUCKETS)
+        self._restore = histogram("request_restore_time_seconds", "Time that KV of a request was on its way from "
+                                  "other tiers.", LATENCY_BUCKETS)
+        self._prefill = histogram("request_prefill_time_seconds", "Time from being scheduled to the first token, less "
+                                  "the time of restoring.", LATENCY_BUCKETS)
         self._decode = histogram("request_decode_time_seconds", "Time from the first token to the last.",
                                  LATENCY_BUCKETS)
         self._inference = histogram("request_inference_time_seconds", "Time from being scheduled to the last token.",
@@ -121,6 +124,7 @@ class Metrics:
             return
         self._first_token.observe(request.first_token - request.arrived)
         self._queue.observe(times.queue)
+        self._restore.observe(times.restore)
         self._prefill.observe(times.prefill)
         self._decode.observe(times.decode)
         self._inference.observe(request.finished - request.scheduled)
@@ -148,6 +152,8 @@ class Metrics:
         yield by_source
         yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", totals["prefix_queries"])
         yield self._counter("prefix_cache_hits", "Tokens found in the prefix cache.", totals["prefix_hits"])
+        yield from tier_families(self._model, self.engine.tiers, info.plan.slot_bytes if info is not None else 0,
+                                 totals["prefix_queries"], totals["prefix_hits"])
         yield self._counter("num_preemptions", "Times a running request lost its blocks.", totals["preemptions"])
         yield self._counter("kv_evictions", "Cached blocks given up for others.", totals["evictions"])
         yield self._counter("engine_steps", "Steps of the engine.", totals["steps"])
@@ -160,24 +166,29 @@ class Metrics:
         yield from self._memory(stats, info)
 
     def _memory(self, stats: LiveStats, info: EngineInfo | None) -> Iterator[Metric]:
-        usage = GaugeMetricFamily(PREFIX + "kv_cache_usage_perc", "Share of KV blocks that requests hold, 0 to 1.",
+        usage = GaugeMetricFamily(PREFIX + "kv_cache_usage_perc", "Share of KV blocks that requests hold, 0 to 1; "
+                                  "of a tier below the device, those that hold KV.",
                                   labels=["model_name", "tier"])
         usage.add_metric([self._model, "device"], stats.kv_usage)
         blocks = GaugeMetricFamily(PREFIX + "kv_blocks", "KV blocks by tier and state.",
                                    labels=["model_name", "tier", "state"])
         for state in ("free", "evictable", "protected", "in_flight"):
             blocks.add_metric([self._model, "device", state], getattr(stats, f"blocks_{state}"))
+        for report in stats.kv_tiers:
+            blocks.add_metric([self._model, report.name, "evictable"], report.blocks)
+            if report.capacity_blocks is not None:
+                blocks.add_metric([self._model, report.name, "free"], report.capacity_blocks - report.blocks)
+                usage.add_metric([self._model, report.name], report.blocks / max(1, report.capacity_blocks))
         tiers = GaugeMetricFamily(PREFIX + "tier_bytes", "Memory of a tier by what it holds.",
                                   labels=["model_name", "tier", "use"])
         for tier in stats.tiers:
             tiers.add_metric([self._model, tier.name, "weights"], tier.weight_bytes)
             tiers.add_metric([self._model, tier.name, "kv"], tier.kv_bytes)
-            if tier.name != "device" and tier.kv_bytes:
-                usage.add_metric([self._model, tier.name], tier.kv_used_bytes / tier.kv_bytes)
         yield from (usage, blocks, tiers)
         if info is not None:
+            cache_dtype = info.plan.dtype if info.plan.kv_cache_dtype == "auto" else info.plan.kv_cache_dtype
             facts = {"block_size": info.plan.block_size, "num_gpu_blocks": info.plan.num_blocks,
-                     "cache_dtype": info.plan.dtype, "enable_prefix_caching": info.config.enable_prefix_caching}
+                     "cache_dtype": cache_dtype, "enable_prefix_caching": info.config.enable_prefix_caching}
             family = GaugeMetricFamily(PREFIX + "cache_config_info", "How the KV cache is set up.",
                                        labels=["model_name", *facts])
             family.add_metric([self._model, *map(str, facts.values())], 1)
@@ -230,19 +241,28 @@ class EngineTotals:
         self.values = dict.fromkeys(self.NAMES, 0)
         self._seen = dict.fromkeys(self.NAMES, 0)  # of the engine that runs now
         self._before = dict.fromkeys(self.NAMES, 0)  # of engines that have gone
+        self.tiers: tuple[TierReport, ...] = ()  # as they stand, with totals over all engines
+        self._tiers_seen: dict[tuple[str, str], float] = {}
+        self._tiers_before: dict[tuple[str, str], float] = {}
         self._started = 0.0
 
     def update(self, stats: LiveStats, started: float) -> dict[str, int]:
         """`started`: when the engine that runs now was ready; older stats are still those of the one before it."""
         seen = {name: getattr(stats, name) for name in self.NAMES if name != "step_tokens"}
         seen["step_tokens"] = stats.output_tokens + stats.sources.computed
+        moved = {(tier.name, name): getattr(tier, name) for tier in stats.kv_tiers for name in COUNTERS}
         is_new = started != self._started and stats.time >= started
         if is_new or any(seen[name] < self._seen[name] for name in self.NAMES):
             self._before = dict(self.values)
+            self._tiers_before = {key: self._tiers_before.get(key, 0) + self._tiers_seen.get(key, 0)
+                                  for key in self._tiers_before | self._tiers_seen}
         if is_new:
             self._started = started
-        self._seen = seen
+        self._seen, self._tiers_seen = seen, moved
         self.values = {name: self._before[name] + seen[name] for name in self.NAMES}
+        self.tiers = tuple(
+            replace(tier, **{name: getattr(tier, name) + self._tiers_before.get((tier.name, name), 0)
+                             for name in COUNTERS}) for tier in stats.kv_tiers)
         return self.values
 
 

@@ -13,6 +13,7 @@ import msgspec
 from spillover.engine.config import EngineConfig
 from spillover.engine.outputs import Logprob, TokenSources
 from spillover.engine.sampling_params import SamplingParams
+from spillover.memory.report import TierReport
 from spillover.models.config import ModelConfig
 from spillover.plan.planner import Plan
 
@@ -113,7 +114,8 @@ class Update(msgspec.Struct, array_like=True, gc=False):
     logprobs: list[dict[int, Logprob]] | None = None  # parallel to token_ids, where asked for
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # all of them, with the first token
     sources: TokenSources | None = None  # with the first token and the last
-    times: tuple[float, float, float] | None = None  # scheduled, first_token, finished (0: not yet); as sources
+    # scheduled, first_token, finished, restore_started, restore_ended (0: not yet, or never); as sources
+    times: tuple[float, float, float, float, float] | None = None
     finish_reason: str | None = None  # "stop" | "length" | "error"
     stop_reason: int | str | None = None
     error: str | None = None  # why a request cannot be served; with finish_reason "error"
@@ -122,9 +124,9 @@ class Update(msgspec.Struct, array_like=True, gc=False):
 class TierUse(msgspec.Struct, array_like=True, frozen=True):
     """One tier of memory, in bytes."""
 
-    name: str  # "device" | "host"
+    name: str  # "device" | "host" | "disk" | "remote"
     weight_bytes: int
-    kv_bytes: int  # all blocks
+    kv_bytes: int  # all blocks; 0: none, or no limit
     kv_used_bytes: int  # blocks that sequences hold
     kv_cached_bytes: int  # blocks that only the prefix cache holds
 
@@ -155,6 +157,7 @@ class LiveStats(msgspec.Struct, array_like=True, frozen=True):
     slots_held: int = 0  # token slots in blocks of running sequences, summed over steps ...
     slots_wasted: int = 0  # ... and of those the slots without a token
     tiers: tuple[TierUse, ...] = ()
+    kv_tiers: tuple[TierReport, ...] = ()  # below the device, one a name
 
     @property
     def kv_usage(self) -> float:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import spillover
 from spillover.engine.output_processor import Answer
 from spillover.engine.request import Request
+from spillover.memory.report import TierReport
 from spillover.server.metrics import Metrics, TokenCounts, finish_reason
 
 if TYPE_CHECKING:
@@ -154,12 +155,14 @@ class Recorder:
         }
 
     def _tier(self, name: str) -> dict[str, Any]:
-        """Bytes; a tier without a place for KV blocks has a total of 0."""
+        """Bytes; a tier without a place for KV blocks has a total of 0, and one that moves no KV has no traffic."""
         use = next((tier for tier in self._client.latest().tiers if tier.name == name), None)
         if use is None:
             return {"name": name, "total": 0, "used": 0, "kept": 0, "weights": 0}
-        return {"name": name, "total": use.kv_bytes, "used": use.kv_used_bytes, "kept": use.kv_cached_bytes,
-                "weights": use.weight_bytes}
+        shown = {"name": name, "total": use.kv_bytes, "used": use.kv_used_bytes, "kept": use.kv_cached_bytes,
+                 "weights": use.weight_bytes}
+        report = next((report for report in self.metrics.engine.tiers if report.name == name), None)
+        return shown if report is None else {**shown, "traffic": _traffic(report)}
 
     # Once a second
 
@@ -222,6 +225,18 @@ def _facts(info: EngineInfo | None) -> dict[str, Any]:
     plan = info.plan
     return {"device": plan.device_name, "dtype": plan.dtype, "max_model_len": plan.max_model_len,
             "max_num_seqs": plan.max_num_seqs, "null_model": info.null_model}
+
+
+def _traffic(report: TierReport) -> dict[str, Any]:
+    """Bytes and rates towards the tier and from it; a rate that is not known is None."""
+    return {
+        "in": {"bytes": report.bytes_in, "rate": report.rate_in, "link": report.link_in},
+        "out": {"bytes": report.bytes_out, "rate": report.rate_out, "link": report.link_out},
+        "hit_tokens": report.hit_tokens,
+        "failures": report.failures,
+        "dropped": report.dropped,
+        "available": report.available,
+    }
 
 
 def _latency(latest: Iterable[Phases]) -> dict[str, Any]:

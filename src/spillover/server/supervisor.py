@@ -21,7 +21,7 @@ from spillover.engine.config import EngineConfig
 from spillover.server.protocol import Failed, FromEngine, Launch, Stop
 from spillover.server.wire import decode_from_engine, encode
 
-STOP_SECONDS = 5.0  # for an engine that was told to stop, then it is killed
+STOP_SECONDS = 15.0  # for an engine that was told to stop, which may still write KV to disk; then it is killed
 # Messages taken in before others get their turn on the event loop. A front that falls behind the engine then streams
 # the tokens of a few steps in one piece, which is how it catches up; readers do not wait for more than that.
 MESSAGES_AT_ONCE = 4

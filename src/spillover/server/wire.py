@@ -85,7 +85,8 @@ class Sequence:
             update.prompt_logprobs = request.prompt_logprobs
         if first or request.finish_reason is not None:
             update.sources = request.sources
-            update.times = (request.scheduled, request.first_token, request.finished)
+            update.times = (request.scheduled, request.first_token, request.finished, request.restore_started,
+                            request.restore_ended)
             update.finish_reason, update.stop_reason = request.finish_reason, request.stop_reason
         return update
 
@@ -101,7 +102,8 @@ def mirror(request: Request, update: Update) -> None:
     if update.sources is not None:
         request.sources = update.sources
     if update.times is not None:
-        request.scheduled, request.first_token, request.finished = update.times
+        (request.scheduled, request.first_token, request.finished, request.restore_started,
+         request.restore_ended) = update.times
     if update.finish_reason is not None:
         request.finish_reason, request.stop_reason = update.finish_reason, update.stop_reason
         request.status = Status.FINISHED

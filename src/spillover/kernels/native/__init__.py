@@ -5,6 +5,7 @@ They are compiled with OpenMP but not linked to it, so that they share the threa
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -13,10 +14,13 @@ import shutil
 import subprocess
 import tempfile
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from ctypes import c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 import torch  # also brings the OpenMP runtime that the library's symbols resolve to
 from torch import Tensor
@@ -24,6 +28,10 @@ from torch import Tensor
 _FOLDER = Path(__file__).parent
 # No -ffast-math: it would let the compiler reorder sums, and the kernels promise one order.
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-fopenmp", "-Wno-psabi")
+_ATTENTION = (
+    *(c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 4),
+    *(*[c_int64] * 6, c_float, c_int64, c_void_p, c_int64),
+)
 _PARAMETERS = {
     "panel_width": (),
     "linear": (*[c_void_p] * 4, *[c_int64] * 3),
@@ -33,22 +41,44 @@ _PARAMETERS = {
     "silu_and_mul": (*[c_void_p] * 2, *[c_int64] * 2),
     "clamped_swiglu": (*[c_void_p] * 2, *[c_int64] * 2, c_float),
     "rope": (*[c_void_p] * 5, *[c_int64] * 6),
-    "store_kv": (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 5),
-    "attention": (
-        *(c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 4),
-        *(*[c_int64] * 6, c_float, c_int64, c_void_p),
-    ),
+    "store_kv": (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 6),
+    "attention": _ATTENTION,
+    "attention_range": (*_ATTENTION, c_void_p, *[c_int64] * 5, c_void_p, c_int64),
+    "attention_in_place": (*_ATTENTION, c_void_p, *[c_int64] * 2),
+    "attention_total_floats": (*[c_int64] * 4,),
     "attention_block": (
         *(*[c_void_p] * 3, c_float, *[c_void_p] * 7, c_int64, *[c_void_p] * 5, *[c_int64] * 2, c_float, c_int64),
-        *(*[c_void_p] * 3, *[c_int64] * 6, c_void_p),
+        *(*[c_void_p] * 3, *[c_int64] * 7, c_void_p),
     ),
     "mlp_block": (*[c_void_p] * 3, c_float, *[c_void_p] * 4, *[c_int64] * 3, c_void_p),
+    "encode_block": (*[c_void_p] * 2, *[c_int64] * 5),
+    "decode_block": (*[c_void_p] * 2, *[c_int64] * 5),
+    "cuda_copy": (*[c_void_p] * 6, c_int64, *[c_void_p] * 2, c_int64),
+    "stage_blocks": (c_void_p, *[c_int64] * 3, c_void_p),
+    "stage_decoded": (c_void_p, *[c_int64] * 2, c_void_p, *[c_int64] * 4),
 }
 
 
 def library() -> ctypes.CDLL | None:
     """The kernels, or None where they are turned off or cannot be built."""
-    return _load().library
+    return _traced or _load().library
+
+
+def fused() -> ctypes.CDLL | None:
+    """The kernels that do several operations at once; None too while each operation is to be seen by itself."""
+    return None if _traced is not None else _load().library
+
+
+@contextlib.contextmanager
+def traced(record: Callable[[str], AbstractContextManager[object]]) -> Iterator[None]:
+    """Every call within `record(its name)`, on whatever thread; for profiling."""
+    global _traced
+    loaded = _load().library
+    _traced = None if loaded is None else cast(ctypes.CDLL, _Traced(loaded, record))
+    try:
+        yield
+    finally:
+        _traced = None
 
 
 def describe() -> str:
@@ -65,6 +95,24 @@ def serves(x: Tensor) -> bool:
 class _Loaded:
     library: ctypes.CDLL | None
     note: str
+
+
+class _Traced:
+    def __init__(self, library: ctypes.CDLL, record: Callable[[str], AbstractContextManager[object]]) -> None:
+        self._library = library
+        self._record = record
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        function = getattr(self._library, name)
+
+        def call(*arguments: object) -> object:
+            with self._record(name):
+                return function(*arguments)
+
+        return call
+
+
+_traced: ctypes.CDLL | None = None
 
 
 class _BuildError(Exception):
@@ -96,7 +144,8 @@ def _load() -> _Loaded:
     for function, parameters in _PARAMETERS.items():
         getattr(loaded, function).argtypes = parameters
         getattr(loaded, function).restype = None
-    loaded.panel_width.restype = c_int64
+    for function in ("panel_width", "attention_total_floats", "cuda_copy"):
+        getattr(loaded, function).restype = c_int64
     return _Loaded(loaded, f"on, panels of {loaded.panel_width()} channels, {path}")
 
 

@@ -1,14 +1,18 @@
 // Attention over the paged KV pool, and the store that fills it. The layout is told in attention.py.
 //
-// A row is one query head of one token. Rows that share a kv head are handled together in register tiles. Each row walks
-// the blocks in position order with an online softmax; every kSplit positions it starts afresh and the part is merged
-// into the total. Splits lie at fixed positions and a block that is wholly masked for a row changes nothing in it, not
-// one bit; so a row's result depends neither on the batch, nor on the chunk it came in, nor on the number of threads.
+// A row is one query head of one token. Rows that share a kv head are handled together in register tiles. Each row
+// walks the blocks in position order with an online softmax; every kSplit positions it starts afresh and the part is
+// merged into the total. Splits lie at fixed positions and a block that is wholly masked for a row changes nothing in
+// it, not one bit; so a row's result depends neither on the batch, nor on the chunk it came in, nor on the number of
+// threads.
+//
+// For the same reason a sequence may be attended piece by piece: a range of splits at a time, with the totals kept
+// between two calls. Blocks that are not in the pool are then read from a stage they were copied to.
 #include <omp.h>
 
 #include <cstdlib>
 
-#include "vector.h"
+#include "codes.h"
 
 namespace {
 
@@ -17,10 +21,31 @@ constexpr int kItemRows = 24;    // a work item: a few tokens' heads over one kv
 constexpr int64_t kSplit = 256;  // positions
 constexpr float kFloor = -1e30f;  // below every score; finite, so that floor - floor is 0
 
+// Blocks [first, last) of the only request lie here, side by side or each at its own address, and not in the pool.
+struct Stage {
+    const void* kv;
+    int64_t block_stride, first, last;
+    const int64_t* addresses;
+    int64_t offset;  // bytes, of the layer in a block that has an address
+
+    template <class Code>
+    const Code* block(int64_t b) const {
+        if (addresses) return reinterpret_cast<const Code*>(addresses[b - first] + offset);
+        return static_cast<const Code*>(kv) + (b - first) * block_stride;
+    }
+};
+
+// Splits [first, last) and the totals of the rows, item after item, which the first split begins and the last finishes.
+struct Range {
+    int64_t first, last;
+    float* totals;
+    bool ends;
+};
+
 struct Call {
     const float* q;
     int64_t q_stride;
-    const float* kv;
+    const void* kv;
     int64_t block_stride;
     float* out;
     const int32_t *query_start, *seq_lens, *table;
@@ -28,12 +53,22 @@ struct Call {
     float scale;
     int64_t window;  // 0: none
     const float* sinks;
+    Stage stage;
 
     int64_t group() const { return H / Hk; }
     int64_t item_tokens() const { return larger(1, kItemRows / group()); }
     int64_t item_rows() const { return item_tokens() * group(); }
     int64_t split_blocks() const { return larger(1, kSplit / bs); }
-    const float* keys(int64_t block, int64_t head) const { return kv + block * block_stride + head * bs * D; }
+    // Of the block's keys and of its values, in the elements a pool is made of.
+    template <class Pool>
+    int64_t head_size() const { return bs * D + (Pool::kScaled ? bs * 4 : 0); }
+    template <class Pool>
+    const typename Pool::Code* keys(const int32_t* blocks, int64_t b, int64_t head) const {
+        typedef typename Pool::Code Code;
+        const Code* block =
+            b < stage.last ? stage.block<Code>(b) : static_cast<const Code*>(kv) + blocks[b] * block_stride;
+        return block + head * head_size<Pool>();
+    }
 };
 
 // Tokens [first, first + tokens) of a request against one kv head.
@@ -74,24 +109,40 @@ struct Visible {
     int32_t first, last;
 };
 
+// What follows a head's codes, one a token; a pool of floats has none and does not look.
+template <class Pool>
+const float* scales(const typename Pool::Code* head, int64_t bs, int64_t D) {
+    return reinterpret_cast<const float*>(head + bs * D);
+}
+
 // scores [bs / W][R][W] = q K^T; q [D][R], keys [D][bs]. Fetches the next block's keys along the way.
-template <int W, int R>
-void score(const float* q, const float* keys, const float* next, float* scores, int64_t bs, int64_t D) {
+template <class Pool, int W, int R>
+void score(const float* q, const typename Pool::Code* keys, const typename Pool::Code* next, float* scores, int64_t bs,
+           int64_t D) {
     typedef typename Vec<W>::F F;
+    constexpr int kVectorsPerLine = !Pool::kScaled ? 1 : W < 8 ? 8 : 64 / W;  // D is a multiple of 8
     for (int64_t c = 0; c < bs; c += W) {
         F acc[R] = {};
-        for (int64_t d = 0; d < D; d++) {
-            const F k = load<W>(keys + d * bs + c);
+        for (int64_t d = 0; d < D; d += kVectorsPerLine) {
             __builtin_prefetch(next + c * D + d * W);
-            for (int r = 0; r < R; r++) acc[r] += k * q[d * R + r];
+            for (int i = 0; i < kVectorsPerLine; i++) {
+                const F k = Pool::template load<W>(keys + (d + i) * bs + c);
+                for (int r = 0; r < R; r++) acc[r] += k * q[(d + i) * R + r];
+            }
+        }
+        if constexpr (Pool::kScaled) {
+            const F scale = load<W>(scales<Pool>(keys, bs, D) + c) * Pool::kUnit;
+            for (int r = 0; r < R; r++) acc[r] *= scale;
         }
         for (int r = 0; r < R; r++) store<W>(scores + c * R + r * W, acc[r]);
     }
 }
 
-// Turns scores into weights e^(score - peak); leaves in `shrink` what the former outputs are to be multiplied by.
-template <int W, int R>
-void weigh(float* scores, const Visible* visible, float* peak, float* lane_weight, float* shrink, int64_t bs) {
+// Turns scores into weights e^(score - peak), times the scales of the values; leaves in `shrink` what the former
+// outputs are to be multiplied by.
+template <class Pool, int W, int R>
+void weigh(float* scores, const Visible* visible, const float* value_scales, float* peak, float* lane_weight,
+           float* shrink, int64_t bs) {
     typedef typename Vec<W>::F F;
     typedef typename Vec<W>::I I;
     for (int r = 0; r < R; r++) {
@@ -115,28 +166,30 @@ void weigh(float* scores, const Visible* visible, float* peak, float* lane_weigh
     for (int r = 0; r < R; r++) {
         F total = load<W>(lane_weight + r * W) * shrink[r];
         for (int64_t c = 0; c < bs; c += W) {
-            const F p = exponential<W>(load<W>(scores + c * R + r * W) - peak[r]);
-            store<W>(scores + c * R + r * W, p);
+            F p = exponential<W>(load<W>(scores + c * R + r * W) - peak[r]);
             total += p;
+            if constexpr (Pool::kScaled) p *= load<W>(value_scales + c) * Pool::kUnit;
+            store<W>(scores + c * R + r * W, p);
         }
         store<W>(lane_weight + r * W, total);
     }
 }
 
 // out [R][D] = out * shrink + weights V over tokens [first, last]; values [bs][D], weights [bs / WS][R][WS].
-template <int W, int R>
-void gather(const float* weights, const float* values, const float* next, const float* shrink, float* out, int64_t ws,
-            Visible tokens, int64_t D) {
+template <class Pool, int W, int R>
+void gather(const float* weights, const typename Pool::Code* values, const typename Pool::Code* next,
+            const float* shrink, float* out, int64_t ws, Visible tokens, int64_t D) {
     typedef typename Vec<W>::F F;
     for (int64_t c = 0; c < D; c += W) {
         F acc[R];
+        const bool fetch = !Pool::kScaled || c % 64 == 0;  // a line of codes is several vectors
         for (int r = 0; r < R; r++) acc[r] = load<W>(out + r * D + c) * shrink[r];
         for (int64_t j = tokens.first; j <= tokens.last;) {
             const float* w = weights + j / ws * ws * R + j % ws;
             const int64_t end = smaller(tokens.last + 1, (j / ws + 1) * ws);
             for (; j < end; j++, w++) {
-                const F v = load<W>(values + j * D + c);
-                __builtin_prefetch(next + j * D + c);
+                const F v = Pool::template load<W>(values + j * D + c);
+                if (fetch) __builtin_prefetch(next + j * D + c);
                 if (ws == kLanes) {
                     for (int r = 0; r < R; r++) acc[r] += v * w[r * kLanes];
                 } else {
@@ -148,15 +201,18 @@ void gather(const float* weights, const float* values, const float* next, const 
     }
 }
 
+template <class Pool>
 struct Tile {
-    void (*score)(const float*, const float*, const float*, float*, int64_t, int64_t);
-    void (*weigh)(float*, const Visible*, float*, float*, float*, int64_t);
-    void (*gather)(const float*, const float*, const float*, const float*, float*, int64_t, Visible, int64_t);
+    typedef const typename Pool::Code* Codes;
+    void (*score)(const float*, Codes, Codes, float*, int64_t, int64_t);
+    void (*weigh)(float*, const Visible*, const float*, float*, float*, float*, int64_t);
+    void (*gather)(const float*, Codes, Codes, const float*, float*, int64_t, Visible, int64_t);
 };
 
-template <int WS, int WD, int... R>
-Tile choose(int64_t rows, std::integer_sequence<int, R...>) {
-    static constexpr Tile tiles[] = {{score<WS, R + 1>, weigh<WS, R + 1>, gather<WD, R + 1>}...};
+template <class Pool, int WS, int WD, int... R>
+Tile<Pool> choose(int64_t rows, std::integer_sequence<int, R...>) {
+    static constexpr Tile<Pool> tiles[] = {
+        {score<Pool, WS, R + 1>, weigh<Pool, WS, R + 1>, gather<Pool, WD, R + 1>}...};
     return tiles[rows - 1];
 }
 
@@ -164,16 +220,18 @@ Tile choose(int64_t rows, std::integer_sequence<int, R...>) {
 constexpr int kNarrow = kLanes < 8 ? kLanes : 8;
 static int64_t lanes(int64_t size) { return size % kLanes == 0 ? kLanes : kNarrow; }
 
-Tile choose(int64_t rows, const Call& c) {
+template <class Pool>
+Tile<Pool> choose(int64_t rows, const Call& c) {
     constexpr auto sizes = std::make_integer_sequence<int, kRows>{};
     const bool full = lanes(c.bs) == kLanes, wide = lanes(c.D) == kLanes;
-    if (full) return wide ? choose<kLanes, kLanes>(rows, sizes) : choose<kLanes, kNarrow>(rows, sizes);
-    return wide ? choose<kNarrow, kLanes>(rows, sizes) : choose<kNarrow, kNarrow>(rows, sizes);
+    if (full) return wide ? choose<Pool, kLanes, kLanes>(rows, sizes) : choose<Pool, kLanes, kNarrow>(rows, sizes);
+    return wide ? choose<Pool, kNarrow, kLanes>(rows, sizes) : choose<Pool, kNarrow, kNarrow>(rows, sizes);
 }
 
 int64_t attend_floats(const Call& c) { return c.item_rows() * c.D + kRows * c.bs + c.item_rows() * kLanes; }
 
 // One item over the blocks of one split, from nothing.
+template <class Pool>
 void attend(const Call& c, const Item& item, int64_t split, float* scratch, Softmax state) {
     const int64_t G = c.group(), D = c.D, bs = c.bs, rows = item.tokens * G, ws = lanes(bs);
     const int64_t tiles = ceil_div(rows, kRows);
@@ -197,10 +255,10 @@ void attend(const Call& c, const Item& item, int64_t split, float* scratch, Soft
     const int32_t* table = c.table + item.request * c.table_stride;
     const int64_t begin = larger(split * c.split_blocks(), item.oldest(c) / bs);
     const int64_t end = smaller((split + 1) * c.split_blocks(), item.newest() / bs + 1);
-    const int64_t value_offset = c.Hk * bs * D;
+    const int64_t value_offset = c.Hk * c.head_size<Pool>();
     for (int64_t b = begin; b < end; b++) {
-        const float* keys = c.keys(table[b], item.head);
-        const float* next = c.keys(table[b + 1 < end ? b + 1 : b], item.head);
+        const typename Pool::Code* keys = c.keys<Pool>(table, b, item.head);
+        const typename Pool::Code* next = c.keys<Pool>(table, b + 1 < end ? b + 1 : b, item.head);
         for (int64_t t = 0; t < tiles; t++) {
             const int64_t first = tile_start[t], R = tile_start[t + 1] - first;
             Visible visible[kRows], any{static_cast<int32_t>(bs), -1};
@@ -213,10 +271,11 @@ void attend(const Call& c, const Item& item, int64_t split, float* scratch, Soft
                 any.last = visible[r].last > any.last ? visible[r].last : any.last;
             }
             if (any.first > any.last) continue;
-            const Tile run = choose(R, c);
+            const Tile<Pool> run = choose<Pool>(R, c);
             float shrink[kRows] = {};
             run.score(q + first * D, keys, next, scores, bs, D);
-            run.weigh(scores, visible, state.peak + first, lane_weight + first * ws, shrink, bs);
+            run.weigh(scores, visible, scales<Pool>(keys + value_offset, bs, D), state.peak + first,
+                      lane_weight + first * ws, shrink, bs);
             run.gather(scores, keys + value_offset, next + value_offset, shrink, state.out + first * D, ws, any, D);
             next = keys;  // fetched already
         }
@@ -275,24 +334,20 @@ Item find(const Call& c, const int64_t* starts, int64_t i) {
 
 thread_local Scratch tl_scratch, tl_parts, tl_starts;
 
-}  // namespace
-
-extern "C" void attention(const float* q, int64_t q_stride, const float* kv, int64_t block_stride, float* out,
-                          const int32_t* query_start, const int32_t* seq_lens, const int32_t* table,
-                          int64_t table_stride, int64_t B, int64_t H, int64_t Hk, int64_t D, int64_t bs, float scale,
-                          int64_t window, const float* sinks) {
-    const Call c{q,  q_stride, kv, block_stride, out, query_start, seq_lens, table, table_stride,
-                 B,  H,        Hk, D,            bs,  scale,       window,   sinks};
-    auto* starts = reinterpret_cast<int64_t*>(tl_starts.take(2 * (B + 1)));
+template <class Pool>
+void run(const Call& c, const Range* range) {
+    auto* starts = reinterpret_cast<int64_t*>(tl_starts.take(2 * (c.B + 1)));
     int64_t longest = 0;
     starts[0] = 0;
-    for (int64_t b = 0; b < B; b++) {
-        const int64_t queries = query_start[b + 1] - query_start[b];
-        starts[b + 1] = starts[b] + ceil_div(queries, c.item_tokens()) * Hk;
-        longest = larger(longest, queries ? seq_lens[b] : 0);
+    for (int64_t b = 0; b < c.B; b++) {
+        const int64_t queries = c.query_start[b + 1] - c.query_start[b];
+        starts[b + 1] = starts[b] + ceil_div(queries, c.item_tokens()) * c.Hk;
+        longest = larger(longest, queries ? c.seq_lens[b] : 0);
     }
-    const int64_t items = starts[B], splits = ceil_div(ceil_div(longest, bs), c.split_blocks());
-    const int64_t state_floats = Softmax::floats(c);
+    const int64_t span = c.split_blocks() * c.bs;  // positions of a split
+    const int64_t from = range ? range->first : 0;
+    const int64_t to = range ? smaller(range->last, ceil_div(longest, span)) : ceil_div(longest, span);
+    const int64_t items = starts[c.B], splits = larger(0, to - from), state_floats = Softmax::floats(c);
     // Too few items to go round: the splits of one are shared out, kept in `parts` and merged afterwards.
     const bool share = splits > 1 && items < 4 * omp_get_max_threads();
     float* parts = share ? tl_parts.take(items * splits * state_floats) : nullptr;
@@ -301,47 +356,124 @@ extern "C" void attention(const float* q, int64_t q_stride, const float* kv, int
     {
         float* scratch = tl_scratch.take(attend_floats(c) + 2 * state_floats + 64);
         float* states = scratch + ceil_div(attend_floats(c), 16) * 16;
-        const Softmax total = Softmax::at(states, c), part = Softmax::at(states + state_floats, c);
+        const Softmax part = Softmax::at(states + state_floats, c);
         if (share) {
 #pragma omp for schedule(dynamic, 1)
             for (int64_t unit = 0; unit < items * splits; unit++) {
                 const Item item = find(c, starts, unit / splits);
-                const int64_t split = unit % splits, first = split * c.split_blocks() * bs;
-                if (first > item.newest() || first + c.split_blocks() * bs <= item.oldest(c)) continue;
-                attend(c, item, split, scratch, Softmax::at(parts + unit * state_floats, c));
+                const int64_t split = from + unit % splits, first = split * span;
+                if (first > item.newest() || first + span <= item.oldest(c)) continue;
+                attend<Pool>(c, item, split, scratch, Softmax::at(parts + unit * state_floats, c));
             }
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < items; i++) {
             const Item item = find(c, starts, i);
-            const int64_t span = c.split_blocks() * bs;
-            begin_total(c, item, total);
-            for (int64_t split = item.oldest(c) / span; split <= item.newest() / span; split++) {
+            const Softmax total = Softmax::at(range ? range->totals + i * state_floats : states, c);
+            if (from == 0) begin_total(c, item, total);
+            const int64_t begin = larger(from, item.oldest(c) / span), end = smaller(to, item.newest() / span + 1);
+            for (int64_t split = begin; split < end; split++) {
                 if (share) {
-                    merge(c, item, total, Softmax::at(parts + (i * splits + split) * state_floats, c));
+                    merge(c, item, total, Softmax::at(parts + (i * splits + split - from) * state_floats, c));
                 } else {
-                    attend(c, item, split, scratch, part);
+                    attend<Pool>(c, item, split, scratch, part);
                     merge(c, item, total, part);
                 }
             }
-            finish(c, item, total);
+            if (!range || range->ends) finish(c, item, total);
         }
     }
 }
 
-// k and v [T, Hk, D], rows a stride apart, to their places in the pool.
-extern "C" void store_kv(const float* k, int64_t k_stride, const float* v, int64_t v_stride, float* kv,
-                         int64_t block_stride, const int64_t* positions, const int32_t* rows, const int32_t* table,
-                         int64_t table_stride, int64_t T, int64_t Hk, int64_t D, int64_t bs) {
+enum Kind : int64_t { kFloat, kFp8, kInt8 };  // as attention.py numbers them
+
+void run(const Call& c, const Range* range, int64_t kind) {
+    (kind == kFloat ? run<FloatPool> : kind == kFp8 ? run<Fp8Pool> : run<Int8Pool>)(c, range);
+}
+
+template <class Pool, int W>
+void store_head(const float* k, const float* v, typename Pool::Code* keys, typename Pool::Code* values, int64_t lane,
+                int64_t D, int64_t bs) {
+    if constexpr (Pool::kScaled) {
+        const float key_scale = row_scale<Pool, W>(k, D), value_scale = row_scale<Pool, W>(v, D);
+        std::memcpy(keys + bs * D + 4 * lane, &key_scale, 4);
+        std::memcpy(values + bs * D + 4 * lane, &value_scale, 4);
+        for (int64_t d = 0; d < D; d += W) {
+            uint8_t codes[W];
+            encode_row<Pool, W>(k + d, key_scale, codes, W);
+            for (int i = 0; i < W; i++) keys[(d + i) * bs + lane] = codes[i];
+        }
+        encode_row<Pool, W>(v, value_scale, values + lane * D, D);
+    } else {
+        for (int64_t d = 0; d < D; d++) keys[d * bs + lane] = k[d];
+        for (int64_t d = 0; d < D; d++) values[lane * D + d] = v[d];
+    }
+}
+
+template <class Pool>
+void store_rows(const float* k, int64_t k_stride, const float* v, int64_t v_stride, void* kv, int64_t block_stride,
+                const int64_t* positions, const int32_t* rows, const int32_t* table, int64_t table_stride, int64_t T,
+                int64_t Hk, int64_t D, int64_t bs) {
+    const int64_t head_size = bs * D + (Pool::kScaled ? bs * 4 : 0);
+    const auto store = lanes(D) == kLanes ? store_head<Pool, kLanes> : store_head<Pool, kNarrow>;
 #pragma omp parallel for collapse(2) if (T * Hk * D > 1 << 11)
     for (int64_t h = 0; h < Hk; h++) {
         for (int64_t t = 0; t < T; t++) {
-            const int64_t block = table[rows[t] * table_stride + positions[t] / bs], lane = positions[t] % bs;
-            float* keys = kv + block * block_stride + h * bs * D + lane;
-            float* values = kv + block * block_stride + (Hk + h) * bs * D + lane * D;
-            const float *from_k = k + t * k_stride + h * D, *from_v = v + t * v_stride + h * D;
-            for (int64_t d = 0; d < D; d++) keys[d * bs] = from_k[d];
-            for (int64_t d = 0; d < D; d++) values[d] = from_v[d];
+            const int64_t block = table[rows[t] * table_stride + positions[t] / bs];
+            auto* keys = static_cast<typename Pool::Code*>(kv) + block * block_stride + h * head_size;
+            store(k + t * k_stride + h * D, v + t * v_stride + h * D, keys, keys + Hk * head_size, positions[t] % bs, D,
+                  bs);
         }
     }
+}
+
+}  // namespace
+
+extern "C" void attention(const float* q, int64_t q_stride, const void* kv, int64_t block_stride, float* out,
+                          const int32_t* query_start, const int32_t* seq_lens, const int32_t* table,
+                          int64_t table_stride, int64_t B, int64_t H, int64_t Hk, int64_t D, int64_t bs, float scale,
+                          int64_t window, const float* sinks, int64_t kind) {
+    const Call c{q, q_stride, kv, block_stride, out, query_start, seq_lens, table,
+                 table_stride, B, H, Hk, D, bs, scale, window, sinks, {}};
+    run(c, nullptr, kind);
+}
+
+// Splits [first_split, last_split) of one request whose blocks [stage_first, stage_last) lie in the stage. The totals
+// are kept in `totals`, item_rows * (D + 2) floats for each of the items, until `ends` writes them to out.
+extern "C" void attention_range(const float* q, int64_t q_stride, const void* kv, int64_t block_stride, float* out,
+                                const int32_t* query_start, const int32_t* seq_lens, const int32_t* table,
+                                int64_t table_stride, int64_t B, int64_t H, int64_t Hk, int64_t D, int64_t bs,
+                                float scale, int64_t window, const float* sinks, int64_t kind, const void* stage,
+                                int64_t stage_stride, int64_t stage_first, int64_t stage_last, int64_t first_split,
+                                int64_t last_split, float* totals, int64_t ends) {
+    const Call c{q, q_stride, kv, block_stride, out, query_start, seq_lens, table,
+                 table_stride, B, H, Hk, D, bs, scale, window, sinks,
+                 {stage, stage_stride, stage_first, stage_last, nullptr, 0}};
+    const Range range{first_split, last_split, totals, ends != 0};
+    run(c, &range, kind);
+}
+
+// One request whose first `cold` blocks lie in main memory, each at its address, this layer at an offset from there.
+extern "C" void attention_in_place(const float* q, int64_t q_stride, const void* kv, int64_t block_stride, float* out,
+                                   const int32_t* query_start, const int32_t* seq_lens, const int32_t* table,
+                                   int64_t table_stride, int64_t B, int64_t H, int64_t Hk, int64_t D, int64_t bs,
+                                   float scale, int64_t window, const float* sinks, int64_t kind,
+                                   const int64_t* addresses, int64_t offset, int64_t cold) {
+    const Call c{q, q_stride, kv, block_stride, out, query_start, seq_lens, table,
+                 table_stride, B, H, Hk, D, bs, scale, window, sinks, {nullptr, 0, 0, cold, addresses, offset}};
+    run(c, nullptr, kind);
+}
+
+extern "C" int64_t attention_total_floats(int64_t T, int64_t H, int64_t Hk, int64_t D) {
+    Call c{};
+    c.H = H, c.Hk = Hk, c.D = D;
+    return ceil_div(T, c.item_tokens()) * Hk * Softmax::floats(c);
+}
+
+// k and v [T, Hk, D], rows a stride apart, to their places in the pool.
+extern "C" void store_kv(const float* k, int64_t k_stride, const float* v, int64_t v_stride, void* kv,
+                         int64_t block_stride, const int64_t* positions, const int32_t* rows, const int32_t* table,
+                         int64_t table_stride, int64_t T, int64_t Hk, int64_t D, int64_t bs, int64_t kind) {
+    (kind == kFloat ? store_rows<FloatPool> : kind == kFp8 ? store_rows<Fp8Pool> : store_rows<Int8Pool>)(
+        k, k_stride, v, v_stride, kv, block_stride, positions, rows, table, table_stride, T, Hk, D, bs);
 }

@@ -11,22 +11,22 @@ void add_rms_norm(const float* x, const float* residual, const float* weight, fl
 void silu_and_mul(const float* x, float* y, int64_t rows, int64_t I);
 void rope(float* q, float* k, const float* cos, const float* sin, const int64_t* positions, int64_t T, int64_t H,
           int64_t Hk, int64_t half, int64_t q_stride, int64_t k_stride);
-void store_kv(const float* k, int64_t k_stride, const float* v, int64_t v_stride, float* kv, int64_t block_stride,
+void store_kv(const float* k, int64_t k_stride, const float* v, int64_t v_stride, void* kv, int64_t block_stride,
               const int64_t* positions, const int32_t* rows, const int32_t* table, int64_t table_stride, int64_t T,
-              int64_t Hk, int64_t D, int64_t bs);
-void attention(const float* q, int64_t q_stride, const float* kv, int64_t block_stride, float* out,
+              int64_t Hk, int64_t D, int64_t bs, int64_t kind);
+void attention(const float* q, int64_t q_stride, const void* kv, int64_t block_stride, float* out,
                const int32_t* query_start, const int32_t* seq_lens, const int32_t* table, int64_t table_stride,
                int64_t B, int64_t H, int64_t Hk, int64_t D, int64_t bs, float scale, int64_t window,
-               const float* sinks);
+               const float* sinks, int64_t kind);
 
 // residual [T, hidden] += x; x = attention(norm(residual)). q_norm, k_norm, biases and sinks may be null.
 // scratch: T * (hidden + (2H + 2Hk) * D) floats, and T * (H + Hk) * D more with q_norm.
 void attention_block(float* x, float* residual, const float* norm, float eps, const float* qkv, const float* qkv_bias,
-                     const float* q_norm, const float* k_norm, const float* cos, const float* sin, float* kv,
+                     const float* q_norm, const float* k_norm, const float* cos, const float* sin, void* kv,
                      int64_t block_stride, const int64_t* positions, const int32_t* rows, const int32_t* query_start,
                      const int32_t* seq_lens, const int32_t* table, int64_t table_stride, int64_t B, float scale,
                      int64_t window, const float* sinks, const float* o, const float* o_bias, int64_t T,
-                     int64_t hidden, int64_t H, int64_t Hk, int64_t D, int64_t bs, float* scratch) {
+                     int64_t hidden, int64_t H, int64_t Hk, int64_t D, int64_t bs, int64_t kind, float* scratch) {
     const int64_t width = (H + 2 * Hk) * D;
     float* normed = scratch;               // [T, hidden]
     float* product = normed + T * hidden;  // [T, H + 2 Hk, D]
@@ -44,9 +44,9 @@ void attention_block(float* x, float* residual, const float* norm, float eps, co
     }
     rope(q, k, cos, sin, positions, T, H, Hk, D / 2, q_stride, k_stride);
     store_kv(k, k_stride, product + (H + Hk) * D, width, kv, block_stride, positions, rows, table, table_stride, T, Hk,
-             D, bs);
+             D, bs, kind);
     attention(q, q_stride, kv, block_stride, out, query_start, seq_lens, table, table_stride, B, H, Hk, D, bs, scale,
-              window, sinks);
+              window, sinks, kind);
     linear(out, o, o_bias, x, T, hidden, H * D);
 }
 

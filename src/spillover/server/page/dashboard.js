@@ -128,15 +128,32 @@ function showTiers(live) {
       bar.append(segment("used", tier.used / tier.total), segment("kept", tier.kept / tier.total));
       words = format.share(tier.used / tier.total) + " in use, " + format.share(tier.kept / tier.total) + " kept, of " +
         format.bytes(tier.total);
+    } else if (tier.traffic) {
+      words = format.bytes(tier.kept) + " kept, no limit";
     } else if (tier.weights) {
       words = format.bytes(tier.weights) + " of weights";
     }
-    return element("li", tier.total ? {} : { class: "off" },
+    if (tier.traffic && !tier.traffic.available) words = "does not answer";
+    const row = element("li", tier.total || tier.traffic ? {} : { class: "off" },
       element("div", { class: "name" }, element("span", {}, tier.name), element("span", {}, words)), bar);
+    if (tier.traffic) row.append(element("small", {}, trafficWords(tier.traffic)));
+    return row;
   }));
   const weights = live.tiers[0].weights;
   setText("memory-note", live.blocks ? format.count(live.blocks) + " blocks of " + live.block_size + " tokens" +
     (weights ? ", beside " + format.bytes(weights) + " of weights" : "") : "");
+}
+
+function trafficWords(traffic) {
+  const words = [["in", traffic.in], ["out", traffic.out]].map(([way, moved]) => {
+    const rate = moved.rate === null ? "" : " at " + format.bytes(moved.rate) + "/s";
+    return way + " " + format.bytes(moved.bytes) + rate +
+      (moved.rate !== null && moved.link ? " (" + format.share(moved.rate / moved.link) + " of link)" : "");
+  });
+  words.push(format.count(traffic.hit_tokens) + " tokens hit");
+  if (traffic.failures) words.push(format.count(traffic.failures) + " failed");
+  if (traffic.dropped) words.push(format.count(traffic.dropped) + " dropped");
+  return words.join(" · ");
 }
 
 function segment(name, share) {

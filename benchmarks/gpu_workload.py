@@ -1,0 +1,157 @@
+"""What the GPU workloads share: models of the true shapes with random weights, limits, and the form of a result.
+
+A result file holds one figure, or a list of them: workload, metric, unit, value (the median), repeats (as measured),
+limit and percent_of_limit (what the machine allows, by rates measured in the same run), and where it came from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import platform
+import shlex
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from spillover import LLM, SamplingParams
+from spillover.bench.provenance import commit, versions
+from spillover.engine.outputs import RequestOutput
+from spillover.models.registry import architecture
+from spillover.plan.rates import Rates, measure_rates
+from spillover.plan.roofline import Roofline
+from spillover.plan.shapes import model_shape
+
+RESULTS = Path(__file__).parent / "results"
+
+_QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "head_dim": 128, "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000, "max_position_embeddings": 40960, "hidden_act": "silu", "torch_dtype": "bfloat16",
+    "eos_token_id": 151645, "num_key_value_heads": 8, "tie_word_embeddings": False,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {**_QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+                   "num_attention_heads": 16, "tie_word_embeddings": True},
+    "qwen3-8b": {**_QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+                 "num_attention_heads": 32},
+    "qwen3-14b": {**_QWEN3, "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40,
+                  "num_attention_heads": 40},
+    "llama-3.1-8b": {
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 131072, "hidden_act": "silu",
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                         "original_max_position_embeddings": 8192},
+        "torch_dtype": "bfloat16", "eos_token_id": 128001, "tie_word_embeddings": False,
+    },
+    "qwen3-30b-a3b": {
+        **_QWEN3, "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144,
+        "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "gpt-oss-120b": {
+        "architectures": ["GptOssForCausalLM"], "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
+        "num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+        "num_local_experts": 128, "num_experts_per_tok": 4, "sliding_window": 128, "swiglu_limit": 7.0,
+        "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "max_position_embeddings": 131072, "attention_bias": True,
+        "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                         "original_max_position_embeddings": 4096},
+        "quantization_config": {"quant_method": "mxfp4"}, "torch_dtype": "bfloat16", "eos_token_id": 200002,
+        "tie_word_embeddings": False, "hidden_act": "silu",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    metric: str
+    unit: str
+    repeats: Sequence[float]
+    limit: float
+    lower_is_better: bool = False
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def value(self) -> float:
+        return statistics.median(self.repeats)
+
+    @property
+    def percent_of_limit(self) -> float:
+        return 100 * (self.limit / self.value if self.lower_is_better else self.value / self.limit)
+
+
+@contextlib.contextmanager
+def opened(name: str, **flags: Any) -> Iterator[LLM]:
+    """A model of the true shape with random weights; what its graphs cost is printed at the end."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(MODELS[name]))
+        with LLM(folder, load_format="dummy", skip_tokenizer_init=True, **flags) as llm:
+            plan = llm.plan
+            print(f"{name}: {plan.device_name}, {plan.dtype}, {plan.num_blocks:,} blocks of {plan.block_size}, "
+                  f"{plan.max_num_seqs} requests of up to {plan.max_model_len:,} tokens", flush=True)
+            yield llm
+            print(graph_line(llm), flush=True)
+
+
+def graph_line(llm: LLM) -> str:
+    stats = getattr(llm.engine.runner, "graph_stats", None)
+    if stats is None:
+        return "no CUDA graphs"
+    return f"{stats.graphs} CUDA graphs recorded in {stats.seconds:.2f} s, {stats.nbytes / 1e6:.0f} MB"
+
+
+def roofline(name: str, rates: Rates | None = None) -> Roofline:
+    """The limits of a model here, by rates measured now."""
+    built = architecture(MODELS[name])
+    config = built.config(MODELS[name])
+    return Roofline(model_shape(config, built.weight_specs(config), "bfloat16"), rates or measure_rates("cuda"))
+
+
+def run(llm: LLM, prompts: Sequence[Sequence[int]], lengths: Sequence[int], temperature: float) -> list[RequestOutput]:
+    params = [SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True, detokenize=False)
+              for length in lengths]
+    return llm.generate([list(prompt) for prompt in prompts], params, use_tqdm=False)
+
+
+def repeat(count: int, measure: Callable[[], float]) -> list[float]:
+    return [measure() for _ in range(count)]
+
+
+def write(name: str, figures: Sequence[Figure], output: str | None, **details: Any) -> None:
+    """Prints the figures and writes them to `output`, or to benchmarks/results/NAME.json where that is "results"."""
+    origin = {
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "versions": {"python": platform.python_version(), **versions("triton")},
+        "command": shlex.join(["python", *sys.argv]),
+    }
+    entries = [{"workload": name, "metric": figure.metric, "unit": figure.unit, "value": figure.value,
+                "repeats": list(figure.repeats), "limit": figure.limit, "percent_of_limit": figure.percent_of_limit,
+                **figure.details, **details, **origin} for figure in figures]
+    for figure in figures:
+        print(f"{name}: {figure.metric} {figure.value:,.2f} {figure.unit} "
+              f"({', '.join(f'{each:,.2f}' for each in figure.repeats)}), limit {figure.limit:,.2f}, "
+              f"{figure.percent_of_limit:.0f}%", flush=True)
+    if output is not None:
+        path = RESULTS / f"{name}.json" if output == "results" else Path(output)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(entries[0] if len(entries) == 1 else entries, indent=2) + "\n")
+
+
+def options(repeats: int = 3) -> Callable[[Any], Any]:
+    def decorate(command: Any) -> Any:
+        command = click.option("--output", default=None, metavar="FILE",
+                               help="Write the result; 'results' is benchmarks/results/.")(command)
+        return click.option("--repeats", default=repeats, show_default=True)(command)
+
+    return decorate

@@ -1,0 +1,122 @@
+"""What KV in a byte a value costs: HellaSwag with full, fp8 and int8 KV on the device, or in host memory (--spill).
+
+    python benchmarks/kv_dtype.py ../shared/data/eval/hellaswag_val_full.txt.bz2 --tasks 200 --output-json results.json
+    python benchmarks/kv_dtype.py ... --spill    # full KV on the device, over a pool so small that contexts come back
+
+Every ending is decoded token by token after its context, so that each token reads what the tokens before it stored.
+With --spill the contexts run first and leave the device; what of them is then restored is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hellaswag import Choice, Task, accuracy, choose, encode, read_tasks
+from torch import Tensor
+
+from spillover import LLM, SamplingParams
+from spillover.bench.provenance import provenance
+from spillover.engine.request import Request, Status
+from spillover.plan.hardware import probe
+
+KINDS = ("auto", "fp8", "int8")
+SPILL_POOL = 64  # blocks: some ten contexts
+SPILL_FLAGS: dict[str, Any] = {
+    "host_memory": "2GB", "num_gpu_blocks_override": SPILL_POOL, "max_num_seqs": 4, "spill": "eager",
+    "restore": "always",
+}
+
+
+class Forced:
+    """Stands in for a grammar: the only token that may come next is the one of the text to be scored."""
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self._left = token_ids[::-1]
+
+    def fill_mask(self, row: Tensor) -> None:
+        row.zero_()
+        bit = 1 << self._left[-1] % 32
+        row[self._left[-1] // 32] = bit - (1 << 32) if bit >> 31 else bit
+
+    def accept(self, token_id: int) -> bool:
+        return self._left.pop() == token_id
+
+    @property
+    def finished(self) -> bool:
+        return not self._left
+
+
+def score(llm: LLM, tasks: list[Task]) -> tuple[list[Choice], list[float], dict[str, int]]:
+    """Choices, the sums of log probabilities they follow from, and where the contexts' KV came from."""
+    requests = []
+    for task in tasks:
+        for ids, context in encode(llm.tokenizer, task):
+            params = SamplingParams(temperature=0, max_tokens=len(ids) - context, logprobs=0, ignore_eos=True)
+            request = Request(str(len(requests)), ids[:context], params, grammar=Forced(ids[context:]))
+            requests.append(request)
+            llm.engine.scheduler.add(request)
+    while any(request.status is not Status.FINISHED for request in requests):
+        if not llm.engine.step():
+            llm.engine.wait(0.001)
+    sums = [
+        sum(row[token].logprob for row, token in zip(request.logprobs, request.output_token_ids, strict=True))
+        for request in requests
+    ]
+    sources = {
+        name: sum(getattr(request.sources, name) for request in requests)
+        for name in ("computed", "device", "host", "disk", "remote")
+    }
+    return [choose(task, sums[4 * i:4 * i + 4]) for i, task in enumerate(tasks)], sums, sources
+
+
+def measure(tasks: list[Task], flags: dict[str, Any]) -> tuple[list[Choice], list[float], dict[str, Any]]:
+    # One step at a time: which token is forced next is known only once the last one is.
+    with LLM(max_model_len=512, async_scheduling=False, **flags) as llm:
+        if "spill_dtype" in flags:
+            contexts = [encode(llm.tokenizer, task)[0] for task in tasks]
+            llm.generate([ids[:count] for ids, count in contexts], SamplingParams(max_tokens=1), use_tqdm=False)
+        start = time.perf_counter()
+        choices, sums, sources = score(llm, tasks)
+        seconds = time.perf_counter() - start
+        row = {**flags, "block_bytes": llm.plan.block_bytes, "slot_bytes": llm.plan.slot_bytes, "sources": sources,
+               "seconds": seconds, **accuracy(tasks, choices)}
+    return choices, sums, row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--tasks", type=int, default=200)
+    parser.add_argument("--spill", action="store_true", help="narrow what leaves the device, not the device's KV")
+    parser.add_argument("--output-json", type=Path)
+    options = parser.parse_args()
+    tasks = read_tasks(options.data, options.tasks)
+    rows: list[dict[str, Any]] = []
+    full: tuple[list[Choice], list[float]] | None = None
+    for kind in KINDS:
+        flags = {**SPILL_FLAGS, "spill_dtype": kind} if options.spill else {"kv_cache_dtype": kind}
+        choices, sums, row = measure(tasks, flags)
+        full = full or (choices, sums)
+        row["same_choice"] = sum(a == b for a, b in zip(full[0], choices, strict=True))
+        row["mean_difference"] = sum(abs(a - b) for a, b in zip(full[1], sums, strict=True)) / len(sums)
+        rows.append(row)
+        print(f"{kind:5} acc {row['acc']:.3f} acc_norm {row['acc_norm']:.3f}, {row['same_choice']} of {len(tasks)} "
+              f"choices as with full KV, an ending's log probability differs by {row['mean_difference']:.4f}; "
+              f"tokens {row['sources']}, {row['seconds']:.0f} s", flush=True)
+        if options.spill and row["sources"]["host"] == 0:
+            raise SystemExit("nothing came back from host memory: the pool is too large for this many tasks")
+    result = {"tasks": len(tasks), "kv": rows, **provenance(dataclasses.asdict(probe())),
+              "command": shlex.join(["python", *sys.argv])}
+    if options.output_json is not None:
+        options.output_json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

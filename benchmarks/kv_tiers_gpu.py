@@ -1,0 +1,424 @@
+"""KV tiers on a GPU, models of the true shapes with random weights: how fast prefixes come back, and what that saves.
+
+    python benchmarks/kv_tiers_gpu.py --folder results
+
+For each model: how fast prefixes of 8k to 64k tokens are restored from host memory, beside one large copy of pinned
+memory; TTFT of prefixes of 1k to 64k tokens when nothing is cached, and from the device, host memory and disk, with the
+length from which each wins; and the time between tokens of 16 decoding requests while prompts beside them are spilled,
+against the same load without tiers. Results are written as they come, to kv-tiers-MODEL.json in the folder. `--tiny`
+runs all of it on a model of a few kilobytes, on the CPU where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import io
+import random
+import statistics
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+from gpu_workload import MODELS, RESULTS, Figure, opened, roofline, write
+
+from spillover import LLM, SamplingParams
+from spillover.engine import restore_plan
+from spillover.engine.outputs import RequestOutput
+from spillover.engine.request import Request
+from spillover.plan.rates import LinkRates, measure_disk, measure_link, measure_rates
+from spillover.plan.roofline import Roofline
+
+TINY = {"architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_position_embeddings": 4096, "torch_dtype": "float32",
+        "tie_word_embeddings": False}
+PARTS = ("ttft", "itl")
+TAIL = 8  # tokens after the prefix, which are computed whatever is cached
+LARGE_COPY = 1 << 30
+LOAD_SECONDS = 60.0  # that a load of decodes may take
+WAYS = ("cold", "device", "host", "auto", "split", "disk")
+NAMES = {"cold": "computed", "device": "from the device", "host": "from host memory",
+         "auto": "from host memory, restore auto", "split": "from host memory, the front computed meanwhile",
+         "disk": "from disk"}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a run asks for."""
+
+    lengths: tuple[int, ...]
+    restore_lengths: tuple[int, ...]  # whose restore is held against the link
+    chunk: int
+    decoders: int = 16
+    decoder_prompt: int = 512
+    steps: int = 240  # that count, of a load with decodes and prompts
+    stream_prompt: int = 2048
+    stream_gap: int = 12  # steps between two prompts
+    stream_chunk: int = 512
+    large_copy: int = LARGE_COPY
+    disk_once_from: int = 32768  # lengths from here on are read from disk in the first repeat only
+
+    @property
+    def longest(self) -> int:
+        return self.lengths[-1] + 64
+
+
+FULL = Sizes(tuple(1024 << power for power in range(7)), (8192, 16384, 32768, 65536), 8192)
+SMALL = Sizes((64, 128, 256, 512), (256, 512), 128, 4, 32, 30, 64, 4, 32, 8 << 20, 512)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What this machine allows, by rates measured in this run."""
+
+    roof: Roofline
+    large_copy: float  # bytes a second of one large copy from pinned memory
+    link: LinkRates
+    disk_read: float
+    token_bytes: float  # of KV
+
+    def seconds(self, way: str, prefix: int) -> float:
+        """The least TTFT of a prefix that comes this way."""
+        step = self.roof.prefill(TAIL, prefix).seconds
+        computing = self.roof.prefill(prefix + TAIL).seconds
+        loading = prefix * self.token_bytes / self.large_copy
+        return {"cold": computing, "device": step, "host": loading + step,
+                "auto": min(computing, loading + step, loading * computing / (loading + computing) + step),
+                "split": loading * computing / (loading + computing) + step,
+                "disk": prefix * self.token_bytes / self.disk_read + step}[way]
+
+
+@dataclass
+class Report:
+    """Figures as they come; the file always holds those there are."""
+
+    name: str
+    path: Path
+    figures: list[Figure] = field(default_factory=list)
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def put(self, figures: Sequence[Figure]) -> None:
+        """A figure that is there already is replaced."""
+        new = {figure.metric: figure for figure in figures}
+        self.figures = [new.pop(figure.metric, figure) for figure in self.figures] + list(new.values())
+        with contextlib.redirect_stdout(io.StringIO()):
+            write(self.name, self.figures, str(self.path), **self.details)
+
+    def show(self) -> None:
+        if self.figures:
+            write(self.name, self.figures, str(self.path), **self.details)
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One prompt, asked once."""
+
+    first_token: float
+    restore: float  # seconds that loads were under way
+    host: int  # tokens that came from there
+    disk: int
+
+
+@click.command()
+@click.option("--model", "models", default="qwen3-8b,llama-3.1-8b", show_default=True, metavar="NAME,...")
+@click.option("--parts", default=",".join(PARTS), show_default=True, metavar=f"[{'|'.join(PARTS)}],...")
+@click.option("--folder", default="results", show_default=True, help="For results; 'results' is benchmarks/results.")
+@click.option("--chunk", default=None, type=int, help="--max-num-batched-tokens of prefill. [default: 8192]")
+@click.option("--disk", default=None, help="A folder on the disk to measure; a new one in it is used and removed.")
+@click.option("--repeats", default=3, show_default=True)
+@click.option("--seconds", default=145.0, show_default=True, help="For one model: what does not fit is left out.")
+@click.option("--tiny", is_flag=True, help="A model of a few kilobytes and short prefixes, to try the script itself.")
+@click.option("--enforce-eager", is_flag=True, help="Without CUDA graphs.")
+def main(models: str, parts: str, folder: str, chunk: int | None, disk: str | None, repeats: int, seconds: float,
+         tiny: bool, enforce_eager: bool) -> None:
+    sizes = SMALL if tiny else FULL
+    sizes = dataclasses.replace(sizes, chunk=chunk or sizes.chunk)
+    for name in ["tiny"] if tiny else models.split(","):
+        shape = dict(TINY) if tiny else {**MODELS[name], "max_position_embeddings": max(
+            MODELS[name]["max_position_embeddings"], sizes.longest)}
+        MODELS[f"{name}, long"] = shape
+        path = (RESULTS if folder == "results" else Path(folder)) / f"kv-tiers-{name}.json"
+        report = Report(f"kv-tiers-{name}", path)
+        began = time.monotonic()
+        for part in parts.split(","):
+            measure, share = {"ttft": (measure_prefixes, 0.7), "itl": (measure_decodes, 1.0)}[part]
+            try:
+                measure(f"{name}, long", sizes, repeats, began + share * seconds, report, disk, enforce_eager)
+            except Exception:  # the other parts and models can still be measured
+                traceback.print_exc()
+                print(f"{name}: {part} was not measured", flush=True)
+            _give_back()
+        report.show()
+
+
+# TTFT, and how fast a prefix is restored
+
+
+def measure_prefixes(name: str, sizes: Sizes, repeats: int, deadline: float, report: Report, disk: str | None,
+                     enforce_eager: bool) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    large, rates = _large_copy(device, sizes.large_copy), measure_rates(device, 1.0)
+    with tempfile.TemporaryDirectory(prefix="spill-kv-", dir=disk) as folder:
+        disk_rates = measure_disk(Path(folder), seconds=1.0)
+        blocks = -(-sizes.longest // 16) + 64
+        token_bytes = _token_bytes(MODELS[name])
+        capacity = int(1.2 * sizes.longest * token_bytes) + (256 << 20)
+        with opened(name, dtype=MODELS[name]["torch_dtype"], max_model_len=sizes.longest, max_num_seqs=4,
+                    max_num_batched_tokens=sizes.chunk, num_gpu_blocks_override=blocks, host_memory=str(capacity),
+                    disk=(f"{folder}:{2 * capacity}",), spill="eager", enforce_eager=enforce_eager) as llm:
+            link = measure_link(device, llm.plan.slot_bytes, 0.3)
+            limits = Limits(roofline(name, rates), large, link, disk_rates.read, token_bytes)
+            report.details.update(large_copy_gb_s=large / 1e9, link_gb_s=link.to_device / 1e9,
+                                  disk_gb_s=disk_rates.read / 1e9, chunk=sizes.chunk)
+            print(f"{name}: one copy {large / 1e9:.1f} GB/s, block copies {link.to_device / 1e9:.1f} GB/s in and "
+                  f"{link.to_host / 1e9:.1f} out, disk {disk_rates.read / 1e9:.1f} GB/s read", flush=True)
+            _ask(llm, _prompt(min(2 * sizes.chunk, sizes.lengths[-1]), 0))  # first-use costs
+            _forget(llm, external=True)
+            visits: dict[tuple[int, str], list[Visit]] = {}
+            for repeat in range(repeats):
+                for length in sizes.lengths:
+                    began = time.monotonic()
+                    _measure_prefix(llm, length, 1 + repeat, visits, repeat == 0 or length < sizes.disk_once_from)
+                    report.put(_prefix_figures(visits, sizes, limits))
+                    # The next one is twice as long, of which computing may take four times and the copies twice.
+                    if time.monotonic() + 2.5 * (time.monotonic() - began) > deadline and length != sizes.lengths[-1]:
+                        print(f"{name}: no time for prefixes above {length} in repeat {repeat + 1}", flush=True)
+                        break
+                print(_prefix_table(visits, sizes), flush=True)
+
+
+def _measure_prefix(llm: LLM, length: int, seed: int, visits: dict[tuple[int, str], list[Visit]], disk: bool) -> None:
+    """The same prompt all ways; what it left behind is forgotten at the end."""
+    prompt = _prompt(length, seed)
+
+    def ask(way: str, restore: str = "always", share: float = restore_plan.SHARE) -> None:
+        scheduler = llm.engine.scheduler
+        scheduler.config = dataclasses.replace(scheduler.config, restore=restore)
+        usual, restore_plan.SHARE = restore_plan.SHARE, share
+        try:
+            visits.setdefault((length, way), []).append(_ask(llm, prompt))
+        finally:
+            restore_plan.SHARE = usual
+
+    ask("cold")
+    ask("device")
+    for way, restore, share in (("host", "always", 0.0), ("auto", "auto", restore_plan.SHARE), ("split", "auto", 0.0)):
+        _forget(llm, stored=False)
+        ask(way, restore, share)
+    if disk:
+        _forget(llm)
+        ask("disk")
+    _forget(llm, external=True)
+
+
+def _prefix_figures(visits: dict[tuple[int, str], list[Visit]], sizes: Sizes, limits: Limits) -> list[Figure]:
+    figures = []
+    for length in sizes.restore_lengths:
+        found = [visit for visit in visits.get((length, "host"), ()) if visit.host]
+        if found:
+            rates = [visit.host * limits.token_bytes / visit.restore / 1e9 for visit in found]
+            figures.append(Figure(f"host restore of {length} tokens", "GB/s", rates, limits.large_copy / 1e9, details={
+                "tokens_from_host": [visit.host for visit in found],
+                "percent_of_block_copies": 100 * statistics.median(rates) * 1e9 / limits.link.to_device}))
+    for (length, way), found in sorted(visits.items(), key=lambda item: (item[0][0], WAYS.index(item[0][1]))):
+        times = [1e3 * visit.first_token for visit in found]
+        figures.append(Figure(f"TTFT of {length} tokens, {NAMES[way]}", "ms", times,
+                              1e3 * limits.seconds(way, length), lower_is_better=True,
+                              details={"tokens_from_host": found[-1].host, "tokens_from_disk": found[-1].disk}))
+    for way in ("host", "disk"):
+        shortest = break_even(visits, way)
+        if shortest is not None:
+            figures.append(Figure(f"break-even {NAMES[way]}: prefixes that win, from", "tokens", [float(shortest)],
+                                  float(sizes.lengths[0]), lower_is_better=True))
+    return figures
+
+
+def break_even(visits: dict[tuple[int, str], list[Visit]], way: str) -> int | None:
+    """The shortest prefix from which on this way is faster than computing; None: the longest is not."""
+    found = None
+    for length in sorted({length for length, each in visits if each == way}, reverse=True):
+        if _median(visits[length, way]) >= _median(visits[length, "cold"]):
+            break
+        found = length
+    return found
+
+
+def _prefix_table(visits: dict[tuple[int, str], list[Visit]], sizes: Sizes) -> str:
+    lines = ["prefix  " + "".join(f"{way:>12}" for way in WAYS) + "   TTFT in ms, medians"]
+    for length in sizes.lengths:
+        if (length, "cold") not in visits:
+            continue
+        medians = {way: _median(visits[length, way]) for way in WAYS if (length, way) in visits}
+        wins = [way for way in ("host", "disk") if break_even(visits, way) == length]
+        cells = "".join(f"{1e3 * medians[way]:12,.1f}" if way in medians else f"{'-':>12}" for way in WAYS)
+        lines.append(f"{length:>6}  {cells}" + (f"   <- {', '.join(wins)} wins from here" if wins else ""))
+    return "\n".join(lines)
+
+
+def _ask(llm: LLM, prompt: list[int]) -> Visit:
+    """Returns when all copies that it set off have ended."""
+    output: RequestOutput = llm.generate({"prompt_token_ids": prompt}, SamplingParams(
+        temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False), use_tqdm=False)[0]
+    assert output.timings is not None
+    timings = output.timings
+    return Visit(timings.first_token - timings.arrived, timings.restore, output.sources.host, output.sources.disk)
+
+
+def _forget(llm: LLM, stored: bool = True, external: bool = False) -> None:
+    llm.engine.scheduler.kv.reset_prefix_cache(stored, external)
+
+
+def _prompt(length: int, seed: int) -> list[int]:
+    rng = random.Random(f"{length} {seed}")
+    return [rng.randrange(1, 500) for _ in range(length + TAIL)]
+
+
+def _token_bytes(config: dict[str, Any]) -> float:
+    itemsize = 4 if config["torch_dtype"] == "float32" else 2
+    return float(2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * itemsize)
+
+
+def _large_copy(device: str, size: int) -> float:
+    """Bytes a second of one copy from pinned memory to the device; on the CPU from memory to memory."""
+    source = torch.empty(size, dtype=torch.uint8, pin_memory=device == "cuda").fill_(1)
+    target = torch.empty(size, dtype=torch.uint8, device=device)
+    seconds = []
+    for _ in range(6):
+        _synchronize()
+        start = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        _synchronize()
+        seconds.append(time.perf_counter() - start)
+    return size / statistics.median(seconds[1:])
+
+
+# Decodes while others are spilled
+
+
+def measure_decodes(name: str, sizes: Sizes, repeats: int, deadline: float, report: Report, disk: str | None,
+                    enforce_eager: bool) -> None:
+    """Arms take turns, forward and backward, on the same load."""
+    tokens = sizes.decoder_prompt + sizes.steps + 3 * sizes.stream_gap + 64
+    held = sizes.decoders * -(-tokens // 16)
+    blocks = held + 6 * (-(-sizes.stream_prompt // 16) + 1)
+    flags: dict[str, Any] = {
+        "dtype": MODELS[name]["torch_dtype"], "max_model_len": max(tokens, sizes.stream_prompt + 16),
+        "max_num_seqs": sizes.decoders + 8, "max_num_batched_tokens": sizes.stream_chunk + sizes.decoders,
+        "num_gpu_blocks_override": blocks, "enforce_eager": enforce_eager}
+    host = int(4 * blocks * 16 * _token_bytes(MODELS[name])) + (64 << 20)
+    gaps: dict[str, list[list[float]]] = {"off": [], "spilling": []}
+    spilled: list[int] = []
+    roof = roofline(name, measure_rates("cuda" if torch.cuda.is_available() else "cpu", 1.0))
+    decode = [(1, sizes.decoder_prompt + sizes.steps // 2)] * sizes.decoders
+    limits = {50: roof.step(decode).seconds,
+              99: roof.step([*decode, (sizes.stream_chunk, sizes.stream_prompt // 2)]).seconds}
+    with opened(name, **flags) as off, opened(name, host_memory=str(host), **flags) as tiers:
+        arms = {"off": off, "spilling": tiers}
+        for llm in arms.values():
+            _decode_load(llm, sizes, seed=0)  # first-use costs, and a pool that is full from here on
+        for repeat in range(repeats):
+            if repeat and time.monotonic() > deadline:
+                print(f"{name}: no time for more than {repeat} repeats of the decodes", flush=True)
+                break
+            for arm in list(arms)[:: -1 if repeat % 2 else 1]:
+                store = tiers.engine.scheduler.kv.store
+                assert store is not None
+                before = store.spilled_blocks
+                gaps[arm].append(_decode_load(arms[arm], sizes, seed=1 + repeat))
+                if arm == "spilling":
+                    spilled.append(store.spilled_blocks - before)
+            report.put(_decode_figures(gaps, spilled, limits))
+
+
+def _decode_load(llm: LLM, sizes: Sizes, seed: int) -> list[float]:
+    """Seconds between tokens of requests that decode while prompts come in beside them and leave again."""
+    engine = llm.engine
+    rng = random.Random(seed)
+    patience = time.monotonic() + LOAD_SECONDS
+
+    def add(kind: str, index: int, length: int, outputs: int) -> Request:
+        params = SamplingParams(temperature=0.0, max_tokens=outputs, ignore_eos=True, detokenize=False)
+        request = Request(f"{kind} {index} of {seed}", [rng.randrange(1, 500) for _ in range(length)], params)
+        engine.scheduler.add(request)
+        return request
+
+    def step() -> list[Request]:
+        if time.monotonic() > patience:
+            raise TimeoutError(f"a load of {sizes.steps} steps took more than {LOAD_SECONDS:.0f} s")
+        steps = engine.num_steps
+        changed = engine.step()
+        if not changed and engine.num_steps == steps:
+            engine.wait(0.005)
+        return changed
+
+    decoders = [add("decoder", index, sizes.decoder_prompt, sizes.steps + 3 * sizes.stream_gap + 32)
+                for index in range(sizes.decoders)]
+    while not all(request.output_token_ids for request in decoders):
+        step()
+    last: dict[str, float] = {}
+    gaps: list[float] = []
+    gc.collect()
+    start = engine.num_steps
+    prompts = 0
+    while engine.num_steps < start + sizes.steps:
+        if (engine.num_steps - start) // sizes.stream_gap >= prompts:
+            add("prompt", prompts, sizes.stream_prompt, 1)
+            prompts += 1
+        changed = step()
+        now = time.perf_counter()
+        for request in changed:
+            if request in decoders:
+                if request.request_id in last:
+                    gaps.append(now - last[request.request_id])
+                last[request.request_id] = now
+    for request in [*engine.scheduler.running, *engine.scheduler.waiting]:
+        engine.scheduler.stop(request, "abort")
+    while engine.has_work:
+        step()
+    return gaps
+
+
+def _decode_figures(gaps: dict[str, list[list[float]]], spilled: list[int],
+                    limits: dict[int, float]) -> list[Figure]:
+    """`limits`: of a step that only decodes, and of one that takes in a piece of a prompt as well."""
+    figures = []
+    ranks: dict[tuple[str, int], list[float]] = {
+        (arm, rank): [1e3 * float(np.percentile(run, rank)) for run in runs] for arm, runs in gaps.items()
+        for rank in (50, 99)}
+    for rank in (50, 99):
+        off, spilling = ranks["off", rank], ranks["spilling", rank]
+        limit = 1e3 * limits[rank]
+        figures.append(Figure(f"decode ITL p{rank}, tiers off", "ms", off, limit, lower_is_better=True))
+        figures.append(Figure(f"decode ITL p{rank} while spilling", "ms", spilling, limit, lower_is_better=True,
+                              details={"blocks_spilled": spilled, "gaps": [len(run) for run in gaps["spilling"]]}))
+        ratios = [one / other for one, other in zip(spilling, off, strict=True)]
+        figures.append(Figure(f"decode ITL p{rank}, spilling over off", "x", ratios, 1.03, lower_is_better=True))
+    return figures
+
+
+def _median(visits: Sequence[Visit]) -> float:
+    return statistics.median(visit.first_token for visit in visits)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _give_back() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

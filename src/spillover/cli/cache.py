@@ -1,0 +1,160 @@
+"""`spill cache`: looks after the KV on a disk tier."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from spillover.cli.cache_warm import warm
+from spillover.errors import SpilloverError
+from spillover.units import format_bytes, parse_bytes, parse_seconds
+
+DAMAGED = 1  # exit code of `verify` that found something
+
+
+@click.group()
+def cache() -> None:
+    """Look after the KV on a disk tier.
+
+    \b
+    Examples:
+      spill cache ls /nvme/kv
+      spill cache verify /nvme/kv
+      spill cache prune /nvme/kv --older-than 7d
+      spill cache warm /nvme/kv:200GB --prompts prompts.jsonl
+    """
+
+
+cache.add_command(warm)
+
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+
+
+@cache.command()
+@click.argument("path")
+@_JSON
+def ls(path: str, as_json: bool) -> None:
+    """Show what a disk tier holds: a row for each model, type and layout. Reads only; a server may be using it.
+
+    \b
+    Example:
+      spill cache ls /nvme/kv
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from spillover.memory.tiers.inspect import list_caches
+
+    caches = list_caches(_folder(path))
+    if as_json:
+        Console().print_json(data=[{"identity": found.identity, "description": found.description,
+                                    "blocks": found.blocks, "bytes": found.nbytes, "last_use": found.last_use}
+                                   for found in caches])
+        return
+    if not caches:
+        click.echo(f"no KV in {_folder(path)}")
+        return
+    table = Table(caption=f"{sum(found.blocks for found in caches):,} blocks, "
+                          f"{format_bytes(sum(found.nbytes for found in caches))} on disk", caption_justify="left")
+    table.add_column("identity", no_wrap=True)
+    for heading in ("model", "type"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("block", "blocks", "on disk", "last used"):
+        table.add_column(heading, justify="right")
+    for found in caches:
+        about = found.description
+        table.add_row(found.identity[:8], about.get("model", "?"), _kind(about), f"{about.get('block_size', '?')} tok",
+                      f"{found.blocks:,}", format_bytes(found.nbytes), _ago(found.last_use))
+    Console().print(table)
+
+
+@cache.command()
+@click.argument("path")
+@click.option("--identity", default=None, help="Only this one of those that `ls` shows; its beginning will do.")
+@_JSON
+def verify(path: str, identity: str | None, as_json: bool) -> None:
+    """Read every block and compare checksums. Exits with 1 and names each record that is not as it was written.
+
+    Reads only; a server may be using the folder, and never loads a damaged block anyway.
+
+    \b
+    Example:
+      spill cache verify /nvme/kv
+    """
+    import json
+
+    from spillover.cli.progress import bytes_bar
+    from spillover.memory.tiers.inspect import verify as check
+
+    bad, checked, nbytes = [], 0, 0
+    with bytes_bar() as show:
+        for progress in check(_folder(path), identity):
+            checked, nbytes = progress.checked, progress.nbytes
+            show("Verifying", nbytes, nbytes * progress.total // checked)
+            if progress.bad is not None:
+                bad.append(progress.bad)
+    if as_json:
+        click.echo(json.dumps({"checked": checked, "bytes": nbytes, "bad": [
+            {"file": str(record.file), "offset": record.offset, "reason": record.reason,
+             "key": None if record.key is None else record.key.hex()} for record in bad]}))
+    else:
+        for record in bad:
+            key = "" if record.key is None else f", block {record.key.hex()}"
+            click.echo(f"{record.file} at byte {record.offset:,}{key}: {record.reason}")
+        click.echo(f"{checked:,} records, {format_bytes(nbytes)} read: "
+                   + (f"{len(bad):,} damaged" if bad else "all as they were written"))
+    if bad:
+        click.get_current_context().exit(DAMAGED)
+
+
+@cache.command()
+@click.argument("path")
+@click.option("--size", default=None, metavar="SIZE", help="Drop the least recently used blocks until so much is left.")
+@click.option("--older-than", default=None, metavar="TIME", help="Drop blocks that were not used for so long, e.g. 7d.")
+@click.option("--identity", default=None, help="Only this one of those that `ls` shows; alone, all of it goes.")
+@_JSON
+def prune(path: str, size: str | None, older_than: str | None, identity: str | None, as_json: bool) -> None:
+    """Drop blocks and give their space back to the disk. Refused while a server uses the folder.
+
+    \b
+    Examples:
+      spill cache prune /nvme/kv --size 50GB
+      spill cache prune /nvme/kv --identity 6001bb16
+    """
+    import json
+
+    from spillover.memory.tiers.prune import prune as drop
+
+    if size is None and older_than is None and identity is None:
+        raise SpilloverError("nothing was said to prune; give --size, --older-than or --identity")
+    pruned = drop(_folder(path), size=None if size is None else parse_bytes(size),
+                  older_than=None if older_than is None else parse_seconds(older_than), identity=identity)
+    if as_json:
+        click.echo(json.dumps({"blocks": pruned.blocks, "bytes": pruned.nbytes}))
+    else:
+        click.echo(f"{pruned.blocks:,} blocks dropped, {format_bytes(pruned.nbytes)} given back")
+
+
+def _folder(text: str) -> Path:
+    """A folder, also as `--disk` has it with its size behind it."""
+    path = Path(text).expanduser()
+    if not path.exists() and ":" in text:
+        from spillover.memory.budgets import parse_disk
+
+        return parse_disk(text).path
+    return path
+
+
+def _kind(about: dict[str, str]) -> str:
+    stored = next((about[name] for name in ("kv_cache_dtype", "spill_dtype") if about.get(name, "auto") != "auto"), "")
+    return f"{about.get('dtype', '?')}{', ' + stored if stored else ''}"
+
+
+def _ago(moment: float) -> str:
+    seconds = max(0.0, time.time() - moment)
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"

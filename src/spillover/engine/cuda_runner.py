@@ -1,0 +1,368 @@
+"""Runs batches on a CUDA device: nothing in a step waits for it, and steps that only decode are replayed from graphs.
+
+A step is one copy to the device, the model, the draw of the tokens, and one copy back with an event behind it; the host
+waits for that event alone, when it asks for the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from spillover.engine.batch import Batch, ScheduledRequest, StepResult
+from spillover.engine.cold_prefix import ColdStage
+from spillover.engine.graphs import Graphs, GraphStats
+from spillover.engine.runner import PromptRows, Runner, score, to_result
+from spillover.engine.sampler import SampledLogprobs, SamplingBatch, random_numbers, sample
+from spillover.engine.slots import Slots
+from spillover.engine.step_inputs import StepInputs
+from spillover.kernels.attention import AttentionBatch
+from spillover.kernels.triton.attention import DeviceWork
+from spillover.kernels.triton.decode_attention import DecodeScratch
+from spillover.kernels.triton.draw import draw
+from spillover.kernels.triton.pieces import FIELDS, decode_items, most_items, prefill_tiles
+from spillover.kernels.triton.stage import fill_tokens, update_tables
+from spillover.models.layers import Decoder, KVViews, ModelStep
+from spillover.models.weights import ResidentWeights
+
+FEW_UPDATES = 4096  # table entries that travel with the step; more of them have a copy of their own
+STEPS_KEPT = 4  # results on their way to the host, or there and not read yet
+
+i32, i64, f32, f64 = torch.int32, torch.int64, torch.float32, torch.float64
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """The most of a step, from the plan."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where a step's arrays lie in the inputs. All but `tiles` are the same for every step of as many rows."""
+
+    rows: int  # T, padding included
+    requests: int  # B
+    samples: int  # R
+    token_ids: int
+    positions: int
+    uniform: int
+    sources: int
+    row_of: int
+    query_start: int
+    seq_lens: int
+    slots: int
+    temperature: int
+    sample_rows: int
+    items: tuple[int, ...]  # one a layer group; the count, three numbers of nothing, then the items
+    tiles: int
+    num_tiles: int  # 0 where no request has several rows
+
+
+@dataclass(frozen=True)
+class _Work:
+    items: Sequence[ScheduledRequest]
+    places: _Places
+    sampled: list[int]  # items that draw a token
+    sampling: SamplingBatch | None  # None: every row is drawn by temperature alone
+    decodes: bool  # one row a request, and all of them draw: fit for a graph
+    prompt_rows: tuple[PromptRows, ...]
+
+
+class CudaStep:
+    """A launched batch; `result` waits for its last copy."""
+
+    def __init__(self, batch: Batch, work: _Work, drawn: npt.NDArray[np.int64], logprobs: SampledLogprobs | None,
+                 prompt: tuple[list[SampledLogprobs], ...], ended: torch.cuda.Event | None,
+                 decode: Callable[[int], str] | None) -> None:
+        self.batch = batch
+        self._work = work
+        self._drawn = drawn
+        self._logprobs = logprobs
+        self._prompt = prompt
+        self._ended = ended
+        self._decode = decode
+
+    def result(self) -> StepResult:
+        if self._ended is not None:
+            self._ended.synchronize()
+        work = self._work
+        drawn: list[int] = self._drawn[:len(work.sampled)].tolist()
+        if work.decodes and self._logprobs is None:
+            count = len(drawn)
+            return StepResult(list(drawn), [None] * count, [None] * count)
+        return to_result(work.items, work.sampled, drawn, self._logprobs, work.prompt_rows, self._prompt, self._decode)
+
+
+class CudaRunner(Runner):
+    def __init__(self, model: Decoder, weights: ResidentWeights, kv: KVViews, block_size: int, device: torch.device,
+                 limits: StepLimits, decode: Callable[[int], str] | None = None, kv_dtype: str = "auto",
+                 stage: ColdStage | None = None, graphs: bool = True, deterministic: bool = False) -> None:
+        """`deterministic`: all attention by the kernel that sums up a row in one order whatever the chunk it is in."""
+        super().__init__(model, weights, kv, block_size, device, decode, kv_dtype, stage)
+        config, groups = model.config, len(model.groups)
+        self._limits = limits
+        self._deterministic = deterministic
+        self._windows = [group.window for group in model.groups]
+        width = -(-limits.max_model_len // block_size) + 1
+        self._slots = Slots(2 * limits.max_num_seqs, groups, width, device)
+        self._most_items = most_items(limits.max_num_seqs, limits.max_model_len)
+        self._inputs = StepInputs(self._input_bytes(groups), device)
+        self._scratch = DecodeScratch.make(self._most_items, 2 * limits.max_num_seqs + 1, config.num_heads,
+                                           config.num_kv_heads, config.head_dim, device)
+        self._draws = torch.zeros(limits.max_num_seqs, dtype=i64, device=device)  # of the last step
+        cuda = device.type == "cuda"
+        if cuda:
+            torch.cuda.synchronize(device)  # all that was made so far is made on the default stream
+        self._queue = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
+        self._results = [torch.zeros(limits.max_num_seqs, dtype=i64, pin_memory=cuda) for _ in range(STEPS_KEPT)]
+        self._read: list[npt.NDArray[np.int64]] = [result.numpy() for result in self._results]
+        self._turn = 0
+        self._graphs = Graphs(device, limits.max_num_seqs) if graphs else None
+
+    def launch(self, batch: Batch) -> CudaStep:  # type: ignore[override]
+        # A stream of its own: the default one cannot be recorded.
+        with torch.inference_mode(), torch.cuda.stream(self._queue):
+            return self._launch(batch)
+
+    def capture(self) -> None:
+        """Record the graphs of plain decoding now, on padding alone; the largest first, whose memory all share."""
+        if self._graphs is None:
+            return
+        nothing = np.empty(0, dtype=np.int64)
+        with torch.inference_mode(), torch.cuda.stream(self._queue):
+            for size in reversed(self._graphs.sizes):
+                self._inputs.begin()
+                places = self._write((), nothing, nothing, nothing, [], size, nothing)
+                self._inputs.send()
+                self._graphs.run((size, True), partial(self._forward, places, True))
+
+    @property
+    def graph_stats(self) -> GraphStats | None:
+        return self._graphs.stats if self._graphs is not None else None
+
+    def sleep(self, blocks: Sequence[int]) -> None:
+        if self._graphs is not None:
+            self._graphs.clear()  # they hold the addresses of weights and KV
+        super().sleep(blocks)
+
+    def _launch(self, batch: Batch) -> CudaStep:
+        work = self._prepare(batch)
+        logprobs: SampledLogprobs | None = None
+        prompt: tuple[list[SampledLogprobs], ...] = ()
+        plain = work.sampling is None
+        hidden: Tensor | None
+        if work.decodes and self._graphs is not None:
+            key = (work.places.rows, plain)
+            hidden = self._graphs.run(key, partial(self._forward, work.places, plain))
+        else:
+            hidden = self._forward(work.places, plain, work.items)
+            prompt = tuple(score(self.model, self.weights, hidden, rows) for rows in work.prompt_rows)
+        if work.sampling is not None:
+            assert hidden is not None
+            rows = hidden[:len(work.sampled)] if work.decodes else hidden[self._sample_rows(work.places)]
+            sampled = sample(self.model.logits(rows, self.weights), work.sampling)
+            self._draws[:len(work.sampled)].copy_(sampled.token_ids)
+            logprobs = sampled.logprobs
+        return self._send_back(batch, work, logprobs, prompt)
+
+    def _forward(self, places: _Places, draws: bool, items: Sequence[ScheduledRequest] = ()) -> Tensor:
+        """The model on what lies at `places`; with `draws`, its rows are drawn by temperature. Recorded in graphs."""
+        view = self._inputs.view
+        token_ids = view(places.token_ids, i64, places.rows)
+        fill_tokens(token_ids, view(places.sources, i32, places.rows), self._draws)
+        cold = items[0] if items and items[0].cold else None
+        step = self._step(places, token_ids) if cold is None else self._cold_step(places, token_ids, cold)
+        hidden = self.model.forward(step, self.weights, self.kv)
+        if draws and places.samples:
+            rows = hidden if places.samples == places.rows else hidden[self._sample_rows(places)]
+            draw(self.model.logits(rows, self.weights), view(places.temperature, f32, places.samples),
+                 view(places.uniform, f64, places.samples), self._draws)
+        return hidden
+
+    def _step(self, places: _Places, token_ids: Tensor) -> ModelStep:
+        view = self._inputs.view
+        positions = view(places.positions, i64, places.rows)
+        batches = []
+        for group in range(len(self._windows)):
+            most = most_items(places.requests, self._limits.max_model_len)
+            work = DeviceWork(
+                items=None if self._deterministic else view(places.items[group] + 16, i32, most, FIELDS),
+                num_items=view(places.items[group], i32, 1),
+                tiles=view(places.tiles, i32, places.num_tiles, 2) if places.num_tiles else None,
+                slots=view(places.slots, i32, places.requests),
+                scratch=self._scratch,
+            )
+            batches.append(AttentionBatch(
+                query_start=view(places.query_start, i32, places.requests + 1),
+                seq_lens=view(places.seq_lens, i32, places.requests),
+                block_table=self._slots.tables[group],
+                positions=positions,
+                rows=view(places.row_of, i32, places.rows),
+                block_size=self._block_size,
+                max_query=0,
+                max_seq=0,
+                kv_dtype=self._kv_dtype,
+                work=work,
+            ))
+        return ModelStep(token_ids, positions, tuple(batches))
+
+    def _cold_step(self, places: _Places, token_ids: Tensor, item: ScheduledRequest) -> ModelStep:
+        """Of one request, longer than the pool, whose first blocks pass through a stage."""
+        (batch,) = self._step(places, token_ids).attention
+        slot = self._slots.slot(item)
+        cold = replace(batch, block_table=self._slots.tables[0, slot:slot + 1], max_query=item.count,
+                       max_seq=item.start + item.count, cold=self._cold([item]), work=None)
+        return ModelStep(token_ids, batch.positions, (cold,))
+
+    def _sample_rows(self, places: _Places) -> Tensor:
+        return self._inputs.view(places.sample_rows, i64, places.samples)
+
+    # The host's side
+
+    def _prepare(self, batch: Batch) -> _Work:
+        """Lay the batch out and send it."""
+        items = batch.items
+        slots, table_places, blocks = self._slots.take(items)
+        counts = np.array([item.count for item in items], dtype=np.int64)
+        starts = np.array([item.start for item in items], dtype=np.int64)
+        sampled = [i for i, item in enumerate(items) if item.samples]
+        prompt_rows = tuple(self._prompt_rows(items, _starts(counts))) if _scores_prompts(items) else ()
+        decodes = len(sampled) == len(items) == counts.sum() and not prompt_rows and not items[0].cold
+        size = len(items)
+        if decodes and self._graphs is not None:
+            size = self._graphs.size(len(items))
+        self._inputs.begin()
+        drawn = slots if decodes else slots[sampled]
+        places = self._write(items, slots, counts, starts, sampled, size, drawn)
+        self._slots.draw[slots] = -1
+        self._slots.draw[drawn] = np.arange(len(sampled), dtype=np.int32)
+        sent = len(blocks) <= FEW_UPDATES
+        updates = self._inputs.put(_updates(table_places, blocks), i32) if sent and blocks else None
+        self._inputs.send()
+        if updates is not None:
+            update_tables(self._slots.tables, self._inputs.view(updates, i32, 2 + 2 * len(blocks)), len(blocks))
+        elif blocks:
+            many = self._to_device(_updates(table_places, blocks))
+            update_tables(self._slots.tables, many, len(blocks))
+        sampling = None
+        if not self._slots.plain[drawn].all():
+            sampling = self._sampling([items[i] for i in sampled])
+        return _Work(items, places, sampled, sampling, decodes, prompt_rows)
+
+    def _write(self, items: Sequence[ScheduledRequest], slots: npt.NDArray[np.int64], counts: npt.NDArray[np.int64],
+               starts: npt.NDArray[np.int64], sampled: list[int], size: int,
+               drawn: npt.NDArray[np.int64]) -> _Places:
+        """`size`: requests with padding, which decode one token at position 0 of the dummy block."""
+        put, padding = self._inputs.put, size - len(items)
+        if padding:
+            counts, starts = np.pad(counts, (0, padding), constant_values=1), np.pad(starts, (0, padding))
+            slots = np.pad(slots, (0, padding), constant_values=self._slots.padding)
+        query_start = _starts(counts)
+        rows = int(query_start[-1])
+        requests = np.arange(size)
+        token_ids, sources = self._tokens(items, slots[:len(items)], rows, padding)
+        lengths = starts + counts
+        samples = size if len(sampled) == len(items) else len(sampled)
+        steps = np.array([items[i].step for i in sampled], dtype=np.uint64)
+        tiled = counts > (0 if self._deterministic else 1)
+        several = np.nonzero(tiled)[0]
+        tiles = prefill_tiles(several, counts[several])
+        return _Places(
+            rows=rows,
+            requests=size,
+            samples=samples,
+            token_ids=put(token_ids, i64),
+            positions=put(np.arange(rows) + np.repeat(starts - query_start[:-1], counts), i64),
+            uniform=put(_padded(random_numbers(self._slots.stream[drawn], steps), samples), f64),
+            sample_rows=put(_padded(query_start[1:][sampled] - 1, samples), i64),
+            sources=put(sources, i32),
+            row_of=put(np.repeat(requests, counts), i32),
+            query_start=put(query_start, i32),
+            seq_lens=put(lengths, i32),
+            slots=put(slots, i32),
+            temperature=put(_padded(self._slots.temperature[drawn], samples), f32),
+            tiles=put(tiles.ravel(), i32),
+            num_tiles=len(tiles),
+            items=tuple(self._write_items(query_start[:-1][~tiled], slots[~tiled], lengths[~tiled], size, window)
+                        for window in self._windows),
+        )
+
+    def _tokens(self, items: Sequence[ScheduledRequest], slots: npt.NDArray[np.int64], rows: int,
+                padding: int) -> tuple[npt.NDArray[np.int64] | list[int], npt.NDArray[np.int32]]:
+        """Token ids as far as the host knows them, and for each of the others its row among the last step's draws."""
+        if rows == len(items) + padding and all(item.pending for item in items):
+            sources = np.full(rows, -1, dtype=np.int32)
+            sources[:len(items)] = self._slots.draw[slots]
+            return np.zeros(rows, dtype=np.int64), sources
+        token_ids: list[int] = []
+        sources = np.full(rows, -1, dtype=np.int32)
+        for item, slot in zip(items, slots, strict=True):
+            known = item.request.token_ids
+            if item.pending:  # only the last row can be
+                token_ids += known[item.start:item.start + item.count - 1]
+                sources[len(token_ids)] = self._slots.draw[slot]
+                token_ids.append(0)
+            else:
+                token_ids += known[item.start:item.start + item.count]
+        return token_ids + [0] * padding, sources
+
+    def _write_items(self, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64],
+                     size: int, window: int | None) -> int:
+        items = decode_items(rows, slots, lengths, self.model.config.num_kv_heads, window)
+        room = FIELDS * most_items(size, self._limits.max_model_len)
+        return self._inputs.put(np.concatenate(([len(items), 0, 0, 0], items.ravel())), i32, 4 + room)
+
+    def _input_bytes(self, groups: int) -> int:
+        rows, requests = self._limits.max_num_batched_tokens, self._limits.max_num_seqs
+        tokens = max(rows, requests)
+        arrays = tokens * (8 + 8 + 4 + 4) + requests * (8 + 4 + 8 + 4 + 4 + 4) + 8 * (tokens + requests)
+        items = groups * 4 * (4 + FIELDS * self._most_items)
+        return arrays + items + 8 * FEW_UPDATES + 4096
+
+    def _send_back(self, batch: Batch, work: _Work, logprobs: SampledLogprobs | None,
+                   prompt: tuple[list[SampledLogprobs], ...]) -> CudaStep:
+        self._turn = (self._turn + 1) % STEPS_KEPT
+        count = len(work.sampled)
+        if count:
+            self._results[self._turn][:count].copy_(self._draws[:count], non_blocking=True)
+        if logprobs is not None:
+            logprobs = logprobs.to_pinned()
+        prompt = tuple([part.to_pinned() for part in parts] for parts in prompt)
+        ended = None
+        if self._device.type == "cuda":
+            ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ended.record()
+        return CudaStep(batch, work, self._read[self._turn], logprobs, prompt, ended, self._decode)
+
+
+def _starts(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    starts = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=starts[1:])
+    return starts
+
+
+def _padded(values: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
+    return values if len(values) == size else np.pad(values, (0, size - len(values)))
+
+
+def _updates(places: list[int], blocks: list[int]) -> npt.NDArray[np.int32]:
+    """As kernels.triton.stage.update_tables reads them."""
+    updates = np.empty(2 + 2 * len(blocks), dtype=np.int32)
+    updates[0], updates[1] = len(blocks), 0
+    updates[2::2], updates[3::2] = places, blocks
+    return updates
+
+
+def _scores_prompts(items: Sequence[ScheduledRequest]) -> bool:
+    return any(item.request.params.prompt_logprobs is not None for item in items)

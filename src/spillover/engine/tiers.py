@@ -1,0 +1,82 @@
+"""Puts the lower KV tiers together: the link to the device, host memory, disks and a remote store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from spillover.engine.cold_prefix import spill_codec
+from spillover.engine.config import EngineConfig
+from spillover.errors import SpilloverError
+from spillover.kernels.attention import KV_LAYOUT
+from spillover.memory.budgets import parse_disk
+from spillover.memory.link import DeviceLink
+from spillover.memory.link_cpu import CpuLink
+from spillover.memory.policies.admission import admission_policy
+from spillover.memory.store import SpillStore
+from spillover.memory.tiers.base import Tier
+from spillover.memory.tiers.disk import DiskTier
+from spillover.memory.tiers.disks import Disks
+from spillover.models.config import ModelConfig
+from spillover.plan.planner import Plan
+from spillover.plan.tiers import STAGING_BLOCKS, with_tier_rates
+
+DISK_READ = REMOTE_READ = 1e9  # bytes a second, until a load has been seen
+
+
+def make_store(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tensor, identity: bytes) -> SpillStore:
+    """What lies below the device, as the plan has it. Disks and links are timed, which takes a moment."""
+    link = _make_link(config, plan, model, pool)
+    wake = threading.Event()
+    timed = with_tier_rates(plan.tiers, plan.device, link.slot_bytes)
+    reads = {tier.name: tier.read for tier in reversed(timed) if tier.read is not None}
+    writes = {tier.name: tier.write for tier in reversed(timed) if tier.write is not None}
+    tiers = _make_tiers(config, plan, link.slot_bytes, identity, wake.set)
+    return SpillStore(
+        link,
+        tiers,
+        host_blocks=plan.host_blocks,
+        staging_blocks=STAGING_BLOCKS,
+        eager=config.spill == "eager",
+        admission=admission_policy(config.spill_admission),
+        rates={"disk": DISK_READ, "remote": REMOTE_READ, **reads},
+        link_rates={name: (writes.get(name), reads.get(name)) for name in reads},
+        wake=wake,
+    )
+
+
+def _make_link(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tensor) -> DeviceLink:
+    codec = spill_codec(config, model, pool, plan.block_size)
+    block_bytes = pool.stride(0) * pool.itemsize
+    if pool.device.type == "cuda":
+        from spillover.memory.link_cuda import CudaLink
+
+        # No fence: a block is copied only after the host has seen the end of every step that touched it.
+        return CudaLink(pool, codec, lambda: None)
+    return CpuLink(pool.view(-1).view(torch.uint8).numpy().data, block_bytes, codec)
+
+
+def _make_tiers(config: EngineConfig, plan: Plan, payload: int, identity: bytes,
+                wake: Callable[[], None]) -> list[Tier]:
+    description = {"model": plan.model, "dtype": plan.dtype, "kv_cache_dtype": config.kv_cache_dtype,
+                   "spill_dtype": config.spill_dtype, "block_size": str(plan.block_size), "layout": KV_LAYOUT}
+    tiers: list[Tier] = []
+    disks = []
+    try:
+        for text in config.disk:
+            budget = parse_disk(text)
+            disks.append(DiskTier(budget.path, budget.capacity_bytes, payload, identity, description, wake))
+        if disks:
+            tiers.append(disks[0] if len(disks) == 1 else Disks(disks))
+        if config.remote is not None:
+            from spillover.memory.tiers.remote import RemoteTier  # its client library only where it is used
+
+            tiers.append(RemoteTier(config.remote, payload, identity, wake))
+    except SpilloverError:
+        for disk in disks:
+            disk.close(0.0)
+        raise
+    return tiers

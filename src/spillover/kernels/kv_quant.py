@@ -1,0 +1,160 @@
+"""KV in one byte a value: float8 (e4m3fn) or int8 codes with one float32 scale for a token's head.
+
+A head of a block is block_size * head_dim codes in the order of the full-precision block (keys by dimension, values by
+token), then block_size little-endian scales: block_size * (head_dim + 4) bytes. value = code * scale, and scale = the
+largest magnitude over head_dim / the largest code. Codes are made by a true division, rounded to nearest, ties to even.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from spillover.kernels import native
+
+KV_DTYPES = ("fp8", "int8")
+SCALE_BYTES = 4
+QUANT_LAYOUT = "head:codes,token:f32-scale"
+_LARGEST = {"fp8": 448.0, "int8": 127.0}
+_CODE = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+def head_bytes(block_size: int, head_dim: int) -> int:
+    """One head of a block, keys or values."""
+    return block_size * (head_dim + SCALE_BYTES)
+
+
+def encode(x: Tensor, kv_dtype: str, dim: int = -1) -> tuple[Tensor, Tensor]:
+    """Codes (uint8, shaped as x) and scales (float32, without `dim`), one scale for all that lies along `dim`."""
+    x, largest = x.float(), _LARGEST[kv_dtype]
+    top = x.abs().amax(dim, keepdim=True)
+    scales = top / torch.full_like(top, largest)  # by a number, CUDA would multiply with its reciprocal
+    # Scale 0: zeros, or values so small that their scale is no float.
+    ratio = torch.where(scales > 0, x / scales, 0.0).clamp(-largest, largest)
+    codes = (ratio.round() if kv_dtype == "int8" else ratio).to(_CODE[kv_dtype])
+    return codes.view(torch.uint8), scales.squeeze(dim)
+
+
+def decode(codes: Tensor, scales: Tensor, kv_dtype: str, dim: int = -1) -> Tensor:
+    """In float32."""
+    return codes.view(_CODE[kv_dtype]).float() * scales.unsqueeze(dim)
+
+
+def views(quantised: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of [..., 2, Hk, head_bytes]: key codes [..., Hk, D, bs], their scales [..., Hk, bs], value codes
+    [..., Hk, bs, D], their scales. Writing to them writes to the block."""
+    head_dim = quantised.shape[-1] // block_size - SCALE_BYTES
+    size = block_size * head_dim
+    codes, scales = quantised[..., :size], quantised[..., size:].view(torch.float32)
+    keys = _split(codes[..., 0, :, :], head_dim, block_size)
+    values = _split(codes[..., 1, :, :], block_size, head_dim)
+    return keys, scales[..., 0, :, :], values, scales[..., 1, :, :]
+
+
+def encode_blocks(x: Tensor, block_size: int, kv_dtype: str) -> Tensor:
+    """x [..., 2, Hk, bs * D] of any float type -> [..., 2, Hk, head_bytes] uint8."""
+    head_dim = x.shape[-1] // block_size
+    out = torch.empty(*x.shape[:-1], head_bytes(block_size, head_dim), dtype=torch.uint8, device=x.device)
+    keys, key_scales, values, value_scales = views(out, block_size)
+    for source, order, dim, codes, scales in (
+        (x[..., 0, :, :], (head_dim, block_size), -2, keys, key_scales),
+        (x[..., 1, :, :], (block_size, head_dim), -1, values, value_scales),
+    ):
+        made = encode(_split(source, *order), kv_dtype, dim)
+        codes.copy_(made[0])
+        scales.copy_(made[1])
+    return out
+
+
+def decode_blocks(quantised: Tensor, block_size: int, kv_dtype: str, dtype: torch.dtype) -> Tensor:
+    """[..., 2, Hk, head_bytes] uint8 -> [..., 2, Hk, bs * D]."""
+    keys, key_scales, values, value_scales = views(quantised, block_size)
+    parts = (decode(keys, key_scales, kv_dtype, -2), decode(values, value_scales, kv_dtype, -1))
+    return torch.stack([part.flatten(-2) for part in parts], dim=-3).to(dtype)
+
+
+@dataclass(frozen=True)
+class KVCodec:
+    """Whole blocks [layers, 2, Hk, bs * D] of a full-precision pool to their quantised form and back, as bytes."""
+
+    layers: int
+    kv_heads: int
+    block_size: int
+    head_dim: int
+    dtype: torch.dtype  # of the pool
+    kv_dtype: str  # "fp8" | "int8"
+
+    @property
+    def block_bytes(self) -> int:
+        return math.prod(self._shape) * self.dtype.itemsize
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.layers * 2 * self.kv_heads * head_bytes(self.block_size, self.head_dim)
+
+    def encode(self, block: memoryview, slot: memoryview) -> None:
+        """From main memory to main memory, on this thread alone."""
+        self._check(block, slot)
+        if (library := self.native()) is not None:
+            library.encode_block(_address(block), _address(slot), *self.numbers)
+        else:
+            self._tensor(slot).copy_(self.encode_tensor(self._tensor(block)))
+
+    def decode(self, slot: memoryview, block: memoryview) -> None:
+        self._check(block, slot)
+        if (library := self.native()) is not None:
+            library.decode_block(_address(slot), _address(block), *self.numbers)
+        else:
+            self._tensor(block).copy_(self.decode_tensor(self._tensor(slot)))
+
+    @property
+    def one_layer(self) -> KVCodec:
+        """Of a layer's piece of these blocks."""
+        return replace(self, layers=1)
+
+    def encode_tensor(self, blocks: Tensor) -> Tensor:
+        """[..., block_bytes] uint8 -> [..., slot_bytes] uint8, on their device."""
+        x = _split(blocks.view(self.dtype), *self._shape)
+        return encode_blocks(x, self.block_size, self.kv_dtype).flatten(-4)
+
+    def decode_tensor(self, slots: Tensor) -> Tensor:
+        shape = (*self._shape[:-1], head_bytes(self.block_size, self.head_dim))
+        x = decode_blocks(_split(slots, *shape), self.block_size, self.kv_dtype, self.dtype)
+        return x.flatten(-4).view(torch.uint8)
+
+    @property
+    def _shape(self) -> tuple[int, int, int, int]:
+        return self.layers, 2, self.kv_heads, self.block_size * self.head_dim
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """As the native kernels take them."""
+        return self.layers, self.kv_heads, self.head_dim, self.block_size, int(self.kv_dtype == "fp8")
+
+    def native(self) -> ctypes.CDLL | None:
+        """The kernels where they apply: they take float32 and whole vectors of 8 tokens and 8 dimensions."""
+        if self.dtype is not torch.float32 or self.block_size % 8 or self.head_dim % 8:
+            return None
+        return native.library()
+
+    def _check(self, block: memoryview, slot: memoryview) -> None:
+        if block.nbytes != self.block_bytes or slot.nbytes != self.slot_bytes:
+            raise ValueError(f"blocks are {self.block_bytes} bytes and slots {self.slot_bytes}, "
+                             f"not {block.nbytes} and {slot.nbytes}")
+
+    @staticmethod
+    def _tensor(memory: memoryview) -> Tensor:
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _split(x: Tensor, *shape: int) -> Tensor:
+    """A view whose last dimension is cut into `shape`."""
+    return x.view(*x.shape[:-1], *shape)
+
+
+def _address(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

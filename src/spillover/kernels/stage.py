@@ -1,0 +1,48 @@
+"""One layer of blocks that wait in main memory, copied side by side to where attention reads them.
+
+Blocks pass through the stage a segment at a time. A segment is of whole splits, so that attention over segments has the
+bits of attention over resident blocks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from spillover.kernels import native
+from spillover.kernels.attention import split_blocks
+from spillover.kernels.kv_quant import KVCodec
+
+# Positions of a segment. On a CPU it stays in the cache between its copy and its use; a CUDA device wants large copies.
+SEGMENT_POSITIONS = {"cpu": 1024, "cuda": 4096}
+SEGMENTS = 2  # one is attended while the next is copied
+
+
+def segment_blocks(block_size: int, device: str) -> int:
+    split = split_blocks(block_size)
+    return max(1, SEGMENT_POSITIONS[device] // (split * block_size)) * split
+
+
+def stage_blocks(blocks: Tensor, layer: int, stage: Tensor, codec: KVCodec | None) -> None:
+    """blocks [n] int64, addresses in main memory; stage [n, 2, Hk, size] on the CPU, laid out as a layer of the pool.
+    `codec`: what the blocks are narrowed with, where the pool is not."""
+    library, count = native.library(), len(blocks)
+    if codec is None:
+        piece = stage[0].nbytes
+        if library is not None:
+            library.stage_blocks(blocks.data_ptr(), layer * piece, piece, count, stage.data_ptr())
+            return
+        for place, block in enumerate(blocks.tolist()):
+            ctypes.memmove(stage.data_ptr() + place * piece, block + layer * piece, piece)
+        return
+    codec = codec.one_layer
+    if (library := codec.native()) is not None:
+        offset = layer * codec.slot_bytes
+        library.stage_decoded(blocks.data_ptr(), offset, count, stage.data_ptr(), *codec.numbers[1:])
+        return
+    for place, block in enumerate(blocks.tolist()):
+        codes = (ctypes.c_uint8 * codec.slot_bytes).from_address(block + layer * codec.slot_bytes)
+        decoded = codec.decode_tensor(torch.frombuffer(codes, dtype=torch.uint8))
+        stage[place].view(-1).view(torch.uint8).copy_(decoded)

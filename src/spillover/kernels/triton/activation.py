@@ -1,0 +1,58 @@
+"""The gated activations between the two products of an MLP."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from spillover.kernels.triton.launch import early
+
+_BLOCK = 1024
+ALPHA = tl.constexpr(1.702)  # as kernels.activation.SWIGLU_ALPHA
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """x [T, 2I], the gate in the first half -> silu(gate) * up [T, I]."""
+    return _gated(x, 0.0, clamped=False)
+
+
+def clamped_swiglu(x: Tensor, limit: float) -> Tensor:
+    """x [T, 2I], gate and up interleaved and clamped -> (up + 1) * gate * sigmoid(1.702 * gate) [T, I]."""
+    return _gated(x, limit, clamped=True)
+
+
+def _gated(x: Tensor, limit: float, clamped: bool) -> Tensor:
+    x = x.contiguous()
+    rows, width = x.shape[0], x.shape[1] // 2
+    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    if rows:
+        _gate[(rows, triton.cdiv(width, _BLOCK))](
+            x, out, limit, width, CLAMPED=clamped, BLOCK=_BLOCK, num_warps=4, **early(x.device)
+        )
+    return out
+
+
+@triton.jit
+def _gate(x_ptr, out_ptr, limit, width, CLAMPED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    dtype = out_ptr.dtype.element_ty
+    if CLAMPED:
+        both = tl.load(x_ptr + row * 2 * width + 2 * column[:, None] + tl.arange(0, 2)[None, :],
+                       mask=inside[:, None], other=0.0).to(tl.float32)
+        gate, up = tl.split(both)
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        result = (up + 1) * (gate * tl.sigmoid(gate * ALPHA))
+    else:
+        gate = tl.load(x_ptr + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x_ptr + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+        result = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up
+    tl.store(out_ptr + row * width + column, result.to(dtype), mask=inside)

@@ -1,0 +1,68 @@
+"""Attention of a whole batch: requests with one new token by one kernel, those with more by another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spillover.kernels.triton.decode_attention import DecodeScratch, decode_attention
+from spillover.kernels.triton.pieces import decode_items, prefill_tiles
+from spillover.kernels.triton.prefill_attention import prefill_attention
+from spillover.kernels.triton.rope_store import store
+
+if TYPE_CHECKING:
+    from spillover.kernels.attention import AttentionBatch
+
+
+@dataclass(frozen=True)
+class DeviceWork:
+    """How a batch is cut into programs. Made by the host, which knows every length, once a step and layer group."""
+
+    items: Tensor | None  # [I, FIELDS] int32 of requests with one new token (pieces.decode_items); None: there are none
+    num_items: Tensor | None  # [1] int32: how many of them count
+    tiles: Tensor | None  # [tiles, 2] int32 of requests with more new tokens; None: there are none
+    slots: Tensor | None  # [B] int32, each request's row of the block table; None: its own index
+    scratch: DecodeScratch | None
+
+
+def attention(
+    q: Tensor, kv_layer: Tensor, batch: AttentionBatch, scale: float, window: int | None, sinks: Tensor | None
+) -> Tensor:
+    """As `kernels.attention.attention`."""
+    work = batch.work or make_work(batch, q.shape[1], kv_layer.shape[2], q.shape[2], window)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if work.items is not None and work.num_items is not None and work.scratch is not None:
+        decode_attention(q, kv_layer, out, work.items, work.num_items, batch.block_table, batch.block_size,
+                         work.scratch, scale, window, sinks, batch.kv_dtype)
+    if work.tiles is not None:
+        prefill_attention(q, kv_layer, out, work.tiles, batch.query_start, batch.seq_lens, work.slots,
+                          batch.block_table, batch.block_size, scale, window, sinks, batch.kv_dtype)
+    return out
+
+
+def store_kv(k: Tensor, v: Tensor, kv_layer: Tensor, batch: AttentionBatch) -> None:
+    """As `kernels.attention.store_kv`."""
+    slots = None if batch.work is None else batch.work.slots
+    store(k, v, batch.positions, batch.rows, slots, batch.block_table, kv_layer, batch.block_size, batch.kv_dtype)
+
+
+def make_work(batch: AttentionBatch, heads: int, kv_heads: int, dim: int, window: int | None) -> DeviceWork:
+    """For a batch that came without: waits for the device to know the lengths."""
+    device = batch.seq_lens.device
+    starts = batch.query_start.cpu().numpy().astype(np.int64)
+    counts = np.diff(starts)
+    lengths = batch.seq_lens.cpu().numpy().astype(np.int64)
+    single, several = np.nonzero(counts == 1)[0], np.nonzero(counts > 1)[0]
+    items = torch.from_numpy(decode_items(starts[single], single, lengths[single], kv_heads, window)).to(device)
+    tiles = torch.from_numpy(prefill_tiles(several, counts[several])).to(device)
+    return DeviceWork(
+        items=items if len(items) else None,
+        num_items=torch.tensor([len(items)], dtype=torch.int32, device=device),
+        tiles=tiles if len(tiles) else None,
+        slots=None,
+        scratch=DecodeScratch.make(len(items), len(counts), heads, kv_heads, dim, device),
+    )

@@ -1,0 +1,38 @@
+"""KV in eight bits: value = code * scale, one float32 scale a token and head, as `kernels.kv_quant` writes it."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+CODES = {"auto": 0, "fp8": 1, "int8": 2}  # as the kernels know them
+
+# Adding and taking away 1.5 * 2**23 rounds a float32 of this size to a whole number, halves to even.
+_ROUNDER = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def encode(value, scale, CODES: tl.constexpr):
+    """float32 -> uint8, to the nearest code, halves to even; a scale for each value. A scale of 0 means all zeros."""
+    divided = tl.where(scale > 0, tl.div_rn(value, tl.where(scale > 0, scale, 1.0)), 0.0)
+    if CODES == 1:
+        size = tl.minimum(tl.abs(divided), 448.0)
+        bits = size.to(tl.int32, bitcast=True)
+        # Three bits of the mantissa stay; the exponent's bias is 7, not 127. Below 2**-6 codes are evenly spaced.
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+        small = ((size * 512.0 + _ROUNDER) - _ROUNDER).to(tl.int32)
+        code = tl.where(size < 0.015625, small, normal) | tl.where(divided < 0, 128, 0)
+    else:
+        whole = (divided + _ROUNDER) - _ROUNDER
+        code = tl.minimum(tl.maximum(whole, -127.0), 127.0).to(tl.int32)
+    return (code & 255).to(tl.uint8)
+
+
+@triton.jit
+def decode(code, dtype: tl.constexpr, CODES: tl.constexpr):
+    """uint8 -> the code's value in `dtype`; all of them are exact in bfloat16 and float16."""
+    if CODES == 1:
+        value = code.to(tl.float8e4nv, bitcast=True).to(dtype)
+    else:
+        value = code.to(tl.int8, bitcast=True).to(dtype)
+    return value

@@ -1,0 +1,239 @@
+"""Paged attention of one query a request: `pieces` tells how a sequence is cut.
+
+All query heads of a key head form one tile. Where the pieces of a sequence have programs of their own, each leaves its
+sums behind and the one that finishes last adds them up in their order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from spillover.kernels.triton import pieces
+from spillover.kernels.triton.codes import CODES, decode
+from spillover.kernels.triton.launch import early
+
+PROGRAMS = 132 * 16  # most of a launch; each takes every so many-th item
+WARPS, STAGES = 4, 2  # what lets most programs share a multiprocessor
+_LOG2E = tl.constexpr(1.4426950408889634)
+_FIELDS = tl.constexpr(pieces.FIELDS)
+
+
+@dataclass(frozen=True)
+class DecodeScratch:
+    """Where pieces leave their sums, for up to `items` items of sequences in `slots` slots. One launch at a time."""
+
+    sums: Tensor  # [items, H, D] float32
+    stats: Tensor  # [items, H, 2] float32: largest score, sum of weights
+    finished: Tensor  # [slots * Hk] int32: pieces of a sequence that are done; 0 between launches
+
+    @staticmethod
+    def make(items: int, slots: int, heads: int, kv_heads: int, dim: int, device: torch.device) -> DecodeScratch:
+        return DecodeScratch(
+            torch.empty(items, heads, dim, device=device),
+            torch.empty(items, heads, 2, device=device),
+            torch.zeros(slots * kv_heads, dtype=torch.int32, device=device),
+        )
+
+
+def decode_attention(
+    q: Tensor,
+    kv_layer: Tensor,
+    out: Tensor,
+    items: Tensor,
+    num_items: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    scratch: DecodeScratch,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    kv_dtype: str = "auto",
+) -> None:
+    """Fills the rows of `out` [T, H, D] that `items` [I, FIELDS] int32 name; `num_items` [1] says how many count."""
+    _, heads, dim = q.shape
+    kv_heads = kv_layer.shape[2]
+    group = heads // kv_heads
+    _decode_attention[(min(PROGRAMS, items.shape[0] * kv_heads),)](
+        q, kv_layer, out, scratch.sums, scratch.stats, scratch.finished, items, num_items, block_table,
+        out if sinks is None else sinks, q.stride(0), block_table.stride(0), kv_layer.stride(0), kv_layer.stride(1),
+        kv_layer.stride(2), scale,
+        KV_HEADS=kv_heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)),
+        FEW=triton.next_power_of_2(group), DIM=dim, PADDED=max(16, triton.next_power_of_2(dim)), BLOCK=block_size,
+        TILE=pieces.TILE, WINDOW=window or 0, SINKS=sinks is not None, CODES=CODES[kv_dtype], num_warps=WARPS,
+        num_stages=STAGES, **early(q.device),
+    )
+
+
+@triton.jit
+def _decode_attention(
+    q_ptr, kv_ptr, out_ptr, sums_ptr, stats_ptr, finished_ptr, items_ptr, num_items_ptr, table_ptr, sinks_ptr,
+    q_stride, table_stride, block_stride, kv_stride, head_stride, scale,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr, DIM: tl.constexpr,
+    PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    CODES: tl.constexpr, EARLY: tl.constexpr,
+):
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    # Keys of a block lie side by side: this is how far, for the compiler to load them as vectors.
+    RUN: tl.constexpr = BLOCK if BLOCK < TILE else TILE
+    d = tl.arange(0, PADDED)
+    member = tl.arange(0, ROWS)
+    real = (member[:, None] < GROUP) & (d[None, :] < DIM)
+    dtype = q_ptr.dtype.element_ty
+    factor = scale * _LOG2E
+    total = tl.load(num_items_ptr) * KV_HEADS
+    for work in range(tl.program_id(0), total, tl.num_programs(0)):
+        index = work // KV_HEADS
+        kv_head = work % KV_HEADS
+        item = items_ptr + index * _FIELDS
+        row = tl.load(item).to(tl.int64)
+        slot = tl.load(item + 1)
+        begin = tl.load(item + 2)
+        end = tl.load(item + 3)
+        oldest = tl.load(item + 4)
+        size = tl.load(item + 5)
+        parts = tl.load(item + 6)
+        part = tl.load(item + 7)
+        head = kv_head * GROUP + member  # [ROWS]
+        q = tl.load(q_ptr + row * q_stride + head[:, None] * DIM + d[None, :], mask=real, other=0.0)
+        table = table_ptr + slot.to(tl.int64) * table_stride
+        slab = kv_ptr + kv_head * head_stride
+
+        # Of the whole, and of the piece that is being read.
+        highest = tl.full([ROWS], float("-inf"), tl.float32)
+        weight = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, PADDED], tl.float32)
+        piece_highest = tl.full([ROWS], float("-inf"), tl.float32)
+        piece_weight = tl.zeros([ROWS], tl.float32)
+        piece_acc = tl.zeros([ROWS, PADDED], tl.float32)
+        for start in range(begin, end, TILE):
+            n = start + tl.arange(0, TILE)
+            seen = n < end
+            block = tl.load(table + n // BLOCK, mask=seen, other=0).to(tl.int64)
+            inside = block * block_stride + n % BLOCK  # [TILE]
+            # Keys are read without a mask, which would cut the vectors: what is not seen gets no weight.
+            places = tl.max_contiguous(tl.multiple_of(inside[None, :] + d[:, None] * BLOCK, [1, RUN]), [1, RUN])
+            if DIM == PADDED:
+                k = tl.load(slab + places)  # [PADDED, TILE]
+            else:
+                k = tl.load(slab + places, mask=d[:, None] < DIM, other=0)
+            values = block * block_stride + kv_stride + (n % BLOCK) * DIM
+            if WINDOW > 0:
+                seen = seen & (n >= oldest)
+            v = tl.load(slab + values[:, None] + d[None, :], mask=seen[:, None] & (d[None, :] < DIM), other=0)
+            if CODES > 0:
+                k = decode(k, dtype, CODES)
+                v = decode(v, dtype, CODES)
+            scores = tl.dot(q, k, input_precision="ieee")  # [ROWS, TILE]
+            if CODES > 0:
+                scores *= scales(slab, block * block_stride, n % BLOCK, seen, BLOCK, DIM)[None, :]
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+            higher = tl.maximum(piece_highest, tl.max(scores, 1) * factor)
+            shrink = tl.exp2(piece_highest - higher)
+            p = tl.exp2(scores * factor - higher[:, None])
+            piece_weight = piece_weight * shrink + tl.sum(p, 1)
+            if CODES > 0:
+                p *= scales(slab + kv_stride, block * block_stride, n % BLOCK, seen, BLOCK, DIM)[None, :]
+            piece_acc = tl.dot(p.to(dtype), v, piece_acc * shrink[:, None], input_precision="ieee")
+            piece_highest = higher
+            # Chosen rather than branched on, so that the next tiles' loads stay on their way.
+            ends = ((start + TILE - begin) % size == 0) | (start + TILE >= end)
+            new_highest, new_weight, new_acc = _add(highest, weight, acc, piece_highest, piece_weight, piece_acc)
+            highest = tl.where(ends, new_highest, highest)
+            weight = tl.where(ends, new_weight, weight)
+            acc = tl.where(ends, new_acc, acc)
+            piece_highest = tl.where(ends, float("-inf"), piece_highest)
+            piece_weight = tl.where(ends, 0.0, piece_weight)
+            piece_acc = tl.where(ends, 0.0, piece_acc)
+
+        if parts == 1:
+            _finish(highest, weight, acc, head, member < GROUP, d, out_ptr + row * (HEADS * DIM), sinks_ptr, DIM, SINKS)
+        else:
+            place = (index * HEADS + head).to(tl.int64)  # [ROWS]
+            tl.store(sums_ptr + place[:, None] * DIM + d[None, :], acc, mask=real)
+            tl.store(stats_ptr + place * 2, highest, mask=member < GROUP)
+            tl.store(stats_ptr + place * 2 + 1, weight, mask=member < GROUP)
+            tl.debug_barrier()  # all of this program's sums are written before it says so
+            counter = finished_ptr + slot * KV_HEADS + kv_head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
+                tl.store(counter, 0)
+                tl.debug_barrier()
+                first = (index - part) * KV_HEADS + kv_head
+                _add_up(sums_ptr, stats_ptr, first, parts, kv_head, d, out_ptr + row * (HEADS * DIM), sinks_ptr,
+                        KV_HEADS, GROUP, FEW, DIM, PADDED, SINKS)
+
+
+@triton.jit
+def _add_up(sums_ptr, stats_ptr, first, parts, kv_head, d, out_ptr, sinks_ptr, KV_HEADS: tl.constexpr,
+            GROUP: tl.constexpr, FEW: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, SINKS: tl.constexpr):
+    """What the pieces of a sequence have left for one key head, in their order."""
+    member = tl.arange(0, FEW)
+    there = member < GROUP
+    place = (first * GROUP + member).to(tl.int64)
+    highest = tl.full([FEW], float("-inf"), tl.float32)
+    weight = tl.zeros([FEW], tl.float32)
+    acc = tl.zeros([FEW, PADDED], tl.float32)
+    STEP: tl.constexpr = KV_HEADS * GROUP
+    for piece in range(0, parts, 4):  # four at a time are on their way
+        h0, w0, a0 = _left(sums_ptr, stats_ptr, place, piece < parts, there, d, DIM)
+        h1, w1, a1 = _left(sums_ptr, stats_ptr, place + STEP, piece + 1 < parts, there, d, DIM)
+        h2, w2, a2 = _left(sums_ptr, stats_ptr, place + 2 * STEP, piece + 2 < parts, there, d, DIM)
+        h3, w3, a3 = _left(sums_ptr, stats_ptr, place + 3 * STEP, piece + 3 < parts, there, d, DIM)
+        highest, weight, acc = _add(highest, weight, acc, h0, w0, a0)
+        highest, weight, acc = _add(highest, weight, acc, h1, w1, a1)
+        highest, weight, acc = _add(highest, weight, acc, h2, w2, a2)
+        highest, weight, acc = _add(highest, weight, acc, h3, w3, a3)
+        place += 4 * STEP
+    _finish(highest, weight, acc, kv_head * GROUP + member, there, d, out_ptr, sinks_ptr, DIM, SINKS)
+
+
+@triton.jit
+def _finish(highest, weight, acc, head, there, d, out_ptr, sinks_ptr, DIM: tl.constexpr, SINKS: tl.constexpr):
+    if SINKS:
+        sink = tl.load(sinks_ptr + head, mask=there, other=0.0).to(tl.float32) * _LOG2E
+        higher = tl.maximum(highest, sink)
+        mine = tl.exp2(highest - higher)
+        weight = tl.fma(weight, mine, tl.exp2(sink - higher))
+        acc = acc * mine[:, None]
+    result = tl.div_rn(acc, weight[:, None] + tl.zeros_like(acc))
+    tl.store(out_ptr + head[:, None] * DIM + d[None, :], result.to(out_ptr.dtype.element_ty),
+             mask=there[:, None] & (d[None, :] < DIM))
+
+
+@triton.jit
+def _add(highest, weight, acc, more_highest, more_weight, more_acc):
+    """The sums of more keys to those so far. What is rounded when is said, so that it is the same wherever it is done.
+
+    `more_highest` of minus infinity, with zeros beside it, adds nothing; not for the first.
+    """
+    higher = tl.maximum(highest, more_highest)
+    mine, theirs = tl.exp2(highest - higher), tl.exp2(more_highest - higher)
+    weight = tl.fma(weight, mine, more_weight * theirs)
+    acc = tl.fma(acc, mine[:, None] + tl.zeros_like(acc), more_acc * theirs[:, None])
+    return higher, weight, acc
+
+
+@triton.jit
+def _left(sums_ptr, stats_ptr, place, exists, there, d, DIM: tl.constexpr):
+    """What a piece has left at `place` [FEW]. From beyond the first cache: another multiprocessor wrote it."""
+    wanted = there & exists
+    highest = tl.load(stats_ptr + place * 2, mask=wanted, other=float("-inf"), cache_modifier=".cg")
+    weight = tl.load(stats_ptr + place * 2 + 1, mask=wanted, other=0.0, cache_modifier=".cg")
+    acc = tl.load(sums_ptr + place[:, None] * DIM + d[None, :], mask=wanted[:, None] & (d[None, :] < DIM), other=0.0,
+                  cache_modifier=".cg")
+    return tl.where(there, highest, 0.0), weight, acc  # padding rows are numbers too
+
+
+@triton.jit
+def scales(slab, block_offset, token, seen, BLOCK: tl.constexpr, DIM: tl.constexpr):
+    """float32 scales [TILE] of tokens in quantised slabs: they lie behind the codes."""
+    pointers = (slab + block_offset + BLOCK * DIM).to(tl.pointer_type(tl.float32))
+    return tl.load(pointers + token, mask=seen, other=0.0)

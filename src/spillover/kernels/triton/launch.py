@@ -1,0 +1,26 @@
+"""Launches that begin before the kernel ahead of them has ended, where the device can (compute capability 9 and on).
+
+A kernel launched so waits inside before it touches what other kernels wrote, and lets the next one begin at once. What
+is read before the wait can only be what no kernel of the step writes: weights.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+ALLOWED = True
+
+
+def early(device: torch.device) -> dict[str, Any]:
+    """Arguments for a launch on this device: a kernel's EARLY, and the launcher's own."""
+    if ALLOWED and device.type == "cuda" and _capable(device):
+        return {"EARLY": True, "launch_pdl": True}
+    return {"EARLY": False}
+
+
+@cache
+def _capable(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] >= 9

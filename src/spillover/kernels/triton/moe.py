@@ -1,0 +1,158 @@
+"""A mixture of experts on a CUDA device, from the router's scores to the weighted sum.
+
+Two paths, chosen by the number of tokens alone:
+
+- up to FEW_TOKENS: a program streams its share of one (token, expert) pair's weights; nothing is sorted, and the second
+  product adds a token's experts up as it goes;
+- above: pairs are sorted by expert on the device, and tiles of rows that share an expert go through the tensor cores.
+
+A row's result depends on the row alone within a path: its sums over k have one order, and its experts are added in the
+router's order. Between the paths results differ in rounding: the first rounds share * h to the activation's type and
+adds the experts in float32, the second rounds h and each expert's output. Small tiles of unpacked weights go through
+mma.sync and the others through wgmma, whose sums may differ in their last bits; `fixed` keeps to tiles and to wgmma,
+where the size of a tile makes no difference.
+No shape depends on the routing and the host never waits, so a CUDA graph can hold all of it: grids are as large as the
+worst routing needs, and programs without work leave at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+
+from spillover.kernels.moe import Experts
+from spillover.kernels.triton.moe_experts import down_pairs, down_tiles, gate_up_pairs, gate_up_tiles
+from spillover.kernels.triton.moe_product import FORMATS
+from spillover.kernels.triton.moe_routing import combine, route, sort_by_expert
+
+FEW_TOKENS = 8
+ARRIVALS = 1 << 16  # token times tile of columns, at most
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a product is cut: rows of activations and of weights, depth of a step; warps and stages that do it."""
+
+    tokens: int
+    rows: int
+    depth: int
+    warps: int
+    stages: int
+
+
+def mixture(
+    x: Tensor,
+    scores: Tensor,
+    first: Experts,
+    second: Experts,
+    k: int,
+    renormalize: bool,
+    limit: float | None = None,
+    fixed: bool = False,
+    few_tokens: int = FEW_TOKENS,
+    tiles: tuple[Tile, Tile] | None = None,
+) -> Tensor:
+    """x [T, H], scores [T, E] -> [T, H]: every token through the k experts it scores highest.
+
+    `first` [E, 2I, H] and `second` [E, H, I] are the experts' two products. With a `limit` the activation is the
+    clamped SwiGLU over rows of gate and up in turn, without it SiLU-mul over gate rows and then up rows. `fixed`: a
+    row's result is the same bits whatever the number of rows.
+    """
+    tokens = x.shape[0]
+    if tokens == 0:
+        return torch.empty_like(x)
+    ids, shares, x_ready = route(scores, x, k, renormalize, first.format)
+    if tokens <= few_tokens and not fixed:
+        return _few(x_ready, ids, shares, first, second, limit, x.dtype, tiles or few_tiles(first.format))
+    chosen = tiles or many_tiles(first.format, tokens * k / first.count, fixed)
+    return _many(x_ready, ids, shares, first, second, limit, x.dtype, chosen)
+
+
+def few_tiles(weight_format: str) -> tuple[Tile, Tile]:
+    """For the two products of a few tokens.
+
+    Fewer than four warps: the compiler then keeps to mma.sync, whose operands unpack with fewer instructions than
+    those of wgmma.
+    """
+    depth = {"dense": 128, "fp8": 256, "mxfp4": 256}[weight_format]
+    return Tile(1, 16, depth, 2, 4), Tile(1, 32, depth, 2, 4)
+
+
+def many_tiles(weight_format: str, pairs_an_expert: float, fixed: bool = False) -> tuple[Tile, Tile]:
+    """For the two products, by the rows that an expert gets on average. `fixed`: only those that agree to the bit."""
+    depth = {"dense": 64, "fp8": 128, "mxfp4": 128}[weight_format]
+    tokens = 16
+    while tokens < 128 and tokens < 1.5 * pairs_an_expert:
+        tokens *= 2
+    if tokens <= 32:
+        warps = 4 if fixed or weight_format == "dense" else 2
+        return Tile(tokens, 32, depth, warps, 4), Tile(tokens, 64, depth, warps, 4)
+    return Tile(tokens, 64, depth, 8 if tokens == 128 else 4, 3), Tile(tokens, 128, depth, 8 if tokens == 128 else 4, 3)
+
+
+def _few(
+    x: Tensor, ids: Tensor, shares: Tensor, first: Experts, second: Experts, limit: float | None, dtype: torch.dtype,
+    tiles: tuple[Tile, Tile],
+) -> Tensor:
+    pairs, k = ids.numel(), ids.shape[1]
+    hidden, inner = x.shape[1], second.width
+    h = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
+    tile = tiles[0]
+    gate_up_pairs[(pairs * triton.cdiv(inner, tile.rows),)](
+        x, first.values, _or(first.scales, x), _or(first.bias, x), ids, shares, h, limit or 0.0, hidden,
+        HIDDEN=hidden, INNER=inner, TOP_K=k, FORMAT=FORMATS[first.format], DOWN_FORMAT=FORMATS[second.format],
+        CLAMPED=limit is not None, BIAS=first.bias is not None, BLOCK_N=tile.rows, BLOCK_K=tile.depth,
+        STAGES=tile.stages, num_warps=tile.warps,
+    )
+    tile = tiles[1]
+    arrivals = _arrivals(x.device)
+    assert ids.shape[0] * triton.cdiv(hidden, tile.rows) <= ARRIVALS
+    parts = torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
+    out = torch.empty(ids.shape[0], hidden, dtype=dtype, device=x.device)
+    down_pairs[(pairs * triton.cdiv(hidden, tile.rows),)](
+        h, second.values, _or(second.scales, h), _or(second.bias, h), ids, shares, parts, arrivals, out, inner,
+        HIDDEN=hidden, INNER=inner, TOP_K=k, FORMAT=FORMATS[second.format], BIAS=second.bias is not None,
+        BLOCK_N=tile.rows, BLOCK_K=tile.depth, STAGES=tile.stages, num_warps=tile.warps,
+    )
+    return out
+
+
+def _many(
+    x: Tensor, ids: Tensor, shares: Tensor, first: Experts, second: Experts, limit: float | None, dtype: torch.dtype,
+    tiles: tuple[Tile, Tile],
+) -> Tensor:
+    pairs, k = ids.numel(), ids.shape[1]
+    hidden, inner = x.shape[1], second.width
+    tile = tiles[0]
+    assert tile.tokens == tiles[1].tokens, "both products go over the same tiles"
+    order, places = sort_by_expert(ids, first.count, tile.tokens)
+    h = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
+    gate_up_tiles[(len(places) * triton.cdiv(inner, tile.rows),)](
+        x, first.values, _or(first.scales, x), _or(first.bias, x), places, order, h, limit or 0.0, hidden,
+        HIDDEN=hidden, INNER=inner, TOP_K=k, FORMAT=FORMATS[first.format], DOWN_FORMAT=FORMATS[second.format],
+        CLAMPED=limit is not None, BIAS=first.bias is not None, TILE=tile.tokens, BLOCK_N=tile.rows,
+        BLOCK_K=tile.depth, STAGES=tile.stages, num_warps=tile.warps,
+    )
+    tile = tiles[1]
+    rows = torch.empty(pairs, hidden, dtype=dtype, device=x.device)
+    down_tiles[(len(places) * triton.cdiv(hidden, tile.rows),)](
+        h, second.values, _or(second.scales, h), _or(second.bias, h), places, order, rows, inner,
+        HIDDEN=hidden, INNER=inner, FORMAT=FORMATS[second.format], BIAS=second.bias is not None,
+        TILE=tile.tokens, BLOCK_N=tile.rows, BLOCK_K=tile.depth, STAGES=tile.stages, num_warps=tile.warps,
+    )
+    return combine(rows, shares, dtype)
+
+
+@cache
+def _arrivals(device: torch.device) -> Tensor:
+    """Counters of `down_pairs`, made once: every launch leaves them zero. Launches must not run side by side."""
+    return torch.zeros(ARRIVALS, dtype=torch.int32, device=device)
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """A kernel takes a pointer also where it reads nothing."""
+    return other if tensor is None else tensor

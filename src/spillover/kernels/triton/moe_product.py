@@ -1,0 +1,269 @@
+"""A tile of a product with one expert's weights, in each form the weights are kept in.
+
+Weights are the left operand: their rows fill the tensor cores' long side, so that few tokens waste little, and what is
+unpacked in registers is fed to them from there. A row of x meets its weights in one order of k whatever the tile.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+FORMATS = {"dense": 0, "fp8": 1, "mxfp4": 2}  # as the kernels know them
+DENSE = tl.constexpr(0)
+FP8 = tl.constexpr(1)
+MXFP4 = tl.constexpr(2)
+
+GROUP = tl.constexpr(32)  # MXFP4 values a scale, as kernels.mxfp4.GROUP
+SCALE_PADDING = tl.constexpr(4)  # as kernels.mxfp4.SCALE_PADDING
+FP8_BLOCK = tl.constexpr(128)  # rows and columns of FP8 weights that share a scale
+
+# Moved to the bits of a wider type, codes are a power of two below their value: in bfloat16 2**-126 for MXFP4, 2**-120
+# for FP8; in float16 2**-14 for MXFP4. Activations carry part of what is missing, which is exact for them, and the
+# scales the rest.
+BFLOAT16_SHIFT = tl.constexpr(64)  # in tiles, MXFP4 scales from 2**-61 to 2**65 come out exact
+FLOAT16_SHIFT = tl.constexpr(2)  # those from 2**-21 to 2**3
+FP8_REST = tl.constexpr(2.0 ** (120 - 64))
+
+# The interpreter knows no assembly and no bfloat16 arithmetic, and computes the same numbers in float32; the device
+# unpacks two values an instruction.
+ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
+
+# A byte's nibbles are moved to where bfloat16 has its sign, the low bits of its exponent and the top of its mantissa.
+_SPREAD_TO_BFLOAT16 = tl.constexpr("""{
+.reg .b32 low, high, sign, rest;
+prmt.b32 low, $4, 0, 0x1404;
+prmt.b32 high, $4, 0, 0x3424;
+shl.b32 sign, low, 4;
+shr.u32 rest, low, 2;
+and.b32 rest, rest, 0x01C001C0;
+lop3.b32 $0, sign, 0x80008000, rest, 0xEA;
+shl.b32 sign, high, 4;
+shr.u32 rest, high, 2;
+and.b32 rest, rest, 0x01C001C0;
+lop3.b32 $1, sign, 0x80008000, rest, 0xEA;
+shr.u32 rest, low, 6;
+and.b32 rest, rest, 0x01C001C0;
+lop3.b32 $2, low, 0x80008000, rest, 0xEA;
+shr.u32 rest, high, 6;
+and.b32 rest, rest, 0x01C001C0;
+lop3.b32 $3, high, 0x80008000, rest, 0xEA;
+}""")
+# All of a float16's bits that a code can set are in its upper byte.
+_SPREAD_TO_FLOAT16 = tl.constexpr("""{
+.reg .b32 even, odd, sign;
+shl.b32 sign, $4, 4;
+shl.b32 even, $4, 1;
+and.b32 even, even, 0x0E0E0E0E;
+lop3.b32 even, sign, 0x80808080, even, 0xEA;
+shr.u32 odd, $4, 3;
+and.b32 odd, odd, 0x0E0E0E0E;
+lop3.b32 odd, $4, 0x80808080, odd, 0xEA;
+prmt.b32 $0, even, 0, 0x1404;
+prmt.b32 $1, even, 0, 0x3424;
+prmt.b32 $2, odd, 0, 0x1404;
+prmt.b32 $3, odd, 0, 0x3424;
+}""")
+_SPREAD_FP8 = tl.constexpr("""{
+.reg .b32 low, high, rest;
+prmt.b32 low, $2, 0, 0x1404;
+prmt.b32 high, $2, 0, 0x3424;
+shr.u32 rest, low, 4;
+and.b32 rest, rest, 0x07F007F0;
+lop3.b32 $0, low, 0x80008000, rest, 0xEA;
+shr.u32 rest, high, 4;
+and.b32 rest, rest, 0x07F007F0;
+lop3.b32 $1, high, 0x80008000, rest, 0xEA;
+}""")
+
+
+@triton.jit
+def activation_columns(column, width, FORMAT: tl.constexpr):
+    """Where the input of a product keeps a column: for MXFP4 the even ones first, as a byte of weights holds two."""
+    if FORMAT == MXFP4:
+        return (column % 2) * (width // 2) + column // 2
+    return column
+
+
+@triton.jit
+def activation_values(value, dtype: tl.constexpr, FORMAT: tl.constexpr):
+    """float32 activations as the input of a product keeps them."""
+    if FORMAT != DENSE:
+        value *= 4.0 if dtype == tl.float16 else 18446744073709551616.0  # 2**shift
+    return value.to(dtype)
+
+
+@triton.jit
+def mxfp4_factor(scale, dtype: tl.constexpr):
+    """E8M0 scales as what unpacked codes are multiplied by."""
+    if dtype == tl.float16:
+        # A scale of 2**(s - 127), 2**14 for the code, less the shift: the exponent field, whose bias is 15.
+        exponent = tl.minimum(tl.maximum(scale.to(tl.int32) - (127 - 14 - 15 + FLOAT16_SHIFT), 0), 30)
+        factor = (exponent << 10).to(tl.uint16).to(tl.float16, bitcast=True)
+    else:
+        exponent = tl.minimum(scale.to(tl.int32) + (126 - BFLOAT16_SHIFT), 254)
+        factor = (exponent << 7).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return factor
+
+
+@triton.jit
+def spread_mxfp4(codes, dtype: tl.constexpr):
+    """codes uint8 [N, B] -> the even and the odd ones [N, B] each, as 2**-14 (float16) or 2**-126 of their value."""
+    if not ASSEMBLY:
+        wide = codes.to(tl.uint32)
+        even = (((wide & 0x8) << 28) | ((wide & 0x7) << 22)).to(tl.float32, bitcast=True)
+        odd = (((wide & 0x80) << 24) | ((wide & 0x70) << 18)).to(tl.float32, bitcast=True)
+        if dtype == tl.float16:
+            even *= 5192296858534827628530496329220096.0  # 2**112
+            odd *= 5192296858534827628530496329220096.0
+    elif dtype == tl.float16:
+        even, odd = tl.inline_asm_elementwise(
+            _SPREAD_TO_FLOAT16, "=r,=r,=r,=r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+        )
+    else:
+        even, odd = tl.inline_asm_elementwise(
+            _SPREAD_TO_BFLOAT16, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    return even, odd
+
+
+@triton.jit
+def spread_fp8(codes):
+    """float8e4nv -> 2**-120 of the value."""
+    if ASSEMBLY:
+        wide = tl.inline_asm_elementwise(_SPREAD_FP8, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        wide = codes.to(tl.float32) * 2.0 ** -120
+    return wide
+
+
+@triton.jit
+def multiply(w, x, total):
+    """w [N, K], x [M, K] -> total + w @ x.T, with w turned into x's type."""
+    if ASSEMBLY:
+        total = tl.dot(w.to(x.dtype), tl.trans(x), total, input_precision="ieee")
+    else:
+        total = tl.dot(w.to(tl.float32), tl.trans(x.to(tl.float32)), total)
+    return total
+
+
+@triton.jit
+def product(
+    total, x_ptr, x_rows, x_mask, w_ptr, scale_ptr, w_rows, scale_rows, k_end, K: tl.constexpr,
+    FORMAT: tl.constexpr, N: tl.constexpr, M: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):
+    """total + sum over k of w[w_rows, k] * x[x_rows, k], float32 [N, M].
+
+    `w_ptr` and `scale_ptr` point at one expert; `scale_rows` [N] are the rows its scales are in. Rows of x outside
+    `x_mask` count as zero. `k_end` is K again, as a number the compiler does not know, or it would unroll the loop.
+    """
+    x_from = x_ptr + x_rows.to(tl.int64)[:, None] * K
+    if FORMAT == MXFP4:
+        half: tl.constexpr = K // 2
+        # Rows of scales are padded, so that a tile's share of one is whole words.
+        groups: tl.constexpr = (K // GROUP + SCALE_PADDING - 1) // SCALE_PADDING * SCALE_PADDING
+        byte = tl.arange(0, BLOCK_K // 2)
+        group = tl.arange(0, BLOCK_K // GROUP)
+        w_from = w_ptr + w_rows[:, None] * half
+        scale_from = scale_ptr + scale_rows[:, None] * groups
+        for k in tl.range(0, k_end // 2, BLOCK_K // 2, num_stages=STAGES):
+            at = k + byte
+            at_group = k // (GROUP // 2) + group
+            if half % (BLOCK_K // 2) == 0:
+                codes = tl.load(w_from + at[None, :])
+                scale = tl.load(scale_from + at_group[None, :])
+                even = tl.load(x_from + at[None, :], mask=x_mask[:, None], other=0.0)
+                odd = tl.load(x_from + half + at[None, :], mask=x_mask[:, None], other=0.0)
+            else:
+                inside = (at < half)[None, :]
+                codes = tl.load(w_from + at[None, :], mask=inside, other=0)
+                scale = tl.load(scale_from + at_group[None, :], mask=(at_group < groups)[None, :], other=0)
+                even = tl.load(x_from + at[None, :], mask=x_mask[:, None] & inside, other=0.0)
+                odd = tl.load(x_from + half + at[None, :], mask=x_mask[:, None] & inside, other=0.0)
+            factor = mxfp4_factor(scale, x_ptr.dtype.element_ty)  # [N, groups]
+            factor = tl.broadcast_to(factor[:, :, None], (N, BLOCK_K // GROUP, GROUP // 2))
+            factor = tl.reshape(factor, (N, BLOCK_K // 2))
+            w_even, w_odd = spread_mxfp4(codes, x_ptr.dtype.element_ty)
+            total = multiply(w_even * factor, even, total)
+            total = multiply(w_odd * factor, odd, total)
+    else:
+        column = tl.arange(0, BLOCK_K)
+        w_from = w_ptr + w_rows[:, None] * K
+        for k in tl.range(0, k_end, BLOCK_K, num_stages=STAGES):
+            at = k + column
+            if K % BLOCK_K == 0:
+                w = tl.load(w_from + at[None, :])
+                x = tl.load(x_from + at[None, :], mask=x_mask[:, None], other=0.0)
+            else:
+                inside = (at < K)[None, :]
+                w = tl.load(w_from + at[None, :], mask=inside, other=0.0)
+                x = tl.load(x_from + at[None, :], mask=x_mask[:, None] & inside, other=0.0)
+            if FORMAT == FP8:
+                tl.static_assert(FP8_BLOCK % BLOCK_K == 0)
+                blocks: tl.constexpr = (K + FP8_BLOCK - 1) // FP8_BLOCK
+                scale = tl.load(scale_ptr + scale_rows * blocks + k // FP8_BLOCK)  # [N]
+                total += multiply(spread_fp8(w), x, tl.zeros((N, M), tl.float32)) * (scale * FP8_REST)[:, None]
+            else:
+                total = multiply(w, x, total)
+    return total
+
+
+@triton.jit
+def row_product(
+    x_ptr, x_row, w_ptr, scale_ptr, w_rows, scale_rows, k_end, K: tl.constexpr, FORMAT: tl.constexpr, N: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):
+    """sum over k of w[w_rows, k] * x[x_row, k], float32 [N]; the arguments are those of `product`.
+
+    The tensor cores take eight rows of x at least. With scaled weights each of the eight holds another group of values
+    of the one row that share a scale, so that what comes out is a sum a group, and its scale is one multiplication.
+    """
+    lane = tl.arange(0, 8)
+    if FORMAT == MXFP4:
+        tl.static_assert(BLOCK_K == 8 * GROUP)
+        half: tl.constexpr = K // 2
+        groups: tl.constexpr = (K // GROUP + SCALE_PADDING - 1) // SCALE_PADDING * SCALE_PADDING
+        byte = tl.arange(0, BLOCK_K // 2)
+        own = (byte // (GROUP // 2))[None, :] == lane[:, None]
+        w_from = w_ptr + w_rows[:, None] * half
+        scale_from = scale_ptr + scale_rows[:, None] * groups
+        x_from = x_ptr + x_row.to(tl.int64) * K + lane[:, None] * 0
+        total = tl.zeros((N, 8), tl.float32)
+        for k in tl.range(0, k_end // 2, BLOCK_K // 2, num_stages=STAGES):
+            at = k + byte
+            at_group = k // (GROUP // 2) + lane
+            inside = (at < half)[None, :]
+            codes = tl.load(w_from + at[None, :], mask=inside, other=0)
+            scale = tl.load(scale_from + at_group[None, :], mask=(at_group < groups)[None, :], other=0)
+            even = tl.load(x_from + at[None, :], mask=own & inside, other=0.0)
+            odd = tl.load(x_from + half + at[None, :], mask=own & inside, other=0.0)
+            w_even, w_odd = spread_mxfp4(codes, x_ptr.dtype.element_ty)
+            part = multiply(w_even, even, tl.zeros((N, 8), tl.float32))
+            part = multiply(w_odd, odd, part)
+            total += part * (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)  # 2**(scale - 127)
+        total *= 4096.0 if x_ptr.dtype.element_ty == tl.float16 else 4611686018427387904.0
+    elif FORMAT == FP8:
+        blocks: tl.constexpr = (K + FP8_BLOCK - 1) // FP8_BLOCK
+        column = tl.arange(0, BLOCK_K)
+        own = (column // FP8_BLOCK)[None, :] == lane[:, None]
+        w_from = w_ptr + w_rows[:, None] * K
+        scale_from = scale_ptr + scale_rows[:, None] * blocks
+        x_from = x_ptr + x_row.to(tl.int64) * K + lane[:, None] * 0
+        total = tl.zeros((N, 8), tl.float32)
+        for k in tl.range(0, k_end, BLOCK_K, num_stages=STAGES):
+            at = k + column
+            at_block = k // FP8_BLOCK + lane
+            inside = (at < K)[None, :]
+            w = tl.load(w_from + at[None, :], mask=inside, other=0.0)
+            known = (lane < BLOCK_K // FP8_BLOCK) & (at_block < blocks)
+            scale = tl.load(scale_from + at_block[None, :], mask=known[None, :], other=0.0)
+            x = tl.load(x_from + at[None, :], mask=own & inside, other=0.0)
+            total += multiply(spread_fp8(w), x, tl.zeros((N, 8), tl.float32)) * scale
+        total *= FP8_REST
+    else:
+        total = tl.zeros((N, 8), tl.float32)
+        total = product(
+            total, x_ptr, tl.where(lane == 0, x_row, 0), lane == 0, w_ptr, scale_ptr, w_rows, scale_rows, k_end, K,
+            FORMAT, N, 8, BLOCK_K, STAGES,
+        )
+    return tl.sum(total, 1)

@@ -1,0 +1,163 @@
+"""Which experts a token goes to, where its rows lie when they are grouped by expert, and the sum that ends it.
+
+All on the device: nothing here waits for the host or makes a shape depend on the routing.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from spillover.kernels.triton.moe_product import FORMATS, activation_columns, activation_values
+
+_COLUMNS = 512  # of activations that a program of the routing copies
+_CHUNK = 4096  # pairs that a program of the sort looks at in one turn
+
+
+def route(
+    scores: Tensor, x: Tensor, k: int, renormalize: bool, weight_format: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """scores [T, E], x [T, H] -> (ids [T, k] int32, shares [T, k] float32, x as the first product wants it).
+
+    Of equal scores the lower id comes first. Shares are those of a softmax over all experts; `renormalize` makes those
+    of the chosen ones add up to one, which is a softmax over them alone.
+    """
+    tokens, experts = scores.shape
+    ids = torch.empty(tokens, k, dtype=torch.int32, device=x.device)
+    shares = torch.empty(tokens, k, dtype=torch.float32, device=x.device)
+    copied = weight_format != "dense"
+    ready = torch.empty(x.shape, dtype=_product_dtype(x, weight_format), device=x.device) if copied else x
+    hidden = x.shape[1]
+    _route[(tokens, 1 + triton.cdiv(hidden, _COLUMNS) if copied else 1)](
+        scores, x, ids, shares, ready, scores.stride(0), x.stride(0),
+        EXPERTS=experts, PADDED=triton.next_power_of_2(experts), K=k, PADDED_K=triton.next_power_of_2(k),
+        RENORMALIZE=renormalize, HIDDEN=hidden, COLUMNS=_COLUMNS, FORMAT=FORMATS[weight_format], num_warps=1,
+    )
+    return ids, shares, ready
+
+
+def _product_dtype(x: Tensor, weight_format: str) -> torch.dtype:
+    """Of activations beside scaled weights. MXFP4 unpacks to float16 with fewest instructions: gpt-oss norms what goes
+    into the first product and clamps what goes into the second, so both fit. FP8's shift does not fit into float16."""
+    if weight_format == "mxfp4" and x.dtype is torch.bfloat16:
+        return torch.float16
+    return torch.bfloat16 if weight_format == "fp8" and x.dtype is torch.float16 else x.dtype
+
+
+def sort_by_expert(ids: Tensor, experts: int, tile: int) -> tuple[Tensor, Tensor]:
+    """ids [T, k] -> (order, tiles): the pairs t * k + j in the order of their expert, and how they fall into tiles.
+
+    tiles [most, 3] int32: expert, first position, end of the expert's positions. A tile is of one expert and takes up
+    to `tile` positions; the expert is -1 where there are fewer tiles than the routing could have made.
+    """
+    pairs = ids.numel()
+    most = most_tiles(pairs, experts, tile)
+    order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
+    tiles = torch.empty(most, 3, dtype=torch.int32, device=ids.device)
+    padded = triton.next_power_of_2(experts)
+    chunk = min(_CHUNK, max(triton.next_power_of_2(pairs), 128))
+    _sort[(experts,)](
+        ids, order, tiles, pairs, most, EXPERTS=experts, PADDED=padded, TILE=tile, CHUNK=chunk,
+        num_warps=4 if chunk <= 1024 else 8,
+    )
+    return order, tiles
+
+
+def most_tiles(pairs: int, experts: int, tile: int) -> int:
+    """The most tiles that any routing of so many pairs can make: each expert may end in one that is not full."""
+    return min(pairs, pairs // tile + min(experts, pairs))
+
+
+def combine(rows: Tensor, shares: Tensor, dtype: torch.dtype) -> Tensor:
+    """rows [T * k, H], shares [T, k] -> sum over j of shares[:, j] * rows[t * k + j], in the order of j."""
+    tokens, k = shares.shape
+    hidden = rows.shape[1]
+    out = torch.empty(tokens, hidden, dtype=dtype, device=rows.device)
+    block = min(1024, triton.next_power_of_2(hidden))
+    _combine[(tokens, triton.cdiv(hidden, block))](rows, shares, out, hidden, K=k, BLOCK=block, num_warps=4)
+    return out
+
+
+@triton.jit
+def _route(
+    scores_ptr, x_ptr, ids_ptr, shares_ptr, ready_ptr, scores_stride, x_stride,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, K: tl.constexpr, PADDED_K: tl.constexpr,
+    RENORMALIZE: tl.constexpr, HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, FORMAT: tl.constexpr,
+):
+    """The first program of a token chooses its experts, the others copy its activations."""
+    token = tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) > 0:
+        column = (tl.program_id(1) - 1) * COLUMNS + tl.arange(0, COLUMNS)
+        x = tl.load(x_ptr + token * x_stride + column, mask=column < HIDDEN, other=0.0).to(tl.float32)
+        place = ready_ptr + token * HIDDEN + activation_columns(column, HIDDEN, FORMAT)
+        tl.store(place, activation_values(x, ready_ptr.dtype.element_ty, FORMAT), mask=column < HIDDEN)
+        return
+    expert = tl.arange(0, PADDED)
+    scores = tl.load(scores_ptr + token * scores_stride + expert, mask=expert < EXPERTS, other=float("-inf"))
+    scores = scores.to(tl.float32)
+    slot = tl.arange(0, PADDED_K)
+    best = tl.full((PADDED_K,), float("-inf"), tl.float32)
+    chosen = tl.zeros((PADDED_K,), tl.int32)
+    left = scores
+    for j in tl.static_range(K):
+        value, index = tl.max(left, 0, return_indices=True, return_indices_tie_break_left=True)
+        best = tl.where(slot == j, value, best)
+        chosen = tl.where(slot == j, tl.minimum(index, EXPERTS - 1), chosen)  # NaN finds none
+        left = tl.where(expert == index, float("-inf"), left)
+    top = tl.max(best, 0)
+    shares = tl.exp(best - top)  # slots past K: 0
+    if RENORMALIZE:
+        shares = shares / tl.sum(shares, 0)
+    else:
+        shares = shares / tl.sum(tl.exp(scores - top), 0)
+    tl.store(ids_ptr + token * K + slot, chosen, mask=slot < K)
+    tl.store(shares_ptr + token * K + slot, shares, mask=slot < K)
+
+
+@triton.jit
+def _sort(
+    ids_ptr, order_ptr, tiles_ptr, pairs, most,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
+):
+    """One program an expert: each counts all experts' pairs, and then writes its own pairs and tiles."""
+    expert = tl.program_id(0)
+    lane = tl.arange(0, CHUNK)
+    bins = tl.arange(0, PADDED)
+    counts = tl.zeros((PADDED,), tl.int32)
+    for start in range(0, pairs, CHUNK):
+        pair = start + lane
+        counts += tl.histogram(tl.load(ids_ptr + pair, mask=pair < pairs, other=0), PADDED, mask=pair < pairs)
+    tiles = (counts + TILE - 1) // TILE
+    first = tl.sum(tl.where(bins < expert, counts, 0), 0)
+    count = tl.sum(tl.where(bins == expert, counts, 0), 0)
+    first_tile = tl.sum(tl.where(bins < expert, tiles, 0), 0)
+    for index in range((count + TILE - 1) // TILE):
+        entry = tiles_ptr + (first_tile + index) * 3
+        tl.store(entry, expert)
+        tl.store(entry + 1, first + index * TILE)
+        tl.store(entry + 2, first + count)
+    # Every program marks a share of the tiles that there might have been.
+    total = tl.sum(tiles, 0)
+    for index in range(total + expert, most, EXPERTS):
+        tl.store(tiles_ptr + index * 3, -1)
+    written = first
+    for start in range(0, pairs, CHUNK):
+        pair = start + lane
+        mine = tl.load(ids_ptr + pair, mask=pair < pairs, other=-1) == expert
+        rank = tl.cumsum(mine.to(tl.int32), 0)
+        tl.store(order_ptr + written + rank - 1, pair, mask=mine)
+        written += tl.max(rank, 0)
+
+
+@triton.jit
+def _combine(rows_ptr, shares_ptr, out_ptr, hidden, K: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < hidden
+    total = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(K):
+        row = tl.load(rows_ptr + (token * K + j) * hidden + column, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(shares_ptr + token * K + j) * row
+    tl.store(out_ptr + token * hidden + column, total.to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,63 @@
+"""Root-mean-square normalisation of rows, with or without the residual sum before it: one program a row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from spillover.kernels.triton.launch import early
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., D], weight [D] -> [..., D]."""
+    width = x.shape[-1]
+    rows = x.reshape(-1, width)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if rows.shape[0]:
+        _rms_norm[(rows.shape[0],)](
+            rows, rows, weight, out, out, eps, rows.stride(0), 0,
+            WIDTH=width, PADDED=triton.next_power_of_2(width), ADD=False, num_warps=_warps(width),
+            **early(x.device),
+        )
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x and residual [T, D] -> (rms_norm(x + residual), x + residual)."""
+    rows, width = x.shape
+    normed, total = torch.empty_like(x), torch.empty_like(residual)
+    if rows:
+        _rms_norm[(rows,)](
+            x, residual, weight, normed, total, eps, x.stride(0), residual.stride(0),
+            WIDTH=width, PADDED=triton.next_power_of_2(width), ADD=True, num_warps=_warps(width),
+            **early(x.device),
+        )
+    return normed, total
+
+
+def _warps(width: int) -> int:
+    return 4 if width <= 2048 else 8
+
+
+@triton.jit
+def _rms_norm(x_ptr, residual_ptr, weight_ptr, normed_ptr, total_ptr, eps, x_stride, residual_stride,
+              WIDTH: tl.constexpr, PADDED: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, PADDED)
+    inside = column < WIDTH
+    dtype = normed_ptr.dtype.element_ty
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+        x = x.to(dtype).to(tl.float32)  # the sum as it is kept
+        tl.store(total_ptr + row * WIDTH + column, x.to(dtype), mask=inside)
+    normed = x * tl.rsqrt(tl.sum(x * x) / WIDTH + eps)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    normed = normed.to(dtype).to(tl.float32) * weight
+    tl.store(normed_ptr + row * WIDTH + column, normed.to(dtype), mask=inside)

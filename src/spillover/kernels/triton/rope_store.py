@@ -1,0 +1,148 @@
+"""What lies between the QKV product and the attention, in one pass: q/k norm, rotation, and the store into the pool.
+
+Queries are turned where they lie; keys and values go straight to their blocks and are not written anywhere else. A
+program takes one head of a few tokens: neighbours in a prompt are neighbours in a block of keys too.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from spillover.kernels.triton.codes import CODES, encode
+from spillover.kernels.triton.launch import early
+
+TOKENS = 16  # a program, whatever the batch: a head's sums have one order
+WARPS = 4
+
+
+def norm_rope_store(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    slots: Tensor | None,
+    block_table: Tensor,
+    kv_layer: Tensor,
+    block_size: int,
+    num_heads: int,
+    kv_dtype: str = "auto",
+) -> None:
+    """qkv [T, H + 2 Hk, D]: the H queries are normed and rotated in place, keys and values stored at their positions.
+
+    `rows` [T] is the request of each row, `slots` its row of the block table (None: the request's own index).
+    """
+    heads, dim = qkv.shape[1:]
+    index = (positions, rows, rows if slots is None else slots, block_table, kv_layer)
+    _run(qkv, q_norm, k_norm, eps, cos, sin, *index, num_heads, (heads - num_heads) // 2, dim, block_size,
+         True, slots is not None, kv_dtype)
+
+
+def store(
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    slots: Tensor | None,
+    block_table: Tensor,
+    kv_layer: Tensor,
+    block_size: int,
+    kv_dtype: str = "auto",
+) -> None:
+    """Keys and values [T, Hk, D] as they are, to their positions."""
+    kv = torch.cat((k, v), dim=1)
+    index = (positions, rows, rows if slots is None else slots, block_table, kv_layer)
+    _run(kv, None, None, 0.0, kv, kv, *index, 0, k.shape[1], k.shape[2], block_size, False, slots is not None, kv_dtype)
+
+
+def _run(qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor,
+         positions: Tensor, rows: Tensor, slots: Tensor, block_table: Tensor, kv_layer: Tensor, heads: int,
+         kv_heads: int, dim: int, block_size: int, rope: bool, by_slot: bool, kv_dtype: str) -> None:
+    tokens = qkv.shape[0]
+    if tokens == 0:
+        return
+    _norm_rope_store[(triton.cdiv(tokens, TOKENS), heads + 2 * kv_heads)](
+        qkv, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, eps, cos, sin, positions, rows,
+        slots, block_table, kv_layer, tokens, qkv.stride(0), block_table.stride(0), *kv_layer.stride()[:3],
+        HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, PADDED=triton.next_power_of_2(dim // 2), TOKENS=TOKENS,
+        BLOCK=block_size, NORM=q_norm is not None, ROPE=rope, SLOTS=by_slot, CODES=CODES[kv_dtype], num_warps=WARPS,
+        **early(kv_layer.device),
+    )
+
+
+@triton.jit
+def _norm_rope_store(
+    qkv_ptr, q_norm_ptr, k_norm_ptr, eps, cos_ptr, sin_ptr, positions_ptr, rows_ptr, slots_ptr, table_ptr, kv_ptr,
+    tokens, row_stride, table_stride, block_stride, kv_stride, head_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, SLOTS: tl.constexpr, CODES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    head = tl.program_id(1)
+    real = token < tokens
+    d = tl.arange(0, PADDED)
+    inside = real[:, None] & (d < HALF)[None, :]  # [TOKENS, PADDED]
+    here = qkv_ptr + token.to(tl.int64)[:, None] * row_stride + head * (2 * HALF) + d[None, :]
+    dtype = qkv_ptr.dtype.element_ty
+    low = tl.load(here, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(here + HALF, mask=inside, other=0.0).to(tl.float32)
+    position = tl.load(positions_ptr + token, mask=real, other=0)
+    if head < (HEADS + KV_HEADS if ROPE else 0):
+        if NORM:
+            norm_ptr = q_norm_ptr if head < HEADS else k_norm_ptr
+            factor = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / (2 * HALF) + eps)[:, None]
+            low = (low * factor).to(dtype).to(tl.float32)
+            high = (high * factor).to(dtype).to(tl.float32)
+            low *= tl.load(norm_ptr + d, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
+            high *= tl.load(norm_ptr + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
+            low = low.to(dtype).to(tl.float32)
+            high = high.to(dtype).to(tl.float32)
+        cos = tl.load(cos_ptr + position[:, None] * HALF + d[None, :], mask=inside, other=0.0)
+        sin = tl.load(sin_ptr + position[:, None] * HALF + d[None, :], mask=inside, other=0.0)
+        turned = low * cos - high * sin
+        high = (high * cos + low * sin).to(dtype).to(tl.float32)
+        low = turned.to(dtype).to(tl.float32)
+    if head < HEADS:
+        tl.store(here, low.to(dtype), mask=inside)
+        tl.store(here + HALF, high.to(dtype), mask=inside)
+    else:
+        request = tl.load(rows_ptr + token, mask=real, other=0)
+        if SLOTS:
+            request = tl.load(slots_ptr + request, mask=real, other=0)
+        block = tl.load(table_ptr + request.to(tl.int64) * table_stride + position // BLOCK, mask=real, other=0)
+        offset = (position % BLOCK).to(tl.int32)
+        slab = kv_ptr + block.to(tl.int64) * block_stride  # [TOKENS]
+        if CODES > 0:
+            largest = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))  # [TOKENS]
+            scale = tl.div_rn(largest, tl.full(largest.shape, 448.0 if CODES == 1 else 127.0, tl.float32))
+            low_code = encode(low, scale[:, None] + tl.zeros_like(low), CODES)
+            high_code = encode(high, scale[:, None] + tl.zeros_like(high), CODES)
+        else:
+            low_code = low.to(kv_ptr.dtype.element_ty)
+            high_code = high.to(kv_ptr.dtype.element_ty)
+        if head < HEADS + KV_HEADS:
+            slab += (head - HEADS) * head_stride
+            # Dimensions lie a block apart and tokens side by side, so they are stored along the tokens.
+            keys = slab[None, :] + (d * BLOCK)[:, None] + offset[None, :]  # [PADDED, TOKENS]
+            there = real[None, :] & (d < HALF)[:, None]
+            tl.store(keys, tl.trans(low_code), mask=there)
+            tl.store(keys + HALF * BLOCK, tl.trans(high_code), mask=there)
+        else:
+            slab += kv_stride + (head - HEADS - KV_HEADS) * head_stride
+            values = slab[:, None] + (offset * (2 * HALF))[:, None] + d[None, :]
+            tl.store(values, low_code, mask=inside)
+            tl.store(values + HALF, high_code, mask=inside)
+        if CODES > 0:
+            scales = (slab + BLOCK * 2 * HALF).to(tl.pointer_type(tl.float32))
+            tl.store(scales + offset, scale, mask=real)

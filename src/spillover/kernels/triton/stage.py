@@ -1,0 +1,41 @@
+"""The first thing of a step: tokens that the step before drew take their places, and block tables their new entries."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 256
+
+
+def fill_tokens(token_ids: Tensor, sources: Tensor, drawn: Tensor) -> None:
+    """token_ids[i] = drawn[sources[i]] where sources [T] int32 is not negative."""
+    count = token_ids.shape[0]
+    if count:
+        _fill_tokens[(triton.cdiv(count, _BLOCK),)](token_ids, sources, drawn, count, BLOCK=_BLOCK, num_warps=2)
+
+
+def update_tables(tables: Tensor, updates: Tensor, most: int) -> None:
+    """tables.flatten()[index] = block for updates [0] pairs (index, block), which begin at updates[2]; at most `most`.
+
+    The count lies on the device, so that a recorded graph serves any number of them.
+    """
+    _update_tables[(triton.cdiv(max(1, most), _BLOCK),)](tables, updates, BLOCK=_BLOCK, num_warps=2)
+
+
+@triton.jit
+def _fill_tokens(token_ids_ptr, sources_ptr, drawn_ptr, count, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    source = tl.load(sources_ptr + i, mask=i < count, other=-1)
+    pending = source >= 0
+    tl.store(token_ids_ptr + i, tl.load(drawn_ptr + source, mask=pending, other=0), mask=pending)
+
+
+@triton.jit
+def _update_tables(tables_ptr, updates_ptr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = i < tl.load(updates_ptr)
+    index = tl.load(updates_ptr + 2 + 2 * i, mask=real, other=0)
+    block = tl.load(updates_ptr + 3 + 2 * i, mask=real, other=0)
+    tl.store(tables_ptr + index.to(tl.int64), block, mask=real)

@@ -1,0 +1,183 @@
+"""The host tier's memory: slots of one block each, and which stored block lies in which.
+
+A slot is written by one copy at a time and read by any number; `pins` counts those who rely on it. Everything here is
+called on the engine's thread; copies themselves run elsewhere on the memory that `view` names.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+
+SLAB_BYTES = 64 << 20  # host memory is taken from the system this much at a time
+
+
+class Slots:
+    """Equal pieces of host memory, taken a slab at a time as they are first needed and kept until the end."""
+
+    def __init__(self, allocate: Callable[[int], memoryview], slot_bytes: int, limit: int) -> None:
+        self.limit = limit
+        self.slot_bytes = slot_bytes
+        self._allocate = allocate
+        self._stride = -(-slot_bytes // 4096) * 4096  # so that a disk can read into it directly
+        self._views: list[memoryview] = []
+        self._free: list[int] = []
+
+    @property
+    def free(self) -> int:
+        """Slots that take() can give."""
+        return len(self._free) + self.limit - len(self._views)
+
+    @property
+    def used(self) -> int:
+        return len(self._views) - len(self._free)
+
+    @property
+    def committed_bytes(self) -> int:
+        return len(self._views) * self._stride
+
+    def take(self) -> int | None:
+        if not self._free and len(self._views) < self.limit:
+            self._grow()
+        return self._free.pop() if self._free else None
+
+    def give_back(self, slot: int) -> None:
+        self._free.append(slot)
+
+    def view(self, slot: int) -> memoryview:
+        return self._views[slot]
+
+    def _grow(self) -> None:
+        count = min(max(1, SLAB_BYTES // self._stride), self.limit - len(self._views))
+        try:
+            slab = self._allocate(count * self._stride)
+        except (MemoryError, OSError, RuntimeError):  # RuntimeError: pinned memory that the driver refuses
+            self.limit = len(self._views)  # what there is must do
+            return
+        first = len(self._views)
+        for start in range(0, count * self._stride, self._stride):
+            self._views.append(slab[start : start + self.slot_bytes])
+        self._free.extend(reversed(range(first, len(self._views))))
+
+    def check(self) -> None:
+        assert len(self._free) == len(set(self._free)), "a slot is free twice"
+        assert self.used + self.free == self.limit
+
+
+class Entry:
+    """A stored block in a slot: arriving, or ready to be read."""
+
+    __slots__ = ("key", "pins", "private", "ready", "safe", "slot", "writes")
+
+    def __init__(self, key: bytes, slot: int) -> None:
+        self.key = key
+        self.slot = slot
+        self.ready = False
+        self.private = False  # of one live sequence, found by nobody else
+        self.pins = 0  # copies and restores that rely on the slot
+        self.safe = False  # losing it loses nothing: the tiers below have it, or there are none
+        self.writes = 0  # of `pins`, those on the way to a tier below
+
+
+class HostCache:
+    """Entries by key, least recently used first. Never holds more than the slots do."""
+
+    def __init__(self, slots: Slots) -> None:
+        self.slots = slots
+        self.evictions = 0
+        self.dropped = 0  # of these, blocks that no tier had
+        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
+        self._unsafe: OrderedDict[bytes, Entry] = OrderedDict()  # ready, and nowhere below; same order
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def get(self, key: bytes) -> Entry | None:
+        return self._entries.get(key)
+
+    def touch(self, entry: Entry) -> None:
+        self._entries.move_to_end(entry.key)
+        if entry.key in self._unsafe:
+            self._unsafe.move_to_end(entry.key)
+
+    def reserve(self, key: bytes, lossy: bool = True) -> Entry | None:
+        """A new entry, arriving and pinned once by whoever fills it; None if every slot is in use. `lossy`: may evict
+        a block that no tier below has."""
+        assert key not in self._entries, "the block is here or on its way already"
+        slot = self.slots.take()
+        if slot is None and self._make_room(lossy):
+            slot = self.slots.take()
+        if slot is None:
+            return None
+        entry = self._entries[key] = Entry(key, slot)
+        entry.pins = 1
+        return entry
+
+    def arrive(self, entry: Entry, safe: bool) -> None:
+        """The entry's bytes are there."""
+        entry.ready = True
+        if safe:
+            entry.safe = True
+        else:
+            self._unsafe[entry.key] = entry
+
+    def mark_safe(self, entry: Entry) -> None:
+        entry.safe = True
+        self._unsafe.pop(entry.key, None)
+
+    def drop(self, entry: Entry) -> None:
+        """Forgets an entry that nobody relies on."""
+        assert entry.pins == 0, "a slot is freed under a copy"
+        del self._entries[entry.key]
+        self._unsafe.pop(entry.key, None)
+        self.slots.give_back(entry.slot)
+
+    @property
+    def spare(self) -> int:
+        """Slots that can be had without losing a block: free, or safe in a tier below. Pinned ones are counted too."""
+        return self.slots.free + len(self._entries) - len(self._unsafe)
+
+    def unsafe(self) -> Iterator[Entry]:
+        """Least recently used first; those that are being written are among them."""
+        return iter(self._unsafe.values())
+
+    def clear(self) -> None:
+        """Forgets all that nobody relies on."""
+        for entry in [entry for entry in self._entries.values() if entry.pins == 0]:
+            self.drop(entry)
+
+    def evict(self, count: int) -> int:
+        """Frees up to `count` slots; returns how many."""
+        evicted = 0
+        while evicted < count and self._make_room():
+            evicted += 1
+        return evicted
+
+    def check(self) -> None:
+        self.slots.check()
+        taken = [entry.slot for entry in self._entries.values()]
+        assert len(taken) == len(set(taken)), "two entries share a slot"
+        for key, entry in self._unsafe.items():
+            assert self._entries[key] is entry
+            assert entry.ready
+            assert not entry.safe
+
+    def _make_room(self, lossy: bool = True) -> bool:
+        """Evicts the oldest entry that is safe, or if there is none the oldest at all."""
+        oldest = None
+        for entry in self._entries.values() if lossy or len(self._unsafe) < len(self._entries) else ():
+            if entry.pins or not entry.ready:
+                continue
+            if entry.safe:
+                oldest = entry
+                break
+            oldest = (oldest or entry) if lossy else None
+            if lossy and len(self._unsafe) == len(self._entries):
+                break
+        if oldest is None:
+            return False
+        self.evictions += 1
+        self.dropped += not oldest.safe
+        self.drop(oldest)
+        return True

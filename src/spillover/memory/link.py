@@ -1,0 +1,108 @@
+"""The way between device blocks and host memory: what every link can do, and what links have in common.
+
+A link moves bytes and knows nothing of what they mean. It does not decide either: whoever calls it has made sure that
+no one else frees, reuses or evicts the blocks and slots of a copy before it returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+PAGE = 4096
+KNOWN_SLOTS = 1 << 16
+
+
+class DeviceLink(Protocol):
+    """Blocks of a device pool, to and from slots of host memory. copy_* block, and may be called on several threads.
+
+    A copy waits by itself for the steps that were launched before it, which may still write what is copied out or read
+    what is overwritten.
+    """
+
+    block_bytes: int  # on the device
+    slot_bytes: int  # of the same block in host memory; a codec may narrow it
+
+    def allocate(self, nbytes: int) -> memoryview:
+        """Writable memory from the start of a page, fast for this link; freed with the link."""
+        ...
+
+    def copy_out(self, blocks: Sequence[int], slots: Sequence[memoryview]) -> None: ...
+
+    def copy_in(self, slots: Sequence[memoryview], blocks: Sequence[int]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class BlockCodec(Protocol):
+    """Narrows a block on its way to host memory and widens it on the way back."""
+
+    @property
+    def slot_bytes(self) -> int: ...
+
+    def encode(self, block: memoryview, slot: memoryview) -> None: ...
+
+    def decode(self, slot: memoryview, block: memoryview) -> None: ...
+
+
+class Runs(NamedTuple):
+    """A copy as few large pieces: blocks [block, block + count) whose slots lie side by side from an address."""
+
+    blocks: npt.NDArray[np.int64]
+    addresses: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+
+
+class SlotMap:
+    """Checks what a copy names and finds where it lies. Slots are asked for again and again, and so remembered."""
+
+    def __init__(self, num_blocks: int, slot_bytes: int) -> None:
+        self._num_blocks = num_blocks
+        self._slot_bytes = slot_bytes
+        self._known: dict[int, tuple[memoryview, int]] = {}  # by id, which is the slot's while it is held here
+
+    def runs(self, blocks: Sequence[int], slots: Sequence[memoryview]) -> Runs:
+        """Refuses what would write outside of the pool or of a slot; block 0 is the dummy."""
+        if len(blocks) != len(slots):
+            raise ValueError(f"{len(blocks)} blocks and {len(slots)} slots")
+        if not blocks:
+            return Runs(*(np.empty(0, dtype=np.int64) for _ in range(3)))
+        ids, addresses = np.array(blocks, dtype=np.int64), np.array([self._address(slot) for slot in slots])
+        if ids.min() < 1 or ids.max() > self._num_blocks:
+            raise ValueError(f"blocks {ids.min()} to {ids.max()} of 1 to {self._num_blocks}")
+        apart = (ids[1:] - ids[:-1] != 1) | (addresses[1:] - addresses[:-1] != self._slot_bytes)
+        starts = np.concatenate(([0], np.flatnonzero(apart) + 1))
+        counts = np.diff(np.append(starts, len(ids)))
+        return Runs(ids[starts], addresses[starts], counts)
+
+    def _address(self, slot: memoryview) -> int:
+        known = self._known.get(id(slot))
+        if known is not None:
+            return known[1]
+        if slot.nbytes != self._slot_bytes:
+            raise ValueError(f"a slot of {slot.nbytes} bytes and not {self._slot_bytes}")
+        if len(self._known) >= KNOWN_SLOTS:
+            self._known = {}
+        address = address_of(slot)
+        self._known[id(slot)] = (slot, address)
+        return address
+
+
+def address_of(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def map_memory(nbytes: int) -> mmap.mmap:
+    """Zeros from the start of a page, not there before they are touched, in large pages where the system has them."""
+    memory = mmap.mmap(-1, -(-nbytes // PAGE) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is not None:
+        with contextlib.suppress(OSError):  # a system without large pages
+            memory.madvise(advice)
+    return memory

@@ -1,0 +1,60 @@
+"""Stored blocks on their way back to the device, and the question where a prompt's blocks are."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from spillover.memory.host import Entry
+from spillover.memory.tiers.base import Ticket
+
+
+class LoadState(Enum):
+    WAITING = "waiting"  # for a slot
+    FETCHING = "fetching"  # from a tier below into host memory
+    HELD = "held"  # in host memory
+    COPYING = "copying"  # to the device
+    DONE = "done"
+    FAILED = "failed"  # the block is to be computed
+
+
+class Load:
+    """One stored block on its way to the device."""
+
+    __slots__ = ("block", "deadline", "entry", "key", "state", "tier")
+
+    def __init__(self, key: bytes, tier: str, deadline: float) -> None:
+        self.key = key
+        self.tier = tier  # where it was found
+        self.deadline = deadline
+        self.state = LoadState.WAITING
+        self.entry: Entry | None = None
+        self.block: int | None = None  # where it is to go, once that is known
+
+    @property
+    def pending(self) -> bool:
+        return self.state not in (LoadState.DONE, LoadState.FAILED)
+
+
+class Search:
+    """Where the blocks of a prompt are; tiers that must be asked answer later or, by their deadline, not at all."""
+
+    def __init__(self, sources: list[str | None]) -> None:
+        self.sources = sources
+        self._asked: list[tuple[str, list[int], Ticket[list[bool]]]] = []
+
+    def ask(self, tier: str, indices: list[int], ticket: Ticket[list[bool]]) -> None:
+        self._asked.append((tier, indices, ticket))
+
+    def ready(self, now: float) -> bool:
+        waiting = []
+        for tier, indices, ticket in self._asked:
+            if ticket.done():
+                for index, found in zip(indices, ticket.result() or (), strict=False):
+                    if found and self.sources[index] is None:
+                        self.sources[index] = tier
+            elif ticket.expired(now):
+                ticket.cancel()
+            else:
+                waiting.append((tier, indices, ticket))
+        self._asked = waiting
+        return not waiting

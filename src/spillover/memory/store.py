@@ -1,0 +1,500 @@
+"""Everything below the device: stored blocks in host memory, on disk and in a remote store, and the copies between.
+
+A block leaves the device into a slot of host memory and from there goes down to the tiers below; it comes back the same
+way. Copies run on threads of their own; all bookkeeping is done on the engine's thread, in poll(). Without a host tier
+a few slots still stand in for one, and an entry is forgotten as soon as nothing relies on it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from spillover.memory.host import Entry, HostCache, Slots
+from spillover.memory.link import DeviceLink
+from spillover.memory.loads import Load, LoadState, Search
+from spillover.memory.policies.admission import AdmissionPolicy, Always
+from spillover.memory.report import TierReport
+from spillover.memory.tiers.base import Lane, Ticket, Tier
+
+COPY_BYTES = 32 << 20  # one copy over the link is at most this long, so that others get their turn
+LINK_SECONDS = 10.0  # deadline of a copy over the link
+LOAD_SECONDS = 15.0  # deadline of a load, waiting for a slot included
+WRITES_AT_ONCE = 32  # blocks on their way down from host memory
+KNOWN_KEYS = 1 << 20  # keys remembered to be in a tier below
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """One job on the link."""
+
+    ticket: Ticket[float]
+    entries: list[Entry]
+    blocks: list[int]
+    loads: list[Load]  # empty for a copy out
+
+
+@dataclass(frozen=True)
+class _Fetch:
+    entry: Entry
+    tier: str
+    started: float
+    place: int  # in its batch, from 1
+    ticket: Ticket[bool]
+
+
+@dataclass
+class _Meter:
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+class SpillStore:
+    def __init__(
+        self,
+        link: DeviceLink,
+        tiers: Sequence[Tier] = (),
+        host_blocks: int = 0,
+        staging_blocks: int = 32,
+        eager: bool = False,
+        admission: AdmissionPolicy | None = None,
+        rates: dict[str, float] | None = None,
+        link_rates: dict[str, tuple[float | None, float | None]] | None = None,
+        wake: threading.Event | None = None,
+    ) -> None:
+        """`rates`: bytes a second that loads from each tier reach, until they are seen; `link_rates`: measured
+        (towards the tier, from it), to hold what was reached against. Tiers set `wake` when work ends."""
+        self.link = link
+        self.tiers = tuple(tiers)
+        self.eager = eager
+        self.keeps = host_blocks > 0
+        self.spilled: list[int] = []  # device blocks whose copy out has ended; the cache takes them from here
+        self.loaded: list[Load] = []  # loads that no longer touch their device block; likewise
+        self.rates = dict(rates or {})
+        self.spilled_blocks = 0
+        self.refused = 0  # times that there was no slot for a block
+        self._host = HostCache(Slots(link.allocate, link.slot_bytes, host_blocks or staging_blocks))
+        self._admission = admission or Always()
+        self._link_rates = link_rates or {}
+        self._wake = wake or threading.Event()
+        self._out = Lane("spill", 1, self._wake.set)
+        self._in = Lane("restore", 2, self._wake.set)  # one hands over a copy while the other waits for its own
+        self._copies: list[_Copy] = []
+        self._fetches: list[_Fetch] = []
+        self._writes: list[tuple[Entry, str, Ticket[bool]]] = []
+        self._queue: deque[Load] = deque()  # without a slot yet
+        self._copyable: list[Load] = []  # held, with a block to go to
+        self._waiters: dict[bytes, list[Load]] = {}  # loads of an entry that is still arriving
+        self._below: OrderedDict[bytes, None] = OrderedDict()  # keys that a tier below has, as far as is known
+        self._to_host, self._to_device = _Meter(), _Meter()
+        self._hits: dict[str, int] = {}
+        self._failures = 0
+        self._parked = 0
+        self._short = 0  # blocks that lately found no slot
+        self._batch = max(1, COPY_BYTES // link.slot_bytes)
+
+    # Spilling
+
+    def holds(self, key: bytes) -> bool:
+        """Whether the block can leave the device without being lost, as far as is known here."""
+        entry = self._host.get(key)
+        if entry is not None:
+            self._host.touch(entry)
+            return True
+        return key in self._below
+
+    def spill(self, items: Sequence[tuple[bytes, int]], lossy: bool = False) -> int:
+        """Starts copies of device blocks, in order; returns how many of them found a slot. A block stays as it is until
+        it appears in `spilled`. `lossy`: older blocks in host memory that no tier below has may go for it."""
+        entries: list[Entry] = []
+        for key, _ in items:
+            entry = self._host.reserve(key, lossy or not self.tiers)
+            if entry is None:
+                break
+            entries.append(entry)
+        blocks = [block for _, block in items[: len(entries)]]
+        self._short = len(items) - len(entries)
+        self.refused += self._short
+        for start in range(0, len(entries), self._batch):
+            part, to = blocks[start : start + self._batch], entries[start : start + self._batch]
+            self._copies.append(_Copy(self._submit(self._out, self.link.copy_out, part, to), to, part, []))
+        return len(entries)
+
+    def wanted(self, key: bytes) -> bool:
+        """Whether the block is worth a place in the tier next to the device."""
+        return self._admission.admit(key, "host" if self.keeps else self.tiers[0].name if self.tiers else "host")
+
+    # Finding and loading
+
+    def search(self, keys: Sequence[bytes]) -> Search:
+        sources: list[str | None] = ["host" if self._ready(key) else None for key in keys]
+        search = Search(sources)
+        for tier in self.tiers:
+            missing = [index for index, source in enumerate(search.sources) if source is None]
+            if missing:
+                search.ask(tier.name, missing, tier.lookup([keys[index] for index in missing]))
+                search.ready(time.monotonic())
+        return search
+
+    def open(self, items: Sequence[tuple[bytes, str]]) -> list[Load]:
+        """Starts bringing (key, tier) pairs to host memory; each stays there until it is copied or dropped."""
+        deadline = time.monotonic() + LOAD_SECONDS
+        loads = [Load(key, tier, deadline) for key, tier in items]
+        self._queue.extend(loads)
+        self._start_loads()
+        return loads
+
+    def send(self, load: Load, block: int) -> None:
+        """The load goes to this device block, which stays in flight until the load appears in `loaded`."""
+        load.block = block
+        if load.state is LoadState.HELD:
+            self._copyable.append(load)
+
+    def drop(self, load: Load) -> None:
+        """Nobody wants the load any more. One that is being copied ends by itself; any other is `loaded` at once."""
+        if load.pending and load.state is not LoadState.COPYING:
+            self._end(load, LoadState.FAILED)
+
+    def flush_copies(self) -> None:
+        """Hands to the link what can be copied now."""
+        for start in range(0, len(self._copyable), self._batch):
+            loads = self._copyable[start : start + self._batch]
+            entries = [load.entry for load in loads if load.entry is not None]
+            blocks = [load.block for load in loads if load.block is not None]
+            for load in loads:
+                load.state = LoadState.COPYING
+            self._copies.append(_Copy(self._submit(self._in, self.link.copy_in, blocks, entries), entries, blocks,
+                                      loads))
+        self._copyable.clear()
+
+    @property
+    def prefetch_room(self) -> int:
+        """Blocks that requests which still wait may bring to host memory."""
+        return self._host.slots.limit // 2
+
+    def count_hit(self, tier: str, tokens: int) -> None:
+        self._hits[tier] = self._hits.get(tier, 0) + tokens
+
+    def seconds(self, tier: str, blocks: int) -> float:
+        """How long loading that many blocks from the tier takes, as far as is known."""
+        slowest = min(self.rates.get(name, 1e9) for name in {tier, "host"})
+        return blocks * self.link.slot_bytes / slowest
+
+    # Parking: blocks of a live sequence that the device has no room for
+
+    def park(self, blocks: Sequence[int]) -> list[Entry] | None:
+        """Copies blocks to slots that stay theirs until unpark; None if there are not enough. They appear in `spilled`
+        when they are there."""
+        entries: list[Entry] = []
+        for _ in blocks:
+            self._parked += 1
+            entry = self._host.reserve(b"parked" + self._parked.to_bytes(8, "little"))
+            if entry is None:
+                for taken in entries:
+                    taken.pins = 0
+                    self._host.drop(taken)
+                return None
+            entry.private = True
+            entry.pins += 1  # beside the copy's own
+            entries.append(entry)
+        for start in range(0, len(entries), self._batch):
+            part, to = list(blocks[start : start + self._batch]), entries[start : start + self._batch]
+            self._copies.append(_Copy(self._submit(self._out, self.link.copy_out, part, to), to, part, []))
+        return entries
+
+    def unpark(self, entry: Entry) -> None:
+        """Gives the slot up, at once or when the copy into it has ended."""
+        self._unpin(entry)
+
+    def view(self, entry: Entry) -> memoryview:
+        return self._host.slots.view(entry.slot)
+
+    # Time passing
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is under way that poll() would take further."""
+        return bool(self._copies or self._fetches or self._writes or self._queue or self._copyable)
+
+    def wait(self, seconds: float) -> None:
+        """Until something may have ended."""
+        self._wake.wait(seconds)
+
+    def poll(self) -> None:
+        """Takes in what has ended and starts what can go on."""
+        self._wake.clear()
+        for tier in self.tiers:
+            tier.poll()
+        self._out.drain()
+        self._in.drain()
+        now = time.monotonic()
+        if self._copies:
+            self._take_copies()
+        if self._fetches:
+            self._take_fetches(now)
+        if self._writes:
+            self._take_writes()
+        self._expire_queue(now)
+        self._start_loads()
+        self.flush_copies()
+        self._write_down(self._margin())
+
+    def flush(self, deadline: float) -> None:
+        """Writes what only host memory has to the tiers below, as far as the deadline allows."""
+        while self.tiers and time.monotonic() < deadline:
+            self.poll()
+            self._write_down(self._host.slots.limit)
+            if not self.busy:
+                return
+            self.wait(0.05)
+
+    def clear(self, external: bool = False) -> None:
+        """Forgets stored blocks in host memory; with `external` also those on disk and in the remote store."""
+        self._host.clear()
+        if external:
+            self._below.clear()
+            for tier in self.tiers:
+                tier.clear()
+
+    def close(self, deadline: float) -> None:
+        """Ends every thread; the link's memory is freed only when no copy can touch it any more."""
+        for tier in self.tiers:
+            tier.close(deadline)
+        self._out.close(deadline)
+        self._in.close(deadline)
+        if not any(not copy.ticket.done() for copy in self._copies):
+            self.link.close()
+
+    def reports(self) -> list[TierReport]:
+        reports = []
+        if self.keeps:
+            link_in, link_out = self._link_rates.get("host", (None, None))
+            reports.append(TierReport(
+                name="host", blocks=len(self._host), capacity_blocks=self._host.slots.limit,
+                bytes_in=self._to_host.bytes, bytes_out=self._to_device.bytes, seconds_in=self._to_host.seconds,
+                seconds_out=self._to_device.seconds, hit_tokens=self._hits.get("host", 0), failures=self._failures,
+                dropped=self._host.dropped, available=True, link_in=link_in, link_out=link_out,
+            ))
+        for tier in self.tiers:
+            stats = tier.stats()
+            link_in, link_out = self._link_rates.get(tier.name, (None, None))
+            capacity = None if stats.capacity_bytes is None else stats.capacity_bytes // self.link.slot_bytes
+            reports.append(TierReport(
+                name=tier.name, blocks=stats.blocks, capacity_blocks=capacity, bytes_in=stats.bytes_written,
+                bytes_out=stats.bytes_read, seconds_in=stats.seconds_writing, seconds_out=stats.seconds_reading,
+                hit_tokens=self._hits.get(tier.name, 0), failures=stats.store_failures + stats.load_failures,
+                dropped=0, available=stats.available, link_in=link_in,
+                link_out=link_out,
+            ))
+        return reports
+
+    @property
+    def committed_bytes(self) -> int:
+        """Host memory taken so far."""
+        return self._host.slots.committed_bytes
+
+    def check(self) -> None:
+        self._host.check()
+        pins: dict[int, int] = {}
+        for copy in self._copies:
+            for entry in copy.entries if not copy.loads else ():
+                pins[entry.slot] = pins.get(entry.slot, 0) + 1
+        for fetch in self._fetches:
+            pins[fetch.entry.slot] = pins.get(fetch.entry.slot, 0) + 1
+        for entry, _, _ in self._writes:
+            pins[entry.slot] = pins.get(entry.slot, 0) + 1
+        for slot, count in pins.items():
+            found = next(entry.pins for entry in self._host if entry.slot == slot)
+            assert found >= count, f"slot {slot} has {found} pins but {count} copies"
+
+    # Inside
+
+    def _ready(self, key: bytes) -> bool:
+        entry = self._host.get(key)
+        if entry is None or not entry.ready:
+            return False
+        self._host.touch(entry)
+        return True
+
+    def _submit(self, lane: Lane, copy: Callable[..., None], blocks: Sequence[int],
+                entries: Sequence[Entry]) -> Ticket[float]:
+        slots = [self._host.slots.view(entry.slot) for entry in entries]
+        arguments = (blocks, slots) if lane is self._out else (slots, blocks)
+
+        def work() -> float:
+            started = time.perf_counter()
+            copy(*arguments)
+            return time.perf_counter() - started
+
+        return lane.submit(work, time.monotonic() + LINK_SECONDS)
+
+    def _take_copies(self) -> None:
+        pending = []
+        for copy in self._copies:
+            if not copy.ticket.done():
+                pending.append(copy)
+                continue
+            seconds = copy.ticket.result()
+            size = len(copy.blocks) * self.link.slot_bytes
+            if seconds is None:
+                self._failures += len(copy.blocks)
+            else:
+                meter = self._to_device if copy.loads else self._to_host
+                meter.bytes += size
+                meter.seconds += seconds
+            if copy.loads:
+                if seconds:
+                    self._observe("host", size / seconds)
+                for load in copy.loads:
+                    self._end(load, LoadState.FAILED if seconds is None else LoadState.DONE)
+            else:
+                self.spilled.extend(copy.blocks)
+                self.spilled_blocks += 0 if seconds is None else len(copy.blocks)
+                for entry in copy.entries:
+                    self._arrived(entry, seconds is not None, safe=entry.private or not self.tiers)
+        self._copies = pending
+
+    def _take_fetches(self, now: float) -> None:
+        pending = []
+        for fetch in self._fetches:
+            if fetch.ticket.done():
+                ok = bool(fetch.ticket.result())
+                if ok:
+                    self._know(fetch.entry.key)
+                    self._observe(fetch.tier, fetch.place * self.link.slot_bytes / max(1e-6, now - fetch.started))
+                else:
+                    self._below.pop(fetch.entry.key, None)
+                self._arrived(fetch.entry, ok, safe=True)
+                continue
+            if fetch.ticket.expired(now):  # those who wait stop waiting; the slot stays until the worker lets go of it
+                fetch.ticket.cancel()
+                for load in self._waiters.pop(fetch.entry.key, ()):
+                    if load.pending:
+                        self._end(load, LoadState.FAILED)
+            pending.append(fetch)
+        self._fetches = pending
+
+    def _take_writes(self) -> None:
+        pending = []
+        for entry, tier, ticket in self._writes:
+            if not ticket.done():
+                pending.append((entry, tier, ticket))
+                continue
+            if ticket.result():
+                self._know(entry.key)
+            entry.writes -= 1
+            if entry.writes == 0:
+                self._host.mark_safe(entry)
+            self._unpin(entry)
+        self._writes = pending
+
+    def _arrived(self, entry: Entry, ok: bool, safe: bool) -> None:
+        """The copy into the entry has ended; it held one pin."""
+        waiters = [load for load in self._waiters.pop(entry.key, ()) if load.pending]
+        if ok:
+            self._host.arrive(entry, safe)
+            for load in waiters:
+                self._hold(load, entry)
+            if not safe and (self.eager or not self.keeps):
+                self._write([entry])
+            self._unpin(entry)
+        else:
+            for load in waiters:
+                self._end(load, LoadState.FAILED)
+            self._unpin(entry)
+
+    def _unpin(self, entry: Entry) -> None:
+        entry.pins -= 1
+        if entry.pins == 0 and (entry.private or not self.keeps or not entry.ready):
+            self._host.drop(entry)
+
+    def _hold(self, load: Load, entry: Entry) -> None:
+        entry.pins += 1
+        load.entry = entry
+        load.state = LoadState.HELD
+        if load.block is not None:
+            self._copyable.append(load)
+
+    def _end(self, load: Load, state: LoadState) -> None:
+        if load.state is LoadState.HELD and load in self._copyable:
+            self._copyable.remove(load)
+        load.state = state
+        if load.entry is not None:
+            entry, load.entry = load.entry, None
+            self._unpin(entry)
+        self.loaded.append(load)
+
+    def _start_loads(self) -> None:
+        """In order, as far as there are slots."""
+        fetches: dict[str, list[tuple[Load, Entry]]] = {}
+        while self._queue:
+            load = self._queue[0]
+            if load.state is LoadState.WAITING:
+                entry = self._host.get(load.key)
+                if entry is not None and entry.ready:
+                    self._host.touch(entry)
+                    self._hold(load, entry)
+                elif entry is not None:
+                    load.state = LoadState.FETCHING
+                    self._waiters.setdefault(load.key, []).append(load)
+                elif load.tier not in (tier.name for tier in self.tiers):  # it was in host memory and has left since
+                    self._end(load, LoadState.FAILED)
+                else:
+                    entry = self._host.reserve(load.key)
+                    if entry is None:
+                        break
+                    load.state = LoadState.FETCHING
+                    self._waiters.setdefault(load.key, []).append(load)
+                    fetches.setdefault(load.tier, []).append((load, entry))
+            self._queue.popleft()
+        now = time.monotonic()
+        for tier in self.tiers:
+            if pairs := fetches.get(tier.name):
+                tickets = tier.load([(load.key, self._host.slots.view(entry.slot)) for load, entry in pairs])
+                for place, ((_, entry), ticket) in enumerate(zip(pairs, tickets, strict=True), start=1):
+                    self._fetches.append(_Fetch(entry, tier.name, now, place, ticket))
+
+    def _expire_queue(self, now: float) -> None:
+        for load in [load for load in self._queue if load.state is LoadState.WAITING and now > load.deadline]:
+            self._end(load, LoadState.FAILED)
+
+    def _margin(self) -> int:
+        """Slots kept ready for what the device spills next."""
+        return min(max(2 * self._batch, self._short), self._host.slots.limit // 2) if self.keeps else 0
+
+    def _write_down(self, spare: int) -> None:
+        """Starts writing the oldest blocks that no tier below has, until `spare` slots can be had without loss."""
+        short = min(spare - self._host.spare, WRITES_AT_ONCE) - len(self._writes)
+        if short <= 0 or not self.tiers:
+            return
+        entries: list[Entry] = []
+        for entry in self._host.unsafe():
+            if len(entries) == short:
+                break
+            if entry.writes == 0:
+                entries.append(entry)
+        self._write(entries)
+
+    def _write(self, entries: Sequence[Entry]) -> None:
+        for tier in self.tiers:
+            chosen = [entry for entry in entries if self._admission.admit(entry.key, tier.name)]
+            tickets = tier.store([(entry.key, self._host.slots.view(entry.slot)) for entry in chosen])
+            for entry, ticket in zip(chosen, tickets, strict=True):
+                entry.pins += 1
+                entry.writes += 1
+                self._writes.append((entry, tier.name, ticket))
+        for entry in entries:
+            if entry.writes == 0:  # no tier is to have it
+                self._host.mark_safe(entry)
+
+    def _know(self, key: bytes) -> None:
+        self._below[key] = None
+        if len(self._below) > KNOWN_KEYS:
+            self._below.popitem(last=False)
+
+    def _observe(self, tier: str, rate: float) -> None:
+        known = self.rates.get(tier)
+        self.rates[tier] = rate if known is None else 0.8 * known + 0.2 * rate

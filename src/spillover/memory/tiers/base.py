@@ -1,0 +1,270 @@
+"""What every tier below the device has in common: tickets for work on its way, the threads that do it, the protocol.
+
+One thread, the owner's (the engine's), calls a tier. Its workers move bytes and nothing else; what they did becomes
+known to the tier's index when the owner's thread takes it in, by poll().
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import xxhash
+
+T = TypeVar("T")
+
+
+def checksum(payload: bytes | memoryview) -> int:
+    """xxh3 of 64 bits: finds what disks, memories and half-finished writes do to bytes; no defence against forgery."""
+    return xxhash.xxh3_64_intdigest(payload)
+
+
+class CorruptRecordError(Exception):
+    """What lies in the tier is not what was stored there."""
+
+
+class Ticket(Generic[T]):
+    """One piece of work on its way. Everything but the worker's side is called on the owner's thread.
+
+    A worker that hangs leaves its ticket neither done nor cancelled; it is `expired`, and whoever waits should go on
+    without it. A buffer given with the work is free again only once the ticket is done.
+    """
+
+    __slots__ = ("_begun", "_done", "_lock", "_on_end", "_stop_asked", "_value", "deadline", "error", "seconds")
+
+    def __init__(self, deadline: float, on_end: Callable[["Ticket[Any]"], None] | None = None) -> None:
+        self.deadline = deadline  # monotonic
+        self.error: Exception | None = None
+        self.seconds = 0.0  # a worker was busy with it
+        self._lock = threading.Lock()  # decides between begin() and cancel()
+        self._begun = False
+        self._stop_asked = False
+        self._value: T | None = None
+        self._on_end = on_end
+        self._done = False
+
+    @classmethod
+    def ended(cls, value: T | None, error: Exception | None = None) -> "Ticket[T]":
+        """Work that needed no worker, or that was not even tried."""
+        ticket: Ticket[T] = cls(time.monotonic())
+        ticket._value, ticket.error, ticket._done = value, error, True
+        return ticket
+
+    def done(self) -> bool:
+        """Ended: with a value, a failure, or cancelled."""
+        return self._done
+
+    def expired(self, now: float) -> bool:
+        """Not done, and past its deadline."""
+        return not self._done and now >= self.deadline
+
+    def result(self) -> T | None:
+        """The value once done; None if the work failed, was cancelled, or expired before it began. Never raises."""
+        return self._value if self._done else None
+
+    def cancel(self) -> None:
+        """Work not begun never begins and is done at once; work begun is asked to stop, and ends when it ends."""
+        with self._lock:
+            self._stop_asked = True
+            if self._begun or self._done:
+                return
+            self._begun = True  # so that no worker begins it
+        self.end(None)
+
+    # The worker's side
+
+    @property
+    def stop_asked(self) -> bool:
+        return self._stop_asked
+
+    def begin(self) -> bool:
+        """Whether the work is still wanted and in time; if not, it is done now and must not be touched."""
+        with self._lock:
+            if self._begun:
+                return False
+            self._begun = True
+        if time.monotonic() >= self.deadline:
+            self.end(None, TimeoutError("the deadline passed before the work began"))
+            return False
+        return True
+
+    def end(self, value: T | None, error: Exception | None = None, seconds: float = 0.0) -> None:
+        """By whoever began it, exactly once."""
+        self._value, self.error, self.seconds = value, error, seconds
+        self._done = True  # last: whoever sees it sees the rest
+        if self._on_end is not None:
+            self._on_end(self)
+
+
+@dataclass(slots=True)
+class _Job:
+    tickets: list[Ticket[Any]]
+    work: Callable[[Sequence[int]], Sequence[Any]]  # takes the indices of the tickets still wanted
+    deadline: float
+
+
+class Lane:
+    """Worker threads for one kind of work of one tier: first in, first out. Threads start when first needed."""
+
+    def __init__(self, name: str, threads: int, wake: Callable[[], None]) -> None:
+        self._name = name
+        self._max_threads = threads
+        self._wake = wake
+        self._state = threading.Condition()
+        self._queue: deque[_Job] = deque()
+        self._threads: list[threading.Thread] = []
+        self._idle = 0
+        self._running: dict[int, float] = {}  # thread -> deadline of its job
+        self._ended: deque[Ticket[Any]] = deque()
+        self._closed = False
+
+    def submit(self, work: Callable[[], T], deadline: float) -> Ticket[T]:
+        return self.submit_batch(lambda _: [work()], 1, deadline)[0]
+
+    def submit_batch(
+        self, work: Callable[[Sequence[int]], Sequence[T | Exception]], count: int, deadline: float
+    ) -> list[Ticket[T]]:
+        """One job with `count` tickets. `work` takes the indices still wanted and gives one value for each of them.
+
+        A value that is an Exception fails its ticket alone.
+        """
+        tickets: list[Ticket[T]] = [Ticket(deadline, self._on_end) for _ in range(count)]
+        with self._state:
+            if not self._closed:
+                self._queue.append(_Job(list(tickets), work, deadline))
+                if self._idle < len(self._queue) and len(self._threads) < self._max_threads:
+                    thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
+                    self._threads.append(thread)
+                    thread.start()
+                self._state.notify()
+                return tickets
+        for ticket in tickets:
+            ticket.cancel()
+        return tickets
+
+    def drain(self) -> list[Ticket[Any]]:
+        """The tickets that ended since the last call, after ending those that waited past their deadline."""
+        now = time.monotonic()
+        with self._state:
+            late = [job for job in self._queue if job.deadline <= now]
+            if late:
+                self._queue = deque(job for job in self._queue if job.deadline > now)
+        for job in late:
+            for ticket in job.tickets:
+                ticket.begin()  # ends it: its deadline has passed
+        ended = []
+        while self._ended:
+            ended.append(self._ended.popleft())
+        return ended
+
+    def stuck(self, now: float) -> bool:
+        """Every worker is held up by work past its deadline: what is submitted now would wait for nothing."""
+        with self._state:
+            return len(self._running) == self._max_threads and all(d <= now for d in self._running.values())
+
+    def close(self, deadline: float) -> bool:
+        """Lets queued work end until the deadline, cancels the rest; False if a worker still hangs (it is left)."""
+        with self._state:
+            self._closed = True
+            self._state.notify_all()
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        with self._state:
+            left = [ticket for job in self._queue for ticket in job.tickets]
+            self._queue.clear()
+            self._state.notify_all()
+        for ticket in left:
+            ticket.cancel()
+        for thread in self._threads:
+            thread.join(max(0.05, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _on_end(self, ticket: Ticket[Any]) -> None:
+        self._ended.append(ticket)
+        self._wake()
+
+    def _run(self) -> None:
+        me = threading.get_ident()
+        while True:
+            with self._state:
+                self._running.pop(me, None)
+                self._idle += 1
+                while not self._queue and not self._closed:
+                    self._state.wait()
+                self._idle -= 1
+                if not self._queue:
+                    return
+                job = self._queue.popleft()
+                self._running[me] = job.deadline
+            self._do(job)
+            del job  # its buffers are not held while this thread waits for the next
+
+    @staticmethod
+    def _do(job: _Job) -> None:
+        wanted = [i for i, ticket in enumerate(job.tickets) if ticket.begin()]
+        if not wanted:
+            return
+        start = time.perf_counter()
+        try:
+            values = job.work(wanted)
+        except Exception as error:  # whatever it is, it ends this work and no other
+            values = [error] * len(wanted)
+        seconds = (time.perf_counter() - start) / len(wanted)
+        for i, value in zip(wanted, values, strict=True):
+            if isinstance(value, Exception):
+                job.tickets[i].end(None, value, seconds)
+            else:
+                job.tickets[i].end(value, None, seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """Counters since the tier was opened; a key that is not there counts neither as a load nor as a failure."""
+
+    blocks: int = 0
+    bytes: int = 0  # of these blocks
+    capacity_bytes: int | None = None  # None: not bounded by us
+    stores: int = 0
+    loads: int = 0
+    load_failures: int = 0
+    store_failures: int = 0
+    evictions: int = 0
+    bytes_written: int = 0
+    bytes_read: int = 0
+    seconds_writing: float = 0.0  # workers were busy; two at once count twice
+    seconds_reading: float = 0.0
+    available: bool = True
+
+
+class Tier(Protocol):
+    """A place for blocks below the device. Keys are opaque; every buffer has exactly the payload's bytes.
+
+    Nothing here raises or waits because a disk or server is slow, full, broken or gone: tickets end False or None.
+    """
+
+    name: str  # "host", "disk" or "remote": what metrics and token sources call it
+
+    def lookup(self, keys: Sequence[bytes]) -> Ticket[list[bool]]:
+        """Which of these could be loaded now."""
+
+    def store(self, items: Sequence[tuple[bytes, memoryview]]) -> list[Ticket[bool]]:
+        """One ticket a block. Buffers stay as they are until their ticket is done."""
+
+    def load(self, items: Sequence[tuple[bytes, memoryview]]) -> list[Ticket[bool]]:
+        """One ticket a block. True: the buffer holds exactly the bytes that were stored; else it may hold anything."""
+
+    def evict(self, count: int) -> Ticket[int]:
+        """Drops the least recently used blocks; the value is how many."""
+
+    def poll(self) -> None:
+        """Takes finished work into the index; lookup, store, load and evict do it too."""
+
+    def clear(self) -> None:
+        """Forgets all blocks of this identity: none of them is found from now on, nor after a restart."""
+
+    def stats(self) -> TierStats: ...
+
+    def close(self, deadline: float) -> None:
+        """Ends what is on its way, until the deadline (monotonic), and lets go of files and connections."""

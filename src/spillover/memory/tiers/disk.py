@@ -1,0 +1,480 @@
+"""Blocks on a disk: bounded, checksummed, least recently used first to go, found again after a restart.
+
+The index is in memory and belongs to the owner's thread; workers only read and write. A slot leaves the index before it
+is written to, and its record enters it once the write has ended. A disk that is full, broken, read-only or gone makes
+stores and loads end without success, and nothing else.
+"""
+
+import errno
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spillover.errors import SpilloverError
+from spillover.memory.policies import LRU, EvictionPolicy
+from spillover.memory.tiers.base import CorruptRecordError, Lane, Ticket, TierStats, checksum
+from spillover.memory.tiers.folder import CacheFolder, FolderLock, SegmentFile
+from spillover.memory.tiers.health import Health
+from spillover.memory.tiers.record import RecordHeader
+from spillover.memory.tiers.recovery import FIXED_BYTES, Recovery, recover, segment_cost, slots_that_fit
+from spillover.memory.tiers.segment import Segment, round_up
+from spillover.memory.tiers.slots import SlotTable
+from spillover.units import format_bytes
+
+SEGMENT_BYTES = 128 << 20  # at least
+MAX_SEGMENTS = 256  # about as many files are open at once
+STORE_SECONDS = 10.0
+LOAD_SECONDS = 5.0
+REST_SECONDS = 30.0  # how long a slot, or a full disk, is left alone after a failure
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(slots=True)
+class _Store:
+    key: bytes
+    slot: int
+    sequence: int
+    record: RecordHeader | None = None  # set by the worker once it is written
+    wanted: bool = True  # False: forgotten while it was on its way
+
+
+@dataclass(slots=True)
+class _Load:
+    slot: int
+    record: RecordHeader
+
+
+@dataclass(slots=True)
+class _Erasure:
+    slots: list[int]
+
+
+@dataclass(slots=True)
+class _Removal:
+    file: SegmentFile
+
+
+class DiskTier:
+    name = "disk"
+
+    def __init__(
+        self,
+        path: str | Path,
+        capacity_bytes: int,
+        payload_bytes: int,
+        identity: bytes,
+        description: Mapping[str, str],
+        wake: Callable[[], None],
+        *,
+        store_seconds: float = STORE_SECONDS,
+        load_seconds: float = LOAD_SECONDS,
+        rest_seconds: float = REST_SECONDS,
+        segment_bytes: int | None = None,
+        threads: int = 2,
+        policy: EvictionPolicy | None = None,
+    ) -> None:
+        """`capacity_bytes` bounds everything this package keeps under `path`, whatever its identity.
+
+        `threads` work in each direction, so that a load never waits behind stores.
+        """
+        self.path = Path(path)
+        self.capacity_bytes = capacity_bytes
+        self.payload_bytes = payload_bytes
+        self.recovered = 0  # records found at the start
+        self.dropped = 0  # records that were not whole, and are gone
+        needed = FIXED_BYTES + segment_cost(1, payload_bytes)
+        if capacity_bytes < needed:
+            raise SpilloverError(
+                f"a disk cache of {format_bytes(capacity_bytes)} at {path} cannot hold one block; "
+                f"give it at least {format_bytes(needed)} ({needed} bytes)"
+            )
+        if segment_bytes is None:
+            segment_bytes = max(SEGMENT_BYTES, capacity_bytes // MAX_SEGMENTS)
+        self._segment_slots = max(1, segment_bytes // round_up(payload_bytes))
+        self._store_seconds, self._load_seconds, self._rest_seconds = store_seconds, load_seconds, rest_seconds
+        self._folder = CacheFolder.of(self.path, identity)
+        self._health = Health(f"disk cache at {path}")
+        self._table = SlotTable(policy if policy is not None else LRU())
+        self._segments: list[Segment] = []
+        self._others: list[tuple[CacheFolder, SegmentFile]] = []
+        self._other_bytes = 0
+        self._own_bytes = FIXED_BYTES
+        self._sequence = self._segment_number = 0
+        self._removing = False
+        self._last_use = 0.0
+        self._reading = Lane("disk-read", threads, wake)
+        self._writing = Lane("disk-write", threads, wake)
+        self._work: dict[Ticket[Any], _Store | _Load | _Erasure | _Removal] = {}
+        self._storing: dict[bytes, Ticket[bool]] = {}
+        self._stores = self._loads = self._store_failures = self._load_failures = 0
+        self._seconds_writing = self._seconds_reading = 0.0
+        self._lock: FolderLock | None = None
+        self._open = self._start(description)
+
+    # The tier
+
+    def lookup(self, keys: Sequence[bytes]) -> Ticket[list[bool]]:
+        self.poll()
+        usable = self._usable(self._reading)
+        return Ticket.ended([usable and self._table.find(key) is not None for key in keys])
+
+    def store(self, items: Sequence[tuple[bytes, memoryview]]) -> list[Ticket[bool]]:
+        self.poll()
+        tickets: list[Ticket[bool]] = []
+        touched: list[int] = []
+        there: list[int] = []  # held, so that they do not make way for the rest of the batch
+        usable = self._usable(self._writing)
+        deadline = time.monotonic() + self._store_seconds
+        for key, payload in items:
+            assert payload.nbytes == self.payload_bytes, f"a payload of {payload.nbytes} bytes"
+            slot = self._table.find(key)
+            if slot is not None:
+                self._table.hold(slot)
+                there.append(slot)
+                touched.append(slot)
+                tickets.append(Ticket.ended(True))
+            elif key in self._storing:
+                tickets.append(self._storing[key])
+            elif usable and (slot := self._reserve()) is not None:
+                touched.append(slot)
+                tickets.append(self._write(key, payload, slot, deadline))
+            else:
+                self._store_failures += 1
+                tickets.append(Ticket.ended(False))
+        self._touch(touched)
+        for slot in there:
+            self._table.release(slot)
+        return tickets
+
+    def load(self, items: Sequence[tuple[bytes, memoryview]]) -> list[Ticket[bool]]:
+        self.poll()
+        tickets: list[Ticket[bool]] = []
+        touched: list[int] = []
+        usable = self._usable(self._reading)
+        deadline = time.monotonic() + self._load_seconds
+        for key, buffer in items:
+            assert buffer.nbytes == self.payload_bytes, f"a buffer of {buffer.nbytes} bytes"
+            slot = self._table.find(key) if usable else None
+            if slot is None:
+                tickets.append(Ticket.ended(False))
+            else:
+                touched.append(slot)
+                tickets.append(self._read(buffer, slot, deadline))
+        self._touch(touched)
+        return tickets
+
+    def evict(self, count: int) -> Ticket[int]:
+        """Their slots are free for other blocks; the files stay as large as they are."""
+        self.poll()
+        evicted = 0
+        while evicted < count and self._table.evict():
+            evicted += 1
+        return Ticket.ended(evicted)
+
+    def poll(self) -> None:
+        for lane in (self._reading, self._writing):
+            for ticket in lane.drain():
+                work = self._work.pop(ticket)
+                if isinstance(work, _Load):
+                    self._end_load(work, ticket)
+                elif isinstance(work, _Store):
+                    self._end_store(work, ticket)
+                elif isinstance(work, _Erasure):
+                    self._end_erasure(work, ticket)
+                else:
+                    self._end_removal(work, ticket)
+
+    def clear(self) -> None:
+        self.poll()
+        for ticket, work in list(self._work.items()):
+            if isinstance(work, _Store):
+                work.wanted = False
+                ticket.cancel()
+        self._storing.clear()
+        dropped: dict[Segment, list[int]] = {segment: [] for segment in self._segments}
+        for slot in list(self._table.live()):
+            self._table.hold(slot)
+            self._table.drop(slot)
+            dropped[self._table[slot].segment].append(slot)
+        # Free slots too: an evicted record is in no index, and yet the next start would find it.
+        for slot in self._table.take_free():
+            dropped[self._table[slot].segment].append(slot)
+        for segment, slots in dropped.items():
+            self._submit_erasure(segment, slots, None)
+
+    def stats(self) -> TierStats:
+        self.poll()
+        return TierStats(
+            blocks=len(self._table),
+            bytes=len(self._table) * self.payload_bytes,
+            capacity_bytes=self.capacity_bytes,
+            stores=self._stores,
+            loads=self._loads,
+            load_failures=self._load_failures,
+            store_failures=self._store_failures,
+            evictions=self._table.evictions,
+            bytes_written=self._stores * self.payload_bytes,
+            bytes_read=self._loads * self.payload_bytes,
+            seconds_writing=self._seconds_writing,
+            seconds_reading=self._seconds_reading,
+            available=self._health.ok and self._usable(self._reading) and self._usable(self._writing),
+        )
+
+    def close(self, deadline: float) -> None:
+        if not self._open:
+            return
+        for ticket, work in list(self._work.items()):
+            if isinstance(work, _Load):
+                ticket.cancel()
+        ended = self._writing.close(deadline)
+        ended = self._reading.close(deadline) and ended
+        self.poll()
+        self._open = False
+        if not ended:
+            return  # a worker still hangs in a file: it keeps the file and the lock until the process ends
+        try:
+            slots = (self._table[slot] for slot in self._table.live())
+            self._folder.write_recency([(s.record.sequence, s.used) for s in slots if s.record is not None])
+            self._folder.touch()
+        except OSError as error:
+            self._health.failed(str(error))
+        self._let_go()
+
+    def max_blocks(self) -> int:
+        """How many blocks the capacity is good for, once other caches have made way."""
+        blocks = sum(segment.slots for segment in self._segments)
+        removable = sum(file.nbytes for _, file in self._others)
+        room = self.capacity_bytes - self._own_bytes - (self._other_bytes - removable)
+        while slots := min(self._segment_slots, slots_that_fit(room, self.payload_bytes)):
+            blocks += slots
+            room -= segment_cost(slots, self.payload_bytes)
+        return blocks
+
+    def damage(self, key: bytes, bit: int) -> bool:
+        """Flips one bit of a stored payload where it lies, for tests of what notices; False if there is no such block.
+
+        Blocks on the disk.
+        """
+        slot = self._table.find(key)
+        if slot is None:
+            return False
+        self._table[slot].segment.flip_bit(self._table[slot].index, bit)
+        return True
+
+    def idle(self) -> bool:
+        """Nothing is on its way, erasures included."""
+        self.poll()
+        return not self._work
+
+    def check(self) -> None:
+        """Asserts what must always hold of the index."""
+        self._table.check()
+        assert self._own_bytes + self._other_bytes <= self.capacity_bytes or self._health.error is not None
+
+    # Starting
+
+    def _start(self, description: Mapping[str, str]) -> bool:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise SpilloverError(f"the disk cache needs a folder, and {self.path} is, or lies in, a file") from None
+        except OSError as error:
+            self._health.failed(str(error))
+            return False
+        self._lock = FolderLock.acquire(self.path)
+        try:
+            found = recover(self.path, self._folder, self.payload_bytes, self.capacity_bytes)
+        except OSError as error:
+            self._health.failed(str(error))
+            self._let_go()
+            return False
+        try:
+            self._folder.path.mkdir(mode=0o700, exist_ok=True)  # prompts can be read out of it
+            self._folder.describe(description)
+        except OSError as error:
+            self._health.failed(str(error))  # read-only, perhaps: what was found can still be loaded
+        except SpilloverError:
+            self._let_go()
+            raise
+        self._adopt(found)
+        return True
+
+    def _adopt(self, found: Recovery) -> None:
+        self._segments = found.segments
+        self._sequence, self._segment_number = found.next_sequence, found.next_number
+        self._others, self._other_bytes = found.others, found.others_bytes
+        self._own_bytes += sum(segment_cost(segment.slots, self.payload_bytes) for segment in found.segments)
+        for record in found.records:
+            self._table.adopt(record.segment, record.index, record.header, record.used)
+            self._last_use = record.used
+        for segment, index, backed in found.unused:
+            self._table.add(segment, index, backed)
+        self.recovered, self.dropped = len(found.records), found.dropped
+
+    def _let_go(self) -> None:
+        for segment in self._segments:
+            segment.close()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    # Moving
+
+    def _usable(self, lane: Lane) -> bool:
+        return self._open and not lane.stuck(time.monotonic())
+
+    def _touch(self, slots: list[int]) -> None:
+        """The first of a batch counts as the last used: a prefix without its beginning is worth nothing."""
+        for slot in reversed(slots):
+            # Distinct and rising, so that the order survives being written down.
+            self._last_use = max(time.time(), self._last_use + 1e-6)
+            self._table.touch(slot, self._last_use)
+
+    def _write(self, key: bytes, payload: memoryview, slot: int, deadline: float) -> Ticket[bool]:
+        store = _Store(key, slot, self._sequence)
+        self._sequence += 1
+        place = self._table[slot]
+        segment, index = place.segment, place.index
+
+        def write() -> bool:
+            header = RecordHeader(key, self.payload_bytes, checksum(payload), store.sequence, time.time())
+            segment.write(index, header, payload)
+            store.record = header
+            return True
+
+        ticket = self._storing[key] = self._writing.submit(write, deadline)
+        self._work[ticket] = store
+        return ticket
+
+    def _read(self, buffer: memoryview, slot: int, deadline: float) -> Ticket[bool]:
+        place = self._table[slot]
+        segment, index, record = place.segment, place.index, place.record
+        assert record is not None
+
+        def read() -> bool:
+            segment.read(index, buffer)
+            if checksum(buffer) != record.payload_checksum:
+                raise CorruptRecordError(f"{segment.path}, offset {segment.payload_offset(index)}: wrong checksum")
+            return True
+
+        self._table.hold(slot)
+        ticket = self._reading.submit(read, deadline)
+        self._work[ticket] = _Load(slot, record)
+        return ticket
+
+    def _end_store(self, store: _Store, ticket: Ticket[Any]) -> None:
+        self._seconds_writing += ticket.seconds
+        if self._storing.get(store.key) is ticket:
+            del self._storing[store.key]
+        if store.record is not None:
+            self._stores += 1
+            self._health.succeeded()
+            if store.wanted and self._table.find(store.key) is None:
+                self._table.publish(store.slot, store.record)
+            else:
+                place = self._table[store.slot]
+                place.backed = True
+                self._submit_erasure(place.segment, [store.slot], [place.index])
+            return
+        self._store_failures += store.wanted
+        if (error := _disk_error(ticket)) is not None:
+            now = time.monotonic()
+            self._health.failed(str(error))
+            if error.errno in FULL or not self._table[store.slot].backed:
+                self._table.fresh_from = now + self._rest_seconds
+            self._table.rest(store.slot, now + self._rest_seconds)
+        else:
+            self._table.release(store.slot)
+
+    def _end_load(self, load: _Load, ticket: Ticket[Any]) -> None:
+        self._seconds_reading += ticket.seconds
+        if ticket.result():
+            self._loads += 1
+            self._health.succeeded()
+            self._table.release(load.slot)
+            return
+        still_there = self._table[load.slot].record is load.record
+        if isinstance(ticket.error, CorruptRecordError):
+            self._load_failures += 1
+            if still_there:
+                self._table.drop(load.slot)
+                place = self._table[load.slot]
+                self._submit_erasure(place.segment, [load.slot], [place.index])
+            else:
+                self._table.release(load.slot)
+        elif (error := _disk_error(ticket)) is not None:
+            self._load_failures += 1
+            self._health.failed(str(error))
+            self._table.rest(load.slot, time.monotonic() + self._rest_seconds)
+        else:
+            self._load_failures += ticket.error is not None
+            self._table.release(load.slot)
+
+    # Room
+
+    def _reserve(self) -> int | None:
+        now = time.monotonic()
+        if not self._table.has_room():
+            self._grow(now)
+        return self._table.reserve(now)
+
+    def _grow(self, now: float) -> None:
+        """Adds a segment as far as the capacity goes; where other caches fill it, their oldest segment goes first."""
+        room = self.capacity_bytes - self._own_bytes - self._other_bytes
+        slots = min(self._segment_slots, slots_that_fit(room, self.payload_bytes))
+        if slots < self._segment_slots and self._others:
+            if not self._removing:
+                self._remove_other()
+            if len(self._table):
+                return  # meanwhile, blocks of our own make room
+        if slots < 1 or now < self._table.fresh_from:
+            return
+        path = self._folder.segment_path(self._segment_number)
+        segment = Segment(path, self._folder.identity, self.payload_bytes, slots)
+        self._segment_number += 1
+        self._segments.append(segment)
+        self._own_bytes += segment_cost(slots, self.payload_bytes)
+        for index in range(slots):
+            self._table.add(segment, index, backed=False)
+
+    def _remove_other(self) -> None:
+        cache, file = self._others.pop(0)
+
+        def remove() -> bool:
+            file.path.unlink(missing_ok=True)
+            cache.tidy()
+            return True
+
+        self._removing = True
+        self._work[self._writing.submit(remove, time.monotonic() + self._store_seconds)] = _Removal(file)
+
+    def _end_removal(self, removal: _Removal, ticket: Ticket[Any]) -> None:
+        self._removing = False
+        if ticket.result():
+            self._other_bytes -= removal.file.nbytes
+
+    def _submit_erasure(self, segment: Segment, slots: list[int], indices: list[int] | None) -> None:
+        """The slots are held, and released once nothing of them can be found again."""
+
+        def erase() -> bool:
+            try:
+                segment.erase(indices)
+            except OSError:
+                segment.remove()  # the file is lost to us then, but so is what had to go
+            return True
+
+        self._work[self._writing.submit(erase, math.inf)] = _Erasure(slots)
+
+    def _end_erasure(self, erasure: _Erasure, ticket: Ticket[Any]) -> None:
+        if not ticket.result():
+            self._health.failed(f"forgotten blocks may be found after a restart ({ticket.error or 'no time left'})")
+        for slot in erasure.slots:
+            self._table.release(slot)
+
+
+def _disk_error(ticket: Ticket[Any]) -> OSError | None:
+    """What the disk said; a deadline that passed in the queue says nothing about the disk, and has no errno."""
+    return ticket.error if isinstance(ticket.error, OSError) and ticket.error.errno is not None else None

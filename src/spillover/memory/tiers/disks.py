@@ -1,0 +1,113 @@
+"""Several disks as one tier: every key has its home on one of them, by its hash and in proportion to their sizes."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import xxhash
+
+from spillover.errors import SpilloverError
+from spillover.memory.tiers.base import Ticket, TierStats
+from spillover.memory.tiers.disk import DiskTier
+
+
+class Disks:
+    """A disk added or taken away moves only the keys that it gains or loses; a broken one loses only its own."""
+
+    name = "disk"
+
+    def __init__(self, disks: Sequence[DiskTier]) -> None:
+        if not disks:
+            raise SpilloverError("a striped disk cache needs at least one disk")
+        self.disks = list(disks)
+        self._seeds = [xxhash.xxh3_64_intdigest(str(disk.path.absolute()).encode()) for disk in disks]
+
+    def home(self, key: bytes) -> int:
+        """Which disk a key belongs to: weighted rendezvous hashing."""
+        best, best_score = 0, -math.inf
+        for i, (seed, disk) in enumerate(zip(self._seeds, self.disks, strict=True)):
+            draw = (xxhash.xxh3_64_intdigest(key, seed) + 1) / (2**64 + 1)  # 0 < draw < 1
+            score = -disk.capacity_bytes / math.log(draw)
+            if score > best_score:
+                best, best_score = i, score
+        return best
+
+    def lookup(self, keys: Sequence[bytes]) -> Ticket[list[bool]]:
+        found = [False] * len(keys)
+        for disk, indices in self._by_home(keys):
+            ticket = disk.lookup([keys[i] for i in indices])
+            for i, there in zip(indices, ticket.result() or (), strict=True):
+                found[i] = there
+        return Ticket.ended(found)
+
+    def store(self, items: Sequence[tuple[bytes, memoryview]]) -> list[Ticket[bool]]:
+        return self._spread(items, DiskTier.store)
+
+    def load(self, items: Sequence[tuple[bytes, memoryview]]) -> list[Ticket[bool]]:
+        return self._spread(items, DiskTier.load)
+
+    def evict(self, count: int) -> Ticket[int]:
+        """From each disk in proportion to what it holds, which is close to the least recently used of all."""
+        held = [disk.stats().blocks for disk in self.disks]
+        evicted = 0
+        for i, disk in enumerate(self.disks):
+            left = sum(held[i:])
+            share = round((count - evicted) * held[i] / left) if left else 0
+            evicted += disk.evict(min(share, count - evicted)).result() or 0
+        return Ticket.ended(evicted)
+
+    def poll(self) -> None:
+        for disk in self.disks:
+            disk.poll()
+
+    def clear(self) -> None:
+        for disk in self.disks:
+            disk.clear()
+
+    def stats(self) -> TierStats:
+        """Sums; available while any disk is."""
+        each = [disk.stats() for disk in self.disks]
+        return TierStats(
+            blocks=sum(s.blocks for s in each),
+            bytes=sum(s.bytes for s in each),
+            capacity_bytes=sum(disk.capacity_bytes for disk in self.disks),
+            stores=sum(s.stores for s in each),
+            loads=sum(s.loads for s in each),
+            load_failures=sum(s.load_failures for s in each),
+            store_failures=sum(s.store_failures for s in each),
+            evictions=sum(s.evictions for s in each),
+            bytes_written=sum(s.bytes_written for s in each),
+            bytes_read=sum(s.bytes_read for s in each),
+            seconds_writing=sum(s.seconds_writing for s in each),
+            seconds_reading=sum(s.seconds_reading for s in each),
+            available=any(s.available for s in each),
+        )
+
+    def close(self, deadline: float) -> None:
+        for disk in self.disks:
+            disk.close(deadline)
+
+    def max_blocks(self) -> int:
+        return sum(disk.max_blocks() for disk in self.disks)
+
+    def damage(self, key: bytes, bit: int) -> bool:
+        return self.disks[self.home(key)].damage(key, bit)
+
+    def check(self) -> None:
+        for disk in self.disks:
+            disk.check()
+
+    def _by_home(self, keys: Sequence[bytes]) -> list[tuple[DiskTier, list[int]]]:
+        indices: list[list[int]] = [[] for _ in self.disks]
+        for i, key in enumerate(keys):
+            indices[self.home(key)].append(i)
+        return [(disk, mine) for disk, mine in zip(self.disks, indices, strict=True) if mine]
+
+    def _spread(
+        self,
+        items: Sequence[tuple[bytes, memoryview]],
+        do: Callable[[DiskTier, Sequence[tuple[bytes, memoryview]]], list[Ticket[bool]]],
+    ) -> list[Ticket[bool]]:
+        tickets: dict[int, Ticket[bool]] = {}
+        for disk, indices in self._by_home([key for key, _ in items]):
+            tickets.update(zip(indices, do(disk, [items[i] for i in indices]), strict=True))
+        return [tickets[i] for i in range(len(items))]

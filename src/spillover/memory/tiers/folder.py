@@ -1,0 +1,209 @@
+"""The folder of a disk tier: one sub-folder a cache, named by its identity, and a lock that admits one process.
+
+    PATH/lock
+    PATH/<identity in hex>/description.json    model, dtype, block size, layout: for people, and for nothing else
+    PATH/<identity in hex>/<number>.kv         segments
+    PATH/<identity in hex>/recency             when each record was last used; written when the tier is closed
+
+Other files are nobody's here: neither counted nor touched.
+"""
+
+import fcntl
+import json
+import os
+import struct
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from spillover.errors import SpilloverError
+from spillover.memory.tiers.base import checksum
+from spillover.memory.tiers.segment import MAX_IDENTITY_BYTES, SUFFIX, Segment
+
+LOCK = "lock"
+DESCRIPTION = "description.json"
+RECENCY = "recency"
+TEMPORARY = ".tmp"
+MAX_DESCRIPTION_BYTES = 4096
+RECENCY_BYTES = 16  # a record
+_RECENCY = struct.Struct("<Qd")  # sequence, last use
+
+
+class FolderLock:
+    """Held by the one process that may write. It ends with the process, however that ends."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+
+    @classmethod
+    def acquire(cls, folder: Path, advice: str = "stop that one, or choose another folder") -> "FolderLock | None":
+        """Raises SpilloverError if another holds it; None where the folder cannot be written, so nobody needs one."""
+        path = folder / LOCK
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError:
+            try:
+                file = os.open(path, os.O_RDONLY)
+            except OSError:
+                return None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(file, 32, 0).decode("ascii", "replace").strip()
+            os.close(file)
+            raise SpilloverError(
+                f"the disk cache at {folder} is in use by process {holder or '(unknown)'}; {advice}"
+            ) from None
+        except OSError:
+            pass  # a file system without locks: checksums still keep wrong bytes from being loaded
+        with suppress(OSError):  # only for the sentence above
+            os.ftruncate(file, 0)
+            os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
+        return cls(file)
+
+    def release(self) -> None:
+        os.close(self._file)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentFile:
+    """A segment as the file system sees it."""
+
+    path: Path
+    nbytes: int
+    modified: float
+
+
+class CacheFolder:
+    """The blocks of one identity on one disk."""
+
+    def __init__(self, path: Path, identity: bytes) -> None:
+        self.path = path
+        self.identity = identity
+
+    @classmethod
+    def of(cls, root: Path, identity: bytes) -> "CacheFolder":
+        assert 0 < len(identity) <= MAX_IDENTITY_BYTES, f"an identity of {len(identity)} bytes"
+        return cls(root / identity.hex(), identity)
+
+    @classmethod
+    def all(cls, root: Path) -> "list[CacheFolder]":
+        """Every cache under the root, least recently used first."""
+        found = []
+        for path in root.iterdir():
+            with suppress(ValueError):
+                cache = cls(path, bytes.fromhex(path.name))
+                if 0 < len(cache.identity) <= MAX_IDENTITY_BYTES and cache._is_one():
+                    found.append(cache)
+        return sorted(found, key=lambda folder: (folder.last_use(), folder.path))
+
+    def segment_files(self) -> list[SegmentFile]:
+        """Oldest first."""
+        files = []
+        for path in self._files(SUFFIX):
+            with suppress(FileNotFoundError):
+                stat = path.stat()
+                files.append(SegmentFile(path, stat.st_size, stat.st_mtime))
+        return sorted(files, key=lambda file: (file.modified, file.path))
+
+    def segments(self, writable: bool = False) -> list[Segment]:
+        """What can be read of them; a file that is no segment (yet), or has just gone, is left out."""
+        segments = []
+        for path in sorted(self._files(SUFFIX)):
+            with suppress(OSError):
+                if (segment := Segment.open(path, self.identity, writable)) is not None:
+                    segments.append(segment)
+        return segments
+
+    def nbytes(self) -> int:
+        return self.small_bytes() + sum(file.nbytes for file in self.segment_files())
+
+    def small_bytes(self) -> int:
+        """What the files beside the segments take."""
+        total = 0
+        for name in (DESCRIPTION, RECENCY):
+            with suppress(OSError):
+                total += (self.path / name).stat().st_size
+        return total
+
+    def last_use(self) -> float:
+        """Seconds since 1970: opened, closed or written."""
+        times = [file.modified for file in self.segment_files()]
+        for name in (DESCRIPTION, RECENCY):
+            with suppress(OSError):
+                times.append((self.path / name).stat().st_mtime)
+        return max(times, default=0.0)
+
+    def segment_path(self, number: int) -> Path:
+        return self.path / f"{number:06}{SUFFIX}"
+
+    def describe(self, description: Mapping[str, str]) -> None:
+        text = json.dumps({"identity": self.identity.hex(), **description}, indent=1).encode()
+        if len(text) > MAX_DESCRIPTION_BYTES:
+            raise SpilloverError(
+                f"a cache's description may take {MAX_DESCRIPTION_BYTES} bytes, and this one takes {len(text)}"
+            )
+        self._replace(DESCRIPTION, text)
+
+    def description(self) -> dict[str, str]:
+        """Empty where there is none that can be read."""
+        try:
+            found = json.loads((self.path / DESCRIPTION).read_bytes())
+            return {str(name): str(value) for name, value in found.items() if name != "identity"}
+        except (OSError, ValueError, AttributeError):
+            return {}
+
+    def touch(self) -> None:
+        os.utime(self.path / DESCRIPTION)
+
+    def write_recency(self, last_uses: Iterable[tuple[int, float]]) -> None:
+        """(sequence, last use) of every record."""
+        data = b"".join(_RECENCY.pack(*use) for use in last_uses)
+        self._replace(RECENCY, data + checksum(data).to_bytes(8, "little"))
+
+    def recency(self) -> dict[int, float]:
+        """Last use by sequence; records written since the tier was last closed are not in it."""
+        try:
+            whole = (self.path / RECENCY).read_bytes()
+        except OSError:
+            return {}
+        data, check = whole[:-8], whole[-8:]
+        if len(data) % _RECENCY.size or int.from_bytes(check, "little") != checksum(data):
+            return {}
+        now = time.time()  # a clock that once ran ahead must not keep a record for ever
+        return {sequence: min(used, now) for sequence, used in _RECENCY.iter_unpack(data)}
+
+    def tidy(self) -> None:
+        """Removes what an interrupted write left behind, and the folder itself once no segment is in it."""
+        for path in self._files(TEMPORARY):
+            path.unlink(missing_ok=True)
+        if not any(self._files(SUFFIX)):
+            for name in (DESCRIPTION, RECENCY):
+                (self.path / name).unlink(missing_ok=True)
+            with suppress(OSError):  # somebody else's file is in it
+                self.path.rmdir()
+
+    def _is_one(self) -> bool:
+        """Not just any folder with a name of hex digits."""
+        if self.identity.hex() != self.path.name:
+            return False
+        return (self.path / DESCRIPTION).exists() or bool(self._files(SUFFIX))
+
+    def _files(self, suffix: str) -> list[Path]:
+        try:
+            return [path for path in self.path.iterdir() if path.suffix == suffix]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def _replace(self, name: str, data: bytes) -> None:
+        """Atomically: a reader sees the old file or the new one."""
+        temporary = self.path / (name + TEMPORARY)
+        try:
+            temporary.write_bytes(data)
+            os.replace(temporary, self.path / name)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise

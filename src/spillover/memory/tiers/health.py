@@ -1,0 +1,36 @@
+"""Whether a tier's disk or server does its work: the log hears of it once each way, never in a flood."""
+
+import logging
+import time
+
+log = logging.getLogger("spillover.memory")
+
+QUIET_SECONDS = 60.0
+
+
+class Health:
+    """Fed on the owner's thread. `what` begins every sentence and holds no secret."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._warned = False
+        self._last_warning = -QUIET_SECONDS
+        self.error: str | None = None  # of the last piece of work, None if it succeeded
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None
+
+    def failed(self, error: str) -> None:
+        now = time.monotonic()
+        if self.error is None and now - self._last_warning >= QUIET_SECONDS:
+            self._last_warning = now
+            self._warned = True
+            log.warning("%s: %s; going on without it", self._what, error)
+        self.error = error
+
+    def succeeded(self) -> None:
+        if self.error is not None and self._warned:
+            self._warned = False
+            log.warning("%s works again", self._what)
+        self.error = None

@@ -1,0 +1,123 @@
+"""Looking into a disk tier's folder, for `spill cache ls` and `verify`: reads only, beside a running server too."""
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from spillover.errors import SpilloverError
+from spillover.memory.tiers.base import checksum
+from spillover.memory.tiers.folder import CacheFolder
+from spillover.memory.tiers.record import EMPTY_HEADER, RecordHeader
+from spillover.memory.tiers.segment import Segment
+
+SETTLE_SECONDS = 0.05  # in which a header that was being written is whole
+
+
+@dataclass(frozen=True, slots=True)
+class CacheInfo:
+    identity: str  # hex
+    description: dict[str, str]  # model, dtype, block size, layout
+    blocks: int
+    nbytes: int  # on the disk, with free slots
+    last_use: float  # seconds since 1970
+
+
+@dataclass(frozen=True, slots=True)
+class BadRecord:
+    file: Path
+    offset: int  # of what is wrong: the payload, or the header
+    key: bytes | None  # None: the header cannot be read
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyProgress:
+    checked: int  # records so far
+    total: int
+    nbytes: int  # read so far
+    bad: BadRecord | None  # the record just checked, where it is bad
+
+
+def list_caches(path: str | Path) -> list[CacheInfo]:
+    """The caches under this folder, last used first."""
+    found = []
+    for cache in reversed(find_caches(path)):
+        blocks = 0
+        for segment in cache.segments():
+            with suppress(OSError):
+                blocks += sum(header is not None for header in segment.headers())
+            segment.close()
+        found.append(CacheInfo(cache.identity.hex(), cache.description(), blocks, cache.nbytes(), cache.last_use()))
+    return found
+
+
+def verify(path: str | Path, identity: str | None = None) -> Iterator[VerifyProgress]:
+    """Reads every record and compares its checksums. `identity` may be shortened, as long as only one begins so."""
+    found: list[tuple[Segment, int, bytes]] = []
+    for cache in find_caches(path, identity):
+        for segment in cache.segments():
+            with suppress(OSError):
+                raws = enumerate(segment.raw_headers())
+                found.extend((segment, slot, raw) for slot, raw in raws if raw != EMPTY_HEADER)
+            segment.close()
+    return _verify(found)
+
+
+def _verify(found: list[tuple[Segment, int, bytes]]) -> Iterator[VerifyProgress]:
+    nbytes = 0
+    current: Segment | None = None
+    for checked, (segment, slot, raw) in enumerate(found, start=1):
+        if current is not segment:
+            if current is not None:
+                current.close()
+            current = segment
+        bad = None
+        with suppress(FileNotFoundError):  # a server has just made room
+            bad = _check(segment, slot, raw)
+            nbytes += segment.payload_bytes
+        yield VerifyProgress(checked, len(found), nbytes, bad)
+    if current is not None:
+        current.close()
+
+
+def _check(segment: Segment, slot: int, raw: bytes) -> BadRecord | None:
+    """A server may rewrite the slot meanwhile, but it zeroes the header first: the same header, the same payload."""
+    header = RecordHeader.unpack(raw, segment.identity)
+    if header is None:
+        time.sleep(SETTLE_SECONDS)
+        if segment.raw_header(slot) != raw:
+            return None
+        return BadRecord(segment.path, segment.header_offset(slot), None, "the header is damaged")
+    offset = segment.payload_offset(slot)
+    if header.payload_bytes != segment.payload_bytes:
+        return BadRecord(segment.path, segment.header_offset(slot), header.key, "the length is wrong")
+    payload = memoryview(bytearray(segment.payload_bytes))
+    try:
+        segment.read(slot, payload)
+        if checksum(payload) == header.payload_checksum:
+            return None
+        reason = "the checksum of the payload is wrong"
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        reason = str(error)
+    return BadRecord(segment.path, offset, header.key, reason) if segment.raw_header(slot) == raw else None
+
+
+def find_caches(path: str | Path, identity: str | None = None) -> list[CacheFolder]:
+    """All, or the one whose identity begins so; least recently used first."""
+    root = Path(path)
+    try:
+        caches = CacheFolder.all(root)
+    except OSError as error:
+        raise SpilloverError(f"there is no disk cache at {root}: {error.strerror or error}") from None
+    if identity is None:
+        return caches
+    chosen = [cache for cache in caches if cache.identity.hex().startswith(identity.lower())]
+    if len(chosen) != 1:
+        names = ", ".join(sorted(cache.identity.hex()[:12] for cache in chosen or caches)) or "none at all"
+        problem = "more than one cache begins" if chosen else "no cache begins"
+        raise SpilloverError(f"{root}: {problem} with '{identity}'; there are {names}")
+    return chosen

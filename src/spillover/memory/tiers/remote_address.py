@@ -1,0 +1,94 @@
+"""The address of a remote store: what redis-py may know of it, what is ours, and what nobody may read in a log."""
+
+import math
+from dataclasses import dataclass
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
+
+from spillover.errors import SpilloverError
+from spillover.units import parse_bytes
+
+SCHEMES = ("redis", "rediss", "unix")
+HIDDEN = "***"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RemoteAddress:
+    url: str  # for redis-py: without our own parameters
+    shown: str  # for people: without user, password and parameters
+    secrets: tuple[str, ...]
+    ttl: float | None = None  # seconds a block is kept after its last use
+    size: int | None = None  # bytes, of all blocks of one identity
+    timeout: float | None = None  # seconds for a store or load
+
+    @classmethod
+    def parse(cls, text: str) -> "RemoteAddress":
+        """redis://[user:password@]host[:port][/db], rediss:// for TLS, unix://[user:password@]/path?db=0."""
+        address = f"'{text.rpartition('@')[2].partition('?')[0]}'"  # whatever else is wrong, no password is repeated
+        try:
+            parts = urlsplit(text)
+            host, port, user, password = parts.hostname, parts.port, parts.username, parts.password
+        except ValueError:
+            raise SpilloverError(f"{address}: the host or port of the remote store cannot be read") from None
+        if parts.scheme not in SCHEMES:
+            raise SpilloverError(
+                f"{address} is not the address of a remote store; write redis://HOST:PORT, rediss://HOST:PORT or "
+                "unix:///PATH"
+            )
+        if parts.scheme == "unix":
+            if not parts.path:
+                raise SpilloverError("a remote store at a unix socket needs its path: unix:///run/valkey.sock")
+            shown = f"unix://{parts.path}"
+        else:
+            database = parts.path.strip("/")
+            if not host or (database and not database.isdecimal()):
+                raise SpilloverError(f"{address} is not a remote store's address; write redis://HOST:PORT/NUMBER")
+            where = f"[{host}]" if ":" in host else host
+            shown = f"{parts.scheme}://{where}:{port or 6379}" + (f"/{database}" if database else "")
+        ours: dict[str, str] = {}
+        theirs: list[tuple[str, str]] = []
+        secrets = {user or "", password or "", unquote(user or ""), unquote(password or "")}
+        for name, value in parse_qsl(parts.query, keep_blank_values=True):
+            if name in ("ttl", "size", "timeout"):
+                ours[name] = value
+            else:
+                theirs.append((name, value))
+                if name in ("username", "password", "ssl_password"):
+                    secrets.update((value, quote(value)))
+        return cls(
+            url=text.partition("?")[0] + ("?" + urlencode(theirs) if theirs else ""),
+            shown=shown,
+            secrets=tuple(sorted((secret for secret in secrets if secret), key=len, reverse=True)),
+            ttl=_seconds(shown, "ttl", ours.get("ttl")),
+            size=_size(shown, ours.get("size")),
+            timeout=_seconds(shown, "timeout", ours.get("timeout")),
+        )
+
+    def hide(self, text: str) -> str:
+        """The text without user and password; a server may repeat what it was sent."""
+        for secret in self.secrets:
+            text = text.replace(secret, HIDDEN)
+        return text
+
+    def __repr__(self) -> str:
+        return f"RemoteAddress({self.shown})"
+
+
+def _seconds(shown: str, name: str, text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0.001 <= seconds < 1e10:
+        raise SpilloverError(f"{shown}: {name}={text} is not a number of seconds above 0; write {name}=60")
+    return seconds
+
+
+def _size(shown: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        return parse_bytes(text)
+    except SpilloverError as error:
+        raise SpilloverError(f"{shown}: size: {error}") from None

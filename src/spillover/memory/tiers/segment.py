@@ -1,0 +1,194 @@
+"""A segment: one file with a fixed number of slots for records of one cache.
+
+    page 0        what this file is: identity, payload bytes, number of slots
+    then          one header of 256 bytes a slot, so that a scan reads one small piece of each file
+    then          the payloads, each from a multiple of 4096 bytes
+
+A record is written in the order: its header zeroed, payload, header. Whenever the process is killed, the slot holds the
+old record, none, or the new one; what a lost power supply leaves behind fails the payload's checksum.
+"""
+
+import errno
+import os
+import struct
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from spillover.memory.tiers.base import checksum
+from spillover.memory.tiers.record import EMPTY_HEADER, HEADER_BYTES, RecordHeader
+
+PAGE = 4096
+_TITLE = struct.Struct("<8sIQH64s")
+_MAGIC = b"SPILLSG1"
+MAX_IDENTITY_BYTES = 64
+SUFFIX = ".kv"
+
+
+def round_up(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
+
+
+def segment_size(slots: int, payload_bytes: int) -> int:
+    """Of the whole file, once its last slot has been written."""
+    return PAGE + round_up(slots * HEADER_BYTES) + slots * round_up(payload_bytes)
+
+
+class Segment:
+    """Everything here blocks; workers call it, several at once, each with a slot of its own."""
+
+    def __init__(self, path: Path, identity: bytes, payload_bytes: int, slots: int) -> None:
+        """A segment whose file is made by the first write. `Segment.open` is for one that is there."""
+        self.path = path
+        self.identity = identity
+        self.payload_bytes = payload_bytes
+        self.slots = slots
+        self.nbytes = segment_size(slots, payload_bytes)
+        self._data_start = PAGE + round_up(slots * HEADER_BYTES)
+        self._slot_bytes = round_up(payload_bytes)
+        self._lock = threading.Lock()  # while the file is made or opened
+        self._file: int | None = None
+        self._exists = False
+        self._writable = True
+
+    @classmethod
+    def open(cls, path: Path, identity: bytes, writable: bool = True) -> "Segment | None":
+        """None where the file is not, or not wholly, a segment of this cache."""
+        file = _open(path, writable)
+        try:
+            title = os.pread(file, _TITLE.size + 8, 0)
+        finally:
+            os.close(file)
+        fields, check = title[: _TITLE.size], title[_TITLE.size :]
+        if len(title) != _TITLE.size + 8 or int.from_bytes(check, "little") != checksum(fields):
+            return None
+        magic, slots, payload_bytes, identity_bytes, own = _TITLE.unpack(fields)
+        if magic != _MAGIC or own[:identity_bytes] != identity or slots < 1 or payload_bytes < 1:
+            return None
+        segment = cls(path, identity, payload_bytes, slots)
+        segment._exists = True
+        segment._writable = writable
+        return segment
+
+    def headers(self) -> list[RecordHeader | None]:
+        """One a slot; None where there is no whole header."""
+        return [RecordHeader.unpack(raw, self.identity) for raw in self.raw_headers()]
+
+    def raw_headers(self) -> list[bytes]:
+        table = bytearray(self.slots * HEADER_BYTES)
+        _read(self._open(), memoryview(table), PAGE)
+        return [bytes(table[at : at + HEADER_BYTES]) for at in range(0, len(table), HEADER_BYTES)]
+
+    def raw_header(self, slot: int) -> bytes:
+        header = bytearray(HEADER_BYTES)
+        _read(self._open(), memoryview(header), self.header_offset(slot))
+        return bytes(header)
+
+    def read(self, slot: int, payload: memoryview) -> None:
+        """Reads the payload of a slot, whatever it is: the caller holds its header, and compares."""
+        _read(self._open(), payload, self.payload_offset(slot))
+
+    def write(self, slot: int, header: RecordHeader, payload: memoryview) -> None:
+        file = self._open(create=True)
+        _write(file, EMPTY_HEADER, self.header_offset(slot))
+        _write(file, payload, self.payload_offset(slot))
+        _write(file, header.pack(self.identity), self.header_offset(slot))
+
+    def erase(self, slots: Sequence[int] | None = None) -> None:
+        """These slots, or all, hold no record from now on."""
+        with self._lock:
+            if not self._exists:
+                return
+        file = self._open()
+        if slots is None:
+            _write(file, bytes(self.slots * HEADER_BYTES), PAGE)
+        else:
+            for slot in slots:
+                _write(file, EMPTY_HEADER, self.header_offset(slot))
+
+    def shorten(self, slots: int) -> None:
+        """Gives back the space of payloads behind the first `slots`, which hold no records."""
+        file = self._open()
+        if os.fstat(file).st_size > self.end_of(slots):
+            os.ftruncate(file, self.end_of(slots))
+
+    def flip_bit(self, slot: int, bit: int) -> None:
+        """Damages a payload where it lies, to see whether that is noticed."""
+        at = self.payload_offset(slot) + bit // 8 % self.payload_bytes
+        byte = bytearray(1)
+        _read(self._open(), memoryview(byte), at)
+        byte[0] ^= 1 << bit % 8
+        _write(self._open(), byte, at)
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Only when no worker is left: another file may get the same number at once."""
+        with self._lock:
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
+
+    def header_offset(self, slot: int) -> int:
+        return PAGE + slot * HEADER_BYTES
+
+    def payload_offset(self, slot: int) -> int:
+        return self._data_start + slot * self._slot_bytes
+
+    def end_of(self, slots: int) -> int:
+        """Bytes of the file when the first `slots`, at least one, have been written, and none behind them."""
+        return self.payload_offset(slots - 1) + self.payload_bytes
+
+    def _open(self, create: bool = False) -> int:
+        with self._lock:
+            if self._file is None:
+                if self._exists or not create:
+                    self._file = _open(self.path, self._writable)
+                else:
+                    self._file = self._create()
+                self._exists = True
+            return self._file
+
+    def _create(self) -> int:
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.ftruncate(file, self._data_start)
+            fields = _TITLE.pack(_MAGIC, self.slots, self.payload_bytes, len(self.identity), self.identity)
+            _write(file, fields + checksum(fields).to_bytes(8, "little"), 0)
+        except OSError:
+            os.close(file)
+            self.path.unlink(missing_ok=True)
+            raise
+        return file
+
+
+def _open(path: Path, writable: bool) -> int:
+    try:
+        return os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise
+        return os.open(path, os.O_RDONLY)  # what is there can still be loaded
+
+
+def _read(file: int, buffer: memoryview, offset: int) -> None:
+    while buffer:
+        count = os.preadv(file, [buffer], offset)
+        if count == 0:
+            raise OSError(errno.EIO, "the file ends too early")
+        buffer, offset = buffer[count:], offset + count
+
+
+def _write(file: int, data: bytes | bytearray | memoryview, offset: int) -> None:
+    rest = memoryview(data)
+    while rest:
+        try:
+            count = os.pwritev(file, [rest], offset)
+        except OSError as error:
+            if error.errno == errno.EBADF:  # opened for reading only, see _open
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS)) from None
+            raise
+        if count == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        rest, offset = rest[count:], offset + count

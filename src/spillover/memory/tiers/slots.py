@@ -1,0 +1,168 @@
+"""Which record lies in which slot of a disk tier, and which slot the next record gets. Knows no file, does no I/O.
+
+A slot is *free*, *written to* (reserved), *live* (its record can be found), or *dropped* (no longer found, but a load
+still reads it or its header is still to be erased). Only a live slot that nobody reads may be the policy's victim.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from spillover.memory.policies import EvictionPolicy
+from spillover.memory.tiers.record import RecordHeader
+from spillover.memory.tiers.segment import Segment
+
+
+@dataclass(slots=True)
+class Slot:
+    segment: Segment
+    index: int  # in the segment
+    backed: bool  # it has been written before, so that writing it again takes no more of the disk
+    record: RecordHeader | None = None
+    used: float = 0.0  # when, in seconds since 1970
+    holds: int = 0  # loads that read it, or a write or erasure on its way
+
+
+class SlotTable:
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._policy = policy
+        self._slots: list[Slot] = []
+        self._live: dict[bytes, int] = {}
+        self._free: list[int] = []  # backed
+        self._fresh: deque[int] = deque()  # not backed
+        self._resting: deque[tuple[float, int]] = deque()  # failed; (when to try again, slot)
+        self.fresh_from = 0.0  # a full disk: no fresh slot before this time
+        self.evictions = 0
+
+    def __len__(self) -> int:
+        """Live records."""
+        return len(self._live)
+
+    def __getitem__(self, slot: int) -> Slot:
+        return self._slots[slot]
+
+    def live(self) -> Iterator[int]:
+        yield from self._live.values()
+
+    def find(self, key: bytes) -> int | None:
+        return self._live.get(key)
+
+    def add(self, segment: Segment, index: int, backed: bool) -> int:
+        """A new slot, free."""
+        slot = len(self._slots)
+        self._slots.append(Slot(segment, index, backed))
+        (self._free if backed else self._fresh).append(slot)
+        return slot
+
+    def adopt(self, segment: Segment, index: int, record: RecordHeader, used: float) -> None:
+        """A new slot with a record that was found in it; called in order of use."""
+        slot = len(self._slots)
+        self._slots.append(Slot(segment, index, True, holds=1))
+        self.touch(slot, used)
+        self.publish(slot, record)
+
+    def touch(self, slot: int, now: float) -> None:
+        self._slots[slot].used = now
+        self._policy.on_access(slot)
+
+    def hold(self, slot: int) -> None:
+        """Not to be reused until release()."""
+        found = self._slots[slot]
+        found.holds += 1
+        if found.record is not None and found.holds == 1:
+            self._policy.on_remove(slot)
+
+    def release(self, slot: int) -> None:
+        found = self._slots[slot]
+        assert found.holds > 0, f"slot {slot} is not held"
+        found.holds -= 1
+        if found.holds == 0:
+            if found.record is not None:
+                self._policy.on_insert(slot)
+            else:
+                (self._free if found.backed else self._fresh).append(slot)
+
+    def reserve(self, now: float) -> int | None:
+        """A slot to write to, held; evicts the policy's victim where none is free. None: all slots are held."""
+        while self._resting and self._resting[0][0] <= now:
+            slot = self._resting.popleft()[1]
+            (self._free if self._slots[slot].backed else self._fresh).append(slot)
+        if not self._free and not (self._fresh and now >= self.fresh_from):
+            self.evict()
+        if self._free:
+            slot = self._free.pop()
+        elif self._fresh and now >= self.fresh_from:
+            slot = self._fresh.popleft()
+        else:
+            return None
+        self._slots[slot].holds = 1
+        return slot
+
+    def take_free(self) -> list[int]:
+        """Every slot without a record or a holder, held from now on."""
+        taken = [*self._free, *self._fresh, *(slot for _, slot in self._resting)]
+        self._free.clear()
+        self._fresh.clear()
+        self._resting.clear()
+        for slot in taken:
+            self._slots[slot].holds = 1
+        return taken
+
+    def has_room(self) -> bool:
+        """A slot is free, if perhaps not yet to be tried."""
+        return bool(self._free or self._fresh)
+
+    def publish(self, slot: int, record: RecordHeader) -> None:
+        """The slot, held until now by its writer, is live."""
+        found = self._slots[slot]
+        assert found.record is None
+        assert record.key not in self._live
+        found.record = record
+        found.backed = True
+        self._live[record.key] = slot
+        self.release(slot)
+
+    def drop(self, slot: int) -> None:
+        """The record is not found any more."""
+        found = self._slots[slot]
+        assert found.record is not None
+        if found.holds == 0:
+            self._policy.on_remove(slot)
+        del self._live[found.record.key]
+        found.record = None
+        found.holds += 1
+        self.release(slot)
+
+    def rest(self, slot: int, until: float) -> None:
+        """Releases a slot whose disk failed, but hands it out again only later."""
+        found = self._slots[slot]
+        if found.record is not None:
+            self.drop(slot)
+        found.holds -= 1
+        if found.holds == 0:
+            self._resting.append((until, slot))
+
+    def evict(self) -> bool:
+        victim = self._policy.victim()
+        if victim is None:
+            return False
+        self.drop(victim)
+        self.evictions += 1
+        return True
+
+    def check(self) -> None:
+        """Recounts everything from scratch; every slot is in exactly one place."""
+        places = [*self._free, *self._fresh, *(slot for _, slot in self._resting), *self._live.values()]
+        assert len(places) == len(set(places)), "a slot is in two places"
+        for number, slot in enumerate(self._slots):
+            assert slot.holds >= 0
+            where = f"slot {number}: {slot}"
+            if number in places:
+                assert slot.holds == 0 or slot.record is not None, where
+            else:
+                assert slot.holds > 0, f"lost {where}"
+            assert (slot.record is not None) == (number in self._live.values()), where
+        for key, number in self._live.items():
+            record = self._slots[number].record
+            assert record is not None
+            assert record.key == key

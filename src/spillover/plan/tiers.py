@@ -1,0 +1,120 @@
+"""The tiers below the device: how many KV blocks each budget holds, and what a machine cannot give is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from spillover.errors import PlanError, SpilloverError
+from spillover.memory.budgets import DiskBudget
+from spillover.memory.tiers.record import HEADER_BYTES
+from spillover.memory.tiers.recovery import FIXED_BYTES, segment_cost
+from spillover.memory.tiers.remote_address import RemoteAddress
+from spillover.plan.hardware import Machine
+from spillover.plan.rates import measure_disk, measure_link
+from spillover.units import format_bytes
+
+PAGE = 4096  # a slot of host memory begins at a page, so that a disk can read straight into it
+STAGING_BLOCKS = 32  # slots that blocks pass through on their way to a disk or a remote store, without a host tier
+
+
+@dataclass(frozen=True)
+class TierPlan:
+    name: str  # "host" | "disk" | "remote"
+    place: str  # a folder, an address without its password, or what the memory is
+    bytes: int | None  # None: as much as the store takes
+    blocks: int | None
+    write: float | None = None  # bytes a second; None: not measured
+    read: float | None = None
+    note: str = ""
+
+
+def plan_tiers(host_memory: int | None, disks: tuple[DiskBudget, ...], remote: str | None, slot_bytes: int,
+               device: str) -> tuple[TierPlan, ...]:
+    """Lower tiers, nearest first. `slot_bytes`: of a block once it has left the device."""
+    tiers = []
+    if host_memory is not None:
+        blocks = host_memory // slot_stride(slot_bytes)
+        _check_holds_one("--host-memory", host_memory, blocks, slot_stride(slot_bytes))
+        tiers.append(TierPlan("host", "pinned RAM" if device == "cuda" else "RAM", host_memory, blocks))
+    for disk in disks:
+        least = FIXED_BYTES + segment_cost(1, slot_bytes)
+        _check_holds_one(f"--disk {disk.path}", disk.capacity_bytes, disk.capacity_bytes // least, least)
+        blocks = max(1, (disk.capacity_bytes - FIXED_BYTES - 2 * PAGE) // (segment_cost(16, slot_bytes) // 16))
+        tiers.append(TierPlan("disk", str(disk.path), disk.capacity_bytes, blocks, note=_shortage(disk)))
+    if remote is not None:
+        address, value_bytes = RemoteAddress.parse(remote), HEADER_BYTES + slot_bytes
+        held = None if address.size is None else address.size // value_bytes
+        if held is not None:
+            _check_holds_one(f"--remote {address.shown}", address.size or 0, held, value_bytes)
+        tiers.append(TierPlan("remote", address.shown, address.size, held))
+    return tuple(tiers)
+
+
+def host_bytes(tiers: tuple[TierPlan, ...], slot_bytes: int) -> int:
+    """RAM that the lower tiers take at most: the host tier's, or a few slots that others are reached through."""
+    if not tiers:
+        return 0
+    given = next((tier.bytes for tier in tiers if tier.name == "host"), None)
+    return STAGING_BLOCKS * slot_stride(slot_bytes) if given is None else given
+
+
+def check_host_memory(host_memory: int | None, machine: Machine, device: str, size: str, least: str) -> None:
+    """`size` and `least`: the budget and what there is, as one would type them."""
+    if host_memory is None:
+        return
+    if host_memory > machine.memory_available:
+        limit = " allowed by the cgroup" if machine.memory_limit is not None else ""
+        raise PlanError(
+            f"--host-memory is {size} but {format_bytes(machine.memory_available)} of the "
+            f"{format_bytes(machine.memory)} of RAM{limit} are available; lower it to at most {least}"
+        )
+    if device == "cuda" and machine.pinnable is not None and host_memory > machine.pinnable:
+        raise PlanError(
+            f"--host-memory is {size} but only {format_bytes(machine.pinnable)} may be pinned; type "
+            f"`ulimit -l unlimited` (a container: `--ulimit memlock=-1`) or lower --host-memory"
+        )
+
+
+def with_tier_rates(tiers: tuple[TierPlan, ...], device: str, slot_bytes: int) -> tuple[TierPlan, ...]:
+    """The tiers and how fast they are, timed now; a folder that is not there yet is timed by what it will be in.
+
+    A disk that is full or cannot be written has no rate: it may hold blocks all the same.
+    """
+    timed = []
+    for tier in tiers:
+        if tier.name == "host":
+            link = measure_link(device, slot_bytes)
+            tier = replace(tier, write=link.to_host, read=link.to_device)
+        elif tier.name == "disk":
+            with contextlib.suppress(SpilloverError):
+                disk = measure_disk(_existing(Path(tier.place)))
+                tier = replace(tier, write=disk.write, read=disk.read)
+        timed.append(tier)
+    return tuple(timed)
+
+
+def slot_stride(slot_bytes: int) -> int:
+    return -(-slot_bytes // PAGE) * PAGE
+
+
+def _check_holds_one(flag: str, given: int, blocks: int, least: int) -> None:
+    if blocks < 1:
+        raise PlanError(f"{flag} of {format_bytes(given)} holds no KV block; give it at least {format_bytes(least)} "
+                        f"({least} bytes)")
+
+
+def _shortage(disk: DiskBudget) -> str:
+    """A disk may fill up or be cleared while the engine runs, so that too little is told and not refused."""
+    folder = _existing(disk.path)
+    free = shutil.disk_usage(folder).free
+    held = sum(file.stat().st_size for file in disk.path.rglob("*") if file.is_file()) if folder == disk.path else 0
+    return f"only {format_bytes(free + held)} is free there" if disk.capacity_bytes > free + held else ""
+
+
+def _existing(folder: Path) -> Path:
+    while not folder.is_dir():
+        folder = folder.parent
+    return folder

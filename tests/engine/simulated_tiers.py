@@ -1,0 +1,117 @@
+"""A link for the simulated runner, and a tier in memory: what they move is checked token by token when it is read."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from simulated import SLOT, SimulatedRunner
+
+from spillover.memory.tiers.base import Lane, Ticket, TierStats
+
+
+class SimulatedLink:
+    """Moves what the simulated runner remembers of a block. `faults` fail a copy in either direction."""
+
+    def __init__(self, runner: SimulatedRunner, fault: Callable[[], bool] = lambda: False) -> None:
+        self.block_bytes = self.slot_bytes = runner.block_size * SLOT.size
+        self.copied_out = self.copied_in = 0
+        self._runner = runner
+        self._fault = fault
+
+    def allocate(self, nbytes: int) -> memoryview:
+        return memoryview(bytearray(nbytes))
+
+    def copy_out(self, blocks: Sequence[int], slots: Sequence[memoryview]) -> None:
+        for block, slot in zip(blocks, slots, strict=True):
+            if self._fault():
+                raise OSError("injected")
+            for offset in range(self._runner.block_size):
+                group, prefix = self._runner.slots.get((block, offset), (-1, 0))
+                SLOT.pack_into(slot, offset * SLOT.size, group >= 0, group, prefix)
+            self.copied_out += 1
+
+    def copy_in(self, slots: Sequence[memoryview], blocks: Sequence[int]) -> None:
+        for slot, block in zip(slots, blocks, strict=True):
+            fails = self._fault()
+            for offset in range(self._runner.block_size):
+                present, group, prefix = SLOT.unpack_from(slot, offset * SLOT.size)
+                if present:  # a copy that fails leaves garbage, which nobody may read
+                    self._runner.slots[block, offset] = (-7, 0) if fails else (group, prefix)
+            if fails:
+                raise OSError("injected")
+            self.copied_in += 1
+
+    def close(self) -> None:
+        pass
+
+
+class DictTier:
+    """A tier in a dictionary, with threads and deadlines as the real ones have."""
+
+    def __init__(self, wake: Callable[[], None], name: str = "disk", capacity: int = 1 << 30, delay: float = 0.0,
+                 lookup_delay: float | None = None, seed: int = 0) -> None:
+        self.name = name
+        self.blocks: dict[bytes, bytes] = {}
+        self.loads = self.stores = 0
+        self._capacity = capacity
+        self._delay = delay
+        self._lookup_delay = lookup_delay
+        self._lane = Lane(name, 2, wake)
+        self._lock = threading.Lock()
+        self._random = random.Random(seed)
+
+    def lookup(self, keys: Sequence[bytes]) -> Ticket[list[bool]]:
+        def look() -> list[bool]:
+            time.sleep(self._lookup_delay or 0)
+            return [key in self.blocks for key in keys]
+
+        if self._lookup_delay is None:
+            return Ticket.ended(look())
+        return self._lane.submit(look, time.monotonic() + 0.2)
+
+    def store(self, items: Sequence[tuple[bytes, memoryview]]) -> list[Ticket[bool]]:
+        return [self._lane.submit(lambda k=key, v=view: self._put(k, v), time.monotonic() + 5) for key, view in items]
+
+    def load(self, items: Sequence[tuple[bytes, memoryview]]) -> list[Ticket[bool]]:
+        return [self._lane.submit(lambda k=key, v=view: self._get(k, v), time.monotonic() + 5) for key, view in items]
+
+    def evict(self, count: int) -> Ticket[int]:
+        with self._lock:
+            for key in list(self.blocks)[:count]:
+                del self.blocks[key]
+        return Ticket.ended(count)
+
+    def poll(self) -> None:
+        self._lane.drain()
+
+    def clear(self) -> None:
+        self.blocks.clear()
+
+    def stats(self) -> TierStats:
+        return TierStats(blocks=len(self.blocks), stores=self.stores, loads=self.loads)
+
+    def close(self, deadline: float) -> None:
+        self._lane.close(deadline)
+
+    def _put(self, key: bytes, view: memoryview) -> bool:
+        time.sleep(self._delay * self._random.random())
+        with self._lock:
+            if len(self.blocks) >= self._capacity:
+                del self.blocks[next(iter(self.blocks))]
+            self.blocks[key] = bytes(view)
+            self.stores += 1
+        return True
+
+    def _get(self, key: bytes, view: memoryview) -> bool:
+        time.sleep(self._delay * self._random.random())
+        with self._lock:
+            found = self.blocks.get(key)
+        if found is None:
+            view[:] = b"\xff" * len(view)  # what a failed load leaves must never be read
+            return False
+        view[:] = found
+        self.loads += 1
+        return True

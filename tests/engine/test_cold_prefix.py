@@ -1,0 +1,122 @@
+"""Cold blocks on their way to attention: every layer sees them in order and decoded, whatever the last step left."""
+
+from __future__ import annotations
+
+import random
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from spillover.engine import cold_prefix
+from spillover.engine.cold_prefix import ColdStage
+from spillover.kernels import native
+from spillover.kernels.attention import split_blocks
+from spillover.kernels.kv_quant import KVCodec, decode_blocks, encode_blocks, head_bytes
+from spillover.models.registry import architecture
+from spillover.plan.workspace import staging_bytes
+
+HEADS, DIM = 2, 8
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 300, "hidden_size": 576, "intermediate_size": 96,
+    "num_hidden_layers": 3, "num_attention_heads": 9, "num_key_value_heads": 3, "rms_norm_eps": 1e-5,
+    "rope_theta": 10000, "max_position_embeddings": 4096, "hidden_act": "silu",
+}
+
+
+@dataclass
+class Item:
+    """As much of a ScheduledRequest as a stage looks at."""
+
+    start: int
+    count: int
+    tables: tuple[list[int], ...]
+    cold: tuple[memoryview, ...]
+
+
+def payloads_of(blocks: Tensor) -> list[memoryview]:
+    return [memoryview(bytearray(block.contiguous().view(-1).view(torch.uint8).numpy())) for block in blocks]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    counts=st.lists(st.integers(1, 90), min_size=1, max_size=3),
+    layers=st.integers(1, 4),
+    block_size=st.sampled_from([8, 16, 48, 512]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    kind=st.sampled_from([None, "fp8", "int8"]),
+    segment=st.sampled_from([256, 1024]),
+    plain=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_every_layer_sees_all_cold_blocks_in_order(
+    counts: list[int], layers: int, block_size: int, dtype: torch.dtype, kind: str | None, segment: int, plain: bool,
+    seed: int,
+) -> None:
+    """`counts`: cold blocks of one step after the other, sharing some with the step before."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    pool = torch.zeros(3, layers, 2, HEADS, block_size * DIM, dtype=dtype)
+    codec = None if kind is None else KVCodec(layers, HEADS, block_size, DIM, dtype, kind)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(cold_prefix.segment_blocks.__globals__["SEGMENT_POSITIONS"], "cpu", segment)
+        if plain:
+            patch.setattr(native, "library", lambda: None)
+        stage = ColdStage(pool, block_size, codec)
+        payloads: list[memoryview] = []
+        wanted = torch.zeros(0, *pool.shape[1:], dtype=dtype)
+        for count in counts:
+            kept = rng.randint(0, min(count, len(payloads)))
+            made = torch.randn(count - kept, *pool.shape[1:], generator=generator).to(dtype)
+            if kind is None:
+                payloads, wanted = payloads[:kept] + payloads_of(made), torch.cat((wanted[:kept], made))
+            else:
+                codes = encode_blocks(made, block_size, kind)
+                made = decode_blocks(codes, block_size, kind, dtype)
+                payloads, wanted = payloads[:kept] + payloads_of(codes), torch.cat((wanted[:kept], made))
+            table = [0] * count + [2, 1]
+            item = Item(count * block_size + 3, block_size - 2, (table,), tuple(payloads))
+            prefix = stage.prefix(item)  # type: ignore[arg-type]
+            assert (prefix.num_blocks, prefix.length) == (count, item.start + item.count)
+            assert prefix.resident.tolist() == [2, 1][: -(-(item.count + 3) // block_size)]
+            for layer in range(layers):
+                seen = []
+                for part in prefix.segments(layer):
+                    assert part.is_contiguous()
+                    seen.append(part.clone())
+                    if rng.random() < 0.2:
+                        time.sleep(0.001)  # the next copy ends while this one is read
+                    assert torch.equal(part, seen[-1])
+                assert all(len(part) % split_blocks(block_size) == 0 for part in seen[:-1])
+                assert torch.equal(torch.cat(seen), wanted[:, layer])
+        stage.close()
+
+
+def test_a_copy_that_fails_fails_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = ColdStage(torch.zeros(2, 1, 2, 1, 8 * 8), 8)
+    failed: Future[None] = Future()
+    failed.set_exception(RuntimeError("the copy failed"))
+    monkeypatch.setattr(stage._copier._thread, "submit", lambda *_: failed)  # type: ignore[union-attr]
+    prefix = stage.prefix(Item(8, 1, ([0, 1],), (memoryview(bytearray(512)),)))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="the copy failed"):
+        next(prefix.segments(0))
+    stage.close()
+
+
+@pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("kind", ["auto", "fp8"])
+@pytest.mark.parametrize("tokens", [1, 500])
+def test_the_plan_counts_what_a_cold_step_takes(tokens: int, kind: str) -> None:
+    config = architecture(LLAMA).config(LLAMA)
+    size = 16 * 64 if kind == "auto" else head_bytes(16, 64)
+    stage = ColdStage(torch.zeros(2, 3, 2, 3, size, dtype=torch.float32 if kind == "auto" else torch.uint8), 16)
+    library = native.library()
+    assert library is not None
+    taken = stage.buffers.nbytes + 4 * library.attention_total_floats(tokens, 9, 3, 64)
+    planned = staging_bytes(config, "float32", "cpu", True, tokens, 16, kind)
+    assert taken <= planned < taken + (1 << 20)
+    stage.close()

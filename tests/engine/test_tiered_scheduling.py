@@ -1,0 +1,333 @@
+"""Conversations over a device pool far too small for them, with KV going down to other tiers and coming back."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import pytest
+from simulated import VOCAB, SimulatedRunner, expected_tokens
+from simulated_tiers import DictTier, SimulatedLink
+
+from spillover.engine.loop import Engine
+from spillover.engine.request import Request, Status
+from spillover.engine.sampling_params import SamplingParams
+from spillover.engine.scheduler import Scheduler, SchedulerConfig
+from spillover.memory.kv_cache import KVCache
+from spillover.memory.policies.admission import SecondUse
+from spillover.memory.store import SpillStore
+
+SIZE = 4
+LENGTH = 400
+PATIENCE = 20.0  # seconds that a whole run may take at most before it counts as hanging
+
+
+class World:
+    """A simulated engine with tiers."""
+
+    def __init__(self, num_blocks: int = 24, windows: tuple[int | None, ...] = (None,), host: int = 0,
+                 tiers: Sequence[Callable[[Callable[[], None]], DictTier]] = (), restore: str = "always",
+                 eager: bool = False, overlap: bool = True, fault: Callable[[], bool] = lambda: False,
+                 tokens: int = 32, prefill_seconds: float = 1e-3, staging: int = 8,
+                 **options: object) -> None:
+        self.runner = SimulatedRunner(SIZE, windows)
+        self.link = SimulatedLink(self.runner, fault)
+        self.wake = threading.Event()
+        self.tiers = [make(self.wake.set) for make in tiers]
+        self.store = SpillStore(self.link, self.tiers, host, staging, eager, wake=self.wake, **options)
+        self.kv = KVCache(num_blocks, SIZE, windows, store=self.store, margin=4)
+        self.scheduler = Scheduler(SchedulerConfig(8, tokens, LENGTH, len(windows), restore=restore,
+                                                   prefill_seconds=prefill_seconds), self.kv)
+        self.engine = Engine(self.scheduler, self.runner, overlap)
+        self.made = 0
+
+    def request(self, prompt: list[int], max_tokens: int = 8, salt: str | None = None) -> Request:
+        self.made += 1
+        request = Request(str(self.made), prompt, SamplingParams(temperature=0, max_tokens=max_tokens), cache_salt=salt)
+        self.scheduler.add(request)
+        return request
+
+    def run(self, check: bool = True) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while self.engine.has_work:
+            steps = self.engine.num_steps
+            if not self.engine.step() and self.engine.num_steps == steps:
+                self.engine.wait(0.002)
+            if check:
+                self.scheduler.check()
+            assert time.monotonic() < deadline, "the engine hangs"
+
+    def ask(self, prompt: list[int], max_tokens: int = 8, salt: str | None = None) -> Request:
+        request = self.request(prompt, max_tokens, salt)
+        self.run()
+        assert request.output_token_ids == expected_tokens(request, LENGTH)
+        assert request.sources is not None
+        assert request.sources.total == len(prompt)
+        return request
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def disk(wake: Callable[[], None]) -> DictTier:
+    return DictTier(wake)
+
+
+def remote(wake: Callable[[], None]) -> DictTier:
+    return DictTier(wake, "remote", lookup_delay=0.002)
+
+
+PLACES = {
+    "host": {"host": 400},
+    "small host": {"host": 16},
+    "disk": {"tiers": [disk]},
+    "remote": {"tiers": [remote]},
+    "host and disk": {"host": 16, "tiers": [disk]},
+    "all": {"host": 16, "tiers": [disk, remote]},
+}
+
+
+@pytest.mark.parametrize("place", [place for place in PLACES if place != "small host"])
+@pytest.mark.parametrize("windows", [(None,), (None, 10)], ids=["full", "window"])
+def test_an_evicted_prefix_comes_back(place: str, windows: tuple[int | None, ...]) -> None:
+    world = World(40 if len(windows) > 1 else 24, windows, **PLACES[place])  # type: ignore[arg-type]
+    first = world.ask(prompt(1, 41))
+    assert first.sources is not None
+    assert first.sources.computed == 41
+    for seed in range(2, 5):
+        world.ask(prompt(seed, 60))  # push it out
+    again = world.ask(prompt(1, 41))
+    assert again.sources is not None
+    found = again.sources.host + again.sources.disk + again.sources.remote
+    assert found > 0, again.sources
+    assert again.sources.computed < 41
+    assert world.link.copied_in > 0
+    assert world.link.copied_out > 0
+    world.close()
+
+
+def conversations(world: World, rng: random.Random, count: int, rounds: int, abort: float) -> int:
+    """Multi-turn: every round asks with all that was said before. Returns how many answers were checked."""
+    histories = [prompt(1000 + i, rng.randrange(5, 40)) for i in range(count)]
+    checked = 0
+    for _ in range(rounds):
+        order = rng.sample(range(count), count)
+        for start in range(0, count, 6):
+            live: list[tuple[int, Request]] = []
+            for i in order[start : start + 6]:
+                if len(histories[i]) < 80:
+                    live.append((i, world.request(list(histories[i]), rng.randrange(1, 12), f"salt{i % 2}")))
+            deadline = time.monotonic() + PATIENCE
+            while any(r.status is not Status.FINISHED for _, r in live):
+                steps = world.engine.num_steps
+                if not world.engine.step() and world.engine.num_steps == steps:
+                    world.engine.wait(0.002)
+                world.scheduler.check()
+                if live and rng.random() < abort:
+                    world.scheduler.stop(rng.choice(live)[1], "abort")
+                assert time.monotonic() < deadline, "the engine hangs"
+            for i, request in live:
+                if request.finish_reason != "abort":
+                    assert request.output_token_ids == expected_tokens(request, LENGTH)
+                    assert request.sources is not None
+                    assert request.sources.total == request.num_prompt
+                    histories[i] += request.output_token_ids + prompt(rng.randrange(10**6), rng.randrange(1, 9))
+                    checked += 1
+    world.run()
+    return checked
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("mode", ["always", "auto", "auto slow", "eager"])
+def test_conversations(place: str, mode: str) -> None:
+    """Whatever goes down and comes back, every token is the one that a run without a cache draws."""
+    rng = random.Random(f"{place}{mode}")
+    world = World(restore=mode.split()[0] if mode != "eager" else "always", eager=mode == "eager",
+                  prefill_seconds=1e-5 if mode == "auto slow" else 1e-3, rates={"disk": 1e5, "remote": 1e5},
+                  **PLACES[place])  # type: ignore[arg-type]
+    assert conversations(world, rng, 12, 4, 0.01) > 30
+    assert world.link.copied_out > 0
+    if not mode.startswith("auto") and place != "small host":  # those may find nothing worth loading
+        assert world.link.copied_in > 0
+    world.close()
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 10)], ids=["full", "window"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_conversations_with_a_failing_link(windows: tuple[int | None, ...], overlap: bool) -> None:
+    rng, faults = random.Random(5), random.Random(6)
+    world = World(48, windows, host=60, tiers=[disk], overlap=overlap, fault=lambda: faults.random() < 0.01)
+    assert conversations(world, rng, 12, 4, 0.02) > 25
+    assert world.link.copied_in > 0
+    world.close()
+
+
+def test_a_long_prefix_is_computed_from_the_front_and_loaded_from_the_back() -> None:
+    slow = lambda wake: DictTier(wake, delay=0.004)  # noqa: E731
+    world = World(64, tiers=[slow], restore="auto", tokens=8, staging=4, rates={"disk": SIZE * 6 / 1e-3},
+                  prefill_seconds=1e-3 / SIZE)
+    text = prompt(1, 161)
+    world.ask(text)
+    for seed in range(2, 6):
+        world.ask(prompt(seed, 200))
+    again = world.ask(text)
+    assert again.sources is not None
+    assert again.sources.disk > 0, again.sources
+    assert again.sources.computed > 8, again.sources
+    world.close()
+
+
+def test_a_lookup_that_never_answers_is_given_up_at_its_deadline() -> None:
+    hung = threading.Event()
+
+    class Hanging(DictTier):
+        def lookup(self, keys: Sequence[bytes]):  # type: ignore[no-untyped-def]
+            return self._lane.submit(lambda: [hung.wait(30)] * len(keys), time.monotonic() + 0.1)
+
+    world = World(tiers=[lambda wake: Hanging(wake, "remote")])
+    started = time.monotonic()
+    world.ask(prompt(1, 30))
+    assert time.monotonic() - started < 10
+    hung.set()
+    world.close()
+
+
+def test_a_load_that_hangs_is_computed_instead() -> None:
+    hung = threading.Event()
+
+    class Hanging(DictTier):
+        def load(self, items):  # type: ignore[no-untyped-def]
+            return [self._lane.submit(lambda: hung.wait(30), time.monotonic() + 0.1) for _ in items]
+
+    world = World(host=8, tiers=[lambda wake: Hanging(wake)])
+    world.ask(prompt(1, 41))
+    for seed in range(2, 6):
+        world.ask(prompt(seed, 60))
+    request = world.request(prompt(1, 41))
+    deadline = time.monotonic() + 10
+    while request.status is not Status.FINISHED:
+        world.engine.step()
+        world.engine.wait(0.002)
+        world.scheduler.check()
+        assert time.monotonic() < deadline
+    assert request.output_token_ids == expected_tokens(request, LENGTH)
+    hung.set()
+    world.run()
+    world.close()
+
+
+def test_others_go_on_while_a_request_waits_for_its_blocks() -> None:
+    gate = threading.Event()
+
+    class Slow(DictTier):
+        def _get(self, key: bytes, view: memoryview) -> bool:
+            gate.wait(10)
+            return super()._get(key, view)
+
+    world = World(tiers=[lambda wake: Slow(wake)])
+    world.ask(prompt(1, 41))
+    for seed in range(2, 5):
+        world.ask(prompt(seed, 60))
+    waits, other = world.request(prompt(1, 41)), world.request(prompt(9, 10))
+    deadline = time.monotonic() + 10
+    while other.status is not Status.FINISHED:
+        world.engine.step()
+        world.engine.wait(0.002)
+        assert time.monotonic() < deadline
+    assert waits.first_token == 0.0
+    gate.set()
+    world.run()
+    assert waits.output_token_ids == expected_tokens(waits, LENGTH)
+    world.close()
+
+
+def test_other_salts_never_share() -> None:
+    world = World(host=400, eager=True)
+    world.ask(prompt(1, 41), salt="a")
+    other = world.ask(prompt(1, 41), salt="b")
+    assert other.sources is not None
+    assert other.sources.computed == 41
+    world.close()
+
+
+def test_blocks_used_once_are_not_stored_under_second_use() -> None:
+    world = World(host=400, admission=SecondUse())
+    world.ask(prompt(1, 41))
+    for seed in range(2, 6):
+        world.ask(prompt(seed, 60))
+    assert world.link.copied_out == 0
+    world.ask(prompt(1, 41))
+    for seed in range(6, 10):
+        world.ask(prompt(seed, 60))
+    assert world.link.copied_out > 0
+    world.close()
+
+
+def test_closing_writes_what_only_memory_has_to_the_tiers_that_last() -> None:
+    world = World(64, host=100, tiers=[disk])
+    world.ask(prompt(1, 81))
+    assert not world.tiers[0].blocks
+    world.close()
+    assert len(world.tiers[0].blocks) >= 20
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("place", ["host", "all"])
+def test_a_sequence_longer_than_the_device(place: str, overlap: bool) -> None:
+    """Its first blocks wait in host memory and every step reads them from there."""
+    options = {"host": {"host": 100}, "all": {"host": 100, "tiers": [disk, remote]}}[place]
+    world = World(80, overlap=overlap, tokens=32, **options)  # type: ignore[arg-type]
+    short = world.ask(prompt(3, 30))
+    long = world.ask(prompt(1, 350), max_tokens=40)  # 98 blocks of 4, 80 there are
+    assert long.finish_reason == "length"
+    assert len(long.output_token_ids) == 40
+    assert any(item.cold for batch in world.runner.batches for item in batch.items)
+    assert all(len(batch.items) == 1 for batch in world.runner.batches if any(item.cold for item in batch.items))
+    assert world.ask(prompt(3, 30)).output_token_ids == short.output_token_ids
+    world.close()
+
+
+def test_a_sequence_that_grows_past_the_device_while_others_wait() -> None:
+    world = World(80, host=100)
+    long, others = world.request(prompt(1, 300), 90), [world.request(prompt(i, 40), 20) for i in range(2, 6)]
+    world.run()
+    for request in (long, *others):
+        assert request.output_token_ids == expected_tokens(request, LENGTH)
+    assert any(item.cold for batch in world.runner.batches for item in batch.items)
+    assert world.kv.stats.protected == 0
+    world.close()
+
+
+def test_a_long_sequence_survives_a_failing_link_or_ends_cleanly() -> None:
+    for seed in range(6):
+        faults = random.Random(seed)
+        world = World(80, host=100, fault=lambda rng=faults: rng.random() < 0.02)  # type: ignore[misc]
+        request = world.request(prompt(1, 350), 40)
+        world.run()
+        expected = expected_tokens(request, LENGTH)
+        assert request.output_token_ids == expected[: len(request.output_token_ids)]
+        assert request.finish_reason == "length"
+        world.kv.check()
+        world.close()
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 10)], ids=["full", "window"])
+def test_a_preempted_request_takes_its_blocks_up_again(windows: tuple[int | None, ...]) -> None:
+    """Its blocks go down as others take their place, and come back instead of being computed."""
+    world = World(40 * len(windows), windows, host=400, tokens=64)
+    requests = [world.request(prompt(i, 50), 60) for i in range(4)]
+    world.run()
+    for request in requests:
+        assert request.output_token_ids == expected_tokens(request, LENGTH)
+    assert world.scheduler.num_preemptions > 0
+    report = next(report for report in world.kv.tier_stats() if report.name == "host")
+    assert report.hit_tokens > 0
+    assert report.bytes_out > 0
+    world.close()

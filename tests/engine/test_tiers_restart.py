@@ -1,0 +1,158 @@
+"""Stored KV outlives the process that computed it, even one killed while it writes, and is found by its equals only."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hf_reference import VOCAB, greedy, save_checkpoint, tiny_model
+
+from spillover import LLM, SamplingParams
+from valkey import Valkey
+
+BLOCK = 8
+LENGTH = 12
+PARAMS = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
+
+WRITER = """
+import json, sys
+from spillover import LLM, SamplingParams
+model, disk, prompts = json.loads(sys.argv[1])
+llm = LLM(model, skip_tokenizer_init=True, block_size=8, max_model_len=192, num_gpu_blocks_override=60, disk=(disk,),
+          spill="eager")
+params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+for prompt in prompts:
+    llm.generate(prompt, params, use_tqdm=False)
+    print("done", flush=True)
+"""
+
+
+class Tiny:
+    def __init__(self, folder: Path, name: str = "llama", seed: int = 11) -> None:
+        self.hf, _ = tiny_model(name, seed=seed)
+        self.path = str(save_checkpoint(self.hf, folder))
+
+    def expected(self, prompt: list[int]) -> list[int]:
+        return greedy(self.hf, prompt, LENGTH)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return Tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def prompts(count: int, seed: int = 0, length: int = 120) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCAB) for _ in range(length)] for _ in range(count)]
+
+
+def load(path: str, **flags: Any) -> LLM:
+    options = {"skip_tokenizer_init": True, "block_size": BLOCK, "max_model_len": 192, "num_gpu_blocks_override": 60}
+    return LLM(path, **{**options, "restore": "always", **flags})
+
+
+def ask(llm: LLM, tiny: Tiny, prompt: list[int], salt: str | None = None) -> dict[str, int]:
+    """Tokens by source, of an answer that is the right one."""
+    output = llm.generate(prompt, PARAMS, use_tqdm=False, cache_salt=salt)[0]
+    assert output.outputs[0].token_ids == tiny.expected(prompt)
+    sources = {name: getattr(output.sources, name) for name in ("computed", "device", "host", "disk", "remote")}
+    assert sum(sources.values()) == len(prompt)
+    return sources
+
+
+@pytest.mark.parametrize("moment", [0.0, 0.004, 0.02])
+def test_a_process_killed_while_it_writes(tiny: Tiny, tmp_path: Path, moment: float) -> None:
+    disk, asked = f"{tmp_path / 'kv'}:50MB", prompts(40, seed=int(moment * 1000))
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, json.dumps([tiny.path, disk, asked])],
+                              stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    for _ in range(8):
+        assert writer.stdout.readline() == "done\n"
+    time.sleep(moment)
+    writer.send_signal(signal.SIGKILL)
+    writer.wait(10)
+    with load(tiny.path, disk=(disk,)) as llm:
+        found = [ask(llm, tiny, prompt)["disk"] for prompt in asked[:12]]
+    assert sum(found) > 5 * 100, f"what was written in peace is not found: {found}"
+
+
+def test_a_clean_end_leaves_everything_on_disk(tiny: Tiny, tmp_path: Path) -> None:
+    disk, asked = f"{tmp_path / 'kv'}:50MB", prompts(6)
+    with load(tiny.path, disk=(disk,), host_memory="20MB") as llm:
+        for prompt in asked:
+            assert ask(llm, tiny, prompt)["disk"] == 0
+    with load(tiny.path, disk=(disk,)) as llm:
+        assert [ask(llm, tiny, prompt)["disk"] for prompt in asked] == [112] * 6  # of 120; one token is always computed
+
+
+def test_only_equals_find_it(tiny: Tiny, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    disk, (prompt,) = f"{tmp_path / 'kv'}:2GB", prompts(1)
+    with load(tiny.path, disk=(disk,), spill="eager") as llm:
+        ask(llm, tiny, prompt, salt="a")
+    other = Tiny(tmp_path_factory.mktemp("other"), seed=12)
+    layout = Tiny(tmp_path_factory.mktemp("layout"), "qwen3", seed=12)
+    for model, salt, flags in [
+        (other, "a", {}),
+        (layout, "a", {}),
+        (tiny, "a", {"block_size": 16}),
+        (tiny, "b", {}),
+        (tiny, None, {}),
+    ]:
+        with load(model.path, disk=(disk,), **flags) as llm:
+            assert ask(llm, model, prompt, salt)["disk"] == 0, (model.path, salt, flags)
+    for flags in ({"kv_cache_dtype": "int8"}, {"spill_dtype": "int8"}, {"spill_dtype": "fp8"}, {"dtype": "bfloat16"}):
+        with load(tiny.path, disk=(disk,), **flags) as llm:  # these may draw other tokens
+            assert llm.generate(prompt, PARAMS, use_tqdm=False, cache_salt="a")[0].sources.disk == 0, flags
+    with load(tiny.path, disk=(disk,)) as llm:
+        assert ask(llm, tiny, prompt, "a")["disk"] > 0
+
+
+def test_a_copy_of_the_model_elsewhere_is_its_equal(tiny: Tiny, tmp_path: Path) -> None:
+    disk, (prompt,) = f"{tmp_path / 'kv'}:2GB", prompts(1)
+    copy = Tiny(tmp_path / "copy")
+    with load(tiny.path, disk=(disk,), spill="eager") as llm:
+        ask(llm, tiny, prompt)
+    with load(copy.path, disk=(disk,)) as llm:
+        assert ask(llm, copy, prompt)["disk"] > 0
+
+
+def test_two_engines_share_a_remote_store(tiny: Tiny, valkey: Valkey) -> None:
+    prompt, other = prompts(2, seed=77)
+    with load(tiny.path, remote=valkey.url, spill="eager") as one, load(tiny.path, remote=valkey.url) as two:
+        ask(one, tiny, prompt, "tenant")
+        wait_for(lambda: not one.engine.scheduler.kv.busy or one.engine.step() is None)
+        assert ask(two, tiny, prompt, "tenant")["remote"] == 112
+        assert ask(two, tiny, prompt, "another")["remote"] == 0
+        assert ask(two, tiny, other, "tenant")["remote"] == 0
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_a_bit_that_flips_on_disk_is_computed_again(tiny: Tiny, tmp_path: Path) -> None:
+    folder, asked = tmp_path / "kv", prompts(4)
+    with load(tiny.path, disk=(f"{folder}:50MB",), spill="eager") as llm:
+        for prompt in asked:
+            ask(llm, tiny, prompt)
+    rng = random.Random(1)
+    for file in folder.rglob("*"):
+        if file.is_file() and file.stat().st_size > 100_000:
+            data = bytearray(file.read_bytes())
+            for _ in range(200):
+                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+            file.write_bytes(data)
+    with load(tiny.path, disk=(f"{folder}:50MB",)) as llm:
+        for prompt in asked:
+            ask(llm, tiny, prompt)

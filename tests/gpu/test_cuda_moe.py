@@ -1,0 +1,132 @@
+"""A mixture of experts on the card, from 1 to 8,192 tokens: near float32 by either path, recorded in a graph or not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from spillover.kernels import fp8, mxfp4
+from spillover.kernels.moe import Experts, mixture, mixture_reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+FORMS = ["dense", "fp8", "mxfp4"]
+EXPERTS, K = 16, 4
+SIZES = {"dense": (320, 192), "fp8": (384, 320), "mxfp4": (352, 288)}  # not all of them multiples of a tile
+
+
+def stack(form: str, rows: int, columns: int, biased: bool, parts: int = 1, dtype: torch.dtype = torch.bfloat16,
+          experts: int = EXPERTS) -> Experts:
+    weight = torch.randn(experts, rows, columns, device="cuda") * columns**-0.5
+    bias = torch.randn(experts, rows, device="cuda", dtype=dtype) if biased else None
+    if form == "dense":
+        return Experts(weight.to(dtype), None, bias)
+    if form == "mxfp4":
+        blocks, scales = mxfp4.quantize(weight)
+        padding = mxfp4.padded(scales.shape[-1]) - scales.shape[-1]
+        return Experts(blocks.flatten(-2), torch.nn.functional.pad(scales, (0, padding)), bias)
+    pieces = [[fp8.quantize(piece) for piece in one.chunk(parts)] for one in weight]
+    values = torch.stack([torch.cat([value for value, _ in each]) for each in pieces])
+    return Experts(values, torch.stack([torch.cat([scale for _, scale in each]) for each in pieces]), bias)
+
+
+def stacks(form: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Experts, Experts, float | None]:
+    hidden, inner = SIZES[form]
+    clamped = form == "mxfp4"
+    first = stack(form, 2 * inner, hidden, clamped, 1 if clamped else 2, dtype)
+    return first, stack(form, hidden, inner, clamped, dtype=dtype), 2.0 if clamped else None
+
+
+def inputs(tokens: int, hidden: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    x = torch.randn(tokens, hidden, device="cuda", dtype=dtype)
+    return x, 2 * torch.randn(tokens, EXPERTS, device="cuda", dtype=dtype)
+
+
+def wide(experts: Experts, parts: int) -> Experts:
+    each = [experts.expert(index, torch.float32, parts).float() for index in range(experts.count)]
+    return Experts(torch.stack(each), None, None if experts.bias is None else experts.bias.float())
+
+
+@pytest.fixture(autouse=True)
+def exact_float32() -> None:
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.mark.parametrize("form", FORMS)
+@torch.inference_mode()
+def test_near_float32_for_any_number_of_tokens(form: str) -> None:
+    first, second, limit = stacks(form)
+    exact = wide(first, 1 if limit is not None else 2), wide(second, 1)
+    for tokens in (1, 2, 5, 8, 9, 31, 64, 257, 1024, 8192):
+        x, scores = inputs(tokens, second.expert(0, torch.float32).shape[0])
+        expected = mixture_reference(x.float(), scores.float(), *exact, K, True, limit)
+        found = mixture(x, scores, first, second, K, True, limit)
+        error = (found.float() - expected).norm() / expected.norm()
+        assert error.item() < 8e-3, f"{tokens} tokens"
+
+
+@torch.inference_mode()
+def test_float32_is_exact_to_its_rounding() -> None:
+    first, second, _ = stacks("dense", torch.float32)
+    for tokens in (3, 40):
+        x, scores = inputs(tokens, SIZES["dense"][0], torch.float32)
+        expected = mixture_reference(x, scores, first, second, K, False)
+        torch.testing.assert_close(mixture(x, scores, first, second, K, False), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@torch.inference_mode()
+def test_all_tokens_may_choose_the_same_experts(form: str) -> None:
+    first, second, limit = stacks(form)
+    for tokens in (8, 300):
+        x, scores = inputs(tokens, second.expert(0, torch.float32).shape[0])
+        scores[:, 3:7] += 100
+        exact = wide(first, 1 if limit is not None else 2), wide(second, 1)
+        expected = mixture_reference(x.float(), scores.float(), *exact, K, True, limit)
+        found = mixture(x, scores, first, second, K, True, limit)
+        assert ((found.float() - expected).norm() / expected.norm()).item() < 8e-3
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("tokens", [4, 100])
+@torch.inference_mode()
+def test_a_graph_holds_it_and_follows_the_routing(form: str, tokens: int) -> None:
+    first, second, limit = stacks(form)
+    x, scores = inputs(tokens, second.expert(0, torch.float32).shape[0])
+    mixture(x, scores, first, second, K, True, limit)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = mixture(x, scores, first, second, K, True, limit)
+    for _ in range(3):
+        fresh, fresh_scores = inputs(tokens, x.shape[1])
+        x.copy_(fresh)
+        scores.copy_(fresh_scores)
+        graph.replay()
+        assert torch.equal(recorded, mixture(fresh, fresh_scores, first, second, K, True, limit))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@torch.inference_mode()
+def test_a_row_does_not_depend_on_the_rows_beside_it(form: str) -> None:
+    first, second, limit = stacks(form)
+    x, scores = inputs(8, second.expert(0, torch.float32).shape[0])
+    together = mixture(x, scores, first, second, K, True, limit)
+    alone = [mixture(x[row : row + 1], scores[row : row + 1], first, second, K, True, limit) for row in range(8)]
+    assert torch.equal(torch.cat(alone), together)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@torch.inference_mode()
+def test_fixed_gives_a_row_the_same_bits_whatever_the_number_of_rows(form: str) -> None:
+    first, second, limit = stacks(form)
+    x, scores = inputs(1500, second.expert(0, torch.float32).shape[0])
+    whole = mixture(x, scores, first, second, K, True, limit, fixed=True)
+    for size in (1, 8, 30, 200, 700):
+        part = mixture(x[:size], scores[:size], first, second, K, True, limit, fixed=True)
+        assert torch.equal(part, whole[:size]), f"{size} rows"

@@ -1,0 +1,17 @@
+"""Kernels for CUDA: in Triton's interpreter where there is no GPU, else as tests that need one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        for item in items:
+            if FOLDER in item.path.parents:
+                item.add_marker(pytest.mark.gpu)

@@ -1,0 +1,150 @@
+"""The device's mixture of experts computes what the plain one does, by either path, in every form of weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spillover.kernels import fp8, mxfp4
+from spillover.kernels.moe import Experts, mixture_reference
+
+device = pytest.importorskip("spillover.kernels.triton.moe")
+routing = pytest.importorskip("spillover.kernels.triton.moe_routing")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+Tile = device.Tile
+
+
+def stack(weight: Tensor, form: str, bias: Tensor | None, parts: int = 1) -> Experts:
+    """A dense [E, N, K] stack in another form."""
+    if form == "dense":
+        return Experts(weight, None, bias)
+    if form == "mxfp4":
+        blocks, scales = mxfp4.quantize(weight)
+        groups = scales.shape[-1]
+        scales = torch.nn.functional.pad(scales, (0, mxfp4.padded(groups) - groups))
+        return Experts(blocks.flatten(-2), scales.contiguous(), bias)
+    pieces = [[fp8.quantize(piece) for piece in one.chunk(parts)] for one in weight.float()]
+    values = torch.stack([torch.cat([value for value, _ in each]) for each in pieces])
+    return Experts(values, torch.stack([torch.cat([scale for _, scale in each]) for each in pieces]), bias)
+
+
+def case(form: str, tokens: int, hidden: int, inner: int, experts: int, dtype: torch.dtype, clamped: bool,
+         seed: int = 0) -> tuple[Tensor, Tensor, Experts, Experts]:
+    torch.manual_seed(seed)
+    x = torch.randn(tokens, hidden, dtype=dtype, device=DEVICE)
+    scores = 2 * torch.randn(tokens, experts, dtype=dtype, device=DEVICE)
+    first = torch.randn(experts, 2 * inner, hidden, dtype=dtype, device=DEVICE) * hidden**-0.5
+    second = torch.randn(experts, hidden, inner, dtype=dtype, device=DEVICE) * inner**-0.5
+    biases = [torch.randn(experts, rows, dtype=dtype, device=DEVICE) if clamped else None
+              for rows in (2 * inner, hidden)]
+    return x, scores, stack(first, form, biases[0], 1 if clamped else 2), stack(second, form, biases[1])
+
+
+def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    assert expected.float().std() > 0.05
+    assert found.dtype == expected.dtype
+    error = (found.float() - expected.float()).norm() / expected.float().norm()
+    assert error.item() < tolerance
+
+
+def wide(experts: Experts, parts: int = 1) -> Experts:
+    """The same values in float32."""
+    bias = None if experts.bias is None else experts.bias.float()
+    each = [experts.expert(index, torch.float32, parts).float() for index in range(experts.count)]
+    return Experts(torch.stack(each), None, bias)
+
+
+@pytest.mark.parametrize("few_tokens", [0, 8])
+@pytest.mark.parametrize(
+    ("form", "hidden", "inner", "clamped", "dtype"),
+    [
+        ("dense", 64, 48, False, torch.float32),
+        ("dense", 96, 40, True, torch.bfloat16),
+        ("fp8", 160, 144, False, torch.bfloat16),
+        ("fp8", 128, 128, False, torch.float32),
+        ("mxfp4", 96, 160, True, torch.bfloat16),
+        ("mxfp4", 128, 64, True, torch.float32),
+    ],
+)
+def test_both_paths_match_the_reference(
+    form: str, hidden: int, inner: int, clamped: bool, dtype: torch.dtype, few_tokens: int
+) -> None:
+    tokens, experts, k = 3, 4, 2
+    x, scores, first, second = case(form, tokens, hidden, inner, experts, dtype, clamped)
+    limit = 1.5 if clamped else None
+    exact = mixture_reference(x.float(), scores.float(), wide(first, 1 if clamped else 2), wide(second), k, True, limit)
+    rows, depth = (1, 256 if form == "mxfp4" else 128) if few_tokens else (16, 128)
+    tiles = (Tile(rows, 64, depth, 4, 2), Tile(rows, 128, depth, 4, 2))
+    found = device.mixture(x, scores, first, second, k, True, limit, few_tokens=few_tokens, tiles=tiles)
+    assert_near(found, exact.to(dtype), 1e-5 if dtype is torch.float32 else 1.5e-2)
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_routing_is_top_k_of_a_softmax(renormalize: bool) -> None:
+    tokens, experts, k = 7, 11, 3
+    scores = torch.randn(tokens, experts, device=DEVICE)
+    scores[3, 4] = scores[3, 9] = scores[3, 2] = 5.0  # equal: the lower id first
+    x = torch.randn(tokens, 32, device=DEVICE)
+    ids, shares, ready = routing.route(scores, x, k, renormalize, "dense")
+    assert ready is x
+    assert ids[3].tolist() == [2, 4, 9]
+    probabilities = scores.softmax(-1)
+    expected = torch.sort(probabilities, dim=-1, descending=True, stable=True)
+    assert torch.equal(ids.long(), expected.indices[:, :k])
+    wanted = expected.values[:, :k]
+    torch.testing.assert_close(shares, wanted / wanted.sum(-1, keepdim=True) if renormalize else wanted)
+
+
+@pytest.mark.parametrize(("tokens", "tile"), [(1, 16), (70, 16), (130, 32), (1500, 64)])
+def test_pairs_are_sorted_into_tiles_of_one_expert(tokens: int, tile: int) -> None:
+    experts, k = 5, 2
+    torch.manual_seed(tokens)
+    ids = torch.rand(tokens, experts, device=DEVICE).topk(k).indices.int()
+    ids[ids == 3] = 1  # an expert that nobody chose
+    order, tiles = routing.sort_by_expert(ids, experts, tile)
+    flat = ids.flatten()
+    assert torch.equal(order.long(), flat.sort(stable=True).indices)
+    counts = torch.bincount(flat, minlength=experts).tolist()
+    expected: list[list[int]] = []
+    start = 0
+    for expert, count in enumerate(counts):
+        expected += [[expert, start + at, start + count] for at in range(0, count, tile)]
+        start += count
+    assert tiles[: len(expected)].tolist() == expected
+    assert len(tiles) == routing.most_tiles(tokens * k, experts, tile) >= len(expected)
+    assert (tiles[len(expected) :, 0] == -1).all()
+
+
+def test_any_routing_fits_the_grid() -> None:
+    for pairs in (1, 2, 15, 16, 17, 31, 33, 250):
+        for experts in (1, 3, 8):
+            worst = max(_tiles(split, 16) for split in _splits(pairs, experts))
+            assert worst <= routing.most_tiles(pairs, experts, 16) <= worst + experts
+
+
+def _splits(pairs: int, experts: int) -> list[list[int]]:
+    """All on one expert, spread evenly, and as many experts as can be with one pair more than a multiple of 16."""
+    even = [pairs // experts + (index < pairs % experts) for index in range(experts)]
+    ragged = [min(1, max(0, pairs - index)) for index in range(experts)]
+    ragged[0] += pairs - sum(ragged)
+    return [[pairs], even, ragged]
+
+
+def _tiles(counts: list[int], tile: int) -> int:
+    return sum(-(-count // tile) for count in counts)
+
+
+@pytest.mark.parametrize("form", ["dense", "mxfp4"])
+def test_a_row_does_not_depend_on_the_rows_beside_it(form: str) -> None:
+    dtype = torch.float32 if form == "dense" else torch.bfloat16
+    x, scores, first, second = case(form, 9, 64, 64, 4, dtype, clamped=form == "mxfp4")
+    kwargs: dict[str, Any] = {"limit": 7.0 if form == "mxfp4" else None,
+                              "tiles": (Tile(16, 16, 64, 4, 2), Tile(16, 32, 64, 4, 2)), "few_tokens": 0}
+    together = device.mixture(x, scores, first, second, 2, True, **kwargs)
+    for row in range(0, 9, 4):
+        alone = device.mixture(x[row : row + 1], scores[row : row + 1], first, second, 2, True, **kwargs)
+        assert torch.equal(alone, together[row : row + 1])

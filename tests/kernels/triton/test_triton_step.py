@@ -1,0 +1,115 @@
+"""The rest of a step on the device: norms, activations, products of few rows or of a fixed order, draws, tables."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+from spillover.engine.sampler import _inverse_cdf, _weights
+from spillover.kernels.activation import clamped_swiglu_reference, silu_and_mul_reference
+from spillover.kernels.norm import add_rms_norm_reference, rms_norm_reference
+from spillover.kernels.triton.activation import clamped_swiglu, silu_and_mul
+from spillover.kernels.triton.draw import CHUNK, draw
+from spillover.kernels.triton.fixed_linear import TILES, fixed_linear
+from spillover.kernels.triton.gemv import gemv, gemv_silu
+from spillover.kernels.triton.norm import add_rms_norm, rms_norm
+from spillover.kernels.triton.stage import fill_tokens, update_tables
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter truncates to bfloat16 where the device rounds.
+DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [64, 96, 1024, 5120])
+def test_norms(dtype: torch.dtype, width: int) -> None:
+    x, residual, weight = (normal(5, width, seed=i, dtype=dtype) for i in range(3))
+    found, total = add_rms_norm(x, residual, weight[0], 1e-5)
+    expected, sum_ = add_rms_norm_reference(x, residual, weight[0], 1e-5)
+    assert torch.equal(total, sum_)
+    torch.testing.assert_close(found, expected)
+    heads = normal(3, 4, width, seed=4, dtype=dtype)[:, 1:3]
+    torch.testing.assert_close(rms_norm(heads, weight[0], 1e-5), rms_norm_reference(heads, weight[0], 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activations(dtype: torch.dtype) -> None:
+    x = 4 * normal(3, 2 * 1500, dtype=dtype)
+    # Two roundings, each of which may fall the other way.
+    torch.testing.assert_close(silu_and_mul(x), silu_and_mul_reference(x), rtol=4 * torch.finfo(dtype).eps, atol=1e-5)
+    torch.testing.assert_close(clamped_swiglu(x.float(), 3.0), clamped_swiglu_reference(x.float(), 3.0))
+
+
+@pytest.mark.parametrize("inner", [600, 2048])
+def test_products_of_one_row(inner: int) -> None:
+    x, w, bias = normal(1, inner), normal(38, inner, seed=1), normal(38, seed=2)
+    torch.testing.assert_close(gemv(x, w), F.linear(x, w), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(gemv(x, w, bias), F.linear(x, w, bias), rtol=1e-4, atol=1e-4)
+    gated = silu_and_mul_reference(F.linear(x, w, bias))
+    torch.testing.assert_close(gemv_silu(x, w, bias), gated, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_of_a_fixed_product_has_the_same_bits_among_any_others(dtype: torch.dtype) -> None:
+    """Through every tile size."""
+    most = TILES[-1].rows + 5
+    x, w, bias = (normal(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate([(most, 200), (70, 200), (70,)]))
+    whole = fixed_linear(x, w, bias)
+    torch.testing.assert_close(whole, F.linear(x, w, bias), rtol=1e-2, atol=30 * torch.finfo(dtype).eps)
+    for first, last in ((0, 1), (3, 19), (7, 70), (most - 20, most)):
+        part = fixed_linear(x[first:last], w, bias)
+        # The interpreter's products are a library's, in whatever order that likes.
+        torch.testing.assert_close(part, whole[first:last], rtol=0 if DEVICE == "cuda" else 1e-2, atol=0.0)
+
+
+def test_draws_are_those_of_the_sampler() -> None:
+    vocab = 2 * CHUNK + 77
+    logits = 3 * normal(6, vocab)
+    logits[4, 100:] = -torch.inf
+    logits[1, [5, CHUNK + 3]] = 50.0  # equals: the first of them is the largest
+    temperature = torch.tensor([0.0, 0.0, 1.0, 0.5, 1.3, 1.0], device=DEVICE)
+    uniform = torch.tensor([0.3, 0.9, 0.0, 0.7, 0.999999999, 1.0 - 2**-53], dtype=torch.float64, device=DEVICE)
+    found = torch.full((6,), -1, dtype=torch.int64, device=DEVICE)
+    draw(logits, temperature, uniform, found)
+    scaled = logits / torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
+    expected = _inverse_cdf(_weights(scaled, scaled.amax(-1, keepdim=True)), uniform)
+    expected[:2] = logits[:2].cpu().argmax(-1).to(DEVICE)
+    assert found[1] == 5
+    assert torch.equal(found, expected)
+    half = torch.empty_like(found)
+    draw(logits.to(torch.float16), temperature, uniform, half)
+    again = torch.empty_like(found[2:4])
+    draw(logits[2:4].to(torch.float16), temperature[2:4], uniform[2:4], again)
+    assert torch.equal(half[2:4], again)
+
+
+def test_draws_follow_the_probabilities() -> None:
+    """Evenly spread random numbers hit every token as often as its probability says."""
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]], device=DEVICE)
+    count = 64
+    found = torch.empty(count, dtype=torch.int64, device=DEVICE)
+    spread = (torch.arange(count, dtype=torch.float64, device=DEVICE) + 0.5) / count
+    draw(logits.expand(count, 4), torch.full((count,), 0.7, device=DEVICE), spread, found)
+    expected = (logits[0] / 0.7).softmax(-1) * count
+    assert (torch.bincount(found, minlength=4) - expected).abs().max() <= 1
+
+
+def test_pending_tokens_and_table_entries_take_their_places() -> None:
+    tokens = torch.arange(300, dtype=torch.int64, device=DEVICE)
+    sources = torch.full((300,), -1, dtype=torch.int32, device=DEVICE)
+    sources[[2, 299]] = torch.tensor([7, 1], dtype=torch.int32, device=DEVICE)
+    drawn = torch.arange(1000, 1010, device=DEVICE)
+    fill_tokens(tokens, sources, drawn)
+    assert tokens[[1, 2, 3, 299]].tolist() == [1, 1007, 3, 1001]
+    tables = torch.zeros(2, 3, 4, dtype=torch.int32, device=DEVICE)
+    updates = torch.tensor([2, 0, 5, 50, 23, 60, 1, 99], dtype=torch.int32, device=DEVICE)  # the third does not count
+    update_tables(tables, updates, 3)
+    assert tables.flatten()[[5, 23, 1]].tolist() == [50, 60, 0]
+    assert int(tables.sum()) == 110

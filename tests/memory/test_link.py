@@ -1,0 +1,186 @@
+"""The CPU link: blocks go out and come back byte for byte, nothing else is touched, and what is wrong moves nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import random
+import resource
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spillover.memory import link as link_module
+from spillover.memory.link import SlotMap, address_of
+from spillover.memory.link_cpu import CpuLink
+
+BLOCK = 96
+
+
+def make_pool(num_blocks: int, block_bytes: int = BLOCK, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (num_blocks + 1, block_bytes), dtype=np.uint8)
+
+
+def make_link(pool: np.ndarray, **options: object) -> CpuLink:
+    return CpuLink(memoryview(pool.reshape(-1)), pool.shape[1], **options)  # type: ignore[arg-type]
+
+
+def cut(memory: memoryview, size: int) -> list[memoryview]:
+    return [memory[start : start + size] for start in range(0, memory.nbytes, size)]
+
+
+class Halves:
+    """Keeps the first half of a block; the other comes back as zeros."""
+
+    slot_bytes = BLOCK // 2
+
+    def encode(self, block: memoryview, slot: memoryview) -> None:
+        slot[:] = block[: self.slot_bytes]
+
+    def decode(self, slot: memoryview, block: memoryview) -> None:
+        block[: self.slot_bytes] = slot
+        block[self.slot_bytes :] = bytes(self.slot_bytes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(moves=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 15)), max_size=24), narrow=st.booleans(),
+       seed=st.integers(0, 9))
+def test_random_copies_equal_a_plain_model(moves: list[tuple[int, int]], narrow: bool, seed: int) -> None:
+    """Out to random slots and in from them again; pool and slots are compared with lists of bytes after each."""
+    pool, random_ = make_pool(12, seed=seed), random.Random(seed)
+    link = make_link(pool, codec=Halves() if narrow else None)
+    slots = cut(link.allocate(16 * link.slot_bytes), link.slot_bytes)
+    blocks_model, slots_model = [bytes(block) for block in pool], [bytes(slot) for slot in slots]
+    for start in range(0, len(moves), 4):
+        # One copy may name neither a block nor a slot twice.
+        blocks = list(dict.fromkeys(block for block, _ in moves[start : start + 4]))
+        places = list(dict.fromkeys(slot for _, slot in moves[start : start + 4]))
+        pairs = list(zip(blocks, places, strict=False))
+        chosen = [slots[place] for _, place in pairs]
+        if random_.random() < 0.5:
+            link.copy_out([block for block, _ in pairs], chosen)
+            for block, place in pairs:
+                slots_model[place] = blocks_model[block][: link.slot_bytes]
+        else:
+            link.copy_in(chosen, [block for block, _ in pairs])
+            for block, place in pairs:
+                blocks_model[block] = slots_model[place].ljust(BLOCK, b"\0")
+        assert [bytes(block) for block in pool] == blocks_model
+        assert [bytes(slot) for slot in slots] == slots_model
+
+
+def test_neighbours_are_one_copy() -> None:
+    memory = memoryview(bytearray(10 * BLOCK))
+    slots, base = cut(memory, BLOCK), address_of(memory)
+    places = SlotMap(9, BLOCK)
+    for _ in range(2):  # the second time from memory
+        runs = places.runs([3, 4, 5, 6, 8, 1], [slots[i] for i in (0, 1, 5, 6, 7, 2)])
+        assert runs.blocks.tolist() == [3, 5, 8, 1]
+        assert (runs.addresses - base).tolist() == [0, 5 * BLOCK, 7 * BLOCK, 2 * BLOCK]
+        assert runs.counts.tolist() == [2, 2, 1, 1]
+    assert places.runs([], []).counts.tolist() == []
+
+
+def test_a_new_slot_is_not_taken_for_one_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python gives an object the id of one that died; many short-lived slots must all be found where they lie."""
+    monkeypatch.setattr(link_module, "KNOWN_SLOTS", 5)
+    memory = memoryview(bytearray(40 * BLOCK))
+    places, base = SlotMap(9, BLOCK), address_of(memory)
+    for index in range(200):
+        start = index * 7 % 40
+        slot = memory[start * BLOCK : (start + 1) * BLOCK]
+        assert places.runs([1], [slot]).addresses.tolist() == [base + start * BLOCK]
+        del slot
+
+
+@pytest.mark.parametrize("codec", [None, Halves()])
+@pytest.mark.parametrize("wrong", ["dummy", "beyond", "negative", "short slot", "long slot", "count"])
+def test_a_wrong_block_or_slot_moves_nothing(wrong: str, codec: Halves | None) -> None:
+    pool = make_pool(4)
+    link = make_link(pool, codec=codec)
+    memory = link.allocate(4 * BLOCK)
+    slots = cut(memory[: 2 * link.slot_bytes], link.slot_bytes)
+    blocks = [1, {"dummy": 0, "beyond": 5, "negative": -1}.get(wrong, 2)]
+    if "slot" in wrong:
+        slots[1] = memory[: link.slot_bytes + (1 if "long" in wrong else -1)]
+    if wrong == "count":
+        blocks.append(3)
+    before = pool.copy()
+    with pytest.raises(ValueError):
+        link.copy_out(blocks, slots)
+    with pytest.raises(ValueError):
+        link.copy_in(slots, blocks)
+    assert bytes(memory) == bytes(memory.nbytes)
+    assert np.array_equal(pool, before)
+
+
+def test_a_pool_must_be_writable_and_whole() -> None:
+    with pytest.raises(ValueError, match="writable"):
+        CpuLink(memoryview(bytes(4 * BLOCK)), BLOCK)
+    with pytest.raises(ValueError, match="whole blocks"):
+        CpuLink(memoryview(bytearray(4 * BLOCK + 1)), BLOCK)
+
+
+def test_memory_begins_at_a_page_and_costs_nothing_before_it_is_touched() -> None:
+    link = make_link(make_pool(1))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    memory = link.allocate(4 << 30)
+    assert (memory.nbytes, address_of(memory) % 4096, memory.readonly) == (4 << 30, 0, False)
+    memory[memory.nbytes - 1] = 7
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
+    assert link.allocate(100).nbytes == 100
+
+
+def test_memory_outlives_the_link_while_someone_looks_at_it() -> None:
+    link = make_link(make_pool(1))
+    memory = link.allocate(mmap.PAGESIZE)
+    link.close()
+    memory[:4] = b"here"
+    assert ctypes.string_at(address_of(memory), 4) == b"here"
+
+
+def test_a_copy_waits_for_the_steps_before_it() -> None:
+    pool, ended, copied = make_pool(2), threading.Event(), threading.Event()
+    link = make_link(pool, fence=lambda: ended.wait(30))
+    slot = link.allocate(BLOCK)
+
+    def copy() -> None:
+        link.copy_out([1], [slot])
+        copied.set()
+
+    thread = threading.Thread(target=copy, daemon=True)
+    thread.start()
+    assert not copied.wait(0.05)
+    pool[1] = 9  # the step's last write
+    ended.set()
+    assert copied.wait(30)
+    assert bytes(slot) == bytes([9]) * BLOCK
+
+
+def test_other_threads_run_while_bytes_move() -> None:
+    """So many bytes take far longer than the interpreter's switch interval; a counter must not stand still."""
+    size = 64 << 20
+    pool = np.ones((3, size), dtype=np.uint8)
+    link = make_link(pool)
+    slots = cut(link.allocate(2 * size), size)
+    stop, counts = threading.Event(), [0]
+
+    def count() -> None:
+        while not stop.is_set():
+            counts[0] += 1
+
+    counter = threading.Thread(target=count, daemon=True)
+    counter.start()
+    try:
+        seen = []
+        for _ in range(4):
+            before = counts[0]
+            link.copy_out([1, 2], slots)
+            seen.append(counts[0] - before)
+    finally:
+        stop.set()
+        counter.join(30)
+    assert min(seen) > 100

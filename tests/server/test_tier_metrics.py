@@ -1,0 +1,71 @@
+"""A real server over a starved device pool: what its tiers moved is what its metrics and its page say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from running_server import Server, running, until
+
+POOL = 24  # blocks of 16 tokens, of which each conversation below takes 8
+CONVERSATIONS = 6
+
+
+def tier_values(server: Server, name: str) -> dict[str, float]:
+    """By tier, or by tier and direction."""
+    found = {}
+    for family in text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text):
+        for sample in family.samples:
+            if sample.name == f"spillover:{name}":
+                labels = [sample.labels[label] for label in ("tier", "direction") if label in sample.labels]
+                found[" ".join(labels)] = sample.value
+    return found
+
+
+def ask(server: Server, prompt: list[int]) -> Any:
+    return server.openai().completions.create(model="default", prompt=prompt, max_tokens=4, temperature=0,
+                                              extra_body={"ignore_eos": True})
+
+
+def test_restored_tokens_are_counted_by_tier_with_bytes_rates_and_share_of_link(tmp_path: Path) -> None:
+    prompts = [list(range(1000 * number, 1000 * number + 130)) for number in range(1, 1 + CONVERSATIONS)]
+    with running("--num-gpu-blocks-override", str(POOL), "--max-model-len", "256", "--host-memory", "100MB", "--disk",
+                 f"{tmp_path / 'kv'}:300MB", "--restore", "always", "--spill", "eager") as server:
+        first = [ask(server, prompt).choices[0].text for prompt in prompts]
+        again = [ask(server, prompt) for prompt in prompts]
+        assert [answer.choices[0].text for answer in again] == first
+        assert sum(answer.usage.prompt_tokens_details.cached_tokens for answer in again) >= 3 * 128
+        assert server.metrics_total("request_restore_time_seconds_sum") > 0
+
+        # The engine tells of itself a moment after its last answer.
+        until(lambda: server.metrics_total("prefix_cache_queries_total") == 2 * CONVERSATIONS * 130)
+        moved = tier_values(server, "kv_transfer_bytes_total")
+        assert moved["host in"] > 0
+        assert moved["host out"] > 0
+        assert moved["disk in"] > 0
+        blocks = tier_values(server, "kv_transfer_blocks_total")
+        assert blocks["host in"] >= CONVERSATIONS * 8
+        hits = tier_values(server, "kv_tier_hit_tokens_total")
+        assert hits["host"] >= 128
+        sources = {sample.labels["source"]: sample.value
+                   for family in text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text)
+                   for sample in family.samples if sample.name == "spillover:prompt_tokens_by_source_total"}
+        assert sources["host"] == hits["host"]
+        assert sources["disk"] == hits["disk"]
+        assert sum(sources.values()) == 2 * CONVERSATIONS * 130
+        assert server.metrics_total("external_prefix_cache_hits_total") == hits["host"] + hits["disk"]
+        assert tier_values(server, "kv_tier_hit_rate")["host"] == hits["host"] / sum(sources.values())
+        assert 0 < tier_values(server, "kv_transfer_bytes_per_second")["host out"] < 1e12
+        assert tier_values(server, "kv_transfer_link_bytes_per_second")["disk out"] > 0
+        assert tier_values(server, "kv_transfer_link_usage_perc")["host in"] > 0
+        assert tier_values(server, "kv_tier_available") == {"host": 1, "disk": 1}
+        assert tier_values(server, "kv_tier_failures_total") == {"host": 0, "disk": 0}
+        assert 0 < tier_values(server, "kv_cache_usage_perc")["host"] <= 1
+
+        tiers = {tier["name"]: tier for tier in httpx.get(f"{server.url}/live").json()["tiers"]}
+        assert tiers["host"]["kept"] > 0
+        assert tiers["host"]["traffic"]["in"]["bytes"] == moved["host in"]
+        assert tiers["disk"]["traffic"]["available"]
+        assert "traffic" not in tiers["remote"]
