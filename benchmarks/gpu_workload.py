@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import json
 import platform
 import shlex
@@ -92,6 +93,8 @@ class Figure:
 @contextlib.contextmanager
 def opened(name: str, **flags: Any) -> Iterator[LLM]:
     """A model of the true shape with random weights; what its graphs cost is printed at the end."""
+    gc.collect()  # a model before this one
+    torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(MODELS[name]))
         with LLM(folder, load_format="dummy", skip_tokenizer_init=True, **flags) as llm:

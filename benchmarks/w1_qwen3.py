@@ -45,18 +45,22 @@ def seconds(llm: LLM, prompts: list[list[int]], lengths: list[int]) -> float:
 @click.option("--block-size", type=int, default=16, show_default=True)
 @click.option("--enforce-eager", is_flag=True)
 @click.option("--deterministic", is_flag=True)
-@click.option("--warmup/--no-warmup", default=True, help="Run the workload once before, which records all graphs.")
+@click.option("--warmup", type=click.Choice(["full", "short"]), default="full", show_default=True,
+              help="Before: the whole workload once, or a few tokens of each request.")
 @options()
 def main(model: str, max_num_batched_tokens: int | None, block_size: int, enforce_eager: bool, deterministic: bool,
-         warmup: bool, repeats: int, output: str | None) -> None:
+         warmup: str, repeats: int, output: str | None) -> None:
     prompts, lengths = workload(model)
     name, second = f"qwen3-{model}", model == "8b"
     limits = RooflineLimits(roofline(name))  # before the model takes the memory
     with opened(name, max_num_seqs=REQUESTS, max_model_len=4096, block_size=block_size,
                 max_num_batched_tokens=max_num_batched_tokens, enable_prefix_caching=not second,
                 enforce_eager=enforce_eager, deterministic=deterministic) as llm:
-        if warmup:
+        if warmup == "full":
             print(f"warm-up: {seconds(llm, prompts, lengths):.2f} s", flush=True)
+        else:
+            seconds(llm, prompts[:8], [2] * 8)
+            seconds(llm, [prompt[:32] for prompt in prompts], [4] * len(prompts))
         times = [seconds(llm, prompts, lengths) for _ in range(repeats)]
         requests = [BenchRequest(tuple(p), n) for p, n in zip(prompts, lengths, strict=True)]
         bound = workload_bound(limits, requests, [0] * len(requests), REQUESTS)

@@ -22,7 +22,7 @@ from spillover.errors import SpilloverError
 from spillover.kernels import native
 from spillover.kernels.arena import Arena
 from spillover.kernels.attention import KV_LAYOUT
-from spillover.kernels.kv_quant import head_bytes
+from spillover.kernels.kv_quant import QUANT_LAYOUT, head_bytes
 from spillover.memory.budgets import parse_disk
 from spillover.memory.kv_cache import KVCache
 from spillover.models.checkpoint import open_checkpoint, read_config
@@ -186,5 +186,5 @@ def _identity(planned: PlannedModel) -> bytes:
     weights = model_fingerprint(planned.path, planned.model_config, config.load_format, dtype=plan.dtype,
                                 device=plan.device, seed=config.seed)
     parts: list[Any] = [weights, plan.dtype, config.kv_cache_dtype, config.spill_dtype, plan.block_size, KV_LAYOUT,
-                        plan.windows]
+                        QUANT_LAYOUT, plan.windows]
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()

@@ -47,7 +47,9 @@ class ColdStage:
         """The cold blocks of a request that runs alone, for one step."""
         length, cold = item.start + item.count, len(item.cold)
         resident = torch.tensor(item.tables[0][cold : -(-length // self.block_size)])
-        return StagedPrefix(self, self._copier, self._find(item.cold), length, resident.to(self.buffers.device))
+        if self.buffers.is_cuda:
+            resident = resident.pin_memory().to(self.buffers.device, non_blocking=True)
+        return StagedPrefix(self, self._copier, self._find(item.cold), length, resident)
 
     def close(self) -> None:
         self._copier.close()
@@ -135,6 +137,7 @@ class _CudaCopier:
         self._copied = [torch.cuda.Event() for _ in range(SEGMENTS)]  # type: ignore[no-untyped-call]
         self._pinned = True
         self._codes: Tensor | None = None
+        self._order = torch.arange(buffers.shape[1], device=self._device)
         if self._codec is not None:
             self._codes = torch.zeros(buffers.shape[1], self._codec.slot_bytes, dtype=torch.uint8, device=self._device)
 
@@ -151,7 +154,7 @@ class _CudaCopier:
             codes = self._codes[: len(blocks)]
             self._copy(blocks, layer, codes)
             with torch.cuda.stream(self._stream):
-                stage.flatten(1).view(torch.uint8).copy_(self._codec.decode_tensor(codes))
+                self._codec.decode_pool(codes, stage.flatten(1).view(torch.uint8), self._order[: len(blocks)])
         self._copied[buffer].record(self._stream)
 
     def wait(self, buffer: int) -> None:

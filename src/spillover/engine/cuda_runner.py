@@ -6,6 +6,7 @@ waits for that event alone, when it asks for the result.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -129,6 +130,9 @@ class CudaRunner(Runner):
         self._read: list[npt.NDArray[np.int64]] = [result.numpy() for result in self._results]
         self._turn = 0
         self._graphs = Graphs(device, limits.max_num_seqs) if graphs else None
+        # Everything loaded by now stays: a collection that looked through it again would hold up a step for long.
+        gc.collect()
+        gc.freeze()
 
     def launch(self, batch: Batch) -> CudaStep:  # type: ignore[override]
         # A stream of its own: the default one cannot be recorded.
@@ -155,6 +159,10 @@ class CudaRunner(Runner):
         if self._graphs is not None:
             self._graphs.clear()  # they hold the addresses of weights and KV
         super().sleep(blocks)
+
+    def close(self) -> None:
+        gc.unfreeze()
+        super().close()
 
     def _launch(self, batch: Batch) -> CudaStep:
         work = self._prepare(batch)
@@ -202,6 +210,8 @@ class CudaRunner(Runner):
                 tiles=view(places.tiles, i32, places.num_tiles, 2) if places.num_tiles else None,
                 slots=view(places.slots, i32, places.requests),
                 scratch=self._scratch,
+                longest=self._limits.max_model_len,
+                one_order=self._deterministic,
             )
             batches.append(AttentionBatch(
                 query_start=view(places.query_start, i32, places.requests + 1),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-SHARE = 0.05  # a part smaller than this share of the prefix is not worth splitting it for
+# A part smaller than this share of the prefix is not worth splitting it for: a split takes steps of its own, each with
+# costs that do not shrink with its tokens.
+SHARE = 0.2
 MIN_COMPUTED = 64  # tokens: a step with less is bounded by the weights it reads, not by its tokens
 
 

@@ -99,16 +99,11 @@ class Runner:
         self._draw_of: dict[str, int] = {}  # request -> its row among the last launched step's draws
         self._drawn: Tensor | None = None  # [R], the last executed step's draws, on the device
         # A CUDA launch returns at once by itself; on the CPU a thread of its own stands in for the stream.
-        self._stream = ThreadPoolExecutor(1, "spillover-step") if device.type == "cpu" else None
+        self._stream = ThreadPoolExecutor(1, "spillover-step")
 
     def launch(self, batch: Batch) -> Step:
         work = self._lay_out(batch)
-        if self._stream is not None:
-            outcome = self._stream.submit(self._execute, work)
-        else:
-            outcome = Future()
-            outcome.set_result(self._execute(work))
-        return Step(batch, outcome, self._decode, work)
+        return Step(batch, self._stream.submit(self._execute, work), self._decode, work)
 
     def sleep(self, blocks: Sequence[int]) -> None:
         """Weights and the KV of these blocks to the host, where the device is not the host already. No step may run."""
@@ -127,8 +122,7 @@ class Runner:
         return self.weights.nbytes
 
     def close(self) -> None:
-        if self._stream is not None:
-            self._stream.shutdown()
+        self._stream.shutdown()
         if self._stage is not None:
             self._stage.close()
 

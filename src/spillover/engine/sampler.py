@@ -256,34 +256,25 @@ def _draw_on_cuda(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """One token a row, [R]. Whatever the rows ask for, one kernel draws them all, so that what a row asks for cannot
     change the last bits of another's weights."""
     from spillover.kernels.triton.draw import draw
+    from spillover.kernels.triton.nucleus import keep_likely
 
     rows = logits.shape[0]
-    if batch.top_k is not None or batch.top_p is not None or batch.min_p is not None:
-        logits = _cat([_keep_likely(logits, batch, part) for part in _chunks(logits)])
     temperature, uniform = batch.temperature, batch.uniform
     if temperature is None or uniform is None:
         temperature = torch.zeros(rows, device=logits.device)
         uniform = torch.zeros(rows, dtype=torch.float64, device=logits.device)
+    if batch.top_k is not None or batch.top_p is not None or batch.min_p is not None:
+        logits = keep_likely(logits, temperature, *_limits(batch, rows, logits.device))
     token_ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
     draw(logits, temperature, uniform, token_ids)
     return token_ids
 
 
-def _keep_likely(logits: Tensor, batch: SamplingBatch, rows: slice) -> Tensor:
-    """Rows of logits [C, V] with those that min_p, top_k and top_p rule out at minus infinity."""
-    assert batch.temperature is not None
-    temperature = batch.temperature[rows].unsqueeze(1)  # [C, 1]
-    kept = logits[rows].to(torch.float32, copy=True)
-    scaled = kept / torch.where(temperature > 0, temperature, 1.0)
-    if batch.min_p is not None:
-        relative = (scaled - scaled.amax(dim=-1, keepdim=True)).exp()
-        unlikely = relative < batch.min_p[rows].unsqueeze(1)
-        kept.masked_fill_(unlikely, -torch.inf)
-        scaled.masked_fill_(unlikely, -torch.inf)
-    if batch.top_k is not None and batch.top_p is not None:
-        keep = _nucleus(scaled, batch.top_k[rows].unsqueeze(1), batch.top_p[rows].unsqueeze(1), batch.candidates)
-        kept.masked_fill_(~keep, -torch.inf)
-    return kept
+def _limits(batch: SamplingBatch, rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """top_k, top_p and min_p of every row, those that nobody asks for turned off."""
+    top_k = batch.top_k if batch.top_k is not None else torch.zeros(rows, dtype=torch.int64, device=device)
+    top_p = batch.top_p if batch.top_p is not None else torch.ones(rows, dtype=torch.float64, device=device)
+    return top_k, top_p, batch.min_p if batch.min_p is not None else torch.zeros(rows, device=device)
 
 
 def _weights(logits: Tensor, highest: Tensor) -> Tensor:

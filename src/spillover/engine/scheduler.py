@@ -277,10 +277,8 @@ class Scheduler:
 
     def _seek(self, request: Request) -> None:
         """Asks the other tiers for a request's blocks while it waits, and starts to bring them nearer."""
-        restorer = self.kv.restorer
-        if restorer is not None and self.config.restore != "never" and not _needs_prompt_logits(request):
-            have = self.kv.match(request.token_ids, request.cache_salt) // self.kv.block_size
-            restorer.seek(request.request_id, request.token_ids, request.cache_salt, have)
+        if self.config.restore != "never" and not _needs_prompt_logits(request):
+            self.kv.seek(request.request_id, request.token_ids, request.cache_salt)
 
     def _is_sought(self, request: Request) -> bool:
         """Whether a tier has still to say what it holds; others go first."""
@@ -294,12 +292,11 @@ class Scheduler:
     def _restore(self, request: Request, covered: int) -> int | None:
         """Starts loading what is worth it; returns up to which token the request is to be computed meanwhile, or None
         if there is no room yet."""
-        restorer, store, size = self.kv.restorer, self.kv.store, self.kv.block_size
-        if restorer is None or store is None or self.config.restore == "never" or request.computes_all \
-                or covered % size or _needs_prompt_logits(request):
+        store, size = self.kv.store, self.kv.block_size
+        if store is None or self.config.restore == "never" or request.computes_all or _needs_prompt_logits(request):
             return request.num_tokens
         have = covered // size
-        sources = restorer.found(request.request_id, request.token_ids, request.cache_salt, have)
+        sources = self.kv.stored(request.request_id, request.token_ids, request.cache_salt)
         room = self.kv.num_total // len(self.kv.windows) - have - 1
         sources = sources[:max(0, room)]
         plain = all(window is None for window in self.kv.windows)

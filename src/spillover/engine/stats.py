@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spillover.engine.loop import Engine
-from spillover.memory.kv_cache import CacheStats, KVCache
+from spillover.memory.kv_cache import KVCache
 from spillover.memory.report import TierReport, by_name
+from spillover.memory.sequence import CacheStats
 
 
 @dataclass(frozen=True)

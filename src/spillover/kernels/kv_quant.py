@@ -126,6 +126,25 @@ class KVCodec:
         x = decode_blocks(_split(slots, *shape), self.block_size, self.kv_dtype, self.dtype)
         return x.flatten(-4).view(torch.uint8)
 
+    def encode_pool(self, pool: Tensor, blocks: Tensor) -> Tensor:
+        """These blocks [n] int64 of a pool [num_blocks, block_bytes] uint8 -> [n, slot_bytes] uint8, on its device."""
+        if pool.is_cuda:
+            from spillover.kernels.triton import block_codec
+
+            x = _split(pool.view(self.dtype), *self._shape)
+            return block_codec.encode_blocks(x, blocks, self.block_size, self.kv_dtype).flatten(1)
+        return self.encode_tensor(pool[blocks])
+
+    def decode_pool(self, slots: Tensor, pool: Tensor, blocks: Tensor) -> None:
+        """[n, slot_bytes] uint8, to these blocks."""
+        if pool.is_cuda:
+            from spillover.kernels.triton import block_codec
+
+            x = _split(pool.view(self.dtype), *self._shape)
+            block_codec.decode_blocks(slots, x, blocks, self.block_size, self.kv_dtype)
+        else:
+            pool[blocks] = self.decode_tensor(slots)
+
     @property
     def _shape(self) -> tuple[int, int, int, int]:
         return self.layers, 2, self.kv_heads, self.block_size * self.head_dim

@@ -7,7 +7,10 @@ called on the engine's thread; copies themselves run elsewhere on the memory tha
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-SLAB_BYTES = 64 << 20  # host memory is taken from the system this much at a time
+# Host memory is taken from the system in at most this many slabs, and at least so much at a time. Pinning a slab holds
+# up the device's driver, 0.2 ms a megabyte: a small one is hidden by the step that runs meanwhile.
+MAX_SLABS = 8192
+SLAB_BYTES = 8 << 20
 
 
 class Slots:
@@ -46,7 +49,8 @@ class Slots:
         return self._views[slot]
 
     def _grow(self) -> None:
-        count = min(max(1, SLAB_BYTES // self._stride), self.limit - len(self._views))
+        size = max(SLAB_BYTES, self.limit * self._stride // MAX_SLABS)
+        count = min(max(1, size // self._stride), self.limit - len(self._views))
         try:
             slab = self._allocate(count * self._stride)
         except (MemoryError, OSError, RuntimeError):  # RuntimeError: pinned memory that the driver refuses

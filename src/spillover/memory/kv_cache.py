@@ -7,47 +7,19 @@ moved past. Tables always cover what is computed, so extend() never allocates be
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from spillover.errors import SpilloverError
 from spillover.memory.blocks import FREE, BlockPool
-from spillover.memory.host import Entry
+from spillover.memory.digest import root_digest
 from spillover.memory.policies import LRU, EvictionPolicy
 from spillover.memory.prefix_tree import Node, PrefixTree
 from spillover.memory.report import TierReport
 from spillover.memory.restore import Restore, Restorer
+from spillover.memory.sequence import CacheStats, SequenceBlocks
 from spillover.memory.spiller import Spiller
 from spillover.memory.store import SpillStore
 
 MAX_PARKS = 3  # failed attempts to move a long sequence's blocks to host memory
-
-
-@dataclass(frozen=True, slots=True)
-class CacheStats:
-    total: int  # blocks; free + evictable + protected + in_flight
-    free: int
-    evictable: int
-    protected: int
-    in_flight: int
-    tree_nodes: int
-    query_tokens: int  # tokens of all admitted sequences
-    hit_tokens: int  # of these, found in the tree
-    evictions: int  # blocks
-
-
-@dataclass(slots=True)
-class _Sequence:
-    tables: list[list[int]]  # one a layer group
-    first: list[int]  # per group: table entries before this one are 0
-    num_computed: int = 0  # tokens
-    num_ready: int = 0  # leading blocks that are complete; only these are ever shared
-    node: Node | None = None  # of the last ready block; None: this sequence adds nothing to the tree
-    # Block index -> the tree's blocks for tokens that this sequence computed as well: held, though in no table.
-    held: dict[int, list[int]] = field(default_factory=dict)
-    restore: Restore | None = None  # blocks that come from other tiers
-    cold: list[Entry] = field(default_factory=list)  # leading blocks that the device has no room for: in host memory
-    parking: list[Entry] = field(default_factory=list)  # those that follow, on their way there
-    failed_parks: int = 0
 
 
 class KVCache:
@@ -71,6 +43,7 @@ class KVCache:
         self.block_size = block_size
         self.windows = tuple(windows)
         self.prefix_caching = prefix_caching
+        self._identity = identity
         self._pool = BlockPool(num_blocks)
         self._tree = PrefixTree(self._pool, self.windows, policy if policy is not None else LRU(), identity)
         self.store = store if prefix_caching else None
@@ -78,8 +51,8 @@ class KVCache:
         self.restorer = None
         if self.store is not None:
             self._spiller = Spiller(self._pool, self._tree, self.store, min(margin, num_blocks // 4))
-            self.restorer = Restorer(self.store, block_size, self.windows, identity)
-        self._live: dict[str, _Sequence] = {}
+            self.restorer = Restorer(self.store, block_size, self.windows)
+        self._live: dict[str, SequenceBlocks] = {}
         self._parking: set[int] = set()  # blocks on their way to `cold`
         # Full-attention groups first: of two blocks released together, the one that stands for its node is the older.
         self._group_order = sorted(range(len(self.windows)), key=lambda group: self.windows[group] is not None)
@@ -301,6 +274,22 @@ class KVCache:
         """Whether copies are under way whose blocks may soon be had."""
         return self._pool.in_flight > 0
 
+    def seek(self, seq: str, tokens: Sequence[int], salt: str | None) -> None:
+        """Asks the other tiers for what the device does not have of a prompt that waits."""
+        if self.restorer is not None:
+            nodes = self._find(tokens, salt)
+            digest = nodes[-1].digest if nodes else root_digest(self._identity, salt)
+            self.restorer.seek(seq, tokens, len(nodes), digest)
+
+    def stored(self, seq: str, tokens: Sequence[int], salt: str | None) -> list[str]:
+        """The tiers of the blocks after those that an admitted sequence found on the device."""
+        assert self.restorer is not None
+        have = len(self._get(seq).tables[0])
+        if not self.restorer.covers(seq, have):
+            self.restorer.forget(seq)
+            self.seek(seq, tokens, salt)
+        return self.restorer.found(seq, have)
+
     def restore(self, seq: str, sources: Sequence[str], first: int, urgent: bool = False) -> bool:
         """Starts loading blocks first .. first + len(sources) of the sequence from these tiers; the tables cover them
         from now on. Blocks before `first` that are not on the device are to be computed meanwhile. False and unchanged
@@ -411,7 +400,7 @@ class KVCache:
                 f"block {block} has {self._pool.refs(block)} references, {refs[block]} holders"
             )
 
-    def _take_parked(self, sequence: _Sequence) -> None:
+    def _take_parked(self, sequence: SequenceBlocks) -> None:
         assert self.store is not None
         start = len(sequence.cold)
         table = sequence.tables[0]
@@ -430,7 +419,7 @@ class KVCache:
                 self.store.unpark(entry)
         sequence.parking = []
 
-    def _get(self, seq: str) -> _Sequence:
+    def _get(self, seq: str) -> SequenceBlocks:
         try:
             return self._live[seq]
         except KeyError:
@@ -463,7 +452,7 @@ class KVCache:
                 usable = count
         return usable
 
-    def _start(self, seq: str, blocks: Sequence[Sequence[int | None]]) -> _Sequence:
+    def _start(self, seq: str, blocks: Sequence[Sequence[int | None]]) -> SequenceBlocks:
         """A new sequence that holds these complete blocks, of a window group only what the next position sees."""
         computed = len(blocks) * self.block_size
         first = [self._first_seen(computed, window) for window in self.windows]
@@ -474,7 +463,7 @@ class KVCache:
                 assert block is not None
                 self._tree.ref(block)
                 table[i] = block
-        self._live[seq] = sequence = _Sequence(tables, first, computed, len(blocks))
+        self._live[seq] = sequence = SequenceBlocks(tables, first, computed, len(blocks))
         return sequence
 
     def _first_seen(self, position: int, window: int | None) -> int:

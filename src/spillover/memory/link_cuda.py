@@ -19,8 +19,7 @@ from spillover.kernels import native
 from spillover.memory.cuda_driver import Addresses, cuda_driver
 from spillover.memory.link import PAGE, Runs, SlotMap, address_of, map_memory
 
-CODEC_BYTES = 8 << 20  # of blocks that are encoded or decoded at a time
-CODEC_COPIES = 12  # times that much device memory is taken meanwhile, in float32 copies of half-precision blocks
+CODEC_BYTES = 32 << 20  # of blocks that are encoded or decoded at a time: their codes take device memory meanwhile
 
 
 class TensorCodec(Protocol):
@@ -29,11 +28,11 @@ class TensorCodec(Protocol):
     @property
     def slot_bytes(self) -> int: ...
 
-    def encode_tensor(self, blocks: Tensor) -> Tensor:
-        """[n, block_bytes] uint8 -> [n, slot_bytes] uint8."""
+    def encode_pool(self, pool: Tensor, blocks: Tensor) -> Tensor:
+        """These blocks [n] int64 of a pool [num_blocks, block_bytes] uint8 -> [n, slot_bytes] uint8."""
         ...
 
-    def decode_tensor(self, slots: Tensor) -> Tensor: ...
+    def decode_pool(self, slots: Tensor, pool: Tensor, blocks: Tensor) -> None: ...
 
 
 class CudaLink:
@@ -78,7 +77,7 @@ class CudaLink:
             for part in self._parts(blocks, slots):
                 if fence is not None:
                     self._out.wait_event(fence)
-                codes = self._codec.encode_tensor(self._pool[torch.tensor(part[0], device=self._pool.device)])
+                codes = self._codec.encode_pool(self._pool, torch.tensor(part[0], device=self._pool.device))
                 runs = self._slots.runs(*part)
                 self._copy(runs, _rows(codes, runs), self._out, None, inwards=False)
 
@@ -93,7 +92,7 @@ class CudaLink:
                 runs = self._slots.runs(*part)
                 codes = torch.empty(len(part[0]), self.slot_bytes, dtype=torch.uint8, device=self._pool.device)
                 self._copy(runs, _rows(codes, runs), self._in, fence, inwards=True)
-                self._pool[torch.tensor(part[0], device=self._pool.device)] = self._codec.decode_tensor(codes)
+                self._codec.decode_pool(codes, self._pool, torch.tensor(part[0], device=self._pool.device))
                 self._driver.finish(self._in.cuda_stream, self._event())
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 
 from spillover.memory.host import Entry
@@ -20,7 +21,7 @@ class LoadState(Enum):
 class Load:
     """One stored block on its way to the device."""
 
-    __slots__ = ("block", "deadline", "entry", "key", "state", "tier")
+    __slots__ = ("block", "deadline", "entry", "key", "on_end", "state", "tier")
 
     def __init__(self, key: bytes, tier: str, deadline: float) -> None:
         self.key = key
@@ -29,6 +30,7 @@ class Load:
         self.state = LoadState.WAITING
         self.entry: Entry | None = None
         self.block: int | None = None  # where it is to go, once that is known
+        self.on_end: Callable[[Load], None] | None = None
 
     @property
     def pending(self) -> bool:

@@ -8,8 +8,9 @@ prefix can be computed from the front while it is loaded from the back, until th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from spillover.memory.digest import block_key, prefix_digests
+from spillover.memory.digest import block_digest, block_key
 from spillover.memory.loads import Load, LoadState, Search
 from spillover.memory.store import SpillStore
 
@@ -26,9 +27,16 @@ class Restore:
         self._windowed = windowed
         self._store = store
         self._loads: dict[int, list[tuple[Load, int]]] = {}  # block index -> loads and the device blocks they go to
+        self._left = 0  # loads that have not ended
+        self._failed = False
+        self._deadline = 0.0
 
     def add(self, index: int, load: Load, block: int) -> None:
         self._loads.setdefault(index, []).append((load, block))
+        load.on_end = self._on_end
+        self._left += load.pending
+        self._failed |= load.state is LoadState.FAILED
+        self._deadline = max(self._deadline, load.deadline)
 
     def blocks(self) -> Iterator[int]:
         for pairs in self._loads.values():
@@ -41,19 +49,15 @@ class Restore:
 
     @property
     def pending(self) -> bool:
-        return any(load.pending for load, _ in self.pairs())
+        return self._left > 0
 
     def broken(self, now: float) -> bool:
         """Whether the sequence had better start over: a copy does not end, or a window misses what it must see."""
-        return any(
-            (load.state is LoadState.COPYING and now > load.deadline)
-            or (self._windowed and load.state is LoadState.FAILED)
-            for load, _ in self.pairs()
-        )
+        return (self._left > 0 and now > self._deadline) or (self._windowed and self._failed)
 
     def skip(self, index: int) -> int:
         """The first block from `index` on that is not loaded; what lies between is taken over, and counted."""
-        if self._windowed and any(load.state is not LoadState.DONE for load, _ in self.pairs()):
+        if self._windowed and (self._left or self._failed):
             return index
         while index < self.end and (pairs := self._loads.get(index)):
             if any(load.state is not LoadState.DONE for load, _ in pairs):
@@ -75,57 +79,69 @@ class Restore:
         for load, _ in self.pairs():
             self._store.drop(load)
 
+    def _on_end(self, load: Load) -> None:
+        self._left -= 1
+        self._failed |= load.state is LoadState.FAILED
+
+
+@dataclass(frozen=True)
+class _Sought:
+    """What is asked for a waiting sequence: the blocks from `start` on, which the device did not have."""
+
+    start: int
+    keys: list[list[bytes]]  # block -> group -> key
+    search: Search
+
 
 class Restorer:
     """Finds and starts restores. One search a waiting sequence, made when it is queued."""
 
-    def __init__(self, store: SpillStore, block_size: int, windows: Sequence[int | None], identity: bytes) -> None:
+    def __init__(self, store: SpillStore, block_size: int, windows: Sequence[int | None]) -> None:
         self._store = store
         self._block_size = block_size
         self._windows = tuple(windows)
-        self._identity = identity
-        self._keys: dict[str, list[list[bytes]]] = {}  # sequence -> block -> group -> key
-        self._searches: dict[str, Search] = {}
+        self._sought: dict[str, _Sought] = {}
         self._prefetches: dict[str, list[Load]] = {}
 
-    def seek(self, seq: str, tokens: Sequence[int], salt: str | None, have: int) -> None:
-        """Asks the tiers for the blocks of a prompt of which the device has the first `have`, and brings those that
-        lie far away nearer."""
-        whole = (len(tokens) - 1) // self._block_size * self._block_size
+    def seek(self, seq: str, tokens: Sequence[int], start: int, digest: bytes) -> None:
+        """Asks the tiers for the blocks of a prompt of which the device has the first `start`, the last of them with
+        this digest, and brings those that lie far away nearer."""
+        keys = []
         groups = range(len(self._windows))
-        digests = prefix_digests(tokens[:whole], self._block_size, self._identity, salt)
-        keys = self._keys[seq] = [[block_key(digest, group) for group in groups] for digest in digests]
-        self._searches[seq] = self._store.search([key for row in keys[have:] for key in row])
-        self._prefetch(seq, have)
+        for end in range((start + 1) * self._block_size, len(tokens), self._block_size):
+            digest = block_digest(digest, tokens[end - self._block_size : end])
+            keys.append([block_key(digest, group) for group in groups])
+        self._sought[seq] = _Sought(start, keys, self._store.search([key for row in keys for key in row]))
+        self._prefetch(seq)
+
+    def covers(self, seq: str, have: int) -> bool:
+        """Whether all after the first `have` blocks has been asked for."""
+        return seq in self._sought and self._sought[seq].start <= have
 
     def ready(self, seq: str, now: float) -> bool:
         """Whether every tier has answered, or had its time to."""
-        search = self._searches.get(seq)
-        return search is None or search.ready(now)
+        sought = self._sought.get(seq)
+        return sought is None or sought.search.ready(now)
 
-    def found(self, seq: str, tokens: Sequence[int], salt: str | None, have: int) -> list[str]:
+    def found(self, seq: str, have: int) -> list[str]:
         """The tiers of the blocks after the first `have`, as far as they can be restored."""
-        search = self._searches.get(seq)
-        if search is None or seq not in self._keys:
-            self.seek(seq, tokens, salt, have)
-            search = self._searches[seq]
-        keys = self._keys[seq]
+        sought = self._sought[seq]
         width = len(self._windows)
-        asked = len(keys) - len(search.sources) // width  # blocks the device had when the question was put
-        sources: list[list[str | None]] = []
-        for index in range(have, len(keys)):
-            at = (index - asked) * width
-            row = search.sources[at : at + width] if index >= asked else self._store.search(keys[index]).sources
+        rows: list[list[str | None]] = []
+        for at in range((have - sought.start) * width, len(sought.search.sources), width):
+            row = sought.search.sources[at : at + width]
+            if None in row:  # what has left the device since the question was put may be near
+                keys = sought.keys[at // width]
+                row = [tier or self._store.near(key) for tier, key in zip(row, keys, strict=True)]
             if not any(row):
                 break
-            sources.append(row)
-        count = self._usable(sources, have)
-        return [max((tier for tier in row if tier), key=TIERS.index) for row in sources[:count]]
+            rows.append(row)
+        count = self._usable(rows, have)
+        return [max((tier for tier in row if tier), key=TIERS.index) for row in rows[:count]]
 
     def forget(self, seq: str) -> None:
         """The sequence is admitted, or no longer waits."""
-        self._keys.pop(seq, None)
-        self._searches.pop(seq, None)
+        self._sought.pop(seq, None)
         for load in self._prefetches.pop(seq, ()):
             self._store.drop(load)
 
@@ -136,8 +152,9 @@ class Restorer:
         restore = Restore(first, end, any(window is not None for window in self._windows), self._store)
         order = range(end - 1, first - 1, -1) if backwards else range(first, end)
         wanted = [(index, group) for index in order for group, table in enumerate(tables) if table[index]]
-        keys = self._keys[seq]
-        loads = self._store.open([(keys[index][group], sources[index - first]) for index, group in wanted])
+        sought = self._sought[seq]
+        loads = self._store.open([(sought.keys[index - sought.start][group], sources[index - first])
+                                  for index, group in wanted])
         for (index, group), load in zip(wanted, loads, strict=True):
             restore.add(index, load, tables[group][index])
         return restore
@@ -150,16 +167,17 @@ class Restorer:
                 load.block = block  # failed at once: the block is given back with the others
         self._store.flush_copies()
 
-    def _prefetch(self, seq: str, have: int) -> None:
+    def _prefetch(self, seq: str) -> None:
         """Brings what is on disk or in a remote store to host memory while the request waits, within half of it."""
         if not self._store.keeps:
             return
-        search, keys = self._searches[seq], self._keys[seq]
-        flat = [key for row in keys[have:] for key in row]
-        wanted = [(key, tier) for key, tier in zip(flat, search.sources, strict=True) if tier not in (None, "host")]
+        sought = self._sought[seq]
+        flat = (key for row in sought.keys for key in row)
+        wanted = [(key, tier) for key, tier in zip(flat, sought.search.sources, strict=True)
+                  if tier is not None and tier != "host"]
         room = self._store.prefetch_room - sum(len(loads) for loads in self._prefetches.values())
         if wanted and room > 0:
-            self._prefetches[seq] = self._store.open([(key, tier) for key, tier in wanted[:room] if tier is not None])
+            self._prefetches[seq] = self._store.open(wanted[:room])
 
     def _usable(self, sources: Sequence[Sequence[str | None]], have: int) -> int:
         """The most blocks after which every group has all that the next position sees."""

@@ -16,6 +16,7 @@ from spillover.memory.store import SpillStore
 # How long a request that wants room waits for copies before blocks are lost instead: for half of it none, for the other
 # half the oldest in host memory, then those it wants to overwrite.
 PATIENCE_SECONDS = 0.1
+AHEAD = 32  # blocks whose copies are begun at a time ahead of need: beginning them takes time between two steps
 
 
 class Spiller:
@@ -74,7 +75,7 @@ class Spiller:
             clean = len(self._idle) - sum(1 for block in self._copying if block in self._idle) - len(self._dirty)
             short = self._margin - self._pool.free - max(0, clean) - len(self._copying)
             if short > 0:
-                self._spill(min(short, max(4, len(self._idle) // 2)))
+                self._spill(min(short, max(4, len(self._idle) // 2), AHEAD))
 
     def make_room(self, blocks: int, urgent: bool) -> bool:
         """Frees blocks until that many are free. Urgent: also those that no tier has."""

@@ -18,9 +18,11 @@ from spillover.memory.link import DeviceLink
 from spillover.memory.loads import Load, LoadState, Search
 from spillover.memory.policies.admission import AdmissionPolicy, Always
 from spillover.memory.report import TierReport
+from spillover.memory.store_report import HostReport, Meter, tier_reports
 from spillover.memory.tiers.base import Lane, Ticket, Tier
 
-COPY_BYTES = 32 << 20  # one copy over the link is at most this long, so that others get their turn
+COPY_SECONDS = 0.003  # one copy over the link takes about this long, so that others get their turn
+LINK_RATE = 10e9  # bytes a second, where the link was not measured
 LINK_SECONDS = 10.0  # deadline of a copy over the link
 LOAD_SECONDS = 15.0  # deadline of a load, waiting for a slot included
 WRITES_AT_ONCE = 32  # blocks on their way down from host memory
@@ -44,12 +46,6 @@ class _Fetch:
     started: float
     place: int  # in its batch, from 1
     ticket: Ticket[bool]
-
-
-@dataclass
-class _Meter:
-    bytes: int = 0
-    seconds: float = 0.0
 
 
 class SpillStore:
@@ -89,12 +85,12 @@ class SpillStore:
         self._copyable: list[Load] = []  # held, with a block to go to
         self._waiters: dict[bytes, list[Load]] = {}  # loads of an entry that is still arriving
         self._below: OrderedDict[bytes, None] = OrderedDict()  # keys that a tier below has, as far as is known
-        self._to_host, self._to_device = _Meter(), _Meter()
+        self._to_host, self._to_device = Meter(), Meter()
         self._hits: dict[str, int] = {}
         self._failures = 0
         self._parked = 0
         self._short = 0  # blocks that lately found no slot
-        self._batch = max(1, COPY_BYTES // link.slot_bytes)
+        self._batch = max(1, int(COPY_SECONDS * self.rates.get("host", LINK_RATE) / link.slot_bytes))
 
     # Spilling
 
@@ -138,6 +134,15 @@ class SpillStore:
                 search.ask(tier.name, missing, tier.lookup([keys[index] for index in missing]))
                 search.ready(time.monotonic())
         return search
+
+    def near(self, key: bytes) -> str | None:
+        """The tier that has the block, among those that can say so at once."""
+        if self._ready(key):
+            return "host"
+        for tier in self.tiers:
+            if tier.name == "disk" and (tier.lookup([key]).result() or [False])[0]:
+                return tier.name
+        return None
 
     def open(self, items: Sequence[tuple[bytes, str]]) -> list[Load]:
         """Starts bringing (key, tier) pairs to host memory; each stays there until it is copied or dropped."""
@@ -269,27 +274,11 @@ class SpillStore:
             self.link.close()
 
     def reports(self) -> list[TierReport]:
-        reports = []
+        host = None
         if self.keeps:
-            link_in, link_out = self._link_rates.get("host", (None, None))
-            reports.append(TierReport(
-                name="host", blocks=len(self._host), capacity_blocks=self._host.slots.limit,
-                bytes_in=self._to_host.bytes, bytes_out=self._to_device.bytes, seconds_in=self._to_host.seconds,
-                seconds_out=self._to_device.seconds, hit_tokens=self._hits.get("host", 0), failures=self._failures,
-                dropped=self._host.dropped, available=True, link_in=link_in, link_out=link_out,
-            ))
-        for tier in self.tiers:
-            stats = tier.stats()
-            link_in, link_out = self._link_rates.get(tier.name, (None, None))
-            capacity = None if stats.capacity_bytes is None else stats.capacity_bytes // self.link.slot_bytes
-            reports.append(TierReport(
-                name=tier.name, blocks=stats.blocks, capacity_blocks=capacity, bytes_in=stats.bytes_written,
-                bytes_out=stats.bytes_read, seconds_in=stats.seconds_writing, seconds_out=stats.seconds_reading,
-                hit_tokens=self._hits.get(tier.name, 0), failures=stats.store_failures + stats.load_failures,
-                dropped=0, available=stats.available, link_in=link_in,
-                link_out=link_out,
-            ))
-        return reports
+            host = HostReport(len(self._host), self._host.slots.limit, self._to_host, self._to_device, self._failures,
+                              self._host.dropped)
+        return tier_reports(host, self.tiers, self._hits, self._link_rates, self.link.slot_bytes)
 
     @property
     def committed_bytes(self) -> int:
@@ -422,6 +411,8 @@ class SpillStore:
         if load.state is LoadState.HELD and load in self._copyable:
             self._copyable.remove(load)
         load.state = state
+        if load.on_end is not None:
+            load.on_end(load)
         if load.entry is not None:
             entry, load.entry = load.entry, None
             self._unpin(entry)

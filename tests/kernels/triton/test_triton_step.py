@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from spillover.engine.sampler import _inverse_cdf, _weights
+from spillover.engine.sampler import _inverse_cdf, _nucleus, _weights
 from spillover.kernels.activation import clamped_swiglu_reference, silu_and_mul_reference
 from spillover.kernels.norm import add_rms_norm_reference, rms_norm_reference
 from spillover.kernels.triton.activation import clamped_swiglu, silu_and_mul
@@ -16,6 +16,7 @@ from spillover.kernels.triton.draw import CHUNK, draw
 from spillover.kernels.triton.fixed_linear import TILES, fixed_linear
 from spillover.kernels.triton.gemv import gemv, gemv_silu
 from spillover.kernels.triton.norm import add_rms_norm, rms_norm
+from spillover.kernels.triton.nucleus import keep_likely
 from spillover.kernels.triton.stage import fill_tokens, update_tables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -88,6 +89,27 @@ def test_draws_are_those_of_the_sampler() -> None:
     again = torch.empty_like(found[2:4])
     draw(logits[2:4].to(torch.float16), temperature[2:4], uniform[2:4], again)
     assert torch.equal(half[2:4], again)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_left_to_choose_from_is_what_the_sampler_leaves(dtype: torch.dtype) -> None:
+    """Few different logits, so that the last one kept has equals; some rows ask for one thing, some for several."""
+    vocab = CHUNK + 500
+    logits = (2 * normal(9, vocab)).round(decimals=1).to(dtype)
+    logits[8, 50:] = -torch.inf
+    temperature = torch.tensor([0.0, 1.0, 0.7, 1.0, 1.5, 1.0, 1.0, 0.6, 1.0], device=DEVICE)
+    top_k = torch.tensor([5, 1, 40, 0, 700, 0, 0, 20, 0], device=DEVICE)
+    top_p = torch.tensor([0.5, 1.0, 1.0, 0.9, 0.5, 1.0, 0.01, 0.95, 0.99], dtype=torch.float64, device=DEVICE)
+    min_p = torch.tensor([0.5, 0.0, 0.0, 0.0, 0.0, 0.05, 0.0, 0.02, 0.0], device=DEVICE)
+    scaled = logits.float() / torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
+    unlikely = (scaled - scaled.amax(-1, keepdim=True)).exp() < min_p.unsqueeze(1)
+    scaled = scaled.masked_fill(unlikely, -torch.inf)
+    keep = _nucleus(scaled, top_k.unsqueeze(1), top_p.unsqueeze(1), None)
+    expected = logits.masked_fill(~keep | unlikely, -torch.inf)
+    expected[0] = logits[0]
+    found = keep_likely(logits, temperature, top_k, top_p, min_p)
+    assert (found[1] > -torch.inf).sum() == 1
+    assert torch.equal(found, expected)
 
 
 def test_draws_follow_the_probabilities() -> None:

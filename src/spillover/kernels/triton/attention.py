@@ -27,6 +27,8 @@ class DeviceWork:
     tiles: Tensor | None  # [tiles, 2] int32 of requests with more new tokens; None: there are none
     slots: Tensor | None  # [B] int32, each request's row of the block table; None: its own index
     scratch: DecodeScratch | None
+    longest: int = 0  # tokens that a request may have
+    one_order: bool = False  # a row's sums have one order whatever the batch and the chunk
 
 
 def attention(
@@ -37,10 +39,10 @@ def attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if work.items is not None and work.num_items is not None and work.scratch is not None:
         decode_attention(q, kv_layer, out, work.items, work.num_items, batch.block_table, batch.block_size,
-                         work.scratch, scale, window, sinks, batch.kv_dtype)
+                         work.scratch, scale, window, sinks, batch.kv_dtype, batch.seq_lens.shape[0], work.longest)
     if work.tiles is not None:
         prefill_attention(q, kv_layer, out, work.tiles, batch.query_start, batch.seq_lens, work.slots,
-                          batch.block_table, batch.block_size, scale, window, sinks, batch.kv_dtype)
+                          batch.block_table, batch.block_size, scale, window, sinks, batch.kv_dtype, work.one_order)
     return out
 
 
@@ -65,4 +67,6 @@ def make_work(batch: AttentionBatch, heads: int, kv_heads: int, dim: int, window
         tiles=tiles if len(tiles) else None,
         slots=None,
         scratch=DecodeScratch.make(len(items), len(counts), heads, kv_heads, dim, device),
+        longest=batch.max_seq,
+        one_order=True,
     )

@@ -21,7 +21,7 @@ def encode(value, scale, CODES: tl.constexpr):
         # Three bits of the mantissa stay; the exponent's bias is 7, not 127. Below 2**-6 codes are evenly spaced.
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
         small = ((size * 512.0 + _ROUNDER) - _ROUNDER).to(tl.int32)
-        code = tl.where(size < 0.015625, small, normal) | tl.where(divided < 0, 128, 0)
+        code = tl.where(size < 0.015625, small, normal) | ((divided.to(tl.int32, bitcast=True) >> 24) & 128)
     else:
         whole = (divided + _ROUNDER) - _ROUNDER
         code = tl.minimum(tl.maximum(whole, -127.0), 127.0).to(tl.int32)

@@ -19,7 +19,8 @@ from spillover.kernels.triton.codes import CODES, decode
 from spillover.kernels.triton.launch import early
 
 PROGRAMS = 132 * 16  # most of a launch; each takes every so many-th item
-WARPS, STAGES = 4, 2  # what lets most programs share a multiprocessor
+WARPS = 4
+MANY = 1024  # programs, of which more share a multiprocessor when each keeps fewer keys on their way
 _LOG2E = tl.constexpr(1.4426950408889634)
 _FIELDS = tl.constexpr(pieces.FIELDS)
 
@@ -54,8 +55,13 @@ def decode_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     kv_dtype: str = "auto",
+    requests: int = 1,
+    longest: int = 0,
 ) -> None:
-    """Fills the rows of `out` [T, H, D] that `items` [I, FIELDS] int32 name; `num_items` [1] says how many count."""
+    """Fills the rows of `out` [T, H, D] that `items` [I, FIELDS] int32 name; `num_items` [1] says how many count.
+
+    `requests`, of up to `longest` tokens, is what the launch is tuned for.
+    """
     _, heads, dim = q.shape
     kv_heads = kv_layer.shape[2]
     group = heads // kv_heads
@@ -66,8 +72,14 @@ def decode_attention(
         KV_HEADS=kv_heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)),
         FEW=triton.next_power_of_2(group), DIM=dim, PADDED=max(16, triton.next_power_of_2(dim)), BLOCK=block_size,
         TILE=pieces.TILE, WINDOW=window or 0, SINKS=sinks is not None, CODES=CODES[kv_dtype], num_warps=WARPS,
-        num_stages=STAGES, **early(q.device),
+        num_stages=stages(requests, kv_heads, longest) if kv_dtype == "auto" else 3, **early(q.device),
     )
+
+
+def stages(requests: int, kv_heads: int, longest: int) -> int:
+    """How deep loads run ahead: not deep for a few short sequences, nor where many programs hide each other's waits."""
+    programs = requests * kv_heads
+    return 2 if programs >= MANY or (programs <= 64 and longest <= 4096) else 5
 
 
 @triton.jit
@@ -130,8 +142,9 @@ def _decode_attention(
                 seen = seen & (n >= oldest)
             v = tl.load(slab + values[:, None] + d[None, :], mask=seen[:, None] & (d[None, :] < DIM), other=0)
             if CODES > 0:
-                k = decode(k, dtype, CODES)
-                v = decode(v, dtype, CODES)
+                # Without the choice the compiler would hand codes on to the products byte by byte.
+                k = tl.where((n < end)[None, :], decode(k, dtype, CODES), 0.0)
+                v = tl.where((n < end)[:, None], decode(v, dtype, CODES), 0.0)
             scores = tl.dot(q, k, input_precision="ieee")  # [ROWS, TILE]
             if CODES > 0:
                 scores *= scales(slab, block * block_stride, n % BLOCK, seen, BLOCK, DIM)[None, :]
@@ -182,16 +195,24 @@ def _add_up(sums_ptr, stats_ptr, first, parts, kv_head, d, out_ptr, sinks_ptr, K
     weight = tl.zeros([FEW], tl.float32)
     acc = tl.zeros([FEW, PADDED], tl.float32)
     STEP: tl.constexpr = KV_HEADS * GROUP
-    for piece in range(0, parts, 4):  # four at a time are on their way
+    for piece in range(0, parts, 8):  # eight at a time are on their way
         h0, w0, a0 = _left(sums_ptr, stats_ptr, place, piece < parts, there, d, DIM)
         h1, w1, a1 = _left(sums_ptr, stats_ptr, place + STEP, piece + 1 < parts, there, d, DIM)
         h2, w2, a2 = _left(sums_ptr, stats_ptr, place + 2 * STEP, piece + 2 < parts, there, d, DIM)
         h3, w3, a3 = _left(sums_ptr, stats_ptr, place + 3 * STEP, piece + 3 < parts, there, d, DIM)
+        h4, w4, a4 = _left(sums_ptr, stats_ptr, place + 4 * STEP, piece + 4 < parts, there, d, DIM)
+        h5, w5, a5 = _left(sums_ptr, stats_ptr, place + 5 * STEP, piece + 5 < parts, there, d, DIM)
+        h6, w6, a6 = _left(sums_ptr, stats_ptr, place + 6 * STEP, piece + 6 < parts, there, d, DIM)
+        h7, w7, a7 = _left(sums_ptr, stats_ptr, place + 7 * STEP, piece + 7 < parts, there, d, DIM)
         highest, weight, acc = _add(highest, weight, acc, h0, w0, a0)
         highest, weight, acc = _add(highest, weight, acc, h1, w1, a1)
         highest, weight, acc = _add(highest, weight, acc, h2, w2, a2)
         highest, weight, acc = _add(highest, weight, acc, h3, w3, a3)
-        place += 4 * STEP
+        highest, weight, acc = _add(highest, weight, acc, h4, w4, a4)
+        highest, weight, acc = _add(highest, weight, acc, h5, w5, a5)
+        highest, weight, acc = _add(highest, weight, acc, h6, w6, a6)
+        highest, weight, acc = _add(highest, weight, acc, h7, w7, a7)
+        place += 8 * STEP
     _finish(highest, weight, acc, kv_head * GROUP + member, there, d, out_ptr, sinks_ptr, DIM, SINKS)
 
 

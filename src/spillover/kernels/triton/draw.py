@@ -56,8 +56,12 @@ def _weights(logits_ptr, highest, temperature, row, chunk, stride, vocab, CHUNK:
     """A chunk's probabilities up to a factor, as whole numbers."""
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     logits = tl.load(logits_ptr + row * stride + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-    scaled = (logits - highest) / temperature
-    return (tl.exp(scaled) * _WEIGHT_SCALE).to(tl.int64)
+    return token_weights(logits, highest, temperature)
+
+
+@triton.jit
+def token_weights(logits, highest, temperature):
+    return (tl.exp((logits - highest) / temperature) * _WEIGHT_SCALE).to(tl.int64)
 
 
 @triton.jit

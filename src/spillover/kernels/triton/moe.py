@@ -25,6 +25,7 @@ import triton
 from torch import Tensor
 
 from spillover.kernels.moe import Experts
+from spillover.kernels.triton.launch import early
 from spillover.kernels.triton.moe_experts import down_pairs, down_tiles, gate_up_pairs, gate_up_tiles
 from spillover.kernels.triton.moe_product import FORMATS
 from spillover.kernels.triton.moe_routing import combine, route, sort_by_expert
@@ -78,20 +79,45 @@ def few_tiles(weight_format: str) -> tuple[Tile, Tile]:
     Fewer than four warps: the compiler then keeps to mma.sync, whose operands unpack with fewer instructions than
     those of wgmma.
     """
-    depth = {"dense": 128, "fp8": 256, "mxfp4": 256}[weight_format]
-    return Tile(1, 16, depth, 2, 4), Tile(1, 32, depth, 2, 4)
+    if weight_format == "dense":
+        return Tile(1, 16, 128, 2, 4), Tile(1, 32, 256, 2, 3)
+    if weight_format == "fp8":
+        return Tile(1, 8, 256, 1, 4), Tile(1, 32, 256, 2, 4)
+    return Tile(1, 16, 256, 2, 4), Tile(1, 32, 256, 2, 5)
 
 
 def many_tiles(weight_format: str, pairs_an_expert: float, fixed: bool = False) -> tuple[Tile, Tile]:
     """For the two products, by the rows that an expert gets on average. `fixed`: only those that agree to the bit."""
-    depth = {"dense": 64, "fp8": 128, "mxfp4": 128}[weight_format]
-    tokens = 16
-    while tokens < 128 and tokens < 1.5 * pairs_an_expert:
-        tokens *= 2
-    if tokens <= 32:
-        warps = 4 if fixed or weight_format == "dense" else 2
-        return Tile(tokens, 32, depth, warps, 4), Tile(tokens, 64, depth, warps, 4)
-    return Tile(tokens, 64, depth, 8 if tokens == 128 else 4, 3), Tile(tokens, 128, depth, 8 if tokens == 128 else 4, 3)
+    if fixed:
+        return FIXED_TILES[weight_format][_tile_tokens(1.5 * pairs_an_expert)]
+    # A tile that not all of an expert's rows fit into unpacks its weights twice; one that is half empty costs less.
+    return TILES[weight_format][_tile_tokens((1.0 if weight_format == "fp8" else 1.5) * pairs_an_expert)]
+
+
+def _tile_tokens(rows: float) -> int:
+    return next((size for size in (16, 32, 64) if rows <= size), 128)
+
+
+def _tiles(*sizes: tuple[int, int, int, int, int, int, int]) -> dict[int, tuple[Tile, Tile]]:
+    """By tokens of a tile. Each is tokens, depth; rows, warps and stages of the first; rows and warps of the second."""
+    return {tokens: (Tile(tokens, rows, depth, warps, stages), Tile(tokens, more, depth, others, stages))
+            for tokens, depth, rows, warps, stages, more, others in sizes}
+
+
+# The fastest of those tried on an H200 with the shapes of gpt-oss-120b and Qwen3-30B-A3B.
+TILES = {
+    "dense": _tiles((16, 128, 32, 4, 4, 64, 4), (32, 64, 32, 4, 4, 64, 4), (64, 64, 64, 4, 3, 128, 4),
+                    (128, 64, 64, 8, 3, 128, 8)),
+    "fp8": _tiles((16, 128, 32, 2, 4, 64, 2), (32, 128, 32, 2, 4, 64, 2), (64, 128, 64, 8, 3, 128, 4),
+                  (128, 128, 64, 8, 3, 128, 8)),
+    "mxfp4": _tiles((16, 128, 32, 2, 4, 64, 2), (32, 128, 32, 2, 4, 64, 2), (64, 128, 64, 4, 3, 128, 8),
+                    (128, 128, 64, 4, 3, 128, 8)),
+}
+FIXED_TILES = {
+    weight_format: _tiles((16, depth, 32, 4, 4, 64, 4), (32, depth, 32, 4, 4, 64, 4), (64, depth, 64, 4, 3, 128, 4),
+                          (128, depth, 64, 8, 3, 128, 8))
+    for weight_format, depth in (("dense", 64), ("fp8", 128), ("mxfp4", 128))
+}
 
 
 def _few(
@@ -106,7 +132,7 @@ def _few(
         x, first.values, _or(first.scales, x), _or(first.bias, x), ids, shares, h, limit or 0.0, hidden,
         HIDDEN=hidden, INNER=inner, TOP_K=k, FORMAT=FORMATS[first.format], DOWN_FORMAT=FORMATS[second.format],
         CLAMPED=limit is not None, BIAS=first.bias is not None, BLOCK_N=tile.rows, BLOCK_K=tile.depth,
-        STAGES=tile.stages, num_warps=tile.warps,
+        STAGES=tile.stages, num_warps=tile.warps, **early(x.device),
     )
     tile = tiles[1]
     arrivals = _arrivals(x.device)
@@ -116,7 +142,7 @@ def _few(
     down_pairs[(pairs * triton.cdiv(hidden, tile.rows),)](
         h, second.values, _or(second.scales, h), _or(second.bias, h), ids, shares, parts, arrivals, out, inner,
         HIDDEN=hidden, INNER=inner, TOP_K=k, FORMAT=FORMATS[second.format], BIAS=second.bias is not None,
-        BLOCK_N=tile.rows, BLOCK_K=tile.depth, STAGES=tile.stages, num_warps=tile.warps,
+        BLOCK_N=tile.rows, BLOCK_K=tile.depth, STAGES=tile.stages, num_warps=tile.warps, **early(x.device),
     )
     return out
 

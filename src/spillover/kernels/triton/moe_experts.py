@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from spillover.kernels.triton.moe_product import (
     FP8,
@@ -59,8 +60,12 @@ def gate_up_pairs(
     x_ptr, w_ptr, scale_ptr, bias_ptr, ids_ptr, shares_ptr, h_ptr, limit, k_end,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr, DOWN_FORMAT: tl.constexpr,
     CLAMPED: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The first product with its activation, of one token by one expert: h[pair] = share * act(...)."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     n_tiles: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
     pair = tl.program_id(0) // n_tiles
     first_column = tl.program_id(0) % n_tiles * BLOCK_N
@@ -114,13 +119,16 @@ def down_tiles(
 def down_pairs(
     h_ptr, w_ptr, scale_ptr, bias_ptr, ids_ptr, shares_ptr, parts_ptr, arrived_ptr, out_ptr, k_end,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):
     """The second product of one token by one expert; the program that is last adds up the token's experts.
 
     They are added in the router's order whoever is last. h carries the shares already. `arrived` counts the programs
     that are done with a token's columns; it is zero before and after.
     """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     n_tiles: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
     pair = tl.program_id(0) // n_tiles
     tile = tl.program_id(0) % n_tiles

@@ -9,7 +9,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from spillover.kernels.triton.launch import early
 from spillover.kernels.triton.moe_product import FORMATS, activation_columns, activation_values
 
 _COLUMNS = 512  # of activations that a program of the routing copies
@@ -34,6 +36,7 @@ def route(
         scores, x, ids, shares, ready, scores.stride(0), x.stride(0),
         EXPERTS=experts, PADDED=triton.next_power_of_2(experts), K=k, PADDED_K=triton.next_power_of_2(k),
         RENORMALIZE=renormalize, HIDDEN=hidden, COLUMNS=_COLUMNS, FORMAT=FORMATS[weight_format], num_warps=1,
+        **early(x.device),
     )
     return ids, shares, ready
 
@@ -84,9 +87,12 @@ def combine(rows: Tensor, shares: Tensor, dtype: torch.dtype) -> Tensor:
 def _route(
     scores_ptr, x_ptr, ids_ptr, shares_ptr, ready_ptr, scores_stride, x_stride,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, K: tl.constexpr, PADDED_K: tl.constexpr,
-    RENORMALIZE: tl.constexpr, HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, FORMAT: tl.constexpr,
+    RENORMALIZE: tl.constexpr, HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, FORMAT: tl.constexpr, EARLY: tl.constexpr,
 ):
     """The first program of a token chooses its experts, the others copy its activations."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) > 0:
         column = (tl.program_id(1) - 1) * COLUMNS + tl.arange(0, COLUMNS)

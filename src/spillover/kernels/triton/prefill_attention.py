@@ -14,8 +14,10 @@ from spillover.kernels.triton import pieces
 from spillover.kernels.triton.codes import CODES, decode
 from spillover.kernels.triton.decode_attention import scales
 
-KEYS = 128  # a tile
-WARPS, STAGES = 8, 3
+# Keys a tile, and warps: one setting for a row's sums to have one order, and one that is faster where there are many.
+TILE, MANY_TILE = (128, 8), (64, 4)
+MANY = 264  # programs
+STAGES = 3
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -33,21 +35,26 @@ def prefill_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     kv_dtype: str = "auto",
+    one_order: bool = False,
 ) -> None:
-    """Fills the rows of `out` [T, H, D] that `tiles` [tiles, 2] int32 name."""
+    """Fills the rows of `out` [T, H, D] that `tiles` [tiles, 2] int32 name.
+
+    With `one_order` a row's bits do not depend on how many there are.
+    """
     _, heads, dim = q.shape
     kv_heads = kv_layer.shape[2]
     count = tiles.shape[0]
     if count == 0:
         return
     wide = q.element_size() == 4
+    keys, warps = TILE if one_order or kv_dtype != "auto" or count * heads < MANY else MANY_TILE
     _prefill_attention[(heads, count)](
         q, kv_layer, out, tiles, query_start, seq_lens, query_start if slots is None else slots, block_table,
         out if sinks is None else sinks, q.stride(0), block_table.stride(0), kv_layer.stride(0), kv_layer.stride(1),
         kv_layer.stride(2), scale,
         GROUP=heads // kv_heads, DIM=dim, PADDED=max(16, triton.next_power_of_2(dim)), BLOCK=block_size,
-        QUERIES=pieces.QUERIES, KEYS=KEYS, WINDOW=window or 0, SINKS=sinks is not None, SLOTS=slots is not None,
-        CODES=CODES[kv_dtype], num_warps=WARPS, num_stages=1 if wide else STAGES,
+        QUERIES=pieces.QUERIES, KEYS=keys, WINDOW=window or 0, SINKS=sinks is not None, SLOTS=slots is not None,
+        CODES=CODES[kv_dtype], num_warps=warps, num_stages=1 if wide else STAGES,
     )
 
 

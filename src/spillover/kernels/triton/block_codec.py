@@ -1,0 +1,95 @@
+"""Whole blocks to codes and back on the device, in the layout of `kernels.kv_quant`: one pass over the bytes.
+
+A program is one head of one layer of one block, keys or values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from spillover.kernels.triton.codes import CODES, decode, encode
+
+SCALE_BYTES = 4
+
+
+def encode_blocks(pool: Tensor, blocks: Tensor, block_size: int, kv_dtype: str) -> Tensor:
+    """pool [num_blocks, layers, 2, Hk, bs * D], blocks [n] int64 -> [n, layers, 2, Hk, bs * (D + 4)] uint8."""
+    _, layers, _, heads, size = pool.shape
+    codes = torch.empty(len(blocks), layers, 2, heads, size + block_size * SCALE_BYTES, dtype=torch.uint8,
+                        device=pool.device)
+    _run(_encode, codes, pool, blocks, block_size, kv_dtype)
+    return codes
+
+
+def decode_blocks(codes: Tensor, pool: Tensor, blocks: Tensor, block_size: int, kv_dtype: str) -> None:
+    """The other way, to these blocks of the pool."""
+    _run(_decode, codes, pool, blocks, block_size, kv_dtype)
+
+
+def _run(kernel: Any, codes: Tensor, pool: Tensor, blocks: Tensor, block_size: int, kv_dtype: str) -> None:
+    _, layers, _, heads, size = pool.shape
+    dim = size // block_size
+    for keys in (True, False):
+        if len(blocks):
+            kernel[(len(blocks), layers * heads)](
+                pool, blocks, codes, codes.view(torch.float32), pool.stride(0), KEYS=keys, HEADS=heads, DIM=dim,
+                PADDED=triton.next_power_of_2(dim), BLOCK=block_size, TOKENS=triton.next_power_of_2(block_size),
+                CODES=CODES[kv_dtype],
+            )
+
+
+@triton.jit
+def _encode(
+    pool, blocks, codes, scales, block_stride, KEYS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    PADDED: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, CODES: tl.constexpr,
+):
+    inside, start = _head(KEYS, HEADS, DIM, BLOCK)
+    places, there = _places(KEYS, DIM, PADDED, BLOCK, TOKENS)
+    source = pool + tl.load(blocks + tl.program_id(0)) * block_stride + inside * (BLOCK * DIM)
+    x = tl.load(source + places, mask=there, other=0).to(tl.float32)
+    top = tl.max(tl.abs(x), 0 if KEYS else 1)
+    scale = tl.div_rn(top, tl.full(top.shape, 448.0 if CODES == 1 else 127.0, tl.float32))
+    wide = tl.zeros_like(x) + (scale[None, :] if KEYS else scale[:, None])
+    tl.store(codes + start + places, encode(x, wide, CODES), mask=there)
+    t = tl.arange(0, TOKENS)
+    tl.store(scales + (start + BLOCK * DIM) // 4 + t, scale, mask=t < BLOCK)
+
+
+@triton.jit
+def _decode(
+    pool, blocks, codes, scales, block_stride, KEYS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    PADDED: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, CODES: tl.constexpr,
+):
+    inside, start = _head(KEYS, HEADS, DIM, BLOCK)
+    places, there = _places(KEYS, DIM, PADDED, BLOCK, TOKENS)
+    t = tl.arange(0, TOKENS)
+    scale = tl.load(scales + (start + BLOCK * DIM) // 4 + t, mask=t < BLOCK, other=0)
+    x = decode(tl.load(codes + start + places, mask=there, other=0), tl.float32, CODES)
+    x *= scale[None, :] if KEYS else scale[:, None]
+    target = pool + tl.load(blocks + tl.program_id(0)) * block_stride + inside * (BLOCK * DIM)
+    tl.store(target + places, x.to(pool.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _head(KEYS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """This program's head among those of a block, and where its codes begin."""
+    layer, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
+    inside = (layer * 2 + (0 if KEYS else 1)) * HEADS + head
+    start = (tl.program_id(0).to(tl.int64) * (tl.num_programs(1) * 2) + inside) * (BLOCK * (DIM + 4))
+    return inside, start
+
+
+@triton.jit
+def _places(KEYS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
+    """Where the elements of a head lie, keys [DIM, BLOCK] and values [BLOCK, DIM], and which of them there are."""
+    d, t = tl.arange(0, PADDED), tl.arange(0, TOKENS)
+    if KEYS:
+        places, there = d[:, None] * BLOCK + t[None, :], (d < DIM)[:, None] & (t < BLOCK)[None, :]
+    else:
+        places, there = t[:, None] * DIM + d[None, :], (t < BLOCK)[:, None] & (d < DIM)[None, :]
+    return places, there

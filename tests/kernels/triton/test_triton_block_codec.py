@@ -1,0 +1,34 @@
+"""Blocks encoded and decoded on the device have the bits of the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from spillover.kernels import kv_quant
+from spillover.kernels.triton.block_codec import decode_blocks, encode_blocks
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter truncates to bfloat16 where the device rounds.
+DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize(("block_size", "dim"), [(8, 16), (16, 64), (24, 72), (16, 128)])
+def test_bits_are_those_of_the_reference(block_size: int, dim: int, kind: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(dim)
+    pool = torch.randn(7, 2, 2, 3, block_size * dim, generator=generator)
+    pool *= 10.0 ** torch.randint(-4, 2, pool.shape, generator=generator)
+    pool[3, 0, 0, 1] = 0.0
+    pool[:, :, 1, :, : 2 * dim] = 0.0  # two tokens of every head
+    pool = pool.to(DEVICE, dtype)
+    blocks = torch.tensor([5, 3, 1, 6], device=DEVICE)
+    codes = encode_blocks(pool, blocks, block_size, kind)
+    assert torch.equal(codes, kv_quant.encode_blocks(pool[blocks], block_size, kind))
+    targets, other = torch.tensor([2, 0, 4, 1], device=DEVICE), torch.full_like(pool, 7)
+    decode_blocks(codes, other, targets, block_size, kind)
+    assert torch.equal(other[targets], kv_quant.decode_blocks(codes, block_size, kind, dtype))
+    assert (other[[3, 5, 6]] == 7).all()
