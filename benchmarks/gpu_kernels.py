@@ -175,7 +175,7 @@ LINEARS = [("llama qkv", 6144, 4096), ("llama o", 4096, 4096), ("llama gate_up",
            ("0.6b gate_up", 6144, 1024), ("0.6b down", 1024, 3072), ("0.6b head", 151936, 1024)]
 
 
-def linears(tune: bool) -> None:
+def linears() -> None:
     for name, channels, inner in LINEARS:
         copies = max(1, int(1.5e8 // (channels * inner * 2)))
         weights = [normal(channels, inner) for _ in range(copies)]
@@ -186,13 +186,6 @@ def linears(tune: bool) -> None:
             if rows == 1:
                 product("gemv", gemv.gemv)
                 product("gemv_silu", gemv.gemv_silu)
-            if tune and rows == 1:
-                before = (gemv.CHANNELS, gemv.STEP, gemv.WARPS)
-                for channel, step, warps in [(2, 1024, 4), (8, 512, 4), (2, 2048, 4), (4, 2048, 8), (1, 2048, 4)]:
-                    gemv.CHANNELS, gemv.STEP, gemv.WARPS = channel, step, warps
-                    product("gemv", gemv.gemv, channels=channel, step=step, warps=warps)
-                    product("gemv_silu", gemv.gemv_silu, channels=channel, step=step, warps=warps)
-                gemv.CHANNELS, gemv.STEP, gemv.WARPS = before
 
 
 def _product(name: str, x: Tensor, weights: list[Tensor], which: str, call: Callable[..., Tensor],
@@ -237,7 +230,7 @@ def main(tune: bool, only: str, output: str | None) -> None:
     start = time.time()
     print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, flush=True)
     parts: dict[str, Callable[[], None]] = {"decode": partial(decode, tune), "prefill": partial(prefills, tune),
-                                            "rest": rest, "linear": partial(linears, tune)}
+                                            "rest": rest, "linear": linears}
     for name, call in parts.items():
         if name in only.split(","):
             call()

@@ -60,7 +60,7 @@ class Sizes:
     chunk: int
     decoders: int = 16
     decoder_prompt: int = 512
-    steps: int = 240  # that count, of a load with decodes and prompts
+    steps: int = 400  # that count, of a load with decodes and prompts
     stream_prompt: int = 2048
     stream_gap: int = 12  # steps between two prompts
     stream_chunk: int = 512

@@ -15,11 +15,12 @@ CONTEXT = 16  # prompt of the decode runs
 def figures(model: str, weights: str, output_len: int, repeats: int, eager: bool) -> list[Figure]:
     """The two figures of a model in `gpu_workload.MODELS`; `weights` says in what form its experts are."""
     limits = roofline(model)
+    memory = limits.shape.weight_bytes + (8 << 30)  # room for a few contexts; what is left is for the next model
     rng = random.Random(0)
     decode: list[float] = []
     prefill: list[float] = []
-    with opened(model, max_num_seqs=8, max_model_len=4096, max_num_batched_tokens=2048, enable_prefix_caching=False,
-                enforce_eager=eager) as llm:
+    with opened(model, gpu_memory=str(memory), max_num_seqs=8, max_model_len=4096, max_num_batched_tokens=2048,
+                enable_prefix_caching=False, enforce_eager=eager) as llm:
         for index in range(repeats + 2):  # the first two compile and record
             rates = _decode_rate(llm, rng, output_len), _prefill_rate(llm, rng)
             if index >= 2:

@@ -65,7 +65,7 @@ def main(model: str, max_num_batched_tokens: int | None, block_size: int, enforc
         requests = [BenchRequest(tuple(p), n) for p, n in zip(prompts, lengths, strict=True)]
         bound = workload_bound(limits, requests, [0] * len(requests), REQUESTS)
         rates = {"memory_gb_per_second": limits.memory_rate / 1e9, "matrix_tflop_per_second": limits.matrix_rate / 1e12,
-                 "seconds": times, "preemptions": llm.stats().preemptions}
+                 "seconds": times, "preemptions": llm.stats().preemptions, "block_size": block_size}
     if second:
         write("w2-qwen3-8b", [Figure("time", "s", times, bound.seconds, True, rates)], output)
     else:

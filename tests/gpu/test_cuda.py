@@ -42,6 +42,28 @@ def test_float32_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
         assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
+@pytest.mark.parametrize("name", all_architectures())
+def test_bfloat16_logits_are_as_close_to_float32_as_bfloat16_is_on_the_cpu(name: str, tmp_path: Path) -> None:
+    model, _ = tiny_model(name, seed=5)
+    folder = save_checkpoint(model, tmp_path)
+    rng = random.Random(name)
+    prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (60, 7, 33)]
+
+    def scores(device: str, dtype: str) -> torch.Tensor:
+        """The log probability of every prompt token but the first."""
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+        with LLM(str(folder), device=device, dtype=dtype, skip_tokenizer_init=True, max_model_len=128, block_size=8,
+                 num_gpu_blocks_override=120) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        return torch.tensor([row[token].logprob for output, prompt in zip(outputs, prompts, strict=True)
+                             for row, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)])
+
+    exact = scores("cpu", "float32")
+    usual = (scores("cpu", "bfloat16") - exact).abs().mean()
+    found = (scores("cuda", "bfloat16") - exact).abs().mean()
+    assert found < 2 * usual + 0.01
+
+
 def test_memory_stays_within_the_budget(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_0_6B))
     torch.cuda.empty_cache()

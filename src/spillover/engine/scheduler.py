@@ -46,7 +46,7 @@ class Scheduler:
         self._watermark_blocks = int(config.watermark * kv.num_total)
         self._chunk = 2 * config.max_num_batched_tokens  # with overlap, two steps lie between a chunk and its commit
         self._forming = True  # static batching: the batch still takes requests in
-        self._park_unit = max(1, 256 // kv.block_size)  # attention merges its parts at multiples of these blocks
+        self._park_unit = max(1, 256 // kv.block_size)  # whole splits of attention (kernels.attention.split_blocks)
 
     def learn_prefill(self, seconds: float) -> None:
         """A step has just prefilled at that many seconds a token. A faster one counts at once: the slower ones before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 
@@ -24,11 +25,14 @@ from spillover.models.config import ModelConfig
 from spillover.plan.planner import Plan
 from spillover.plan.tiers import STAGING_BLOCKS, with_tier_rates
 
+SWITCH_SECONDS = 0.0002  # for which a thread may keep the interpreter while another wants it
 DISK_READ = REMOTE_READ = 1e9  # bytes a second, until a load has been seen
 
 
 def make_store(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tensor, identity: bytes) -> SpillStore:
     """What lies below the device, as the plan has it. Disks and links are timed, which takes a moment."""
+    # Copies begin and end in Python on threads of their own; the engine's must not wait 5 ms whenever one of them runs.
+    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
     link = _make_link(config, plan, model, pool)
     wake = threading.Event()
     timed = with_tier_rates(plan.tiers, plan.device, link.slot_bytes)

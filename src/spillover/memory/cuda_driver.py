@@ -23,6 +23,7 @@ _PORTABLE = 1  # pinned for every context
 _STREAM_ORDER = 1  # sources are read when the stream gets there
 _BLOCKING_SYNC, _DISABLE_TIMING = 1, 2
 _UNSUPPORTED = 801
+_POPULATE_WRITE = 23  # Linux 5.14; older ones refuse, which does no harm
 
 
 class DriverTable(ctypes.Structure):
@@ -76,6 +77,8 @@ class CudaDriver:
                 *(c_void_p, c_void_p, c_void_p, c_size_t, POINTER(_CopyAttributes), POINTER(c_size_t), c_size_t),
                 *(POINTER(c_size_t), c_void_p),
             )
+        self._madvise = ctypes.CDLL(None).madvise
+        self._madvise.argtypes = (c_void_p, c_size_t, c_int)
         self._slabs: list[_Slab] = []  # by address; replaced as a whole, so that it is read without a lock
         self._pinning = threading.Lock()
 
@@ -139,6 +142,8 @@ class CudaDriver:
             if slab.pinned is None:
                 with self._pinning:
                     if slab.pinned is None:
+                        # The pages are made first, so that the driver, whom launches wait for, is not kept for that.
+                        self._madvise(slab.address, slab.nbytes, _POPULATE_WRITE)
                         slab.pinned = self._library.cuMemHostRegister_v2(slab.address, slab.nbytes, _PORTABLE) == 0
             pinned = pinned and slab.pinned
         return pinned

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from spillover.errors import PlanError
+from spillover.kernels.attention import split_blocks
 from spillover.memory.budgets import DiskBudget
 from spillover.models.config import ModelConfig
 from spillover.models.weights import WeightSpecs
@@ -18,14 +19,13 @@ from spillover.plan.rates import Rates
 from spillover.plan.roofline import Roof, Roofline
 from spillover.plan.shapes import ITEMSIZE, ModelShape, kv_layer_bytes, model_shape
 from spillover.plan.tiers import TierPlan, check_host_memory, host_bytes, plan_tiers
-from spillover.plan.workspace import Workspace, workspace
+from spillover.plan.workspace import Workspace, staging_bytes, workspace
 from spillover.units import format_bytes
 
 CPU_KV_BYTES = 1 << 30  # KV cache of a CPU plan that was given no budget, where memory allows
 CUDA_SHARE = 0.9  # of the free memory, for a CUDA plan that was given no budget
 MIN_MODEL_LEN = 256  # a shorter context is planned only for who asks for it
 PANEL_ROWS = 32  # native kernels pack matrices in panels of up to this many rows
-LONG_DEVICE_BLOCKS = 2  # least device blocks of a sequence whose other blocks wait in host memory
 STEPS_IN_FLIGHT = 2  # a step is scheduled while the one before it runs, whose window blocks are not dropped yet
 
 
@@ -131,12 +131,8 @@ def make_plan(
     machine: Machine,
     rates: Rates | None = None,
     native: bool = True,
-    staging_bytes: int = 0,
 ) -> Plan:
-    """`native`: whether the CPU kernels serve float32; without them attention needs room for its scores.
-
-    `staging_bytes`: device memory for the KV that streams from host memory where a sequence is longer than the pool.
-    """
+    """`native`: whether the CPU kernels serve float32; without them attention needs room for its scores."""
     device = _device(request, machine)
     dtype = _dtype(request, config, device)
     native = native and device == "cpu" and dtype == "float32"
@@ -145,7 +141,7 @@ def make_plan(
     check_host_memory(request.host_memory, machine, device, size_flag(request.host_memory or 0),
                       size_flag(machine.memory_available, up=False))
     tiers = plan_tiers(request.host_memory, request.disks, request.remote, slot_bytes, device)
-    sizes = _Sizes(request, config, shape, device, native, tiers, host_bytes(tiers, slot_bytes), staging_bytes)
+    sizes = _Sizes(request, config, shape, device, native, tiers, host_bytes(tiers, slot_bytes))
     # On the CPU the device tier and the host tier are the same RAM.
     available = machine.memory_available - sizes.host_bytes if device == "cpu" else machine.cuda[0].free
     _check_flags(request, config, sizes)
@@ -203,14 +199,13 @@ class _Sizes:
     """What a longest sequence of n tokens asks of the device. Everything here grows with n."""
 
     def __init__(self, request: PlanRequest, config: ModelConfig, shape: ModelShape, device: str, native: bool,
-                 tiers: tuple[TierPlan, ...], host_bytes: int, staging_bytes: int) -> None:
+                 tiers: tuple[TierPlan, ...], host_bytes: int) -> None:
         self.request = request
         self.config = config
         self.shape = shape
         self.device = device
         self.native = native
         self.host_bytes = host_bytes
-        self.staging_bytes = staging_bytes
         # Blocks of a sequence that may wait in host memory: attention streams them only where every layer sees all,
         # and only as they lay on the device.
         cold = next((tier.blocks or 0 for tier in tiers if tier.name == "host"), 0)
@@ -230,7 +225,17 @@ class _Sizes:
         """`long`: some of that length's blocks wait in host memory."""
         tokens = self.batched_tokens(length)
         space = workspace(self.config, self.shape.dtype, self.device, self.native, tokens, self.max_num_seqs, length)
-        return replace(space, staging=self.staging_bytes if long else 0)
+        if not long:
+            return space
+        request = self.request
+        return replace(space, staging=staging_bytes(
+            self.config, self.shape.dtype, self.device, self.native, tokens, request.block_size,
+            request.kv_cache_dtype, request.spill_dtype))
+
+    def least_long_blocks(self, length: int) -> int:
+        """Device blocks of a sequence whose other blocks wait in host memory: what moves there at a time, and a step's."""
+        size = self.request.block_size
+        return split_blocks(size) + math.ceil(self.batched_tokens(length) / size) + 1
 
     def blocks_needed(self, length: int) -> int:
         """A window group keeps its window and the chunks of the steps in flight, which may begin inside a block."""
@@ -291,7 +296,7 @@ def _fit(request: PlanRequest, sizes: _Sizes, machine: Machine, available: int) 
 
     def fits_with_host(length: int) -> bool:
         on_device = blocks(length, long=True)
-        return fits(length) or (on_device >= LONG_DEVICE_BLOCKS
+        return fits(length) or (on_device >= sizes.least_long_blocks(length)
                                 and sizes.blocks_needed(length) <= on_device + sizes.cold_blocks)
 
     # The device's pool alone bounds a length that is chosen here; one that was asked for may reach into host memory.
@@ -309,7 +314,7 @@ def _fixed_blocks(request: PlanRequest, sizes: _Sizes, blocks: int, available: i
     """(max_model_len, blocks) for a count of blocks that was given."""
     longest = _longest_allowed(request, sizes)
     resident = _largest(lambda n: sizes.blocks_needed(n) <= blocks, longest)
-    cold = sizes.cold_blocks if blocks >= LONG_DEVICE_BLOCKS else 0
+    cold = sizes.cold_blocks if blocks >= sizes.least_long_blocks(longest) else 0
     fits = _largest(lambda n: sizes.blocks_needed(n) <= blocks + cold, longest)
     length = request.max_model_len or resident
     if length > fits or fits == 0:

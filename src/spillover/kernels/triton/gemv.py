@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -10,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from spillover.kernels.triton.launch import early
 
-CHANNELS = 4  # output channels a program
+CHANNELS = {4: 7, 8: 4}  # output channels a program: programs of that kind that share a multiprocessor
 STEP = 1024  # of the inner dimension
 WARPS = 4
 
@@ -28,12 +31,25 @@ def gemv_silu(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
 def _run(x: Tensor, w: Tensor, bias: Tensor | None, channels: int, gated: bool) -> Tensor:
     inner = x.shape[1]
     out = torch.empty(1, channels, dtype=x.dtype, device=x.device)
-    _gemv[(triton.cdiv(channels, CHANNELS),)](
+    each = 4 if gated else _channels(channels, x.device)
+    _gemv[(triton.cdiv(channels, each),)](
         x, w, w if bias is None else bias, out, channels, inner, w.stride(0),
-        CHANNELS=CHANNELS, STEP=STEP, EVEN=inner % STEP == 0, BIAS=bias is not None, GATED=gated,
+        CHANNELS=each, STEP=STEP, EVEN=inner % STEP == 0, BIAS=bias is not None, GATED=gated,
         num_warps=WARPS, num_stages=4, **early(x.device),
     )
     return out
+
+
+@cache
+def _channels(channels: int, device: torch.device) -> int:
+    """So many a program that the last round of programs leaves the fewest multiprocessors idle."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+    def filled(each: int) -> float:
+        rounds = channels / each / (processors * CHANNELS[each])
+        return 1.0 if rounds <= 1 else rounds / math.ceil(rounds)
+
+    return max(CHANNELS, key=filled)  # of equals the first
 
 
 @triton.jit
@@ -47,21 +63,21 @@ def _gemv(x_ptr, w_ptr, bias_ptr, out_ptr, channels, inner, w_stride, CHANNELS: 
     if EARLY:
         gdc_launch_dependents()
     # The first weights are on their way while the kernel that makes x still runs.
-    w = _weights(row, 0, k, inner, EVEN)
+    w = _part(row, 0, k, inner, EVEN)
     if GATED:
-        u = _weights(other, 0, k, inner, EVEN)
+        u = _part(other, 0, k, inner, EVEN)
     if EARLY:
         gdc_wait()
     # One sum as wide as the tile, so that threads need not talk to each other in the loop.
-    x = tl.load(x_ptr + k, mask=k < inner, other=0.0).to(tl.float32)[None, :]
-    total = w * x
+    x = _part(x_ptr + k[None, :], 0, k, inner, EVEN).to(tl.float32)
+    total = w.to(tl.float32) * x
     if GATED:
-        up = u * x
+        up = u.to(tl.float32) * x
     for start in range(STEP, inner, STEP):
-        x = tl.load(x_ptr + start + k, mask=start + k < inner, other=0.0).to(tl.float32)[None, :]
-        total += _weights(row, start, k, inner, EVEN) * x
+        x = _part(x_ptr + k[None, :], start, k, inner, EVEN).to(tl.float32)
+        total += _part(row, start, k, inner, EVEN).to(tl.float32) * x
         if GATED:
-            up += _weights(other, start, k, inner, EVEN) * x
+            up += _part(other, start, k, inner, EVEN).to(tl.float32) * x
     result = tl.sum(total, 1)
     dtype = out_ptr.dtype.element_ty
     if BIAS:
@@ -76,9 +92,9 @@ def _gemv(x_ptr, w_ptr, bias_ptr, out_ptr, channels, inner, w_stride, CHANNELS: 
 
 
 @triton.jit
-def _weights(row, start, k, inner, EVEN: tl.constexpr):
+def _part(row, start, k, inner, EVEN: tl.constexpr):
     if EVEN:
         w = tl.load(row + start)
     else:
         w = tl.load(row + start, mask=(start + k < inner)[None, :], other=0.0)
-    return w.to(tl.float32)
+    return w

@@ -19,7 +19,7 @@ from rich.console import Console
 from spillover.cli import plan as plan_command
 from spillover.errors import PlanError, SpilloverError
 from spillover.memory.budgets import DiskBudget
-from spillover.plan.planner import LONG_DEVICE_BLOCKS, Plan, PlanRequest, make_plan
+from spillover.plan.planner import Plan, PlanRequest, make_plan
 from spillover.plan.rates import measure_disk
 from spillover.plan.shapes import model_shape
 from spillover.plan.tiers import STAGING_BLOCKS, slot_stride, with_tier_rates
@@ -29,9 +29,8 @@ MB = 10**6
 LONG = replace(SMOLLM2, max_position=1 << 20)
 
 
-def planned(machine: Any = CPU, config: Any = SMOLLM2, specs: Any = SMOLLM2_SPECS, staging: int = 0,
-            **flags: Any) -> Plan:
-    return make_plan(PlanRequest(model="SmolLM2", **flags), config, specs, machine, staging_bytes=staging)
+def planned(machine: Any = CPU, config: Any = SMOLLM2, specs: Any = SMOLLM2_SPECS, **flags: Any) -> Plan:
+    return make_plan(PlanRequest(model="SmolLM2", **flags), config, specs, machine)
 
 
 def refusal(machine: Any = CPU, config: Any = SMOLLM2, **flags: Any) -> str:
@@ -159,9 +158,10 @@ def test_only_a_length_that_is_asked_for_does() -> None:
 
 
 def test_its_staging_is_part_of_the_workspace() -> None:
-    flags: dict[str, Any] = {"config": LONG, "gpu_memory": 800 * MB, "host_memory": GIB, "staging": 50 * MB}
+    flags: dict[str, Any] = {"config": LONG, "gpu_memory": 800 * MB, "host_memory": GIB}
     long, short = planned(max_model_len=16000, **flags), planned(max_model_len=100, **flags)
-    assert long.workspace.staging == 50 * MB
+    assert long.workspace.staging > 1 * MB
+    assert long.workspace.total > long.workspace.staging + long.workspace.logits
     assert short.workspace.staging == 0
     assert long.device_bytes <= 800 * MB
 
@@ -182,7 +182,7 @@ def test_so_do_blocks_that_are_narrowed_on_their_way_out() -> None:
 def test_a_length_fits_if_device_and_host_hold_it_together(blocks: int, host: int, length: int) -> None:
     assume(host >= 800_000)
     flags = {"num_gpu_blocks_override": blocks, "max_model_len": length, "host_memory": host}
-    held = blocks + (host // slot_stride(planned().block_bytes) if blocks >= LONG_DEVICE_BLOCKS else 0)
+    held = blocks + (host // slot_stride(planned().block_bytes) if blocks >= 16 + 32 + 1 else 0)
     try:
         plan = planned(config=LONG, **flags)
         assert plan.blocks_per_sequence <= held

@@ -1,0 +1,107 @@
+"""A mixture's MLP on the device, from the router's scores to the sum, beside the bytes and FLOPs it must take.
+
+    python benchmarks/gpu_mixture.py
+
+One layer's experts of gpt-oss-120b (MXFP4) and Qwen3-30B-A3B (FP8, bfloat16), random weights and routing. Calls are
+timed in a CUDA graph; for few tokens each call of it routes elsewhere, so that little is found in the cache.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch import Tensor
+
+from spillover.kernels import mxfp4
+from spillover.kernels.moe import Experts, mixture
+from spillover.plan.rates import Rates, measure_rates
+
+# Form, hidden, inner, experts, k, limit of the activation.
+SHAPES: dict[str, tuple[str, int, int, int, int, float | None]] = {
+    "gpt-oss-120b": ("mxfp4", 2880, 2880, 128, 4, 7.0),
+    "Qwen3-30B-A3B fp8": ("fp8", 2048, 768, 128, 8, None),
+    "Qwen3-30B-A3B bfloat16": ("dense", 2048, 768, 128, 8, None),
+}
+TOKENS = (1, 2, 4, 8, 16, 64, 256, 512, 2048, 8192)
+
+
+def stack(form: str, experts: int, rows: int, columns: int, biased: bool) -> Experts:
+    bias = torch.randn(experts, rows, dtype=torch.bfloat16, device="cuda") if biased else None
+    if form == "dense":
+        weight = torch.empty(experts, rows, columns, dtype=torch.bfloat16, device="cuda")
+        return Experts(weight.normal_(std=columns**-0.5), None, bias)
+    codes = torch.randint(0, 256, (experts, rows, columns // (2 if form == "mxfp4" else 1)), dtype=torch.uint8,
+                          device="cuda")
+    if form == "mxfp4":
+        groups = mxfp4.padded(columns // mxfp4.GROUP)
+        scales = torch.randint(117, 123, (experts, rows, groups), dtype=torch.uint8, device="cuda")
+        return Experts(codes, scales, bias)
+    scales = torch.rand(experts, -(-rows // 128), -(-columns // 128), device="cuda") * columns**-0.5
+    return Experts(codes.bitwise_and_(0xBF).view(torch.float8_e4m3fn), scales, bias)
+
+
+def milliseconds(call: Callable[[Tensor, Tensor], Tensor], inputs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """Of one call; the median of five replays of a graph that holds a call with each of the inputs."""
+    for each in inputs:
+        call(*each)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for each in inputs:
+            call(*each)
+    times = []
+    for _ in range(7):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / len(inputs))
+    return statistics.median(times[2:])
+
+
+def layer(name: str, rates: Rates) -> list[dict[str, Any]]:
+    form, hidden, inner, experts, k, limit = SHAPES[name]
+    first = stack(form, experts, 2 * inner, hidden, limit is not None)
+    second = stack(form, experts, hidden, inner, limit is not None)
+    parts = (first.values, first.scales, second.values, second.scales)
+    nbytes = sum(part.nbytes for part in parts if part is not None) / experts
+
+    def call(x: Tensor, scores: Tensor) -> Tensor:
+        return mixture(x, scores, first, second, k, True, limit)
+
+    rows = []
+    for tokens in TOKENS:
+        inputs = [(torch.randn(tokens, hidden, dtype=torch.bfloat16, device="cuda"),
+                   torch.randn(tokens, experts, dtype=torch.bfloat16, device="cuda"))
+                  for _ in range(24 if tokens <= 8 else 4)]
+        touched = statistics.mean(scores.topk(k).indices.unique().numel() for _, scores in inputs)
+        took = milliseconds(call, inputs)
+        memory = touched * nbytes / rates.memory_read * 1e3
+        compute = 6 * tokens * k * hidden * inner / rates.flops("bfloat16") * 1e3
+        least, bound = max(memory, compute), "memory" if memory >= compute else "compute"
+        print(f"{name:24s} {tokens:5d} tokens {1e3 * took:9.1f} us, limit {1e3 * least:8.1f} us ({bound}), "
+              f"{100 * least / took:3.0f}%", flush=True)
+        rows.append({"model": name, "tokens": tokens, "microseconds": 1e3 * took, "limit": 1e3 * least,
+                     "bound": bound, "percent_of_limit": 100 * least / took})
+    return rows
+
+
+@click.command()
+@click.option("--output", default=None, metavar="FILE")
+@torch.inference_mode()
+def main(output: str | None) -> None:
+    rates = measure_rates("cuda")
+    rows = [row for name in SHAPES for row in layer(name, rates)]
+    if output is not None:
+        Path(output).write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
