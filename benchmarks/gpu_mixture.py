@@ -8,14 +8,12 @@ timed in a CUDA graph; for few tokens each call of it routes elsewhere, so that 
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 import click
 import torch
+from gpu_workload import Figure, write
 from torch import Tensor
 
 from spillover.kernels import mxfp4
@@ -47,7 +45,7 @@ def stack(form: str, experts: int, rows: int, columns: int, biased: bool) -> Exp
 
 
 def milliseconds(call: Callable[[Tensor, Tensor], Tensor], inputs: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """Of one call; the median of five replays of a graph that holds a call with each of the inputs."""
+    """Of one call; the median of ten replays of a graph that holds a call with each of the inputs."""
     for each in inputs:
         call(*each)
     torch.cuda.synchronize()
@@ -56,17 +54,17 @@ def milliseconds(call: Callable[[Tensor, Tensor], Tensor], inputs: Sequence[tupl
         for each in inputs:
             call(*each)
     times = []
-    for _ in range(7):
+    for _ in range(20):  # the first ten let the clocks rise
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / len(inputs))
-    return statistics.median(times[2:])
+    return statistics.median(times[10:])
 
 
-def layer(name: str, rates: Rates) -> list[dict[str, Any]]:
+def layer(name: str, rates: Rates) -> list[Figure]:
     form, hidden, inner, experts, k, limit = SHAPES[name]
     first = stack(form, experts, 2 * inner, hidden, limit is not None)
     second = stack(form, experts, hidden, inner, limit is not None)
@@ -76,7 +74,7 @@ def layer(name: str, rates: Rates) -> list[dict[str, Any]]:
     def call(x: Tensor, scores: Tensor) -> Tensor:
         return mixture(x, scores, first, second, k, True, limit)
 
-    rows = []
+    figures = []
     for tokens in TOKENS:
         inputs = [(torch.randn(tokens, hidden, dtype=torch.bfloat16, device="cuda"),
                    torch.randn(tokens, experts, dtype=torch.bfloat16, device="cuda"))
@@ -86,21 +84,17 @@ def layer(name: str, rates: Rates) -> list[dict[str, Any]]:
         memory = touched * nbytes / rates.memory_read * 1e3
         compute = 6 * tokens * k * hidden * inner / rates.flops("bfloat16") * 1e3
         least, bound = max(memory, compute), "memory" if memory >= compute else "compute"
-        print(f"{name:24s} {tokens:5d} tokens {1e3 * took:9.1f} us, limit {1e3 * least:8.1f} us ({bound}), "
-              f"{100 * least / took:3.0f}%", flush=True)
-        rows.append({"model": name, "tokens": tokens, "microseconds": 1e3 * took, "limit": 1e3 * least,
-                     "bound": bound, "percent_of_limit": 100 * least / took})
-    return rows
+        details = {"model": name, "tokens": tokens, "bound": bound}
+        figures.append(Figure(f"{name}, {tokens} tokens", "us", [1e3 * took], 1e3 * least, True, details))
+    return figures
 
 
 @click.command()
-@click.option("--output", default=None, metavar="FILE")
+@click.option("--output", default=None, metavar="FILE", help="Write the result; 'results' is benchmarks/results/.")
 @torch.inference_mode()
 def main(output: str | None) -> None:
     rates = measure_rates("cuda")
-    rows = [row for name in SHAPES for row in layer(name, rates)]
-    if output is not None:
-        Path(output).write_text(json.dumps(rows, indent=2) + "\n")
+    write("gpu-mixture", [figure for name in SHAPES for figure in layer(name, rates)], output)
 
 
 if __name__ == "__main__":

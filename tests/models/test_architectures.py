@@ -96,7 +96,8 @@ class PagedModel:
         token_ids = torch.tensor([token for chunk in chunks.values() for token in chunk])
         hidden = self.model.forward(ModelStep(token_ids, positions, batches), self.weights, self.kv)
         logits = self.model.logits(hidden, self.weights)
-        assert logits.dtype == torch.float32
+        assert logits.dtype == hidden.dtype
+        logits = logits.float()
         return dict(zip(chunks, logits.split([len(chunk) for chunk in chunks.values()]), strict=True))
 
     def _block_table(

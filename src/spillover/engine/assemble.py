@@ -90,6 +90,8 @@ def plan_model(config: EngineConfig, rates: Rates | None = None) -> PlannedModel
         remote=config.remote,
     )
     plan = make_plan(request, model_config, specs, probe(), rates, native.library() is not None)
+    if plan.device == "cuda" and plan.block_size & (plan.block_size - 1):
+        raise SpilloverError(f"--block-size on CUDA is a power of two, such as 16, 32 or 64; got {plan.block_size}")
     if null:  # the planned blocks are counted but never held
         plan = replace(plan, device_name="a null model (no weights, no KV, meaningless output)", kv_bytes=0,
                        workspace=Workspace(0, 0, 0, 0, 0), workspace_bytes=0)

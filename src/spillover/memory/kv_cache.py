@@ -50,7 +50,7 @@ class KVCache:
         self._spiller = None
         self.restorer = None
         if self.store is not None:
-            self._spiller = Spiller(self._pool, self._tree, self.store, min(margin, num_blocks // 4))
+            self._spiller = Spiller(self._pool, self._tree, self.store, min(margin, num_blocks // 2))
             self.restorer = Restorer(self.store, block_size, self.windows)
         self._live: dict[str, SequenceBlocks] = {}
         self._parking: set[int] = set()  # blocks on their way to `cold`

@@ -233,7 +233,7 @@ class _Sizes:
             request.kv_cache_dtype, request.spill_dtype))
 
     def least_long_blocks(self, length: int) -> int:
-        """Device blocks of a sequence whose other blocks wait in host memory: what moves there at a time, and a step's."""
+        """Device blocks of a sequence whose others wait in host memory: what moves there at a time, and a step's."""
         size = self.request.block_size
         return split_blocks(size) + math.ceil(self.batched_tokens(length) / size) + 1
 

@@ -26,7 +26,12 @@ from torch import Tensor
 
 from spillover.kernels.moe import Experts
 from spillover.kernels.triton.launch import early
-from spillover.kernels.triton.moe_experts import down_pairs, down_tiles, gate_up_pairs, gate_up_tiles
+from spillover.kernels.triton.moe_experts import (
+    experts_down_pairs,
+    experts_down_tiles,
+    experts_gate_up_pairs,
+    experts_gate_up_tiles,
+)
 from spillover.kernels.triton.moe_product import FORMATS
 from spillover.kernels.triton.moe_routing import combine, route, sort_by_expert
 
@@ -128,7 +133,7 @@ def _few(
     hidden, inner = x.shape[1], second.width
     h = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
     tile = tiles[0]
-    gate_up_pairs[(pairs * triton.cdiv(inner, tile.rows),)](
+    experts_gate_up_pairs[(pairs * triton.cdiv(inner, tile.rows),)](
         x, first.values, _or(first.scales, x), _or(first.bias, x), ids, shares, h, limit or 0.0, hidden,
         HIDDEN=hidden, INNER=inner, TOP_K=k, FORMAT=FORMATS[first.format], DOWN_FORMAT=FORMATS[second.format],
         CLAMPED=limit is not None, BIAS=first.bias is not None, BLOCK_N=tile.rows, BLOCK_K=tile.depth,
@@ -139,7 +144,7 @@ def _few(
     assert ids.shape[0] * triton.cdiv(hidden, tile.rows) <= ARRIVALS
     parts = torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
     out = torch.empty(ids.shape[0], hidden, dtype=dtype, device=x.device)
-    down_pairs[(pairs * triton.cdiv(hidden, tile.rows),)](
+    experts_down_pairs[(pairs * triton.cdiv(hidden, tile.rows),)](
         h, second.values, _or(second.scales, h), _or(second.bias, h), ids, shares, parts, arrivals, out, inner,
         HIDDEN=hidden, INNER=inner, TOP_K=k, FORMAT=FORMATS[second.format], BIAS=second.bias is not None,
         BLOCK_N=tile.rows, BLOCK_K=tile.depth, STAGES=tile.stages, num_warps=tile.warps, **early(x.device),
@@ -157,7 +162,7 @@ def _many(
     assert tile.tokens == tiles[1].tokens, "both products go over the same tiles"
     order, places = sort_by_expert(ids, first.count, tile.tokens)
     h = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
-    gate_up_tiles[(len(places) * triton.cdiv(inner, tile.rows),)](
+    experts_gate_up_tiles[(len(places) * triton.cdiv(inner, tile.rows),)](
         x, first.values, _or(first.scales, x), _or(first.bias, x), places, order, h, limit or 0.0, hidden,
         HIDDEN=hidden, INNER=inner, TOP_K=k, FORMAT=FORMATS[first.format], DOWN_FORMAT=FORMATS[second.format],
         CLAMPED=limit is not None, BIAS=first.bias is not None, TILE=tile.tokens, BLOCK_N=tile.rows,
@@ -165,7 +170,7 @@ def _many(
     )
     tile = tiles[1]
     rows = torch.empty(pairs, hidden, dtype=dtype, device=x.device)
-    down_tiles[(len(places) * triton.cdiv(hidden, tile.rows),)](
+    experts_down_tiles[(len(places) * triton.cdiv(hidden, tile.rows),)](
         h, second.values, _or(second.scales, h), _or(second.bias, h), places, order, rows, inner,
         HIDDEN=hidden, INNER=inner, FORMAT=FORMATS[second.format], BIAS=second.bias is not None,
         TILE=tile.tokens, BLOCK_N=tile.rows, BLOCK_K=tile.depth, STAGES=tile.stages, num_warps=tile.warps,
@@ -175,7 +180,7 @@ def _many(
 
 @cache
 def _arrivals(device: torch.device) -> Tensor:
-    """Counters of `down_pairs`, made once: every launch leaves them zero. Launches must not run side by side."""
+    """Counters of `experts_down_pairs`: every launch leaves them zero. Launches must not run side by side."""
     return torch.zeros(ARRIVALS, dtype=torch.int32, device=device)
 
 

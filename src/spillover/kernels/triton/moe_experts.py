@@ -22,7 +22,7 @@ ALPHA = tl.constexpr(1.702)  # as kernels.activation.SWIGLU_ALPHA
 
 
 @triton.jit
-def gate_up_tiles(
+def experts_gate_up_tiles(
     x_ptr, w_ptr, scale_ptr, bias_ptr, tiles_ptr, order_ptr, h_ptr, limit, k_end,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr, DOWN_FORMAT: tl.constexpr,
     CLAMPED: tl.constexpr, BIAS: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -56,7 +56,7 @@ def gate_up_tiles(
 
 
 @triton.jit
-def gate_up_pairs(
+def experts_gate_up_pairs(
     x_ptr, w_ptr, scale_ptr, bias_ptr, ids_ptr, shares_ptr, h_ptr, limit, k_end,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr, DOWN_FORMAT: tl.constexpr,
     CLAMPED: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
@@ -86,7 +86,7 @@ def gate_up_pairs(
 
 
 @triton.jit
-def down_tiles(
+def experts_down_tiles(
     h_ptr, w_ptr, scale_ptr, bias_ptr, tiles_ptr, order_ptr, out_ptr, k_end,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, FORMAT: tl.constexpr, BIAS: tl.constexpr, TILE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
@@ -116,7 +116,7 @@ def down_tiles(
 
 
 @triton.jit
-def down_pairs(
+def experts_down_pairs(
     h_ptr, w_ptr, scale_ptr, bias_ptr, ids_ptr, shares_ptr, parts_ptr, arrived_ptr, out_ptr, k_end,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
