@@ -177,6 +177,8 @@ def test_a_long_prefix_is_computed_from_the_front_and_loaded_from_the_back() -> 
     world.ask(text)
     for seed in range(2, 6):
         world.ask(prompt(seed, 200))
+    world.scheduler.prefill_seconds = 1e-3 / SIZE  # as if it took as long as loading does
+    world.store.rates["disk"] = SIZE * 6 / 1e-3
     again = world.ask(text)
     assert again.sources is not None
     assert again.sources.disk > 0, again.sources
@@ -330,4 +332,35 @@ def test_a_preempted_request_takes_its_blocks_up_again(windows: tuple[int | None
     report = next(report for report in world.kv.tier_stats() if report.name == "host")
     assert report.hit_tokens > 0
     assert report.bytes_out > 0
+    world.close()
+
+
+@pytest.mark.parametrize("decoding", [0, 2])
+def test_copies_leave_blocks_to_those_that_decode(decoding: int) -> None:
+    """A prompt does not take the last free blocks: of those it could evict, the end is in flight."""
+    world = World(12, host=400)
+    gate = threading.Event()
+    copy_out = world.link.copy_out
+
+    def held(blocks: Sequence[int], slots: Sequence[memoryview]) -> None:
+        gate.wait(10)
+        copy_out(blocks, slots)
+
+    world.link.copy_out = held  # type: ignore[method-assign]
+    kv = world.kv
+    kv.admit("old", tokens := prompt(1, 32))
+    assert kv.extend("old", 32)
+    kv.commit("old", tokens, 32)
+    kv.release("old")  # eight blocks that may go, the last of them first
+    kv.keep_ready(decoding)
+    kv.admit("prompt", prompt(2, 32))
+    assert kv.extend("prompt", 16, urgent=False) == (decoding == 0)
+    kv.poll()  # copies begin, and none ends
+    kv.admit("decode", prompt(3, 4))
+    assert kv.extend("decode", 4) == (decoding > 0)
+    kv.check()
+    gate.set()
+    for seq in ("prompt", "decode"):
+        kv.release(seq)
+    world.run()
     world.close()

@@ -166,6 +166,7 @@ def test_a_prefix_computed_from_the_front_and_loaded_from_the_back(resident: LLM
         assert scheduler.kv.store is not None
         both = 0
         for prompt, right in zip(asked, expected, strict=True):
+            scheduler.step_seconds = 0.0
             scheduler.prefill_seconds = 1e-3  # as long as it takes to load a block's share of them
             scheduler.kv.store.rates["disk"] = scheduler.kv.store.link.slot_bytes / (BLOCK * 1e-3)
             output = llm.generate(prompt, params(8), use_tqdm=False)[0]

@@ -35,7 +35,6 @@ class StepRunner(Protocol):
 
 
 FLUSH_SECONDS = 10.0  # at the end, for writing stored blocks to the tiers that outlive the process
-LEARN_TOKENS = 64  # a step that prefills this many tells how long a token takes
 
 
 class Engine:
@@ -96,9 +95,7 @@ class Engine:
             return []
         result = ended.result()
         now = time.monotonic()
-        tokens = sum(item.count for item in ended.batch.items if item.count > 1)
-        if tokens >= LEARN_TOKENS:
-            self.scheduler.learn_prefill((now - max(started, self._ended_at)) / ended.batch.num_tokens)
+        self.scheduler.learn(ended.batch, now - max(started, self._ended_at))
         self._ended_at = now
         return self.scheduler.finish(ended.batch, result)
 

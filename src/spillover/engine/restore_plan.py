@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-# A part smaller than this share of the prefix is not worth splitting it for: a split takes steps of its own, each with
-# costs that do not shrink with its tokens.
-SHARE = 0.2
-MIN_COMPUTED = 64  # tokens: a step with less is bounded by the weights it reads, not by its tokens
+SHARE = 0.1  # a part smaller than this share of the prefix is not worth splitting it for
 
 
 def first_to_load(
@@ -15,13 +12,14 @@ def first_to_load(
     mode: str,
     load_seconds: Callable[[str, int], float],
     compute_seconds: float,
-    block_size: int,
+    step_seconds: float,
     may_split: bool,
 ) -> int:
     """Of consecutive stored blocks the first to load: those before it are computed meanwhile. len(sources): none.
 
     Loading n blocks takes load_seconds(tier, n), computing them compute_seconds each. The two run at the same time, so
-    the best place to meet is where both take as long; `may_split` says whether they may.
+    the best place to meet is where both take as long; but computing takes a step more than loading alone would, which
+    costs step_seconds however few its tokens. `may_split` says whether both may be done.
     """
     blocks = len(sources)
     if mode == "never" or not blocks:
@@ -30,11 +28,11 @@ def first_to_load(
         return 0
     loading = sum(load_seconds(tier, sources.count(tier)) for tier in set(sources))
     computing = compute_seconds * blocks
-    if not may_split:
-        return 0 if loading <= computing else blocks
-    computed = round(blocks * loading / (loading + computing)) if loading + computing > 0 else 0
-    if computed < SHARE * blocks or computed * block_size < MIN_COMPUTED:
-        return 0 if loading <= computing or computed else blocks
-    if blocks - computed < SHARE * blocks:
-        return blocks
+    one_way = 0 if loading <= computing else blocks
+    if not may_split or loading + computing == 0:
+        return one_way
+    both = loading * computing / (loading + computing) + step_seconds
+    computed = round(blocks * loading / (loading + computing))
+    if both >= min(loading, computing) or not SHARE * blocks <= computed <= (1 - SHARE) * blocks:
+        return one_way
     return computed

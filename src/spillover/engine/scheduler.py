@@ -7,6 +7,7 @@ that touches it has ended, so no block is reused under a running step.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from dataclasses import dataclass, replace
@@ -17,6 +18,8 @@ from spillover.engine.queue_policy import POLICIES
 from spillover.engine.request import Request, Status
 from spillover.engine.restore_plan import first_to_load
 from spillover.memory.kv_cache import KVCache
+
+LEARN_TOKENS = 64  # a step that prefills this many tells how long a token takes
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Scheduler:
         self.running: list[Request] = []  # in the order of admission; the last is the first to be preempted
         self.num_preemptions = 0
         self.prefill_seconds = config.prefill_seconds  # a token, as lately measured
+        self.step_seconds = math.inf  # of the shortest step that had part of a prompt
         self._policy = POLICIES[config.policy]
         self._leaving: set[Request] = set()  # out of `running`, with a step still in flight
         self._watermark_blocks = int(config.watermark * kv.num_total)
@@ -48,11 +52,16 @@ class Scheduler:
         self._forming = True  # static batching: the batch still takes requests in
         self._park_unit = max(1, 256 // kv.block_size)  # whole splits of attention (kernels.attention.split_blocks)
 
-    def learn_prefill(self, seconds: float) -> None:
-        """A step has just prefilled at that many seconds a token. A faster one counts at once: the slower ones before
-        it were held up by something, such as their first use of a kernel."""
-        known = self.prefill_seconds
-        self.prefill_seconds = seconds if known is None or seconds < known else known + 0.1 * (seconds - known)
+    def learn(self, batch: Batch, seconds: float) -> None:
+        """A step took that long. A faster prefill counts at once: the slower ones before it were held up by something,
+        such as their first use of a kernel."""
+        tokens = sum(item.count for item in batch.items if item.count > 1)
+        if tokens:
+            self.step_seconds = min(self.step_seconds, seconds)
+        if tokens >= LEARN_TOKENS:
+            seconds /= batch.num_tokens
+            known = self.prefill_seconds
+            self.prefill_seconds = seconds if known is None or seconds < known else known + 0.1 * (seconds - known)
 
     # What the engine calls
 
@@ -70,6 +79,7 @@ class Scheduler:
                 self._take_over(request)
         decodes = [r for r in self.running if r.num_tokens - r.num_computed == 1]
         prefills = [r for r in self.running if r.num_tokens - r.num_computed > 1]
+        self.kv.keep_ready(len(decodes) * self.config.num_groups)
         for request in decodes + prefills:
             if request.status is not Status.RUNNING or not self._ready(request) or budget == 0:
                 continue
@@ -301,7 +311,8 @@ class Scheduler:
         sources = sources[:max(0, room)]
         plain = all(window is None for window in self.kv.windows)
         mode = self.config.restore if self.prefill_seconds is not None else "always"
-        first = first_to_load(sources, mode, store.seconds, (self.prefill_seconds or 0.0) * size, size, plain)
+        first = first_to_load(sources, mode, store.seconds, (self.prefill_seconds or 0.0) * size, self.step_seconds,
+                              plain)
         if first == len(sources):
             return request.num_tokens
         if not self.kv.restore(request.request_id, sources[first:], have + first):

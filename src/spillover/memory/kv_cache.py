@@ -264,6 +264,11 @@ class KVCache:
                 grace = time.monotonic()
         self.store.close(deadline)
 
+    def keep_ready(self, blocks: int) -> None:
+        """Requests that decode may want so many blocks at any moment: others and copies leave them alone."""
+        if self._spiller is not None:
+            self._spiller.reserve = min(blocks, self.num_total // 4)
+
     @property
     def busy(self) -> bool:
         """Whether copies are under way that poll() would take further."""

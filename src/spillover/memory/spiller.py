@@ -23,6 +23,9 @@ class Spiller:
     def __init__(self, pool: BlockPool, tree: PrefixTree, store: SpillStore, margin: int) -> None:
         """`margin`: blocks to be had at any time without a copy."""
         self.dropped = 0  # blocks evicted that no tier had and that were worth storing
+        # Blocks that urgent requests may want at any moment. Others leave as many free: what is evictable may not be
+        # had at once, since of a prefix the end goes first, and that may be in flight.
+        self.reserve = 0
         self._pool = pool
         self._tree = tree
         self._store = store
@@ -69,6 +72,10 @@ class Spiller:
                 if self._pool.cached(block) and not self._store.holds(self._tree.key(block)):
                     self._lost.add(block)  # it was tried
         self._store.spilled.clear()
+        while self._pool.free < self.reserve and (victim := self._tree.victim()) is not None:
+            if not all(self._clean(block) for block in self._tree.peers(victim)):
+                break
+            self._tree.evict()
         if self._store.eager:
             self._spill(len(self._dirty))
         elif self._dirty:
@@ -81,7 +88,8 @@ class Spiller:
         """Frees blocks until that many are free. Urgent: also those that no tier has."""
         now = time.monotonic()
         impatient = urgent or (self._impatient_at is not None and now >= self._impatient_at)
-        while self._pool.free < blocks:
+        wanted = blocks if impatient else blocks + self.reserve
+        while self._pool.free < wanted:
             victim = self._tree.victim()
             if victim is None:
                 break
@@ -90,14 +98,14 @@ class Spiller:
                 break
             self.dropped += lost
             self._tree.evict()
-        if self._pool.free >= blocks:
+        if self._pool.free >= wanted:
             self._impatient_at = None
             return True
         if not impatient:
             if self._impatient_at is None:
                 self._impatient_at = now + PATIENCE_SECONDS
             lossy = now >= self._impatient_at - PATIENCE_SECONDS / 2
-            self._spill(blocks - self._pool.free - len(self._copying), lossy)
+            self._spill(wanted - self._pool.free - len(self._copying), lossy)
         return False
 
     def flush(self) -> bool:

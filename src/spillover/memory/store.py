@@ -487,5 +487,6 @@ class SpillStore:
             self._below.popitem(last=False)
 
     def _observe(self, tier: str, rate: float) -> None:
-        known = self.rates.get(tier)
-        self.rates[tier] = rate if known is None else 0.8 * known + 0.2 * rate
+        """A faster load counts at once; a slower one may only have waited for something, so it counts little."""
+        known = self.rates.get(tier, 0.0)
+        self.rates[tier] = rate if rate > known else known + 0.05 * (rate - known)
