@@ -20,11 +20,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-PROGRAMS = ("valkey-server", "redis-server")
-
-
-def find_valkey() -> str | None:
-    return next((path for path in map(shutil.which, PROGRAMS) if path), None)
+from spillover.cli.redis_server import find_server
 
 
 class Valkey:
@@ -99,7 +95,7 @@ class Valkey:
 
 @pytest.fixture(scope="session")
 def valkey_program() -> str:
-    program = find_valkey()
+    program = find_server()
     if program is None:
         pytest.skip(
             "no Valkey or Redis server: install the Debian package valkey-server (from Debian 13 on) or redis-server"

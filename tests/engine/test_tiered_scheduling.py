@@ -31,13 +31,14 @@ class World:
                  tiers: Sequence[Callable[[Callable[[], None]], DictTier]] = (), restore: str = "always",
                  eager: bool = False, overlap: bool = True, fault: Callable[[], bool] = lambda: False,
                  tokens: int = 32, prefill_seconds: float = 1e-3, staging: int = 8,
+                 margin: int = 4,
                  **options: object) -> None:
         self.runner = SimulatedRunner(SIZE, windows)
         self.link = SimulatedLink(self.runner, fault)
         self.wake = threading.Event()
         self.tiers = [make(self.wake.set) for make in tiers]
         self.store = SpillStore(self.link, self.tiers, host, staging, eager, wake=self.wake, **options)
-        self.kv = KVCache(num_blocks, SIZE, windows, store=self.store, margin=4)
+        self.kv = KVCache(num_blocks, SIZE, windows, store=self.store, margin=margin)
         self.scheduler = Scheduler(SchedulerConfig(8, tokens, LENGTH, len(windows), restore=restore,
                                                    prefill_seconds=prefill_seconds), self.kv)
         self.engine = Engine(self.scheduler, self.runner, overlap)
@@ -323,13 +324,20 @@ def test_a_long_sequence_survives_a_failing_link_or_ends_cleanly() -> None:
 @pytest.mark.parametrize("windows", [(None,), (None, 10)], ids=["full", "window"])
 def test_a_preempted_request_takes_its_blocks_up_again(windows: tuple[int | None, ...]) -> None:
     """Its blocks go down as others take their place, and come back instead of being computed."""
-    world = World(40 * len(windows), windows, host=400, tokens=64)
+    world = World(40 * len(windows), windows, host=400, tokens=64, margin=20)
     requests = [world.request(prompt(i, 50), 60) for i in range(4)]
-    world.run()
+    deadline = time.monotonic() + PATIENCE
+    while world.engine.has_work:
+        world.engine.step()
+        world.scheduler.check()
+        while world.kv.settling:  # a step takes no time here, and would outrun every copy
+            world.kv.poll()
+            world.engine.wait(0.002)
+            assert time.monotonic() < deadline, "a copy hangs"
     for request in requests:
         assert request.output_token_ids == expected_tokens(request, LENGTH)
     assert world.scheduler.num_preemptions > 0
-    report = next(report for report in world.kv.tier_stats() if report.name == "host")
+    report = next(report for report in world.store.reports() if report.name == "host")
     assert report.hit_tokens > 0
     assert report.bytes_out > 0
     world.close()
@@ -364,3 +372,19 @@ def test_copies_leave_blocks_to_those_that_decode(decoding: int) -> None:
         kv.release(seq)
     world.run()
     world.close()
+
+
+def test_blocks_that_were_lost_are_told() -> None:
+    """A request that decodes takes blocks that were not copied yet; the nearest tier's report says so."""
+    for place in ("host", "disk"):
+        world = World(8, **PLACES[place])  # type: ignore[arg-type]
+        kv = world.kv
+        kv.admit("old", tokens := prompt(1, 32))
+        assert kv.extend("old", 32)
+        kv.commit("old", tokens, 32)
+        kv.release("old")
+        kv.admit("decode", prompt(3, 4))
+        assert kv.extend("decode", 12)
+        assert world.store.reports()[0].dropped == 3
+        kv.release("decode")
+        world.close()

@@ -3,7 +3,7 @@
 import pytest
 
 from spillover.errors import SpilloverError
-from spillover.memory.digest import block_key, prefix_digests
+from spillover.memory.digest import block_key, prefix_digests, root_digest
 from spillover.memory.kv_cache import KVCache
 from spillover.memory.policies import LRU
 
@@ -336,19 +336,20 @@ def test_block_names_are_the_same_in_every_process() -> None:
     tokens = list(range(9))
     run(cache, "a", tokens, salt="s")
     names = [cache._tree.key(block) for block in cache.table("a")[:2]]
-    assert names == [block_key(digest, 0) for digest in prefix_digests(tokens, 4, b"model,bf16,layout", "s")]
+    root = root_digest(b"model,bf16,layout", "s")
+    assert names == [block_key(digest, 0) for digest in prefix_digests(tokens, 4, root)]
     assert names[1].hex() == "ca73bce32215e09ab999cab2f9c588c66fd87e1e08d7d9aa0fc14bbdbb24e190" + "00"
 
 
 def test_block_names_differ_by_prefix_salt_and_identity() -> None:
     tokens = list(range(8))
     names = {
-        tuple(prefix_digests(tokens, 4, b"m", None))[1],
-        tuple(prefix_digests(tokens, 4, b"m", ""))[1],
-        tuple(prefix_digests(tokens, 4, b"m", "s"))[1],
-        tuple(prefix_digests(tokens, 4, b"n", None))[1],
-        tuple(prefix_digests([9, *tokens[1:]], 4, b"m", None))[1],
-        *prefix_digests(tokens, 8, b"m", None),
+        tuple(prefix_digests(tokens, 4, root_digest(b"m", None)))[1],
+        tuple(prefix_digests(tokens, 4, root_digest(b"m", "")))[1],
+        tuple(prefix_digests(tokens, 4, root_digest(b"m", "s")))[1],
+        tuple(prefix_digests(tokens, 4, root_digest(b"n", None)))[1],
+        tuple(prefix_digests([9, *tokens[1:]], 4, root_digest(b"m", None)))[1],
+        *prefix_digests(tokens, 8, root_digest(b"m", None)),
     }
     assert len(names) == 6
 

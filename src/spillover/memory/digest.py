@@ -26,9 +26,8 @@ def block_key(digest: bytes, group: int) -> bytes:
     return digest + bytes((group,))
 
 
-def prefix_digests(tokens: Sequence[int], block_size: int, identity: bytes, salt: str | None) -> Iterator[bytes]:
-    """One digest for each full block of `tokens`."""
-    digest = root_digest(identity, salt)
+def prefix_digests(tokens: Sequence[int], block_size: int, digest: bytes) -> Iterator[bytes]:
+    """One digest for each full block of `tokens`, which follow the block (or root) with this digest."""
     for end in range(block_size, len(tokens) + 1, block_size):
         digest = block_digest(digest, tokens[end - block_size : end])
         yield digest

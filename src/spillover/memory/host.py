@@ -33,10 +33,6 @@ class Slots:
     def used(self) -> int:
         return len(self._views) - len(self._free)
 
-    @property
-    def committed_bytes(self) -> int:
-        return len(self._views) * self._stride
-
     def take(self) -> int | None:
         if not self._free and len(self._views) < self.limit:
             self._grow()
@@ -150,13 +146,6 @@ class HostCache:
         """Forgets all that nobody relies on."""
         for entry in [entry for entry in self._entries.values() if entry.pins == 0]:
             self.drop(entry)
-
-    def evict(self, count: int) -> int:
-        """Frees up to `count` slots; returns how many."""
-        evicted = 0
-        while evicted < count and self._make_room():
-            evicted += 1
-        return evicted
 
     def check(self) -> None:
         self.slots.check()

@@ -13,7 +13,6 @@ from spillover.memory.blocks import FREE, BlockPool
 from spillover.memory.digest import root_digest
 from spillover.memory.policies import LRU, EvictionPolicy
 from spillover.memory.prefix_tree import Node, PrefixTree
-from spillover.memory.report import TierReport
 from spillover.memory.restore import Restore, Restorer
 from spillover.memory.sequence import CacheStats, SequenceBlocks
 from spillover.memory.spiller import Spiller
@@ -83,17 +82,6 @@ class KVCache:
             hit_tokens=self._hit_tokens,
             evictions=tree.num_evictions,
         )
-
-    def tier_stats(self) -> tuple[TierReport, ...]:
-        """The device and every tier below it, nearest first."""
-        pool = self._pool
-        device = TierReport(
-            name="device", blocks=pool.num_blocks - pool.free, capacity_blocks=pool.num_blocks, bytes_in=0, bytes_out=0,
-            seconds_in=0.0, seconds_out=0.0, hit_tokens=self._hit_tokens, failures=0,
-            dropped=self._spiller.dropped if self._spiller is not None else 0, available=True, link_in=None,
-            link_out=None,
-        )
-        return (device, *(self.store.reports() if self.store is not None else ()))
 
     def used_blocks(self) -> list[int]:
         """Those that hold KV of a sequence or a prefix."""
@@ -295,7 +283,7 @@ class KVCache:
             self.seek(seq, tokens, salt)
         return self.restorer.found(seq, have)
 
-    def restore(self, seq: str, sources: Sequence[str], first: int, urgent: bool = False) -> bool:
+    def restore(self, seq: str, sources: Sequence[str], first: int) -> bool:
         """Starts loading blocks first .. first + len(sources) of the sequence from these tiers; the tables cover them
         from now on. Blocks before `first` that are not on the device are to be computed meanwhile. False and unchanged
         if there is no room."""
@@ -303,7 +291,7 @@ class KVCache:
         sequence = self._get(seq)
         have, end = len(sequence.tables[0]), first + len(sources)
         seen = [self._first_seen(end * self.block_size, window) for window in self.windows]
-        if not self._make_room(sum(end - max(have, start) for start in seen), urgent):
+        if not self._make_room(sum(end - max(have, start) for start in seen), urgent=False):
             return False
         for group, start in enumerate(seen):
             table = sequence.tables[group]

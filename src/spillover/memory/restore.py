@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from spillover.memory.digest import block_digest, block_key
+from spillover.memory.digest import block_key, prefix_digests
 from spillover.memory.loads import Load, LoadState, Search
 from spillover.memory.store import SpillStore
 
@@ -106,11 +106,9 @@ class Restorer:
     def seek(self, seq: str, tokens: Sequence[int], start: int, digest: bytes) -> None:
         """Asks the tiers for the blocks of a prompt of which the device has the first `start`, the last of them with
         this digest, and brings those that lie far away nearer."""
-        keys = []
+        rest = tokens[start * self._block_size : len(tokens) - 1]  # one token is always left to compute
         groups = range(len(self._windows))
-        for end in range((start + 1) * self._block_size, len(tokens), self._block_size):
-            digest = block_digest(digest, tokens[end - self._block_size : end])
-            keys.append([block_key(digest, group) for group in groups])
+        keys = [[block_key(each, group) for group in groups] for each in prefix_digests(rest, self._block_size, digest)]
         self._sought[seq] = _Sought(start, keys, self._store.search([key for row in keys for key in row]))
         self._prefetch(seq)
 

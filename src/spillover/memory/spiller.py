@@ -22,7 +22,6 @@ AHEAD = 32  # blocks whose copies are begun at a time ahead of need: beginning t
 class Spiller:
     def __init__(self, pool: BlockPool, tree: PrefixTree, store: SpillStore, margin: int) -> None:
         """`margin`: blocks to be had at any time without a copy."""
-        self.dropped = 0  # blocks evicted that no tier had and that were worth storing
         # Blocks that urgent requests may want at any moment. Others leave as many free: what is evictable may not be
         # had at once, since of a prefix the end goes first, and that may be in flight.
         self.reserve = 0
@@ -96,7 +95,7 @@ class Spiller:
             lost = sum(not self._clean(block) for block in self._tree.peers(victim))
             if lost and not impatient:
                 break
-            self.dropped += lost
+            self._store.dropped += lost
             self._tree.evict()
         if self._pool.free >= wanted:
             self._impatient_at = None

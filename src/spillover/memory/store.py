@@ -71,7 +71,7 @@ class SpillStore:
         self.loaded: list[Load] = []  # loads that no longer touch their device block; likewise
         self.rates = dict(rates or {})
         self.spilled_blocks = 0
-        self.refused = 0  # times that there was no slot for a block
+        self.dropped = 0  # blocks that left the device before they could be copied
         self._host = HostCache(Slots(link.allocate, link.slot_bytes, host_blocks or staging_blocks))
         self._admission = admission or Always()
         self._link_rates = link_rates or {}
@@ -113,7 +113,6 @@ class SpillStore:
             entries.append(entry)
         blocks = [block for _, block in items[: len(entries)]]
         self._short = len(items) - len(entries)
-        self.refused += self._short
         for start in range(0, len(entries), self._batch):
             part, to = blocks[start : start + self._batch], entries[start : start + self._batch]
             self._copies.append(_Copy(self._submit(self._out, self.link.copy_out, part, to), to, part, []))
@@ -278,12 +277,7 @@ class SpillStore:
         if self.keeps:
             host = HostReport(len(self._host), self._host.slots.limit, self._to_host, self._to_device, self._failures,
                               self._host.dropped)
-        return tier_reports(host, self.tiers, self._hits, self._link_rates, self.link.slot_bytes)
-
-    @property
-    def committed_bytes(self) -> int:
-        """Host memory taken so far."""
-        return self._host.slots.committed_bytes
+        return tier_reports(host, self.tiers, self._hits, self._link_rates, self.link.slot_bytes, self.dropped)
 
     def check(self) -> None:
         self._host.check()

@@ -30,14 +30,15 @@ class HostReport:
 
 
 def tier_reports(host: HostReport | None, tiers: Sequence[Tier], hits: Mapping[str, int], links: LinkRates,
-                 slot_bytes: int) -> list[TierReport]:
+                 slot_bytes: int, dropped: int) -> list[TierReport]:
+    """`dropped`: blocks that never came from the device to the nearest of them."""
     reports = []
     if host is not None:
         link_in, link_out = links.get("host", (None, None))
         reports.append(TierReport(
             name="host", blocks=host.blocks, capacity_blocks=host.capacity, bytes_in=host.to_host.bytes,
             bytes_out=host.to_device.bytes, seconds_in=host.to_host.seconds, seconds_out=host.to_device.seconds,
-            hit_tokens=hits.get("host", 0), failures=host.failures, dropped=host.dropped, available=True,
+            hit_tokens=hits.get("host", 0), failures=host.failures, dropped=host.dropped + dropped, available=True,
             link_in=link_in, link_out=link_out,
         ))
     for tier in tiers:
@@ -47,7 +48,8 @@ def tier_reports(host: HostReport | None, tiers: Sequence[Tier], hits: Mapping[s
         reports.append(TierReport(
             name=tier.name, blocks=stats.blocks, capacity_blocks=capacity, bytes_in=stats.bytes_written,
             bytes_out=stats.bytes_read, seconds_in=stats.seconds_writing, seconds_out=stats.seconds_reading,
-            hit_tokens=hits.get(tier.name, 0), failures=stats.store_failures + stats.load_failures, dropped=0,
+            hit_tokens=hits.get(tier.name, 0), failures=stats.store_failures + stats.load_failures,
+            dropped=dropped if not reports else 0,
             available=stats.available, link_in=link_in, link_out=link_out,
         ))
     return reports
