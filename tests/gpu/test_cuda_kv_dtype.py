@@ -45,21 +45,19 @@ def test_tokens_do_not_depend_on_chunks(kind: str, tmp_path: Path) -> None:
         assert generate(tmp_path, prompts, **flags, max_num_batched_tokens=chunk) == found
 
 
-@pytest.mark.parametrize("flags", [{}, {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "int8"}, {"spill_dtype": "fp8"}],
-                         ids=["auto", "fp8", "int8", "spill-fp8"])
+@pytest.mark.parametrize("flags", [{}, {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "int8"}],
+                         ids=["auto", "fp8", "int8"])
 def test_a_sequence_longer_than_the_pool_has_the_same_tokens(flags: dict[str, str], tmp_path: Path,
                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     rng = random.Random(2)
     prompts = [[rng.randrange(300) for _ in range(length)] for length in (9000, 90, 5001)]
-    resident = generate(tmp_path, prompts, max_model_len=12288,
-                        **{name: value for name, value in flags.items() if name != "spill_dtype"})
+    resident = generate(tmp_path, prompts, max_model_len=12288, **flags)
     cold: list[int] = []
     original = ColdStage.prefix
     monkeypatch.setattr(ColdStage, "prefix", lambda stage, item: cold.append(len(item.cold)) or original(stage, item))
     streamed = generate(tmp_path, prompts, max_model_len=12288, max_num_batched_tokens=1024, host_memory="1GB",
                         num_gpu_blocks_override=160, **flags)
     assert max(cold) * 16 > 4096 + 1024  # more than one segment
-    if "spill_dtype" not in flags:
-        assert streamed == resident
+    assert streamed == resident
     assert [len(tokens) for tokens in streamed] == [24] * 3
