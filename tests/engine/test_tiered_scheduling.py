@@ -388,3 +388,43 @@ def test_blocks_that_were_lost_are_told() -> None:
         assert world.store.reports()[0].dropped == 3
         kv.release("decode")
         world.close()
+
+
+def test_prompts_put_copies_off_while_there_is_room() -> None:
+    """A step with part of a prompt leaves copies to those that only decode, unless blocks run short."""
+    world = World(200, host=400, tokens=36, margin=100)
+    poll, during = world.kv.poll, 0
+
+    def counted() -> None:
+        nonlocal during
+        during += any(item.count > 1 for item in world.runner.batches[-1].items)
+        poll()
+
+    chat = world.request(prompt(1, 20), 300)
+    while not chat.output_token_ids:
+        world.engine.step()
+    world.kv.poll = counted  # type: ignore[method-assign]
+    for seed in range(2, 30):
+        world.request(prompt(seed, 100), 1)
+        for _ in range(8):
+            world.engine.step()
+            world.scheduler.check()
+            time.sleep(0.0005)  # a step takes no time here, and would outrun every copy
+    world.run()
+    mixed = sum(any(item.count > 1 for item in batch.items) for batch in world.runner.batches)
+    assert during < mixed / 4
+    assert world.store.spilled_blocks > 100
+    assert chat.output_token_ids == expected_tokens(chat, LENGTH)
+    world.close()
+
+
+@pytest.mark.parametrize("place", ["host", "host and disk"])
+def test_a_long_prompt_alone_keeps_copies_going(place: str) -> None:
+    """No step of it only decodes, and yet what it overwrites is copied first."""
+    world = World(60, tokens=16, **PLACES[place])  # type: ignore[arg-type]
+    for seed in range(1, 5):
+        world.ask(prompt(seed, 200), 1)
+    assert world.store.spilled_blocks > 60
+    assert world.store.dropped == 0
+    assert world.ask(prompt(4, 200), 1).sources.computed < 200  # type: ignore[union-attr]
+    world.close()

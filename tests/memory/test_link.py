@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spillover.memory import link as link_module
-from spillover.memory.link import SlotMap, address_of
+from spillover.memory.cuda_driver import _Owned, _Slab
+from spillover.memory.host import Slots
+from spillover.memory.link import SlotMap, SlotViews, address_of
 from spillover.memory.link_cpu import CpuLink
 
 BLOCK = 96
@@ -76,24 +77,49 @@ def test_neighbours_are_one_copy() -> None:
     memory = memoryview(bytearray(10 * BLOCK))
     slots, base = cut(memory, BLOCK), address_of(memory)
     places = SlotMap(9, BLOCK)
-    for _ in range(2):  # the second time from memory
-        runs = places.runs([3, 4, 5, 6, 8, 1], [slots[i] for i in (0, 1, 5, 6, 7, 2)])
+    chosen = [0, 1, 5, 6, 7, 2]
+    known = SlotViews(slots.__getitem__, chosen, base + np.array(chosen) * BLOCK, BLOCK)
+    for views in ([slots[i] for i in chosen], known):
+        runs = places.runs([3, 4, 5, 6, 8, 1], views)
         assert runs.blocks.tolist() == [3, 5, 8, 1]
         assert (runs.addresses - base).tolist() == [0, 5 * BLOCK, 7 * BLOCK, 2 * BLOCK]
         assert runs.counts.tolist() == [2, 2, 1, 1]
     assert places.runs([], []).counts.tolist() == []
+    apart = places.runs([3, 2, 1], known[:3])
+    assert (apart.blocks.tolist(), apart.counts.tolist()) == ([3, 2, 1], [1, 1, 1])
+    assert (apart.addresses - base).tolist() == [0, BLOCK, 5 * BLOCK]
 
 
-def test_a_new_slot_is_not_taken_for_one_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python gives an object the id of one that died; many short-lived slots must all be found where they lie."""
-    monkeypatch.setattr(link_module, "KNOWN_SLOTS", 5)
-    memory = memoryview(bytearray(40 * BLOCK))
-    places, base = SlotMap(9, BLOCK), address_of(memory)
-    for index in range(200):
-        start = index * 7 % 40
-        slot = memory[start * BLOCK : (start + 1) * BLOCK]
-        assert places.runs([1], [slot]).addresses.tolist() == [base + start * BLOCK]
-        del slot
+def test_every_slot_lies_where_its_address_says() -> None:
+    slots = Slots(lambda nbytes: memoryview(bytearray(nbytes)), 3 << 20, 7)  # two a slab, and one in the last
+    taken = [slots.take() for _ in range(7)]
+    assert slots.take() is None
+    numbers = [slot for slot in taken if slot is not None]
+    views = slots.views(numbers)
+    assert sorted(numbers) == list(range(7))
+    assert len({view.nbytes for view in views}) == 1
+    assert [address_of(view) for view in views] == views.addresses.tolist()
+    for slot in numbers:
+        slots.view(slot)[:] = bytes([slot + 1]) * slots.slot_bytes
+    assert [views[i][-1] for i in range(7)] == [slot + 1 for slot in numbers]
+    slots.check()
+
+
+def test_pinning_finds_the_slab_that_memory_lies_in() -> None:
+    nothing = np.empty(0, dtype=np.int64)
+    owned = _Owned([], nothing, nothing)
+    for address in (3000, 1000, 5000):
+        owned = owned.with_one(_Slab(address, 500))
+    assert [slab.address for slab in owned.find(np.array([3499, 3000]))] == [3000]
+    assert {slab.address for slab in owned.find(np.array([5001, 1000, 5499]))} == {1000, 5000}
+    for outside in (999, 3500, 5500):
+        with pytest.raises(ValueError, match="no link allocated"):
+            owned.find(np.array([1000, outside]))
+    left = owned.without(1)
+    assert [slab.address for slab in left.slabs] == [1000, 5000]
+    with pytest.raises(ValueError, match="no link allocated"):
+        left.find(np.array([3000]))
+    assert left.find(nothing) == []
 
 
 @pytest.mark.parametrize("codec", [None, Halves()])

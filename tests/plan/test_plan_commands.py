@@ -82,7 +82,7 @@ def test_a_folder_with_a_config_is_enough(tmp_path: Path, monkeypatch: pytest.Mo
     assert data["weight_bytes"] == 538_060_032
     assert data["device_bytes"] <= 10**9
     with pytest.raises(PlanError, match="raise --gpu-memory to at least"):
-        plan_command.run_plan(console, replace(config, gpu_memory="400MB"), as_json=True)
+        plan_command.run_plan(console, replace(config, gpu_memory="400MB", weights="resident"), as_json=True)
 
 
 @pytest.mark.parametrize("as_json", [True, False])

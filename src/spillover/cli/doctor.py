@@ -131,6 +131,8 @@ def _rates_table(rates: list[Rates]) -> Table:
         "device_copy": ("copy within the device, read + write", "B/s"),
         "host_to_device": ("host to device, pinned", "B/s"),
         "device_to_host": ("device to host, pinned", "B/s"),
+        "kernel_read": ("reads of pinned host memory by a kernel", "B/s"),
+        "host_read": ("host memory read by the cores", "B/s"),
         "disk_write": ("disk write", "B/s"),
         "disk_read": ("disk read", "B/s"),
     }

@@ -10,9 +10,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from spillover.cli.loading import look_at
+from spillover.cli.plan_weights import placement_table, predicted_table
 from spillover.engine.config import EngineConfig
 from spillover.plan.planner import Plan, with_costs
-from spillover.plan.rates import Rates, measure_rates
+from spillover.plan.rates import Rates, measure_rates, quick_rates
 from spillover.plan.roofline import Roof, format_seconds
 from spillover.plan.tiers import with_tier_rates
 from spillover.units import format_bytes, format_rate
@@ -20,7 +21,8 @@ from spillover.units import format_bytes, format_rate
 
 def run_plan(console: Console, config: EngineConfig, as_json: bool) -> None:
     planned = look_at(config)  # before anything is timed: an impossible plan is refused at once
-    rates = measure_rates(planned.plan.device)
+    # Weights that do not fit were placed by rates already: those are shown, and not others a moment later.
+    rates = (measure_rates if planned.plan.placement is None else quick_rates)(planned.plan.device)
     plan = with_costs(planned.plan, planned.model_config, planned.specs, rates)
     plan = replace(plan, tiers=with_tier_rates(plan.tiers, plan.device, plan.slot_bytes))
     if as_json:
@@ -34,10 +36,14 @@ def print_plan(console: Console, plan: Plan, rates: Rates | None = None) -> None
     console.print(f"[bold]{escape(plan.model)}[/bold] in {plan.dtype} on {escape(plan.device_name)}")
     console.print(f"Device tier: {where}; {format_bytes(plan.available_bytes)} available")
     console.print(_memory_table(plan))
+    if plan.placement is not None:
+        console.print(placement_table(plan.placement))
     if plan.tiers:
         console.print(_tiers_table(plan))
     console.print(_limits_table(plan))
-    if plan.costs is not None:
+    if plan.placement is not None and plan.placement.predicted is not None:
+        console.print(predicted_table(plan.placement.predicted, rates))
+    elif plan.costs is not None:
         console.print(_costs_table(plan, rates))
 
 
@@ -52,6 +58,8 @@ def plan_json(plan: Plan, rates: Rates | None = None) -> dict[str, Any]:
         "total_bytes": plan.total_bytes,
         "token_capacity": plan.token_capacity,
         "max_concurrency": plan.max_concurrency,
+        "device_weight_bytes": plan.device_weight_bytes,
+        "host_weight_bytes": plan.host_weight_bytes,
         "host_blocks": plan.host_blocks,
         "cold_blocks": plan.cold_blocks,
     }
@@ -76,7 +84,9 @@ def _memory_table(plan: Plan) -> Table:
     def row(name: str, count: int, detail: str = "", style: str | None = None) -> None:
         table.add_row(name, format_bytes(count), f"{100 * count / plan.total_bytes:.1f}%", detail, style=style)
 
-    row("Weights", plan.weight_bytes, _listed(plan.weights))
+    away = plan.host_weight_bytes + (0 if plan.placement is None else plan.placement.disk_bytes)
+    row("Weights", plan.device_weight_bytes, f"of {format_bytes(plan.weight_bytes)}; see below" if away else
+        _listed(plan.weights))
     blocks = f"{plan.num_blocks:,} blocks of {plan.block_size} tokens, {format_bytes(plan.block_bytes)} each, 1 dummy"
     if plan.kv_cache_dtype != "auto":
         blocks += f", {plan.kv_cache_dtype}"
@@ -85,6 +95,8 @@ def _memory_table(plan: Plan) -> Table:
     given = "" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)} (--gpu-memory)"
     row("Device tier", plan.device_bytes, given, "bold")
     if plan.device == "cpu":
+        if plan.host_weight_bytes:
+            row("Weights at home", plan.host_weight_bytes, "of the same RAM: those that do not stay on the device")
         if plan.host_bytes:
             row("Host tier", plan.host_bytes, "of the same RAM, taken as it is needed")
         row("Process", plan.base_bytes, "Python, torch and what they load; besides the budget")

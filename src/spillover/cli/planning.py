@@ -16,11 +16,13 @@ from spillover.engine.config import EngineConfig
 def plan(config: EngineConfig, as_json: bool) -> None:
     """Show what would go where, and what it would cost.
 
-    Splits the given budget between weights, KV cache and workspace, or says what would fit. Loads nothing.
+    Splits the given budget between weights, KV cache and workspace, or says what would fit. A model larger than the
+    budget is placed by --weights: what stays, what moves, and how fast that would be. Loads nothing.
 
     \b
-    Example:
+    Examples:
       spill plan --gpu-memory 2GB --max-model-len 4096
+      spill plan openai/gpt-oss-120b --gpu-memory 32GB --weights experts
     """
     from rich.console import Console
 

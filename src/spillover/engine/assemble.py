@@ -18,6 +18,7 @@ from spillover.engine.null_runner import NullRunner, ordinary_tokens
 from spillover.engine.runner import Runner
 from spillover.engine.scheduler import Scheduler, SchedulerConfig
 from spillover.engine.tiers import make_store
+from spillover.engine.weights.load import load
 from spillover.errors import SpilloverError
 from spillover.kernels import native
 from spillover.kernels.arena import Arena
@@ -25,18 +26,18 @@ from spillover.kernels.attention import KV_LAYOUT
 from spillover.kernels.kv_quant import QUANT_LAYOUT, head_bytes
 from spillover.memory.budgets import parse_disk
 from spillover.memory.kv_cache import KVCache
-from spillover.models.checkpoint import open_checkpoint, read_config
+from spillover.models.checkpoint import read_config
 from spillover.models.config import ModelConfig
 from spillover.models.fingerprint import model_fingerprint
 from spillover.models.layers import KVViews
-from spillover.models.loader import Progress, dummy_weights, load_weights
+from spillover.models.loader import Progress
 from spillover.models.registry import Architecture, architecture
 from spillover.models.store import DEFAULT_MODEL, resolve
 from spillover.models.tokenizer import Tokenizer, load_tokenizer
 from spillover.models.weights import WeightSpecs
 from spillover.plan.hardware import probe, trim_heap
 from spillover.plan.planner import Plan, PlanRequest, make_plan
-from spillover.plan.rates import Rates
+from spillover.plan.rates import Rates, quick_rates
 from spillover.plan.workspace import Workspace
 from spillover.units import parse_bytes
 
@@ -88,8 +89,11 @@ def plan_model(config: EngineConfig, rates: Rates | None = None) -> PlannedModel
         host_memory=None if config.host_memory is None else parse_bytes(config.host_memory),
         disks=tuple(parse_disk(text) for text in config.disk),
         remote=config.remote,
+        weights="resident" if null else config.weights,
+        cpu_offload=int((config.cpu_offload_gb or 0) * 2**30),
+        paged_tokens=config.paged_tokens,
     )
-    plan = make_plan(request, model_config, specs, probe(), rates, native.library() is not None)
+    plan = make_plan(request, model_config, specs, probe(), rates, native.library() is not None, measure=quick_rates)
     if plan.device == "cuda" and plan.block_size & (plan.block_size - 1):
         raise SpilloverError(f"--block-size on CUDA is a power of two, such as 16, 32 or 64; got {plan.block_size}")
     if null:  # the planned blocks are counted but never held
@@ -114,7 +118,7 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
     runner = _make_runner(planned, tokenizer, progress)
     identity = _identity(planned)
     store = None
-    if config.has_tiers and isinstance(runner, Runner):
+    if plan.tiers and isinstance(runner, Runner):
         store = make_store(config, plan, planned.model_config, runner.kv.pool, identity)
     margin = 2 * -(-plan.max_num_batched_tokens // plan.block_size) * len(plan.windows)
     kv = KVCache(plan.num_blocks, plan.block_size, plan.windows, config.enable_prefix_caching, identity, store=store,
@@ -141,11 +145,7 @@ def _make_runner(planned: PlannedModel, tokenizer: Tokenizer | None, progress: P
         return NullRunner(ordinary_tokens(model_config.vocab_size, tokenizer, model_config.eos_token_ids), decode)
     device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
     model = planned.architecture.build(model_config, device, dtype, plan.max_model_len)
-    if config.load_format == "dummy":
-        weights = dummy_weights(model_config, planned.specs, dtype, device, config.seed)
-    else:
-        with open_checkpoint(planned.path) as checkpoint:
-            weights = load_weights(checkpoint, model_config, planned.specs, dtype, device, progress=progress)
+    weights = load(config, plan, model_config, planned.specs, planned.path, progress)
     trim_heap()  # what loading left behind
     pool = _make_pool(plan, model_config, len(model.groups[0].layers), dtype, device)
     views = KVViews(pool, model.groups)
@@ -155,8 +155,6 @@ def _make_runner(planned: PlannedModel, tokenizer: Tokenizer | None, progress: P
     if device.type == "cuda":
         from spillover.engine.cuda_runner import CudaRunner, StepLimits  # needs Triton
 
-        if config.deterministic:
-            weights.fix_order(planned.specs)
         limits = StepLimits(plan.max_num_seqs, plan.max_num_batched_tokens, plan.max_model_len)
         runner = CudaRunner(model, weights, views, plan.block_size, device, limits, decode, plan.kv_cache_dtype, stage,
                             not config.enforce_eager, config.deterministic)

@@ -33,8 +33,18 @@ class EngineConfig:
                        ("auto", "float32", "bfloat16", "float16"))
     device: str = _flag("auto", "Where to compute.", ("auto", "cpu", "cuda"))
     gpu_memory: str | None = _flag(None, "Budget of the device tier, e.g. 8GB, for weights, KV and workspace.")
-    host_memory: str | None = _flag(None, "Host memory for KV that leaves the device, in all, e.g. 64GB; pinned "
-                                    "on CUDA.")
+    weights: str = _flag("auto", "How weights that do not fit on the device are held: auto keeps all there if they fit "
+                         "and else takes what measured rates predict to be fastest; resident refuses; demand copies at "
+                         "use; sequential streams layers ahead; experts pages them through slots; host-experts[:N] "
+                         "computes those of the first N layers on the host; pinned keeps a fixed part.")
+    cpu_offload_gb: float | None = _flag(None, "Keep at least so many GiB of weights off the device, layer by layer "
+                                         "from the first, copied at use; as in vLLM.")
+    policy: str = _flag("lru", "Which expert leaves its slot, and which comes ahead of need: static, lru, lfru, "
+                        "next-layer, or module:Class of your own.")
+    paged_tokens: int | None = _flag(None, "Tokens of the largest step whose missing experts the device fetches by "
+                                     "itself; larger steps stream them.")
+    host_memory: str | None = _flag(None, "Host memory for weights and KV that leave the device, in all, e.g. 64GB; "
+                                    "pinned on CUDA. Weights come first.")
     disk: tuple[str, ...] = _flag((), "PATH:SIZE, a folder for KV on disk and the most it may hold, e.g. "
                                   "/nvme/kv:200GB; may be given more than once.")
     remote: str | None = _flag(None, "Redis or Valkey server that keeps KV for several engines, e.g. "
@@ -89,7 +99,8 @@ class EngineConfig:
             choices, value = item.metadata["choices"], getattr(self, item.name)
             if choices and value not in choices:
                 raise SpilloverError(f"{_option(item.name)} takes one of {', '.join(choices)}; got {value!r}")
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override"):
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override",
+                     "paged_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise SpilloverError(f"{_option(name)} must be at least 1; got {value}")
@@ -101,6 +112,7 @@ class EngineConfig:
             raise SpilloverError("--gpu-memory and --num-gpu-blocks-override contradict each other: give one of them")
         if self.enforce_eager and self.graph_capture == "start":
             raise SpilloverError("--enforce-eager and --graph-capture start contradict each other: give one of them")
+        self._check_weights()
         self._check_tiers()
         if (not self.enable_chunked_prefill and self.max_num_batched_tokens is not None
                 and self.max_model_len is not None and self.max_num_batched_tokens < self.max_model_len):
@@ -128,6 +140,10 @@ class EngineConfig:
             if isinstance(value, str) and value in item.metadata["aliases"]:
                 object.__setattr__(self, item.name, item.metadata["aliases"][value])
         object.__setattr__(self, "disk", (self.disk,) if isinstance(self.disk, str) else tuple(self.disk))
+        if self.cpu_offload_gb is not None:
+            if not self.cpu_offload_gb >= 0:
+                raise SpilloverError(f"--cpu-offload-gb is a count of GiB; got {self.cpu_offload_gb}")
+            object.__setattr__(self, "cpu_offload_gb", self.cpu_offload_gb or None)  # 0 is vLLM's word for none
         if self.kv_offloading_size is not None:
             if self.host_memory is not None:
                 raise SpilloverError("--kv-offloading-size and --host-memory are the same budget: give one of them")
@@ -135,6 +151,27 @@ class EngineConfig:
                 raise SpilloverError(f"--kv-offloading-size must be above 0 GiB; got {self.kv_offloading_size}")
             object.__setattr__(self, "host_memory", f"{self.kv_offloading_size:f}GiB")
             object.__setattr__(self, "kv_offloading_size", None)
+
+    def _check_weights(self) -> None:
+        strategy, _, count = self.weights.partition(":")
+        if strategy not in WEIGHTS or (count and (strategy != "host-experts" or not count.isdigit() or int(count) < 1)):
+            raise SpilloverError(f"--weights takes one of {', '.join(WEIGHTS)} or host-experts:N; got '{self.weights}'")
+        if self.policy not in POLICIES and not _CLASS_NAME.fullmatch(self.policy):
+            raise SpilloverError(f"--policy takes {', '.join(POLICIES)} or module:Class; got '{self.policy}'")
+        if self.cpu_offload_gb is not None and self.weights not in ("auto", "demand"):
+            raise SpilloverError(f"--cpu-offload-gb and --weights {self.weights} contradict each other: give one of "
+                                 "them")
+        if self.policy != "lru" and (self.cpu_offload_gb is not None or strategy not in ("auto", "experts")):
+            asked = "--cpu-offload-gb" if self.cpu_offload_gb is not None else f"--weights {self.weights}"
+            raise SpilloverError(f"--policy {self.policy} chooses among experts in slots, which {asked} has no choice "
+                                 "of; use --weights experts")
+        if self.paged_tokens is not None and (self.cpu_offload_gb is not None or strategy in (
+                "resident", "sequential")):
+            asked = "--cpu-offload-gb" if self.cpu_offload_gb is not None else f"--weights {self.weights}"
+            raise SpilloverError(f"--paged-tokens needs slots of experts, which {asked} does not have; use --weights "
+                                 "experts")
+        if self.load_format == "null" and (self.weights != "auto" or self.cpu_offload_gb is not None):
+            raise SpilloverError("--load-format null has no weights: leave --weights and --cpu-offload-gb out")
 
     def _check_tiers(self) -> None:
         if self.host_memory is not None and parse_bytes(self.host_memory) <= 0:
@@ -166,6 +203,8 @@ class EngineConfig:
             raise SpilloverError(f"{given} has nothing to keep: --load-format null has no KV")
 
 
+WEIGHTS = ("auto", "resident", "demand", "sequential", "experts", "host-experts", "pinned")
+POLICIES = ("static", "lru", "lfru", "next-layer")
 _CLASS_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 

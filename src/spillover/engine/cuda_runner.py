@@ -76,7 +76,8 @@ class _Work:
     places: _Places
     sampled: list[int]  # items that draw a token
     sampling: SamplingBatch | None  # None: every row is drawn by temperature alone
-    decodes: bool  # one row a request, and all of them draw: fit for a graph
+    decodes: bool  # one row a request, and all of them draw
+    recorded: bool  # in a graph, or about to be
     prompt_rows: tuple[PromptRows, ...]
 
 
@@ -85,7 +86,7 @@ class CudaStep:
 
     def __init__(self, batch: Batch, work: _Work, drawn: npt.NDArray[np.int64], logprobs: SampledLogprobs | None,
                  prompt: tuple[list[SampledLogprobs], ...], ended: torch.cuda.Event | None,
-                 decode: Callable[[int], str] | None) -> None:
+                 decode: Callable[[int], str] | None, weights: ResidentWeights) -> None:
         self.batch = batch
         self._work = work
         self._drawn = drawn
@@ -93,11 +94,13 @@ class CudaStep:
         self._prompt = prompt
         self._ended = ended
         self._decode = decode
+        self._weights = weights
 
     def result(self) -> StepResult:
         if self._ended is not None:
             self._ended.synchronize()
         work = self._work
+        self._weights.end_step(work.places.rows)
         drawn: list[int] = self._drawn[:len(work.sampled)].tolist()
         if work.decodes and self._logprobs is None:
             count = len(drawn)
@@ -143,9 +146,12 @@ class CudaRunner(Runner):
         """Record the graphs of plain decoding now, on padding alone; the largest first, whose memory all share."""
         if self._graphs is None:
             return
+        most = self.weights.recordable
+        sizes = self._graphs.sizes if most is None else range(1, most + 1)
         nothing = np.empty(0, dtype=np.int64)
         with torch.inference_mode(), torch.cuda.stream(self._queue):
-            for size in reversed(self._graphs.sizes):
+            for size in reversed(sizes):
+                self.weights.begin_step()
                 self._inputs.begin()
                 places = self._write((), nothing, nothing, nothing, [], size, nothing)
                 self._inputs.send()
@@ -155,9 +161,13 @@ class CudaRunner(Runner):
     def graph_stats(self) -> GraphStats | None:
         return self._graphs.stats if self._graphs is not None else None
 
-    def sleep(self, blocks: Sequence[int]) -> None:
+    def forget_graphs(self) -> None:
+        """They hold the addresses of weights and KV, and are recorded again when they are needed."""
         if self._graphs is not None:
-            self._graphs.clear()  # they hold the addresses of weights and KV
+            self._graphs.clear()
+
+    def sleep(self, blocks: Sequence[int]) -> None:
+        self.forget_graphs()
         super().sleep(blocks)
 
     def close(self) -> None:
@@ -166,11 +176,13 @@ class CudaRunner(Runner):
 
     def _launch(self, batch: Batch) -> CudaStep:
         work = self._prepare(batch)
+        self.weights.begin_step()
         logprobs: SampledLogprobs | None = None
         prompt: tuple[list[SampledLogprobs], ...] = ()
         plain = work.sampling is None
         hidden: Tensor | None
-        if work.decodes and self._graphs is not None:
+        if work.recorded:
+            assert self._graphs is not None
             key = (work.places.rows, plain)
             hidden = self._graphs.run(key, partial(self._forward, work.places, plain))
         else:
@@ -249,8 +261,10 @@ class CudaRunner(Runner):
         sampled = [i for i, item in enumerate(items) if item.samples]
         prompt_rows = tuple(self._prompt_rows(items, _starts(counts))) if _scores_prompts(items) else ()
         decodes = len(sampled) == len(items) == counts.sum() and not prompt_rows and not items[0].cold
-        size = len(items)
-        if decodes and self._graphs is not None:
+        size, most = len(items), self.weights.recordable
+        recorded = decodes and self._graphs is not None and (most is None or size <= most)
+        if recorded and self._graphs is not None and most is None:
+            # Not where experts are fetched as rows ask for them: padding would ask too.
             size = self._graphs.size(len(items))
         self._inputs.begin()
         drawn = slots if decodes else slots[sampled]
@@ -268,7 +282,7 @@ class CudaRunner(Runner):
         sampling = None
         if not self._slots.plain[drawn].all():
             sampling = self._sampling([items[i] for i in sampled])
-        return _Work(items, places, sampled, sampling, decodes, prompt_rows)
+        return _Work(items, places, sampled, sampling, decodes, recorded, prompt_rows)
 
     def _write(self, items: Sequence[ScheduledRequest], slots: npt.NDArray[np.int64], counts: npt.NDArray[np.int64],
                starts: npt.NDArray[np.int64], sampled: list[int], size: int,
@@ -353,7 +367,7 @@ class CudaRunner(Runner):
         if self._device.type == "cuda":
             ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ended.record()
-        return CudaStep(batch, work, self._read[self._turn], logprobs, prompt, ended, self._decode)
+        return CudaStep(batch, work, self._read[self._turn], logprobs, prompt, ended, self._decode, self.weights)
 
 
 def _starts(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -75,6 +75,7 @@ class Graphs:
 
     def clear(self) -> None:
         self._recorded.clear()
+        self._pool = torch.cuda.graph_pool_handle()  # the old one ends with the last graph in it
 
     def _record(self, key: Key, step: Callable[[], Tensor]) -> _Recorded:
         start, before = time.perf_counter(), torch.cuda.memory_reserved(self._device)

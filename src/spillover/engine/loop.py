@@ -41,6 +41,7 @@ class Engine:
     def __init__(self, scheduler: Scheduler, runner: StepRunner, overlap: bool = True) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self.failed = False  # a step has raised: what was scheduled for it will never end
         self.num_steps = 0
         self.slots_held = 0  # token slots in running requests' blocks, summed over steps ...
         self.slots_wasted = 0  # ... and those of them without a token
@@ -56,7 +57,8 @@ class Engine:
         """
         batch = self.scheduler.schedule()
         now = time.monotonic()
-        launched = self.runner.launch(batch) if batch else None
+        launched = self._launch(batch) if batch else None
+        self.scheduler.tend(batch)
         ended, self._launched = (self._launched, launched) if self._overlap else (launched, None)
         started, self._launched_at = (self._launched_at, now) if self._overlap else (now, now)
         if launched is not None:
@@ -88,16 +90,29 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self._launched is not None
+        return not self.failed and (self.scheduler.has_work or self._launched is not None)
 
     def _finish(self, ended: LaunchedStep | None, started: float) -> list[Request]:
         if ended is None:
             return []
-        result = ended.result()
+        try:
+            result = ended.result()
+        except Exception:
+            self.failed = True
+            raise
         now = time.monotonic()
         self.scheduler.learn(ended.batch, now - max(started, self._ended_at))
         self._ended_at = now
         return self.scheduler.finish(ended.batch, result)
+
+    def _launch(self, batch: Batch) -> LaunchedStep:
+        if self.failed:
+            raise SpilloverError("the engine has failed in an earlier step, whose tokens are lost; start a new one")
+        try:
+            return self.runner.launch(batch)
+        except Exception:
+            self.failed = True
+            raise
 
     def _count(self) -> None:
         held, used = self.scheduler.slots()

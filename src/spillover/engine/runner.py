@@ -123,6 +123,7 @@ class Runner:
 
     def close(self) -> None:
         self._stream.shutdown()
+        self.weights.close()
         if self._stage is not None:
             self._stage.close()
 

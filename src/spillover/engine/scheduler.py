@@ -74,7 +74,7 @@ class Scheduler:
         items: list[ScheduledRequest] = []
         budget = self.config.max_num_batched_tokens
         if self.kv.store is not None:
-            self.kv.poll()
+            self.kv.poll_loads()
             for request in [r for r in self.running if r.restoring]:
                 self._take_over(request)
         decodes = [r for r in self.running if r.num_tokens - r.num_computed == 1]
@@ -89,6 +89,16 @@ class Scheduler:
                 budget -= count
         self._admit(items, budget)
         return Batch(tuple(items))
+
+    def tend(self, batch: Batch) -> None:
+        """Looks after the cache's copies while this batch, just launched, is computed. Beside one that only decodes
+        there is time; one with part of a prompt has kept the host busy launching it, and there is none to lose."""
+        if self.kv.store is not None:
+            hurried = any(item.count > 1 for item in batch.items)
+            if hurried and self.kv.put_off():
+                self.kv.poll_loads()
+            else:
+                self.kv.poll()
 
     def finish(self, batch: Batch, result: StepResult) -> list[Request]:
         """Take in what a step brought; returns the requests that have a new token or have ended."""

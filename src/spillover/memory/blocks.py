@@ -112,7 +112,9 @@ class BlockPool:
         """EVICTABLE -> FREE."""
         if self._state[block] is not EVICTABLE:
             self._illegal("evict", block, EVICTABLE)
-        self.uncache(block)
+        self._cached[block] = 0
+        self._move(block, FREE)
+        self._free.append(block)
 
     def begin_copy(self, block: int) -> None:
         """A copy now reads or writes this block: it is neither reused, freed nor evicted before end_copy."""
@@ -154,8 +156,9 @@ class BlockPool:
             assert block not in self._loading or state is IN_FLIGHT, where
 
     def _settle(self, block: int) -> None:
-        incomplete = block in self._loading
-        self._loading.discard(block)
+        incomplete = bool(self._loading) and block in self._loading
+        if incomplete:
+            self._loading.remove(block)
         if self._refs[block]:
             self._move(block, FILLING if incomplete else READY)
         elif self._cached[block]:

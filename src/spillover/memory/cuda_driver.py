@@ -6,10 +6,9 @@ here a batch is one call. Host memory is pinned when a copy first meets it.
 
 from __future__ import annotations
 
-import bisect
 import ctypes
 import threading
-from collections.abc import Iterable
+from collections.abc import Sequence
 from ctypes import POINTER, byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -54,6 +53,31 @@ class _Slab:
     pinned: bool | None = None  # None: not tried yet
 
 
+class _Owned:
+    """Slabs by address."""
+
+    def __init__(self, slabs: list[_Slab], starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> None:
+        self.slabs = slabs
+        self._starts = starts
+        self._ends = ends
+
+    def with_one(self, slab: _Slab) -> _Owned:
+        place = int(np.searchsorted(self._starts, slab.address))
+        return _Owned([*self.slabs[:place], slab, *self.slabs[place:]], np.insert(self._starts, place, slab.address),
+                      np.insert(self._ends, place, slab.address + slab.nbytes))
+
+    def without(self, place: int) -> _Owned:
+        return _Owned(self.slabs[:place] + self.slabs[place + 1 :], np.delete(self._starts, place),
+                      np.delete(self._ends, place))
+
+    def find(self, addresses: npt.NDArray[np.int64]) -> list[_Slab]:
+        """Each that one of these lies in, once."""
+        places = np.searchsorted(self._starts, addresses, side="right") - 1
+        if len(places) and (places.min() < 0 or (addresses >= self._ends[places]).any()):
+            raise ValueError("memory that no link allocated")
+        return [self.slabs[place] for place in set(places.tolist())]
+
+
 class CudaDriver:
     """Calls that act on a device need its context, which set_context makes the calling thread's."""
 
@@ -79,7 +103,8 @@ class CudaDriver:
             )
         self._madvise = ctypes.CDLL(None).madvise
         self._madvise.argtypes = (c_void_p, c_size_t, c_int)
-        self._slabs: list[_Slab] = []  # by address; replaced as a whole, so that it is read without a lock
+        nothing = np.empty(0, dtype=np.int64)
+        self._owned = _Owned([], nothing, nothing)  # replaced as a whole, so that it is read without a lock
         self._pinning = threading.Lock()
 
     @property
@@ -121,24 +146,22 @@ class CudaDriver:
 
     def own(self, address: int, nbytes: int) -> None:
         """From now on `pin` knows this memory, which begins at a page."""
-        self._slabs = sorted([*self._slabs, _Slab(address, nbytes)], key=_by_address)
+        self._owned = self._owned.with_one(_Slab(address, nbytes))
 
     def disown(self, address: int) -> None:
         """The memory may go; no copy of it may be running."""
-        for slab in self._slabs:
-            if slab.address == address and slab.pinned:
-                self._library.cuMemHostUnregister(address)
-        self._slabs = [slab for slab in self._slabs if slab.address != address]
+        place = next((i for i, slab in enumerate(self._owned.slabs) if slab.address == address), None)
+        if place is None:
+            return
+        if self._owned.slabs[place].pinned:
+            self._library.cuMemHostUnregister(address)
+        self._owned = self._owned.without(place)
 
-    def pin(self, addresses: Iterable[int]) -> bool:
+    def pin(self, addresses: Sequence[int] | npt.NDArray[np.int64]) -> bool:
         """Pins what these lie in, if it is not; whether all of it is pinned. Milliseconds for tens of megabytes. The
         driver refuses where locked memory is limited: then copies are slower and not asynchronous."""
-        slabs, pinned = self._slabs, True
-        for address in addresses:
-            place = bisect.bisect_right(slabs, address, key=_by_address) - 1
-            if place < 0 or address >= slabs[place].address + slabs[place].nbytes:
-                raise ValueError("memory that no link allocated")
-            slab = slabs[place]
+        pinned = True
+        for slab in self._owned.find(np.asarray(addresses, dtype=np.int64)):
             if slab.pinned is None:
                 with self._pinning:
                     if slab.pinned is None:
@@ -165,10 +188,6 @@ class CudaDriver:
         attributes, first, failed = _CopyAttributes(source_order=_STREAM_ORDER), c_size_t(0), c_size_t(0)
         return int(self._batch(targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(targets),
                                byref(attributes), byref(first), 1, byref(failed), stream))
-
-
-def _by_address(slab: _Slab) -> int:
-    return slab.address
 
 
 @cache

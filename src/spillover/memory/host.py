@@ -7,6 +7,11 @@ called on the engine's thread; copies themselves run elsewhere on the memory tha
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
+import numpy as np
+import numpy.typing as npt
+
+from spillover.memory.link import SlotViews, address_of
+
 # Host memory is taken from the system in at most this many slabs, and at least so much at a time. Pinning a slab holds
 # up the device's driver, 0.2 ms a megabyte: a small one is hidden by the step that runs meanwhile.
 MAX_SLABS = 8192
@@ -21,20 +26,23 @@ class Slots:
         self.slot_bytes = slot_bytes
         self._allocate = allocate
         self._stride = -(-slot_bytes // 4096) * 4096  # so that a disk can read into it directly
-        self._views: list[memoryview] = []
+        self._per_slab = max(1, max(SLAB_BYTES, limit * self._stride // MAX_SLABS) // self._stride)
+        self._slabs: list[memoryview] = []  # the last may be shorter; no object a slot, for the collector to look at
+        self._addresses: npt.NDArray[np.int64] = np.empty(limit, dtype=np.int64)  # of slots, as far as there are any
+        self._count = 0  # of slots
         self._free: list[int] = []
 
     @property
     def free(self) -> int:
         """Slots that take() can give."""
-        return len(self._free) + self.limit - len(self._views)
+        return len(self._free) + self.limit - self._count
 
     @property
     def used(self) -> int:
-        return len(self._views) - len(self._free)
+        return self._count - len(self._free)
 
     def take(self) -> int | None:
-        if not self._free and len(self._views) < self.limit:
+        if not self._free and self._count < self.limit:
             self._grow()
         return self._free.pop() if self._free else None
 
@@ -42,20 +50,24 @@ class Slots:
         self._free.append(slot)
 
     def view(self, slot: int) -> memoryview:
-        return self._views[slot]
+        slab, place = divmod(slot, self._per_slab)
+        return self._slabs[slab][place * self._stride : place * self._stride + self.slot_bytes]
+
+    def views(self, slots: list[int]) -> SlotViews:
+        return SlotViews(self.view, slots, self._addresses[slots], self.slot_bytes)
 
     def _grow(self) -> None:
-        size = max(SLAB_BYTES, self.limit * self._stride // MAX_SLABS)
-        count = min(max(1, size // self._stride), self.limit - len(self._views))
+        first = self._count
+        count = min(self._per_slab, self.limit - first)
         try:
             slab = self._allocate(count * self._stride)
         except (MemoryError, OSError, RuntimeError):  # RuntimeError: pinned memory that the driver refuses
-            self.limit = len(self._views)  # what there is must do
+            self.limit = first  # what there is must do
             return
-        first = len(self._views)
-        for start in range(0, count * self._stride, self._stride):
-            self._views.append(slab[start : start + self.slot_bytes])
-        self._free.extend(reversed(range(first, len(self._views))))
+        self._slabs.append(slab)
+        self._count += count
+        self._addresses[first : self._count] = address_of(slab) + np.arange(count) * self._stride
+        self._free.extend(reversed(range(first, self._count)))
 
     def check(self) -> None:
         assert len(self._free) == len(set(self._free)), "a slot is free twice"
@@ -69,7 +81,7 @@ class Entry:
 
     def __init__(self, key: bytes, slot: int) -> None:
         self.key = key
-        self.slot = slot
+        self.slot = slot  # -1 once it is dropped
         self.ready = False
         self.private = False  # of one live sequence, found by nobody else
         self.pins = 0  # copies and restores that rely on the slot
@@ -98,7 +110,7 @@ class HostCache:
 
     def touch(self, entry: Entry) -> None:
         self._entries.move_to_end(entry.key)
-        if entry.key in self._unsafe:
+        if self._unsafe and entry.key in self._unsafe:
             self._unsafe.move_to_end(entry.key)
 
     def reserve(self, key: bytes, lossy: bool = True) -> Entry | None:
@@ -132,6 +144,7 @@ class HostCache:
         del self._entries[entry.key]
         self._unsafe.pop(entry.key, None)
         self.slots.give_back(entry.slot)
+        entry.slot = -1
 
     @property
     def spare(self) -> int:

@@ -19,6 +19,8 @@ from spillover.memory.spiller import Spiller
 from spillover.memory.store import SpillStore
 
 MAX_PARKS = 3  # failed attempts to move a long sequence's blocks to host memory
+MAX_PUT_OFF = 8  # times in a row that poll() may be, while there are enough blocks to be had
+READY_SHARE = 8  # one in so many blocks can be had without a copy, at least
 
 
 class KVCache:
@@ -34,7 +36,8 @@ class KVCache:
         margin: int = 32,
     ) -> None:
         """`windows` has one entry a layer group, None for full attention; `identity` digests model, dtype, layout.
-        `store` is what lies below the device, and `margin` how many blocks are kept ready to be overwritten."""
+        `store` is what lies below the device, and `margin` how many blocks, at least, are kept ready to be
+        overwritten."""
         if num_blocks < 1 or block_size < 1:
             raise SpilloverError(f"a KV cache of {num_blocks} blocks of {block_size} tokens cannot hold a single token")
         if not windows or any(window is not None and window < 1 for window in windows):
@@ -49,8 +52,10 @@ class KVCache:
         self._spiller = None
         self.restorer = None
         if self.store is not None:
-            self._spiller = Spiller(self._pool, self._tree, self.store, min(margin, num_blocks // 2))
+            margin = min(max(margin, num_blocks // READY_SHARE), num_blocks // 2)
+            self._spiller = Spiller(self._pool, self._tree, self.store, margin)
             self.restorer = Restorer(self.store, block_size, self.windows)
+        self._put_off = 0
         self._live: dict[str, SequenceBlocks] = {}
         self._parking: set[int] = set()  # blocks on their way to `cold`
         # Full-attention groups first: of two blocks released together, the one that stands for its node is the older.
@@ -223,22 +228,34 @@ class KVCache:
     # Other tiers
 
     def poll(self) -> None:
-        """Takes in what copies have brought since the last call; between any two steps, and while waiting."""
+        """Takes in what copies have brought since the last call, and starts new ones; between any two steps, and while
+        waiting."""
         if self.store is None or self._spiller is None:
             return
+        self._put_off = 0
         self.store.poll()
-        for load in self.store.loaded:
-            if load.block is not None:
-                self._tree.end_copy(load.block)
-        self.store.loaded.clear()
+        self._take_loads()
+        self._spiller.take_spilled()
         if self._parking:
-            for block in self._parking.intersection(self.store.spilled):
+            for block in self.store.spilled:
                 self._parking.remove(block)
                 self._tree.end_copy(block)
+            self.store.spilled.clear()
             for sequence in self._live.values():
                 if sequence.parking:
                     self._take_parked(sequence)
         self._spiller.poll()
+
+    def poll_loads(self) -> None:
+        """Of poll(), what requests wait for: a small part of its work, and the rest may be put off a while."""
+        if self.store is not None:
+            self.store.poll_loads()
+            self._take_loads()
+
+    def put_off(self) -> bool:
+        """Whether poll() can wait for another step; asked instead of calling it."""
+        self._put_off += 1
+        return self._spiller is None or (self._put_off < MAX_PUT_OFF and not self._parking and not self._spiller.low)
 
     def close(self, deadline: float) -> None:
         """Ends all copies. What only the device or host memory has is first written to the tiers that last, in time."""
@@ -338,8 +355,7 @@ class KVCache:
 
     def cold(self, seq: str) -> tuple[memoryview, ...]:
         """Host memory that holds the sequence's leading blocks; their table entries are 0."""
-        sequence = self._get(seq)
-        return tuple(self.store.view(entry) for entry in sequence.cold) if self.store is not None else ()
+        return self._get(seq).cold_views
 
     def begin_copy(self, block: int) -> None:
         """A copy to or from another tier starts: the block is neither reused, freed nor evicted until end_copy."""
@@ -393,6 +409,13 @@ class KVCache:
                 f"block {block} has {self._pool.refs(block)} references, {refs[block]} holders"
             )
 
+    def _take_loads(self) -> None:
+        if self.store is not None and self.store.loaded:
+            for load in self.store.loaded:
+                if load.block is not None:
+                    self._tree.end_copy(load.block)
+            self.store.loaded.clear()
+
     def _take_parked(self, sequence: SequenceBlocks) -> None:
         assert self.store is not None
         start = len(sequence.cold)
@@ -402,6 +425,7 @@ class KVCache:
             return
         if all(entry.ready for entry in sequence.parking):
             sequence.cold += sequence.parking
+            sequence.cold_views += tuple(self.store.view(entry) for entry in sequence.parking)
             for i in range(start, end):
                 self._tree.unref(table[i])
                 table[i] = 0

@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
 
 PAGE = 4096
-KNOWN_SLOTS = 1 << 16
 
 
 class DeviceLink(Protocol):
@@ -59,13 +58,40 @@ class Runs(NamedTuple):
     counts: npt.NDArray[np.int64]
 
 
+class SlotViews(Sequence[memoryview]):
+    """The slots of a copy. Their addresses are known, so that a link which wants no more makes no view of any."""
+
+    def __init__(self, view: Callable[[int], memoryview], slots: Sequence[int], addresses: npt.NDArray[np.int64],
+                 slot_bytes: int) -> None:
+        self.addresses = addresses
+        self.slot_bytes = slot_bytes
+        self._view = view
+        self._slots = slots
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __iter__(self) -> Iterator[memoryview]:
+        return map(self._view, self._slots)
+
+    @overload
+    def __getitem__(self, index: int) -> memoryview: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> SlotViews: ...
+
+    def __getitem__(self, index: int | slice) -> memoryview | SlotViews:
+        if isinstance(index, slice):
+            return SlotViews(self._view, self._slots[index], self.addresses[index], self.slot_bytes)
+        return self._view(self._slots[index])
+
+
 class SlotMap:
-    """Checks what a copy names and finds where it lies. Slots are asked for again and again, and so remembered."""
+    """Checks what a copy names and finds where it lies."""
 
     def __init__(self, num_blocks: int, slot_bytes: int) -> None:
         self._num_blocks = num_blocks
         self._slot_bytes = slot_bytes
-        self._known: dict[int, tuple[memoryview, int]] = {}  # by id, which is the slot's while it is held here
 
     def runs(self, blocks: Sequence[int], slots: Sequence[memoryview]) -> Runs:
         """Refuses what would write outside of the pool or of a slot; block 0 is the dummy."""
@@ -73,25 +99,23 @@ class SlotMap:
             raise ValueError(f"{len(blocks)} blocks and {len(slots)} slots")
         if not blocks:
             return Runs(*(np.empty(0, dtype=np.int64) for _ in range(3)))
-        ids, addresses = np.array(blocks, dtype=np.int64), np.array([self._address(slot) for slot in slots])
+        ids, addresses = np.array(blocks, dtype=np.int64), self._addresses(slots)
         if ids.min() < 1 or ids.max() > self._num_blocks:
             raise ValueError(f"blocks {ids.min()} to {ids.max()} of 1 to {self._num_blocks}")
         apart = (ids[1:] - ids[:-1] != 1) | (addresses[1:] - addresses[:-1] != self._slot_bytes)
+        if apart.all():
+            return Runs(ids, addresses, np.ones(len(ids), dtype=np.int64))
         starts = np.concatenate(([0], np.flatnonzero(apart) + 1))
         counts = np.diff(np.append(starts, len(ids)))
         return Runs(ids[starts], addresses[starts], counts)
 
-    def _address(self, slot: memoryview) -> int:
-        known = self._known.get(id(slot))
-        if known is not None:
-            return known[1]
-        if slot.nbytes != self._slot_bytes:
-            raise ValueError(f"a slot of {slot.nbytes} bytes and not {self._slot_bytes}")
-        if len(self._known) >= KNOWN_SLOTS:
-            self._known = {}
-        address = address_of(slot)
-        self._known[id(slot)] = (slot, address)
-        return address
+    def _addresses(self, slots: Sequence[memoryview]) -> npt.NDArray[np.int64]:
+        for size in {slots.slot_bytes} if isinstance(slots, SlotViews) else {slot.nbytes for slot in slots}:
+            if size != self._slot_bytes:
+                raise ValueError(f"a slot of {size} bytes and not {self._slot_bytes}")
+        if isinstance(slots, SlotViews):
+            return slots.addresses
+        return np.array([address_of(slot) for slot in slots], dtype=np.int64)
 
 
 def address_of(memory: memoryview) -> int:

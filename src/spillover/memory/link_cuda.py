@@ -108,7 +108,7 @@ class CudaLink:
         host, sizes = runs.addresses.astype(np.uint64), (runs.counts * self.slot_bytes).astype(np.uint64)
         targets, sources = (device, host) if inwards else (host, device)
         done = self._event()
-        pinned = self._driver.pin(runs.addresses.tolist())
+        pinned = self._driver.pin(runs.addresses)
         event = 0 if fence is None else int(fence.cuda_event)
         library = native.library()
         if library is not None:

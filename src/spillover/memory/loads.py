@@ -1,8 +1,9 @@
-"""Stored blocks on their way back to the device, and the question where a prompt's blocks are."""
+"""Stored blocks on their way, and the question where a prompt's blocks are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 
 from spillover.memory.host import Entry
@@ -35,6 +36,27 @@ class Load:
     @property
     def pending(self) -> bool:
         return self.state not in (LoadState.DONE, LoadState.FAILED)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One job on the link."""
+
+    ticket: Ticket[float]
+    entries: list[Entry]
+    blocks: list[int]
+    loads: list[Load]  # empty for a copy out
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """One block on its way from a tier below to host memory."""
+
+    entry: Entry
+    tier: str
+    started: float
+    place: int  # in its batch, from 1
+    ticket: Ticket[bool]
 
 
 class Search:

@@ -15,7 +15,7 @@ from spillover.memory.policies import EvictionPolicy
 
 
 class Node:
-    __slots__ = ("_digest", "blocks", "children", "parent", "tokens", "users")
+    __slots__ = ("_digest", "_key", "blocks", "children", "parent", "tokens", "users")
 
     def __init__(self, parent: "Node | None", tokens: tuple[int, ...], num_groups: int) -> None:
         self.parent = parent
@@ -24,6 +24,15 @@ class Node:
         self.children: dict[tuple[int, ...], Node] = {}
         self.users = 0  # live sequences whose last committed block this is; they keep the node, not its blocks
         self._digest: bytes | None = None
+        self._key: bytes | None = None
+
+    def key(self, group: int) -> bytes:
+        """The name under which other tiers keep the node's block of a group; the first group's is remembered."""
+        if group:
+            return block_key(self.digest, group)
+        if self._key is None:
+            self._key = block_key(self.digest, 0)
+        return self._key
 
     @property
     def digest(self) -> bytes:
@@ -73,6 +82,7 @@ class PrefixTree:
         self._windows = tuple(windows)
         # A node leaves as a whole; the block of its first full-attention group stands for it before the policy.
         self._lead = self._windows.index(None) if None in self._windows else None
+        self._plain = self._windows == (None,)  # as most models have it: a node is one block
         self._policy = policy
         self._identity = identity
         self._roots: dict[str | None, Root] = {}
@@ -136,10 +146,12 @@ class PrefixTree:
     def key(self, block: int) -> bytes:
         """The name under which other tiers keep this block of the tree."""
         node = self._home[block]
-        return block_key(node.digest, node.blocks.index(block))
+        return node.key(0 if self._plain else node.blocks.index(block))
 
     def peers(self, victim: int) -> list[int]:
         """The blocks that evict() would free along with this victim, itself included."""
+        if self._plain:
+            return [victim]
         node = self._home[victim]
         whole = self._lead is not None and node.blocks[self._lead] == victim
         return [block for block in node.blocks if block is not None] if whole else [victim]
@@ -165,18 +177,20 @@ class PrefixTree:
 
     def begin_copy(self, block: int) -> None:
         self._pool.begin_copy(block)
-        if (node := self._home.get(block)) is not None:
+        if self._plain:
+            self._withdraw(block)
+        elif (node := self._home.get(block)) is not None:
             self._offer(node)
 
     def end_copy(self, block: int) -> None:
         self._pool.end_copy(block)
-        if (node := self._home.get(block)) is not None:
+        if (node := self._home.get(block)) is not None and not (self._plain and node.children):
             self._offer(node)
 
-    def evict(self) -> bool:
-        """Frees the policy's victim: a whole leaf, or one sliding-window block; False if nothing may go."""
-        victim = self._policy.victim()
-        if victim is None:
+    def evict(self, victim: int | None = None) -> bool:
+        """Frees the policy's victim: a whole leaf, or one sliding-window block; False if nothing may go. Who has just
+        asked for the victim may name it."""
+        if victim is None and (victim := self._policy.victim()) is None:
             return False
         node = self._home[victim]
         for block in self.peers(victim):
@@ -248,6 +262,10 @@ class PrefixTree:
 
     def _offer(self, node: Node) -> None:
         """Tells the policy what of this node may be evicted now, and what no longer."""
+        if self._plain:
+            if node.blocks and (block := node.blocks[0]) is not None:
+                self._set_offered(block, not node.children and self._pool.state(block) is EVICTABLE)
+            return
         idle = True
         for window, block in zip(self._windows, node.blocks, strict=False):  # a root has no blocks
             if block is None:
@@ -273,7 +291,7 @@ class PrefixTree:
 
     def _prune(self, node: Node) -> None:
         """Removes the node, and then its ancestors, where nothing hangs on them any more."""
-        while not node.children and not node.users and all(block is None for block in node.blocks):
+        while not (node.children or node.users or any(node.blocks)):
             if isinstance(node, Root):
                 del self._roots[node.salt]
                 return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from spillover.memory.digest import block_key, prefix_digests
 from spillover.memory.loads import Load, LoadState, Search
@@ -89,8 +90,18 @@ class _Sought:
     """What is asked for a waiting sequence: the blocks from `start` on, which the device did not have."""
 
     start: int
-    keys: list[list[bytes]]  # block -> group -> key
-    search: Search
+    keys: list[list[bytes]]  # block -> group -> key; not all of them yet
+    rest: Iterator[list[bytes]]  # the others, digested one by one as somebody wants to know
+    search: Search  # for the keys that there were when it began
+
+    def row(self, index: int) -> list[bytes] | None:
+        """The keys of one block after `start`; None: the prompt has no such block."""
+        while index >= len(self.keys):
+            row = next(self.rest, None)
+            if row is None:
+                return None
+            self.keys.append(row)
+        return self.keys[index]
 
 
 class Restorer:
@@ -106,10 +117,12 @@ class Restorer:
     def seek(self, seq: str, tokens: Sequence[int], start: int, digest: bytes) -> None:
         """Asks the tiers for the blocks of a prompt of which the device has the first `start`, the last of them with
         this digest, and brings those that lie far away nearer."""
-        rest = tokens[start * self._block_size : len(tokens) - 1]  # one token is always left to compute
+        tail = tokens[start * self._block_size : len(tokens) - 1]  # one token is always left to compute
         groups = range(len(self._windows))
-        keys = [[block_key(each, group) for group in groups] for each in prefix_digests(rest, self._block_size, digest)]
-        self._sought[seq] = _Sought(start, keys, self._store.search([key for row in keys for key in row]))
+        rest = ([block_key(each, group) for group in groups] for each in prefix_digests(tail, self._block_size, digest))
+        # Host memory answers at once whenever it is asked; the other tiers are asked for all before it matters.
+        keys = list(rest) if self._store.tiers else []
+        self._sought[seq] = _Sought(start, keys, rest, self._store.search([key for row in keys for key in row]))
         self._prefetch(seq)
 
     def covers(self, seq: str, have: int) -> bool:
@@ -126,16 +139,18 @@ class Restorer:
         sought = self._sought[seq]
         width = len(self._windows)
         rows: list[list[str | None]] = []
-        for at in range((have - sought.start) * width, len(sought.search.sources), width):
-            row = sought.search.sources[at : at + width]
-            if None in row:  # what has left the device since the question was put may be near
-                keys = sought.keys[at // width]
+        for index in count(have - sought.start):
+            keys = sought.row(index)
+            if keys is None:
+                break
+            row = sought.search.sources[index * width : (index + 1) * width] or [None] * width
+            if None in row:  # not asked for, or it has left the device since
                 row = [tier or self._store.near(key) for tier, key in zip(row, keys, strict=True)]
             if not any(row):
                 break
             rows.append(row)
-        count = self._usable(rows, have)
-        return [max((tier for tier in row if tier), key=TIERS.index) for row in rows[:count]]
+        usable = self._usable(rows, have)
+        return [max((tier for tier in row if tier), key=TIERS.index) for row in rows[:usable]]
 
     def forget(self, seq: str) -> None:
         """The sequence is admitted, or no longer waits."""
@@ -167,7 +182,7 @@ class Restorer:
 
     def _prefetch(self, seq: str) -> None:
         """Brings what is on disk or in a remote store to host memory while the request waits, within half of it."""
-        if not self._store.keeps:
+        if not self._store.keeps or not self._store.tiers:
             return
         sought = self._sought[seq]
         flat = (key for row in sought.keys for key in row)
@@ -181,13 +196,13 @@ class Restorer:
         """The most blocks after which every group has all that the next position sees."""
         usable = 0
         run = [have] * len(self._windows)  # per group: blocks there without a gap up to here
-        for count, row in enumerate(sources, start=1):
-            position = (have + count) * self._block_size
+        for number, row in enumerate(sources, start=1):
+            position = (have + number) * self._block_size
             enough = True
             for group, window in enumerate(self._windows):
                 run[group] = run[group] + 1 if row[group] else 0
                 seen = 0 if window is None else max(0, position - window + 1) // self._block_size
-                enough = enough and run[group] >= have + count - seen
+                enough = enough and run[group] >= have + number - seen
             if enough:
-                usable = count
+                usable = number
         return usable

@@ -29,6 +29,7 @@ class Spiller:
         self._tree = tree
         self._store = store
         self._margin = margin
+        self._least = max(1, min(AHEAD, margin // 4))  # copies that are worth beginning before somebody needs them
         self._dirty: OrderedDict[int, None] = OrderedDict()  # to be copied; idle ones in the order they became so
         self._idle: set[int] = set()  # held by nobody, in flight or not
         self._lost: set[int] = set()  # not worth a copy, or it failed: may go as they are
@@ -61,43 +62,51 @@ class Spiller:
     # What the cache asks
 
     def poll(self) -> None:
-        """Takes in copies that have ended, and starts those that will soon be wanted."""
-        for block in self._store.spilled:
-            if block in self._copying:
-                self._copying.remove(block)
-                self._tree.end_copy(block)
-                if self._pool.state(block) is EVICTABLE:  # let go of while it was in flight
-                    self._idle.add(block)
-                if self._pool.cached(block) and not self._store.holds(self._tree.key(block)):
-                    self._lost.add(block)  # it was tried
-        self._store.spilled.clear()
+        """Starts copies that will soon be wanted."""
         while self._pool.free < self.reserve and (victim := self._tree.victim()) is not None:
             if not all(self._clean(block) for block in self._tree.peers(victim)):
                 break
-            self._tree.evict()
+            self._tree.evict(victim)
         if self._store.eager:
             self._spill(len(self._dirty))
         elif self._dirty:
-            clean = len(self._idle) - sum(1 for block in self._copying if block in self._idle) - len(self._dirty)
-            short = self._margin - self._pool.free - max(0, clean) - len(self._copying)
-            if short > 0:
+            short = self._margin - self._ready()
+            if short >= self._least:
                 self._spill(min(short, max(4, len(self._idle) // 2), AHEAD))
+
+    def take_spilled(self) -> None:
+        """Takes in the ends of copies that were begun here; others are left where they are."""
+        others = []
+        for block in self._store.spilled:
+            if block not in self._copying:
+                others.append(block)
+                continue
+            self._copying.remove(block)
+            self._tree.end_copy(block)
+            if self._pool.state(block) is EVICTABLE:  # perhaps let go of while it was in flight
+                self._idle.add(block)
+        for block in self._store.unstored:
+            if self._pool.cached(block) and not self._store.holds(self._tree.key(block)):
+                self._lost.add(block)  # it was tried
+        self._store.spilled = others
+        self._store.unstored.clear()
+
+    @property
+    def low(self) -> bool:
+        """Whether few blocks are left that can be had without a copy, those counted whose copy is under way."""
+        return bool(self._dirty) and 4 * self._ready() < self._margin
 
     def make_room(self, blocks: int, urgent: bool) -> bool:
         """Frees blocks until that many are free. Urgent: also those that no tier has."""
         now = time.monotonic()
         impatient = urgent or (self._impatient_at is not None and now >= self._impatient_at)
         wanted = blocks if impatient else blocks + self.reserve
-        while self._pool.free < wanted:
-            victim = self._tree.victim()
-            if victim is None:
-                break
-            lost = sum(not self._clean(block) for block in self._tree.peers(victim))
-            if lost and not impatient:
-                break
-            self._store.dropped += lost
-            self._tree.evict()
-        if self._pool.free >= wanted:
+        if self._evict(wanted, lossy=False):
+            self._impatient_at = None
+            return True
+        self._store.take_spilled()  # what has been copied by now need not be lost, nor waited for
+        self.take_spilled()
+        if self._evict(wanted, impatient):
             self._impatient_at = None
             return True
         if not impatient:
@@ -123,6 +132,26 @@ class Spiller:
             assert self._pool.cached(block)
             assert self._pool.state(block) not in (FREE, FILLING)
 
+    def _ready(self) -> int:
+        """Blocks that can be had without a copy, now or once those under way have ended."""
+        clean = len(self._idle) - len(self._idle & self._copying) - len(self._dirty)
+        return self._pool.free + max(0, clean) + len(self._copying)
+
+    def _evict(self, wanted: int, lossy: bool) -> bool:
+        """Evicts until so many blocks are free; whether they are. `lossy`: also what no tier has."""
+        while self._pool.free < wanted:
+            victim = self._tree.victim()
+            if victim is None:
+                return False
+            lost = 0
+            for block in self._tree.peers(victim):
+                lost += not self._clean(block)
+            if lost and not lossy:
+                return False
+            self._store.dropped += lost
+            self._tree.evict(victim)
+        return True
+
     def _clean(self, block: int) -> bool:
         """Whether the block may leave the device as it is."""
         if block in self._lost or self._store.holds(self._tree.key(block)):
@@ -136,23 +165,24 @@ class Spiller:
         """Starts copies of the oldest blocks that want one."""
         items: list[tuple[bytes, int]] = []
         settled: list[int] = []
+        state, key_of, store = self._pool.state, self._tree.key, self._store
         for block in self._dirty:
             if len(items) >= count:
                 break
-            if self._pool.state(block) is IN_FLIGHT:
+            if state(block) is IN_FLIGHT:
                 continue
-            key = self._tree.key(block)
-            if self._store.holds(key):
+            key = key_of(block)
+            if store.holds(key):
                 settled.append(block)
-            elif not self._store.wanted(key):
+            elif not store.wanted(key):
                 settled.append(block)
                 self._lost.add(block)
             else:
                 items.append((key, block))
-        accepted = self._store.spill(items, lossy) if items else 0
-        settled += [block for _, block in items[:accepted]]
+        accepted = [block for _, block in items[: store.spill(items, lossy)]] if items else []
         for block in settled:
             del self._dirty[block]
-        for _, block in items[:accepted]:
-            self._copying.add(block)
+        for block in accepted:
+            del self._dirty[block]
             self._tree.begin_copy(block)
+        self._copying.update(accepted)

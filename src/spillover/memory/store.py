@@ -11,11 +11,10 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from spillover.memory.host import Entry, HostCache, Slots
 from spillover.memory.link import DeviceLink
-from spillover.memory.loads import Load, LoadState, Search
+from spillover.memory.loads import Copy, Fetch, Load, LoadState, Search
 from spillover.memory.policies.admission import AdmissionPolicy, Always
 from spillover.memory.report import TierReport
 from spillover.memory.store_report import HostReport, Meter, tier_reports
@@ -27,25 +26,6 @@ LINK_SECONDS = 10.0  # deadline of a copy over the link
 LOAD_SECONDS = 15.0  # deadline of a load, waiting for a slot included
 WRITES_AT_ONCE = 32  # blocks on their way down from host memory
 KNOWN_KEYS = 1 << 20  # keys remembered to be in a tier below
-
-
-@dataclass(frozen=True)
-class _Copy:
-    """One job on the link."""
-
-    ticket: Ticket[float]
-    entries: list[Entry]
-    blocks: list[int]
-    loads: list[Load]  # empty for a copy out
-
-
-@dataclass(frozen=True)
-class _Fetch:
-    entry: Entry
-    tier: str
-    started: float
-    place: int  # in its batch, from 1
-    ticket: Ticket[bool]
 
 
 class SpillStore:
@@ -68,6 +48,7 @@ class SpillStore:
         self.eager = eager
         self.keeps = host_blocks > 0
         self.spilled: list[int] = []  # device blocks whose copy out has ended; the cache takes them from here
+        self.unstored: list[int] = []  # those of them that host memory did not get, or has let go of again
         self.loaded: list[Load] = []  # loads that no longer touch their device block; likewise
         self.rates = dict(rates or {})
         self.spilled_blocks = 0
@@ -78,8 +59,9 @@ class SpillStore:
         self._wake = wake or threading.Event()
         self._out = Lane("spill", 1, self._wake.set)
         self._in = Lane("restore", 2, self._wake.set)  # one hands over a copy while the other waits for its own
-        self._copies: list[_Copy] = []
-        self._fetches: list[_Fetch] = []
+        self._copies_out: list[Copy] = []
+        self._copies_in: list[Copy] = []
+        self._fetches: list[Fetch] = []
         self._writes: list[tuple[Entry, str, Ticket[bool]]] = []
         self._queue: deque[Load] = deque()  # without a slot yet
         self._copyable: list[Load] = []  # held, with a block to go to
@@ -111,11 +93,8 @@ class SpillStore:
             if entry is None:
                 break
             entries.append(entry)
-        blocks = [block for _, block in items[: len(entries)]]
         self._short = len(items) - len(entries)
-        for start in range(0, len(entries), self._batch):
-            part, to = blocks[start : start + self._batch], entries[start : start + self._batch]
-            self._copies.append(_Copy(self._submit(self._out, self.link.copy_out, part, to), to, part, []))
+        self._copy_out([block for _, block in items[: len(entries)]], entries)
         return len(entries)
 
     def wanted(self, key: bytes) -> bool:
@@ -170,8 +149,8 @@ class SpillStore:
             blocks = [load.block for load in loads if load.block is not None]
             for load in loads:
                 load.state = LoadState.COPYING
-            self._copies.append(_Copy(self._submit(self._in, self.link.copy_in, blocks, entries), entries, blocks,
-                                      loads))
+            self._copies_in.append(Copy(self._submit(self._in, self.link.copy_in, blocks, entries), entries, blocks,
+                                         loads))
         self._copyable.clear()
 
     @property
@@ -204,9 +183,7 @@ class SpillStore:
             entry.private = True
             entry.pins += 1  # beside the copy's own
             entries.append(entry)
-        for start in range(0, len(entries), self._batch):
-            part, to = list(blocks[start : start + self._batch]), entries[start : start + self._batch]
-            self._copies.append(_Copy(self._submit(self._out, self.link.copy_out, part, to), to, part, []))
+        self._copy_out(blocks, entries)
         return entries
 
     def unpark(self, entry: Entry) -> None:
@@ -221,7 +198,8 @@ class SpillStore:
     @property
     def busy(self) -> bool:
         """Whether something is under way that poll() would take further."""
-        return bool(self._copies or self._fetches or self._writes or self._queue or self._copyable)
+        return bool(self._copies_out or self._copies_in or self._fetches or self._writes or self._queue
+                    or self._copyable)
 
     def wait(self, seconds: float) -> None:
         """Until something may have ended."""
@@ -232,19 +210,24 @@ class SpillStore:
         self._wake.clear()
         for tier in self.tiers:
             tier.poll()
-        self._out.drain()
-        self._in.drain()
-        now = time.monotonic()
-        if self._copies:
-            self._take_copies()
-        if self._fetches:
-            self._take_fetches(now)
+        self.take_spilled()
+        self._go_on()
         if self._writes:
             self._take_writes()
-        self._expire_queue(now)
-        self._start_loads()
-        self.flush_copies()
         self._write_down(self._margin())
+
+    def poll_loads(self) -> None:
+        """Of poll(), what requests wait for."""
+        if self._copies_in or self._fetches or self._queue or self._copyable:
+            for tier in self.tiers:
+                tier.poll()
+            self._go_on()
+
+    def take_spilled(self) -> None:
+        """Of poll(), what gives device blocks back."""
+        self._out.drain()
+        if self._copies_out:
+            self._copies_out = [copy for copy in self._copies_out if not self._take_out(copy)]
 
     def flush(self, deadline: float) -> None:
         """Writes what only host memory has to the tiers below, as far as the deadline allows."""
@@ -269,7 +252,7 @@ class SpillStore:
             tier.close(deadline)
         self._out.close(deadline)
         self._in.close(deadline)
-        if not any(not copy.ticket.done() for copy in self._copies):
+        if all(copy.ticket.done() for copy in self._copies_out + self._copies_in):
             self.link.close()
 
     def reports(self) -> list[TierReport]:
@@ -282,8 +265,8 @@ class SpillStore:
     def check(self) -> None:
         self._host.check()
         pins: dict[int, int] = {}
-        for copy in self._copies:
-            for entry in copy.entries if not copy.loads else ():
+        for copy in self._copies_out:
+            for entry in copy.entries:
                 pins[entry.slot] = pins.get(entry.slot, 0) + 1
         for fetch in self._fetches:
             pins[fetch.entry.slot] = pins.get(fetch.entry.slot, 0) + 1
@@ -304,7 +287,7 @@ class SpillStore:
 
     def _submit(self, lane: Lane, copy: Callable[..., None], blocks: Sequence[int],
                 entries: Sequence[Entry]) -> Ticket[float]:
-        slots = [self._host.slots.view(entry.slot) for entry in entries]
+        slots = self._host.slots.views([entry.slot for entry in entries])
         arguments = (blocks, slots) if lane is self._out else (slots, blocks)
 
         def work() -> float:
@@ -314,31 +297,54 @@ class SpillStore:
 
         return lane.submit(work, time.monotonic() + LINK_SECONDS)
 
-    def _take_copies(self) -> None:
-        pending = []
-        for copy in self._copies:
-            if not copy.ticket.done():
-                pending.append(copy)
-                continue
-            seconds = copy.ticket.result()
-            size = len(copy.blocks) * self.link.slot_bytes
-            if seconds is None:
-                self._failures += len(copy.blocks)
-            else:
-                meter = self._to_device if copy.loads else self._to_host
-                meter.bytes += size
-                meter.seconds += seconds
-            if copy.loads:
-                if seconds:
-                    self._observe("host", size / seconds)
-                for load in copy.loads:
-                    self._end(load, LoadState.FAILED if seconds is None else LoadState.DONE)
-            else:
-                self.spilled.extend(copy.blocks)
-                self.spilled_blocks += 0 if seconds is None else len(copy.blocks)
-                for entry in copy.entries:
-                    self._arrived(entry, seconds is not None, safe=entry.private or not self.tiers)
-        self._copies = pending
+    def _copy_out(self, blocks: Sequence[int], entries: Sequence[Entry]) -> None:
+        for start in range(0, len(entries), self._batch):
+            part, to = list(blocks[start : start + self._batch]), list(entries[start : start + self._batch])
+            self._copies_out.append(Copy(self._submit(self._out, self.link.copy_out, part, to), to, part, []))
+
+    def _go_on(self) -> None:
+        """Takes loads as far as they can go."""
+        self._in.drain()
+        now = time.monotonic()
+        if self._copies_in:
+            self._copies_in = [copy for copy in self._copies_in if not self._take_in(copy)]
+        if self._fetches:
+            self._take_fetches(now)
+        if self._queue:
+            self._expire_queue(now)
+            self._start_loads()
+        self.flush_copies()
+
+    def _take_in(self, copy: Copy) -> bool:
+        """Whether a copy to the device has ended; then it is taken note of."""
+        if not copy.ticket.done():
+            return False
+        seconds = self._count_copy(copy, self._to_device)
+        if seconds:
+            self._observe("host", len(copy.blocks) * self.link.slot_bytes / seconds)
+        for load in copy.loads:
+            self._end(load, LoadState.FAILED if seconds is None else LoadState.DONE)
+        return True
+
+    def _take_out(self, copy: Copy) -> bool:
+        """Likewise, from the device."""
+        if not copy.ticket.done():
+            return False
+        ok = self._count_copy(copy, self._to_host) is not None
+        self.spilled += copy.blocks
+        self.spilled_blocks += len(copy.blocks) if ok else 0
+        self._arrived(copy.entries, ok, safe=not self.tiers)
+        self.unstored += [block for block, entry in zip(copy.blocks, copy.entries, strict=True) if entry.slot < 0]
+        return True
+
+    def _count_copy(self, copy: Copy, meter: Meter) -> float | None:
+        seconds = copy.ticket.result()
+        if seconds is None:
+            self._failures += len(copy.blocks)
+        else:
+            meter.bytes += len(copy.blocks) * self.link.slot_bytes
+            meter.seconds += seconds
+        return seconds
 
     def _take_fetches(self, now: float) -> None:
         pending = []
@@ -350,7 +356,7 @@ class SpillStore:
                     self._observe(fetch.tier, fetch.place * self.link.slot_bytes / max(1e-6, now - fetch.started))
                 else:
                     self._below.pop(fetch.entry.key, None)
-                self._arrived(fetch.entry, ok, safe=True)
+                self._arrived([fetch.entry], ok, safe=True)
                 continue
             if fetch.ticket.expired(now):  # those who wait stop waiting; the slot stays until the worker lets go of it
                 fetch.ticket.cancel()
@@ -374,19 +380,19 @@ class SpillStore:
             self._unpin(entry)
         self._writes = pending
 
-    def _arrived(self, entry: Entry, ok: bool, safe: bool) -> None:
-        """The copy into the entry has ended; it held one pin."""
-        waiters = [load for load in self._waiters.pop(entry.key, ()) if load.pending]
-        if ok:
-            self._host.arrive(entry, safe)
-            for load in waiters:
-                self._hold(load, entry)
-            if not safe and (self.eager or not self.keeps):
-                self._write([entry])
-            self._unpin(entry)
-        else:
-            for load in waiters:
-                self._end(load, LoadState.FAILED)
+    def _arrived(self, entries: Sequence[Entry], ok: bool, safe: bool) -> None:
+        """The copy into these entries has ended; it held one pin on each."""
+        for entry in entries:
+            if ok:
+                self._host.arrive(entry, safe or entry.private)
+            for load in self._waiters.pop(entry.key, ()) if self._waiters else ():
+                if load.pending and ok:
+                    self._hold(load, entry)
+                elif load.pending:
+                    self._end(load, LoadState.FAILED)
+        if ok and not safe and (self.eager or not self.keeps):
+            self._write([entry for entry in entries if not entry.safe])
+        for entry in entries:
             self._unpin(entry)
 
     def _unpin(self, entry: Entry) -> None:
@@ -440,7 +446,7 @@ class SpillStore:
             if pairs := fetches.get(tier.name):
                 tickets = tier.load([(load.key, self._host.slots.view(entry.slot)) for load, entry in pairs])
                 for place, ((_, entry), ticket) in enumerate(zip(pairs, tickets, strict=True), start=1):
-                    self._fetches.append(_Fetch(entry, tier.name, now, place, ticket))
+                    self._fetches.append(Fetch(entry, tier.name, now, place, ticket))
 
     def _expire_queue(self, now: float) -> None:
         for load in [load for load in self._queue if load.state is LoadState.WAITING and now > load.deadline]:

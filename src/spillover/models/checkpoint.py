@@ -22,7 +22,8 @@ class Checkpoint(Protocol):
 
     def file(self, name: str) -> Path: ...  # that holds the tensor
 
-    def read(self, name: str) -> Tensor: ...
+    def read(self, name: str, row: int | None = None) -> Tensor:
+        """The tensor, or one entry of its first dimension."""
 
     def close(self) -> None: ...
 

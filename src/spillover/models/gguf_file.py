@@ -71,8 +71,9 @@ class GGUFCheckpoint:
     def file(self, name: str) -> Path:
         return self.path
 
-    def read(self, name: str) -> Tensor:
-        return self._view(name).read()
+    def read(self, name: str, row: int | None = None) -> Tensor:
+        whole = self._view(name).read()
+        return whole if row is None else whole[row].clone()
 
     def close(self) -> None:
         self._threads.shutdown()

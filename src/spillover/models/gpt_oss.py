@@ -9,15 +9,16 @@ from torch import Tensor
 
 from spillover.errors import CheckpointError
 from spillover.kernels.activation import clamped_swiglu
-from spillover.kernels.linear import FixedWeight, linear
-from spillover.kernels.moe import mixture, moe
+from spillover.kernels.linear import linear
+from spillover.kernels.moe import moe
 from spillover.kernels.mxfp4 import GROUP, padded
 from spillover.kernels.norm import add_rms_norm
 from spillover.models.config import ModelConfig, parse_config, parse_windows, require
 from spillover.models.layers import (
     Decoder,
     decoder_specs,
-    expert_stack,
+    device_mixture,
+    expert_places,
     experts,
     linears,
     one_expert,
@@ -34,16 +35,16 @@ class Model(Decoder):
         scores = linear(x, w["router"], w["router_bias"])  # [T, experts]
         k = self.config.experts_per_token
         if x.is_cuda:
-            first, second = expert_stack(w, "experts.gate_up"), expert_stack(w, "experts.down")
-            fixed = isinstance(w["router"], FixedWeight)
-            return mixture(x, scores, first, second, k, renormalize=True, limit=limit, fixed=fixed), residual
+            return device_mixture(w, x, scores, k, renormalize=True, limit=limit), residual
         best, ids = scores.topk(k)
-        gate_up_bias, down_bias = w["experts.gate_up_bias"], w["experts.down_bias"]
+        locate = expert_places(w, x, ids)
 
         def expert(index: int, rows: Tensor) -> Tensor:
-            gate_up = linear(rows, one_expert(w, "experts.gate_up", index, self.dtype), gate_up_bias[index])
+            stacks, place = locate(index)
+            gate_up = linear(rows, one_expert(stacks, "experts.gate_up", place, self.dtype),
+                             stacks["experts.gate_up_bias"][place])
             h = clamped_swiglu(gate_up, limit)
-            return linear(h, one_expert(w, "experts.down", index, self.dtype), down_bias[index])
+            return linear(h, one_expert(stacks, "experts.down", place, self.dtype), stacks["experts.down_bias"][place])
 
         return moe(x, ids, best.softmax(-1), expert), residual
 

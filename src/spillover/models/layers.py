@@ -21,7 +21,16 @@ from spillover.kernels.norm import add_rms_norm
 from spillover.models.config import ModelConfig
 from spillover.models.groups import LayerGroup, layer_groups
 from spillover.models.rope import rope_tables
-from spillover.models.weights import PartWeights, Source, Weights, WeightSpec, WeightSpecs, layer_part
+from spillover.models.weights import (
+    PAGED,
+    PagedExperts,
+    PartWeights,
+    Source,
+    Weights,
+    WeightSpec,
+    WeightSpecs,
+    layer_part,
+)
 
 SLEEP_BLOCKS = 64  # moved at a time
 
@@ -126,18 +135,38 @@ class MixtureDecoder(Decoder):
         scores = linear(x, w["router"])  # [T, experts]
         k, renormalize = self.config.experts_per_token, self.config.norm_topk_prob
         if x.is_cuda:
-            first, second = expert_stack(w, "experts.gate_up"), expert_stack(w, "experts.down")
-            fixed = isinstance(w["router"], FixedWeight)
-            return mixture(x, scores, first, second, k, renormalize, fixed=fixed), residual
+            return device_mixture(w, x, scores, k, renormalize), residual
         shares, ids = scores.float().softmax(-1).topk(k)
         if renormalize:
             shares = shares / shares.sum(-1, keepdim=True)
+        locate = expert_places(w, x, ids)
 
         def expert(index: int, rows: Tensor) -> Tensor:
-            gate_up = linear(rows, one_expert(w, "experts.gate_up", index, self.dtype, parts=2))
-            return linear(silu_and_mul(gate_up), one_expert(w, "experts.down", index, self.dtype))
+            stacks, place = locate(index)
+            gate_up = linear(rows, one_expert(stacks, "experts.gate_up", place, self.dtype, parts=2))
+            return linear(silu_and_mul(gate_up), one_expert(stacks, "experts.down", place, self.dtype))
 
         return moe(x, ids, shares, expert), residual
+
+
+def device_mixture(w: PartWeights, x: Tensor, scores: Tensor, k: int, renormalize: bool,
+                   limit: float | None = None) -> Tensor:
+    """On a CUDA device, wherever the experts are."""
+    fixed = isinstance(w["router"], FixedWeight)
+    paged: PagedExperts | None = w.get(PAGED)
+    if paged is not None:
+        return paged.mixture(x, scores, k, renormalize, limit, fixed)
+    first, second = expert_stack(w, "experts.gate_up"), expert_stack(w, "experts.down")
+    return mixture(x, scores, first, second, k, renormalize, limit, fixed)
+
+
+def expert_places(w: PartWeights, x: Tensor, ids: Tensor) -> Callable[[int], tuple[PartWeights, int]]:
+    """For tokens x that go to the experts ids: from an expert to the stacks it lies in, and where in them."""
+    paged: PagedExperts | None = w.get(PAGED)
+    if paged is None:
+        return lambda index: (w, index)
+    paged.routed(x, ids)
+    return lambda index: (paged.expert(index), 0)
 
 
 def expert_stack(w: PartWeights, name: str) -> Experts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from spillover.models.checkpoint import Checkpoint
 
 Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, the weight just loaded
+DeviceOf = Callable[[str, WeightSpec], torch.device]  # where a weight of a part is to be loaded
 
 DUMMY_STD = 0.02
 DUMMY_SCALES = (120, 128)  # MXFP4 exponents, of 2**-7 to 1
@@ -37,26 +39,46 @@ def load_weights(
     pack: bool = True,
     progress: Progress | None = None,
 ) -> ResidentWeights:
-    """Reads every weight once; at any time no more than one checkpoint tensor is held besides what is loaded."""
+    """Every weight on the device."""
+    return ResidentWeights(dict(load_parts(checkpoint, config, specs, dtype, lambda *_: device, pack, progress)))
+
+
+def load_parts(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    specs: WeightSpecs,
+    dtype: torch.dtype,
+    device: DeviceOf,
+    pack: bool = True,
+    progress: Progress | None = None,
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Part after part. Reads every weight once; at any time no more than one checkpoint tensor is held besides what is
+    loaded."""
     reader = _Reader(checkpoint, config)
     chosen = {part: [(spec, reader.choose(spec)) for spec in listed] for part, listed in specs.items()}
     total = sum(part_nbytes(listed, dtype.itemsize) for listed in specs.values())
     done = 0
-    parts: dict[str, dict[str, Any]] = {}
     for part, listed in chosen.items():
-        parts[part] = {}
+        weights: dict[str, Any] = {}
         for spec, source in listed:
-            parts[part][spec.name] = reader.load(spec, source, dtype, device, pack)
+            weights[spec.name] = reader.load(spec, source, dtype, device(part, spec), pack)
             done += spec.nbytes(dtype.itemsize)
             if progress is not None:
                 progress(done, total, f"{part}.{spec.name}")
-    return ResidentWeights(parts)
+        yield part, weights
 
 
 def dummy_weights(
     config: ModelConfig, specs: WeightSpecs, dtype: torch.dtype, device: torch.device, seed: int = 0, pack: bool = True
 ) -> ResidentWeights:
     """Random weights of the true shapes, made where they will lie; the same for the same seed."""
+    return ResidentWeights(dict(dummy_parts(config, specs, dtype, device, seed, pack)))
+
+
+def dummy_parts(
+    config: ModelConfig, specs: WeightSpecs, dtype: torch.dtype, device: torch.device, seed: int = 0, pack: bool = True
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Part after part, each made on the device."""
     generator = torch.Generator(device).manual_seed(seed)
     arena = Arena()
 
@@ -67,7 +89,8 @@ def dummy_weights(
             return _pack_experts(spec, (_dummy(spec, spec.shape[1:], dtype, device, generator) for _ in _experts(spec)))
         return pack_linear(_dummy(spec, spec.shape, dtype, device, generator), arena)
 
-    return ResidentWeights({part: {spec.name: make(spec) for spec in listed} for part, listed in specs.items()})
+    for part, listed in specs.items():
+        yield part, {spec.name: make(spec) for spec in listed}
 
 
 def _dummy(
@@ -84,6 +107,27 @@ def _dummy(
     if spec.name.endswith("norm"):
         return torch.ones(shape, dtype=dtype, device=device)
     return torch.empty(shape, dtype=dtype, device=device).normal_(std=DUMMY_STD, generator=generator)
+
+
+class PartReader:
+    """Reads parts, and single experts, whenever they are asked for: weights whose home is the checkpoint itself."""
+
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, specs: WeightSpecs, dtype: torch.dtype,
+                 pack: bool) -> None:
+        self._reader = _Reader(checkpoint, config)
+        self._chosen = {part: [(spec, self._reader.choose(spec)) for spec in listed] for part, listed in specs.items()}
+        self._dtype = dtype
+        self._pack = pack
+
+    def part(self, part: str, wanted: Callable[[str], bool]) -> dict[str, Any]:
+        """Those of a part's weights whose name is wanted, in host memory."""
+        cpu = torch.device("cpu")
+        return {spec.name: self._reader.load(spec, source, self._dtype, cpu, self._pack)
+                for spec, source in self._chosen[part] if wanted(spec.name)}
+
+    def expert(self, part: str, expert: int) -> dict[str, Any]:
+        return {spec.name: self._reader.load_expert(spec, source, expert, self._dtype, self._pack)
+                for spec, source in self._chosen[part] if spec.name.startswith("experts.")}
 
 
 class _Reader:
@@ -122,6 +166,21 @@ class _Reader:
             weight = F.pad(weight, (0, spec.padding))
         return pack_linear(weight, self.arena) if pack and spec.packable else weight
 
+    def load_expert(self, spec: WeightSpec, source: Source, expert: int, dtype: torch.dtype, pack: bool) -> Any:
+        """One entry of a stack, as a stack of one."""
+        target = dtype if spec.dtype is None else getattr(torch, spec.dtype)
+        cpu = torch.device("cpu")
+        if source.per_expert:
+            names = tuple(name.format(expert=expert) for name in source.names)
+            weight = self._rows(spec, source, names, spec.shape[1:], target, cpu)
+        else:
+            weight = self._read(source.names[0], spec, source, expert).to(target).contiguous()
+        if spec.padding:
+            weight = F.pad(weight, (0, spec.padding))
+        if pack and spec.packable:
+            return _pack_experts(replace(spec, shape=(1, *spec.shape[1:])), iter([weight]))
+        return weight.unsqueeze(0)
+
     def _rows(
         self,
         spec: WeightSpec,
@@ -159,8 +218,8 @@ class _Reader:
             names = tuple(name.format(expert=expert) for name in source.names)
             yield self._rows(spec, source, names, spec.shape[1:], dtype, device)
 
-    def _read(self, name: str, spec: WeightSpec, source: Source) -> Tensor:
-        tensor = self.checkpoint.read(name)
+    def _read(self, name: str, spec: WeightSpec, source: Source, row: int | None = None) -> Tensor:
+        tensor = self.checkpoint.read(name) if row is None else self.checkpoint.read(name, row)
         floating = spec.dtype in (None, "float32")
         expected = "a floating type" if floating else spec.dtype
         matches = tensor.dtype.is_floating_point if floating else tensor.dtype == getattr(torch, spec.dtype or "")
@@ -170,7 +229,6 @@ class _Reader:
             found = str(tensor.dtype).removeprefix("torch.")
             raise CheckpointError(f"{self.checkpoint.file(name)}: tensor '{name}' holds {found}, expected {expected}")
         return tensor.transpose(-1, -2) if source.transposed else tensor
-
 
     def _widen(self, name: str, values: Tensor) -> Tensor:
         """FP8 values of a weight that is not kept in that form, times their blocks' scales."""

@@ -41,12 +41,13 @@ class SafetensorsCheckpoint:
     def file(self, name: str) -> Path:
         return self._entry(name).file
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, row: int | None = None) -> Tensor:
         file = self._entry(name).file
         try:
             # safe_open hands out views of a mapped file; the copy lets the mapping go at once.
             with safe_open(file, framework="pt") as tensors:
-                return tensors.get_tensor(name).clone()  # type: ignore[no-any-return]
+                view = tensors.get_tensor(name) if row is None else tensors.get_slice(name)[row]
+                return view.clone()  # type: ignore[no-any-return]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file}: tensor {name} cannot be read ({error})") from error
 

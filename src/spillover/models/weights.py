@@ -79,12 +79,31 @@ class Weights(Protocol):
     def part(self, name: str) -> AbstractContextManager[PartWeights]: ...
 
 
+PAGED = "experts"  # in a part whose experts are not all on the device: the PagedExperts that knows where they are
+
+
+class PagedExperts(Protocol):
+    """A layer's experts, brought or computed where they are when tokens ask for them."""
+
+    def routed(self, x: Tensor, ids: Tensor) -> None:
+        """On the CPU, before the experts are asked for: what the router saw [T, H] and chose [T, k]."""
+
+    def expert(self, index: int) -> PartWeights:
+        """On the CPU: one expert as stacks of one, good until the next is asked for."""
+
+    def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
+                fixed: bool) -> Tensor:
+        """On a CUDA device: as kernels.moe.mixture."""
+
+
 class ResidentWeights:
     """Every part stays on the device."""
 
     def __init__(self, parts: Mapping[str, PartWeights]) -> None:
         self.parts = dict(parts)
-        self._contexts = {name: nullcontext(weights) for name, weights in parts.items()}
+        self._contexts: dict[str, AbstractContextManager[PartWeights]] = {
+            name: nullcontext(weights) for name, weights in parts.items()
+        }
 
     def part(self, name: str) -> AbstractContextManager[PartWeights]:
         return self._contexts[name]
@@ -99,18 +118,30 @@ class ResidentWeights:
             self.parts[name] = part
             self._contexts[name] = nullcontext(part)
 
-    def fix_order(self, specs: WeightSpecs) -> None:
-        """From now on sums of products with these weights have one order: see kernels.linear.FixedWeight."""
-        for name, listed in specs.items():
-            linears = {spec.name for spec in listed if spec.packable and len(spec.shape) == 2}
-            part = {key: FixedWeight(weight) if key in linears and isinstance(weight, torch.Tensor) else weight
-                    for key, weight in self.parts[name].items()}
-            self.parts[name] = part
-            self._contexts[name] = nullcontext(part)
+    @property
+    def recordable(self) -> int | None:
+        """Rows of the largest step that a CUDA graph can hold; None: any."""
+        return None
+
+    def begin_step(self) -> None:
+        """A step is about to be launched."""
+
+    def end_step(self, rows: int) -> None:
+        """A step of so many rows has ended."""
+
+    def close(self) -> None:
+        """No step will come any more."""
 
     @property
     def nbytes(self) -> int:
         return sum(int(weight.nbytes) for weights in self.parts.values() for weight in weights.values())
+
+
+def in_fixed_order(part: PartWeights, specs: Iterable[WeightSpec]) -> dict[str, Any]:
+    """Weights on a CUDA device whose products are summed up in one order: see kernels.linear.FixedWeight."""
+    linears = {spec.name for spec in specs if spec.packable and len(spec.shape) == 2}
+    return {name: FixedWeight(weight) if name in linears and isinstance(weight, torch.Tensor) else weight
+            for name, weight in part.items()}
 
 
 def _moved(weight: Any, device: torch.device) -> Any:

@@ -6,6 +6,7 @@ The median over a stretch of repeats is kept: what the machine sustains, not wha
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import statistics
@@ -19,10 +20,12 @@ import psutil
 import torch
 
 from spillover.errors import SpilloverError
+from spillover.kernels.paging import Resolution, gather
 from spillover.plan.hardware import Machine, probe
 
 _DISK_CHUNK = 4 << 20
 _LINK_BYTES = 64 << 20  # that a link is timed on: more than a cache holds on either side
+_QUICK_SECONDS = 0.6  # of timing, for a plan that must choose before it can load
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class Rates:
     device_copy: float | None = None  # CUDA: read + write
     host_to_device: float | None = None  # CUDA: pinned
     device_to_host: float | None = None
+    kernel_read: float | None = None  # CUDA: pinned host memory, read by a kernel
+    host_read: float | None = None  # CUDA: host memory, by all cores
     disk_write: float | None = None
     disk_read: float | None = None
 
@@ -76,6 +81,15 @@ def measure_rates(device: str = "cpu", seconds: float = 2.0, disk: Path | None =
     return replace(rates, disk_write=measured.write, disk_read=measured.read)
 
 
+@functools.cache
+def quick_rates(device: str) -> Rates:
+    """Timed once a process and in short: what a plan chooses by when a model does not fit, also of copies on a CPU."""
+    rates = measure_rates(device, _QUICK_SECONDS)
+    if device == "cpu":
+        rates = replace(rates, host_to_device=measure_link("cpu", 1 << 20).to_device)
+    return rates
+
+
 def read_size(machine: Machine) -> int:
     """Bytes to read through: four times the last cache so that it holds little of them, within an eighth of the RAM."""
     return max(1 << 20, min(max(512 << 20, 4 * machine.last_level_cache), machine.memory_available // 8))
@@ -103,7 +117,7 @@ def _matrix_rate(size: int, dtype: torch.dtype, device: str, seconds: float) -> 
 
 
 def _cuda_rates(machine: Machine, seconds: float) -> Rates:
-    share = seconds / 4
+    share = seconds / 6
     read, copied = _cuda_memory(machine, share)
     sent, fetched = _cuda_link(min(256 << 20, machine.memory_available // 8), share)
     return Rates(
@@ -114,6 +128,8 @@ def _cuda_rates(machine: Machine, seconds: float) -> Rates:
         device_copy=copied,
         host_to_device=sent,
         device_to_host=fetched,
+        kernel_read=_kernel_read(share),
+        host_read=_cpu_read(machine, share),
     )
 
 
@@ -131,6 +147,18 @@ def _cuda_link(nbytes: int, seconds: float) -> tuple[float, float]:
     host, device = torch.zeros(count, pin_memory=True), torch.zeros(count, device="cuda")
     sent = host.nbytes / _sustained(lambda: device.copy_(host, non_blocking=True), seconds / 2, "cuda")
     return sent, host.nbytes / _sustained(lambda: host.copy_(device, non_blocking=True), seconds / 2, "cuda")
+
+
+def _kernel_read(seconds: float) -> float:
+    """Of pinned host memory by a kernel, as a step fetches the experts that it misses."""
+    count = 8
+    records = torch.zeros(count, _LINK_BYTES // count, dtype=torch.uint8, pin_memory=True)
+    slots = torch.empty_like(records, device="cuda")
+    order = torch.arange(count, dtype=torch.int32, device="cuda")
+    none = torch.zeros(count, 4, dtype=torch.int32, device="cuda")
+    all_of_them = Resolution(torch.tensor([count, 0], dtype=torch.int32, device="cuda"),
+                             torch.stack([order, order], 1), none, none[:, 0])
+    return records.nbytes / _sustained(lambda: gather(all_of_them, records, slots), seconds, "cuda")
 
 
 def _sustained(run: Callable[[], object], seconds: float, device: str = "cpu", warm: bool = False) -> float:

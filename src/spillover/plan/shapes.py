@@ -70,7 +70,7 @@ def model_shape(config: ModelConfig, specs: WeightSpecs, dtype: str, panel: int 
     layer_bytes = layer_params = head_bytes = head_params = expert_bytes = expert_params = expert_layers = 0
     for part, weights in specs.items():
         for spec in weights:
-            size = _padded(spec, panel).nbytes(itemsize)
+            size = padded(spec, panel).nbytes(itemsize)
             kinds[weight_kind(part, spec)] += size
             if is_expert(spec):
                 expert_bytes += size
@@ -129,7 +129,7 @@ def weight_kind(part: str, spec: WeightSpec) -> str:
     return "attention" if spec.name.split("_")[0] in ("qkv", "o", "sinks") else "mlp"
 
 
-def _padded(spec: WeightSpec, panel: int) -> WeightSpec:
+def padded(spec: WeightSpec, panel: int) -> WeightSpec:
     if not spec.packable:
         return spec
     *stack, rows, columns = spec.shape

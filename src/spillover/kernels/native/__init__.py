@@ -1,6 +1,7 @@
 """The C++ kernels for float32 on the CPU: built on first use, kept in a cache folder, called through ctypes.
 
-They are compiled with OpenMP but not linked to it, so that they share the threads of the runtime torch has loaded.
+They are compiled with OpenMP but not linked to it, so that they share the threads of the runtime torch has loaded; but
+for the experts, which have threads of their own.
 """
 
 from __future__ import annotations
@@ -54,6 +55,12 @@ _PARAMETERS = {
     "encode_block": (*[c_void_p] * 2, *[c_int64] * 5),
     "decode_block": (*[c_void_p] * 2, *[c_int64] * 5),
     "cuda_copy": (*[c_void_p] * 6, c_int64, *[c_void_p] * 2, c_int64),
+    "host_experts_new": (c_void_p, c_float, c_void_p, *[c_int64] * 3),
+    "host_experts_run": (*[c_int64] * 2, c_void_p, c_int64, c_void_p, c_int64, c_void_p),
+    "host_experts_attach": (c_int64, *[c_void_p] * 4, *[c_int64] * 2),
+    "host_experts_detach": (c_int64,),
+    "host_experts_wake": (c_int64,),
+    "host_experts_delete": (c_int64,),
     "stage_blocks": (c_void_p, *[c_int64] * 3, c_void_p),
     "stage_decoded": (c_void_p, *[c_int64] * 2, c_void_p, *[c_int64] * 4),
 }
@@ -144,7 +151,7 @@ def _load() -> _Loaded:
     for function, parameters in _PARAMETERS.items():
         getattr(loaded, function).argtypes = parameters
         getattr(loaded, function).restype = None
-    for function in ("panel_width", "attention_total_floats", "cuda_copy"):
+    for function in ("panel_width", "attention_total_floats", "cuda_copy", "host_experts_new", "host_experts_run"):
         getattr(loaded, function).restype = c_int64
     return _Loaded(loaded, f"on, panels of {loaded.panel_width()} channels, {path}")
 

@@ -1,25 +1,9 @@
 // The gated activations of an MLP, row by row.
-#include "vector.h"
+#include "gated.h"
 
 namespace {
 
 constexpr int64_t kParallel = 1 << 15;  // elements under which waking threads costs more than it saves
-constexpr float kAlpha = 1.702f;  // of gpt-oss
-
-template <int W>
-typename Vec<W>::F silu(typename Vec<W>::F gate, typename Vec<W>::F up) {
-    return gate / (1.0f + exponential<W>(-gate)) * up;
-}
-
-template <int W>
-typename Vec<W>::F swiglu(typename Vec<W>::F gate, typename Vec<W>::F up, float limit) {
-    typedef typename Vec<W>::F F;
-    const F high = splat<W>(limit), low = splat<W>(-limit);
-    gate = gate > high ? high : gate;
-    up = up > high ? high : up;
-    up = up < low ? low : up;
-    return (up + 1.0f) * (gate / (1.0f + exponential<W>(gate * -kAlpha)));
-}
 
 // A part of a vector, the rest zero; so that the last elements of a row take the same arithmetic as the others.
 template <int W>

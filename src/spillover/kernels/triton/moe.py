@@ -129,26 +129,9 @@ def _few(
     x: Tensor, ids: Tensor, shares: Tensor, first: Experts, second: Experts, limit: float | None, dtype: torch.dtype,
     tiles: tuple[Tile, Tile],
 ) -> Tensor:
-    pairs, k = ids.numel(), ids.shape[1]
-    hidden, inner = x.shape[1], second.width
-    h = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
-    tile = tiles[0]
-    experts_gate_up_pairs[(pairs * triton.cdiv(inner, tile.rows),)](
-        x, first.values, _or(first.scales, x), _or(first.bias, x), ids, shares, h, limit or 0.0, hidden,
-        HIDDEN=hidden, INNER=inner, TOP_K=k, FORMAT=FORMATS[first.format], DOWN_FORMAT=FORMATS[second.format],
-        CLAMPED=limit is not None, BIAS=first.bias is not None, BLOCK_N=tile.rows, BLOCK_K=tile.depth,
-        STAGES=tile.stages, num_warps=tile.warps, **early(x.device),
-    )
-    tile = tiles[1]
-    arrivals = _arrivals(x.device)
-    assert ids.shape[0] * triton.cdiv(hidden, tile.rows) <= ARRIVALS
-    parts = torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
-    out = torch.empty(ids.shape[0], hidden, dtype=dtype, device=x.device)
-    experts_down_pairs[(pairs * triton.cdiv(hidden, tile.rows),)](
-        h, second.values, _or(second.scales, h), _or(second.bias, h), ids, shares, parts, arrivals, out, inner,
-        HIDDEN=hidden, INNER=inner, TOP_K=k, FORMAT=FORMATS[second.format], BIAS=second.bias is not None,
-        BLOCK_N=tile.rows, BLOCK_K=tile.depth, STAGES=tile.stages, num_warps=tile.warps, **early(x.device),
-    )
+    h, parts = pair_room(x, ids, second.width)
+    out = torch.empty(ids.shape[0], x.shape[1], dtype=dtype, device=x.device)
+    pair_products(x, ids, shares, first, second, limit, tiles, h, parts, out)
     return out
 
 
@@ -156,26 +139,87 @@ def _many(
     x: Tensor, ids: Tensor, shares: Tensor, first: Experts, second: Experts, limit: float | None, dtype: torch.dtype,
     tiles: tuple[Tile, Tile],
 ) -> Tensor:
+    order, places = sort_by_expert(ids, first.count, tiles[0].tokens)
+    h, rows = tile_room(x, ids, second.width, dtype)
+    tile_products(x, order, places, ids.shape[1], first, second, limit, tiles, h, rows)
+    return combine(rows, shares, dtype)
+
+
+def pair_room(x: Tensor, ids: Tensor, inner: int) -> tuple[Tensor, Tensor]:
+    """What lies between the two products of `pair_products`, and what is added up after them."""
+    pairs = ids.numel()
+    return (torch.empty(pairs, inner, dtype=x.dtype, device=x.device),
+            torch.empty(pairs, x.shape[1], dtype=torch.float32, device=x.device))
+
+
+def pair_products(
+    x: Tensor, ids: Tensor, shares: Tensor, first: Experts, second: Experts, limit: float | None,
+    tiles: tuple[Tile, Tile], h: Tensor, parts: Tensor, out: Tensor | None, slots: Tensor | None = None,
+) -> None:
+    """parts[pair] = share * what its expert makes of its token; out [T, H], where given, their sums over k.
+
+    `slots` int32 [E]: `first` and `second` are stacks of slots, and this is where each expert lies. Pairs whose expert
+    is in none (-1) are left out; there must be no `out` then.
+    """
     pairs, k = ids.numel(), ids.shape[1]
     hidden, inner = x.shape[1], second.width
     tile = tiles[0]
-    assert tile.tokens == tiles[1].tokens, "both products go over the same tiles"
-    order, places = sort_by_expert(ids, first.count, tile.tokens)
-    h = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
-    experts_gate_up_tiles[(len(places) * triton.cdiv(inner, tile.rows),)](
-        x, first.values, _or(first.scales, x), _or(first.bias, x), places, order, h, limit or 0.0, hidden,
+    experts_gate_up_pairs[(pairs * triton.cdiv(inner, tile.rows),)](
+        x, first.values, _or(first.scales, x), _or(first.bias, x), slots, ids, shares, h, limit or 0.0, hidden,
         HIDDEN=hidden, INNER=inner, TOP_K=k, FORMAT=FORMATS[first.format], DOWN_FORMAT=FORMATS[second.format],
-        CLAMPED=limit is not None, BIAS=first.bias is not None, TILE=tile.tokens, BLOCK_N=tile.rows,
+        CLAMPED=limit is not None, **_layout(first), BLOCK_N=tile.rows, BLOCK_K=tile.depth,
+        STAGES=tile.stages, num_warps=tile.warps, **early(x.device),
+    )
+    tile = tiles[1]
+    assert ids.shape[0] * triton.cdiv(hidden, tile.rows) <= ARRIVALS
+    experts_down_pairs[(pairs * triton.cdiv(hidden, tile.rows),)](
+        h, second.values, _or(second.scales, h), _or(second.bias, h), slots, ids, shares, parts, _arrivals(x.device),
+        _or(out, parts), inner,
+        HIDDEN=hidden, INNER=inner, TOP_K=k, FORMAT=FORMATS[second.format], **_layout(second), SUM=out is not None,
+        BLOCK_N=tile.rows, BLOCK_K=tile.depth, STAGES=tile.stages, num_warps=tile.warps, **early(x.device),
+    )
+
+
+def tile_room(x: Tensor, ids: Tensor, inner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What lies between the two products of `tile_products`, and what comes out of them."""
+    pairs = ids.numel()
+    return (torch.empty(pairs, inner, dtype=x.dtype, device=x.device),
+            torch.empty(pairs, x.shape[1], dtype=dtype, device=x.device))
+
+
+def tile_products(
+    x: Tensor, order: Tensor, places: Tensor, k: int, first: Experts, second: Experts, limit: float | None,
+    tiles: tuple[Tile, Tile], h: Tensor, rows: Tensor, slots: Tensor | None = None,
+) -> None:
+    """rows[pair] = what its expert makes of its token; `order` and `places` as `sort_by_expert` makes them.
+
+    `slots` int32 [E]: as in `pair_products`.
+    """
+    hidden, inner = x.shape[1], second.width
+    tile = tiles[0]
+    assert tile.tokens == tiles[1].tokens, "both products go over the same tiles"
+    experts_gate_up_tiles[(len(places) * triton.cdiv(inner, tile.rows),)](
+        x, first.values, _or(first.scales, x), _or(first.bias, x), slots, places, order, h, limit or 0.0, hidden,
+        HIDDEN=hidden, INNER=inner, TOP_K=k, FORMAT=FORMATS[first.format], DOWN_FORMAT=FORMATS[second.format],
+        CLAMPED=limit is not None, **_layout(first), TILE=tile.tokens, BLOCK_N=tile.rows,
         BLOCK_K=tile.depth, STAGES=tile.stages, num_warps=tile.warps,
     )
     tile = tiles[1]
-    rows = torch.empty(pairs, hidden, dtype=dtype, device=x.device)
     experts_down_tiles[(len(places) * triton.cdiv(hidden, tile.rows),)](
-        h, second.values, _or(second.scales, h), _or(second.bias, h), places, order, rows, inner,
-        HIDDEN=hidden, INNER=inner, FORMAT=FORMATS[second.format], BIAS=second.bias is not None,
+        h, second.values, _or(second.scales, h), _or(second.bias, h), slots, places, order, rows, inner,
+        HIDDEN=hidden, INNER=inner, FORMAT=FORMATS[second.format], **_layout(second),
         TILE=tile.tokens, BLOCK_N=tile.rows, BLOCK_K=tile.depth, STAGES=tile.stages, num_warps=tile.warps,
     )
-    return combine(rows, shares, dtype)
+
+
+def _layout(stack: Experts) -> dict[str, int | bool]:
+    """Whether a stack has biases, and how far its experts lie apart: a number that the compiler knows."""
+    return {
+        "BIAS": stack.bias is not None,
+        "W_STRIDE": stack.values.stride(0),
+        "SCALE_STRIDE": 0 if stack.scales is None else stack.scales.stride(0),
+        "BIAS_STRIDE": 0 if stack.bias is None else stack.bias.stride(0),
+    }
 
 
 @cache

@@ -1,4 +1,8 @@
-"""The two products of a mixture's MLP: over tiles of rows that share an expert, or a row a program for few tokens."""
+"""The two products of a mixture's MLP: over tiles of rows that share an expert, or a row a program for few tokens.
+
+Experts lie in a stack, W_STRIDE, SCALE_STRIDE and BIAS_STRIDE elements apart. Where `slots_ptr` is given the stack is
+of slots, slots[expert] is where an expert lies, and pairs whose expert is in none (-1) are left alone.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from spillover.kernels.triton.moe_product import (
     FP8,
     FP8_BLOCK,
-    GROUP,
-    MXFP4,
-    SCALE_PADDING,
     activation_columns,
     activation_values,
     product,
@@ -23,10 +24,10 @@ ALPHA = tl.constexpr(1.702)  # as kernels.activation.SWIGLU_ALPHA
 
 @triton.jit
 def experts_gate_up_tiles(
-    x_ptr, w_ptr, scale_ptr, bias_ptr, tiles_ptr, order_ptr, h_ptr, limit, k_end,
+    x_ptr, w_ptr, scale_ptr, bias_ptr, slots_ptr, tiles_ptr, order_ptr, h_ptr, limit, k_end,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr, DOWN_FORMAT: tl.constexpr,
-    CLAMPED: tl.constexpr, BIAS: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
+    CLAMPED: tl.constexpr, BIAS: tl.constexpr, W_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr,
+    BIAS_STRIDE: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):
     """The first product with its activation: h[position] = act(gate_up[expert] @ x[token] + bias)."""
     n_tiles: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
@@ -35,6 +36,10 @@ def experts_gate_up_tiles(
     expert = tl.load(tiles_ptr + place * 3)
     if expert < 0:
         return
+    if slots_ptr is not None:
+        expert = tl.load(slots_ptr + expert)
+        if expert < 0:
+            return
     expert = expert.to(tl.int64)
     position = tl.load(tiles_ptr + place * 3 + 1) + tl.arange(0, TILE)
     inside = position < tl.load(tiles_ptr + place * 3 + 2)
@@ -42,12 +47,11 @@ def experts_gate_up_tiles(
     w_rows, scale_rows = _gate_up_rows(first_column, INNER, CLAMPED, FORMAT, BLOCK_N)
     total = tl.zeros((2 * BLOCK_N, TILE), tl.float32)
     total = product(
-        total, x_ptr, token, inside, w_ptr + expert * (2 * INNER * _width(HIDDEN, FORMAT)),
-        scale_ptr + expert * _scales(2, INNER, HIDDEN, FORMAT), w_rows, scale_rows, k_end, HIDDEN,
-        FORMAT, 2 * BLOCK_N, TILE, BLOCK_K, STAGES,
+        total, x_ptr, token, inside, w_ptr + expert * W_STRIDE, scale_ptr + expert * SCALE_STRIDE, w_rows, scale_rows,
+        k_end, HIDDEN, FORMAT, 2 * BLOCK_N, TILE, BLOCK_K, STAGES,
     )
     if BIAS:
-        total += tl.load(bias_ptr + expert * (2 * INNER) + w_rows).to(tl.float32)[:, None]
+        total += tl.load(bias_ptr + expert * BIAS_STRIDE + w_rows).to(tl.float32)[:, None]
     gate, up = tl.split(tl.permute(tl.reshape(total, (BLOCK_N, 2, TILE)), (0, 2, 1)))  # [BLOCK_N, TILE]
     h = activation_values(_gated(gate, up, limit, CLAMPED), h_ptr.dtype.element_ty, DOWN_FORMAT)
     columns = first_column + tl.arange(0, BLOCK_N)
@@ -57,10 +61,10 @@ def experts_gate_up_tiles(
 
 @triton.jit
 def experts_gate_up_pairs(
-    x_ptr, w_ptr, scale_ptr, bias_ptr, ids_ptr, shares_ptr, h_ptr, limit, k_end,
+    x_ptr, w_ptr, scale_ptr, bias_ptr, slots_ptr, ids_ptr, shares_ptr, h_ptr, limit, k_end,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr, DOWN_FORMAT: tl.constexpr,
-    CLAMPED: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    CLAMPED: tl.constexpr, BIAS: tl.constexpr, W_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr,
+    BIAS_STRIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):
     """The first product with its activation, of one token by one expert: h[pair] = share * act(...)."""
     if EARLY:
@@ -69,15 +73,19 @@ def experts_gate_up_pairs(
     n_tiles: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
     pair = tl.program_id(0) // n_tiles
     first_column = tl.program_id(0) % n_tiles * BLOCK_N
-    expert = tl.load(ids_ptr + pair).to(tl.int64)
+    expert = tl.load(ids_ptr + pair)
+    if slots_ptr is not None:
+        expert = tl.load(slots_ptr + expert)
+        if expert < 0:
+            return
+    expert = expert.to(tl.int64)
     w_rows, scale_rows = _gate_up_rows(first_column, INNER, CLAMPED, FORMAT, BLOCK_N)
     total = row_product(
-        x_ptr, pair // TOP_K, w_ptr + expert * (2 * INNER * _width(HIDDEN, FORMAT)),
-        scale_ptr + expert * _scales(2, INNER, HIDDEN, FORMAT), w_rows, scale_rows, k_end, HIDDEN,
-        FORMAT, 2 * BLOCK_N, BLOCK_K, STAGES,
+        x_ptr, pair // TOP_K, w_ptr + expert * W_STRIDE, scale_ptr + expert * SCALE_STRIDE, w_rows, scale_rows, k_end,
+        HIDDEN, FORMAT, 2 * BLOCK_N, BLOCK_K, STAGES,
     )
     if BIAS:
-        total += tl.load(bias_ptr + expert * (2 * INNER) + w_rows).to(tl.float32)
+        total += tl.load(bias_ptr + expert * BIAS_STRIDE + w_rows).to(tl.float32)
     gate, up = tl.split(tl.reshape(total, (BLOCK_N, 2)))
     h = _gated(gate, up, limit, CLAMPED) * tl.load(shares_ptr + pair)
     columns = first_column + tl.arange(0, BLOCK_N)
@@ -87,9 +95,10 @@ def experts_gate_up_pairs(
 
 @triton.jit
 def experts_down_tiles(
-    h_ptr, w_ptr, scale_ptr, bias_ptr, tiles_ptr, order_ptr, out_ptr, k_end,
-    HIDDEN: tl.constexpr, INNER: tl.constexpr, FORMAT: tl.constexpr, BIAS: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    h_ptr, w_ptr, scale_ptr, bias_ptr, slots_ptr, tiles_ptr, order_ptr, out_ptr, k_end,
+    HIDDEN: tl.constexpr, INNER: tl.constexpr, FORMAT: tl.constexpr, BIAS: tl.constexpr, W_STRIDE: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):
     """The second product: out[pair] = down[expert] @ h[position] + bias."""
     n_tiles: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
@@ -98,18 +107,22 @@ def experts_down_tiles(
     expert = tl.load(tiles_ptr + place * 3)
     if expert < 0:
         return
+    if slots_ptr is not None:
+        expert = tl.load(slots_ptr + expert)
+        if expert < 0:
+            return
     expert = expert.to(tl.int64)
     position = tl.load(tiles_ptr + place * 3 + 1) + tl.arange(0, TILE)
     inside = position < tl.load(tiles_ptr + place * 3 + 2)
     w_rows = tl.minimum(column, HIDDEN - 1)
     total = tl.zeros((BLOCK_N, TILE), tl.float32)
     total = product(
-        total, h_ptr, tl.where(inside, position, 0), inside, w_ptr + expert * (HIDDEN * _width(INNER, FORMAT)),
-        scale_ptr + expert * _scales(1, HIDDEN, INNER, FORMAT), w_rows,
+        total, h_ptr, tl.where(inside, position, 0), inside, w_ptr + expert * W_STRIDE,
+        scale_ptr + expert * SCALE_STRIDE, w_rows,
         w_rows // FP8_BLOCK if FORMAT == FP8 else w_rows, k_end, INNER, FORMAT, BLOCK_N, TILE, BLOCK_K, STAGES,
     )
     if BIAS:
-        total += tl.load(bias_ptr + expert * HIDDEN + w_rows).to(tl.float32)[:, None]
+        total += tl.load(bias_ptr + expert * BIAS_STRIDE + w_rows).to(tl.float32)[:, None]
     pair = tl.load(order_ptr + position, mask=inside, other=0).to(tl.int64)
     at = pair[None, :] * HIDDEN + column[:, None]
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside[None, :] & (column < HIDDEN)[:, None])
@@ -117,14 +130,16 @@ def experts_down_tiles(
 
 @triton.jit
 def experts_down_pairs(
-    h_ptr, w_ptr, scale_ptr, bias_ptr, ids_ptr, shares_ptr, parts_ptr, arrived_ptr, out_ptr, k_end,
+    h_ptr, w_ptr, scale_ptr, bias_ptr, slots_ptr, ids_ptr, shares_ptr, parts_ptr, arrived_ptr, out_ptr, k_end,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr, BIAS: tl.constexpr,
+    W_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr, SUM: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):
-    """The second product of one token by one expert; the program that is last adds up the token's experts.
+    """The second product of one token by one expert; with SUM the program that is last adds up the token's experts.
 
     They are added in the router's order whoever is last. h carries the shares already. `arrived` counts the programs
-    that are done with a token's columns; it is zero before and after.
+    that are done with a token's columns; it is zero before and after. Without SUM the parts are left as they are, which
+    is how it must be where not every expert has a slot.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -136,24 +151,29 @@ def experts_down_pairs(
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < HIDDEN
     w_rows = tl.minimum(column, HIDDEN - 1)
-    expert = tl.load(ids_ptr + pair).to(tl.int64)
+    expert = tl.load(ids_ptr + pair)
+    if slots_ptr is not None:
+        expert = tl.load(slots_ptr + expert)
+        if expert < 0:
+            return
+    expert = expert.to(tl.int64)
     total = row_product(
-        h_ptr, pair, w_ptr + expert * (HIDDEN * _width(INNER, FORMAT)),
-        scale_ptr + expert * _scales(1, HIDDEN, INNER, FORMAT), w_rows,
+        h_ptr, pair, w_ptr + expert * W_STRIDE, scale_ptr + expert * SCALE_STRIDE, w_rows,
         w_rows // FP8_BLOCK if FORMAT == FP8 else w_rows, k_end, INNER, FORMAT, BLOCK_N, BLOCK_K, STAGES,
     )
     if BIAS:
-        total += tl.load(bias_ptr + expert * HIDDEN + w_rows).to(tl.float32) * tl.load(shares_ptr + pair)
+        total += tl.load(bias_ptr + expert * BIAS_STRIDE + w_rows).to(tl.float32) * tl.load(shares_ptr + pair)
     tl.store(parts_ptr + pair.to(tl.int64) * HIDDEN + column, total, mask=inside)
-    tl.debug_barrier()  # every thread has stored before the program counts itself done
-    counter = arrived_ptr + token * n_tiles + tile
-    if tl.atomic_add(counter, 1, sem="acq_rel") == TOP_K - 1:
-        total = tl.zeros((BLOCK_N,), tl.float32)
-        for j in tl.static_range(TOP_K):
-            part = parts_ptr + (token * TOP_K + j).to(tl.int64) * HIDDEN + column
-            total += tl.load(part, mask=inside, other=0.0, cache_modifier=".cg")
-        tl.store(out_ptr + token.to(tl.int64) * HIDDEN + column, total.to(out_ptr.dtype.element_ty), mask=inside)
-        tl.store(counter, 0)
+    if SUM:
+        tl.debug_barrier()  # every thread has stored before the program counts itself done
+        counter = arrived_ptr + token * n_tiles + tile
+        if tl.atomic_add(counter, 1, sem="acq_rel") == TOP_K - 1:
+            total = tl.zeros((BLOCK_N,), tl.float32)
+            for j in tl.static_range(TOP_K):
+                part = parts_ptr + (token * TOP_K + j).to(tl.int64) * HIDDEN + column
+                total += tl.load(part, mask=inside, other=0.0, cache_modifier=".cg")
+            tl.store(out_ptr + token.to(tl.int64) * HIDDEN + column, total.to(out_ptr.dtype.element_ty), mask=inside)
+            tl.store(counter, 0)
 
 
 @triton.jit
@@ -183,19 +203,3 @@ def _gated(gate, up, limit, CLAMPED: tl.constexpr):
     else:
         h = gate * tl.sigmoid(gate) * up
     return h
-
-
-@triton.jit
-def _width(k: tl.constexpr, FORMAT: tl.constexpr):
-    """Elements that a row of k weights takes."""
-    return k // 2 if FORMAT == MXFP4 else k
-
-
-@triton.jit
-def _scales(parts: tl.constexpr, rows: tl.constexpr, k: tl.constexpr, FORMAT: tl.constexpr):
-    """Scales of an expert whose matrix is `parts` matrices of `rows` below each other."""
-    if FORMAT == MXFP4:
-        return parts * rows * ((k // GROUP + SCALE_PADDING - 1) // SCALE_PADDING * SCALE_PADDING)
-    if FORMAT == FP8:
-        return parts * ((rows + FP8_BLOCK - 1) // FP8_BLOCK) * ((k + FP8_BLOCK - 1) // FP8_BLOCK)
-    return 0

@@ -19,12 +19,14 @@ _CHUNK = 4096  # pairs that a program of the sort looks at in one turn
 
 
 def route(
-    scores: Tensor, x: Tensor, k: int, renormalize: bool, weight_format: str
+    scores: Tensor, x: Tensor, k: int, renormalize: bool, weight_format: str,
+    replay: Tensor | None = None, step: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """scores [T, E], x [T, H] -> (ids [T, k] int32, shares [T, k] float32, x as the first product wants it).
 
     Of equal scores the lower id comes first. Shares are those of a softmax over all experts; `renormalize` makes those
-    of the chosen ones add up to one, which is a softmax over them alone.
+    of the chosen ones add up to one, which is a softmax over them alone. `replay` int32 [N, k] with `step` int32 [1]:
+    every row's ids are replay[step % N] instead.
     """
     tokens, experts = scores.shape
     ids = torch.empty(tokens, k, dtype=torch.int32, device=x.device)
@@ -33,7 +35,8 @@ def route(
     ready = torch.empty(x.shape, dtype=_product_dtype(x, weight_format), device=x.device) if copied else x
     hidden = x.shape[1]
     _route[(tokens, 1 + triton.cdiv(hidden, _COLUMNS) if copied else 1)](
-        scores, x, ids, shares, ready, scores.stride(0), x.stride(0),
+        scores, x, ids, shares, ready, replay, step, scores.stride(0), x.stride(0),
+        None if replay is None else replay.shape[0], None if replay is None else replay.stride(0),
         EXPERTS=experts, PADDED=triton.next_power_of_2(experts), K=k, PADDED_K=triton.next_power_of_2(k),
         RENORMALIZE=renormalize, HIDDEN=hidden, COLUMNS=_COLUMNS, FORMAT=FORMATS[weight_format], num_warps=1,
         **early(x.device),
@@ -85,7 +88,8 @@ def combine(rows: Tensor, shares: Tensor, dtype: torch.dtype) -> Tensor:
 
 @triton.jit
 def _route(
-    scores_ptr, x_ptr, ids_ptr, shares_ptr, ready_ptr, scores_stride, x_stride,
+    scores_ptr, x_ptr, ids_ptr, shares_ptr, ready_ptr, replay_ptr, step_ptr, scores_stride, x_stride,
+    replayed_steps, replay_stride,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, K: tl.constexpr, PADDED_K: tl.constexpr,
     RENORMALIZE: tl.constexpr, HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, FORMAT: tl.constexpr, EARLY: tl.constexpr,
 ):
@@ -104,14 +108,19 @@ def _route(
     scores = tl.load(scores_ptr + token * scores_stride + expert, mask=expert < EXPERTS, other=float("-inf"))
     scores = scores.to(tl.float32)
     slot = tl.arange(0, PADDED_K)
-    best = tl.full((PADDED_K,), float("-inf"), tl.float32)
-    chosen = tl.zeros((PADDED_K,), tl.int32)
-    left = scores
-    for j in tl.static_range(K):
-        value, index = tl.max(left, 0, return_indices=True, return_indices_tie_break_left=True)
-        best = tl.where(slot == j, value, best)
-        chosen = tl.where(slot == j, tl.minimum(index, EXPERTS - 1), chosen)  # NaN finds none
-        left = tl.where(expert == index, float("-inf"), left)
+    if replay_ptr is not None:
+        row = (tl.load(step_ptr) % replayed_steps).to(tl.int64) * replay_stride
+        chosen = tl.load(replay_ptr + row + slot, mask=slot < K, other=0)
+        best = tl.load(scores_ptr + token * scores_stride + chosen, mask=slot < K, other=float("-inf")).to(tl.float32)
+    else:
+        best = tl.full((PADDED_K,), float("-inf"), tl.float32)
+        chosen = tl.zeros((PADDED_K,), tl.int32)
+        left = scores
+        for j in tl.static_range(K):
+            value, index = tl.max(left, 0, return_indices=True, return_indices_tie_break_left=True)
+            best = tl.where(slot == j, value, best)
+            chosen = tl.where(slot == j, tl.minimum(index, EXPERTS - 1), chosen)  # NaN finds none
+            left = tl.where(expert == index, float("-inf"), left)
     top = tl.max(best, 0)
     shares = tl.exp(best - top)  # slots past K: 0
     if RENORMALIZE:

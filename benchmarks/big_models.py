@@ -1,0 +1,198 @@
+"""Mixtures larger than the memory allowed them: every strategy, decode at batch 1 and prefill of 512 tokens.
+
+    python benchmarks/big_models.py --model gpt-oss-120b --gpu-memory 32GB --log gptoss.route.csv --output results
+    python benchmarks/big_models.py --model qwen3-30b-a3b-fp8 --half --log qwen.route.csv --output results
+    python benchmarks/big_models.py --model gpt-oss-120b --sweep 8,16,24,32,40,48,56,64 --log gptoss.route.csv
+
+Weights are random, of the true shapes. Their router chooses as it happens to ("router"), so where the device looks
+experts up by itself the choice is played back instead: "uniform" rows draw every expert alike, "replayed" ones follow a
+log of a real model's routing, over and over, widened to the model's experts a token by the log's own frequencies. Peak
+memory of the device is read after every row and held against the budget.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from gpu_workload import MODELS, Figure, opened, run, write
+
+from spillover import LLM
+from spillover.engine.weights.cuda_experts import CudaExperts
+from spillover.engine.weights.home import Home
+from spillover.engine.weights.placed import PlacedWeights
+from spillover.errors import SpilloverError
+from spillover.memory.routing import extended, read_log, uniform
+from spillover.models.registry import architecture
+from spillover.plan.shapes import model_shape
+from spillover.units import parse_bytes
+
+STRATEGIES = ("demand", "sequential", "pinned", "host-experts", "experts", "experts:lfru")
+PREFILL, CONTEXT = 512, 16
+MODELS["qwen3-30b-a3b-fp8"] = {**MODELS["qwen3-30b-a3b"], "quantization_config": {
+    "quant_method": "fp8", "weight_block_size": [128, 128]}}
+
+
+@dataclass(frozen=True)
+class Asked:
+    model: str
+    budget: int
+    strategy: str
+    repeats: int
+    decode_tokens: int
+    log: str | None
+
+
+def measure(asked: Asked, flags: dict[str, Any]) -> Iterator[Figure]:
+    """The rows of one strategy: prefill, decode by the router, and decode by the log."""
+    strategy, _, policy = asked.strategy.partition(":")
+    start = time.perf_counter()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with opened(asked.model, gpu_memory=str(asked.budget), weights=strategy, policy=policy or "lru", max_num_seqs=8,
+                max_model_len=4096, max_num_batched_tokens=2048, enable_prefix_caching=False, **flags) as llm:
+        weights, placement = llm.engine.runner.weights, llm.plan.placement  # type: ignore[attr-defined]
+        torch.cuda.reset_peak_memory_stats()  # planning measured the machine with buffers of its own
+        loaded = time.perf_counter() - start
+        print(f"{asked.strategy}: loaded in {loaded:.1f} s", flush=True)
+        rng = random.Random(0)
+        prefill_rate(llm, rng)
+        decode_rate(llm, rng, 4)
+        paged = weights.experts if isinstance(weights, PlacedWeights) else None
+        # Where the device looks experts up by itself their choice can be played back; elsewhere it is the router's.
+        routings = ["router"]
+        if isinstance(paged, CudaExperts) and paged.on_demand is None:
+            routings = ["uniform", "replayed"] if asked.log is not None else ["uniform"]
+        count = min(asked.decode_tokens, 6) if strategy == "sequential" else asked.decode_tokens
+        common = {"strategy": strategy, "policy": policy or "lru", "budget": asked.budget, "load_seconds": loaded,
+                  "quota": placement.quota if placement else 0, "model": asked.model}
+        yield figure(llm, asked, common, "prefill", "router", lambda: prefill_rate(llm, rng), before, PREFILL)
+        for routing in routings:
+            if isinstance(paged, CudaExperts) and routing != "router":
+                replay(paged, asked, llm, routing)
+            decode_rate(llm, rng, 64 if routing == "replayed" else min(16, count))  # slots follow what is asked for
+            yield figure(llm, asked, common, "decode", routing, lambda: decode_rate(llm, rng, count), before, count)
+
+
+def figure(llm: LLM, asked: Asked, common: dict[str, Any], phase: str, routing: str, rate: Any,
+           before: int, count: int) -> Figure:
+    weights = llm.engine.runner.weights  # type: ignore[attr-defined]
+    placed = isinstance(weights, PlacedWeights)
+    earlier = weights.traffic() if placed else None
+    rates = [rate() for _ in range(asked.repeats)]
+    torch.cuda.synchronize()
+    traffic = weights.traffic().since(earlier) if placed and earlier is not None else None
+    predicted = llm.plan.placement.predicted if llm.plan.placement else None
+    peak = torch.cuda.max_memory_allocated() - before
+    if peak > asked.budget:
+        raise SystemExit(f"peak device memory {peak:,} is above the budget {asked.budget:,}")
+    tokens = asked.repeats * count
+    limit = roof = None
+    if predicted is not None:
+        limit = predicted.prefill_tokens_per_second if phase == "prefill" else predicted.decode_tokens_per_second
+        roof = predicted.prefill_roof if phase == "prefill" else predicted.decode_roof
+    details = {**common, "routing": routing, "phase": phase, "tokens": count, "peak_bytes": peak, "roof": roof,
+               "hit_rate": traffic.hit_rate if traffic else None,
+               "hosted": traffic.expert_hosted / tokens if traffic else 0,
+               "bytes_moved_per_token": traffic.bytes_moved / tokens if traffic else 0,
+               "predicted": limit, "predicted_routing": "uniform"}
+    name = f"{phase}, {asked.strategy}, {routing}, {asked.budget / 1e9:.1f} GB"
+    made = Figure(name, "tok/s", rates, limit or max(rates), details=details)
+    hits = details["hit_rate"]
+    print(f"{name}: {made.value:.1f} tok/s, {made.percent_of_limit:.0f}% of {roof}, hits "
+          f"{'-' if hits is None else f'{hits:.1%}'}, {details['bytes_moved_per_token'] / 1e6:.0f} MB a token, peak "
+          f"{peak / 1e9:.2f} GB", flush=True)
+    return made
+
+
+def replay(experts: CudaExperts, asked: Asked, llm: LLM, routing: str) -> None:
+    config = architecture(MODELS[asked.model]).config(MODELS[asked.model])
+    layers, wanted, k = experts.table.layers, config.num_experts, config.experts_per_token
+    if routing == "uniform":
+        trace = uniform(256, layers, wanted, k)
+    else:
+        assert asked.log is not None
+        trace = extended(read_log(asked.log), wanted, k, layers)
+    experts.replay = torch.tensor(trace, dtype=torch.int32, device="cuda")
+    llm.engine.runner.forget_graphs()  # type: ignore[attr-defined]  # they hold the routing they were recorded with
+
+
+def decode_rate(llm: LLM, rng: random.Random, count: int) -> float:
+    output = run(llm, [tokens(rng, CONTEXT)], [count + 1], 0.0)[0]
+    assert output.timings is not None
+    return count / output.timings.decode
+
+
+def prefill_rate(llm: LLM, rng: random.Random) -> float:
+    output = run(llm, [tokens(rng, PREFILL)], [1], 0.0)[0]
+    assert output.timings is not None
+    return PREFILL / output.timings.prefill
+
+
+def tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(1000, 100_000) for _ in range(count)]
+
+
+def half_budget(model: str) -> int:
+    """All weights but half of the experts, and room for a short context, workspace and what streams past."""
+    built = architecture(MODELS[model])
+    config = built.config(MODELS[model])
+    shape = model_shape(config, built.weight_specs(config), "bfloat16")
+    experts = shape.expert_bytes * shape.num_experts * shape.expert_layers
+    return shape.weight_bytes - experts // 2 + (17 << 27)
+
+
+@click.command()
+@click.option("--model", default="gpt-oss-120b", show_default=True)
+@click.option("--gpu-memory", default="32GB", show_default=True)
+@click.option("--half", is_flag=True, help="A budget of all but half of the experts' bytes.")
+@click.option("--strategies", default=",".join(STRATEGIES), show_default=True)
+@click.option("--sweep", default=None, metavar="GB,...", help="Then other budgets too, with --weights experts.")
+@click.option("--log", default=None, help="A routing log to replay.")
+@click.option("--decode-tokens", default=128, show_default=True)
+@click.option("--repeats", default=3, show_default=True)
+@click.option("--seconds", default=300.0, show_default=True, help="Strategies that would begin later are left out.")
+@click.option("--host-memory", default=None)
+@click.option("--name", default=None)
+@click.option("--output", default=None)
+def main(model: str, gpu_memory: str, half: bool, strategies: str, sweep: str | None, log: str | None,
+         decode_tokens: int, repeats: int, seconds: float, host_memory: str | None, name: str | None,
+         output: str | None) -> None:
+    Home.keeps = True
+    end = time.monotonic() + seconds
+    budget = half_budget(model) if half else parse_bytes(gpu_memory)
+    flags = {} if host_memory is None else {"host_memory": host_memory}
+
+    def rows(name: str, wanted: Sequence[Asked], path: str | None) -> None:
+        figures: list[Figure] = []
+        for asked in wanted:
+            if time.monotonic() > end:
+                print(f"left out for want of time: {asked.strategy} at {asked.budget / 1e9:.1f} GB", flush=True)
+                continue
+            try:
+                figures += measure(asked, flags)
+            except SpilloverError as error:
+                print(f"{asked.strategy} at {asked.budget / 1e9:.1f} GB: {error}", flush=True)
+            if path is not None and figures:
+                with contextlib.redirect_stdout(io.StringIO()):
+                    write(name, figures, path)
+
+    rows(name or ("qwen3-30b-a3b-half" if half else f"{model}-{gpu_memory.lower()}"),
+         [Asked(model, budget, strategy, repeats, decode_tokens, log) for strategy in strategies.split(",")], output)
+    if sweep is not None:
+        beside = None if output is None else "results" if output == "results" else str(
+            Path(output).with_name("budget-sweep.json"))
+        rows("budget-sweep", [Asked(model, int(each) * 10**9, "experts", repeats, 32, log)
+                              for each in sweep.split(",")], beside)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""How fast the host's cores compute experts, beside the rate at which they read memory.
+
+    python benchmarks/host_experts.py --threads 1,2
+
+Experts of gpt-oss-120b (MXFP4) and Qwen3-30B-A3B (FP8, bfloat16) with random weights, as many of them as make up
+--gigabytes, asked for in turn: little of them is found in a cache. A call is the experts of some tokens of one layer,
+which share half of them where there is more than one. Bytes are those of the experts' weights, each counted once a
+call. A rate is the median over the calls, and beside it the best: what else runs on the machine shows less there.
+Memory is read by torch, as `spill doctor` does it; percents are of the same kind of rate.
+"""
+
+from __future__ import annotations
+
+import mmap
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import click
+import torch
+from torch import Tensor
+
+from spillover.kernels import native
+from spillover.kernels.host_experts import ExpertLayout, HostExperts, available_cores
+
+MODELS = {
+    "gpt-oss-120b mxfp4": (ExpertLayout.packed("mxfp4", torch.bfloat16, 2880, 2880, 128, 7.0, biased=True), 4),
+    "Qwen3-30B-A3B fp8": (ExpertLayout.packed("fp8", torch.bfloat16, 2048, 768, 128), 8),
+    "Qwen3-30B-A3B bfloat16": (ExpertLayout.packed("dense", torch.bfloat16, 2048, 768, 128), 8),
+}
+
+
+def memory(nbytes: int) -> Tensor:
+    """In large pages where the system gives them."""
+    mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def fill(layout: ExpertLayout, run: Tensor) -> Tensor:
+    """Records [layers, experts, record_bytes] in `run`, all of one expert's random weights."""
+    one = torch.zeros(1, layout.record_bytes, dtype=torch.uint8)
+    for stack in layout.stacks(one):
+        if stack.scales is None:
+            stack.values.copy_(torch.randn(stack.values.shape) * stack.width**-0.5)
+        elif stack.format == "fp8":
+            stack.values.copy_(torch.randn(stack.values.shape).to(torch.float8_e4m3fn))
+            stack.scales.copy_(torch.rand(stack.scales.shape) * stack.width**-0.5)
+        else:
+            stack.values.random_(0, 256)
+            stack.scales.random_(117, 123)
+        if stack.bias is not None:
+            stack.bias.copy_(torch.randn(stack.bias.shape))
+    size = layout.experts * layout.record_bytes
+    layers = max(1, len(run) // size)
+    records = run[: layers * size].view(-1, layout.record_bytes)
+    records.copy_(one.expand_as(records))
+    return records.view(layers, layout.experts, -1)
+
+
+def requests(layers: int, experts: int, k: int, tokens: int) -> Iterator[tuple[int, Tensor, int]]:
+    """(layer, pairs, experts among them) without end: each time the experts that were asked for longest ago."""
+    step = max(1, k // 2) if tokens > 1 else k  # from one token's experts to the next one's
+    call = (tokens - 1) * step + k
+    while True:
+        for first in range(0, experts - call + 1, call):
+            for layer in range(layers):
+                pairs = [[t, first + t * step + j, t * k + j, 0] for t in range(tokens) for j in range(k)]
+                yield layer, torch.tensor(pairs, dtype=torch.int32), call
+
+
+def product_rate(
+    layout: ExpertLayout, records: Tensor, k: int, tokens: int, threads: int, seconds: float
+) -> tuple[float, float]:
+    """Bytes a second, the median and the best."""
+    x = torch.randn(tokens, layout.hidden)
+    rates = []
+    with HostExperts(layout, [layer.data_ptr() for layer in records], threads) as experts:
+        end = time.perf_counter() + seconds
+        for layer, pairs, distinct in requests(len(records), layout.experts, k, tokens):
+            start = time.perf_counter()
+            experts.run(layer, x, pairs)
+            rates.append(distinct * layout.record_bytes / (time.perf_counter() - start))
+            if time.perf_counter() > end and len(rates) > 3:
+                return statistics.median(rates), max(rates)
+    raise AssertionError
+
+
+def read_rate(data: Tensor, threads: int, seconds: float) -> tuple[float, float]:
+    """Bytes a second that torch reads, the median and the best: by a reduction or a matrix-vector product, whichever is
+    faster. A reading is as long as a call of the product, or the best of either would not be comparable."""
+    floats = data[: len(data) // (1 << 26) * (1 << 26)].view(torch.float32).view(-1, 1 << 10, 1 << 14)
+    vector, out = torch.zeros(1 << 14), torch.empty(1 << 10)
+
+    def product(part: Tensor) -> None:
+        torch.mv(part, vector, out=out)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return max(timed(floats, call, seconds / 2) for call in (product, torch.sum))
+    finally:
+        torch.set_num_threads(before)
+
+
+def timed(parts: Tensor, call: Callable[[Tensor], object], seconds: float) -> tuple[float, float]:
+    rates, end = [], time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for part in parts:
+            start = time.perf_counter()
+            call(part)
+            rates.append(part.nbytes / (time.perf_counter() - start))
+    return statistics.median(rates), max(rates)
+
+
+@click.command()
+@click.option("--threads", default=None, help="Numbers of threads, with commas; all cores unless given.")
+@click.option("--tokens", default="1,2,4,8", help="Numbers of tokens, with commas.")
+@click.option("--gigabytes", default=2.0, help="Weights of each model.")
+@click.option("--seconds", default=2.0, help="Spent on each number.")
+def main(threads: str | None, tokens: str, gigabytes: float, seconds: float) -> None:
+    counts = [int(each) for each in threads.split(",")] if threads else [available_cores()]
+    run = memory(int(gigabytes * 1e9))
+    run.random_(0, 2)
+    reads = {count: read_rate(run, count, seconds) for count in counts}
+    print(native.describe())
+    print(f"{'':24}{'threads':>8}{'tokens':>8}{'GB/s':>8}{'memory':>8}{'percent':>9}{'best':>8}{'percent':>9}")
+    for name, (layout, k) in MODELS.items():
+        records = fill(layout, run)
+        for count in counts:
+            for rows in (int(each) for each in tokens.split(",")):
+                rate, best = product_rate(layout, records, k, rows, count, seconds)
+                roof, top = reads[count]
+                print(f"{name:24}{count:8}{rows:8}{rate / 1e9:8.1f}{roof / 1e9:8.1f}{100 * rate / roof:9.0f}"
+                      f"{best / 1e9:8.1f}{100 * best / top:9.0f}")
+
+
+if __name__ == "__main__":
+    main()

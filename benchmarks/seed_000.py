@@ -1,0 +1,91 @@
+"""A hundred requests at once to a mixture whose experts' bytes only half fit: four ways to hold its weights.
+
+    python benchmarks/seed_000.py --output results
+
+The comparison of static offload (a share of the weights stays in host memory and is copied at use), copies on demand,
+and a sequential prefetch, and beside them pages of experts with the host's help. Lengths are drawn to be like
+ShareGPT's (log-normal, about 230 tokens in the mean); answers are cut to --output-len tokens, which changes neither
+TTFT nor the time per token. Random weights of the true shapes, which route almost uniformly.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import click
+import numpy as np
+import torch
+from big_models import half_budget
+from gpu_workload import MODELS, Figure, opened, write
+
+from spillover import SamplingParams
+from spillover.engine.weights.home import Home
+from spillover.models.registry import architecture
+from spillover.plan.shapes import model_shape
+
+REQUESTS = 100
+ARMS = ("static-offload", "demand", "sequential", "experts", "experts-32k")
+
+
+def lengths(seed: int) -> list[int]:
+    drawn = np.random.default_rng(seed).lognormal(4.9, 1.05, REQUESTS)
+    return [int(each) for each in drawn.clip(4, 1024)]
+
+
+def serve(model: str, arm: str, budget: int, offload: float, output_len: int, repeats: int) -> dict[str, list[float]]:
+    flags: dict[str, Any] = {"weights": arm.removesuffix("-32k"), "gpu_memory": str(budget)}
+    if arm == "static-offload":
+        # A layer's buffer beside: it is given more, not less.
+        flags = {"cpu_offload_gb": offload, "gpu_memory": str(budget + (2 << 30))}
+    if arm.endswith("-32k"):
+        flags["max_num_batched_tokens"] = 32768  # a step that streams costs the same whatever its tokens
+    found: dict[str, list[float]] = {"ttft": [], "tpot": []}
+    with opened(model, max_num_seqs=REQUESTS, max_model_len=2048, enable_prefix_caching=False, **flags) as llm:
+        params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+        rng = np.random.default_rng(1)
+        for turn in range(repeats + 1):
+            prompts = [rng.integers(1000, 100_000, length).tolist() for length in lengths(0)]
+            if turn == 0:  # compiles
+                llm.generate(prompts[:40], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False)
+                continue
+            start = time.perf_counter()
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            timings = [output.timings for output in outputs if output.timings is not None]
+            found["ttft"].append(1e3 * statistics.mean(each.first_token - each.arrived for each in timings))
+            found["tpot"].append(1e3 * statistics.mean((each.finished - each.first_token) / (output_len - 1)
+                                                       for each in timings))
+            print(f"{arm}: TTFT {found['ttft'][-1]:.0f} ms, TPOT {found['tpot'][-1]:.1f} ms, "
+                  f"{time.perf_counter() - start:.1f} s", flush=True)
+    return found
+
+
+@click.command()
+@click.option("--model", default="qwen3-30b-a3b-fp8", show_default=True)
+@click.option("--arms", default=",".join(ARMS), show_default=True)
+@click.option("--output-len", default=12, show_default=True)
+@click.option("--repeats", default=3, show_default=True)
+@click.option("--output", default=None)
+def main(model: str, arms: str, output_len: int, repeats: int, output: str | None) -> None:
+    Home.keeps = True
+    built = architecture(MODELS[model])
+    config = built.config(MODELS[model])
+    shape = model_shape(config, built.weight_specs(config), "bfloat16")
+    half = shape.expert_bytes * shape.num_experts * shape.expert_layers / 2
+    budget = half_budget(model) + (2 << 30)  # room for a hundred contexts
+    found = {arm: serve(model, arm, budget, half / 2**30, output_len, repeats) for arm in arms.split(",")}
+    figures = []
+    for arm, values in found.items():
+        for metric in ("ttft", "tpot"):
+            base = statistics.median(found["static-offload"][metric])
+            details = {"strategy": arm, "policy": "lru", "routing": "uniform", "budget": budget,
+                       "output_len": output_len, "requests": REQUESTS,
+                       "times_better_than_static": base / statistics.median(values[metric])}
+            figures.append(Figure(f"mean {metric.upper()}, {arm}", "ms", values[metric], base, True, details))
+    print(f"peak device memory {torch.cuda.max_memory_allocated() / 1e9:.1f} GB, budget {budget / 1e9:.1f} GB")
+    write("seed-000", figures, output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""The tables of a plan whose weights do not all lie on the device: what is where, and how fast that would be."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from spillover.plan.placement import Predicted, WeightPlan
+from spillover.plan.predict import UNKNOWN_DISK
+from spillover.plan.rates import Rates
+from spillover.plan.roofline import format_seconds
+from spillover.units import format_bytes, format_rate
+
+
+def placement_table(plan: WeightPlan) -> Table:
+    table = Table(title=f"Weights, {plan.strategy}", title_justify="left", caption=_caption(plan),
+                  caption_justify="left")
+    table.add_column("Unit")
+    table.add_column("Where")
+    for heading in ("Device", "Host", "Disk"):
+        table.add_column(heading, justify="right")
+    for row in plan.rows:
+        table.add_row(row.kind, row.place, *(_size(count) for count in (row.device, row.host, row.disk)))
+    table.add_row("All", "", *(_size(count) for count in (plan.device_bytes, plan.host_bytes, plan.disk_bytes)),
+                  style="bold")
+    return table
+
+
+def predicted_table(predicted: Predicted, rates: Rates | None = None) -> Table:
+    """Each step's share of the roof that binds it, and what the others take."""
+    table = Table(title="Predicted at best", title_justify="left", caption=_assumed(predicted, rates),
+                  caption_justify="left")
+    table.add_column("Step")
+    table.add_column("Time", justify="right")
+    table.add_column("Rate", justify="right")
+    table.add_column("Bound by")
+    table.add_column("Of it")
+
+    def row(name: str, tokens: int, rate: float, roof: str, parts: tuple[tuple[str, float], ...], moved: int) -> None:
+        seconds = tokens / rate
+        spent = [f"{part} {100 * taken / seconds:.0f}%" for part, taken in parts]
+        table.add_row(name, format_seconds(seconds), format_rate(rate, "tok/s"), roof,
+                      ", ".join(spent) + (f"; {format_bytes(moved)} moved" if moved else ""))
+
+    row(f"Decode, 1 request, {predicted.context} tokens of context", 1, predicted.decode_tokens_per_second,
+        predicted.decode_roof, predicted.decode_seconds, predicted.decode_moved)
+    row(f"Prefill, {predicted.prefill_tokens} tokens", predicted.prefill_tokens, predicted.prefill_tokens_per_second,
+        predicted.prefill_roof, predicted.prefill_seconds, predicted.prefill_moved)
+    return table
+
+
+def _caption(plan: WeightPlan) -> str | None:
+    """What a reader cannot tell from the rows."""
+    said = []
+    if plan.quota:
+        said.append(f"Steps of up to {plan.paged_tokens} token{'s' * (plan.paged_tokens > 1)} fetch the experts they "
+                    f"miss, {format_bytes(plan.record_bytes)} each; larger ones stream them.")
+    elif plan.paged_tokens:
+        said.append(f"The host computes its experts in steps of up to {plan.paged_tokens} tokens; larger ones stream "
+                    "them.")
+    if plan.pinned:
+        said.append(f"{plan.pinned} slots of each layer never change.")
+    if plan.spare_slots:
+        said.append(f"KV may take {plan.spare_slots:,} slots back.")
+    return " ".join(said) or None
+
+
+def _assumed(predicted: Predicted, rates: Rates | None) -> str:
+    said = []
+    if predicted.assumed_hit_rate is not None:
+        said.append(f"Uniform routing is assumed: {predicted.assumed_hit_rate:.0%} of the experts asked for lie in a "
+                    "slot; real routing repeats itself and hits more often.")
+    if rates is not None and rates.disk_read is None and dict(predicted.decode_seconds).get("disk"):
+        said.append(f"The disk was not timed and is taken for {format_rate(UNKNOWN_DISK, 'B/s')}.")
+    if rates is not None:
+        named = {"link": rates.host_to_device, "link, read by a kernel": rates.kernel_read,
+                 "host memory": rates.host_read, "device memory": rates.memory_read}
+        said.append("Measured now: " + ", ".join(f"{name} {format_rate(rate, 'B/s')}" for name, rate in named.items()
+                                                 if rate is not None) + ".")
+    return " ".join(said)
+
+
+def _size(count: int) -> str:
+    return format_bytes(count) if count else ""

@@ -1,0 +1,88 @@
+"""From the parts that a loader gives, one after another, to weights placed as the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spillover.engine.weights.cpu_experts import CpuExperts, ExpertSlots, HomeExperts, SlotExperts
+from spillover.engine.weights.disk_home import DiskHome
+from spillover.engine.weights.home import Home
+from spillover.engine.weights.mover import CpuMover
+from spillover.engine.weights.placed import PlacedParts, PlacedWeights
+from spillover.memory.experts import ExpertCache
+from spillover.memory.policies.experts import Static, expert_policy
+from spillover.memory.policies.experts.protocol import ExpertPolicy
+from spillover.models.weights import PAGED, PartWeights, layer_part
+from spillover.plan.placement import WeightPlan
+
+Parts = Iterable[tuple[str, dict[str, Any]]]
+
+
+def place_on_cpu(parts: Parts, placement: WeightPlan, policy: str, disk: DiskHome | None = None) -> PlacedWeights:
+    """The "device" is an arena of the planned size; copies into it are real."""
+    device = torch.device("cpu")
+    placed, mover = PlacedParts(placement, device, Home(device), disk), CpuMover()
+    layers, quota = placement.slot_layers, placement.quota
+    arena: Tensor | None = None
+    for part, weights in parts:
+        records = placed.put(part, weights)
+        layer = int(part.removeprefix("layers.")) if records is not None else -1
+        if records is None or layer not in layers:
+            continue
+        if arena is None:
+            arena = Home(device).run(len(layers) * quota * records.shape[1]).view(-1, records.shape[1])
+        first = layers.index(layer) * quota
+        arena[first : first + quota].copy_(records[:quota])
+    return PlacedWeights(placed, mover, _cpu_experts(placed, mover, arena, policy))
+
+
+def _cpu_experts(placed: PlacedParts, mover: CpuMover, arena: Tensor | None, policy: str) -> CpuExperts | None:
+    record, layers = placed.expert_record, placed.placement.slot_layers
+    if record is None or not placed.expert_runs:
+        return None
+    slots = None
+    if arena is not None:
+        cache = filled_cache(placed.placement, placed.num_experts, chosen_policy(placed.placement, policy))
+        slots = ExpertSlots(cache, record, arena,
+                            lambda index, expert: placed.expert_source(layers[index], expert), mover)
+    hosts = []
+    for layer in placed.expert_runs:
+        if layer in layers:
+            assert slots is not None
+            guesses = getattr(slots.cache.policy, "guesses", False)
+            router = _next_router(placed, layers, layer) if guesses else None
+            placed.resident[layer_part(layer)][PAGED] = SlotExperts(slots, layers.index(layer), router)
+        else:
+            hosts.append(HomeExperts(record, lambda index, layer=layer: placed.expert_bytes(layer, index)))  # type: ignore[misc]
+            placed.resident[layer_part(layer)][PAGED] = hosts[-1]
+    return CpuExperts(slots, hosts)
+
+
+def chosen_policy(placement: WeightPlan, name: str) -> ExpertPolicy:
+    """Only what is paged has a choice: what is pinned stays, and on demand the one unused for longest goes."""
+    if placement.strategy == "pinned":
+        return Static(placement.pinned)
+    return expert_policy(name if placement.strategy == "experts" else "lru")
+
+
+def filled_cache(placement: WeightPlan, experts: int, policy: ExpertPolicy) -> ExpertCache:
+    """The first experts of every layer lie in its slots, in order."""
+    cache = ExpertCache(len(placement.slot_layers), experts, placement.quota, policy)
+    for layer in range(cache.layers):
+        for expert in range(cache.quota):
+            cache.take(layer, expert, asked=False)
+    return cache
+
+
+def _next_router(placed: PlacedParts, layers: tuple[int, ...], layer: int) -> Callable[[], tuple[Any, Any]] | None:
+    index = layers.index(layer) + 1
+    if index == len(layers):
+        return None
+    part: PartWeights = placed.resident[layer_part(layers[index])]
+    if "router" not in part:  # it passes through the ring and is not here yet
+        return None
+    return lambda: (part["router"], part.get("router_bias"))

@@ -1,0 +1,80 @@
+"""How many of a layer's missing experts the host should compute while the device fetches the others: by measuring."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+
+import torch
+from torch import Tensor
+
+from spillover.engine.weights.cuda_experts import CudaExperts
+from spillover.kernels.host_experts import HostExperts
+from spillover.kernels.mail import PAIR
+from spillover.kernels.paging import Resolution, gather
+
+log = logging.getLogger("spillover.engine")
+
+ROUNDS = 5
+STREAMED_ROWS = 6  # of an expert, in a step that streams
+POST = 12e-6  # seconds that a letter to the host and its answer take, beside the computing
+
+
+def split_table(experts: CudaExperts, host: HostExperts, most: int) -> Tensor | None:
+    """int32 [most + 1]: of so many that are missing, how many the host gets. None: it is never worth it.
+
+    One at least is always brought to the device, so that slots follow what tokens ask for.
+    """
+    link, alone = _link_seconds(experts), _host_seconds(host, len(experts.runs))
+    table = [best_split(missing, link, alone) for missing in range(most + 1)]
+    log.info("a missing expert takes %.0f us over the link and %.0f us on %d cores; of 1, 2, 3, 4 missing the host "
+             "computes %s", 1e6 * link, 1e6 * alone, host.threads, table[1:5])
+    return torch.tensor(table, dtype=torch.int32, device=experts.arena.slots.device) if any(table) else None
+
+
+def streaming_share(experts: CudaExperts, host: HostExperts) -> float:
+    """Of experts that all have several rows, the share with which the host is done when the link is."""
+    link, alone = _link_seconds(experts), _host_seconds(host, len(experts.runs), STREAMED_ROWS)
+    log.info("streaming: an expert takes %.0f us over the link and %.0f us on the host, which gets %.0f%%", 1e6 * link,
+             1e6 * alone, 100 * link / (link + alone))
+    return link / (link + alone)
+
+
+def best_split(missing: int, link: float, host: float) -> int:
+    """Both work at the same time, so the later of the two counts; of equal choices the one that fetches more."""
+    return min(range(max(1, missing)), key=lambda hosted: (max((missing - hosted) * link,
+                                                               hosted * host + (POST if hosted else 0.0)), hosted))
+
+
+def _link_seconds(experts: CudaExperts) -> float:
+    """Of one expert, read by the device from host memory into a slot of transit."""
+    device, slots = experts.arena.slots.device, experts.arena.slots
+    count = min(4, experts.transit.size, experts.runs[0].shape[0])
+    target = slots[len(slots) - count :]
+    pairs = torch.stack([torch.arange(count), torch.arange(count)], 1).to(torch.int32).to(device)
+    nothing = torch.zeros(count, PAIR, dtype=torch.int32, device=device)
+    wanted = Resolution(torch.tensor([count, 0], dtype=torch.int32, device=device), pairs, nothing, pairs[:, 0])
+    times = []
+    for turn in range(ROUNDS + 1):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        gather(wanted, experts.runs[turn % len(experts.runs)], target)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:]) / count
+
+
+def _host_seconds(host: HostExperts, layers: int, rows: int = 1) -> float:
+    """Of one expert for so many tokens, its weights not in a cache."""
+    x = torch.randn(rows, host.layout.hidden)
+    count = min(4, host.layout.experts)
+    times = []
+    for turn in range(ROUNDS + 1):
+        first = (turn * count) % (host.layout.experts - count + 1)
+        pairs = torch.tensor([[row, first + i, 0, 0] for i in range(count) for row in range(rows)], dtype=torch.int32)
+        host.wake()
+        start = time.perf_counter()
+        host.run(turn % layers, x, pairs)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:]) / count

@@ -1,0 +1,136 @@
+"""Weights placed on a CUDA device as the plan says: parts, slots, page table, and who computes what is missing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from spillover.engine.config import EngineConfig
+from spillover.engine.weights.build import Parts, chosen_policy, filled_cache
+from spillover.engine.weights.calibrate import split_table, streaming_share
+from spillover.engine.weights.cuda_experts import Arena, CudaExperts, CudaLayerExperts
+from spillover.engine.weights.disk_home import DiskHome
+from spillover.engine.weights.home import Home
+from spillover.engine.weights.mover import CudaMover
+from spillover.engine.weights.placed import PlacedParts, PlacedWeights
+from spillover.engine.weights.policy_thread import PolicyThread
+from spillover.engine.weights.transit import Transit
+from spillover.kernels.host_experts import ExpertLayout, HostExperts, LinearPlace
+from spillover.kernels.mail import Mail
+from spillover.kernels.paging import PageTable
+from spillover.models.config import ModelConfig
+from spillover.models.layers import expert_stack
+from spillover.models.records import Record
+from spillover.models.weights import PAGED, layer_part
+from spillover.plan.placement import SLOTTED, WeightPlan
+from spillover.plan.planner import Plan
+
+log = logging.getLogger("spillover.engine")
+
+LOG_ROWS = 1024  # steps that the policy may be behind
+GROUP = 8  # experts that stream together, where transit has room for two such groups
+
+
+def place_on_cuda(parts: Parts, plan: Plan, config: EngineConfig, model: ModelConfig,
+                  disk: DiskHome | None) -> PlacedWeights:
+    placement, device = plan.placement, torch.device("cuda")
+    assert placement is not None
+    placed = PlacedParts(placement, device, Home(device), disk)
+    layers = table_layers(placement)
+    quotas = [placement.quota if placement.experts[layer] in SLOTTED else 0 for layer in layers]
+    slots: Tensor | None = None
+    for part, weights in parts:
+        records = placed.put(part, weights)
+        del weights
+        layer = int(part.removeprefix("layers.")) if records is not None else -1
+        if records is None or layer not in layers:
+            continue
+        index = layers.index(layer)
+        if slots is None:
+            shape = (sum(quotas) + placement.transit, records.shape[1])
+            slots = torch.empty(shape, dtype=torch.uint8, device=device)
+            placed.home.expect(records.numel(), len(layers) - index - 1 - len(placement.disk_experts))
+        first = sum(quotas[:index])
+        slots[first : first + quotas[index]].copy_(records[: quotas[index]])
+        del records
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # what loading left behind
+    experts = None
+    if slots is not None:
+        experts = _experts(placed, layers, quotas, slots, plan, config, model)
+        for index, layer in enumerate(layers):
+            placed.resident[layer_part(layer)][PAGED] = CudaLayerExperts(experts, index)
+    return PlacedWeights(placed, CudaMover(device), experts)
+
+
+def table_layers(placement: WeightPlan) -> tuple[int, ...]:
+    """Layers whose experts are fetched or computed one by one, in the order of the page table."""
+    return tuple(layer for layer, where in placement.experts.items() if where in (*SLOTTED, "host"))
+
+
+def _experts(placed: PlacedParts, layers: Sequence[int], quotas: Sequence[int], slots: Tensor, plan: Plan,
+             config: EngineConfig, model: ModelConfig) -> CudaExperts:
+    placement, record = placed.placement, placed.expert_record
+    assert record is not None
+    k = model.experts_per_token
+    stacks = record.stacks(slots)
+    arena = Arena(slots, expert_stack(stacks, "experts.gate_up"), expert_stack(stacks, "experts.down"))
+    table = PageTable.make(quotas, placed.num_experts, max(1, placement.paged_tokens) * k, LOG_ROWS, slots.device)
+    fill_table(table, quotas)
+    group = max(1, min(GROUP, placement.transit // 2))
+    runs = [placed.expert_runs[layer] for layer in layers]
+    experts = CudaExperts(arena, table, [run if run is not None else torch.empty(0) for run in runs],
+                          Transit(slots[sum(quotas) :], group), sum(quotas), placement.paged_tokens)
+    policy = chosen_policy(placement, config.policy)
+    if placement.strategy == "demand" or any(run is None for run in runs):
+        experts.fetch_on_demand(filled_cache(placement, placed.num_experts, policy),
+                                lambda index, expert: placed.expert_bytes(layers[index], expert))
+        return experts
+    policy.on_load(len(layers), placed.num_experts, placement.quota)
+    table.worth.copy_(torch.tensor([list(policy.worth(layer)) for layer in range(len(layers))]))
+    if placement.strategy == "experts" and config.policy not in ("lru", "static"):
+        experts.thread = PolicyThread(policy, table)
+    if placement.strategy in ("experts", "host-experts") and not (config.deterministic and all(quotas)):
+        _delegate(experts, record, [run for run in runs if run is not None], quotas, plan, model)
+    return experts
+
+
+def _delegate(experts: CudaExperts, record: Record, runs: Sequence[Tensor], quotas: Sequence[int], plan: Plan,
+              model: ModelConfig) -> None:
+    """What is missing is shared between the link and the host's cores as measured here and now."""
+    assert plan.placement is not None
+    tokens, k = max(1, plan.placement.paged_tokens), model.experts_per_token
+    layout = expert_layout(record, model, getattr(torch, plan.dtype), runs[0].shape[0])
+    host = HostExperts(layout, [run.data_ptr() for run in runs])
+    mail = Mail.make(tokens, tokens * k, model.hidden_size, experts.arena.slots.device)
+    everything = torch.arange(tokens * k + 1, dtype=torch.int32, device=experts.arena.slots.device)
+    shared = split_table(experts, host, tokens * k) if any(quotas) else None
+    if shared is None and all(quotas):  # the link alone is faster
+        host.close()
+        return
+    experts.delegate(host, mail, [shared if quota else everything for quota in quotas], streaming_share(experts, host))
+
+
+def expert_layout(record: Record, model: ModelConfig, dtype: torch.dtype, experts: int) -> ExpertLayout:
+    at = {field.name: field.offset for field in record.fields}
+
+    def place(name: str) -> LinearPlace:
+        values = at.get(f"{name}_blocks", at.get(name))
+        assert values is not None
+        return LinearPlace(values, at.get(f"{name}_scales"), at.get(f"{name}_bias"))
+
+    form = "mxfp4" if "experts.down_blocks" in at else "fp8" if "experts.down_scales" in at else "dense"
+    return ExpertLayout(form, dtype, model.hidden_size, model.expert_intermediate_size, experts, record.nbytes,
+                        place("experts.gate_up"), place("experts.down"), model.swiglu_limit)
+
+
+def fill_table(table: PageTable, quotas: Sequence[int]) -> None:
+    """The first experts of every layer lie in its slots, in order."""
+    first = 0
+    for layer, quota in enumerate(quotas):
+        table.slot_of[layer, :quota] = torch.arange(first, first + quota, dtype=torch.int32)
+        table.owner[first : first + quota] = torch.arange(quota, dtype=torch.int32)
+        first += quota

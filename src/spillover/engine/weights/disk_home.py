@@ -1,0 +1,42 @@
+"""Units whose home is the checkpoint on disk, for models that host memory has no room for either.
+
+They are read when they are needed or just before, converted as at loading, and kept nowhere: slowly but surely.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+from spillover.models.loader import PartReader
+from spillover.models.records import Record, is_expert, split_experts
+
+
+class DiskHome:
+    def __init__(self, reader: PartReader) -> None:
+        self._reader = reader
+        self._lock = threading.Lock()  # readers keep buffers of their own
+        self.bytes_read = 0
+
+    def unit(self, part: str, own: Record | None, expert: Record | None, experts: int) -> Tensor:
+        """The bytes that a ring buffer is to hold."""
+        own_size = own.nbytes if own is not None else 0
+        run = torch.empty(own_size + (expert.nbytes * experts if expert is not None else 0), dtype=torch.uint8)
+        with self._lock:
+            weights = self._reader.part(part, lambda name: expert is not None if is_expert(name) else own is not None)
+        plain, stacks = split_experts(weights)
+        if own is not None:
+            own.write(plain, run[:own_size])
+        if expert is not None:
+            expert.write_stacks(stacks, run[own_size:].view(experts, expert.nbytes))
+        self.bytes_read += run.numel()
+        return run
+
+    def expert(self, part: str, record: Record, index: int) -> Tensor:
+        run = torch.empty(record.nbytes, dtype=torch.uint8)
+        with self._lock:
+            record.write(self._reader.expert(part, index), run)
+        self.bytes_read += run.numel()
+        return run

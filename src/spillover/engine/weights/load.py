@@ -1,0 +1,69 @@
+"""A model's weights, read or made up, and put where the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spillover.engine.config import EngineConfig
+from spillover.engine.weights.build import place_on_cpu
+from spillover.engine.weights.disk_home import DiskHome
+from spillover.errors import SpilloverError
+from spillover.models.checkpoint import open_checkpoint
+from spillover.models.config import ModelConfig
+from spillover.models.loader import PartReader, Progress, dummy_parts, load_parts
+from spillover.models.records import is_expert
+from spillover.models.weights import ResidentWeights, WeightSpec, WeightSpecs, in_fixed_order
+from spillover.plan.planner import Plan
+
+
+def load(config: EngineConfig, plan: Plan, model: ModelConfig, specs: WeightSpecs, path: Path,
+         progress: Progress | None = None) -> ResidentWeights:
+    device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
+    if config.load_format == "dummy":
+        return _placed(config, plan, model, dummy_parts(model, specs, dtype, device, config.seed), specs, None)
+    with open_checkpoint(path) as checkpoint:
+        def where(part: str, spec: WeightSpec) -> torch.device:
+            return device if _stays(plan, part, spec) else torch.device("cpu")
+
+        parts = load_parts(checkpoint, model, specs, dtype, where, progress=progress)
+        return _placed(config, plan, model, parts, specs, None if not _on_disk(plan) else path)
+
+
+def _placed(config: EngineConfig, plan: Plan, model: ModelConfig, parts: Iterator[tuple[str, dict[str, Any]]],
+            specs: WeightSpecs, path: Path | None) -> ResidentWeights:
+    """`path`: the checkpoint, where some weights stay on disk."""
+    placement, cuda = plan.placement, plan.device == "cuda"
+    if cuda and config.deterministic:
+        parts = ((part, in_fixed_order(weights, specs[part])) for part, weights in parts)
+    if placement is None:
+        return ResidentWeights(dict(parts))
+    if _on_disk(plan) and path is None:
+        raise SpilloverError("--load-format dummy has no file for the weights that host memory has no room for; raise "
+                             "--host-memory")
+    disk = None
+    if path is not None:
+        # Held open for as long as the engine runs.
+        disk = DiskHome(PartReader(open_checkpoint(path), model, specs, getattr(torch, plan.dtype), pack=not cuda))
+    if cuda:
+        from spillover.engine.weights.cuda_build import place_on_cuda  # needs Triton
+
+        return place_on_cuda(parts, plan, config, model, disk)
+    return place_on_cpu(parts, placement, config.policy, disk)
+
+
+def _on_disk(plan: Plan) -> bool:
+    return plan.placement is not None and plan.placement.disk_bytes > 0
+
+
+def _stays(plan: Plan, part: str, spec: WeightSpec) -> bool:
+    """Whether a weight is resident."""
+    placement = plan.placement
+    if placement is None:
+        return True
+    if is_expert(spec.name):
+        return placement.experts.get(int(part.removeprefix("layers.")), "resident") == "resident"
+    return placement.parts.get(part, "resident") == "resident"

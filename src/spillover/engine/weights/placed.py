@@ -1,0 +1,268 @@
+"""A model's weights laid out by a plan: what stays, what passes through buffers, and what is fetched expert by expert.
+
+Parts come one after another from the loader; each is split into what the plan keeps on the device and what goes home to
+host memory as records, or stays on disk. Nothing here decides where anything goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from spillover.engine.weights.disk_home import DiskHome
+from spillover.engine.weights.home import Home
+from spillover.engine.weights.mover import Mover, Source
+from spillover.engine.weights.ring import Ring
+from spillover.engine.weights.traffic import WeightTraffic
+from spillover.models.records import Record, one_expert_of, split_experts
+from spillover.models.weights import PAGED, PartWeights, ResidentWeights, layer_part
+from spillover.plan.placement import WeightPlan
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What passes through the ring together: a part's own weights, its experts, or both."""
+
+    own: Record | None
+    expert: Record | None
+    experts: int
+    run: Tensor | None  # at home; None: on disk
+
+    @property
+    def nbytes(self) -> int:
+        return unit_bytes(self.own, self.expert, self.experts)
+
+    def bind(self, buffer: Tensor) -> dict[str, Any]:
+        weights: dict[str, Any] = {}
+        start = 0
+        if self.own is not None:
+            weights |= self.own.bind(buffer)
+            start = self.own.nbytes
+        if self.expert is not None:
+            end = start + self.expert.nbytes * self.experts
+            weights |= self.expert.stacks(buffer[start:end].view(self.experts, self.expert.nbytes))
+        return weights
+
+
+def unit_bytes(own: Record | None, expert: Record | None, experts: int) -> int:
+    return (own.nbytes if own is not None else 0) + (expert.nbytes * experts if expert is not None else 0)
+
+
+class PassingPart:
+    """A part some of whose weights pass through the ring: in use from entering to leaving."""
+
+    def __init__(self, unit: str, ring: Ring, whole: Mapping[int, PartWeights]) -> None:
+        self._unit = unit
+        self._ring = ring
+        self.whole = whole  # by buffer
+        self._held: list[int] = []
+
+    def __enter__(self) -> PartWeights:
+        index = self._ring.acquire(self._unit)
+        self._held.append(index)
+        return self.whole[index]
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self._ring.release(self._held.pop())
+
+
+class PlacedParts:
+    """Parts as they come from the loader, put where the plan says."""
+
+    def __init__(self, placement: WeightPlan, device: torch.device, home: Home, disk: DiskHome | None) -> None:
+        self.placement = placement
+        self.device = device
+        self.home = home
+        self.disk = disk
+        self.resident: dict[str, dict[str, Any]] = {}
+        self.units: dict[str, Unit] = {}
+        self.expert_record: Record | None = None
+        self.num_experts = 0
+        self.expert_runs: dict[int, Tensor | None] = {}  # by layer: [experts, record], at home; None: on disk
+
+    def put(self, part: str, weights: PartWeights) -> Tensor | None:
+        """Gives back the layer's experts as records where they are fetched one by one, so that slots can be filled."""
+        own, experts = split_experts(weights)
+        layer = int(part.removeprefix("layers.")) if experts else -1
+        expert_where = self.placement.experts.get(layer, "resident")
+        stays = self.placement.parts.get(part, "resident") == "resident"
+        self.resident[part] = dict(own) if stays else {}
+        if experts and expert_where == "resident":
+            self.resident[part] |= experts
+        records = self._records(experts) if experts and expert_where != "resident" else None
+        passing = records if expert_where == "streamed" else None
+        if not stays or passing is not None:
+            on_disk = part in self.placement.disk_parts or (passing is not None
+                                                            and layer in self.placement.disk_experts)
+            self._put_unit(part, own, None if stays else Record.of(own), passing, on_disk)
+        if records is None or passing is not None:
+            return None
+        self.expert_runs[layer] = None
+        if layer not in self.placement.disk_experts:
+            run = self.home.run(records.numel()).view(records.shape)
+            self.expert_runs[layer] = run.copy_(records)
+        return records
+
+    def expert_source(self, layer: int, expert: int) -> Source:
+        """One expert's record, at home."""
+        runs, record = self.expert_runs[layer], self.expert_record
+        assert record is not None
+        if runs is not None:
+            return runs[expert]
+        disk = self.disk
+        assert disk is not None
+        return lambda: disk.expert(layer_part(layer), record, expert)
+
+    def expert_bytes(self, layer: int, expert: int) -> Tensor:
+        """The same, read now if need be."""
+        source = self.expert_source(layer, expert)
+        return source if isinstance(source, Tensor) else source()
+
+    def ring(self, mover: Mover) -> tuple[Ring | None, dict[str, PassingPart]]:
+        """The ring and, for each part that passes through it, how it is entered."""
+        if not self.units:
+            return None, {}
+        sizes = {part: unit.nbytes for part, unit in self.units.items()}
+        count = max(1, min(self.placement.ring, len(self.units)))
+        buffers = [torch.empty(max(sizes.values()), dtype=torch.uint8, device=self.device) for _ in range(count)]
+        ring = Ring(buffers, list(self.units), sizes, self._unit_source, mover, ahead=count > 1)
+        return ring, {
+            part: PassingPart(part, ring, {index: {**self.resident[part], **unit.bind(buffer)}
+                                           for index, buffer in enumerate(buffers)})
+            for part, unit in self.units.items()
+        }
+
+    def _unit_source(self, part: str) -> Source:
+        unit, disk = self.units[part], self.disk
+        if unit.run is not None:
+            return unit.run
+        assert disk is not None
+        return lambda: disk.unit(part, unit.own, unit.expert, unit.experts)
+
+    def _records(self, experts: PartWeights) -> Tensor:
+        """[experts, record], where the experts are."""
+        example = next(iter(experts.values()))
+        data: Tensor = example if isinstance(example, Tensor) else example.panels
+        record = self.expert_record = self.expert_record or Record.of(one_expert_of(experts, 0))
+        self.num_experts = data.shape[0]
+        records = torch.empty(self.num_experts, record.nbytes, dtype=torch.uint8, device=data.device)
+        record.write_stacks(experts, records)
+        return records
+
+    def _put_unit(self, part: str, own: PartWeights, own_record: Record | None, experts: Tensor | None,
+                  on_disk: bool) -> None:
+        count = 0 if experts is None else experts.shape[0]
+        expert_record = self.expert_record if experts is not None else None
+        run = None
+        if not on_disk:
+            run = self.home.run(unit_bytes(own_record, expert_record, count))
+            start = 0
+            if own_record is not None:
+                start = own_record.nbytes
+                own_record.write(own, run[:start])
+            if experts is not None:
+                run[start:].view(experts.shape).copy_(experts)
+        self.units[part] = Unit(own_record, expert_record, count, run)
+
+
+class ExpertStore(Protocol):
+    """Experts that are fetched one by one, or computed at home."""
+
+    @property
+    def traffic(self) -> WeightTraffic: ...
+
+    @property
+    def nbytes(self) -> int: ...  # on the device
+
+    @property
+    def recordable(self) -> int: ...  # rows of the largest step that a graph can hold
+
+    def begin_step(self) -> None: ...
+
+    def end_step(self, rows: int) -> None: ...
+
+    def sleep(self) -> None:
+        """Gives the device's memory back; what lay there is lost."""
+
+    def wake_up(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class PlacedWeights(ResidentWeights):
+    """All parts, each entered where the plan put it."""
+
+    def __init__(self, placed: PlacedParts, mover: Mover, experts: ExpertStore | None) -> None:
+        super().__init__(placed.resident)
+        self.placement = placed.placement
+        self.experts = experts
+        self._home, self._disk = placed.home, placed.disk
+        self._mover = mover
+        self._ring, self._passing = placed.ring(mover)
+        self._contexts |= self._passing
+
+    @property
+    def recordable(self) -> int | None:
+        if self._ring is not None:
+            return 0
+        return self.experts.recordable if self.experts is not None else None
+
+    def begin_step(self) -> None:
+        if self.experts is not None:
+            self.experts.begin_step()
+
+    def end_step(self, rows: int) -> None:
+        if self.experts is not None:
+            self.experts.end_step(rows)
+
+    def move(self, device: torch.device) -> None:
+        """What is resident goes there; what the device held of the rest is fetched again once it is back."""
+        elsewhere = {name: part[PAGED] for name, part in self.parts.items() if PAGED in part}
+        self.parts = {name: {key: weight for key, weight in part.items() if key != PAGED}
+                      for name, part in self.parts.items()}
+        super().move(device)
+        for name, experts in elsewhere.items():
+            self.parts[name] = {**self.parts[name], PAGED: experts}
+            self._contexts[name] = nullcontext(self.parts[name])
+        for name, part in self._passing.items():
+            part.whole = {index: {**weights, **self.parts[name]} for index, weights in part.whole.items()}
+            self._contexts[name] = part
+        asleep = device.type == "cpu"
+        if self._ring is not None:
+            self._ring.resize(asleep)
+        if self.experts is not None and asleep:
+            self.experts.sleep()
+        elif self.experts is not None:
+            self.experts.wake_up()
+
+    def traffic(self) -> WeightTraffic:
+        ring, disk = self._ring, self._disk
+        passed = WeightTraffic() if ring is None else WeightTraffic(ring.bytes_moved, ring.fetches)
+        read = WeightTraffic(disk_bytes=disk.bytes_read if disk is not None else 0)
+        return passed.plus(read).plus(self.experts.traffic if self.experts is not None else WeightTraffic())
+
+    @property
+    def nbytes(self) -> int:
+        """On the device, for ever or in passing."""
+        resident = sum(int(weight.nbytes) for weights in self.parts.values() for name, weight in weights.items()
+                       if name != PAGED)
+        ring = sum(buffer.numel() for buffer in self._ring.buffers) if self._ring is not None else 0
+        return resident + ring + (self.experts.nbytes if self.experts is not None else 0)
+
+    @property
+    def host_bytes(self) -> int:
+        """At home in host memory."""
+        return self._home.nbytes
+
+    def close(self) -> None:
+        if self.experts is not None:
+            self.experts.close()
+        self._mover.close()
+        self._home.close()

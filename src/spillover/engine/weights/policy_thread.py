@@ -1,0 +1,87 @@
+"""The policy of experts beside a CUDA device: a thread that reads the routing log and writes what each is worth.
+
+Steps do not wait for it, and it does not wait for them: the device evicts by the worth that was written last.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import torch
+
+from spillover.kernels.paging import PageTable
+from spillover.memory.policies.experts.protocol import ExpertPolicy
+
+log = logging.getLogger("spillover.engine")
+
+PAUSE = 0.002  # seconds between two looks, so that several steps are read at once
+
+
+class PolicyThread:
+    def __init__(self, policy: ExpertPolicy, table: PageTable) -> None:
+        self._policy = policy
+        self._table = table
+        self._worth = torch.zeros(table.worth.shape, pin_memory=table.worth.is_cuda)
+        self._stream = torch.cuda.Stream(table.worth.device) if table.worth.is_cuda else None  # type: ignore[no-untyped-call]
+        self._read = 0  # steps of the log
+        self._ended = False  # one more since then
+        self._news = threading.Condition()
+        self._leaving = False
+        self.write()
+        self._thread = threading.Thread(target=self._run, name="spillover-policy", daemon=True)
+        self._thread.start()
+
+    def ended(self) -> None:
+        """One more step has gone through the page table."""
+        with self._news:
+            self._ended = True
+            self._news.notify()
+
+    def close(self) -> None:
+        with self._news:
+            self._leaving = True
+            self._news.notify()
+        self._thread.join()
+
+    def read(self, last: int) -> None:
+        """Tells the policy of the steps up to `last`, as far as the log still has them."""
+        rows = self._table.log.shape[0]
+        for step in range(max(self._read + 1, last - rows + 2), last + 1):
+            row = self._table.log[step % rows]
+            for layer in range(row.shape[0]):
+                experts = [expert for expert in dict.fromkeys(row[layer].tolist()) if expert >= 0]
+                if experts:
+                    self._policy.on_route(step, layer, experts)
+        self._read = last
+
+    def write(self) -> None:
+        for layer in range(self._worth.shape[0]):
+            self._worth[layer] = torch.tensor(self._policy.worth(layer), dtype=torch.float32)
+        if self._stream is None:
+            self._table.worth.copy_(self._worth)
+            return
+        with torch.cuda.stream(self._stream):
+            self._table.worth.copy_(self._worth, non_blocking=True)
+        self._stream.synchronize()  # the buffer is written again
+
+    def _complete(self) -> int:
+        """The last step whose log is whole; the one after it may be under way."""
+        with torch.cuda.stream(self._stream):
+            return int(self._table.step.item()) - 1
+
+    def _run(self) -> None:
+        while True:
+            with self._news:
+                while not self._leaving and not self._ended:
+                    self._news.wait()
+                if self._leaving:
+                    return
+                self._ended = False
+            try:
+                self.read(self._complete())
+                self.write()
+            except Exception:
+                log.exception("the policy of experts failed; the device goes on with the worth it has")
+                return
+            threading.Event().wait(PAUSE)

@@ -1,0 +1,88 @@
+"""Buffers on the device that units of weights pass through, one after another in the order of a step.
+
+With `ahead`, the units that follow are on their way while one is computed with; without it each is fetched when it is
+asked for, and stays until its buffer is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from spillover.engine.weights.mover import Mover, Source
+
+
+class Ring:
+    def __init__(self, buffers: Sequence[Tensor], order: Sequence[str], sizes: Mapping[str, int],
+                 source: Callable[[str], Source], mover: Mover, ahead: bool) -> None:
+        """`order`: the units in the order of their use in a step, which begins again after the last; `source`: the
+        bytes of one, at home."""
+        self._buffers = buffers
+        self._nbytes = [buffer.untyped_storage().nbytes() for buffer in buffers]
+        self._order = list(order)
+        self._place = {unit: place for place, unit in enumerate(self._order)}
+        self._sizes = sizes
+        self._source = source
+        self._mover = mover
+        self._ahead = ahead
+        self._holds: list[str | None] = [None] * len(buffers)
+        self._tickets: list[Any] = [None] * len(buffers)  # of the copy that brings it
+        self._marks: list[Any] = [None] * len(buffers)  # after the last use
+        self._users = [0] * len(buffers)
+        self._last = 0
+        self._used_at = [0] * len(buffers)
+        self.bytes_moved = 0
+        self.fetches = 0
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        return self._buffers
+
+    def acquire(self, unit: str) -> int:
+        """The buffer that holds the unit, to be computed with until `release`."""
+        index = self._find(unit)
+        if index is None:
+            index = self._fetch(unit, ())
+            assert index is not None, "more units in use than the ring has buffers"
+        self._mover.wait(self._tickets[index])
+        self._users[index] += 1
+        self._last += 1
+        self._used_at[index] = self._last
+        if self._ahead:
+            self._fetch_next(unit)
+        return index
+
+    def release(self, index: int) -> None:
+        self._users[index] -= 1
+        self._marks[index] = self._mover.mark()
+
+    def resize(self, empty: bool) -> None:
+        """Gives the buffers' memory back, or takes it again; what they held is lost."""
+        for buffer, nbytes in zip(self._buffers, self._nbytes, strict=True):
+            buffer.untyped_storage().resize_(0 if empty else nbytes)
+        self._holds = [None] * len(self._buffers)
+
+    def _fetch_next(self, unit: str) -> None:
+        first = self._place[unit] + 1
+        soon = [self._order[(first + step) % len(self._order)] for step in range(len(self._buffers) - 1)]
+        for wanted in soon:
+            if self._find(wanted) is None and self._fetch(wanted, (unit, *soon)) is None:
+                return
+
+    def _find(self, unit: str) -> int | None:
+        return self._holds.index(unit) if unit in self._holds else None
+
+    def _fetch(self, unit: str, keep: Sequence[str]) -> int | None:
+        """Into a buffer that nobody uses and that holds none of `keep`, the one unused for longest."""
+        free = [index for index, held in enumerate(self._holds) if not self._users[index] and held not in keep]
+        if not free:
+            return None
+        index = min(free, key=self._used_at.__getitem__)
+        size = self._sizes[unit]
+        self._holds[index] = unit
+        self._tickets[index] = self._mover.start(self._buffers[index][:size], self._source(unit), self._marks[index])
+        self.bytes_moved += size
+        self.fetches += 1
+        return index

@@ -1,0 +1,268 @@
+"""Experts that the host's cores compute where their weights lie, beside a device that computes the others.
+
+An expert's tensors lie in one record of bytes, the records of a layer side by side. Asked by a call, or by mail that
+the device writes in the middle of its step. The threads are the class's own; they spin for the next request while
+steps are under way and sleep when none comes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spillover.errors import SpilloverError
+from spillover.kernels import fp8, mxfp4, native
+from spillover.kernels.activation import clamped_swiglu_reference, silu_and_mul_reference
+from spillover.kernels.linear import linear_reference
+from spillover.kernels.mail import ALIGNMENT, COUNT, DONE, FAILED, LAYER, PAIR, POSTED, TOKENS, Mail
+from spillover.kernels.moe import Experts
+
+GRAIN = 32 << 10  # bytes of weights that a thread takes at a time
+NAP = 50e-6  # seconds between looks at the mail, where torch computes
+REFUSED = 2  # as FAILED: the host cannot make sense of what was posted
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_FORMS = {"fp8": 3, "mxfp4": 4}
+
+
+@dataclass(frozen=True)
+class LinearPlace:
+    """Where one linear's tensors begin in a record, in bytes."""
+
+    values: int
+    scales: int | None = None
+    bias: int | None = None
+
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        return self.values, -1 if self.scales is None else self.scales, -1 if self.bias is None else self.bias
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """One expert's record: gate_up [2I, H] and down [H, I] in a form of kernels.moe.Experts.
+
+    With a `limit` the activation is the clamped SwiGLU over rows of gate and up in turn, without it SiLU-mul over gate
+    rows and then up rows. A dense MLP is a layer with one expert.
+    """
+
+    format: str  # "dense" | "fp8" | "mxfp4"
+    dtype: torch.dtype  # of biases, and of dense values
+    hidden: int
+    inner: int
+    experts: int  # records of a layer
+    record_bytes: int
+    gate_up: LinearPlace
+    down: LinearPlace
+    limit: float | None = None
+
+    @classmethod
+    def packed(
+        cls, weight_format: str, dtype: torch.dtype, hidden: int, inner: int, experts: int, limit: float | None = None,
+        biased: bool = False,
+    ) -> ExpertLayout:
+        """The tensors one after another: values, scales and bias of gate_up, then those of down."""
+        end, places = 0, []
+        for rows, columns, parts in _matrices(hidden, inner, limit):
+            starts: dict[str, int] = {}
+            for name, (kind, shape) in _tensors(weight_format, dtype, rows, columns, parts).items():
+                if name != "bias" or biased:
+                    starts[name] = end
+                    end += -(-math.prod(shape) * kind.itemsize // ALIGNMENT) * ALIGNMENT
+            places.append(LinearPlace(**starts))
+        return cls(weight_format, dtype, hidden, inner, experts, end, places[0], places[1], limit)
+
+    def stacks(self, records: Tensor) -> tuple[Experts, Experts]:
+        """Of the records uint8 [E, record_bytes] of a layer: views of gate_up and down."""
+        first, second = _matrices(self.hidden, self.inner, self.limit)
+        return self._stack(records, self.gate_up, *first), self._stack(records, self.down, *second)
+
+    @property
+    def numbers(self) -> list[int]:
+        """For the native kernels."""
+        form = _FORMS[self.format] if self.format in _FORMS else _TYPES.index(self.dtype)
+        return [form, _TYPES.index(self.dtype), self.hidden, self.inner, self.experts, self.record_bytes,
+                int(self.limit is not None), *self.gate_up.numbers, *self.down.numbers]
+
+    def _stack(self, records: Tensor, place: LinearPlace, rows: int, columns: int, parts: int) -> Experts:
+        tensors = _tensors(self.format, self.dtype, rows, columns, parts)
+
+        def view(name: str, at: int) -> Tensor:
+            dtype, shape = tensors[name]
+            size = dtype.itemsize
+            strides = (records.stride(0) // size, *shape[1:], 1)
+            start = (records.storage_offset() + at) // size
+            return records.view(dtype).as_strided((records.shape[0], *shape), strides, start)
+
+        return Experts(
+            view("values", place.values),
+            None if place.scales is None else view("scales", place.scales),
+            None if place.bias is None else view("bias", place.bias),
+        )
+
+
+def _matrices(hidden: int, inner: int, limit: float | None) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """(rows, columns, matrices below each other that were quantised apart) of gate_up and of down."""
+    return (2 * inner, hidden, 2 if limit is None else 1), (hidden, inner, 1)
+
+
+def _tensors(
+    weight_format: str, dtype: torch.dtype, rows: int, columns: int, parts: int
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    bias = (dtype, (rows,))
+    if weight_format == "mxfp4":
+        groups = mxfp4.padded(columns // mxfp4.GROUP)
+        return {"values": (torch.uint8, (rows, columns // 2)), "scales": (torch.uint8, (rows, groups)), "bias": bias}
+    if weight_format == "fp8":
+        blocks = (parts * fp8.blocks(rows // parts), fp8.blocks(columns))
+        return {"values": (torch.float8_e4m3fn, (rows, columns)), "scales": (torch.float32, blocks), "bias": bias}
+    return {"values": (dtype, (rows, columns)), "bias": bias}
+
+
+class HostExperts:
+    """The experts of some layers, on threads of their own."""
+
+    def __init__(
+        self, layout: ExpertLayout, layer_bases: Sequence[int], threads: int | None = None, grain: int = GRAIN
+    ) -> None:
+        """`layer_bases`: where each layer's first record lies, 0 for a layer that is not computed here; the memory
+        must outlive this. `threads`: all cores but two, which the engine is left with, unless given."""
+        self.layout = layout
+        self.threads = threads or max(1, available_cores() - 2)
+        self._bases = tuple(layer_bases)
+        self._library = native.library()
+        self._reader: _Reader | None = None
+        self._handle = 0
+        if self._library is None:
+            return
+        numbers = (ctypes.c_int64 * 13)(*layout.numbers)
+        bases = (ctypes.c_int64 * len(self._bases))(*self._bases)
+        self._handle = self._library.host_experts_new(
+            numbers, layout.limit or 0.0, bases, len(self._bases), self.threads, grain
+        )
+        if not self._handle:
+            raise SpilloverError(f"the host cannot start {self.threads} threads for experts; ask for fewer")
+        # Also where nobody closes it, and before the mail's memory goes: its reader would read on.
+        self._end = weakref.finalize(self, self._library.host_experts_delete, self._handle)
+
+    def run(self, layer: int, x: Tensor, pairs: Tensor) -> Tensor:
+        """x [T, H] float32, pairs int32 [n, 4] (token, expert, ...) -> [n, H]: a row a pair, not times its share."""
+        x, pairs = x.float().contiguous(), pairs.int().contiguous()
+        assert x.shape[1] == self.layout.hidden, f"x has {x.shape[1]} columns, the experts {self.layout.hidden}"
+        assert pairs.shape[1] == PAIR
+        out = torch.empty(len(pairs), self.layout.hidden)
+        if self._library is None:
+            out.copy_(self._computed_by_torch(layer, x, pairs))
+            return out
+        assert self._handle, "closed"
+        wrong = self._library.host_experts_run(
+            self._handle, layer, x.data_ptr(), len(x), pairs.data_ptr(), len(pairs), out.data_ptr()
+        )
+        if wrong == 2:
+            raise MemoryError(f"no memory for {len(pairs)} rows on the host")
+        if wrong:
+            raise IndexError(f"no such layer, token or expert on the host: layer {layer}, pairs {pairs.tolist()[:8]}")
+        return out
+
+    def attach(self, mail: Mail) -> None:
+        """Answers this mail from now on, in place of any other."""
+        self.detach()
+        if self._library is None:
+            self._reader = _Reader(self, mail)
+            return
+        self._library.host_experts_attach(
+            self._handle, mail.header.data_ptr(), mail.pairs.data_ptr(), mail.x.data_ptr(), mail.out.data_ptr(),
+            len(mail.pairs), len(mail.x),
+        )
+        self._mail = mail  # keeps its memory
+
+    def detach(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+        if self._library is not None and self._handle:
+            self._library.host_experts_detach(self._handle)
+
+    def wake(self) -> None:
+        """A step was launched, and mail may come soon: the threads spin for it."""
+        if self._library is not None and self._handle:
+            self._library.host_experts_wake(self._handle)
+
+    def close(self) -> None:
+        self.detach()
+        if self._handle:
+            self._end()
+        self._handle = 0
+
+    def __enter__(self) -> HostExperts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _computed_by_torch(self, layer: int, x: Tensor, pairs: Tensor) -> Tensor:
+        if not 0 <= layer < len(self._bases) or not self._bases[layer]:
+            raise IndexError(f"no such layer on the host: {layer}")
+        size = self.layout.experts * self.layout.record_bytes
+        memory = (ctypes.c_uint8 * size).from_address(self._bases[layer])
+        records = torch.frombuffer(memory, dtype=torch.uint8).view(self.layout.experts, -1)
+        return host_experts_reference(self.layout, records, x, pairs)
+
+
+def host_experts_reference(layout: ExpertLayout, records: Tensor, x: Tensor, pairs: Tensor) -> Tensor:
+    """records uint8 [E, record_bytes], x [T, H], pairs int32 [n, 4] -> [n, H], float32."""
+    first, second = layout.stacks(records)
+    out = torch.empty(len(pairs), layout.hidden)
+    tokens, ids = pairs[:, 0].long(), pairs[:, 1]
+    for index in sorted(set(ids.tolist())):
+        chosen = (ids == index).nonzero().flatten()
+        bias = [None if stack.bias is None else stack.bias[index].float() for stack in (first, second)]
+        weight = first.expert(index, torch.float32, parts=1 if layout.limit is not None else 2).float()
+        gate_up = linear_reference(x[tokens[chosen]].float(), weight, bias[0])
+        h = silu_and_mul_reference(gate_up) if layout.limit is None else clamped_swiglu_reference(gate_up, layout.limit)
+        out[chosen] = linear_reference(h, second.expert(index, torch.float32).float(), bias[1])
+    return out
+
+
+def available_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _Reader:
+    """Reads the mail where there is no library."""
+
+    def __init__(self, experts: HostExperts, mail: Mail) -> None:
+        self._experts, self._mail = experts, mail
+        self._leaving = threading.Event()
+        self._thread = threading.Thread(target=self._read, name="host-experts", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._leaving.set()
+        self._thread.join()
+
+    def _read(self) -> None:
+        header = self._mail.header
+        turn = int(header[DONE])
+        while not self._leaving.is_set():
+            if (posted := int(header[POSTED])) == turn:
+                time.sleep(NAP)
+                continue
+            try:
+                self._answer(int(header[LAYER]), int(header[COUNT]), int(header[TOKENS]))
+            except (IndexError, RuntimeError):
+                header[FAILED] = REFUSED
+            turn = posted
+            header[DONE] = turn
+
+    def _answer(self, layer: int, count: int, tokens: int) -> None:
+        rows = self._experts.run(layer, self._mail.x[:tokens], self._mail.pairs[:count])
+        self._mail.out[:count] = rows

@@ -1,0 +1,135 @@
+"""A mixture of experts that are not all on the device: paged in where they are missing, or in passes over groups."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from spillover.kernels.activation import clamped_swiglu_reference, silu_and_mul_reference
+from spillover.kernels.linear import linear_reference
+from spillover.kernels.mail import Mail
+from spillover.kernels.moe import Experts
+from spillover.kernels.paging import (
+    NONE,
+    PageTable,
+    collect_reference,
+    gather_reference,
+    post_reference,
+    resolve_reference,
+)
+
+
+def paged_mixture(
+    x: Tensor, scores: Tensor, table: PageTable, layer: int, records: Tensor, slots: Tensor, first: Experts,
+    second: Experts, k: int, renormalize: bool, limit: float | None = None, fixed: bool = False,
+    split: Tensor | None = None, mail: Mail | None = None, replay: Tensor | None = None,
+) -> Tensor:
+    """x [T, H], scores [T, E] -> [T, H]: kernels.moe.mixture where `first` and `second` are stacks of slots.
+
+    `records` uint8 [E, bytes] are the layer's experts in host memory and `slots` uint8 [S, bytes] the arena that the
+    stacks are views of. With a `mail` the host computes what `split` (see kernels.paging.resolve) gives it. `replay`
+    int32 [N, L, k]: the experts are those of row step % N, whatever the scores.
+    """
+    if x.is_cuda:
+        from spillover.kernels.triton import paged_moe as on_cuda
+
+        return on_cuda.paged_mixture(
+            x, scores, table, layer, records, slots, first, second, k, renormalize, limit, fixed, split, mail, replay
+        )
+    return paged_mixture_reference(
+        x, scores, table, layer, records, slots, first, second, k, renormalize, limit, fixed, split, mail, replay
+    )
+
+
+class Passes(Protocol):
+    """A mixture in several passes, each over the experts that are on the device just then."""
+
+    ids: Tensor  # int32 [T, k]: whom the router chose
+
+    def add(self, first: Experts, second: Experts, slots_row: Tensor) -> None:
+        """Computes the experts whose slot the row int32 [E] names (others -1). Each expert must come once."""
+        ...
+
+    def fill(self, pairs: Tensor, rows: Tensor) -> None:
+        """Rows [n, H] of pairs int64 [n] (token * k + j) that were computed elsewhere, not times their shares."""
+        ...
+
+    def end(self) -> Tensor:
+        """[T, H]: to the bit what kernels.moe.mixture makes of the same experts at once."""
+        ...
+
+
+def begin_passes(
+    x: Tensor, scores: Tensor, k: int, renormalize: bool, weight_format: str, inner: int, limit: float | None = None,
+    fixed: bool = False,
+) -> Passes:
+    """`weight_format` and `inner` are Experts.format of both stacks and Experts.width of the second."""
+    if x.is_cuda:
+        from spillover.kernels.triton.paged_moe import PassedMixture
+
+        return PassedMixture(x, scores, k, renormalize, weight_format, inner, limit, fixed)
+    return PassedMixtureReference(x, scores, k, renormalize, weight_format, inner, limit, fixed)
+
+
+def route_reference(
+    scores: Tensor, k: int, renormalize: bool, replayed: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """scores [T, E] -> ids int32 [T, k], shares float32 [T, k]; `replayed` [k]: these ids for every row instead."""
+    scores = scores.float()
+    ids = scores.topk(k).indices if replayed is None else replayed.long().expand(scores.shape[0], k)
+    shares = scores.gather(-1, ids).softmax(-1) if renormalize else scores.softmax(-1).gather(-1, ids)
+    return ids.int(), shares
+
+
+def paged_mixture_reference(
+    x: Tensor, scores: Tensor, table: PageTable, layer: int, records: Tensor, slots: Tensor, first: Experts,
+    second: Experts, k: int, renormalize: bool, limit: float | None = None, fixed: bool = False,
+    split: Tensor | None = None, mail: Mail | None = None, replay: Tensor | None = None,
+) -> Tensor:
+    replayed = None if replay is None else replay[int(table.step) % replay.shape[0], layer]
+    ids, shares = route_reference(scores, k, renormalize, replayed)
+    resolution = resolve_reference(ids, table, layer, None if mail is None else split)
+    if mail is not None:
+        post_reference(x, resolution, layer, mail)
+    gather_reference(resolution, records, slots)
+    rows = torch.zeros(ids.numel(), x.shape[1], dtype=x.dtype, device=x.device)
+    experts_reference(x, ids, table.slot_of[layer], first, second, limit, rows)
+    return collect_reference(rows, shares, resolution, mail, x.dtype)
+
+
+class PassedMixtureReference:
+    def __init__(
+        self, x: Tensor, scores: Tensor, k: int, renormalize: bool, weight_format: str, inner: int,
+        limit: float | None = None, fixed: bool = False,
+    ) -> None:
+        self.x, self.limit = x, limit
+        self.ids, self.shares = route_reference(scores, k, renormalize)
+        self.rows = torch.zeros(self.ids.numel(), x.shape[1], dtype=x.dtype, device=x.device)
+
+    def add(self, first: Experts, second: Experts, slots_row: Tensor) -> None:
+        experts_reference(self.x, self.ids, slots_row, first, second, self.limit, self.rows)
+
+    def fill(self, pairs: Tensor, rows: Tensor) -> None:
+        self.rows[pairs] = rows.to(self.rows.dtype)
+
+    def end(self) -> Tensor:
+        return collect_reference(self.rows, self.shares, None, None, self.x.dtype)
+
+
+def experts_reference(
+    x: Tensor, ids: Tensor, slots_row: Tensor, first: Experts, second: Experts, limit: float | None, rows: Tensor
+) -> None:
+    """rows[pair] = what the pair's expert makes of its token, for the experts whose slot the row [E] names."""
+    flat, k = ids.flatten(), ids.shape[1]
+    for expert in sorted(set(flat.tolist())):
+        slot = int(slots_row[expert])
+        if slot == NONE:
+            continue
+        pairs = (flat == expert).nonzero().flatten()
+        bias = [None if stack.bias is None else stack.bias[slot] for stack in (first, second)]
+        widened = first.expert(slot, x.dtype, parts=1 if limit is not None else 2)
+        gate_up = linear_reference(x[pairs // k], widened, bias[0])
+        h = silu_and_mul_reference(gate_up) if limit is None else clamped_swiglu_reference(gate_up, limit)
+        rows[pairs] = linear_reference(h, second.expert(slot, x.dtype), bias[1])

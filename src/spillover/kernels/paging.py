@@ -1,0 +1,219 @@
+"""Experts that share a few slots of device memory: which lies where, who must go, what is copied or asked of the host.
+
+Every expert's home is a record in host memory; slots hold copies, so nothing is ever written back. The page table lies
+on the device and a step changes it without the host: the functions here are captured in a CUDA graph. Each layer has
+slots of its own (its quota), so that one token's way through the layers does not push out its own experts.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spillover.kernels import mail as places
+from spillover.kernels.mail import Mail
+
+NONE = -1  # in `slot_of`: not on the device; in `owner`: free
+LENT = -2  # in `owner`: not a slot for now, its bytes serve something else
+NEVER = -2  # in `stamp`: before any step
+MOST_SLOTS = 1 << 12  # of a layer
+OLDEST = (1 << 17) - 1  # steps; experts unused for longer than that are equally old
+PATIENCE = 1 << 21  # looks at the mail before the device gives up; one takes about a microsecond
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """L layers of E experts in S slots; all of it on the device but the log."""
+
+    slot_of: Tensor  # int32 [L, E]: slot in the arena, or NONE
+    owner: Tensor  # int32 [S]: expert of the slot's layer that lies there, NONE or LENT
+    first: Tensor  # int32 [L + 1]: slots first[l] .. first[l + 1] are layer l's
+    worth: Tensor  # float32 [L, E]: the lowest goes first; infinite: goes only where nothing else can
+    stamp: Tensor  # int32 [L, E]: step of the last use, or NEVER
+    step: Tensor  # int32 [1]: counted on by `advance`, once a step
+    totals: Tensor  # int64 [L, 3]: distinct experts asked for that were there, gathered, computed by the host
+    log: Tensor  # int16 [R, L, P], in host memory: who was asked for, a row for step % R; -1 past the pairs
+    quota: int  # slots of the layer that has fewest, of those that have any
+
+    @staticmethod
+    def make(quotas: Sequence[int], experts: int, pairs: int, log_rows: int, device: torch.device) -> PageTable:
+        """All slots free. `quotas`: slots of each layer; `pairs`: the most (token, expert) pairs of a step."""
+        layers, slots = len(quotas), sum(quotas)
+        assert max(quotas, default=0) <= min(experts, MOST_SLOTS), "more slots than experts"
+        first = [sum(quotas[:layer]) for layer in range(layers + 1)]
+        shape = (layers, experts)
+        log = torch.full((log_rows, layers, pairs), -1, dtype=torch.int16, pin_memory=device.type == "cuda")
+        return PageTable(
+            torch.full(shape, NONE, dtype=torch.int32, device=device),
+            torch.full((slots,), NONE, dtype=torch.int32, device=device),
+            torch.tensor(first, dtype=torch.int32, device=device),
+            torch.zeros(shape, dtype=torch.float32, device=device),
+            torch.full(shape, NEVER, dtype=torch.int32, device=device),
+            torch.zeros(1, dtype=torch.int32, device=device),
+            torch.zeros(layers, 3, dtype=torch.int64, device=device),
+            log,
+            min((quota for quota in quotas if quota), default=0),
+        )
+
+    @property
+    def layers(self) -> int:
+        return self.slot_of.shape[0]
+
+    @property
+    def experts(self) -> int:
+        return self.slot_of.shape[1]
+
+    def advance(self) -> None:
+        """The next step begins."""
+        self.step.add_(1)
+
+    def check(self) -> None:
+        """Asserts that slots and experts tell the same: for tests, and for an engine that is idle."""
+        first, owner, slot_of = self.first.tolist(), self.owner.tolist(), self.slot_of.tolist()
+        for layer, row in enumerate(slot_of):
+            there = {expert: slot for expert, slot in enumerate(row) if slot != NONE}
+            assert all(first[layer] <= slot < first[layer + 1] for slot in there.values())
+            held = {owner[slot]: slot for slot in range(first[layer], first[layer + 1]) if owner[slot] >= 0}
+            assert there == held, f"layer {layer}: experts are in {there}, slots hold {held}"
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """What is to be done for the P pairs of one layer of a step; all on the device."""
+
+    counts: Tensor  # int32 [2]: gathers, pairs for the host
+    gathers: Tensor  # int32 [P, 2]: expert, slot that its record is to be copied into
+    hosted: Tensor  # int32 [P, 4]: token, expert, pair, 0 of pairs for the host
+    place: Tensor  # int32 [P]: which of `hosted` a pair is, NONE where the device computes it
+
+
+def resolve(ids: Tensor, table: PageTable, layer: int, split: Tensor | None = None) -> Resolution:
+    """ids int32 [T, k] -> what to do so that every expert asked for is in a slot, or with the host; the table follows.
+
+    Of the m distinct experts that are not there, in ascending id, the last split[m] go to the host (`split`: int32 on
+    the device; None: none do). Each other takes a free slot, or that of an expert of its layer which is not asked for:
+    the one with the lowest (infinite worth, used now or in the step before, worth, stamp, slot).
+    """
+    if ids.is_cuda:
+        from spillover.kernels.triton import paging as on_cuda
+
+        return on_cuda.resolve(ids, table, layer, split)
+    return resolve_reference(ids, table, layer, split)
+
+
+def gather(resolution: Resolution, records: Tensor, slots: Tensor) -> None:
+    """Copies each expert that is to be gathered from its record, uint8 [E, bytes] in host memory, into its slot."""
+    if slots.is_cuda:
+        from spillover.kernels.triton import paging as on_cuda
+
+        on_cuda.gather(resolution, records, slots)
+    else:
+        gather_reference(resolution, records, slots)
+
+
+def resolve_reference(ids: Tensor, table: PageTable, layer: int, split: Tensor | None = None) -> Resolution:
+    pairs, k = ids.numel(), ids.shape[1]
+    # A layer without any slot leaves all to the host.
+    assert table.quota == 0 or table.quota >= min(pairs, table.experts), "fewer slots than a step may ask for"
+    step, flat = int(table.step), ids.flatten().tolist()
+    asked = sorted(set(flat))
+    slot_of = table.slot_of[layer].tolist()
+    missing = [expert for expert in asked if slot_of[expert] == NONE]
+    hosted = 0
+    if split is not None:
+        hosted = min(max(int(split[min(len(missing), len(split) - 1)]), 0), len(missing))
+    gathered = missing[: len(missing) - hosted]
+    gathers = torch.zeros(pairs, 2, dtype=torch.int32)
+    for row, expert in enumerate(gathered):
+        slot = _vacate(table, layer, step, asked)
+        table.slot_of[layer, expert] = slot
+        table.owner[slot] = expert
+        gathers[row] = torch.tensor([expert, slot])
+    table.stamp[layer, asked] = step
+    hits = len(asked) - len(missing)
+    table.totals[layer] += torch.tensor([hits, len(gathered), hosted], device=table.totals.device)
+    log = table.log[step % table.log.shape[0], layer]
+    log.fill_(-1)
+    log[:pairs] = ids.flatten().to(torch.int16).cpu()
+
+    with_host = [pair for pair, expert in enumerate(flat) if expert in missing[len(gathered) :]]
+    to_host = torch.zeros(pairs, places.PAIR, dtype=torch.int32)
+    place = torch.full((pairs,), NONE, dtype=torch.int32)
+    for row, pair in enumerate(with_host):
+        to_host[row] = torch.tensor([pair // k, flat[pair], pair, 0])
+        place[pair] = row
+    counts = torch.tensor([len(gathered), len(with_host)], dtype=torch.int32)
+    return Resolution(*(each.to(ids.device) for each in (counts, gathers, to_host, place)))
+
+
+def _vacate(table: PageTable, layer: int, step: int, asked: list[int]) -> int:
+    """A slot of the layer that may be filled; who was there is gone from the table."""
+    first, end = table.first[layer : layer + 2].tolist()
+    owner = table.owner[first:end].tolist()
+    if NONE in owner:
+        return int(first + owner.index(NONE))
+
+    def order(slot: int) -> tuple[bool, bool, float, int, int]:
+        expert = owner[slot]
+        worth, stamp = float(table.worth[layer, expert]), int(table.stamp[layer, expert])
+        return worth == math.inf, stamp >= step - 1, worth, -min(step - stamp, OLDEST), slot
+
+    candidates = [slot for slot, expert in enumerate(owner) if expert >= 0 and expert not in asked]
+    slot = min(candidates, key=order)
+    table.slot_of[layer, owner[slot]] = NONE
+    return int(first + slot)
+
+
+def gather_reference(resolution: Resolution, records: Tensor, slots: Tensor) -> None:
+    for expert, slot in resolution.gathers[: int(resolution.counts[0])].tolist():
+        slots[slot].copy_(records[expert])
+
+
+def post_reference(x: Tensor, resolution: Resolution, layer: int, mail: Mail) -> None:
+    """Rows x [T, H] and the pairs for the host go into the mail, and its turn is raised; nothing if there are none."""
+    count = int(resolution.counts[1])
+    if count == 0:
+        return
+    mail.x[: x.shape[0]] = x.float().cpu()
+    mail.pairs[:count] = resolution.hosted[:count].cpu()
+    mail.header[places.LAYER], mail.header[places.COUNT], mail.header[places.TOKENS] = layer, count, x.shape[0]
+    mail.state[places.TURN] += 1
+    mail.header[places.POSTED] = mail.state[places.TURN].cpu()
+
+
+def collect_reference(
+    rows: Tensor, shares: Tensor, resolution: Resolution | None, mail: Mail | None, dtype: torch.dtype,
+    shared: bool = False, patience: int = PATIENCE,
+) -> Tensor:
+    """rows [T * k, H], shares [T, k] -> sum over j of share * row in the order of j, [T, H].
+
+    Rows that the host has computed are taken from the mail, after waiting for them. `shared`: those of the device are
+    multiplied with their shares already.
+    """
+    (tokens, k), hidden = shares.shape, rows.shape[1]
+    weights = shares.reshape(-1, 1)
+    terms = rows.float() if shared else rows.float() * weights
+    if mail is not None and resolution is not None and int(resolution.counts[1]) > 0:
+        if not mail.state[places.GIVEN_UP] and not _answered(mail, patience):
+            mail.state[places.GIVEN_UP] = mail.header[places.FAILED] = 1
+        hosted = resolution.place >= 0
+        answers = mail.out.to(rows.device)[resolution.place[hosted].long()]
+        terms[hosted] = answers.to(torch.float32 if shared else rows.dtype).float() * weights[hosted]
+    total = torch.zeros(tokens, hidden, device=rows.device)
+    for j in range(k):
+        total += terms.view(tokens, k, hidden)[:, j]
+    return total.to(dtype)
+
+
+def _answered(mail: Mail, patience: int) -> bool:
+    turn = int(mail.state[places.TURN])
+    for _ in range(patience):
+        if int(mail.header[places.DONE]) - turn >= 0:
+            return True
+        time.sleep(1e-6)
+    return False

@@ -1,0 +1,110 @@
+"""The mixture of experts on a CUDA device where not all of them are there: a step that pages, and one in passes.
+
+The products and the order of every sum are those of `moe.mixture`; only where an expert lies is looked up.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spillover.kernels.mail import Mail
+from spillover.kernels.moe import Experts
+from spillover.kernels.paging import PATIENCE, PageTable
+from spillover.kernels.triton.moe import (
+    FEW_TOKENS,
+    Tile,
+    few_tiles,
+    many_tiles,
+    pair_products,
+    pair_room,
+    tile_products,
+    tile_room,
+)
+from spillover.kernels.triton.moe_routing import combine, route, sort_by_expert
+from spillover.kernels.triton.paging import collect, gather, gather_and_post, resolve
+
+
+def paged_mixture(
+    x: Tensor, scores: Tensor, table: PageTable, layer: int, records: Tensor, slots: Tensor, first: Experts,
+    second: Experts, k: int, renormalize: bool, limit: float | None = None, fixed: bool = False,
+    split: Tensor | None = None, mail: Mail | None = None, replay: Tensor | None = None,
+    few_tokens: int = FEW_TOKENS, tiles: tuple[Tile, Tile] | None = None, patience: int = PATIENCE,
+) -> Tensor:
+    """As kernels.paged_moe.paged_mixture."""
+    tokens, experts = scores.shape
+    if tokens == 0:
+        return torch.empty_like(x)
+    replayed = None if replay is None else replay[:, layer]
+    ids, shares, ready = route(scores, x, k, renormalize, first.format, replayed, table.step)
+    resolution = resolve(ids, table, layer, None if mail is None else split)
+    if mail is None:
+        gather(resolution, records, slots)
+    else:
+        gather_and_post(x, resolution, layer, records, slots, mail)
+    row = table.slot_of[layer]
+    if tokens <= few_tokens and not fixed:
+        chosen = tiles or few_tiles(first.format)
+        h, parts = pair_room(ready, ids, second.width)
+        if mail is not None:
+            pair_products(ready, ids, shares, first, second, limit, chosen, h, parts, None, row)
+            return collect(parts, shares, resolution, mail, x.dtype, shared=True, patience=patience)
+        out = torch.empty_like(x)
+        pair_products(ready, ids, shares, first, second, limit, chosen, h, parts, out, row)
+        return out
+    chosen = tiles or many_tiles(first.format, tokens * k / experts, fixed)
+    order, places = sort_by_expert(ids, experts, chosen[0].tokens)
+    h, rows = tile_room(ready, ids, second.width, x.dtype)
+    tile_products(ready, order, places, k, first, second, limit, chosen, h, rows, row)
+    if mail is not None:
+        return collect(rows, shares, resolution, mail, x.dtype, patience=patience)
+    return combine(rows, shares, x.dtype)
+
+
+class PassedMixture:
+    """As kernels.paged_moe.Passes: routed and sorted at the start, rows of all passes in one place, summed at the end.
+
+    The path and the tiles are those that `moe.mixture` takes for as many tokens, so that the result is the same bits.
+    """
+
+    def __init__(
+        self, x: Tensor, scores: Tensor, k: int, renormalize: bool, weight_format: str, inner: int,
+        limit: float | None = None, fixed: bool = False, few_tokens: int = FEW_TOKENS,
+        tiles: tuple[Tile, Tile] | None = None,
+    ) -> None:
+        tokens, experts = scores.shape
+        self._limit, self._k, self._dtype = limit, k, x.dtype
+        self._empty = torch.empty_like(x) if tokens == 0 else None
+        if tokens == 0:
+            return
+        self.ids, self._shares, self._x = route(scores, x, k, renormalize, weight_format)
+        self._few = tokens <= few_tokens and not fixed
+        if self._few:
+            self._tiles = tiles or few_tiles(weight_format)
+            self._h, self._rows = pair_room(self._x, self.ids, inner)
+        else:
+            self._tiles = tiles or many_tiles(weight_format, tokens * k / experts, fixed)
+            self._order, self._places = sort_by_expert(self.ids, experts, self._tiles[0].tokens)
+            self._h, self._rows = tile_room(self._x, self.ids, inner, x.dtype)
+
+    def add(self, first: Experts, second: Experts, slots_row: Tensor) -> None:
+        if self._empty is not None:
+            return
+        if self._few:
+            pair_products(self._x, self.ids, self._shares, first, second, self._limit, self._tiles, self._h,
+                          self._rows, None, slots_row)
+        else:
+            tile_products(self._x, self._order, self._places, self._k, first, second, self._limit, self._tiles, self._h,
+                          self._rows, slots_row)
+
+    def fill(self, pairs: Tensor, rows: Tensor) -> None:
+        if self._empty is None:
+            scaled = rows * self._shares.flatten()[pairs, None] if self._few else rows
+            self._rows[pairs] = scaled.to(self._rows.dtype)
+
+    def end(self) -> Tensor:
+        if self._empty is not None:
+            return self._empty
+        if self._few:
+            return collect(self._rows, self._shares, None, None, self._dtype, shared=True)
+        return combine(self._rows, self._shares, self._dtype)

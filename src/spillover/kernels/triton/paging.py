@@ -1,0 +1,342 @@
+"""The page table of the experts on a CUDA device: who is where, copies from host memory, mail to the host and back.
+
+All of it is launches without the host: how much there is to do lies on the device, and a CUDA graph can hold it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from spillover.kernels import mail as places
+from spillover.kernels import paging
+from spillover.kernels.mail import Mail
+from spillover.kernels.paging import PATIENCE, PageTable, Resolution
+from spillover.kernels.triton.launch import early
+
+GATHER_PROGRAMS = 8  # each keeps GATHER_BYTES on their way over the link
+GATHER_BYTES = 32 * 1024
+GATHER_WARPS = 8
+
+_NONE = tl.constexpr(paging.NONE)
+_OLDEST = tl.constexpr(paging.OLDEST)
+_MOST_SLOTS = tl.constexpr(paging.MOST_SLOTS)
+_NOBODY = tl.constexpr(0x7FFFFFFFFFFFFFFF)  # the key of no slot
+_DONE, _POSTED, _FAILED = tl.constexpr(places.DONE), tl.constexpr(places.POSTED), tl.constexpr(places.FAILED)
+_LAYER, _COUNT, _TOKENS = tl.constexpr(places.LAYER), tl.constexpr(places.COUNT), tl.constexpr(places.TOKENS)
+_TURN, _GIVEN_UP = tl.constexpr(places.TURN), tl.constexpr(places.GIVEN_UP)
+_PAIR = tl.constexpr(places.PAIR)
+_ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
+
+
+def resolve(ids: Tensor, table: PageTable, layer: int, split: Tensor | None = None) -> Resolution:
+    """As kernels.paging.resolve."""
+    pairs, k = ids.numel(), ids.shape[1]
+    # A layer without any slot leaves all to the host.
+    assert table.quota == 0 or table.quota >= min(pairs, table.experts), "fewer slots than a step may ask for"
+    assert pairs <= table.log.shape[2]
+    counts = torch.empty(2, dtype=torch.int32, device=ids.device)
+    gathers = torch.empty(pairs, 2, dtype=torch.int32, device=ids.device)
+    hosted = torch.empty(pairs, places.PAIR, dtype=torch.int32, device=ids.device)
+    place = torch.empty(pairs, dtype=torch.int32, device=ids.device)
+    log_rows, layers, log_pairs = table.log.shape
+    most = max(pairs, log_pairs)
+    _resolve[(1,)](
+        ids, table.slot_of, table.owner, table.first, table.worth, table.stamp, table.step, table.totals, table.log,
+        split, counts, gathers, hosted, place, layer, pairs, None if split is None else len(split) - 1,
+        LAYERS=layers, EXPERTS=table.experts, PADDED=triton.next_power_of_2(table.experts), K=k,
+        PADDED_PAIRS=triton.next_power_of_2(pairs), LOG_ROWS=log_rows, LOG_PAIRS=log_pairs,
+        PADDED_LOG=triton.next_power_of_2(most), num_warps=1 if table.experts <= 256 else 4, **early(ids.device),
+    )
+    return Resolution(counts, gathers, hosted, place)
+
+
+def gather(
+    resolution: Resolution, records: Tensor, slots: Tensor, programs: int = GATHER_PROGRAMS,
+    nbytes: int = GATHER_BYTES, warps: int = GATHER_WARPS,
+) -> None:
+    """As kernels.paging.gather: `programs` read `nbytes` at a time each."""
+    _gather_and_post(resolution, records, slots, None, None, 0, programs, nbytes, warps)
+
+
+def post(x: Tensor, resolution: Resolution, layer: int, mail: Mail) -> None:
+    """As kernels.paging.post_reference."""
+    _gather_and_post(resolution, None, None, x, mail, layer, 0, GATHER_BYTES, GATHER_WARPS)
+
+
+def gather_and_post(
+    x: Tensor, resolution: Resolution, layer: int, records: Tensor, slots: Tensor, mail: Mail,
+    programs: int = GATHER_PROGRAMS, nbytes: int = GATHER_BYTES, warps: int = GATHER_WARPS,
+) -> None:
+    """`gather` and `post` side by side."""
+    _gather_and_post(resolution, records, slots, x, mail, layer, programs, nbytes, warps)
+
+
+def _gather_and_post(
+    resolution: Resolution, records: Tensor | None, slots: Tensor | None, x: Tensor | None, mail: Mail | None,
+    layer: int, programs: int, nbytes: int, warps: int,
+) -> None:
+    words = 0
+    if records is not None and slots is not None:
+        assert records.shape[1] == slots.shape[1]
+        records, slots = records.view(torch.int64), slots.view(torch.int64)
+        words = records.shape[1]
+        assert records.stride(0) == slots.stride(0) == words
+    if x is not None and mail is not None:
+        assert x.shape[0] <= len(mail.x)
+        assert len(resolution.place) <= len(mail.pairs)
+    device = resolution.counts.device
+    posted = None if mail is None or x is None else (
+        mail.header, mail.pairs, mail.x, mail.state, layer, x.shape[0], x.shape[1], x.stride(0)
+    )
+    _gather_or_post[(programs + (posted is not None),)](
+        resolution.counts, resolution.gathers, records, slots, words, x, resolution.hosted, *(posted or (None,) * 8),
+        WORDS=nbytes // 8, num_warps=warps, **early(device),
+    )
+
+
+def collect(
+    rows: Tensor, shares: Tensor, resolution: Resolution | None, mail: Mail | None, dtype: torch.dtype,
+    shared: bool = False, patience: int = PATIENCE,
+) -> Tensor:
+    """As kernels.paging.collect_reference."""
+    tokens, k = shares.shape
+    hidden = rows.shape[1]
+    out = torch.empty(tokens, hidden, dtype=dtype, device=rows.device)
+    block = min(1024, triton.next_power_of_2(hidden))
+    awaited = None if resolution is None or mail is None else (
+        resolution.counts, resolution.place, mail.header, mail.out, mail.state, patience
+    )
+    _collect[(tokens, triton.cdiv(hidden, block))](
+        rows, shares, out, hidden, *(awaited or (None,) * 6), K=k, SHARED=shared, BLOCK=block, num_warps=4,
+        **early(rows.device),
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["layer", "pairs"])
+def _resolve(
+    ids_ptr, slot_of_ptr, owner_ptr, first_ptr, worth_ptr, stamp_ptr, step_ptr, totals_ptr, log_ptr, split_ptr,
+    counts_ptr, gathers_ptr, hosted_ptr, place_ptr, layer, pairs, split_last,
+    LAYERS: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr, K: tl.constexpr, PADDED_PAIRS: tl.constexpr,
+    LOG_ROWS: tl.constexpr, LOG_PAIRS: tl.constexpr, PADDED_LOG: tl.constexpr, EARLY: tl.constexpr,
+):
+    """One program, with the layer's experts and slots in registers."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    layer = layer.to(tl.int64)
+    pair = tl.arange(0, PADDED_PAIRS)
+    ids = tl.load(ids_ptr + pair, mask=pair < pairs, other=0)
+    expert = tl.arange(0, PADDED)
+    real = expert < EXPERTS
+    row = layer * EXPERTS + expert
+    slot = tl.load(slot_of_ptr + row, mask=real, other=_NONE)
+    stamp = tl.load(stamp_ptr + row, mask=real, other=0)
+    worth = tl.load(worth_ptr + row, mask=real, other=0.0) + 0.0  # no negative zero
+    step = tl.load(step_ptr)
+    first = tl.load(first_ptr + layer)
+    end = tl.load(first_ptr + layer + 1)
+
+    there = slot >= 0
+    asked = tl.histogram(ids, PADDED, mask=pair < pairs) > 0
+    missing = asked & (slot < 0)
+    misses = tl.sum(missing.to(tl.int32), 0)
+    rank = tl.cumsum(missing.to(tl.int32), 0) - 1
+    hosts = misses * 0
+    if split_ptr is not None:
+        hosts = tl.load(split_ptr + tl.minimum(misses, split_last))
+        hosts = tl.minimum(tl.maximum(hosts, 0), misses)
+    gathered = misses - hosts
+
+    key = _order(worth, stamp, step, slot - first)
+    key = tl.where(there & (asked == 0), key, _NOBODY)
+    # There is a slot more than experts only before all have been filled: the table of owners is read only then.
+    slots = tl.where(tl.sum(there.to(tl.int32), 0) < end - first, end - first, 0)
+    free = tl.load(owner_ptr + first + expert, mask=expert < slots, other=0) == _NONE
+    free_key = tl.where(free, expert, PADDED)
+    for turn in range(gathered):
+        lowest_free = tl.min(free_key, 0)
+        lowest = tl.min(key, 0)
+        is_free = lowest_free < PADDED
+        found = is_free | (lowest != _NOBODY)
+        taken = tl.where(is_free, lowest_free, (lowest & (_MOST_SLOTS - 1)).to(tl.int32)) + first
+        taken = tl.where(found, taken, _NONE)
+        newcomer = tl.sum(tl.where(missing & (rank == turn), expert, 0), 0)
+        leaving = (key == lowest) & (is_free == 0) & found
+        slot = tl.where(leaving, _NONE, slot)
+        slot = tl.where(expert == newcomer, taken, slot)
+        key = tl.where(leaving, _NOBODY, key)
+        free_key = tl.where(free_key == lowest_free, PADDED, free_key)
+        tl.store(owner_ptr + taken, newcomer, mask=found)
+        tl.store(gathers_ptr + turn * 2, newcomer)
+        tl.store(gathers_ptr + turn * 2 + 1, taken)
+    tl.store(slot_of_ptr + row, slot, mask=real)
+    tl.store(stamp_ptr + row, step, mask=asked)
+
+    to_host = (missing & (rank >= gathered)).to(tl.int32)
+    mine = (tl.gather(to_host, ids, 0) > 0) & (pair < pairs)
+    place = tl.cumsum(mine.to(tl.int32), 0) - 1
+    tl.store(place_ptr + pair, tl.where(mine, place, _NONE), mask=pair < pairs)
+    tl.store(hosted_ptr + place * _PAIR, pair // K, mask=mine)
+    tl.store(hosted_ptr + place * _PAIR + 1, ids, mask=mine)
+    tl.store(hosted_ptr + place * _PAIR + 2, pair, mask=mine)
+    tl.store(hosted_ptr + place * _PAIR + 3, 0, mask=mine)
+    tl.store(counts_ptr, gathered)
+    tl.store(counts_ptr + 1, tl.sum(mine.to(tl.int32), 0))
+
+    totals = totals_ptr + layer * 3
+    tl.store(totals, tl.load(totals) + tl.sum((asked & there).to(tl.int32), 0))
+    tl.store(totals + 1, tl.load(totals + 1) + gathered)
+    tl.store(totals + 2, tl.load(totals + 2) + hosts)
+    entry = tl.arange(0, PADDED_LOG)
+    seen = tl.load(ids_ptr + entry, mask=entry < pairs, other=-1)
+    log = log_ptr + ((step % LOG_ROWS).to(tl.int64) * LAYERS + layer) * LOG_PAIRS
+    tl.store(log + entry, seen.to(tl.int16), mask=entry < LOG_PAIRS)
+
+
+@triton.jit
+def _order(worth, stamp, step, slot):
+    """int64, lowest first by: worth is infinite, used now or in the step before, worth, step of last use, slot."""
+    # The bits of floats are in the order of the floats once those below the sign of negative ones are turned.
+    bits = worth.to(tl.int32, bitcast=True)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 0x80000000
+    late = (worth == float("inf")).to(tl.int64) * 2 + (stamp >= step - 1).to(tl.int64)
+    used = (tl.maximum(stamp - step, -_OLDEST) + _OLDEST).to(tl.int64)
+    return (((late << 32) | ordered) * (_OLDEST + 1) + used) * _MOST_SLOTS + slot.to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["layer", "tokens"])
+def _gather_or_post(
+    counts_ptr, gathers_ptr, records_ptr, slots_ptr, words, x_ptr, hosted_ptr, header_ptr, pairs_ptr, mail_x_ptr,
+    state_ptr, layer, tokens, hidden, x_stride, WORDS: tl.constexpr, EARLY: tl.constexpr,
+):
+    """Where there is mail the first program posts it; the others copy records into slots."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    if header_ptr is not None:
+        if program == 0:
+            _post(counts_ptr, x_ptr, hosted_ptr, header_ptr, pairs_ptr, mail_x_ptr, state_ptr, layer, tokens, hidden,
+                  x_stride, 1024)
+        program -= 1
+        programs -= 1
+    if records_ptr is not None:
+        pieces = tl.cdiv(words, WORDS)
+        word = tl.arange(0, WORDS)
+        count = tl.where(program < 0, program, tl.load(counts_ptr) * pieces)  # the one that posts copies nothing
+        for piece in range(program, count, programs):
+            entry = gathers_ptr + piece // pieces * 2
+            expert = tl.load(entry).to(tl.int64)
+            slot = tl.load(entry + 1).to(tl.int64)
+            at = piece % pieces * WORDS + word
+            inside = at < tl.where(slot >= 0, words, 0)
+            value = tl.load(records_ptr + expert * words + at, mask=inside)
+            tl.store(slots_ptr + slot * words + at, value, mask=inside)
+
+
+@triton.jit
+def _post(
+    counts_ptr, x_ptr, hosted_ptr, header_ptr, pairs_ptr, mail_x_ptr, state_ptr, layer, tokens, hidden, x_stride,
+    BLOCK: tl.constexpr,
+):
+    count = tl.load(counts_ptr + 1)
+    if count > 0:
+        lane = tl.arange(0, BLOCK)
+        for start in range(0, count * _PAIR, BLOCK):
+            at = start + lane
+            inside = at < count * _PAIR
+            tl.store(pairs_ptr + at, tl.load(hosted_ptr + at, mask=inside), mask=inside)
+        for start in range(0, tokens * hidden, BLOCK):
+            at = start + lane
+            inside = at < tokens * hidden
+            x = tl.load(x_ptr + (at // hidden).to(tl.int64) * x_stride + at % hidden, mask=inside)
+            tl.store(mail_x_ptr + at, x.to(tl.float32), mask=inside)
+        tl.store(header_ptr + _LAYER, layer)
+        tl.store(header_ptr + _COUNT, count)
+        tl.store(header_ptr + _TOKENS, tokens)
+        turn = tl.load(state_ptr + _TURN) + 1
+        tl.debug_barrier()  # every thread has stored, and read the turn
+        tl.store(state_ptr + _TURN, turn)
+        _release(header_ptr + _POSTED, turn)
+
+
+@triton.jit
+def _collect(
+    rows_ptr, shares_ptr, out_ptr, hidden, counts_ptr, place_ptr, header_ptr, answers_ptr, state_ptr, patience,
+    K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < hidden
+    if counts_ptr is not None:
+        _await(counts_ptr, header_ptr, state_ptr, patience)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(K):
+        pair = token * K + j
+        share = tl.load(shares_ptr + pair)
+        if place_ptr is not None:
+            place = tl.load(place_ptr + pair).to(tl.int64)
+            here = inside & (place < 0)
+            away = inside & (place >= 0)
+            row = tl.load(rows_ptr + pair * hidden + column, mask=here, other=0.0)
+            # Not from a cache: the host has written it since this address was last read.
+            answer = tl.load(answers_ptr + place * hidden + column, mask=away, other=0.0, volatile=True)
+            if SHARED:
+                total += tl.where(place >= 0, share * answer, row)
+            else:
+                total += share * tl.where(place >= 0, answer.to(row.dtype), row).to(tl.float32)
+        else:
+            row = tl.load(rows_ptr + pair * hidden + column, mask=inside, other=0.0).to(tl.float32)
+            if SHARED:
+                total += row
+            else:
+                total += share * row
+    tl.store(out_ptr + token * hidden + column, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _await(counts_ptr, header_ptr, state_ptr, patience):
+    """Until the host has answered the latest post, if this was one. A device that once gave up does not wait again."""
+    if tl.load(counts_ptr + 1) > 0:
+        turn = tl.load(state_ptr + _TURN)
+        left = tl.where(tl.load(state_ptr + _GIVEN_UP) != 0, 0, patience)
+        done = _acquire(header_ptr + _DONE)
+        while (done - turn < 0) & (left > 0):
+            done = _acquire(header_ptr + _DONE)
+            left -= 1
+        if done - turn < 0:
+            tl.store(state_ptr + _GIVEN_UP, 1)
+            tl.store(header_ptr + _FAILED, 1)
+
+
+@triton.jit
+def _acquire(ptr):
+    """A number that the host writes after what it tells of."""
+    if _ASSEMBLY:
+        value = tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.s32 $0, [$1];", "=r,l", [ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        value = tl.load(ptr)
+    return value
+
+
+@triton.jit
+def _release(ptr, value):
+    """A number that the host reads before what it tells of: all that this program has stored before is seen with it."""
+    if _ASSEMBLY:
+        tl.inline_asm_elementwise(
+            "st.release.sys.global.s32 [$1], $2; mov.b32 $0, $2;", "=r,l,r", [ptr.to(tl.int64), value], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )
+    else:
+        tl.store(ptr, value)

@@ -1,0 +1,133 @@
+"""Which expert lies in which slot of the device. Ids only: the bytes are someone else's.
+
+Every expert has its home elsewhere and the device holds copies, so one that is evicted is forgotten, not written back.
+A layer has a quota of slots of its own: slots layer * quota and on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from spillover.memory.policies.experts.protocol import ExpertPolicy
+
+
+@dataclass(frozen=True)
+class CacheCounts:
+    """Since the cache was made, in experts that steps asked for."""
+
+    hits: int = 0
+    misses: int = 0
+    prefetched: int = 0
+    evictions: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        asked = self.hits + self.misses
+        return self.hits / asked if asked else 0.0
+
+
+class ExpertCache:
+    def __init__(self, layers: int, experts: int, quota: int, policy: ExpertPolicy) -> None:
+        if quota < 1:
+            raise ValueError("a layer needs at least one slot")
+        self.layers = layers
+        self.experts = experts
+        self.quota = min(quota, experts)
+        self.policy = policy
+        policy.on_load(layers, experts, self.quota)
+        self._slot_of: list[dict[int, int]] = [{} for _ in range(layers)]  # expert -> slot
+        self._free = [list(range(layer * self.quota, (layer + 1) * self.quota))[::-1] for layer in range(layers)]
+        self._withheld: list[list[int]] = [[] for _ in range(layers)]  # lent to somebody else
+        self._used: list[dict[int, int]] = [{} for _ in range(layers)]  # expert -> when
+        self._clock = 0
+        self._counts = [0, 0, 0, 0]
+
+    @property
+    def counts(self) -> CacheCounts:
+        return CacheCounts(*self._counts)
+
+    @property
+    def slots(self) -> int:
+        return self.layers * self.quota
+
+    def slot(self, layer: int, expert: int) -> int | None:
+        return self._slot_of[layer].get(expert)
+
+    def resident(self, layer: int) -> Collection[int]:
+        return self._slot_of[layer].keys()
+
+    def ask(self, layer: int, expert: int) -> int | None:
+        """The slot of an expert that is about to be used; None: it is not there, and counts as missed."""
+        slot = self._slot_of[layer].get(expert)
+        self._counts[0 if slot is not None else 1] += 1
+        if slot is not None:
+            self._touch(layer, expert)
+        return slot
+
+    def take(self, layer: int, expert: int, keep: Collection[int] = (), asked: bool = True) -> int | None:
+        """A slot for an expert that is not there, which has it from now on. `keep`: experts that must stay meanwhile.
+        None: every slot holds one of those, or of infinite worth. `asked`: for a step, rather than ahead of one."""
+        if expert in self._slot_of[layer]:
+            raise ValueError(f"expert {expert} of layer {layer} is there already")
+        if self._free[layer]:
+            slot = self._free[layer].pop()
+        else:
+            victim = self._victim(layer, keep)
+            if victim is None:
+                return None
+            slot = self._slot_of[layer].pop(victim)
+            self._counts[3] += 1
+        self._slot_of[layer][expert] = slot
+        self._touch(layer, expert)
+        if not asked:
+            self._counts[2] += 1
+        return slot
+
+    def forget(self, layer: int, expert: int) -> None:
+        """What was to come into its slot did not."""
+        self._free[layer].append(self._slot_of[layer].pop(expert))
+
+    def lend(self, layer: int) -> int | None:
+        """Takes a slot out of the layer's use, evicting if need be; None: only one is left."""
+        if self.quota - len(self._withheld[layer]) <= 1:
+            return None
+        if not self._free[layer]:
+            victim = self._victim(layer, ())
+            if victim is None:
+                return None
+            self._free[layer].append(self._slot_of[layer].pop(victim))
+            self._counts[3] += 1
+        slot = self._free[layer].pop()
+        self._withheld[layer].append(slot)
+        return slot
+
+    def give_back(self, layer: int, slot: int) -> None:
+        self._withheld[layer].remove(slot)
+        self._free[layer].append(slot)
+
+    def clear(self) -> None:
+        for layer in range(self.layers):
+            self._free[layer] += self._slot_of[layer].values()
+            self._slot_of[layer].clear()
+
+    def placed(self) -> Iterator[tuple[int, int, int]]:
+        """(layer, expert, slot) of all that is there."""
+        for layer, slots in enumerate(self._slot_of):
+            for expert, slot in slots.items():
+                yield layer, expert, slot
+
+    def check(self) -> None:
+        """Free, taken and lent slots of a layer are its quota, each once."""
+        for layer in range(self.layers):
+            slots = [*self._free[layer], *self._slot_of[layer].values(), *self._withheld[layer]]
+            assert sorted(slots) == list(range(layer * self.quota, (layer + 1) * self.quota)), (layer, slots)
+
+    def _touch(self, layer: int, expert: int) -> None:
+        self._clock += 1
+        self._used[layer][expert] = self._clock
+
+    def _victim(self, layer: int, keep: Collection[int]) -> int | None:
+        worth, used = self.policy.worth(layer), self._used[layer]
+        candidates = [expert for expert in self._slot_of[layer] if expert not in keep and worth[expert] != float("inf")]
+        return min(candidates, key=lambda expert: (worth[expert], used[expert]), default=None)

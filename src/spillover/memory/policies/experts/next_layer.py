@@ -1,0 +1,25 @@
+"""What the next layer will ask for, guessed from this layer's hidden state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spillover.memory.policies.experts.lru import LRUQuota
+
+
+class NextLayer(LRUQuota):
+    """Evicts as LRU does. Whoever computes applies the next layer's router to the state that this layer's saw and tells
+    `on_guess`: the residual stream changes little from layer to layer, so most of the guess is right."""
+
+    guesses = True
+
+    def on_load(self, layers: int, experts: int, quota: int) -> None:
+        super().on_load(layers, experts, quota)
+        self._guess: list[tuple[int, ...]] = [()] * layers
+
+    def on_guess(self, layer: int, experts: Sequence[int]) -> None:
+        self._guess[layer] = tuple(experts)
+
+    def prefetch(self, layer: int) -> Sequence[int]:
+        guess, self._guess[layer] = self._guess[layer], ()
+        return guess

@@ -1,0 +1,104 @@
+"""Recorded routing: which experts real tokens went to, read from a log and played through a cache.
+
+A log is a CSV file with a header and a row a choice: turn, phase (0 prefill, 1 decode), step, layer, slot, expert,
+weight. `extended` makes it wider where fewer experts a token were recorded than the model has: those beyond the
+recorded ones are drawn by how often the layer chose each, so that a replay says "replayed, extended" and no more.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from spillover.errors import SpilloverError
+from spillover.memory.experts import CacheCounts, ExpertCache
+from spillover.memory.policies.experts.protocol import ExpertPolicy
+
+Trace = list[list[list[int]]]  # step, layer -> experts, in the router's order
+
+
+def read_log(path: str | Path, phase: int | None = 1) -> Trace:
+    """The decode steps of a log (its prefill ones, or with None all tokens), in order; every step has all layers."""
+    steps: dict[tuple[int, int, int], dict[int, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
+    try:
+        with Path(path).open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(line for line in file if not line.startswith("#")):
+                numbers = [int(row[column]) for column in ("turn", "phase", "step", "layer", "slot", "expert")]
+                turn, of_phase, step, layer, slot, expert = numbers
+                if phase is None or of_phase == phase:
+                    steps[turn, of_phase, step][layer][slot] = expert
+    except OSError as error:
+        raise SpilloverError(f"cannot read the routing log '{path}': {error.strerror}") from error
+    except (KeyError, ValueError, TypeError) as error:
+        raise SpilloverError(f"'{path}' is not a routing log: a CSV file with the columns turn, phase, step, layer, "
+                             "slot, expert and weight") from error
+    layers = sorted({layer for by_layer in steps.values() for layer in by_layer})
+    whole = [steps[key] for key in sorted(steps) if len(steps[key]) == len(layers)]
+    if not whole:
+        raise SpilloverError(f"'{path}' holds no step of phase {phase} with all layers")
+    return [[[by_layer[layer][slot] for slot in sorted(by_layer[layer])] for layer in layers] for by_layer in whole]
+
+
+def extended(trace: Trace, experts: int, k: int, layers: int | None = None, seed: int = 0) -> Trace:
+    """With k experts a token: the recorded ones, then others drawn by the layer's own frequencies, none twice.
+    `layers`: as many, the recorded ones over and over."""
+    rng = np.random.default_rng(seed)
+    recorded = len(trace[0])
+    counts = np.full((recorded, experts), 0.0)
+    for by_layer in trace:
+        for layer, chosen in enumerate(by_layer):
+            counts[layer, chosen] += 1
+    counts += 1e-9  # so that k different ones can always be drawn
+    wide = []
+    for by_layer in trace:
+        step = []
+        for layer in range(layers or recorded):
+            chosen = list(dict.fromkeys(by_layer[layer % recorded]))[:k]
+            if len(chosen) < k:
+                weights = counts[layer % recorded].copy()
+                weights[chosen] = 0
+                chosen += rng.choice(experts, k - len(chosen), replace=False, p=weights / weights.sum()).tolist()
+            step.append(chosen)
+        wide.append(step)
+    return wide
+
+
+def uniform(steps: int, layers: int, experts: int, k: int, seed: int = 0) -> Trace:
+    """Every expert as likely as any other, which is how random weights route."""
+    rng = np.random.default_rng(seed)
+    return [[rng.choice(experts, k, replace=False).tolist() for _ in range(layers)] for _ in range(steps)]
+
+
+def simulate(trace: Trace, experts: int, quota: int, policy: ExpertPolicy, warm: int = 0) -> CacheCounts:
+    """Plays a trace through a cache that begins with the first experts of each layer; the first `warm` steps do not
+    count."""
+    cache = ExpertCache(len(trace[0]), experts, quota, policy)
+    for layer in range(cache.layers):
+        for expert in range(cache.quota):
+            cache.take(layer, expert, asked=False)
+    policy.on_phase("decode")
+    before = cache.counts
+    for step, by_layer in enumerate(trace):
+        if step == warm:
+            before = cache.counts
+        for layer, chosen in enumerate(by_layer):
+            wanted = list(dict.fromkeys(chosen))
+            policy.on_route(step, layer, wanted)
+            for expert in wanted:
+                if cache.ask(layer, expert) is None:
+                    cache.take(layer, expert, keep=wanted)
+    return _difference(cache.counts, before)
+
+
+def distinct(trace: Trace) -> Sequence[Sequence[Sequence[int]]]:
+    """For policies that look ahead."""
+    return [[list(dict.fromkeys(chosen)) for chosen in by_layer] for by_layer in trace]
+
+
+def _difference(after: CacheCounts, before: CacheCounts) -> CacheCounts:
+    return CacheCounts(after.hits - before.hits, after.misses - before.misses, after.prefetched - before.prefetched,
+                       after.evictions - before.evictions)

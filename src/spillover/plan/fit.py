@@ -1,0 +1,258 @@
+"""How long a sequence and how many KV blocks fit beside the weights, or why not even the shortest does."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+
+from spillover.errors import PlanError
+from spillover.kernels.attention import split_blocks
+from spillover.models.config import ModelConfig
+from spillover.plan.hardware import Machine
+from spillover.plan.request import PlanRequest
+from spillover.plan.shapes import ModelShape
+from spillover.plan.strategies import largest
+from spillover.plan.tiers import TierPlan
+from spillover.plan.workspace import Workspace, staging_bytes, workspace
+from spillover.units import format_bytes
+
+CPU_KV_BYTES = 1 << 30  # KV cache of a CPU plan that was given no budget, where memory allows
+CUDA_SHARE = 0.9  # of the free memory, for a CUDA plan that was given no budget
+MIN_MODEL_LEN = 256  # a shorter context is planned only for who asks for it
+# (requests, tokens) of a step where nobody asked: the first for a model that fits, the others where room is dear.
+STEPS = {"cpu": ((64, 512), (16, 512), (8, 512), (4, 256), (4, 64)),
+         "cuda": ((256, 8192), (64, 8192), (64, 4096), (32, 2048), (16, 2048), (16, 512))}
+STEPS_IN_FLIGHT = 2  # a step is scheduled while the one before it runs, whose window blocks are not dropped yet
+
+
+class Sizes:
+    """What a longest sequence of n tokens asks of the device. Everything here grows with n."""
+
+    def __init__(self, request: PlanRequest, config: ModelConfig, shape: ModelShape, device: str, native: bool,
+                 tiers: tuple[TierPlan, ...] = (), host_bytes: int = 0) -> None:
+        self.request = request
+        self.config = config
+        self.shape = shape
+        self.device = device
+        self.native = native
+        self.host_bytes = host_bytes
+        self.weight_bytes = shape.weight_bytes  # on the device
+        # Blocks of a sequence that may wait in host memory: attention streams them only where every layer sees all,
+        # and only as they lay on the device.
+        cold = next((tier.blocks or 0 for tier in tiers if tier.name == "host"), 0)
+        as_is = request.spill_dtype == "auto" or request.kv_cache_dtype != "auto"
+        self.cold_blocks = cold if shape.group_windows == (None,) and as_is else 0
+        self.block_bytes = shape.block_bytes(request.block_size)
+        self.steps = STEPS[device][0]  # requests and tokens of one, where nobody asked
+
+    def changed(self, steps: tuple[int, int] | None = None, weight_bytes: int | None = None) -> Sizes:
+        other = copy.copy(self)
+        other.steps = steps or self.steps
+        other.weight_bytes = self.weight_bytes if weight_bytes is None else weight_bytes
+        return other
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self.request.max_num_seqs or self.steps[0]
+
+    def batched_tokens(self, length: int) -> int:
+        given = self.request.max_num_batched_tokens
+        if given is not None:
+            return given
+        return self.steps[1] if self.request.enable_chunked_prefill else max(self.steps[1], length)
+
+    def workspace(self, length: int, long: bool = False) -> Workspace:
+        """`long`: some of that length's blocks wait in host memory."""
+        tokens = self.batched_tokens(length)
+        space = workspace(self.config, self.shape.dtype, self.device, self.native, tokens, self.max_num_seqs, length)
+        if not long:
+            return space
+        request = self.request
+        return replace(space, staging=staging_bytes(
+            self.config, self.shape.dtype, self.device, self.native, tokens, request.block_size,
+            request.kv_cache_dtype, request.spill_dtype))
+
+    def least_long_blocks(self, length: int) -> int:
+        """Device blocks of a sequence whose others wait in host memory: what moves there at a time, and a step's."""
+        size = self.request.block_size
+        return split_blocks(size) + math.ceil(self.batched_tokens(length) / size) + 1
+
+    def blocks_needed(self, length: int) -> int:
+        """A window group keeps its window and the chunks of the steps in flight, which may begin inside a block."""
+        size = self.request.block_size
+        chunks = STEPS_IN_FLIGHT * self.batched_tokens(length)
+        full = math.ceil(length / size)
+        return sum(
+            full if window is None else min(full, math.ceil((window + chunks - 2) / size) + 1)
+            for window in self.shape.group_windows
+        )
+
+    def fixed(self, length: int, long: bool = False) -> int:
+        """Bytes of weights and workspace."""
+        return self.weight_bytes + self.workspace(length, long).total
+
+    def kv(self, length: int) -> int:
+        """Bytes of blocks for one sequence of that length, and of the dummy block."""
+        return (self.blocks_needed(length) + 1) * self.block_bytes
+
+    @property
+    def beside(self) -> str:
+        """What else takes the RAM that a CPU plan is made in, for sentences."""
+        host = self.request.host_memory
+        return f" beside --host-memory {size_flag(host)}" if self.device == "cpu" and host is not None else ""
+
+    def cure(self, lacking: int) -> str:
+        """What helps where `lacking` bytes of the machine are missing."""
+        host = self.request.host_memory
+        if self.device == "cpu" and host is not None and lacking < host:
+            return f"lower --host-memory to at most {size_flag(host - lacking, up=False)}"
+        return "choose a smaller model"
+
+    def least(self, length: int) -> int:
+        """Bytes to serve one sequence of that length."""
+        return self.fixed(length) + self.kv(length)
+
+
+def step_choices(request: PlanRequest, device: str) -> tuple[tuple[int, int], ...]:
+    """Defaults that may be planned with, the largest first; what was asked for is not to be chosen."""
+    asked = request.max_num_seqs is not None and request.max_num_batched_tokens is not None
+    return STEPS[device][:1] if asked else STEPS[device]
+
+
+def fit(request: PlanRequest, sizes: Sizes, machine: Machine, available: int) -> tuple[int, int]:
+    """(max_model_len, blocks) within the budget: the one given, or the default of the device."""
+    longest = longest_allowed(request, sizes)
+    shortest = request.max_model_len or min(longest, MIN_MODEL_LEN)
+
+    def room(length: int, long: bool = False) -> int:
+        """Bytes for KV beside what that length takes otherwise."""
+        if request.gpu_memory is not None:
+            return request.gpu_memory - sizes.fixed(length, long)
+        left = available - sizes.fixed(length, long)
+        if sizes.device == "cuda":
+            return left - int((1 - CUDA_SHARE) * available)
+        # A length that was asked for is given more than the default where the machine has it.
+        return min(left, max(min(CPU_KV_BYTES, left // 2), sizes.kv(shortest)))
+
+    def blocks(length: int, long: bool = False) -> int:
+        return room(length, long) // sizes.block_bytes - 1
+
+    def fits(length: int) -> bool:
+        return sizes.blocks_needed(length) <= blocks(length)
+
+    def fits_with_host(length: int) -> bool:
+        on_device = blocks(length, long=True)
+        return fits(length) or (on_device >= sizes.least_long_blocks(length)
+                                and sizes.blocks_needed(length) <= on_device + sizes.cold_blocks)
+
+    # The device's pool alone bounds a length that is chosen here; one that was asked for may reach into host memory.
+    length = request.max_model_len or largest(fits, longest)
+    if fits(length) and length >= shortest:
+        return length, blocks(length)
+    if request.max_model_len is not None and sizes.cold_blocks and fits_with_host(length):
+        return length, blocks(length, long=True)
+    reach = fits_with_host if sizes.cold_blocks else fits
+    raise PlanError(_too_small(request, sizes, machine, available, shortest, largest(reach, longest),
+                               max(0, blocks(shortest))))
+
+
+def fixed_blocks(request: PlanRequest, sizes: Sizes, blocks: int, available: int) -> tuple[int, int]:
+    """(max_model_len, blocks) for a count of blocks that was given."""
+    longest = longest_allowed(request, sizes)
+    resident = largest(lambda n: sizes.blocks_needed(n) <= blocks, longest)
+    cold = sizes.cold_blocks if blocks >= sizes.least_long_blocks(longest) else 0
+    fits = largest(lambda n: sizes.blocks_needed(n) <= blocks + cold, longest)
+    length = request.max_model_len or resident
+    if length > fits or fits == 0:
+        length = max(length, 1)
+        most = f"at most {fits:,} tokens fit: lower --max-model-len or raise" if fits else "raise"
+        beside = f" beside {cold:,} in host memory" if cold else ""
+        raise PlanError(
+            f"--num-gpu-blocks-override {blocks}{beside} is too few for a sequence of {length:,} tokens; "
+            f"{most} --num-gpu-blocks-override to at least {sizes.blocks_needed(length) - cold:,}"
+        )
+    fixed = sizes.fixed(length, length > resident)
+    need = fixed + (blocks + 1) * sizes.block_bytes
+    if need > available:
+        room = (available - fixed) // sizes.block_bytes - 1
+        hint = f"lower it to at most {room:,}" if room > 0 else sizes.cure(need - available)
+        raise PlanError(
+            f"--num-gpu-blocks-override {blocks} makes {format_bytes(need)} with weights and workspace but "
+            f"{format_bytes(available)} of device memory is available{sizes.beside}; {hint}"
+        )
+    return length, blocks
+
+
+def longest_allowed(request: PlanRequest, sizes: Sizes) -> int:
+    """A prompt that may not be split must fit into one step."""
+    longest = sizes.config.max_position
+    if not request.enable_chunked_prefill and request.max_num_batched_tokens is not None:
+        longest = min(longest, request.max_num_batched_tokens)
+    return longest
+
+
+def check_flags(request: PlanRequest, config: ModelConfig, sizes: Sizes) -> None:
+    length = request.max_model_len
+    if length is not None and length > config.max_position:
+        raise PlanError(
+            f"{request.model} knows {config.max_position:,} positions but --max-model-len is {length:,}; "
+            f"lower it to at most {config.max_position}"
+        )
+    if length is not None and length > longest_allowed(request, sizes):
+        raise PlanError(
+            f"--no-enable-chunked-prefill needs a whole prompt in one step but --max-num-batched-tokens "
+            f"{request.max_num_batched_tokens} is less than --max-model-len {length}; raise the one or lower the other"
+        )
+
+
+def check_machine(request: PlanRequest, machine: Machine, sizes: Sizes, available: int) -> None:
+    budget = request.gpu_memory
+    if budget is not None and budget > available:
+        raise PlanError(
+            f"--gpu-memory is {size_flag(budget)} but {supply(machine, sizes, available)}; "
+            f"lower it to at most {size_flag(max(0, available), up=False)}"
+        )
+
+
+def _too_small(
+    request: PlanRequest, sizes: Sizes, machine: Machine, available: int, shortest: int, most: int, room: int
+) -> str:
+    """Why not even one sequence of `shortest` tokens fits, and what would: `most` tokens, `room` blocks."""
+    need = sizes.least(shortest)
+    cure = "" if need > available else f"raise --gpu-memory to at least {size_flag(need)}"
+    if request.gpu_memory is not None:
+        against = f"--gpu-memory is {size_flag(request.gpu_memory)}"
+    else:
+        against = supply(machine, sizes, available)
+        against += f", of which {CUDA_SHARE:.0%} are planned with" if sizes.device == "cuda" else ""
+    if request.max_model_len is not None and most > 0:
+        blocks = sizes.blocks_needed(shortest)
+        host = f" beside {sizes.cold_blocks:,} in host memory" if sizes.cold_blocks else ""
+        return (
+            f"--max-model-len {shortest:,} needs {blocks:,} KV blocks ({format_bytes(blocks * sizes.block_bytes)}) and "
+            f"{room:,} fit{host}, as {against}; at most {most:,} tokens fit: lower --max-model-len"
+            f"{' or ' + cure if cure else ''}"
+        )
+    return (
+        f"{request.model} needs {format_bytes(sizes.weight_bytes)} of weights + "
+        f"{format_bytes(sizes.workspace(shortest).total)} of workspace + {format_bytes(sizes.kv(shortest))} of KV "
+        f"cache for {shortest:,} tokens = {format_bytes(need)} but {against}; {cure or sizes.cure(need - available)}"
+    )
+
+
+def supply(machine: Machine, sizes: Sizes, available: int) -> str:
+    if sizes.device == "cuda":
+        card = machine.cuda[0]
+        return f"{format_bytes(available)} of the {format_bytes(card.total)} on {card.name} are free"
+    limit = " allowed by the cgroup" if machine.memory_limit is not None else ""
+    return (f"{format_bytes(available)} of the {format_bytes(machine.memory)} of RAM{limit} are available"
+            f"{sizes.beside}")
+
+
+def size_flag(count: int, up: bool = True) -> str:
+    """A size as one would type it: 960MB, 12.4GB; rounded up for a least and down for a most."""
+    unit, name, digits = (10**9, "GB", 1) if count >= 10 * 10**9 else (10**6, "MB", 0)
+    scaled = count * 10**digits / unit
+    rounded = (math.ceil(scaled) if up else math.floor(scaled)) / 10**digits
+    return f"{rounded:.{digits}f}{name}"

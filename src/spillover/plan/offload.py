@@ -1,0 +1,240 @@
+"""Chooses what leaves the device when a model does not fit there, and how; or says what budget would do.
+
+Memory goes, in this order, to the workspace of a step, the KV of one longest sequence, rings and transit slots, and
+weights. Then KV grows to one part in KV_SHARE of the budget, or to as many longest sequences as may run at once if that
+is less, before weights take the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from spillover.errors import PlanError
+from spillover.models.config import ModelConfig
+from spillover.plan.fit import CUDA_SHARE, Sizes, longest_allowed, size_flag, step_choices, supply
+from spillover.plan.hardware import Machine
+from spillover.plan.placement import WeightPlan
+from spillover.plan.predict import predict
+from spillover.plan.rates import Rates
+from spillover.plan.request import PlanRequest
+from spillover.plan.shapes import ModelShape
+from spillover.plan.strategies import Choice, Strategies, largest
+from spillover.plan.units import Units
+from spillover.units import format_bytes, parse_bytes
+
+LENGTHS = (8192, 4096, 2048)  # that a longest sequence may shrink to before it is refused, where nobody asked
+KV_SHARE = 16  # KV beyond one longest sequence is at most one part in so many of the budget
+STEP_SHARE = 16  # and so is the workspace, or else little more than the least, where nobody asked for larger steps
+RESERVE = 2 << 30  # of host memory that weights leave free, or a tenth of it if that is more
+AUTO = ("experts", "sequential", "host-experts")
+LAST = "demand"  # needs the least room, and is slower than any of those
+# Rates to choose by where none were measured; what is printed is always measured.
+TYPICAL = {
+    "cpu": Rates("cpu", memory_read=20e9, float32=200e9),
+    "cuda": Rates("cuda", memory_read=1e12, float32=30e12, bfloat16=150e12, host_to_device=25e9, kernel_read=23e9,
+                  host_read=40e9),
+}
+
+
+@dataclass(frozen=True)
+class Offload:
+    """A device too small for the model, and all that a strategy is chosen by."""
+
+    request: PlanRequest
+    config: ModelConfig
+    shape: ModelShape
+    units: Units
+    machine: Machine
+    device: str
+    native: bool
+    rates: Callable[[], Rates | None]  # asked for only where strategies are compared or shown
+
+    @property
+    def budget(self) -> int:
+        """Bytes of the device tier."""
+        if self.request.gpu_memory is not None:
+            return self.request.gpu_memory
+        if self.device == "cuda":
+            return int(CUDA_SHARE * self.machine.cuda[0].free)
+        # The same RAM: what is not kept is read from disk, unless it was asked to lie beside.
+        beside = self.request.host_memory or (self.shape.weight_bytes if self.request.cpu_offload else 0)
+        return max(0, self.machine.memory_available - beside - self._reserve)
+
+    @property
+    def host_budget(self) -> int:
+        """Bytes of host memory for weights."""
+        if self.request.host_memory is not None:
+            return self.request.host_memory
+        free = self.machine.memory_available - self._reserve
+        if self.device == "cpu":
+            return max(0, free - self.budget)
+        return max(0, free if self.machine.pinnable is None else min(free, self.machine.pinnable))
+
+    @property
+    def available(self) -> int:
+        """The largest budget that could be given."""
+        if self.device == "cuda":
+            return self.machine.cuda[0].free
+        return self.machine.memory_available - (self.request.host_memory or 0)
+
+    @property
+    def _reserve(self) -> int:
+        return max(RESERVE, self.machine.memory_available // 10)
+
+    @property
+    def sizes(self) -> Sizes:
+        """Of all but the weights."""
+        return Sizes(self.request, self.config, self.shape, self.device, self.native).changed(weight_bytes=0)
+
+    @property
+    def strategies(self) -> Strategies:
+        return Strategies(self.units, self.device, self.host_budget, self.request.paged_tokens)
+
+    @property
+    def others(self) -> list[Choice]:
+        """What auto chooses from, and what a refusal proposes: the strategies that no other one always beats."""
+        return [Choice(name) for name in AUTO if self.units.stacks or "experts" not in name]
+
+    def given(self, budget: int) -> Offload:
+        return replace(self, request=replace(self.request, gpu_memory=budget))
+
+    def lengths(self, sizes: Sizes) -> list[int]:
+        """Of a longest sequence, the most welcome first."""
+        if self.request.max_model_len is not None:
+            return [self.request.max_model_len]
+        longest = longest_allowed(self.request, sizes)
+        blocks = self.request.num_gpu_blocks_override
+        if blocks is not None:
+            return [max(1, largest(lambda length: sizes.blocks_needed(length) <= blocks, longest))]
+        return list(dict.fromkeys(min(longest, length) for length in LENGTHS))
+
+    def kv(self, sizes: Sizes, length: int) -> int:
+        blocks = self.request.num_gpu_blocks_override
+        return sizes.kv(length) if blocks is None else (blocks + 1) * sizes.block_bytes
+
+    def settings(self) -> Iterator[tuple[Sizes, int]]:
+        """Steps and longest sequences that may be planned with, the most welcome first; the least is always there."""
+        steps = step_choices(self.request, self.device)
+        for length in self.lengths(self.sizes.changed(steps[-1])):
+            for step in steps:
+                sizes = self.sizes.changed(step)
+                smallest = self.sizes.changed(steps[-1]).workspace(length).total
+                most = max(self.budget // STEP_SHARE, smallest + smallest // 4)
+                if step is steps[-1] or sizes.workspace(length).total <= most:
+                    yield sizes, length
+
+
+def plan_weights(ask: Offload) -> tuple[WeightPlan, Sizes]:
+    """What lies where, and what steps it leaves room for; or a refusal that names a budget."""
+    choice = _choice(ask)
+    if ask.request.paged_tokens is not None and not ask.units.stacks:
+        raise PlanError(f"--paged-tokens was given but {ask.request.model} has no experts to page; leave it out")
+    if choice is not None:
+        _check(ask, choice)
+        found = _place(ask, choice)
+        if found is None:
+            raise PlanError(_refusal(ask, choice))
+        return found
+    placed = [found for found in (_place(ask, one) for one in ask.others) if found is not None]
+    if not placed:
+        last = _place(ask, Choice(LAST))
+        if last is None:
+            needs = {one: _need(ask, one) for one in (*ask.others, Choice(LAST))}
+            raise PlanError(_refusal(ask, min(needs, key=lambda one: needs[one] or 1 << 62), chosen=False))
+        return last
+    if len(placed) == 1:
+        return placed[0]
+    rates = ask.rates() or TYPICAL[ask.device]
+
+    def speed(found: tuple[WeightPlan, Sizes]) -> tuple[float, float]:
+        plan, sizes = found
+        predicted = predict(plan, ask.units, ask.shape, rates, LENGTHS[-1], sizes.batched_tokens(LENGTHS[-1]))
+        return predicted.decode_tokens_per_second, predicted.prefill_tokens_per_second
+
+    return max(placed, key=speed)
+
+
+def _choice(ask: Offload) -> Choice | None:
+    """None: the fastest."""
+    if ask.request.cpu_offload:
+        return Choice("cpu-offload", ask.request.cpu_offload)
+    name, _, count = ask.request.weights.partition(":")
+    return None if name == "auto" else Choice(name, int(count or 0))
+
+
+def _check(ask: Offload, choice: Choice) -> None:
+    units, model = ask.units, ask.request.model
+    if choice.name in ("experts", "host-experts") and not units.stacks:
+        raise PlanError(f"{choice} was asked for but {model} has no experts; use --weights sequential")
+    if choice.name == "host-experts" and choice.count > len(units.stacks):
+        raise PlanError(f"{choice} was asked for but {model} has {len(units.stacks)} layers of experts; lower N to at "
+                        f"most {len(units.stacks)}")
+    layers = sum(map(units.travelling, units.layers))
+    if choice.name == "cpu-offload" and choice.count > layers:
+        raise PlanError(f"{choice} was asked for but the layers of {model} are {format_bytes(layers)}; lower it to at "
+                        f"most {_gib_below(layers)}")
+
+
+def _place(ask: Offload, choice: Choice) -> tuple[WeightPlan, Sizes] | None:
+    for sizes, length in ask.settings():
+        kv = ask.kv(sizes, length)
+        room = ask.budget - sizes.workspace(length).total - kv
+        least = ask.strategies.place(choice, room)
+        if least is None:
+            continue
+        most = max(kv, min(ask.budget // KV_SHARE, sizes.max_num_seqs * kv))
+        # A layer more on the host is too much for some KV: that gets what the last layer to stay leaves.
+        fixed = ask.request.num_gpu_blocks_override is not None or choice.name == "host-experts"
+        plan = None if fixed else ask.strategies.place(choice, room - (most - kv))
+        chosen = plan or least
+        return ask.strategies.with_rows(chosen), sizes.changed(weight_bytes=chosen.device_bytes)
+    return None
+
+
+def _need(ask: Offload, choice: Choice) -> int | None:
+    """The smallest budget that this strategy works with; None: it is not the budget that is too small."""
+    least = ask.strategies.least(choice)
+    if least is None:
+        return None
+    sizes, length = list(ask.settings())[-1]
+    return least + sizes.workspace(length).total + ask.kv(sizes, length)
+
+
+def _works(ask: Offload, choice: Choice, budget: int) -> bool:
+    return budget <= ask.available and _place(ask.given(budget), choice) is not None
+
+
+def _refusal(ask: Offload, choice: Choice, chosen: bool = True) -> str:
+    """One sentence: what is needed, what there is, and what to type. `chosen`: the user named the strategy."""
+    request = ask.request
+    need = _need(ask, choice)
+    others = [other for other in (*ask.others, Choice(LAST)) if other.name != choice.name] if chosen else []
+    fitting = next((other for other in others if _place(ask, other) is not None), None)
+    instead = [] if fitting is None else [f"use {fitting}, which fits"]
+    if need is None:
+        hosted = (choice.count or len(ask.units.stacks)) * ask.units.layer_record_bytes
+        cures = instead or (["choose a smaller model"] if hosted > ask.machine.memory_available else
+                            [f"raise --host-memory to at least {size_flag(hosted)}"])
+        return (f"{request.model} with {choice} keeps {format_bytes(hosted)} of weights in host memory but "
+                f"{format_bytes(ask.host_budget)} of it may be used; {cures[0]}")
+    sizes, length = list(ask.settings())[-1]
+    workspace, kv = sizes.workspace(length).total, ask.kv(sizes, length)
+    if request.gpu_memory is not None:
+        against = f"--gpu-memory is {size_flag(ask.budget)}"
+    else:
+        against = f"{supply(ask.machine, sizes, ask.available)}, of which {format_bytes(ask.budget)} are planned with"
+    typed = size_flag(need)
+    cures = [f"raise --gpu-memory to at least {typed}"] if _works(ask, choice, parse_bytes(typed)) else []
+    if request.max_model_len is not None and request.max_model_len > LENGTHS[-1]:
+        cures.append("lower --max-model-len")
+    return (
+        f"{request.model}{f' with {choice}' if chosen else ''} needs at least "
+        f"{format_bytes(need - workspace - kv)} for weights on the device + {format_bytes(workspace)} of workspace + "
+        f"{format_bytes(kv)} of KV cache for {length:,} tokens = {format_bytes(need)} but {against}; "
+        f"{' or '.join(cures + instead) or 'choose a smaller model'}"
+    )
+
+
+def _gib_below(count: int) -> str:
+    return f"{int(count / 2**30 * 100) / 100:g}"

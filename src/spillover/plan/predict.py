@@ -1,0 +1,140 @@
+"""How fast a plan of weights would be at best: what a step reads, moves and has computed elsewhere, at measured rates.
+
+Routing is taken to be uniform: real routing repeats itself and hits more often.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spillover.plan.placement import SLOTTED, Predicted, WeightPlan
+from spillover.plan.rates import Rates
+from spillover.plan.roofline import Limit, step_limit
+from spillover.plan.shapes import ModelShape
+from spillover.plan.units import Units
+
+CONTEXT = 512  # tokens in the cache of the request that decodes
+PROMPT = 512  # tokens of the prompt that is taken in
+UNKNOWN_DISK = 1e9  # bytes a second, of a disk that was not timed
+
+
+@dataclass(frozen=True)
+class _Moves:
+    """Bytes of one step."""
+
+    streamed: float  # parts that are known to be needed before they are, and what travels with them
+    missed: float  # experts that are asked for and not there
+    hosted: float  # experts that the host computes
+    from_disk: float  # of these, from homes on disk
+
+
+def predict(plan: WeightPlan, units: Units, shape: ModelShape, rates: Rates, max_model_len: int,
+            batched_tokens: int) -> Predicted:
+    context, tokens = min(CONTEXT, max_model_len - 1), min(PROMPT, max_model_len, batched_tokens)
+    hit = hit_rate(plan, units)
+    decode, prefill = (_moves(plan, units, shape, hit or 0.0, count, rates) for count in (1, tokens))
+    device = step_limit(shape, [(1, context)])
+    # The host reads what it computes, instead of the device.
+    device = Limit(max(0.0, device.bytes - decode.hosted), device.flops, device.dtype)
+    decode_seconds, decode_time, decode_roof = _time(plan, device, decode, rates, shared=tokens_fetched(plan, 1))
+    whole = step_limit(shape, [(tokens, 0)])
+    prefill_seconds, prefill_time, prefill_roof = _time(plan, whole, prefill, rates, shared=False)
+    return Predicted(
+        decode_tokens_per_second=1 / decode_time,
+        prefill_tokens_per_second=tokens / prefill_time,
+        decode_roof=decode_roof,
+        prefill_roof=prefill_roof,
+        decode_seconds=decode_seconds,
+        prefill_seconds=prefill_seconds,
+        decode_moved=round(decode.streamed + decode.missed * _link_share(plan, rates)),
+        decode_hosted=round(decode.hosted + decode.missed * (1 - _link_share(plan, rates))),
+        prefill_moved=round(prefill.streamed + prefill.missed),
+        assumed_hit_rate=hit,
+        context=context,
+        prefill_tokens=tokens,
+    )
+
+
+def hit_rate(plan: WeightPlan, units: Units) -> float | None:
+    """Of experts asked for in layers that have slots; None: there are no slots."""
+    if not plan.quota:
+        return None
+    lasting = plan.pinned if plan.strategy == "pinned" else plan.quota
+    return lasting / units.num_experts
+
+
+def tokens_fetched(plan: WeightPlan, tokens: int) -> bool:
+    """Whether a step of so many tokens fetches its misses itself and may leave some to the host."""
+    return plan.strategy == "experts" and tokens <= plan.paged_tokens
+
+
+def _moves(plan: WeightPlan, units: Units, shape: ModelShape, hit: float, tokens: int, rates: Rates) -> _Moves:
+    streamed = missed = hosted = disk = 0.0
+    for part, where in plan.parts.items():
+        if where == "resident":
+            continue
+        count = float(units.records[part]) * (2 if units.tied and part == "embed" else 1)
+        streamed += count
+        disk += count if part in plan.disk_parts else 0
+    asked = shape.distinct_experts(tokens) * units.record_bytes
+    for layer, where in plan.experts.items():
+        if where == "streamed":
+            count = units.layer_record_bytes
+            streamed += count
+        elif where in SLOTTED:
+            count = asked * (1 - hit)
+            missed += count
+        elif where == "host":
+            count = asked
+            # A step that is too long for the host streams them to a GPU; a CPU computes with them where they are.
+            if tokens <= plan.paged_tokens or rates.device == "cpu":
+                hosted += count
+            else:
+                streamed += count
+        else:
+            continue
+        disk += count if layer in plan.disk_experts else 0
+    return _Moves(streamed, missed, hosted, disk)
+
+
+def _time(plan: WeightPlan, device: Limit, moves: _Moves, rates: Rates,
+          shared: bool) -> tuple[tuple[tuple[str, float], ...], float, str]:
+    """(seconds of each roof, of the step, the roof that takes longest). `shared`: host and link divide the misses."""
+    link, host = _link(rates), rates.host_read or rates.memory_read
+    computing = device.seconds(rates)
+    bound = device.bound(rates)
+    part = _link_share(plan, rates) if shared else 1.0
+    fetching = moves.missed * part / (_kernel_link(rates) if shared else link)
+    streaming = moves.streamed / link
+    hosting = moves.hosted / host
+    reading = moves.from_disk / (rates.disk_read or UNKNOWN_DISK)
+    # A CPU copies with the cores and the memory it computes with, so that nothing is had beside anything else.
+    ahead = plan.strategy in ("sequential", "experts", "host-experts") and rates.device == "cuda"
+    if shared and ahead:  # what a layer misses is known when it is reached, and waited for
+        seconds = max(computing + fetching + reading, streaming + fetching)
+    elif ahead:
+        seconds = max(computing + hosting, streaming + fetching, reading)
+    else:
+        seconds = computing + hosting + streaming + fetching + reading
+    roofs = {bound: computing, "link": streaming + fetching, "host": hosting, "disk": reading}
+    binding = max(roofs, key=lambda name: roofs[name])
+    if shared and part < 1:
+        roofs["host"] = moves.missed * (1 - part) / host
+        binding = "link and host" if binding == "link" and fetching >= streaming else binding
+    return tuple((name, value) for name, value in roofs.items() if value > 0), seconds, binding
+
+
+def _link(rates: Rates) -> float:
+    """Bytes a second from home to the device; on a CPU a copy reads and writes the memory it computes from."""
+    return rates.host_to_device or rates.memory_read / 2
+
+
+def _kernel_link(rates: Rates) -> float:
+    return rates.kernel_read or _link(rates)
+
+
+def _link_share(plan: WeightPlan, rates: Rates) -> float:
+    """Of the misses of a decode step, those that come over the link while the host computes the others."""
+    if plan.strategy != "experts" or rates.device == "cpu" or rates.host_read is None:
+        return 1.0
+    return _kernel_link(rates) / (_kernel_link(rates) + rates.host_read)

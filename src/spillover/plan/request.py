@@ -1,0 +1,31 @@
+"""What a plan is asked for, in bytes and counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spillover.memory.budgets import DiskBudget
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What the user asked for. None: chosen here."""
+
+    model: str = "The model"  # its name, for sentences
+    device: str = "auto"  # "auto" | "cpu" | "cuda"
+    dtype: str = "auto"  # "auto" | "float32" | "bfloat16" | "float16"
+    gpu_memory: int | None = None  # bytes of the device tier: weights, KV cache and workspace
+    block_size: int = 16
+    num_gpu_blocks_override: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    enable_chunked_prefill: bool = True
+    kv_cache_dtype: str = "auto"  # "auto" | "fp8" | "int8"
+    spill_dtype: str = "auto"  # likewise, of blocks that leave the device
+    host_memory: int | None = None  # bytes
+    disks: tuple[DiskBudget, ...] = ()
+    remote: str | None = None  # URL
+    weights: str = "resident"  # or "auto", or a strategy of plan.placement, or "host-experts:N"
+    cpu_offload: int = 0  # bytes of weights to keep off the device at least
+    paged_tokens: int | None = None

@@ -1,0 +1,286 @@
+"""Each strategy for weights larger than the device, as arithmetic: from a room in bytes to what lies where in it.
+
+`place` gives None where the room is too small; whatever fits in a room fits in any larger one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from spillover.plan.placement import UnitBytes, WeightPlan
+from spillover.plan.units import Units, part_layer
+
+PAGED_TOKENS = 8  # tokens of a step whose misses are fetched within it, where the slots allow
+LEAST_TRANSIT = 2  # slots: one is filled while the other is computed with
+GROUP_BYTES = 100 << 20  # of experts that stream together: they fill a link, and a GPU while it computes with them
+TRANSIT_SHARE = 10  # transit takes at most one in so many slots
+# Embedding and head stay as long as they can: first the head travels, then the embedding instead, then both.
+_ENDS = (("embed", "head"), ("embed",), ("head",), ())
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A strategy, and what was said with it."""
+
+    name: str
+    count: int = 0  # host-experts: layers, 0: the fewest that fit; cpu-offload: bytes
+
+    def __str__(self) -> str:
+        """As one would type it."""
+        if self.name == "cpu-offload":
+            return f"--cpu-offload-gb {self.count / 2**30:g}"
+        return f"--weights {self.name}" + (f":{self.count}" if self.count else "")
+
+
+class Strategies:
+    def __init__(self, units: Units, device: str, host_budget: int, paged_tokens: int | None = None) -> None:
+        """`host_budget`: bytes of host memory for weights; homes beyond it are on disk."""
+        self.units = units
+        self.device = device
+        self.host_budget = host_budget
+        self.paged_tokens = paged_tokens
+
+    def place(self, choice: Choice, room: int) -> WeightPlan | None:
+        plan = self._placed(choice, room)
+        return None if plan is None else self._with_homes(self._with_tokens(plan))
+
+    def least(self, choice: Choice) -> int | None:
+        """The smallest room that is enough; None: no room is, as host memory is too small."""
+        if choice.name == "host-experts":
+            most = self.host_budget // max(1, self.units.layer_record_bytes)
+            if choice.count > most:
+                return None
+            return self._hosted(choice.count or min(most, len(self.units.stacks)), self._least_transit).device_bytes
+        if choice.name == "cpu-offload":
+            return self._offloaded(choice.count).device_bytes
+        return min(self.units.total, *(build(0).device_bytes for build in self._builders(choice.name)))
+
+    def _placed(self, choice: Choice, room: int) -> WeightPlan | None:
+        units = self.units
+        if units.total <= room and not choice.count:  # as many as fit: all
+            return self._sized(WeightPlan(choice.name, dict.fromkeys(units.parts, "resident"),
+                                          dict.fromkeys(units.stacks, "resident")))
+        if choice.name == "host-experts":
+            return self._host(room, choice.count)
+        if choice.name == "cpu-offload":
+            plan = self._offloaded(choice.count)
+            return plan if plan.device_bytes <= room else None
+        build = next((one for one in self._builders(choice.name) if one(0).device_bytes <= room), None)
+        if build is None:
+            return None
+        plan = build(self._most(build, room))
+        return self._grown(plan, room) if plan.quota else plan
+
+    def _builders(self, strategy: str) -> list[Callable[[int], WeightPlan]]:
+        """From a count of layers that stay to the smallest plan that keeps them; one for each choice of embedding and
+        head, of which the first that fits is taken."""
+        units = self.units
+        slots = bool(units.stacks) and strategy != "sequential"
+        ahead = strategy in ("sequential", "experts")
+
+        def builder(ends: Sequence[str]) -> Callable[[int], WeightPlan]:
+            def build(resident: int) -> WeightPlan:
+                # Spread over the model where they are fetched ahead, so that there is time to between any two.
+                chosen = _spread(units.layers, resident) if ahead else units.layers[:resident]
+                parts = self._parts((*ends, *chosen), "streamed" if ahead else "demand")
+                ring = 2 if ahead else 1
+                if slots:
+                    experts = dict.fromkeys(units.stacks, "paged" if strategy == "experts" else strategy)
+                    return self._sized(WeightPlan(strategy, parts, experts, ring=ring, transit=LEAST_TRANSIT,
+                                                  quota=self._least_quota(self.paged_tokens or 1)))
+                experts = {layer: "resident" if parts[f"layers.{layer}"] == "resident" else "streamed"
+                           for layer in units.stacks}
+                return self._sized(WeightPlan(strategy, parts, experts, ring=ring))
+
+            return build
+
+        return [builder(ends) for ends in _ENDS]
+
+    def _most(self, build: Callable[[int], WeightPlan], room: int) -> int:
+        """Layers that can stay; all of them need no ring, so that they may fit where one less does not."""
+        count = len(self.units.layers)
+        if build(count).device_bytes <= room:
+            return count
+        return largest(lambda resident: build(resident).device_bytes <= room, count - 1)
+
+    def _grown(self, plan: WeightPlan, room: int) -> WeightPlan:
+        """As many slots as fit, equally many a layer; transit takes its share of them."""
+        layers = len(plan.slot_layers)
+        slots = (room - plan.device_bytes) // plan.record_bytes + plan.slots
+        transit = min(self._transit, max(LEAST_TRANSIT, slots // TRANSIT_SHARE), slots - plan.quota * layers)
+        quota = min(self.units.num_experts, (slots - transit) // layers)
+        return self._sized(replace(plan, quota=quota, transit=transit))
+
+    def _host(self, room: int, count: int) -> WeightPlan | None:
+        """The fewest layers on the host that fit, or those that were asked for."""
+        counts = [count] if count else range(len(self.units.stacks) + 1)
+        for hosted in counts:
+            for transit in dict.fromkeys((self._transit if self._least_transit else 0, self._least_transit)):
+                plan = self._hosted(hosted, transit)
+                if plan.device_bytes <= room:
+                    # The host computes from memory: it has no use for a home on disk.
+                    return plan if hosted * self.units.layer_record_bytes <= self.host_budget else None
+        return None
+
+    def _hosted(self, hosted: int, transit: int) -> WeightPlan:
+        """All stays but the experts of the first layers, which the host computes, and a GPU streams for long steps."""
+        experts = {layer: "host" if index < hosted else "resident" for index, layer in enumerate(self.units.stacks)}
+        parts = dict.fromkeys(self.units.parts, "resident")
+        return self._sized(WeightPlan("host-experts", parts, experts, transit=transit if hosted else 0))
+
+    def _offloaded(self, count: int) -> WeightPlan:
+        """At least `count` bytes at home on the host, whole layers from the first, each copied when it is used."""
+        units, away, gone = self.units, set[str](), 0
+        for part in units.layers:
+            if gone < count:
+                away.add(part)
+                gone += units.travelling(part)
+        parts = self._parts([part for part in units.parts if part not in away], "demand")
+        experts = {layer: "streamed" if f"layers.{layer}" in away else "resident" for layer in units.stacks}
+        return self._sized(WeightPlan("cpu-offload", parts, experts, ring=1))
+
+    def _parts(self, resident: Iterable[str], how: str) -> dict[str, str]:
+        stay = set(resident)
+        return {part: "resident" if part in stay else how for part in self.units.parts}
+
+    def _sized(self, plan: WeightPlan) -> WeightPlan:
+        """The plan with what it takes on the device."""
+        units = self.units
+        moved = [part for part, where in plan.parts.items() if where != "resident"]
+        with_experts = "streamed" in plan.experts.values()
+        largest_part = max((units.travelling(part) if with_experts else units.records[part] for part in moved),
+                           default=0)
+        ring = plan.ring if moved else 0
+        staying = sum(count for part, count in units.parts.items() if plan.parts[part] == "resident")
+        staying += sum(count for layer, count in units.stacks.items() if plan.experts[layer] == "resident")
+        tables = self._tables if plan.slots or "host" in plan.experts.values() else 0
+        return replace(
+            plan,
+            ring=ring,
+            ring_bytes=largest_part,
+            record_bytes=units.record_bytes,
+            resident_bytes=staying,
+            device_bytes=staying + plan.slots * units.record_bytes + ring * largest_part + tables,
+        )
+
+    def _with_tokens(self, plan: WeightPlan) -> WeightPlan:
+        """How many tokens a step may have and still fetch its misses by itself."""
+        units, quota = self.units, plan.quota
+        if not quota:
+            hosted = "host" in plan.experts.values()
+            return replace(plan, paged_tokens=(self.paged_tokens or PAGED_TOKENS) if hosted else 0)
+        # What stays for ever is worth more than room for the others, of which a step of one token needs few.
+        some = plan.strategy == "pinned" and quota < units.num_experts
+        free = max(self._least_quota(1), quota // 8) if some else quota
+        tokens = self.paged_tokens or next(
+            (count for count in range(PAGED_TOKENS, 1, -1) if self._slots_used(count) <= free), 1)
+        least = self._least_quota(tokens)
+        if plan.strategy != "pinned":
+            return replace(plan, paged_tokens=tokens, spare_slots=(quota - least) * len(plan.slot_layers))
+        return replace(plan, paged_tokens=tokens, pinned=quota if quota == units.num_experts else quota - least)
+
+    def _with_homes(self, plan: WeightPlan) -> WeightPlan:
+        """Host memory holds what it can; the last layers are at home on disk."""
+        units = self.units
+        homes: list[tuple[str, int, int]] = []  # part, layer whose experts they are or -1, bytes; the last to go first
+        away = [part for part, where in plan.parts.items() if where != "resident"]
+        homes += [(part, -1, units.records[part]) for part in away if part_layer(part) < 0]
+        for part in units.layers:
+            if part in away:
+                homes.append((part, -1, units.records[part]))
+            layer = part_layer(part)
+            if plan.experts.get(layer, "resident") != "resident":
+                homes.append((part, layer, units.layer_record_bytes))
+        total = held = sum(count for _, _, count in homes)
+        parts, experts = [], []
+        while held > self.host_budget:
+            part, layer, count = homes.pop()
+            held -= count
+            if layer < 0:
+                parts.append(part)
+            else:
+                experts.append(layer)
+        return replace(plan, host_bytes=held, disk_bytes=total - held, disk_parts=tuple(parts),
+                       disk_experts=tuple(experts))
+
+    def with_rows(self, plan: WeightPlan) -> WeightPlan:
+        """The plan, and what lies where by kind of unit."""
+        units = self.units
+        kinds = {"embedding": ["embed"], "layers": list(units.layers), "head": ["head"]}
+        rows = []
+        for kind, named in kinds.items():
+            parts = [part for part in named if part in units.parts]
+            away = [part for part in parts if plan.parts[part] != "resident"]
+            disk = sum(units.records[part] for part in away if part in plan.disk_parts)
+            rows.append(UnitBytes(kind, _counted([plan.parts[part] for part in parts]),
+                                  sum(units.parts[part] for part in parts if part not in away),
+                                  sum(units.records[part] for part in away) - disk, disk))
+            if kind == "layers" and units.stacks:
+                rows.append(self._expert_row(plan))
+        if plan.transit:
+            rows.append(UnitBytes("transit", f"{plan.transit} slots", plan.transit * plan.record_bytes))
+        if plan.ring:
+            rows.append(UnitBytes("ring", f"{plan.ring} buffer{'s' * (plan.ring > 1)}", plan.ring * plan.ring_bytes))
+        rest = plan.device_bytes - sum(row.device for row in rows)
+        return replace(plan, rows=(*rows, UnitBytes("tables", "of slots", rest)) if rest else tuple(rows))
+
+    def _expert_row(self, plan: WeightPlan) -> UnitBytes:
+        units = self.units
+        staying = sum(count for layer, count in units.stacks.items() if plan.experts[layer] == "resident")
+        slots = plan.quota * len(plan.slot_layers)
+        away = sum(where != "resident" for where in plan.experts.values())
+        disk = len(plan.disk_experts) * units.layer_record_bytes
+        place = _counted(list(plan.experts.values()))
+        if slots:
+            place += f": {plan.quota} slots each for {units.num_experts} experts"
+        return UnitBytes("experts", place, staying + slots * units.record_bytes,
+                         away * units.layer_record_bytes - disk, disk)
+
+    def _least_quota(self, tokens: int) -> int:
+        """Slots of a layer without which steps of so many tokens cannot be served."""
+        if self.device == "cpu":  # experts are fetched and computed one after another
+            return min(1, self.units.num_experts)
+        return self._slots_used(tokens)
+
+    def _slots_used(self, tokens: int) -> int:
+        """Of a layer by a step: every expert asked for, and one that may be given up for the next."""
+        return min(self.units.num_experts, tokens * self.units.experts_per_token + 1)
+
+    @property
+    def _least_transit(self) -> int:
+        """Of host experts: a CPU computes long steps with them where they lie."""
+        return LEAST_TRANSIT if self.device == "cuda" else 0
+
+    @property
+    def _transit(self) -> int:
+        """Slots for two groups of experts, as many as pay."""
+        group = -(-GROUP_BYTES // max(1, self.units.record_bytes))
+        return max(LEAST_TRANSIT, min(2 * group, self.units.num_experts))
+
+    @property
+    def _tables(self) -> int:
+        """What the device keeps about slots: where each expert lies, what it is worth, when it was used."""
+        return 4096 + 32 * len(self.units.stacks) * (self.units.num_experts + 2) if self.units.stacks else 0
+
+
+def largest(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest n up to `limit` that fits, where every smaller one fits too; 0 if none does."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _counted(places: Sequence[str]) -> str:
+    """"3 resident, 33 streamed"; of one, only where it is."""
+    counts = Counter(places)
+    return ", ".join(name if len(places) == 1 else f"{count} {name}" for name, count in counts.items())
+
+
+def _spread(parts: Sequence[str], count: int) -> list[str]:
+    """`count` of the parts, as evenly as can be."""
+    return [part for index, part in enumerate(parts)
+            if (index + 1) * count // len(parts) > index * count // len(parts)]

@@ -1,0 +1,123 @@
+"""Experts of a CUDA device, on the CPU with the kernels' references: whoever brings them, the mixture is the same."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import starved
+import torch
+
+from spillover.engine.weights.calibrate import best_split
+from spillover.engine.weights.cuda_build import expert_layout, fill_table
+from spillover.engine.weights.cuda_experts import Arena, CudaExperts
+from spillover.engine.weights.transit import Transit
+from spillover.kernels.host_experts import HostExperts
+from spillover.kernels.mail import Mail
+from spillover.kernels.moe import mixture_reference
+from spillover.kernels.paging import PageTable
+from spillover.memory.experts import ExpertCache
+from spillover.memory.policies.experts import LRUQuota
+from spillover.models.layers import expert_stack
+from spillover.models.loader import dummy_weights
+from spillover.models.records import Record, one_expert_of, split_experts
+from spillover.models.registry import architecture
+
+PAGED_TOKENS = 2
+
+
+class Model:
+    """Layers of experts at home in host memory, and slots for some of them."""
+
+    def __init__(self, name: str, quotas: list[int], transit: int) -> None:
+        hf = starved.MODELS[name]
+        built = architecture(hf)
+        self.config = built.config(hf)
+        quotas = [min(quota, self.config.num_experts - 1) for quota in quotas]
+        made = dummy_weights(self.config, built.weight_specs(self.config), torch.float32, torch.device("cpu"),
+                             pack=False)
+        layers = [split_experts(part)[1] for part in made.parts.values() if "router" in part][: len(quotas)]
+        self.record = Record.of(one_expert_of(layers[0], 0))
+        self.stacks = [(expert_stack(layer, "experts.gate_up"), expert_stack(layer, "experts.down"))
+                       for layer in layers]
+        self.runs = []
+        for layer in layers:
+            self.runs.append(torch.empty(self.config.num_experts, self.record.nbytes, dtype=torch.uint8))
+            self.record.write_stacks(layer, self.runs[-1])
+        slots = torch.zeros(sum(quotas) + transit, self.record.nbytes, dtype=torch.uint8)
+        for layer, quota in enumerate(quotas):
+            slots[sum(quotas[:layer]) : sum(quotas[:layer]) + quota] = self.runs[layer][:quota]
+        views = self.record.stacks(slots)
+        arena = Arena(slots, expert_stack(views, "experts.gate_up"), expert_stack(views, "experts.down"))
+        k = self.config.experts_per_token
+        assert all(quota == 0 or quota > PAGED_TOKENS * k or transit == 2 for quota in quotas)
+        self.table = PageTable.make(quotas, self.config.num_experts, PAGED_TOKENS * k, 16, torch.device("cpu"))
+        fill_table(self.table, quotas)
+        self.experts = CudaExperts(arena, self.table, self.runs, Transit(slots[sum(quotas) :], transit // 2),
+                                   sum(quotas), PAGED_TOKENS)
+
+    def check(self, steps: int, seed: int) -> None:
+        config, rng = self.config, random.Random(seed)
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(steps):
+            tokens = rng.choice([1, 1, 2, 5, 33])
+            self.experts.begin_step()
+            for layer, (first, second) in enumerate(self.stacks):
+                x = torch.randn(tokens, config.hidden_size, generator=generator)
+                scores = torch.randn(tokens, config.num_experts, generator=generator)
+                arguments = (config.experts_per_token, True, config.swiglu_limit)
+                found = self.experts.mixture(layer, x, scores, *arguments, False)
+                torch.testing.assert_close(found, mixture_reference(x, scores, first, second, *arguments), rtol=2e-4,
+                                           atol=2e-4)
+            self.experts.end_step(tokens)
+            self.table.check()
+
+
+@pytest.mark.parametrize("name", starved.MIXTURES)
+def test_missing_experts_are_fetched_or_stream_past(name: str) -> None:
+    model = Model(name, [9, 10, 9], 6)
+    model.check(steps=12, seed=1)
+    assert model.experts.traffic.expert_misses > 0
+    assert model.experts.transit.bytes_moved > 0
+
+
+@pytest.mark.parametrize("name", starved.MIXTURES)
+def test_the_host_computes_what_it_is_given(name: str) -> None:
+    model = Model(name, [9, 0, 9], 4)
+    k = model.config.experts_per_token
+    layout = expert_layout(model.record, model.config, torch.float32, model.config.num_experts)
+    everything = torch.arange(PAGED_TOKENS * k + 1, dtype=torch.int32)
+    with HostExperts(layout, [run.data_ptr() for run in model.runs], threads=2) as host:
+        mail = Mail.make(PAGED_TOKENS, PAGED_TOKENS * k, model.config.hidden_size, torch.device("cpu"))
+        model.experts.delegate(host, mail, [everything // 2, everything, everything // 2], share=0.5)
+        model.check(steps=12, seed=2)
+        traffic = model.experts.traffic
+    assert traffic.expert_hosted > 0
+    assert traffic.expert_misses > 0
+
+
+@pytest.mark.parametrize("name", starved.MIXTURES)
+def test_on_demand_the_host_does_the_fetching(name: str) -> None:
+    model = Model(name, [3, 3], 2)
+    cache = ExpertCache(2, model.config.num_experts, 3, LRUQuota())
+    for layer in range(2):
+        for expert in range(3):
+            cache.take(layer, expert, asked=False)
+    model.experts.fetch_on_demand(cache, lambda layer, expert: model.runs[layer][expert])
+    model.check(steps=8, seed=3)
+    cache.check()
+    assert model.experts.traffic.bytes_moved > 0
+
+
+def test_what_was_lost_in_sleep_is_fetched_again() -> None:
+    model = Model("gpt-oss", [9, 9], 4)
+    model.check(steps=4, seed=4)
+    model.experts.sleep()
+    model.experts.wake_up()
+    model.check(steps=6, seed=5)
+
+
+def test_link_and_host_share_what_is_missing() -> None:
+    assert [best_split(missing, 260e-6, 180e-6) for missing in range(5)] == [0, 0, 1, 2, 2]
+    assert best_split(4, 100e-6, 10.0) == 0
+    assert best_split(4, 10.0, 1e-6) == 3  # one always comes to the device

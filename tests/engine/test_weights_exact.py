@@ -1,0 +1,144 @@
+"""Models larger than their memory say what they say when they fit, whatever brings their weights, and bytes do move."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import starved
+import torch
+from safetensors.torch import save_file
+
+from spillover import LLM
+from spillover.errors import PlanError, SpilloverError
+from spillover.models.loader import dummy_weights
+from spillover.models.registry import architecture
+
+STRATEGIES = ["demand", "sequential", "experts", "host-experts", "pinned", "auto"]
+_resident: dict[str, Any] = {}
+
+
+@pytest.fixture(params=list(starved.MODELS))
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, str]:
+    return request.param, starved.write_config(tmp_path, request.param)
+
+
+def resident(name: str, folder: str) -> starved.Answers:
+    if name not in _resident:
+        _resident[name] = starved.answer(folder, starved.prompts())
+    return _resident[name]
+
+
+def least(folder: str, strategy: str) -> int:
+    """The smallest budget, which the refusal of a smaller one names."""
+    with pytest.raises(PlanError) as refusal:
+        starved.answer(folder, [], weights=strategy, gpu_memory="1MB")
+    named = str(refusal.value).split("at least ")[-1].split("MB")[0].split(" ")[-1]
+    return int(float(named) * 1e6)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_tokens_are_those_of_a_model_that_fits(model: tuple[str, str], strategy: str) -> None:
+    name, folder = model
+    if name == "llama" and strategy in ("experts", "host-experts"):
+        with pytest.raises(PlanError, match="expert"):
+            starved.answer(folder, [], weights=strategy, gpu_memory="20MB")
+        return
+    whole = resident(name, folder)
+    smallest, all_of_it = least(folder, strategy), whole.plan.weight_bytes + whole.plan.workspace_bytes
+    rng = random.Random(f"{name}{strategy}")
+    for budget in (smallest, rng.randint(smallest, all_of_it), int(all_of_it * 0.9)):
+        budget = max(budget, smallest)
+        found = starved.answer(folder, starved.prompts(), weights=strategy, gpu_memory=str(budget))
+        assert found.tokens == whole.tokens, (strategy, budget)
+        placement = found.plan.placement
+        assert placement is not None
+        assert found.plan.device_bytes <= budget
+        assert found.device_bytes <= placement.device_bytes
+        assert found.host_bytes == pytest.approx(placement.host_bytes, rel=0.05)
+        assert found.traffic.bytes_moved + found.traffic.expert_hosted > 0
+
+
+@pytest.mark.parametrize("policy", ["static", "lru", "lfru", "next-layer", "policy_of_my_own:Backwards"])
+@pytest.mark.parametrize("name", starved.MIXTURES)
+def test_no_policy_changes_a_token(name: str, policy: str, tmp_path: Path) -> None:
+    folder = starved.write_config(tmp_path, name)
+    whole = resident(name, folder)
+    budget = (least(folder, "experts") + whole.plan.weight_bytes + whole.plan.workspace_bytes) // 2
+    found = starved.answer(folder, starved.prompts(), weights="experts", policy=policy, gpu_memory=str(budget))
+    assert found.tokens == whole.tokens
+    assert found.traffic.expert_misses > 0
+    found.weights.experts.slots.cache.check()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_cpu_offload_gb_keeps_so_much_off_the_device(name: str, tmp_path: Path) -> None:
+    folder = starved.write_config(tmp_path, name)
+    whole = resident(name, folder)
+    found = starved.answer(folder, starved.prompts(), cpu_offload_gb=0.01)
+    assert found.tokens == whole.tokens
+    assert found.host_bytes >= 0.01 * 2**30
+    assert found.traffic.bytes_moved > 0
+
+
+@pytest.mark.parametrize("strategy", ["sequential", "experts", "demand"])
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gpt-oss"])
+def test_what_host_memory_has_no_room_for_is_read_from_disk(name: str, strategy: str, tmp_path: Path) -> None:
+    if name == "llama" and strategy in ("experts", "host-experts"):
+        pytest.skip("a dense model has no experts")
+    folder = starved.write_config(tmp_path, name)
+    write_checkpoint(tmp_path, name)
+    whole = starved.answer(folder, starved.prompts(2), tokens=4, load_format="auto")
+    budget = (least(folder, strategy) + whole.plan.weight_bytes + whole.plan.workspace_bytes) // 2
+    found = starved.answer(folder, starved.prompts(2), tokens=4, load_format="auto", weights=strategy,
+                              gpu_memory=str(budget), host_memory="1MB")
+    assert found.plan.placement is not None
+    assert found.plan.placement.disk_bytes > 0
+    assert found.tokens == whole.tokens
+    assert found.host_bytes <= 1e6
+    assert found.traffic.disk_bytes > 0
+
+
+def test_made_up_weights_have_no_disk(tmp_path: Path) -> None:
+    folder = starved.write_config(tmp_path, "qwen3-moe")
+    with pytest.raises(Exception, match="dummy"):
+        starved.answer(folder, [], weights="experts", gpu_memory=str(least(folder, "experts") + 10**6),
+                          host_memory="1MB")
+
+
+def write_checkpoint(folder: Path, name: str) -> None:
+    """A file with random weights under the names that Hugging Face gives them."""
+    hf = starved.MODELS[name]
+    built = architecture(hf)
+    config = built.config(hf)
+    specs = built.weight_specs(config)
+    made = dummy_weights(config, specs, torch.float32, torch.device("cpu"), pack=False)
+    tensors: dict[str, torch.Tensor] = {}
+    for part, listed in specs.items():
+        for spec in listed:
+            source, weight = spec.sources[0], made.parts[part][spec.name]
+            weight = weight[..., : weight.shape[-1] - spec.padding] if spec.padding else weight
+            experts = range(spec.shape[0]) if source.per_expert else range(1)
+            for expert in experts:
+                rows = (weight[expert] if source.per_expert else weight)
+                axis = -2 if len(source.names) > 1 and rows.dim() > 1 else 0
+                pieces = rows.split(source.rows, dim=axis) if len(source.names) > 1 else [rows]
+                for tensor, piece in zip(source.names, pieces, strict=True):
+                    stored = piece.transpose(-1, -2) if source.transposed else piece
+                    tensors[tensor.format(expert=expert)] = stored.contiguous().clone()
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_a_step_that_fails_ends_the_engine_and_hangs_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = starved.write_config(tmp_path, "llama")
+    with LLM(folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=64) as llm:
+        def fail(batch: object) -> None:
+            raise RuntimeError("the device is gone")
+
+        monkeypatch.setattr(llm.engine.runner, "launch", fail)
+        with pytest.raises(RuntimeError, match="gone"):
+            llm.generate([[1, 2, 3]], use_tqdm=False)
+        with pytest.raises(SpilloverError, match="failed in an earlier step"):
+            llm.generate([[1, 2, 3]], use_tqdm=False)

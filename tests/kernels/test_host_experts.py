@@ -1,0 +1,206 @@
+"""Experts on the host's cores give what the torch reference gives, whoever asks and however many threads there are."""
+
+import os
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from spillover.kernels import native
+from spillover.kernels.host_experts import ExpertLayout, HostExperts, host_experts_reference
+from spillover.kernels.mail import COUNT, DONE, FAILED, LAYER, POSTED, TOKENS, Mail
+
+needs_native = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
+
+EXPERTS = 5
+LAYOUTS = {
+    "mxfp4, clamped": ExpertLayout.packed("mxfp4", torch.bfloat16, 160, 288, EXPERTS, 1.0, biased=True),
+    "mxfp4": ExpertLayout.packed("mxfp4", torch.float32, 64, 32, EXPERTS),
+    "fp8": ExpertLayout.packed("fp8", torch.bfloat16, 384, 256, EXPERTS),
+    "fp8, blocks partly empty": ExpertLayout.packed("fp8", torch.bfloat16, 200, 150, EXPERTS, biased=True),
+    "fp8, clamped": ExpertLayout.packed("fp8", torch.float16, 136, 130, EXPERTS, 1.0),
+    "bfloat16": ExpertLayout.packed("dense", torch.bfloat16, 256, 96, EXPERTS),
+    "bfloat16, clamped": ExpertLayout.packed("dense", torch.bfloat16, 129, 67, EXPERTS, 1.0, biased=True),
+    "float16": ExpertLayout.packed("dense", torch.float16, 47, 33, EXPERTS, biased=True),
+    "float32": ExpertLayout.packed("dense", torch.float32, 31, 5, EXPERTS, biased=True),
+}
+EVERY = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+
+
+def random_records(layout: ExpertLayout, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    records = torch.empty(layout.experts, layout.record_bytes, dtype=torch.uint8).fill_(0xFF)  # NaN between tensors
+    for stack in layout.stacks(records):
+        noise = torch.randn(stack.values.shape, generator=generator)
+        if stack.format == "mxfp4":
+            assert stack.scales is not None
+            stack.values.random_(0, 256, generator=generator)
+            stack.scales.random_(118, 126, generator=generator)
+            stack.scales[0, 0, 0] = 0  # the least scale, no normal float
+        elif stack.format == "fp8":
+            assert stack.scales is not None
+            stack.values.copy_((noise * 20).to(torch.float8_e4m3fn))
+            stack.values[0, 0, 0] = 2**-9  # subnormal
+            stack.scales.copy_(torch.rand(stack.scales.shape, generator=generator) * 0.02)
+        else:
+            stack.values.copy_(noise * stack.width**-0.5)
+        if stack.bias is not None:
+            stack.bias.copy_(torch.randn(stack.bias.shape, generator=generator))
+    return records
+
+
+def all_pairs(tokens: int) -> Tensor:
+    """Expert e gets every token whose number it does not divide, the last expert nothing; in no order."""
+    pairs = [[t, e, t * EXPERTS + e, 0] for e in range(EXPERTS - 1) for t in range(tokens) if e == 0 or t % (e + 1)]
+    return torch.tensor(pairs, dtype=torch.int32)[torch.randperm(len(pairs))]
+
+
+@needs_native
+@EVERY
+def test_rows_go_through_their_experts(layout: ExpertLayout) -> None:
+    records, x, pairs = random_records(layout), torch.randn(11, layout.hidden), all_pairs(11)
+    with HostExperts(layout, [0, records.data_ptr()], threads=3) as experts:
+        out = experts.run(1, x, pairs)
+    torch.testing.assert_close(out, host_experts_reference(layout, records, x, pairs), rtol=1e-4, atol=1e-4)
+
+
+@needs_native
+@EVERY
+def test_a_row_has_the_same_bits_beside_other_rows_and_on_any_number_of_threads(layout: ExpertLayout) -> None:
+    records, x, pairs = random_records(layout), torch.randn(9, layout.hidden), all_pairs(9)
+    with HostExperts(layout, [records.data_ptr()], threads=1, grain=1) as one:
+        wanted = torch.cat([one.run(0, x, pair[None]) for pair in pairs])
+    for threads, grain in ((1, 1 << 20), (2, 2000), (5, 1)):
+        with HostExperts(layout, [records.data_ptr()], threads, grain) as experts:
+            assert torch.equal(experts.run(0, x, pairs), wanted)
+
+
+@needs_native
+@settings(max_examples=30, deadline=None)
+@given(hidden=st.integers(1, 300), inner=st.integers(1, 300), tokens=st.integers(0, 9), seed=st.integers(0, 99))
+def test_a_dense_mlp_is_a_layer_of_one_expert(hidden: int, inner: int, tokens: int, seed: int) -> None:
+    layout = ExpertLayout.packed("dense", torch.bfloat16, hidden, inner, experts=1, biased=True)
+    records, x = random_records(layout, seed), torch.randn(tokens, hidden)
+    pairs = torch.zeros(tokens, 4, dtype=torch.int32)
+    pairs[:, 0] = torch.arange(tokens)
+    with HostExperts(layout, [records.data_ptr()], threads=2) as experts:
+        out = experts.run(0, x, pairs)
+    torch.testing.assert_close(out, host_experts_reference(layout, records, x, pairs), rtol=1e-4, atol=1e-4)
+
+
+@needs_native
+def test_what_is_not_there_is_refused() -> None:
+    layout = LAYOUTS["float32"]
+    records, x = random_records(layout), torch.randn(2, layout.hidden)
+    with HostExperts(layout, [records.data_ptr(), 0], threads=2) as experts:
+        wrong = ((0, 2, 0), (0, -1, 0), (0, 0, EXPERTS), (0, 0, -1), (1, 0, 0), (2, 0, 0), (-1, 0, 0))
+        for layer, token, expert in wrong:
+            with pytest.raises(IndexError, match="no such layer, token or expert"):
+                experts.run(layer, x, torch.tensor([[token, expert, 0, 0]]))
+        experts.run(0, x, torch.tensor([[1, 4, 0, 0]]))
+
+
+@needs_native
+def test_closing_ends_the_threads() -> None:
+    tasks = "/proc/self/task"
+    if not os.path.isdir(tasks):
+        pytest.skip("no list of threads")
+    layout = LAYOUTS["float32"]
+    records = random_records(layout)
+    mail = Mail.make(1, 1, layout.hidden, torch.device("cpu"))
+    before = len(os.listdir(tasks))
+    experts = HostExperts(layout, [records.data_ptr()], threads=4)
+    experts.attach(mail)
+    assert len(os.listdir(tasks)) == before + 4
+    experts.close()
+    experts.close()
+    assert len(os.listdir(tasks)) == before
+    experts = HostExperts(layout, [records.data_ptr()], threads=4)
+    experts.attach(mail)
+    del experts  # and whoever forgets to close it
+    assert len(os.listdir(tasks)) == before
+
+
+class Device:
+    """The other end of the mail."""
+
+    def __init__(self, layout: ExpertLayout) -> None:
+        self.mail = Mail.make(8, 40, layout.hidden, torch.device("cpu"))
+        self.turn = 0
+
+    def ask(self, layer: int, x: Tensor, pairs: Tensor) -> Tensor:
+        header = self.mail.header
+        self.mail.x[: len(x)] = x
+        self.mail.pairs[: len(pairs)] = pairs
+        header[LAYER], header[COUNT], header[TOKENS] = layer, len(pairs), len(x)
+        self.turn += 1
+        header[POSTED] = self.turn
+        deadline = time.monotonic() + 60
+        while header[DONE] != self.turn:
+            assert time.monotonic() < deadline, "no answer"
+            time.sleep(1e-4)
+        return self.mail.out[: len(pairs)].clone()
+
+
+@pytest.fixture(params=["native", "torch"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "torch":
+        monkeypatch.setattr(native, "library", lambda: None)
+    elif native.library() is None:
+        pytest.skip("no C++ compiler")
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", ["mxfp4, clamped", "fp8", "bfloat16"])
+def test_mail_is_answered_turn_after_turn(name: str) -> None:
+    layout = LAYOUTS[name]
+    layers = [random_records(layout, seed) for seed in (1, 2)]
+    device = Device(layout)
+    with HostExperts(layout, [records.data_ptr() for records in layers], threads=3) as experts:
+        experts.attach(device.mail)
+        for turn in range(12):
+            if turn % 4 == 0:
+                experts.wake()
+            if turn == 6:
+                time.sleep(0.02)  # the threads fall asleep, and nobody wakes them
+            layer, x, pairs = turn % 2, torch.randn(1 + turn % 8, layout.hidden), all_pairs(1 + turn % 8)
+            wanted = host_experts_reference(layout, layers[layer], x, pairs)
+            torch.testing.assert_close(device.ask(layer, x, pairs), wanted, rtol=1e-4, atol=1e-4)
+            if turn % 3 == 0:  # a call in between
+                torch.testing.assert_close(experts.run(layer, x, pairs), wanted, rtol=1e-4, atol=1e-4)
+    assert not device.mail.failed
+
+
+@pytest.mark.usefixtures("kernels")
+def test_mail_without_sense_is_answered_as_failed() -> None:
+    layout = LAYOUTS["float32"]
+    records, x = random_records(layout), torch.randn(2, layout.hidden)
+    device = Device(layout)
+    with HostExperts(layout, [records.data_ptr()], threads=2) as experts:
+        experts.attach(device.mail)
+        device.ask(0, x, torch.tensor([[1, 0, 0, 0]]))
+        assert not device.mail.failed
+        device.ask(1, x, torch.tensor([[1, 0, 0, 0]]))
+        assert device.mail.failed
+        device.mail.header[FAILED] = 0
+        device.ask(0, x, torch.tensor([[1, EXPERTS, 0, 0]]))
+        assert device.mail.failed
+
+
+@pytest.mark.usefixtures("kernels")
+def test_mail_that_was_posted_before_is_answered_too() -> None:
+    layout = LAYOUTS["float32"]
+    records, x, pairs = random_records(layout), torch.randn(2, layout.hidden), torch.tensor([[1, 3, 0, 0]])
+    first, second = Device(layout), Device(layout)
+    with HostExperts(layout, [records.data_ptr()], threads=2) as experts:
+        experts.attach(first.mail)
+        wanted = first.ask(0, x, pairs)
+        experts.attach(second.mail)
+        assert torch.equal(second.ask(0, x, pairs), wanted)
+        first.mail.header[POSTED] = 7
+        experts.attach(first.mail)
+        first.turn = 7
+        assert torch.equal(first.ask(0, x, pairs), wanted)

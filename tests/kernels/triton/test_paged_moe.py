@@ -1,0 +1,221 @@
+"""A mixture whose experts are paged, or come in passes, is to the bit the one whose experts are all there."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from test_triton_moe import DEVICE, assert_near, case
+from torch import Tensor
+
+from spillover.kernels import mail as places
+from spillover.kernels.mail import Mail
+from spillover.kernels.moe import Experts
+from spillover.kernels.paged_moe import PassedMixtureReference, experts_reference, paged_mixture_reference
+from spillover.kernels.paging import PageTable
+
+moe = pytest.importorskip("spillover.kernels.triton.moe")
+paged = pytest.importorskip("spillover.kernels.triton.paged_moe")
+
+EXPERTS, K = 9, 2
+SHAPES = [  # form, hidden, inner, clamped, dtype
+    ("dense", 64, 48, False, torch.float32),
+    ("fp8", 144, 64, False, torch.bfloat16),
+    ("mxfp4", 96, 64, True, torch.bfloat16),
+]
+
+
+def laid_out(first: Experts, second: Experts) -> tuple[Tensor, list[tuple[int, Tensor]], int]:
+    """Each expert as one run of bytes: records uint8 [E, bytes], where in it each tensor begins, and the bytes."""
+    at, offsets = 0, []
+    for tensor in (first.values, first.scales, first.bias, second.values, second.scales, second.bias):
+        if tensor is not None:
+            offsets.append((at, tensor))
+            at += -(-tensor[0].nbytes // 256) * 256
+    records = torch.zeros(EXPERTS, at, dtype=torch.uint8, pin_memory=DEVICE == "cuda")
+    for start, tensor in offsets:
+        records[:, start : start + tensor[0].nbytes] = tensor.contiguous().view(EXPERTS, -1).view(torch.uint8).cpu()
+    return records, offsets, at
+
+
+def stacks(arena: Tensor, offsets: list[tuple[int, Tensor]], like: tuple[Experts, Experts]) -> list[Experts]:
+    """Views of an arena of slots uint8 [S, bytes]."""
+    views = iter([
+        arena[:, at : at + tensor[0].nbytes].view(tensor.dtype).unflatten(1, tensor.shape[1:]) for at, tensor in offsets
+    ])
+    return [Experts(next(views), next(views) if each.scales is not None else None,
+                    next(views) if each.bias is not None else None) for each in like]
+
+
+class Paged:
+    """A layer's experts at home in host memory, and an arena of few slots for two layers of which it is the second."""
+
+    def __init__(self, shape: tuple[Any, ...], tokens: int, quota: int = 6) -> None:
+        form, hidden, inner, clamped, dtype = shape
+        self.limit = 1.5 if clamped else None
+        self.x, self.scores, *self.whole = case(form, tokens, hidden, inner, EXPERTS, dtype, clamped)
+        self.first, self.second = self.whole
+        self.records, self.offsets, nbytes = laid_out(self.first, self.second)
+        self.arena = torch.full((2 + quota, nbytes), 0xAB, dtype=torch.uint8, device=DEVICE)
+        self.slots = stacks(self.arena, self.offsets, (self.first, self.second))
+        self.table = PageTable.make([2, quota], EXPERTS, 16, 4, torch.device(DEVICE))
+        object.__setattr__(self.table, "quota", quota)  # nobody asks the first layer for anything
+        self.tiles = tuple(moe.Tile(16, rows, 128, 4, 2) for rows in (64, 128))
+        self.few = tuple(moe.Tile(1, rows, 256 if form == "mxfp4" else 128, 4, 2) for rows in (64, 128))
+
+    def mixed(self, x: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        result: Tensor = paged.paged_mixture(
+            x, scores, self.table, 1, self.records, self.arena, *self.slots, K, True, self.limit, **kwargs
+        )
+        return result
+
+    def draw(self, rng: random.Random, tokens: int) -> tuple[Tensor, Tensor]:
+        """Rows and scores that no step has seen, so that other experts are asked for."""
+        order = torch.tensor([rng.sample(range(EXPERTS), EXPERTS) for _ in range(tokens)], device=DEVICE)
+        return self.x[:tokens], self.scores[:tokens].gather(1, order)
+
+
+def test_shapes_of_records_are_those_of_slots() -> None:
+    there = Paged(SHAPES[2], 1)
+    there.arena[3] = there.records[5].to(DEVICE)
+    for slot, whole in zip(there.slots, there.whole, strict=True):
+        assert torch.equal(slot.values[3], whole.values[5])
+        assert slot.values.stride(0) * slot.values.itemsize == there.arena.shape[1]
+        assert slot.bias is not None
+        assert whole.bias is not None
+        assert torch.equal(slot.bias[3], whole.bias[5])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape[0])
+@pytest.mark.parametrize("few", [True, False])
+def test_paged_is_resident_to_the_bit(shape: tuple[Any, ...], few: bool) -> None:
+    there = Paged(shape, 3)
+    kwargs = {"few_tokens": 8 if few else 0, "tiles": there.few if few else there.tiles}
+    rng = random.Random(1)
+    for tokens in (3, 1, 3, 3):
+        there.table.advance()
+        x, scores = there.draw(rng, tokens)
+        found = there.mixed(x, scores, **kwargs)
+        expected = moe.mixture(x, scores, *there.whole, K, True, there.limit, **kwargs)
+        assert torch.equal(found, expected)
+        there.table.check()
+    hits, gathered, hosted = there.table.totals[1].tolist()
+    assert hits > 0
+    assert gathered > 6  # more than there are slots: some were taken from others
+    assert hosted == 0
+
+
+def test_the_plain_paged_mixture_is_near() -> None:
+    there, plain = Paged(SHAPES[0], 3), Paged(SHAPES[0], 3)
+    rng = random.Random(2)
+    for _ in range(3):
+        x, scores = there.draw(rng, 3)
+        found = there.mixed(x, scores, tiles=there.few)
+        expected = paged_mixture_reference(
+            x, scores, plain.table, 1, plain.records, plain.arena, *plain.slots, K, True, plain.limit
+        )
+        assert_near(found, expected, 1e-5)
+        assert torch.equal(there.table.slot_of, plain.table.slot_of)
+        assert torch.equal(there.arena, plain.arena)
+
+
+@contextmanager
+def host(there: Paged, mail: Mail) -> Iterator[list[int]]:
+    """A thread that answers the mail; the layers it was asked about."""
+    layers: list[int] = []
+    stop = threading.Event()
+
+    def work() -> None:
+        turn = 0
+        while not stop.is_set():
+            if int(mail.header[places.POSTED]) == turn:
+                stop.wait(1e-4)
+                continue
+            turn = int(mail.header[places.POSTED])
+            count, tokens = int(mail.header[places.COUNT]), int(mail.header[places.TOKENS])
+            layers.append(int(mail.header[places.LAYER]))
+            pairs = mail.pairs[:count]
+            rows = torch.zeros(count, mail.x.shape[1])
+            cpu = [Experts(each.values.cpu(), None, None) for each in there.whole]
+            everyone = torch.arange(EXPERTS, dtype=torch.int32)
+            experts_reference(mail.x[:tokens][pairs[:, 0].long()], pairs[:, 1:2], everyone, *cpu, there.limit, rows)
+            mail.out[:count] = rows
+            mail.header[places.DONE] = turn
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield layers
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_the_host_computes_its_share_of_the_misses(few: bool) -> None:
+    there = Paged(SHAPES[0], 3)
+    mail = Mail.make(3, 6, 64, torch.device(DEVICE))
+    split = torch.tensor([0, 0, 1, 1, 2, 2, 3], dtype=torch.int32, device=DEVICE)
+    kwargs = {"few_tokens": 8 if few else 0, "tiles": there.few if few else there.tiles}
+    rng = random.Random(3)
+    with host(there, mail) as layers:
+        for _ in range(5):
+            there.table.advance()
+            x, scores = there.draw(rng, 3)
+            found = there.mixed(x, scores, split=split, mail=mail, **kwargs)
+            assert_near(found, moe.mixture(x, scores, *there.whole, K, True, there.limit, **kwargs), 1e-5)
+            there.table.check()
+    _, gathered, hosted = there.table.totals[1].tolist()
+    assert gathered > 0
+    assert hosted > 0
+    assert set(layers) == {1}
+    assert not mail.failed
+
+
+def test_replayed_routing_takes_the_place_of_the_router() -> None:
+    there = Paged(SHAPES[0], 3)
+    replay = torch.tensor([[[0, 1], [8, 3]], [[0, 1], [4, 2]]], dtype=torch.int32, device=DEVICE)
+    x, scores = there.x, there.scores
+    for step in range(3):
+        there.table.step.fill_(step)
+        found = there.mixed(x, scores, replay=replay, tiles=there.few)
+        wanted = replay[step % 2, 1].long()
+        only = torch.full_like(scores, float("-inf"))
+        only[:, wanted] = scores[:, wanted]
+        assert_near(found, moe.mixture(x, only, *there.whole, K, True, there.limit, tiles=there.few), 1e-5)
+        assert table_log(there, step) == wanted.tolist() * 3
+
+
+def table_log(there: Paged, step: int) -> list[int]:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    row: list[int] = there.table.log[step % 4, 1, :6].tolist()
+    return row
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape[0])
+@pytest.mark.parametrize(("tokens", "few_tokens"), [(3, 8), (3, 0), (20, 8)])
+def test_passes_over_any_partition_are_one_mixture(shape: tuple[Any, ...], tokens: int, few_tokens: int) -> None:
+    there = Paged(shape, tokens)
+    kwargs = {"few_tokens": few_tokens, "tiles": there.few if tokens <= few_tokens else there.tiles}
+    expected = moe.mixture(there.x, there.scores, *there.whole, K, True, there.limit, **kwargs)
+    form, inner = there.first.format, there.second.width
+    passes = paged.PassedMixture(there.x, there.scores, K, True, form, inner, there.limit, **kwargs)
+    plain = PassedMixtureReference(there.x, there.scores, K, True, form, inner, there.limit)
+    order = random.Random(tokens).sample(range(EXPERTS), EXPERTS)
+    for group in (order[:4], order[4:5], order[5:]):
+        there.arena.fill_(0xAB)
+        row = torch.full((EXPERTS,), -1, dtype=torch.int32, device=DEVICE)
+        for at, expert in enumerate(group):
+            there.arena[2 * at] = there.records[expert].to(DEVICE)
+            row[expert] = 2 * at
+        passes.add(*there.slots, row)
+        plain.add(*there.slots, row)
+    found = passes.end()
+    assert torch.equal(found, expected)
+    assert_near(found, plain.end(), 1e-5 if there.x.dtype is torch.float32 else 3e-2)
