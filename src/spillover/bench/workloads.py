@@ -45,8 +45,10 @@ class Vocabulary:
         return tuple(rng.choice(self._plain, size=count).tolist())
 
     @functools.cached_property
-    def _plain(self) -> npt.NDArray[np.int64]:
-        return np.setdiff1d(np.arange(self.size), np.fromiter(self.special_ids, dtype=np.int64))
+    def _plain(self) -> npt.NDArray[np.object_]:
+        """Objects, so that the tokens of a long trace are references to these and not millions of ints."""
+        plain = np.setdiff1d(np.arange(self.size), np.fromiter(self.special_ids, dtype=np.int64))
+        return plain.astype(object)
 
 
 @dataclass(frozen=True)
@@ -65,21 +67,16 @@ class RandomWorkload:
     def __post_init__(self) -> None:
         if not 0 <= self.range_ratio < 1:
             raise SpilloverError(f"--random-range-ratio is a share from 0 up to 1; got {self.range_ratio}")
-        _check_positive(num_prompts=self.num_prompts, input_len=self.input_len, output_len=self.output_len)
+        check_positive(num_prompts=self.num_prompts, input_len=self.input_len, output_len=self.output_len)
 
     def requests(self, repeat: int) -> list[BenchRequest]:
         lengths = np.random.default_rng(self.seed)
-        inputs, outputs = (self._uniform(lengths, length) for length in (self.input_len, self.output_len))
+        inputs, outputs = (uniform_lengths(lengths, length, self.range_ratio, self.num_prompts)
+                           for length in (self.input_len, self.output_len))
         tokens = _token_rng(self.seed, repeat)
         prefix = self.vocabulary.draw(tokens, self.prefix_len)
         return [BenchRequest(prefix + self.vocabulary.draw(tokens, length), output)
                 for length, output in zip(inputs, outputs, strict=True)]
-
-    def _uniform(self, rng: np.random.Generator, length: int) -> list[int]:
-        low = max(1, math.floor(length * (1 - self.range_ratio)))
-        drawn: list[int] = rng.integers(low, math.ceil(length * (1 + self.range_ratio)), size=self.num_prompts,
-                                        endpoint=True).tolist()
-        return drawn
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,7 @@ class MixedWorkload:
     name: str = "mixed"
 
     def __post_init__(self) -> None:
-        _check_positive(num_prompts=self.num_prompts)
+        check_positive(num_prompts=self.num_prompts)
         for option, (low, high) in (("--mixed-input-range", self.input_range),
                                     ("--mixed-output-range", self.output_range)):
             if not 1 <= low <= high:
@@ -104,16 +101,12 @@ class MixedWorkload:
 
     def requests(self, repeat: int) -> list[BenchRequest]:
         lengths = np.random.default_rng(self.seed)
-        inputs, outputs = (self._log_uniform(lengths, bounds) for bounds in (self.input_range, self.output_range))
+        inputs, outputs = (log_uniform_lengths(lengths, bounds, self.num_prompts)
+                           for bounds in (self.input_range, self.output_range))
         tokens = _token_rng(self.seed, repeat)
         prefix = self.vocabulary.draw(tokens, self.prefix_len)
         return [BenchRequest((prefix if index % 2 else ()) + self.vocabulary.draw(tokens, length), output)
                 for index, (length, output) in enumerate(zip(inputs, outputs, strict=True))]
-
-    def _log_uniform(self, rng: np.random.Generator, bounds: tuple[int, int]) -> list[int]:
-        low, high = np.log(bounds[0]), np.log(bounds[1] + 1)
-        drawn: list[int] = np.exp(rng.uniform(low, high, size=self.num_prompts)).astype(int).clip(*bounds).tolist()
-        return drawn
 
 
 @dataclass(frozen=True)
@@ -148,7 +141,7 @@ class Conversations:
     name: str = "multi-turn"
 
     def __post_init__(self) -> None:
-        _check_positive(conversations=self.count, rounds=self.rounds, prefix_len=self.prefix_len,
+        check_positive(conversations=self.count, rounds=self.rounds, prefix_len=self.prefix_len,
                         question_len=self.question_len, answer_len=self.answer_len)
 
     @property
@@ -171,11 +164,11 @@ class Conversations:
 
 def load_sharegpt(path: str, tokenizer: Encodes, vocabulary: Vocabulary, num_prompts: int,
                   output_len: int | None = None, seed: int = 0, max_model_len: int | None = None) -> ShareGPTWorkload:
-    _check_positive(num_prompts=num_prompts)
-    conversations = _conversations(path)
+    check_positive(num_prompts=num_prompts)
+    conversations = read_talks(path)
     np.random.default_rng(seed).shuffle(conversations)
     pairs: list[BenchRequest] = []
-    for prompt, answer in conversations:
+    for prompt, answer, *_ in conversations:
         if len(pairs) == num_prompts:
             break
         ids = tokenizer.encode(prompt)
@@ -195,11 +188,12 @@ def is_usable(prompt_len: int, output_len: int, check_output: bool = True) -> bo
             and prompt_len + output_len <= 2048)
 
 
-def _conversations(path: str) -> list[tuple[str, str]]:
+def read_talks(path: str) -> list[list[str]]:
+    """What was said in each conversation of at least a question and an answer."""
     try:
         entries = json.loads(Path(path).read_text(encoding="utf-8"))
-        turns = [entry.get("conversations", entry.get("conversation", [])) for entry in entries]
-        return [(pair[0]["value"], pair[1]["value"]) for pair in turns if len(pair) >= 2]
+        talks = [entry.get("conversations", entry.get("conversation", [])) for entry in entries]
+        return [[turn["value"] for turn in talk] for talk in talks if len(talk) >= 2]
     except OSError as error:
         raise SpilloverError(f"cannot read --dataset-path '{path}': {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -207,11 +201,23 @@ def _conversations(path: str) -> list[tuple[str, str]]:
                              f'{{"conversations": [{{"from": ..., "value": ...}}, ...]}}') from error
 
 
+def uniform_lengths(rng: np.random.Generator, length: int, range_ratio: float, count: int) -> list[int]:
+    low = max(1, math.floor(length * (1 - range_ratio)))
+    drawn: list[int] = rng.integers(low, math.ceil(length * (1 + range_ratio)), size=count, endpoint=True).tolist()
+    return drawn
+
+
+def log_uniform_lengths(rng: np.random.Generator, bounds: tuple[int, int], count: int) -> list[int]:
+    low, high = np.log(bounds[0]), np.log(bounds[1] + 1)
+    drawn: list[int] = np.exp(rng.uniform(low, high, size=count)).astype(int).clip(*bounds).tolist()
+    return drawn
+
+
 def _token_rng(seed: int, repeat: int) -> np.random.Generator:
     return np.random.default_rng([seed, repeat + 1])
 
 
-def _check_positive(**values: int) -> None:
+def check_positive(**values: int) -> None:
     for name, value in values.items():
         if value < 1:
             raise SpilloverError(f"--{name.replace('_', '-')} must be at least 1; got {value}")

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spillover.cli.bench_restart import restart
+from spillover.cli.bench_serve import serve as serve_command
+from spillover.cli.bench_sweep import sweep
 from spillover.cli.bench_tiers import tiers
+from spillover.cli.bench_workload import workload as workload_command
 from spillover.cli.measuring import check_counts, make_console, make_vocabulary, measure_limits, write_results
 from spillover.cli.options import comma_list, engine_options, engine_sweep_options
 from spillover.engine.config import EngineConfig
@@ -29,6 +32,8 @@ def bench() -> None:
     Examples:
       spill bench throughput --input-len 256 --output-len 64 --num-prompts 32
       spill bench latency --batch-size 1,16 --input-len 256 --output-len 64
+      spill bench serve --port 8000 --max-concurrency 4
+      spill bench sweep --port 8000 --goodput ttft:500 tpot:50
       spill bench tiers
       spill bench restart
     """
@@ -36,6 +41,9 @@ def bench() -> None:
 
 bench.add_command(tiers)
 bench.add_command(restart)
+bench.add_command(serve_command)
+bench.add_command(sweep)
+bench.add_command(workload_command)
 
 
 def _range(_ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from spillover.cli.cache import cache
 from spillover.cli.chat import chat
 from spillover.cli.demo import demo
 from spillover.cli.generate import generate
+from spillover.cli.lab import lab
 from spillover.cli.planning import doctor, plan
 from spillover.cli.pull import pull
 from spillover.cli.serve import serve
@@ -68,7 +69,7 @@ def main() -> None:
     """
 
 
-for command in (demo, serve, chat, generate, plan, doctor, pull, cache, bench):
+for command in (demo, serve, chat, generate, plan, doctor, pull, cache, bench, lab):
     main.add_command(command)
 
 

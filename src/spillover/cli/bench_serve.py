@@ -1,0 +1,198 @@
+"""`spill bench serve`: load on a running server, shown as `vllm bench serve` shows it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from spillover.bench.workload_options import WorkloadOptions
+from spillover.cli.load_options import (
+    Rate,
+    ServerOptions,
+    SeveralValues,
+    pairs,
+    prepare,
+    server_options,
+    shown_rate,
+    warm_up,
+)
+from spillover.cli.measuring import make_console
+from spillover.cli.workload_options import workload_options
+from spillover.errors import SpilloverError
+
+if TYPE_CHECKING:
+    from spillover.bench.load import Live
+    from spillover.bench.serving_report import Asked, Report
+
+METRICS = ("ttft", "tpot", "itl", "e2el")
+
+
+@click.command(cls=SeveralValues)
+@click.option("--request-rate", type=Rate(), default=math.inf, show_default=True,
+              help="Requests a second, in open loop; inf sends all at once, or as --max-concurrency lets them.")
+@click.option("--burstiness", type=Rate(), default=1.0, show_default=True,
+              help="Shape of the gamma distribution of gaps: 1 is Poisson, less is burstier, inf is even.")
+@click.option("--max-concurrency", type=int, default=None,
+              help="Requests under way at once; others wait in the client.")
+@click.option("--ramp-up-strategy", type=click.Choice(["linear", "exponential"]), default=None)
+@click.option("--ramp-up-start-rps", type=float, default=0.0, help="Rate of the first request.")
+@click.option("--ramp-up-end-rps", type=float, default=0.0, help="Rate of the last.")
+@click.option("--self-timed/--no-self-timed", default=True, show_default=True,
+              help="Keep a trace's own times, unless --request-rate is given.")
+@click.option("--max-seconds", type=float, default=None, help="Send nothing after so long.")
+@click.option("--goodput", multiple=True, metavar="NAME:MS",
+              help="Objectives in milliseconds, such as `--goodput ttft:500 tpot:50`.")
+@click.option("--percentile-metrics", default="ttft,tpot,itl", show_default=True,
+              help=f"Which latencies to print: {', '.join(METRICS)}.")
+@click.option("--metric-percentiles", default="99", show_default=True, help="Which percentiles, such as 25,50,99.")
+@click.option("--save-result", is_flag=True, help="Write the result as JSON.")
+@click.option("--save-detailed", is_flag=True, help="With every request's events and text.")
+@click.option("--append-result", is_flag=True, help="Add it to the file as one more line.")
+@click.option("--result-dir", default=None, metavar="DIR")
+@click.option("--result-filename", default=None, metavar="FILE",
+              help="[default: made from label, rate, model and date]")
+@click.option("--label", default=None, help="Name of the result. [default: the backend's]")
+@click.option("--metadata", multiple=True, metavar="KEY=VALUE", help="Kept in the result; may be repeated.")
+@click.option("--profile", is_flag=True, help="The server profiles itself meanwhile (/start_profile, /stop_profile).")
+@click.option("--disable-tqdm", is_flag=True, help="No progress bar.")
+@server_options
+@workload_options()
+def serve(workload: WorkloadOptions, server: ServerOptions, **options: Any) -> None:
+    """Load on a running server. Flags, console block and JSON keys are those of `vllm bench serve`.
+
+    \b
+    Examples:
+      spill bench serve --random-input-len 256 --random-output-len 64 --num-prompts 32 --max-concurrency 4
+      spill bench serve --dataset-name sharegpt --dataset-path FILE --request-rate 4 --goodput ttft:500 tpot:50
+      spill bench serve --port 8001 --dataset-name azure --dataset-path trace.csv --trace-limit 200
+    """
+    from spillover.bench.arrivals import Arrivals
+    from spillover.bench.load_processes import run_load
+    from spillover.bench.serving_report import DEFINITIONS, Report
+
+    asked = _asked(server, workload, options)
+    arrivals = Arrivals(options["request_rate"], options["burstiness"], options["max_concurrency"],
+                        options["ramp_up_strategy"], options["ramp_up_start_rps"], options["ramp_up_end_rps"],
+                        options["self_timed"], workload.seed)
+    console = make_console()
+    load, made = prepare(server, workload)
+    stats = made.stats()
+    load = dataclasses.replace(
+        load, arrivals=arrivals, seconds=options["max_seconds"], keep_text=options["save_detailed"],
+        details={"workload": made.name, "workload_options": workload.as_dict(), "workload_stats": stats.as_dict(),
+                 "command": shlex.join(["spill", *sys.argv[1:]])})
+    console.print(stats.table(), highlight=False)
+    requests = made.requests(0)
+    warm_up(made, load, server.num_warmups)
+    own = [request.at for request in requests]
+    asking = arrivals.describe(own)
+    click.echo(f"{len(requests):,} requests to {load.base_url}{load.path}, model {load.dialect.model}")
+    click.echo(f"Traffic request rate: {shown_rate(arrivals.rate)} ({asking['arrival']})")
+    click.echo(f"Burstiness factor: {shown_rate(arrivals.burstiness)}")
+    click.echo(f"Maximum request concurrency: {arrivals.max_concurrency}")
+    with _profiled(server, options["profile"]), live_bar(len(requests), options["disable_tqdm"]) as show:
+        run = run_load(requests, load, show)
+    report = Report(run, asked)
+    click.echo(report.block())
+    for note in report.notes():
+        loud = note.startswith(("CLIENT SATURATED", "STOPPED EARLY", "Failed:"))
+        click.secho(note, fg="red" if loud else None)
+    click.secho(DEFINITIONS, dim=True)
+    if options["save_result"] or options["save_detailed"] or options["append_result"]:
+        _write(report, options)
+    if run.failed and not run.completed:
+        raise SpilloverError(f"all {len(run.failed)} requests failed, the first with: {run.failed[0].error}")
+
+
+def _asked(server: ServerOptions, workload: WorkloadOptions, options: dict[str, Any]) -> Asked:
+    from spillover.bench.serving_report import Asked, parse_goodput
+
+    metrics = tuple(part.strip() for part in options["percentile_metrics"].split(",") if part.strip())
+    unknown = [metric for metric in metrics if metric not in METRICS]
+    if unknown:
+        raise SpilloverError(f"--percentile-metrics takes a list of {', '.join(METRICS)}; got '{unknown[0]}'")
+    try:
+        ranks = tuple(float(part) for part in options["metric_percentiles"].split(","))
+    except ValueError:
+        ranks = (math.nan,)
+    if not all(0 <= rank <= 100 for rank in ranks):
+        raise SpilloverError(f"--metric-percentiles takes numbers from 0 to 100, such as 25,50,99; got "
+                             f"'{options['metric_percentiles']}'")
+    goals = [part for item in options["goodput"] for part in item.replace(",", " ").split()]
+    return Asked(metrics, ranks, parse_goodput(goals) or None, server.backend, options["label"], workload.tokenizer,
+                 pairs(options["metadata"], "--metadata"))
+
+
+@contextlib.contextmanager
+def live_bar(total: int, disabled: bool = False, what: str = "requests") -> Iterator[Callable[[Live], None]]:
+    """Done, running, failed, tokens a second and the mean TTFT so far; silent where stderr is a file."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    bar = Progress(TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+                   TextColumn("{task.fields[now]}"), console=console, transient=True,
+                   disable=disabled or not console.is_terminal)
+    task = bar.add_task(what, total=total, now="")
+
+    def show(live: Live) -> None:
+        first = live.first_token_seconds / live.first_tokens if live.first_tokens else 0.0
+        rate = live.output_tokens / live.seconds if live.seconds > 0 else 0.0
+        failed = f", [red]{live.failed} failed[/red]" if live.failed else ""
+        bar.update(task, completed=live.completed + live.failed,
+                   now=f"{live.running} running{failed}, {rate:,.0f} tok/s, TTFT {first * 1e3:,.0f} ms")
+
+    with bar:
+        yield show
+
+
+@contextlib.contextmanager
+def _profiled(server: ServerOptions, wanted: bool) -> Iterator[None]:
+    from spillover.bench import server_facts
+
+    headers = dict(server.all_headers)
+    if wanted and not server_facts.post(server.base_url + "/start_profile", headers, server.insecure):
+        raise SpilloverError(f"the server at {server.base_url} does not profile itself (POST /start_profile); leave "
+                             "out --profile, or see the server's own way of switching it on")
+    try:
+        yield
+    finally:
+        if wanted:
+            server_facts.post(server.base_url + "/stop_profile", headers, server.insecure)
+
+
+def _write(report: Report, options: dict[str, Any]) -> None:
+    result = report.to_json(options["save_detailed"])
+    path = Path(options["result_dir"] or ".") / (options["result_filename"] or _file_name(report, options))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if options["append_result"]:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(("\n" if file.tell() else "") + json.dumps(result))
+        else:
+            path.write_text(json.dumps(result), encoding="utf-8")
+    except OSError as error:
+        raise SpilloverError(f"cannot write the result to '{path}': {error.strerror}") from error
+    click.echo(f"written to {path}")
+
+
+def _file_name(report: Report, options: dict[str, Any]) -> str:
+    """As vLLM makes it."""
+    details = report.run.details
+    model = str(details.get("model") or "model").rpartition("/")[2]
+    limit = details.get("max_concurrency")
+    rate = (f"ramp-up-{details['ramp_up_strategy']}-{options['ramp_up_start_rps']:g}qps-"
+            f"{options['ramp_up_end_rps']:g}qps" if "ramp_up_strategy" in details else f"{details['request_rate']}qps")
+    at = datetime.fromtimestamp(report.run.start_unix).strftime("%Y%m%d-%H%M%S")
+    limited = "" if limit is None else f"-concurrency{limit}"
+    return f"{options['label'] or report.asked.backend}-{rate}{limited}-{model}-{at}.json"

@@ -1,0 +1,169 @@
+"""`spill lab`: experiments that compare ways to serve a model, and the reports they end in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from spillover.cli.measuring import make_console
+from spillover.cli.options import comma_list
+
+if TYPE_CHECKING:
+    from spillover.lab.experiment import Experiment
+
+RESULTS = "lab-results"
+
+
+@click.group()
+def lab() -> None:
+    """Compare engines and memory configurations, with a verdict that holds.
+
+    \b
+    Examples:
+      spill lab list
+      spill lab run demo
+      spill lab run my-experiment.yaml --dry-run
+      spill lab report lab-results/demo
+    """
+
+
+@lab.command("list")
+@click.option("--presets", is_flag=True, help="The configurations of engines that arms can name.")
+def list_experiments(presets: bool) -> None:
+    """Experiments that ship, or presets of engines."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = make_console()
+    if presets:
+        from spillover.lab.engines import EngineSpec, engine_class
+        from spillover.lab.presets import PRESETS
+
+        table = Table(title="Presets: an arm is {preset: NAME, args: {...}}", title_justify="left")
+        for heading in ("preset", "engine", "here?", "what it is"):
+            table.add_column(heading)
+        for preset in PRESETS.values():
+            spec = EngineSpec(preset.engine, args=preset.args, env=preset.env, preset=preset.name)
+            missing = engine_class(preset.engine).missing(spec)
+            table.add_row(preset.name, preset.engine, "yes" if missing is None else escape(missing.install),
+                          preset.about)
+        console.print(table)
+        return
+    from spillover.lab.document import read_document, shipped
+    from spillover.lab.experiment import load_experiment
+    from spillover.lab.schedule import visits
+
+    table = Table(title="Experiments: spill lab run NAME", title_justify="left")
+    for heading in ("name", "arms", "workloads", "runs", "sizes", "about"):
+        table.add_column(heading)
+    for name in shipped():
+        made, document = load_experiment(name), read_document(name)
+        table.add_row(name, ", ".join(arm.name for arm in made.arms),
+                      ", ".join(dict.fromkeys(workload.group for workload in made.workloads)), f"{len(visits(made))}",
+                      ", ".join(dict.fromkeys(["cpu", *(document.get("scales") or {})])), made.about)
+    console.print(table)
+
+
+@lab.command()
+@click.argument("experiment")
+@click.option("--scale", default=None, metavar="SIZE", help="A size that the experiment defines, such as gpu. "
+                                                           "[default: for a CPU]")
+@click.option("--out", default=None, metavar="DIR", help=f"Folder of results; resumed if it holds this experiment. "
+                                                         f"[default: {RESULTS}/NAME]")
+@click.option("--fresh", is_flag=True, help="A new folder, where the usual one is taken.")
+@click.option("--dry-run", is_flag=True, help="Show what would be run, and run nothing.")
+@click.option("--repeats", type=click.IntRange(min=1), default=None, help="Blocks, in place of the experiment's.")
+@click.option("--arms", default=None, callback=comma_list(click.STRING), metavar="NAME,...",
+              help="Only these, and the baseline.")
+@click.option("--workloads", default=None, callback=comma_list(click.STRING), metavar="NAME,...", help="Only these.")
+@click.option("--model", default=None, help="In place of the experiment's, for all arms that name none.")
+@click.option("--retry-failed", is_flag=True, help="Run visits again that failed when the folder was last run.")
+@click.option("--monitors/--no-monitors", default=True, show_default=True,
+              help="Watch GPU, CPU, memory, disk and the engine's metrics beside every run.")
+@click.option("--report/--no-report", default=True, show_default=True, help="Write the report at the end.")
+def run(experiment: str, scale: str | None, out: str | None, fresh: bool, dry_run: bool, repeats: int | None,
+        arms: tuple[str, ...] | None, workloads: tuple[str, ...] | None, model: str | None, retry_failed: bool,
+        monitors: bool, report: bool) -> None:
+    """Run EXPERIMENT, a name of `spill lab list` or a YAML file; the same command resumes it.
+
+    Arms take turns, every run is checked, and only arms whose runs are all valid are judged.
+    """
+    from spillover.cli.lab_run import run_in_terminal, show_plan
+    from spillover.lab.experiment import load_experiment
+
+    made = load_experiment(experiment, scale, model, repeats, arms or (), workloads or ())
+    console = make_console()
+    if dry_run:
+        show_plan(console, made)
+        return
+    folder = _folder(made, out, fresh)
+    run_in_terminal(console, made, folder, monitors, retry_failed)
+    if report:
+        _report(folder)
+
+
+@lab.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+def report(folder: Path) -> None:
+    """Write the report of FOLDER again, from the results that lie there."""
+    from spillover.cli.lab_run import show_verdicts
+    from spillover.lab.analysis import analyse
+    from spillover.lab.store import Results, write_json
+
+    results = Results.open(folder)
+    write_json(folder / "analysis.json", analyse(results))
+    show_verdicts(make_console(), results.analysis())
+    _report(folder)
+
+
+@lab.command()
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
+@click.option("--port", default=9464, show_default=True, help="Port to listen at; 0 takes a free one.")
+@click.option("--engine-url", default=None, metavar="URL", help="A server whose /metrics are shown as well.")
+@click.option("--pid", default=None, type=int, help="A process whose memory is watched, with its children.")
+def exporter(host: str, port: int, engine_url: str | None, pid: int | None) -> None:
+    """Show the lab's monitors to Prometheus, or to Performance Co-Pilot's openmetrics PMDA."""
+    from spillover.lab.monitors import CpuMonitor, DiskMonitor, Monitor, NvmlMonitor, ProcessMonitor, PrometheusMonitor
+    from spillover.lab.monitors.exporter import Exporter, pcp_instructions
+
+    watched: list[Monitor] = [NvmlMonitor(), CpuMonitor(), DiskMonitor()]
+    if pid is not None:
+        watched.append(ProcessMonitor(lambda: _family(pid)))
+    if engine_url is not None:
+        watched.append(PrometheusMonitor(engine_url))
+    with Exporter(watched, port, host) as shown:
+        click.echo(f"metrics at {shown.url}; Performance Co-Pilot reads them after:")
+        click.echo(pcp_instructions(shown.url))
+        for note in shown.notes:
+            click.echo(note, err=True)
+        shown.wait()
+
+
+def _family(pid: int) -> tuple[int, ...]:
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return (pid, *(child.pid for child in process.children(recursive=True)))
+    except psutil.NoSuchProcess:
+        return ()
+
+
+def _folder(made: Experiment, out: str | None, fresh: bool) -> Path:
+    folder = Path(out) if out is not None else Path(RESULTS) / made.name
+    if fresh:
+        number = 2
+        first = folder
+        while folder.exists():
+            folder = first.with_name(f"{first.name}-{number}")
+            number += 1
+    return folder
+
+
+def _report(folder: Path) -> None:
+    from spillover.lab.report import write_report
+
+    written = write_report(folder)
+    click.echo(f"report: {written.html}")

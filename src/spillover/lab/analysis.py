@@ -1,0 +1,188 @@
+"""From visits to verdicts: what `analysis.json` holds. Reads results only; nothing is measured here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spillover.bench.statistics import block_ratios, median_interval
+from spillover.lab.experiment import LAYOUT, ORDERS
+from spillover.lab.store import Results
+from spillover.lab.validity import ArmSample, Fault, Gates, across
+from spillover.lab.verdict import Comparison, Verdict, decide
+
+RESAMPLES = 400  # of intervals that are shown and decide nothing
+SPLIT = ("queue", "restore", "prefill", "decode")
+
+
+def analyse(results: Results) -> dict[str, Any]:
+    experiment = results.experiment
+    cells = {(workload["name"], arm["name"]): _Cell.of(results, workload, arm["name"])
+             for workload in experiment["workloads"] for arm in experiment["arms"]}
+    judged = {key: _judged(results, cell, cells[key[0], experiment["baseline"]]) for key, cell in cells.items()}
+    comparisons = [_comparison(results, cells[workload["name"], arm["name"]],
+                               cells[workload["name"], experiment["baseline"]], judged, metric)
+                   for workload in experiment["workloads"] for arm in experiment["arms"]
+                   if arm["name"] != experiment["baseline"] for metric in experiment["metrics"]]
+    verdicts = decide(comparisons, experiment["confidence"], experiment["minimum_blocks"])
+    counted = [cell for cell in cells.values() if cell.status != "skipped"]
+    done, planned = sum(len(cell.visits) for cell in counted), experiment["passes"] * len(counted)
+    return {
+        "layout": LAYOUT, "name": experiment["name"], "complete": done >= planned, "visits_done": done,
+        "visits_planned": planned,
+        "headline": [verdict.text for verdict in verdicts if verdict.comparison.primary],
+        "family": _family(verdicts, experiment["confidence"]),
+        "cells": [_cell_json(cell, judged[key]) for key, cell in cells.items()],
+        "verdicts": [verdict.to_json() for verdict in verdicts],
+    }
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """One arm on one workload."""
+
+    workload: Mapping[str, Any]
+    arm: str
+    told: Mapping[str, Any] | None  # the arm's own file
+    visits: tuple[Mapping[str, Any], ...]
+    planned: int
+    window: str
+
+    @classmethod
+    def of(cls, results: Results, workload: Mapping[str, Any], arm: str) -> _Cell:
+        visits = tuple(visit for visit in results.visits
+                       if visit["arm"] == arm and visit["workload"] == workload["name"])
+        window = "window_metrics" if results.experiment["window"] == "steady" else "metrics"
+        return cls(workload, arm, results.arms.get(arm), visits, results.experiment["passes"], window)
+
+    @property
+    def good(self) -> list[Mapping[str, Any]]:
+        return [visit for visit in self.visits if visit["status"] == "ok"]
+
+    @property
+    def status(self) -> str:
+        statuses = {visit["status"] for visit in self.visits}
+        if (self.told or {}).get("status") == "skipped" or statuses == {"skipped"}:
+            return "skipped"
+        if "failed" in statuses:
+            return "failed"
+        return "ok" if len(self.good) == self.planned else "incomplete"
+
+    @property
+    def reason(self) -> str | None:
+        """Of a skip or a failure."""
+        if self.status == "skipped" and self.told is not None and self.told.get("reason"):
+            return str(self.told["reason"])
+        reasons = [visit["reason"] for visit in self.visits if visit["status"] != "ok" and visit.get("reason")]
+        return reasons[0] if reasons else None
+
+    def value(self, visit: Mapping[str, Any], metric: str) -> float:
+        value = (visit.get(self.window) or {}).get(metric)
+        return math.nan if value is None else float(value)
+
+
+def _judged(results: Results, cell: _Cell, base: _Cell) -> list[tuple[Fault, list[str]]]:
+    """Every fault of a cell once, with the visits it was found in."""
+    found: dict[tuple[str, str | None], tuple[Fault, list[str]]] = {}
+    for visit in cell.good:
+        for item in visit["faults"]:
+            fault = Fault.from_json(item)
+            found.setdefault((fault.gate, fault.metric), (fault, []))[1].append(visit["key"])
+    blocks = _blocks(results, cell, base)
+    pairs = [pair for block in blocks for pair in block]
+    if pairs:
+        size = len(blocks[0])
+        values, bases = (tuple(side.value(pair[which], results.experiment["primary"]) for pair in pairs)
+                         for which, side in enumerate((cell, base)))
+        sound = all(math.isfinite(value) and value > 0 for value in (*values, *bases))
+        tokens = {what: (_sum(pairs, 0, f"total_{what}_tokens"), _sum(pairs, 1, f"total_{what}_tokens"))
+                  for what in ("input", "output")}
+        sample = ArmSample(block_ratios(values, bases, size) if sound and cell.arm != base.arm else (), tokens,
+                           [str(visit.get("version")) for visit in cell.good if visit.get("version")])
+        for fault in across(sample, Gates.parse(results.experiment["gates"])):
+            found[fault.gate, fault.metric] = fault, [visit["key"] for visit in cell.good]
+    return list(found.values())
+
+
+def _comparison(results: Results, cell: _Cell, base: _Cell,
+                judged: Mapping[tuple[str, str], Sequence[tuple[Fault, list[str]]]], metric: str) -> Comparison:
+    pairs = [pair for block in _blocks(results, cell, base) for pair in block]
+    barred = next((why for side in (cell, base)
+                   if (why := _barred(side, judged[side.workload["name"], side.arm], metric)) is not None), None)
+    return Comparison(
+        workload=cell.workload["name"], arm=cell.arm, baseline=base.arm, metric=metric,
+        primary=metric == results.experiment["primary"], values=tuple(cell.value(mine, metric) for mine, _ in pairs),
+        base=tuple(base.value(theirs, metric) for _, theirs in pairs), block=ORDERS[results.experiment["order"]],
+        barred=barred)
+
+
+def _barred(cell: _Cell, judged: Sequence[tuple[Fault, list[str]]], metric: str) -> str | None:
+    """A crash or a skip is told first: it explains the rest."""
+    if cell.status in ("failed", "skipped"):
+        return f"{cell.arm} was skipped: {cell.reason}" if cell.status == "skipped" else f"{cell.arm}: {cell.reason}"
+    reasons = [fault.reason for fault, _ in judged if fault.fatal and fault.metric in (None, metric)]
+    return f"{cell.arm} is not valid: {'; '.join(reasons)}" if reasons else None
+
+
+def _blocks(results: Results, cell: _Cell, base: _Cell) -> list[list[tuple[Mapping[str, Any], Mapping[str, Any]]]]:
+    """Pairs of visits of the same pass, block by block; only blocks of which nothing is missing."""
+    size = ORDERS[results.experiment["order"]]
+    mine, theirs = ({visit["pass"]: visit for visit in side.good} for side in (cell, base))
+    blocks = []
+    for first in range(0, results.experiment["passes"], size):
+        passes = range(first, first + size)
+        if all(each in mine and each in theirs for each in passes):
+            blocks.append([(mine[each], theirs[each]) for each in passes])
+    return blocks
+
+
+def _cell_json(cell: _Cell, judged: Sequence[tuple[Fault, list[str]]]) -> dict[str, Any]:
+    good = cell.good
+    faults = [{**fault.to_json(), "visits": keys} for fault, keys in judged]
+    told = [visit["sources"] for visit in good if visit.get("sources")]
+    sources = {name: sum(each.get(name, 0) for each in told) for name in {key for each in told for key in each}}
+    split = {name: _mean([visit["metrics"].get(f"{name}_ms") for visit in good]) for name in SPLIT}
+    limits = [visit["limit"] for visit in good if (visit.get("limit") or {}).get("percent") is not None]
+    middle = sorted(limits, key=lambda each: float(each["percent"]))[len(limits) // 2] if limits else None
+    return {
+        "workload": cell.workload["name"], "group": cell.workload["group"], "sweep": cell.workload["sweep"],
+        "arm": cell.arm, "status": cell.status, "reason": cell.reason,
+        "valid": bool(good) and not any(fault.fatal and fault.metric is None for fault, _ in judged)
+                 and cell.status in ("ok", "incomplete"),
+        "faults": [fault for fault in faults if fault["fatal"]],
+        "notes": [fault for fault in faults if not fault["fatal"]],
+        "visits": [visit["key"] for visit in cell.visits],
+        "metrics": _summaries(good, "metrics"), "window_metrics": _summaries(good, "window_metrics"),
+        "sources": sources or None, "hit_rate": _mean([visit["metrics"].get("hit_rate") for visit in good]),
+        "latency_split": split if any(value is not None for value in split.values()) else None,
+        "limit": middle or {"percent": None, "bound": None, "text": "-"},
+        "requests": sum(int(visit["metrics"].get("completed") or 0) for visit in good),
+        "errors": sum(int(visit["metrics"].get("failed") or 0) for visit in good),
+    }
+
+
+def _summaries(visits: Sequence[Mapping[str, Any]], which: str) -> dict[str, Any]:
+    summaries: dict[str, Any] = {}
+    for metric in dict.fromkeys(name for visit in visits for name in visit.get(which) or {}):
+        values = [visit[which].get(metric) for visit in visits]
+        known = [float(value) for value in values if value is not None]
+        if known:
+            summaries[metric] = {**median_interval(known, resamples=RESAMPLES).as_dict(), "values": values}
+    return summaries
+
+
+def _family(verdicts: Sequence[Verdict], confidence: float) -> dict[str, Any]:
+    decided = [verdict.comparison.primary for verdict in verdicts if verdict.why is None]
+    return {"alpha": 1 - confidence, "method": "Holm", "primary_comparisons": sum(decided),
+            "secondary_comparisons": len(decided) - sum(decided)}
+
+
+def _sum(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], side: int, name: str) -> float:
+    return sum(float(pair[side]["metrics"].get(name) or 0) for pair in pairs)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [float(value) for value in values if value is not None]
+    return sum(known) / len(known) if known else None

@@ -1,0 +1,89 @@
+"""Experiments as they are written: YAML read strictly, sizes merged over it, and the files that ship with the package.
+
+`off` and `on` are words here, as in YAML 1.2: arms are called so. A key that comes twice is refused, not overwritten.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from spillover.errors import SpilloverError
+
+SUFFIXES = (".yaml", ".yml")
+
+
+def shipped() -> dict[str, Path]:
+    """Experiments that come with the package, by name."""
+    folder = Path(str(resources.files("spillover.lab"))) / "seeds"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def read_document(name: str) -> dict[str, Any]:
+    """Of a file, or of one that ships with the package by its name."""
+    path = Path(name)
+    if path.suffix not in SUFFIXES and name in shipped():
+        path = shipped()[name]
+    if not path.is_file():
+        near = difflib.get_close_matches(name, shipped(), n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(shipped()) or 'none'}"
+        raise SpilloverError(f"There is no experiment '{name}': {hint} Give one of these or a YAML file.")
+    return parse_document(path.read_text(), str(path))
+
+
+def parse_document(text: str, name: str = "the experiment") -> dict[str, Any]:
+    try:
+        import yaml
+    except ImportError as error:
+        raise SpilloverError("Reading experiments needs the lab extra: pip install 'spillover[lab]'") from error
+    try:
+        document = yaml.load(text, Loader=_strict_loader())
+    except yaml.YAMLError as error:
+        raise SpilloverError(f"{name} is not YAML: {error}") from error
+    if not isinstance(document, dict):
+        raise SpilloverError(f"{name} must hold names and values (name:, arms:, workloads: ...); see docs/lab.md")
+    return document
+
+
+def scaled(document: Mapping[str, Any], scale: str | None) -> dict[str, Any]:
+    """The document with what it says under `scales` for this size laid over it; null there removes a value."""
+    base = {key: value for key, value in document.items() if key != "scales"}
+    scales = document.get("scales") or {}
+    if scale is None or (scale == "cpu" and scale not in scales):  # as it is written is the size for a CPU
+        return base
+    if scale not in scales:
+        raise SpilloverError(f"'{document.get('name')}' has no size '{scale}'; "
+                             f"there are {', '.join(dict.fromkeys(['cpu', *scales]))}")
+    merged: dict[str, Any] = _merged(base, scales[scale] or {})
+    return merged
+
+
+def _merged(below: Any, above: Any) -> Any:
+    if not isinstance(below, Mapping) or not isinstance(above, Mapping):
+        return above
+    merged = {key: _merged(below[key], value) if key in below else value for key, value in above.items()}
+    return {key: value for key, value in {**below, **merged}.items() if value is not None or key not in above}
+
+
+def _strict_loader() -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            seen: set[Any] = set()
+            for key_node, _ in node.value:
+                key = self.construct_object(key_node, deep=True)
+                if key in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"'{key}' comes twice", key_node.start_mark)
+                seen.add(key)
+            mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+            return mapping
+
+    tag = "tag:yaml.org,2002:bool"
+    Loader.yaml_implicit_resolvers = {
+        first: [(kind, pattern) for kind, pattern in resolvers if kind != tag or first in "tTfF"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+    return Loader

@@ -1,0 +1,44 @@
+"""The engines that the lab compares, one file each. A new one is a file here and a line in `KINDS`.
+
+`make_engine(spec)` gives the adapter; nothing is started and nothing heavy imported before its `start`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from pathlib import Path
+
+from spillover.errors import SpilloverError
+from spillover.lab.engines.base import CacheReset, Engine, EngineFailed, EngineSpec, Missing, Running
+
+__all__ = ["KINDS", "CacheReset", "Engine", "EngineFailed", "EngineSpec", "Missing", "Running", "engine_class",
+           "make_engine", "missing"]
+
+KINDS = {
+    "spillover": "spillover.lab.engines.spillover:SpilloverEngine",
+    "vllm": "spillover.lab.engines.vllm:VllmEngine",
+    "sglang": "spillover.lab.engines.sglang:SglangEngine",
+    "llamacpp": "spillover.lab.engines.llamacpp:LlamaCppEngine",
+    "url": "spillover.lab.engines.url:UrlEngine",
+}
+
+
+def engine_class(kind: str) -> type[Engine]:
+    if kind not in KINDS:
+        near = difflib.get_close_matches(kind, KINDS, n=1)
+        hint = f"; did you mean '{near[0]}'?" if near else f"; there are {', '.join(KINDS)}"
+        raise SpilloverError(f"There is no engine '{kind}'{hint}")
+    module, _, name = KINDS[kind].partition(":")
+    found: type[Engine] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def make_engine(spec: EngineSpec, log_folder: Path | None = None) -> Engine:
+    """`log_folder`: where its log is kept; without one it lies in a temporary file until it stops."""
+    return engine_class(spec.kind)(spec, log_folder)
+
+
+def missing(spec: EngineSpec) -> Missing | None:
+    """Why this arm must be skipped, and what would install it; None where it can run."""
+    return engine_class(spec.kind).missing(spec)

@@ -1,0 +1,203 @@
+"""What every engine adapter promises, whatever it drives: start, read, reset, stop.
+
+An engine is a server that speaks the OpenAI API. It is described by an `EngineSpec` (what a YAML file or a preset
+says), runs as a process group that the lab owns, and is gone when its block ends. That it could not start, crashed or
+ran out of memory is a result (`EngineFailed`), not an accident; that it is not installed is `Missing`, and the arm is
+skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, ClassVar, Self
+
+from spillover.errors import SpilloverError
+from spillover.lab.engines.metrics_text import counters_from, label_of, parse_metrics
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """How to start one engine. `args` are its own flags without dashes; see `flags.py` for how they are written."""
+
+    kind: str  # spillover, vllm, sglang, llamacpp or url
+    model: str | None = None  # None: spillover's default model, or whatever a url serves
+    args: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
+    env: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
+    preset: str | None = None
+    python: str | None = None  # interpreter of the environment that holds the engine, if not this one
+    url: str | None = None  # of a server that runs already (kind url)
+    ready_seconds: float = 600.0
+
+    def to_json(self) -> dict[str, Any]:
+        """What a result says about its arm; the same engine gives the same text."""
+        return {"kind": self.kind, "model": self.model, "args": dict(self.args), "env": dict(self.env),
+                "preset": self.preset, "python": self.python, "url": self.url, "ready_seconds": self.ready_seconds}
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that answered its health check."""
+
+    url: str  # http://host:port, without /v1
+    model_name: str  # what requests must call the model
+    pid: int | None  # None: not ours (kind url)
+    log_path: Path | None
+    version: str
+    command: tuple[str, ...] = ()  # as it was started; empty where we did not start it
+    start_seconds: float = 0.0  # from the start of the process to its first healthy answer
+
+
+@dataclass(frozen=True)
+class Missing:
+    """An engine that is not here, and what would bring it."""
+
+    reason: str
+    install: str
+
+    def __str__(self) -> str:
+        return f"skipped: {self.reason}; to have it: {self.install}"
+
+
+@dataclass(frozen=True)
+class CacheReset:
+    """`done` False: this engine cannot forget its prefix cache, so runs must use prompts it has not seen."""
+
+    done: bool
+    how: str
+
+
+class EngineFailed(SpilloverError):  # noqa: N818 - a result, which experiments keep
+    """The engine did not start, crashed or ran out of memory: a result of its arm."""
+
+    def __init__(self, cause: str, reason: str, log_tail: str = "") -> None:
+        super().__init__(reason)
+        self.cause = cause  # "out of memory", "crash" (it had been healthy) or "no start"
+        self.reason = reason
+        self.log_tail = log_tail
+
+    @property
+    def out_of_memory(self) -> bool:
+        return self.cause == "out of memory"
+
+    def to_json(self) -> dict[str, str]:
+        return {"cause": self.cause, "reason": self.reason, "log_tail": self.log_tail}
+
+
+class Engine(ABC):
+    """A context manager: the server runs inside the block.
+
+    `metrics()` is all the server tells, by sample name with labels. `counters()` is the part that every engine has a
+    name for, under one name: prompt_tokens, generation_tokens, prefix_queries, prefix_hits (tokens), preemptions. Where
+    an engine does not count one of them it is left out, never 0.
+    """
+
+    kind: ClassVar[str]
+    COUNTERS: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # our name -> those of the engine that add up to it
+
+    def __init__(self, spec: EngineSpec, log_folder: Path | None = None) -> None:
+        self.spec = spec
+        self.log_folder = log_folder  # None: a temporary file, removed when it stops well
+        self._running: Running | None = None
+
+    @classmethod
+    @abstractmethod
+    def installed(cls, spec: EngineSpec) -> Missing | None:
+        """None where the engine itself is here."""
+
+    @classmethod
+    def missing(cls, spec: EngineSpec) -> Missing | None:
+        """None where it can be started as this spec says: the engine, and what its configuration needs beside it."""
+        from spillover.lab.engines.needs import unmet  # asks engines in turn
+
+        return cls.installed(spec) or unmet(spec)
+
+    @abstractmethod
+    def start(self) -> Running: ...
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Ends the server and everything it started; may be called twice."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises `EngineFailed` if the server has died since it started."""
+
+    @abstractmethod
+    def version(self) -> str: ...
+
+    @abstractmethod
+    def reset_cache(self) -> CacheReset: ...
+
+    def command(self, port: int) -> list[str]:
+        """What is run to start it, for reports and dry runs; empty where nothing is started."""
+        return []
+
+    def pids(self) -> tuple[int, ...]:
+        """Every process of the engine that lives now."""
+        return ()
+
+    def metrics(self) -> Mapping[str, float]:
+        """Empty where the server has no Prometheus page."""
+        try:
+            return parse_metrics(self.get("/metrics"))
+        except (OSError, ValueError):
+            return {}
+
+    def counters(self) -> Mapping[str, float]:
+        return counters_from(self.metrics(), self.COUNTERS)
+
+    def device_pool_tokens(self) -> int | None:
+        """Tokens of KV that the device holds, where the engine tells."""
+        samples = self.metrics()
+        for name in ("vllm:cache_config_info", "spillover:cache_config_info"):
+            blocks, size = (label_of(samples, name, label) for label in ("num_gpu_blocks", "block_size"))
+            if blocks is not None and size is not None and blocks.isdigit() and size.isdigit():
+                return int(blocks) * int(size)
+        return None
+
+    @property
+    def running(self) -> Running:
+        if self._running is None:
+            raise SpilloverError(f"the {self.kind} engine is not running; use it as `with engine:`")
+        return self._running
+
+    def get(self, path: str, timeout: float = 10.0) -> str:
+        """The body of an answer of 200; OSError otherwise."""
+        with urllib.request.urlopen(self.running.url + path, timeout=timeout) as answer:
+            text: str = answer.read().decode(errors="replace")
+            return text
+
+    def get_json(self, path: str) -> Any:
+        """None where there is no such page."""
+        try:
+            return json.loads(self.get(path))
+        except (OSError, ValueError):
+            return None
+
+    def post(self, path: str, timeout: float = 60.0) -> int:
+        """The status of an empty POST; 0 where nobody answers."""
+        request = urllib.request.Request(self.running.url + path, data=b"", method="POST")
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return int(error.code)
+        except OSError:
+            return 0
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.stop()

@@ -1,0 +1,118 @@
+"""What a configuration needs beyond its engine: a CUDA device, a package, a build. Unmet, the arm is skipped, never
+emulated: an engine that ignores a switch it does not know would be measured without it.
+
+Needs are those of the spec's preset, and those that its own flags and environment show. A need is one word: `cuda`,
+`cuda:2` (devices), `module:lmcache` (in the engine's environment), `vllm-uvm`, `llamacpp-cuda`, or `driver:NAME`, which
+nothing can test for and the person declares in SPILLOVER_HAS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from functools import lru_cache
+
+from spillover.errors import SpilloverError
+from spillover.lab.engines.base import EngineSpec, Missing
+
+DECLARED = "SPILLOVER_HAS"
+
+
+def unmet(spec: EngineSpec) -> Missing | None:
+    """The first need that this machine does not meet."""
+    for need in needs_of(spec):
+        name, _, detail = need.partition(":")
+        if name not in _CHECKS:
+            raise SpilloverError(f"There is no need '{need}'; there are {', '.join(_CHECKS)}")
+        absent = _CHECKS[name](spec, detail)
+        if absent is not None:
+            return absent
+    return None
+
+
+def needs_of(spec: EngineSpec) -> tuple[str, ...]:
+    from spillover.lab.presets import find_preset
+
+    needs = list(find_preset(spec.preset).needs) if spec.preset is not None else []
+    for (kind, place, name), shown in _SHOWN.items():
+        if spec.kind == kind and str((spec.env if place == "env" else spec.args).get(name, "0")) not in ("0", "False"):
+            needs += shown
+    if spec.kind == "vllm" and "LMCache" in str(spec.args.get("kv-transfer-config", "")):
+        needs.append("module:lmcache")
+    return tuple(dict.fromkeys(needs))
+
+
+# Switches that an engine without the part behind them accepts and ignores.
+_SHOWN: dict[tuple[str, str, str], tuple[str, ...]] = {
+    ("vllm", "env", "VLLM_USE_UVM"): ("cuda", "vllm-uvm"),
+    ("llamacpp", "env", "GGML_CUDA_ENABLE_UNIFIED_MEMORY"): ("cuda", "llamacpp-cuda"),
+    ("llamacpp", "args", "ncmoe"): ("cuda", "llamacpp-cuda"),
+    ("llamacpp", "args", "n-cpu-moe"): ("cuda", "llamacpp-cuda"),
+}
+
+
+@lru_cache(maxsize=1)
+def cuda_devices() -> int:
+    """NVIDIA devices by the driver's own tool, so that no library need be loaded."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+        return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    return 0
+
+
+def _cuda(_spec: EngineSpec, detail: str) -> Missing | None:
+    wanted, found = int(detail or 1), cuda_devices()
+    if found >= wanted:
+        return None
+    return Missing(f"it needs {_devices(wanted)}, and there {'is' if found == 1 else 'are'} {found or 'none'}",
+                   f"a machine with {_devices(wanted)} and NVIDIA's driver")
+
+
+def _module(spec: EngineSpec, detail: str) -> Missing | None:
+    from spillover.lab.engines.owned import has_module
+    from spillover.lab.engines.vllm import interpreter
+
+    python = interpreter(spec)
+    return None if has_module(python, detail) else Missing(f"{detail} is not in {python}",
+                                                           f"{python} -m pip install {detail}")
+
+
+def _vllm_uvm(spec: EngineSpec, _detail: str) -> Missing | None:
+    from spillover.lab.engines.owned import ask
+    from spillover.lab.engines.vllm import interpreter
+
+    code = "import sys, vllm.envs as e; sys.exit('VLLM_USE_UVM' not in e.environment_variables)"
+    if ask(interpreter(spec), code) is not None:
+        return None
+    return Missing("this vLLM does not know VLLM_USE_UVM and would run without unified memory",
+                   "build a vLLM that allocates with cudaMallocManaged under VLLM_USE_UVM=1")
+
+
+def _llamacpp_cuda(spec: EngineSpec, _detail: str) -> Missing | None:
+    from spillover.lab.engines.llamacpp import devices
+
+    if "CUDA" in devices(spec):
+        return None
+    return Missing("this llama.cpp was built without CUDA and would compute on the host",
+                   "cmake -B build -DGGML_CUDA=ON && cmake --build build --target llama-server, and put it on PATH")
+
+
+def _driver(_spec: EngineSpec, detail: str) -> Missing | None:
+    if detail in os.environ.get(DECLARED, "").split(","):
+        return None
+    return Missing(f"it needs {detail}, which is no part of a stock driver or engine and cannot be tested for",
+                   f"set {DECLARED}={detail} on a machine that has it")
+
+
+def _devices(count: int) -> str:
+    return "a CUDA device" if count == 1 else f"{count} CUDA devices"
+
+
+_CHECKS: dict[str, Callable[[EngineSpec, str], Missing | None]] = {
+    "cuda": _cuda, "module": _module, "vllm-uvm": _vllm_uvm, "llamacpp-cuda": _llamacpp_cuda, "driver": _driver,
+}

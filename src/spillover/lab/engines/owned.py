@@ -1,0 +1,129 @@
+"""An engine that the lab starts itself: what the adapters of spillover, vLLM, SGLang and llama.cpp have in common."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
+
+from spillover.errors import SpilloverError
+from spillover.lab.engines.base import CacheReset, Engine, EngineFailed, EngineSpec, Missing, Running
+from spillover.lab.engines.process import ServerProcess, environment, free_port, is_foreign, status_of
+
+
+class OwnedEngine(Engine):
+    """A subclass says what to run, which page tells its health, and how it forgets its cache."""
+
+    HEALTH: ClassVar[str] = "/health"
+    RESET: ClassVar[str | None] = None  # a POST that empties the prefix cache
+    ENV: ClassVar[Mapping[str, str]] = {}  # what the lab needs of the server, below what the spec says
+
+    def __init__(self, spec: EngineSpec, log_folder: Path | None = None) -> None:
+        super().__init__(spec, log_folder)
+        self._process: ServerProcess | None = None
+
+    @abstractmethod
+    def command(self, port: int) -> list[str]: ...
+
+    def start(self) -> Running:
+        if self._process is not None:
+            raise SpilloverError(f"the {self.kind} engine runs already; stop it before it is started again")
+        absent = self.missing(self.spec)
+        if absent is not None:
+            raise SpilloverError(str(absent))
+        port = free_port()
+        command = self.command(port)
+        process = ServerProcess(self.kind, command, port, {**self.ENV, **self.spec.env}, self.log_folder,
+                                is_foreign(command[0]))
+        seconds = process.start(self.spec.ready_seconds, self.healthy)
+        self._process = process
+        self._running = Running(process.url, "", process.pid, process.log_path, "", process.command, seconds)
+        try:
+            self._running = Running(process.url, self._model_name(), process.pid, process.log_path, self.version(),
+                                    process.command, seconds)
+        except BaseException:
+            self.stop()
+            raise
+        return self._running
+
+    def healthy(self, url: str) -> bool:
+        return status_of(url + self.HEALTH) == 200
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.stop()
+        self._process = self._running = None
+
+    def check(self) -> None:
+        if self._process is None:
+            return
+        self._process.check()
+        if status_of(self._process.url + self.HEALTH, timeout=30) != 200:
+            self._process.check()  # it may have ended while it was asked
+            raise EngineFailed("crash", f"{self.kind} lives but no longer answers {self.HEALTH} with 200",
+                               self._process.tail())
+
+    def pids(self) -> tuple[int, ...]:
+        return self._process.pids() if self._process is not None else ()
+
+    def reset_cache(self) -> CacheReset:
+        if self.RESET is None:
+            return CacheReset(False, f"{self.kind} cannot empty its prefix cache: use prompts that it has not seen")
+        status = self.post(self.RESET)
+        if status == 200:
+            return CacheReset(True, f"POST {self.RESET}")
+        return CacheReset(False, f"POST {self.RESET} was answered with {status}: use prompts that it has not seen")
+
+    def log(self) -> str:
+        """The end of its log."""
+        return self._process.log_tail_text() if self._process is not None else ""
+
+    def _model_name(self) -> str:
+        listed = self.get_json("/v1/models")
+        try:
+            return str(listed["data"][0]["id"])
+        except (TypeError, KeyError, IndexError) as error:
+            raise EngineFailed("no start", f"{self.kind} is healthy but /v1/models names no model",
+                               self.log()) from error
+
+
+def beside(python: str, program: str) -> str | None:
+    """A program that an environment installed next to its interpreter."""
+    path = Path(python).with_name(program)
+    return str(path) if path.exists() else None
+
+
+def has_module(python: str, module: str) -> bool:
+    """Whether an interpreter could import it; asked of the interpreter, as it may be another environment's."""
+    if shutil.which(python) is None:
+        return False
+    code = f"import importlib.util as u, sys; sys.exit(u.find_spec({module!r}) is None)"
+    return ask(python, code) is not None
+
+
+def module_version(python: str, *distributions: str) -> str:
+    """Of the first distribution that the interpreter's environment has; "" if none."""
+    code = ("import importlib.metadata as m, sys\n"
+            f"for name in {distributions!r}:\n"
+            "    try: print(m.version(name)); break\n"
+            "    except m.PackageNotFoundError: pass")
+    return (ask(python, code) or "").strip()
+
+
+def ask(python: str, code: str) -> str | None:
+    """What a few lines print; None where they fail."""
+    try:
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, check=False, cwd="/",
+                              env=environment({}, is_foreign(python)))
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def not_found(python: str, what: str, install: str, variable: str) -> Missing:
+    where = "this environment" if python == sys.executable else python
+    return Missing(f"{what} is not in {where} ('python:' of the arm or {variable} may name another)", install)

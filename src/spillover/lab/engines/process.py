@@ -1,0 +1,277 @@
+"""A server process that the lab owns: its group, its log, its health and its end.
+
+Nothing of the group outlives the owner: `stop` ends it politely and then by force, and a watcher that sleeps on a pipe
+does the same when the lab itself is killed. Why a server ended is read from its exit status, the kernel's count of
+processes killed for memory, and its log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from spillover.lab.engines.base import EngineFailed
+
+HOST = "127.0.0.1"
+STOP_SECONDS = 30.0
+OOM_SCORE_ADJ = 500  # of -1000 to 1000; processes are at 0
+TAIL_BYTES = 256 * 1024  # of a log that is searched for a reason
+TAIL_LINES = 40  # of it that a result keeps
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|OutOfMemoryError|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|std::bad_alloc|\bMemoryError\b"
+    r"|[Cc]annot allocate memory|can't allocate memory|No available memory for the cache blocks"
+    r"|failed to allocate .*buffer|unable to allocate|larger than the available KV cache memory"
+    r"|[Nn]ot enough memory|DefaultCPUAllocator", re.IGNORECASE)
+_ERROR = re.compile(r"\b(?:[A-Z]\w*(?:Error|Exception)|error|fatal|failed)\b.*", re.IGNORECASE)
+# `read` fails at the end of the pipe, which comes when whoever holds its other end is gone.
+_WATCHER = "read _ || { kill -s TERM -- -$1; sleep 5; kill -s KILL -- -$1; } 2>/dev/null"
+
+
+class ServerProcess:
+    """One start of one server. `healthy(url)` says whether it is ready to be measured."""
+
+    def __init__(self, name: str, command: Sequence[str], port: int, env: Mapping[str, str],
+                 log_folder: Path | None = None, foreign: bool = False) -> None:
+        """`foreign`: another environment's interpreter, which must not see this one's paths."""
+        self.url = f"http://{HOST}:{port}"
+        self.command = tuple(command)
+        self.log_path = _log_file(name, log_folder)
+        self._name, self._keeps_log = name, log_folder is not None
+        self._env = environment(env, foreign)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._watcher: subprocess.Popen[bytes] | None = None
+        self._group = 0
+        self._oom_kills: int | None = None
+        self._failed = False
+
+    def start(self, ready_seconds: float, healthy: Callable[[str], bool]) -> float:
+        """Seconds until it was healthy; `EngineFailed` where that did not come, and then nothing of it is left."""
+        self._oom_kills = oom_kills()
+        begin = time.monotonic()
+        try:
+            with self.log_path.open("wb") as log:
+                self._process = subprocess.Popen(self.command, stdout=log, stderr=subprocess.STDOUT,
+                                                 stdin=subprocess.DEVNULL, start_new_session=True, env=self._env)
+        except OSError as error:
+            self._failed = True
+            raise EngineFailed("no start", f"{self._name} could not be started: {error}") from error
+        self._group = self._process.pid
+        _offer_to_the_kernel(self._group)
+        try:
+            self._watcher = subprocess.Popen(["/bin/sh", "-c", _WATCHER, "sh", str(self._group)],
+                                             stdin=subprocess.PIPE, start_new_session=True)
+            while not healthy(self.url):
+                self.check(starting=True)
+                if time.monotonic() - begin > ready_seconds:
+                    self._failed = True
+                    raise EngineFailed("no start", f"{self._name} was not healthy after {ready_seconds:.0f} s",
+                                       self.tail())
+                time.sleep(0.1)
+        except BaseException:
+            self.stop()
+            raise
+        return time.monotonic() - begin
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "the server was not started"
+        return self._process.pid
+
+    def check(self, starting: bool = False) -> None:
+        """Raises `EngineFailed` with the reason if the process has ended. One that was never healthy has not crashed:
+        it did not start, be it that it refused what was asked."""
+        if self._process is None or self._process.poll() is None:
+            return
+        self._failed = True
+        kills = oom_kills()
+        killed = None if kills is None or self._oom_kills is None else kills - self._oom_kills
+        cause, reason = why_it_ended(self._process.returncode, self.log_tail_text(), killed)
+        if starting and cause == "crash":
+            cause = "no start"
+        raise EngineFailed(cause, f"{self._name} {reason}", self.tail())
+
+    def pids(self) -> tuple[int, ...]:
+        """Its group, and descendants that left it."""
+        if self._process is None:
+            return ()
+        found = set(group_members(self._group))
+        with contextlib.suppress(psutil.Error):
+            found.update(child.pid for child in psutil.Process(self._group).children(recursive=True))
+        return tuple(sorted(found))
+
+    def log_tail_text(self) -> str:
+        try:
+            with self.log_path.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
+                return log.read().decode(errors="replace")
+        except OSError:
+            return ""
+
+    def tail(self) -> str:
+        """The last lines of the log, without what a progress bar overwrote."""
+        lines = [line.rpartition("\r")[2] for line in self.log_tail_text().rstrip().split("\n")]
+        return "\n".join(lines[-TAIL_LINES:])
+
+    def stop(self) -> None:
+        """SIGTERM to the server, then SIGKILL to all that is left of it."""
+        if self._process is not None:
+            strays = _alive(self.pids())
+            if self._process.poll() is None:
+                self._process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(STOP_SECONDS)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._group, signal.SIGKILL)
+            for stray in strays:  # of other groups; psutil leaves a number alone that now belongs to somebody else
+                with contextlib.suppress(psutil.Error):
+                    stray.kill()
+            self._process.wait()
+            _wait_until_gone(strays)
+            self._process = None
+        self._dismiss_watcher()
+        if not self._keeps_log and not self._failed:
+            self.log_path.unlink(missing_ok=True)
+
+    def _dismiss_watcher(self) -> None:
+        if self._watcher is not None and self._watcher.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._watcher.stdin.write(b"\n")
+                self._watcher.stdin.close()
+            self._watcher.wait()
+            self._watcher = None
+
+
+def why_it_ended(status: int, log: str, killed_for_memory: int | None) -> tuple[str, str]:
+    """(cause, reason) from the exit status, the end of the log and how many processes the kernel killed for memory
+    meanwhile (None: it does not tell)."""
+    lines = [line.strip() for line in log.splitlines()]
+    killed = status in (-signal.SIGKILL, 128 + signal.SIGKILL)
+    ended = f"was killed by signal {-status} ({_signal_name(-status)})" if status < 0 else f"ended with status {status}"
+    exhausted = next((line for line in lines if _OUT_OF_MEMORY.search(line)), None)
+    if killed_for_memory:
+        return "out of memory", f"{ended}: the kernel killed {'it' if killed else 'a process of it'} for its memory"
+    if exhausted is not None:
+        return "out of memory", f"{ended}: {_short(exhausted)}"
+    if killed and killed_for_memory is None:
+        return "out of memory", f"{ended}, as the kernel does where memory runs out"
+    if killed:
+        return "crash", f"{ended}, and not by the kernel for its memory"
+    last = next((line for line in reversed(lines) if _ERROR.search(line)), lines[-1] if lines else "")
+    return "crash", f"{ended}: {_short(last)}" if last else f"{ended} and wrote nothing"
+
+
+def oom_kills(root: Path = Path("/")) -> int | None:
+    """Processes of this control group that the kernel has killed for memory; None where it does not tell."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers not in ("", "memory"):  # version 2 has one nameless hierarchy
+                continue
+            folder = root / "sys/fs/cgroup" / controllers
+            name = "memory.oom_control" if controllers else "memory.events"
+            for file in (folder / path.lstrip("/") / name, folder / name):  # a container sees its own group as the root
+                if file.is_file():
+                    found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
+                    if found is not None:
+                        return int(found[1])
+    return None
+
+
+def status_of(url: str, timeout: float = 5.0) -> int:
+    """The HTTP status of a GET; 0 where nobody answers."""
+    try:
+        with urllib.request.urlopen(url, timeout=timeout) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return int(error.code)
+    except (OSError, ValueError):
+        return 0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def group_members(group: int) -> list[int]:
+    members = []
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError):
+            if os.getpgid(pid) == group:
+                members.append(pid)
+    return members
+
+
+def environment(extra: Mapping[str, str], foreign: bool) -> dict[str, str]:
+    ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV") if foreign else ()
+    kept = {name: value for name, value in os.environ.items() if name not in ours}
+    return kept | {"PYTHONUNBUFFERED": "1"} | {name: str(value) for name, value in extra.items()}
+
+
+def is_foreign(program: str) -> bool:
+    """Whether an interpreter or a program belongs to another environment; a link is not followed, as it makes one."""
+    return os.path.dirname(os.path.abspath(program)) != os.path.dirname(os.path.abspath(sys.executable))
+
+
+def _offer_to_the_kernel(pid: int) -> None:
+    """Where memory runs out, the engine under test is to be killed, not the lab or whoever else works on the machine.
+
+    What the engine starts inherits it. Where it cannot be set the kernel chooses as it always does."""
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{pid}/oom_score_adj").write_text(str(OOM_SCORE_ADJ))
+
+
+def _log_file(name: str, folder: Path | None) -> Path:
+    if folder is None:
+        handle, path = tempfile.mkstemp(prefix=f"{name}-", suffix=".log")
+        os.close(handle)
+        return Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    number = 0
+    while (path_there := folder / f"{name}{f'-{number}' if number else ''}.log").exists():
+        number += 1
+    return path_there
+
+
+def _wait_until_gone(processes: Sequence[psutil.Process], seconds: float = 30.0) -> None:
+    """Killed is not gone: a large process takes a while to give its memory back, which the next engine may need."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes):
+                time.sleep(0.05)
+                continue
+            return
+
+
+def _alive(pids: Sequence[int]) -> list[psutil.Process]:
+    processes = []
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            processes.append(psutil.Process(pid))
+    return processes
+
+
+def _signal_name(number: int) -> str:
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return "unknown"
+
+
+def _short(line: str, most: int = 300) -> str:
+    return line if len(line) <= most else line[:most] + "..."

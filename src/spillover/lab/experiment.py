@@ -1,0 +1,315 @@
+"""An experiment: which arms, on which workloads, how often, and what will decide. Parsed once, never changed.
+
+    name: tiers
+    baseline: off
+    arms:
+      off: {engine: spillover, args: {num-gpu-blocks-override: 96}}
+      host: {preset: spillover-host, args: {num-gpu-blocks-override: 96}}
+    workloads:
+      chats: {dataset-name: multi-turn, max-concurrency: 4}
+      load: {dataset-name: random, sweep: {request-rate: [1, 2, 4]}}
+    primary: output_throughput
+
+Everything that decides a verdict (metric, number of blocks, confidence) is fixed here before the first run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from spillover.errors import SpilloverError
+from spillover.lab.document import read_document, scaled
+from spillover.lab.engines import KINDS, EngineSpec
+from spillover.lab.run_metrics import metric_names
+from spillover.lab.validity import Gates
+
+LAYOUT = 1  # of the result folder
+BLOCKS = 10  # find 5% nine times in ten and more, where runs of the same thing differ by 2 to 3%
+MINIMUM_BLOCKS = 3
+CONFIDENCE = 0.99  # of 20 comparisons of equal things, 19 and more end in "no difference shown" 98 times in 100
+ORDERS = {"abba": 2, "alternate": 1}  # passes that make a block
+RESTARTS = ("per-visit", "never")
+WINDOWS = ("whole", "steady")
+
+# A flag that lets KV live below the device: where arms differ in one, a working set that fits the device tests nothing.
+OFFLOAD_FLAGS = frozenset({"host-memory", "disk", "remote", "kv-offloading-size", "kv-transfer-config", "swap-space",
+                           "enable-hierarchical-cache", "enable-lmcache"})
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Arm:
+    name: str
+    spec: EngineSpec
+    about: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "about": self.about, "label": self.label, "spec": self.spec.to_json()}
+
+    @property
+    def label(self) -> str:
+        """What makes its numbers not those of a real model."""
+        return {"dummy": "random weights", "null": "no model: nothing is computed"}.get(
+            str(self.spec.args.get("load-format")), "")
+
+
+@dataclass(frozen=True)
+class WorkloadSpec:
+    """One kind of load. `options` are those of `spill bench serve`, by their names with hyphens."""
+
+    name: str
+    options: Mapping[str, Any]
+    group: str = ""  # of the points of a sweep
+    sweep: Mapping[str, Any] = field(default_factory=dict)  # which point this is
+    about: str = ""
+    offload: bool = False  # its working set must not fit the device
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "group": self.group, "about": self.about, "sweep": dict(self.sweep),
+                "options": dict(self.options), "offload": self.offload}
+
+
+@dataclass(frozen=True)
+class Experiment:
+    name: str
+    arms: tuple[Arm, ...]
+    workloads: tuple[WorkloadSpec, ...]
+    baseline: str
+    primary: str = "output_throughput"
+    secondary: tuple[str, ...] = ("median_ttft_ms", "median_tpot_ms")
+    about: str = ""
+    seed: str | None = None
+    scale: str = "cpu"
+    repeats: int = BLOCKS
+    order: str = "abba"
+    restart: str = "per-visit"
+    window: str = "whole"
+    warmups: int = 4
+    retries: int = 1  # of a run that a busy moment of the machine spoilt
+    confidence: float = CONFIDENCE
+    minimum_blocks: int = MINIMUM_BLOCKS
+    slo: Mapping[str, float] = field(default_factory=dict)  # ms
+    gates: Gates = field(default_factory=Gates)
+    document: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Those that are compared, the one that decides first."""
+        return (self.primary, *self.secondary)
+
+    @property
+    def passes_per_block(self) -> int:
+        return ORDERS[self.order]
+
+    @property
+    def passes(self) -> int:
+        return self.repeats * self.passes_per_block
+
+    def arm(self, name: str) -> Arm:
+        return next(arm for arm in self.arms if arm.name == name)
+
+    def workload(self, name: str) -> WorkloadSpec:
+        return next(workload for workload in self.workloads if workload.name == name)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "layout": LAYOUT, "name": self.name, "about": self.about, "seed": self.seed, "scale": self.scale,
+            "baseline": self.baseline, "primary": self.primary, "metrics": list(self.metrics),
+            "repeats": self.repeats, "passes": self.passes, "order": self.order, "restart": self.restart,
+            "window": self.window, "warmups": self.warmups, "retries": self.retries, "confidence": self.confidence,
+            "minimum_blocks": self.minimum_blocks, "slo": dict(self.slo), "gates": self.gates.to_json(),
+            "arms": [arm.to_json() for arm in self.arms],
+            "workloads": [workload.to_json() for workload in self.workloads],
+            "document": dict(self.document),
+        }
+
+
+def load_experiment(name: str, scale: str | None = None, model: str | None = None, repeats: int | None = None,
+                    arms: Iterable[str] = (), workloads: Iterable[str] = ()) -> Experiment:
+    """By a file's path or the name of one that ships. `arms` and `workloads`: only these; the baseline always stays."""
+    document = read_document(name)
+    experiment = parse_experiment(scaled(document, scale), scale or "cpu", model, repeats)
+    return _only(experiment, list(arms), list(workloads))
+
+
+def parse_experiment(document: Mapping[str, Any], scale: str = "cpu", model: str | None = None,
+                     repeats: int | None = None) -> Experiment:
+    """Refuses what it does not know: a misspelt setting must not be a setting that is not there."""
+    where = f"experiment '{document.get('name', '')}'"
+    _check_names(where, document, {"name", "about", "seed", "model", "baseline", "arms", "workloads", "repeats",
+                                   "order", "restart", "window", "warmups", "retries", "primary", "metrics",
+                                   "confidence", "minimum-blocks", "slo", "gates", "scales"})
+    name = _string(where, document, "name")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise SpilloverError(f"name: '{name}' becomes a folder's name; use letters, digits, '.', '_' and '-'")
+    model = model if model is not None else document.get("model")
+    arms = tuple(_arm(where, str(key), value, model) for key, value in _section(where, document, "arms").items())
+    baseline = str(document.get("baseline", arms[0].name))
+    _one_of(f"{where}: baseline", baseline, [arm.name for arm in arms])
+    offload = _offload_differs(arms)
+    workloads = tuple(point for key, value in _section(where, document, "workloads").items()
+                      for point in _points(where, str(key), value, offload))
+    _unique_files(where, arms, workloads)
+    metrics = [str(metric) for metric in document.get("metrics") or Experiment.secondary]
+    primary = str(document.get("primary", Experiment.primary))
+    experiment = Experiment(
+        name=name, arms=arms, workloads=workloads, baseline=baseline, primary=primary,
+        secondary=tuple(dict.fromkeys(metric for metric in metrics if metric != primary)),
+        about=str(document.get("about") or "").strip(),
+        seed=None if document.get("seed") is None else str(document["seed"]), scale=scale,
+        repeats=repeats if repeats is not None else _number(where, document, "repeats", int, BLOCKS),
+        order=_one_of(f"{where}: order", str(document.get("order", "abba")), ORDERS),
+        restart=_one_of(f"{where}: restart", str(document.get("restart", RESTARTS[0])), RESTARTS),
+        window=_one_of(f"{where}: window", str(document.get("window", WINDOWS[0])), WINDOWS),
+        warmups=_number(where, document, "warmups", int, 4), retries=_number(where, document, "retries", int, 1),
+        confidence=_number(where, document, "confidence", float, CONFIDENCE),
+        minimum_blocks=_number(where, document, "minimum-blocks", int, MINIMUM_BLOCKS),
+        slo=_slo(where, document.get("slo") or {}),
+        gates=Gates.parse(document.get("gates") or {}, where),
+        document=document,
+    )
+    names = metric_names(experiment.slo)
+    for metric in experiment.metrics:
+        if metric in ("request_goodput", "slo_attainment") and not experiment.slo:
+            raise SpilloverError(f"{where}: {metric} needs objectives, such as slo: {{ttft: 500, tpot: 50}}")
+        _one_of(f"{where}: metric", metric, names)
+    if experiment.repeats < 1:
+        raise SpilloverError(f"{where}: repeats is {experiment.repeats}; at least 1 block is run, and a verdict takes "
+                             f"{experiment.minimum_blocks}")
+    if experiment.minimum_blocks < 2:
+        raise SpilloverError(f"{where}: minimum-blocks is {experiment.minimum_blocks}, but one block says nothing "
+                             "about chance; give at least 2")
+    if not 0.5 < experiment.confidence < 1:
+        raise SpilloverError(f"{where}: confidence is {experiment.confidence}; give a share such as 0.95 or 0.99")
+    return experiment
+
+
+def _only(experiment: Experiment, arms: list[str], workloads: list[str]) -> Experiment:
+    for name in arms:
+        _one_of("--arms", name, [arm.name for arm in experiment.arms])
+    for name in workloads:
+        _one_of("--workloads", name, [*dict.fromkeys(w.group for w in experiment.workloads),
+                                      *(w.name for w in experiment.workloads)])
+    kept = tuple(arm for arm in experiment.arms if not arms or arm.name in arms or arm.name == experiment.baseline)
+    chosen = tuple(w for w in experiment.workloads if not workloads or w.name in workloads or w.group in workloads)
+    return replace(experiment, arms=kept, workloads=chosen)
+
+
+def _arm(where: str, name: str, value: Any, model: str | None) -> Arm:
+    where = f"{where}, arm '{name}'"
+    if not isinstance(value, Mapping):
+        raise SpilloverError(f"{where} must say how to start it, such as {{engine: spillover, args: {{}}}}")
+    _check_names(where, value, {"engine", "preset", "model", "args", "env", "about", "python", "url", "ready-seconds"})
+    given: dict[str, Any] = {"kind": value.get("engine"), "args": {}, "env": {}, "about": ""}
+    if value.get("preset") is not None:
+        from spillover.lab.presets import find_preset
+
+        preset = find_preset(str(value["preset"]))
+        given = {"kind": preset.engine, "args": dict(preset.args), "env": dict(preset.env), "about": preset.about}
+        if value.get("engine", preset.engine) != preset.engine:
+            raise SpilloverError(f"{where}: preset '{value['preset']}' is of {preset.engine}, not of "
+                                 f"{value['engine']}; leave 'engine' out")
+    if given["kind"] is None:
+        raise SpilloverError(f"{where} needs 'engine' ({', '.join(KINDS)}) or 'preset' (see spill lab list)")
+    kind = _one_of(f"{where}: engine", str(given["kind"]), KINDS)
+    args = {**given["args"], **{_hyphens(key): item for key, item in (value.get("args") or {}).items()}}
+    spec = EngineSpec(
+        kind=kind, model=value.get("model", model),
+        args={key: item for key, item in args.items() if item is not None},  # null takes a preset's flag away
+        env={**given["env"], **{str(key): str(item) for key, item in (value.get("env") or {}).items()}},
+        preset=value.get("preset"), python=value.get("python"), url=value.get("url"),
+        ready_seconds=_number(where, value, "ready-seconds", float, EngineSpec.ready_seconds))
+    if kind == "url" and spec.url is None:
+        raise SpilloverError(f"{where} drives a server that runs already: give its address, such as "
+                             "url: http://127.0.0.1:8000")
+    return Arm(name, spec, str(value.get("about") or given["about"]))
+
+
+def _points(where: str, name: str, value: Any, offload: bool) -> list[WorkloadSpec]:
+    """One workload, or one for every point of its sweep."""
+    where = f"{where}, workload '{name}'"
+    if not isinstance(value, Mapping):
+        raise SpilloverError(f"{where} must hold options of spill bench serve, such as {{dataset-name: random}}")
+    options = {_hyphens(key): item for key, item in value.items()}
+    about, offload = str(options.pop("about", "")), bool(options.pop("offload", offload))
+    axes = {_hyphens(key): list(points) if isinstance(points, list) else [points]
+            for key, points in (options.pop("sweep", None) or {}).items()}
+    points = []
+    for chosen in itertools.product(*axes.values()):
+        sweep = dict(zip(axes, chosen, strict=True))
+        label = ",".join(f"{key}={item}" for key, item in sweep.items())
+        points.append(WorkloadSpec(f"{name}@{label}" if label else name, {**options, **sweep}, name, sweep, about,
+                                   offload))
+    return points
+
+
+def _offload_differs(arms: Iterable[Arm]) -> bool:
+    return len({tuple(sorted((key, str(item)) for key, item in arm.spec.args.items() if key in OFFLOAD_FLAGS))
+                for arm in arms}) > 1
+
+
+def _unique_files(where: str, arms: Iterable[Arm], workloads: Iterable[WorkloadSpec]) -> None:
+    """Names become parts of file names: two may not become the same."""
+    for names in ([arm.name for arm in arms], [workload.name for workload in workloads]):
+        files = [file_part(name) for name in names]
+        twice = next((name for name, file in zip(names, files, strict=True) if files.count(file) > 1), None)
+        if twice is not None:
+            raise SpilloverError(f"{where}: '{twice}' and another name would share a file; rename one")
+
+
+def file_part(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._=+-]", "_", name)
+
+
+def _slo(where: str, given: Mapping[str, Any]) -> dict[str, float]:
+    _check_names(f"{where}: slo", given, {"ttft", "tpot", "e2el"})
+    return {str(key): float(value) for key, value in given.items()}
+
+
+def _section(where: str, document: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = document.get(key)
+    if not isinstance(value, Mapping) or not value:
+        raise SpilloverError(f"{where} needs '{key}': names and what each is; see docs/lab.md")
+    return value
+
+
+def _string(where: str, document: Mapping[str, Any], key: str) -> str:
+    if not isinstance(document.get(key), str):
+        raise SpilloverError(f"{where} needs '{key}', a word")
+    return str(document[key])
+
+
+def _number(where: str, document: Mapping[str, Any], key: str, kind: Callable[[Any], Value], default: Value) -> Value:
+    value = document.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or kind(value) != value:
+        raise SpilloverError(f"{where}: {key} must be a number; got '{value}'")
+    return kind(value)
+
+
+def _one_of(what: str, value: str, known: Iterable[str]) -> str:
+    names = list(known)
+    if value not in names:
+        near = difflib.get_close_matches(value, names, n=1)
+        raise SpilloverError(f"{what} is '{value}'; " + (f"did you mean '{near[0]}'?" if near
+                                                         else f"there are {', '.join(names)}"))
+    return value
+
+
+def _check_names(where: str, given: Mapping[str, Any], known: set[str]) -> None:
+    for key in given:
+        if str(key) not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            raise SpilloverError(f"{where}: there is no '{key}'; " + (f"did you mean '{near[0]}'?" if near else
+                                                                      f"there are {', '.join(sorted(known))}"))
+
+
+def _hyphens(key: object) -> str:
+    return str(key).replace("_", "-")

@@ -1,0 +1,29 @@
+"""What is watched beside every run: GPUs, cores, the engine's processes, disks, the engine's own metrics.
+
+`Recorder(default_monitors(engine))` keeps it as rows of (unix time, source, metric, value); `exporter.py` shows the
+same to Prometheus and Performance Co-Pilot.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from spillover.lab.monitors.base import Monitor, Row
+from spillover.lab.monitors.cpu import CpuMonitor
+from spillover.lab.monitors.disk import DiskMonitor
+from spillover.lab.monitors.nvml import NvmlMonitor
+from spillover.lab.monitors.processes import ProcessMonitor
+from spillover.lab.monitors.prometheus import PrometheusMonitor
+from spillover.lab.monitors.recorder import Recorder, read_parquet, write_parquet
+
+if TYPE_CHECKING:
+    from spillover.lab.engines.base import Engine
+
+__all__ = ["CpuMonitor", "DiskMonitor", "Monitor", "NvmlMonitor", "ProcessMonitor", "PrometheusMonitor", "Recorder",
+           "Row", "default_monitors", "read_parquet", "write_parquet"]
+
+
+def default_monitors(engine: Engine) -> list[Monitor]:
+    """Of an engine that runs."""
+    return [NvmlMonitor(), CpuMonitor(), ProcessMonitor(engine.pids), DiskMonitor(),
+            PrometheusMonitor(engine.running.url)]

@@ -1,0 +1,39 @@
+"""What the engine tells about itself at /metrics, over time."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Mapping
+
+from spillover.lab.engines.metrics_text import bare, parse_metrics
+
+COUNTED = ("_total", "_sum", "_count")  # what only grows, by the convention of their names
+
+
+class PrometheusMonitor:
+    """Every sample of the page but the buckets of histograms, which the totals beside them stand for."""
+
+    source = "engine"
+
+    def __init__(self, url: str, timeout: float = 5.0) -> None:
+        """`url`: of the server, without /metrics."""
+        self._url, self._timeout = url.rstrip("/") + "/metrics", timeout
+
+    def open(self) -> str | None:
+        try:
+            return None if self.read() else f"{self._url} is empty"
+        except (OSError, ValueError) as error:
+            return f"no metrics of the engine: {self._url}: {error}"
+
+    def read(self) -> Mapping[str, float]:
+        with urllib.request.urlopen(self._url, timeout=self._timeout) as answer:
+            text = answer.read().decode(errors="replace")
+        return {key: value for key, value in parse_metrics(text).items() if not bare(key).endswith(("_bucket",
+                                                                                                     "_created"))}
+
+    def close(self) -> None:
+        pass
+
+
+def is_counter(key: str) -> bool:
+    return bare(key).endswith(COUNTED)

@@ -1,0 +1,92 @@
+"""report.html: one file that needs nothing else. The verdict is in its text; figures are drawn by its own script."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from spillover.lab.report import wording
+from spillover.lab.report.data import PHASES, SOURCES, Report
+from spillover.lab.report.figures import Figure, as_json
+from spillover.lab.report.forest import TONES, forest
+from spillover.lab.report.metric import metric
+from spillover.lab.report.tables import measured, secondary, sweeps
+
+ARM_COLORS = 8
+WIDE = ("curves", "runs", "itl", "machine")
+# Parts of a bar by their CSS variables; those from `told` on were not told by the server.
+FILLS = {"split": (*PHASES, "prefill", "decode"), "sources": (*SOURCES, "device")}
+TOLD = {"split": len(PHASES), "sources": len(SOURCES)}
+
+
+def render(report: Report, figures: Sequence[Figure]) -> str:
+    page = resources.files("spillover.lab.report").joinpath("page")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(page.joinpath("report.html").read_text(encoding="utf-8"))
+    colors = arm_colors(report)
+    groups = report.groups()
+    return template.render(
+        report=report,
+        primary=metric(report.primary),
+        color=lambda arm: colors.get(arm, "var(--soft)"),
+        style=Markup(page.joinpath("style.css").read_text(encoding="utf-8")),
+        script=Markup(page.joinpath("charts.js").read_text(encoding="utf-8")),
+        icon=base64.b64encode(page.joinpath("icon.svg").read_bytes()).decode(),
+        data=embedded({"baseline": report.baseline, "colors": colors, "fills": FILLS, "told": TOLD,
+                       "figures": [as_json(figure) for figure in figures]}),
+        facts=wording.top_facts(report),
+        warnings=wording.warnings(report),
+        counts=[(word, count, TONES[word]) for word, count in wording.counts(report) if count],
+        forest=forest(report),
+        confidence=wording.confidence(report),
+        method=wording.method(report),
+        sweep_tables=sweeps(report),
+        measured=[{"name": name, "facts": wording.short_facts(workloads[0]),
+                   "tables": [measured(report, workload) for workload in workloads]}
+                  for name, workloads in groups.items()],
+        figures=placed(figures),
+        faults=wording.faults(report),
+        gates=wording.gates(report),
+        not_run=wording.not_installed(report),
+        client=wording.client(report),
+        not_measured=wording.not_measured(report),
+        secondary=secondary(report),
+        again=wording.again(report),
+        env_prefix=wording.env_prefix,
+        workload_facts=wording.workload_facts,
+        load_command=lambda workload: wording.load_command(report, workload),
+        machine=wording.machine_facts(report),
+        definitions=wording.definitions(report),
+        document=wording.document(report),
+    )
+
+
+def arm_colors(report: Report) -> dict[str, str]:
+    """The baseline is grey; others keep their colour through all figures, in the order of the experiment."""
+    others = [arm.name for arm in report.arms if arm.name != report.baseline]
+    colors = {name: f"var(--arm-{index % ARM_COLORS})" for index, name in enumerate(others)}
+    return {**colors, report.baseline: "var(--base)"}
+
+
+def placed(figures: Sequence[Figure]) -> list[dict[str, Any]]:
+    """Narrow figures stand in pairs; one that has no neighbour takes the width of two."""
+    rows: list[list[Figure]] = []
+    for figure in figures:
+        if rows and len(rows[-1]) == 1 and not {figure.key, rows[-1][0].key} & set(WIDE):
+            rows[-1].append(figure)
+        else:
+            rows.append([figure])
+    return [{"key": figure.key, "title": figure.title, "about": figure.about, "wide": len(row) == 1}
+            for row in rows for figure in row]
+
+
+def embedded(value: Any) -> Markup:
+    """JSON that cannot end the script element it stands in, whatever the names in it are."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))

@@ -1,0 +1,73 @@
+"""What a metric is called in a report, its unit, which way is better, and its definition.
+
+Keys are those of `vllm bench serve`'s JSON (`mean_ttft_ms`, `p99_itl_ms`, `output_throughput`); a key that nobody has
+described is shown by its own name rather than left out.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+STATISTICS = {"mean": "mean", "median": "median", "std": "standard deviation of"}
+LATENCIES = {
+    "ttft": ("TTFT", "time from sending a request to the first chunk that carries text or token ids"),
+    "ttft_scheduled": ("TTFT from schedule", "as TTFT, but from when the request should have been sent: waiting in "
+                                             "the client counts"),
+    "tpot": ("TPOT", "(last token - first token) / (tokens - 1), one value a request"),
+    "itl": ("ITL", "gaps between tokens, pooled over requests; a chunk of k tokens counts as k gaps of 1/k"),
+    "e2el": ("E2EL", "time from sending a request to its last token"),
+}
+RATES = {
+    "request_throughput": ("requests", "req/s", "finished requests a second"),
+    "request_goodput": ("goodput", "req/s", "requests a second that met every objective"),
+    "output_throughput": ("output", "tok/s", "output tokens a second"),
+    "total_token_throughput": ("in + out", "tok/s", "prompt and output tokens a second"),
+    "max_output_tokens_per_s": ("peak output", "tok/s", "output tokens in the best second"),
+}
+OTHERS = {
+    "duration": ("duration", "s", "first request sent to last one done"),
+    "max_concurrent_requests": ("peak concurrency", "", "most requests at once"),
+    "hit_rate": ("prefix hits", "%", "share of prompt tokens that were not computed"),
+    "of_limit": ("of limit", "%", "the least time that the machine's measured rates allow, of the time it took"),
+}
+
+
+@dataclass(frozen=True)
+class Metric:
+    key: str
+    label: str
+    unit: str
+    higher_is_better: bool | None = None
+    about: str = ""
+
+    @property
+    def title(self) -> str:
+        return f"{self.label}, {self.unit}" if self.unit else self.label
+
+
+def metric(key: str) -> Metric:
+    if key in RATES:
+        label, unit, about = RATES[key]
+        return Metric(key, label, unit, True, about)
+    if key in OTHERS:
+        label, unit, about = OTHERS[key]
+        return Metric(key, label, unit, {"hit_rate": True, "of_limit": True}.get(key), about)
+    found = re.fullmatch(r"(mean|median|std|p\d+(?:\.\d+)?)_(\w+)_ms", key)
+    if found is not None and found[2] in LATENCIES:
+        label, about = LATENCIES[found[2]]
+        return Metric(key, f"{STATISTICS.get(found[1], found[1])} {label}", "ms", False, about)
+    unit = "ms" if key.endswith("_ms") else ""
+    return Metric(key, key.removesuffix("_ms").replace("_", " "), unit, False if unit else None)
+
+
+def shown(value: float | None, unit: str) -> str:
+    """As people read it: three or four digits, thousands apart."""
+    if value is None or value != value:
+        return "-"
+    if unit == "%":
+        return f"{100 * value:.1f}%" if 0 < abs(value) < 0.1 else f"{100 * value:.0f}%"
+    size = abs(value)
+    if size >= 100 or (value == int(value) and size >= 1):
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if size >= 10 else f"{value:.2f}" if size >= 0.1 or size == 0 else f"{value:.3g}"

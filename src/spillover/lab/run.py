@@ -1,0 +1,304 @@
+"""Runs an experiment: every visit in its turn, each written down as it ends.
+
+    for turn in turns(visits): start the arm's server, then for each visit: warm up, forget, measure, judge, write
+
+A server that is missing, does not start, crashes or runs out of memory is a result of its arm, and the rest goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from spillover.errors import SpilloverError
+from spillover.lab.analysis import analyse
+from spillover.lab.engines import CacheReset, Engine, EngineFailed, EngineSpec, Missing, engine_class, make_engine
+from spillover.lab.experiment import Arm, Experiment
+from spillover.lab.limits import LimitsOf, reached
+from spillover.lab.schedule import Turn, Visit, turns, visits
+from spillover.lab.store import ResultFolder, Results
+from spillover.lab.traffic import Load, Measured, Progress, ServedLoad
+from spillover.lab.validity import Fault, Sample, cache_hits, judge
+
+GIVE_UP = 2  # times in a row that an arm may fail on a workload before its other visits there are left out
+SETTLE_SECONDS = 0.2  # after a reset and before a run: threads that took part before still spin
+
+# Monitors beside one visit, written to the file given; the lab's own unless a test brings others.
+Watch = Callable[[Engine, Path], AbstractContextManager[None]]
+
+
+class Watcher:
+    """Who is told how the experiment goes. Does nothing by itself."""
+
+    def arm_skipped(self, arm: Arm, why: str) -> None: ...
+
+    def visit_begins(self, visit: Visit, done: int, total: int) -> None: ...
+
+    def live(self) -> Progress | None:
+        """Takes figures while a run is under way."""
+        return None
+
+    def visit_ends(self, visit: Visit, told: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What the lab works with; a test brings other parts."""
+
+    load: Load
+    make: Callable[[EngineSpec, Path | None], Engine] = make_engine
+    missing: Callable[[EngineSpec], Missing | None] = lambda spec: engine_class(spec.kind).missing(spec)
+    limits_of: LimitsOf = lambda spec: None
+    watch: Watch | None = None
+    settle_seconds: float = SETTLE_SECONDS
+
+
+def run_experiment(experiment: Experiment, path: Path, bench: Bench | None = None, watcher: Watcher | None = None,
+                   session: Mapping[str, Any] | None = None) -> Results:
+    """Does what is not done yet, then decides. The same call resumes."""
+    bench = bench or Bench(ServedLoad(experiment))
+    for workload in experiment.workloads:
+        bench.load.check(workload)
+    folder = ResultFolder.open(path, experiment)
+    folder.begin(session or {})
+    try:
+        _Runner(experiment, folder, bench, watcher or Watcher()).run()
+    finally:
+        results = Results.open(path)
+        folder.write_analysis(analyse(results))
+    return results
+
+
+@dataclass(frozen=True)
+class _Visited:
+    """A visit as it was measured."""
+
+    visit: Visit
+    measured: Measured
+    repeat: int
+    warmups: int
+    forgot: CacheReset
+    pool: int | None  # tokens of KV that the device holds
+    monitors: Path  # where they wrote, if they did
+    faults: tuple[Fault, ...] = ()
+    spoilt: tuple[Fault, ...] = ()  # of attempts before this one
+
+
+class _Runner:
+    def __init__(self, experiment: Experiment, folder: ResultFolder, bench: Bench, watcher: Watcher) -> None:
+        self._experiment, self._folder, self._bench, self._watcher = experiment, folder, bench, watcher
+        self._planned = visits(experiment)
+        self._failures: dict[tuple[str, str], int] = {}  # of an arm on a workload, in a row
+        self._open: dict[str, Engine] = {}
+
+    def run(self) -> None:
+        skipped = self._skip_missing()
+        with ExitStack() as stack:
+            stack.callback(self._close_all)
+            for turn in turns([visit for visit in self._planned
+                               if visit.arm not in skipped and not self._folder.done(visit)]):
+                self._take(turn)
+
+    def _skip_missing(self) -> set[str]:
+        """Arms whose engine is not here. Their visits are not written, so that installing it and resuming runs them."""
+        skipped = set()
+        for arm in self._experiment.arms:
+            missing = self._bench.missing(arm.spec)
+            if missing is not None:
+                skipped.add(arm.name)
+                self._folder.write_arm(arm.name, {"status": "skipped", "reason": missing.reason,
+                                                  "install": missing.install})
+                self._watcher.arm_skipped(arm, str(missing))
+        return skipped
+
+    def _take(self, turn: Turn) -> None:
+        left = [visit for visit in turn.visits if not self._given_up(visit)]
+        while left:
+            begun = time.time()
+            try:
+                engine = self._engine(turn)
+            except EngineFailed as failure:
+                self._folder.write_arm(turn.arm, {"status": "failed", "reason": _why(failure), "install": None,
+                                                  "log_tail": failure.log_tail})
+                for visit in left:
+                    self._fail(visit, failure, begun)
+                return
+            self._visit(left.pop(0), engine)
+        if self._experiment.restart == "per-visit" and turn.arm in self._open:
+            self._close(turn.arm)
+
+    def _visit(self, visit: Visit, engine: Engine) -> None:
+        begun = time.time()
+        self._watcher.visit_begins(visit, self._done(), len(self._planned))
+        visited = None
+        try:
+            visited = self._measure(visit, engine)
+            engine.check()
+            told = self._told(engine, visited)
+        except SpilloverError as error:
+            self._close(visit.arm)  # the next visit gets a server that nothing has happened to
+            if visit.index == 0 and not isinstance(error, EngineFailed):
+                raise  # nothing is measured yet: whoever asked can still mend what was asked
+            # What a server does not offer, or a workload that it cannot take, ends its own arm only.
+            failure = error if isinstance(error, EngineFailed) else EngineFailed("refused", str(error))
+            self._fail(visit, failure, begun, visited)
+            return
+        self._failures[visit.arm, visit.workload] = 0
+        self._end(visit, {**told, "started": begun, "seconds": time.time() - begun}, visited)
+
+    def _given_up(self, visit: Visit) -> bool:
+        if self._failures.get((visit.arm, visit.workload), 0) < GIVE_UP:
+            return False
+        self._end(visit, {"status": "failed", "reason": f"left out: it had failed {GIVE_UP} times in a row",
+                          "metrics": {}, "faults": []})
+        return True
+
+    def _engine(self, turn: Turn) -> Engine:
+        """Running already, or started now. One that died while it stood idle is started again: each visit judges its
+        own server."""
+        if turn.arm in self._open:
+            try:
+                self._open[turn.arm].check()
+                return self._open[turn.arm]
+            except EngineFailed:
+                self._close(turn.arm)
+        arm = self._experiment.arm(turn.arm)
+        engine = self._bench.make(arm.spec, self._folder.log_folder(turn.log_name))
+        running = engine.start()
+        self._open[turn.arm] = engine
+        self._folder.write_arm(arm.name, {
+            "status": "ready", "reason": None, "install": None, "version": running.version,
+            "command": list(running.command) or None, "model": running.model_name, "url": running.url,
+            "device_pool_tokens": engine.device_pool_tokens(), "start_seconds": running.start_seconds})
+        return engine
+
+    def _measure(self, visit: Visit, engine: Engine) -> _Visited:
+        """A run that a busy moment of the machine spoilt is run again; what spoilt it is told."""
+        visited = self._once(visit, engine, 0)
+        spoilt: tuple[Fault, ...] = ()
+        for attempt in range(1, 1 + self._experiment.retries):
+            again = tuple(fault for fault in visited.faults if fault.fatal and fault.transient)
+            if not again or not _lives(engine):
+                break
+            spoilt += again
+            visited = self._once(visit, engine, attempt)
+        return replace(visited, spoilt=spoilt)
+
+    def _once(self, visit: Visit, engine: Engine, attempt: int) -> _Visited:
+        # Each attempt has prompts that no run before it had.
+        repeat = visit.repeat + attempt * self._experiment.passes * len(self._experiment.workloads)
+        workload = self._experiment.workload(visit.workload)
+        warmups = self._experiment.warmups
+        if warmups:
+            warmups = self._bench.load.warm_up(workload, engine.running, warmups)
+            engine.check()
+        forgot = engine.reset_cache()
+        time.sleep(self._bench.settle_seconds)
+        before = engine.counters()
+        monitors = self._folder.monitor_file(visit)
+        with self._bench.watch(engine, monitors) if self._bench.watch is not None else contextlib.nullcontext():
+            measured = self._bench.load.measure(workload, engine.running, repeat, self._watcher.live())
+        # Where the server died nobody answers any more, and its counters are those that the client read.
+        counters = {**measured.run.counters, **_since(before, engine.counters())}
+        measured = replace(measured, run=replace(measured.run, counters=counters))
+        pool = engine.device_pool_tokens()
+        faults = judge(Sample(measured.run, warmups, self._experiment.metrics, measured.sharing, measured.working_set,
+                              pool, workload.offload), self._experiment.gates)
+        return _Visited(visit, measured, repeat, warmups, forgot, pool, monitors, (*faults, *_not_forgotten(forgot)))
+
+    def _told(self, engine: Engine, visited: _Visited) -> dict[str, Any]:
+        running, measured = engine.running, visited.measured
+        limits = self._bench.limits_of(self._experiment.arm(visited.visit.arm).spec)
+        return {
+            "status": "ok", "reason": None, "log_tail": None, "server_start_seconds": running.start_seconds,
+            "metrics": {**measured.metrics, **_told_by_server(measured)},
+            "window_metrics": dict(measured.window_metrics),
+            "sources": _sources(measured), "counters": dict(measured.run.counters),
+            "faults": [fault.to_json() for fault in visited.faults],
+            "client": measured.run.client.to_json(), "workload_stats": dict(measured.stats), "repeat": visited.repeat,
+            "limit": reached(measured.run, limits).to_json(), "spoilt": [fault.to_json() for fault in visited.spoilt],
+            "version": running.version, "command": list(running.command), "warmups": visited.warmups,
+            "cache_reset": visited.forgot.how, "device_pool_tokens": visited.pool,
+            "start_unix": measured.run.start_unix, "duration": measured.run.duration,
+            "details": dict(measured.run.details),
+            "monitors": f"monitors/{visited.monitors.name}" if visited.monitors.exists() else None,
+            "log": None if running.log_path is None else _inside(running.log_path, self._folder.path),
+        }
+
+    def _fail(self, visit: Visit, failure: EngineFailed, begun: float, visited: _Visited | None = None) -> None:
+        """`visited`: what had been measured until then, which is kept as it is."""
+        key = visit.arm, visit.workload
+        self._failures[key] = self._failures.get(key, 0) + 1
+        self._end(visit, {"status": "failed", "reason": _why(failure), "cause": failure.cause,
+                          "log_tail": failure.log_tail, "started": begun, "seconds": time.time() - begun,
+                          "metrics": {}, "faults": []}, visited)
+
+    def _end(self, visit: Visit, told: Mapping[str, Any], visited: _Visited | None = None) -> None:
+        self._folder.write_visit(visit, told, None if visited is None else visited.measured.run)
+        self._watcher.visit_ends(visit, told)
+
+    def _done(self) -> int:
+        return sum(self._folder.done(visit) for visit in self._planned)
+
+    def _close(self, arm: str) -> None:
+        self._open.pop(arm).stop()
+
+    def _close_all(self) -> None:
+        with ExitStack() as stack:  # one that does not stop must not keep the others
+            for arm in list(self._open):
+                stack.callback(self._close, arm)
+
+
+def _lives(engine: Engine) -> bool:
+    try:
+        engine.check()
+    except EngineFailed:
+        return False
+    return True
+
+
+def _why(failure: EngineFailed) -> str:
+    return f"{failure.cause}: {failure.reason}"
+
+
+def _since(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    return {name: value - before[name] for name, value in after.items() if name in before}
+
+
+def _not_forgotten(forgot: CacheReset) -> Iterator[Fault]:
+    """A cache that could not be emptied is told; whether it helped is what the gate on hits finds."""
+    if not forgot.done:
+        yield Fault("contamination", f"the prefix cache was not emptied before the run ({forgot.how}); every run has "
+                                     "prompts of its own", fatal=False)
+
+
+def _told_by_server(measured: Measured) -> dict[str, float]:
+    """Means over requests of what the server says of itself, and the share of prompt tokens it found cached."""
+    told: dict[str, float] = {}
+    timings = [record.timings for record in measured.run.completed if record.timings]
+    for name in ("queue", "restore", "prefill", "decode"):
+        values = [each[name] for each in timings if name in each]
+        if values:
+            told[f"{name}_ms"] = 1e3 * sum(values) / len(values)
+    hits, prompt = cache_hits(measured.run)
+    if hits is not None and prompt > 0:
+        told["hit_rate"] = hits / prompt
+    return told
+
+
+def _sources(measured: Measured) -> dict[str, int] | None:
+    told = [record.sources for record in measured.run.completed if record.sources]
+    names = dict.fromkeys(name for each in told for name in each)
+    return {name: sum(each.get(name, 0) for each in told) for name in names} or None
+
+
+def _inside(path: Path, folder: Path) -> str:
+    try:
+        return str(path.resolve().relative_to(folder.resolve()))
+    except ValueError:
+        return str(path)

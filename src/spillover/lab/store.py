@@ -1,0 +1,196 @@
+"""The folder of an experiment's results: one small JSON file a visit, written whole or not at all.
+
+    experiment.json        what was asked, resolved
+    sessions.json          when and where it was run: one entry for every start of `spill lab run`
+    arms/ARM.json          ready, skipped or failed, and why
+    visits/KEY.json        metrics and faults of a visit; that it exists says that the visit is done
+    runs/KEY.json.gz       every event of it
+    monitors/KEY.parquet   what monitors saw meanwhile
+    logs/                  of the servers
+    analysis.json          verdicts
+
+What was done is not done again: a folder is resumed by running the same experiment into it. Raw files are written
+before the visit that names them, so that an interruption leaves nothing half told.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from spillover.bench.records import Run
+from spillover.errors import SpilloverError
+from spillover.lab.experiment import LAYOUT, Experiment, file_part
+from spillover.lab.schedule import Visit
+
+# What a run of the same experiment may say differently.
+INCIDENTAL = ("about", "document", "provenance")
+
+
+class ResultFolder:
+    """Written while an experiment runs."""
+
+    def __init__(self, path: Path, experiment: Experiment) -> None:
+        self.path = path
+        self.experiment = experiment
+
+    @classmethod
+    def open(cls, path: Path, experiment: Experiment) -> ResultFolder:
+        """A new folder, or one in which the same experiment was begun."""
+        folder = cls(path, experiment)
+        described = path / "experiment.json"
+        asked = json.loads(json.dumps(_plain(experiment.to_json())))
+        begun = any((path / "visits").glob("*.json"))
+        if described.exists() and begun:
+            differs = _difference(read_json(described), asked)
+            if differs is not None:
+                raise SpilloverError(
+                    f"{path} holds results of another '{experiment.name}': {differs}. What decides a verdict is fixed "
+                    "before the first run; give another folder with --out, or --fresh for a new one beside it")
+        elif path.exists() and any(path.iterdir()) and not described.exists():
+            raise SpilloverError(f"{path} is not empty and holds no experiment; give another folder with --out")
+        else:
+            write_json(described, asked)
+        return folder
+
+    def begin(self, session: Mapping[str, Any]) -> None:
+        """`session`: the command, code, versions and machine of this start."""
+        path = self.path / "sessions.json"
+        sessions = read_json(path) if path.exists() else []
+        write_json(path, [*sessions, dict(session)])
+        if not sessions:
+            write_json(self.path / "experiment.json", {**read_json(self.path / "experiment.json"),
+                                                       "provenance": dict(session)})
+
+    def done(self, visit: Visit) -> bool:
+        return (self.path / "visits" / f"{visit.key}.json").exists()
+
+    def visit(self, visit: Visit) -> dict[str, Any]:
+        found: dict[str, Any] = read_json(self.path / "visits" / f"{visit.key}.json")
+        return found
+
+    def write_arm(self, name: str, told: Mapping[str, Any]) -> None:
+        write_json(self.path / "arms" / f"{file_part(name)}.json", {"name": name, **told})
+
+    def write_visit(self, visit: Visit, told: Mapping[str, Any], run: Run | None = None) -> None:
+        raw = None
+        if run is not None:
+            raw = f"runs/{visit.key}.json.gz"
+            # No time stamp inside, so that the same run gives the same bytes.
+            write_bytes(self.path / raw, gzip.compress(msgspec.json.encode(run.to_json()), compresslevel=6, mtime=0))
+        write_json(self.path / "visits" / f"{visit.key}.json", {
+            "key": visit.key, "index": visit.index, "pass": visit.pass_, "block": visit.block,
+            "workload": visit.workload, "arm": visit.arm, **told, "run": raw})
+
+    def write_analysis(self, analysis: Mapping[str, Any]) -> None:
+        write_json(self.path / "analysis.json", analysis)
+
+    def log_folder(self, turn: str) -> Path:
+        folder = self.path / "logs" / turn
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def monitor_file(self, visit: Visit) -> Path:
+        folder = self.path / "monitors"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"{visit.key}.parquet"
+
+
+@dataclass(frozen=True)
+class Results:
+    """Read back: what a folder holds now, finished or not. `experiment` and the rest are plain JSON values."""
+
+    path: Path
+    experiment: Mapping[str, Any]
+    sessions: tuple[Mapping[str, Any], ...]
+    arms: Mapping[str, Mapping[str, Any]]
+    visits: tuple[Mapping[str, Any], ...]  # in the order of running
+
+    @classmethod
+    def open(cls, path: Path) -> Results:
+        described = path / "experiment.json"
+        if not described.is_file():
+            raise SpilloverError(f"{path} holds no results of an experiment; run one with: spill lab run NAME")
+        experiment = read_json(described)
+        if experiment.get("layout") != LAYOUT:
+            raise SpilloverError(f"{path} was written in layout {experiment.get('layout')}, and this version reads "
+                                 f"{LAYOUT}; run the experiment again")
+        sessions = path / "sessions.json"
+        arms = [read_json(file) for file in sorted((path / "arms").glob("*.json"))]
+        visits = [read_json(file) for file in (path / "visits").glob("*.json")]
+        return cls(path, experiment, tuple(read_json(sessions) if sessions.exists() else ()),
+                   {arm["name"]: arm for arm in arms}, tuple(sorted(visits, key=lambda visit: visit["index"])))
+
+    def run(self, visit: Mapping[str, Any]) -> Run | None:
+        """Every event of a visit; None where it failed before any."""
+        if visit.get("run") is None:
+            return None
+        return Run.from_json(msgspec.json.decode(gzip.decompress((self.path / visit["run"]).read_bytes())))
+
+    def analysis(self) -> Mapping[str, Any]:
+        """As it was written, or made from what is there."""
+        from spillover.lab.analysis import analyse
+
+        path = self.path / "analysis.json"
+        found: Mapping[str, Any] = read_json(path) if path.exists() else analyse(self)
+        return found
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise SpilloverError(f"{path} cannot be read: {error}") from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_bytes(path, (json.dumps(_plain(value), indent=1, allow_nan=False) + "\n").encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Whole or not at all, also when the machine stops."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with beside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no infinity and no NaN: what is not a number is null, an unbounded rate the word 'inf'."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    if isinstance(value, bool | int | str) or value is None:
+        return value
+    if hasattr(value, "item"):  # a number of numpy's
+        return _plain(value.item())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None if math.isnan(value) else "inf" if value > 0 else "-inf"
+    return str(value)
+
+
+def _difference(there: Mapping[str, Any], asked: Mapping[str, Any]) -> str | None:
+    for key in {**asked, **there}:
+        if key not in INCIDENTAL and there.get(key) != asked.get(key):
+            old, new = (json.dumps(side.get(key)) for side in (there, asked))
+            return f"its '{key}' was {_short(old)} and is now {_short(new)}"
+    return None
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,191 @@
+"""The load of an experiment: a workload's YAML made into requests, sent to whichever arm runs, and measured.
+
+Every arm of a pass gets the same requests at the same times; every pass gets others, so that no cache helps a later
+run. Greedy unless the workload says otherwise: arms then do the same work.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from spillover.bench.records import Run
+from spillover.errors import SpilloverError
+from spillover.lab.experiment import Experiment, WorkloadSpec
+from spillover.lab.run_metrics import run_metrics
+
+if TYPE_CHECKING:
+    from spillover.bench.load import Live, LoadOptions
+    from spillover.bench.serve_request import ServeRequest, ServeWorkload
+    from spillover.lab.engines import Running
+
+WARMUP_REPEAT = -1
+WARMUP_SECONDS = 600.0
+# Options of `spill bench serve` that say how requests are sent; all others are the workload's.
+SAMPLING = ("temperature", "top-p", "top-k", "min-p", "frequency-penalty", "presence-penalty", "repetition-penalty")
+LOAD_OPTIONS = frozenset({"request-rate", "burstiness", "max-concurrency", "ramp-up-strategy", "ramp-up-start-rps",
+                          "ramp-up-end-rps", "self-timed", "max-seconds", "backend", "endpoint", "extra-body",
+                          "ignore-eos", "return-token-ids", "client-processes", "request-timeout", *SAMPLING})
+BACKENDS = {"openai": "completions", "vllm": "completions", "spillover": "completions", "sglang": "completions",
+            "sglang-oai": "completions", "llama.cpp": "completions", "openai-chat": "chat"}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run, and what is derived from it."""
+
+    run: Run
+    metrics: Mapping[str, float | None]
+    window_metrics: Mapping[str, float | None]  # of the steady state
+    stats: Mapping[str, Any]  # of the workload
+    sharing: float | None
+    working_set: int | None
+
+
+Progress = Callable[["Live"], None]
+
+
+class Load(Protocol):
+    """What the lab asks of a load generator; tests have their own."""
+
+    def check(self, workload: WorkloadSpec) -> None:
+        """Refuses options that no run could use, before anything is started."""
+
+    def warm_up(self, workload: WorkloadSpec, running: Running, count: int) -> int:
+        """Sends prompts that no measured run has; how many were answered."""
+
+    def measure(self, workload: WorkloadSpec, running: Running, repeat: int,
+                progress: Progress | None = None) -> Measured: ...
+
+
+class ServedLoad:
+    """Over HTTP, by the load generator of `spill bench serve`."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        self._slo = experiment.slo
+        self._made: dict[str, ServeWorkload] = {}
+
+    def check(self, workload: WorkloadSpec) -> None:
+        from spillover.bench.workload_options import WorkloadOptions
+
+        try:
+            if WorkloadOptions.from_mapping(workload_part(workload.options)).tokenizer is not None:
+                raise SpilloverError("tokenizer is not for experiments: prompts are made with the first server's own")
+            self._options(workload, "http://127.0.0.1:1", None, seed=0)
+        except SpilloverError as error:
+            raise SpilloverError(f"workload '{workload.group or workload.name}': {error}") from error
+
+    def warm_up(self, workload: WorkloadSpec, running: Running, count: int) -> int:
+        """Four at once, so that batches of more than one have been seen as well."""
+        from spillover.bench.arrivals import Arrivals
+        from spillover.bench.load_processes import run_load
+
+        requests = _whole_sessions(self._workload(workload, running).requests(WARMUP_REPEAT), count)
+        if not requests:
+            return 0
+        options = replace(self._options(workload, running.url, running.model_name, seed=0),
+                          arrivals=Arrivals(max_concurrency=4, self_timed=False), read_counters=False, processes=1,
+                          timeout=WARMUP_SECONDS)
+        return len(run_load(requests, options).completed)
+
+    def measure(self, workload: WorkloadSpec, running: Running, repeat: int,
+                progress: Progress | None = None) -> Measured:
+        from spillover.bench.load_processes import run_load
+
+        made = self._workload(workload, running)
+        stats = made.stats()
+        options = self._options(workload, running.url, running.model_name, seed=repeat)
+        run = run_load(made.requests(repeat), options, progress)
+        return Measured(run, run_metrics(run, self._slo), run_metrics(run, self._slo, run.window), stats.as_dict(),
+                        None if stats.estimated else stats.sharing,
+                        None if stats.estimated else stats.working_set_tokens)
+
+    def _workload(self, spec: WorkloadSpec, running: Running) -> ServeWorkload:
+        """Made once, from the first server: every arm gets the same tokens."""
+        from spillover.bench.make_workload import make_workload
+        from spillover.bench.served_model import ServedModel
+        from spillover.bench.workload_options import WorkloadOptions
+        from spillover.bench.workload_text import as_text
+
+        chat = _backend(spec.options) == "chat"
+        served = None
+        if spec.name not in self._made or chat:
+            served = ServedModel.ask(running.url, running.model_name or None)
+        if spec.name not in self._made:
+            self._made[spec.name] = make_workload(WorkloadOptions.from_mapping(workload_part(spec.options)), served)
+        made = self._made[spec.name]
+        return as_text(made, served) if served is not None and chat else made  # in words by the server that runs now
+
+    def _options(self, workload: WorkloadSpec, url: str, model: str | None, seed: int) -> LoadOptions:
+        from spillover.bench.arrivals import Arrivals
+        from spillover.bench.load import LoadOptions
+        from spillover.bench.openai_api import Dialect
+
+        given = workload.options
+        ramp_up = given.get("ramp-up-strategy")
+        if ramp_up not in (None, "linear", "exponential"):
+            raise SpilloverError(f"ramp-up-strategy is linear or exponential; got '{ramp_up}'")
+        arrivals = Arrivals(
+            rate=_number(given, "request-rate", math.inf), burstiness=_number(given, "burstiness", 1.0),
+            max_concurrency=_count(given, "max-concurrency"), ramp_up=ramp_up,
+            ramp_up_start=_number(given, "ramp-up-start-rps", 0.0),
+            ramp_up_end=_number(given, "ramp-up-end-rps", 0.0), self_timed=given.get("self-timed", True), seed=seed)
+        body = {"temperature": 0, **{name.replace("-", "_"): given[name] for name in SAMPLING if name in given},
+                **(given.get("extra-body") or {})}
+        dialect = Dialect(kind="chat" if _backend(given) == "chat" else "completions", model=model or None,
+                          extra_body={key: value for key, value in body.items() if value is not None},
+                          return_token_ids=bool(given.get("return-token-ids")), ignore_eos=given.get("ignore-eos"))
+        seconds = _number(given, "max-seconds", math.inf)
+        return LoadOptions(base_url=url, arrivals=arrivals, dialect=dialect, endpoint=given.get("endpoint"),
+                           processes=_count(given, "client-processes"),
+                           timeout=_number(given, "request-timeout", LoadOptions.timeout),
+                           seconds=None if math.isinf(seconds) else seconds,
+                           details={"workload": workload.name, "ignore_eos": given.get("ignore-eos", True)})
+
+
+def workload_part(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if key not in LOAD_OPTIONS}
+
+
+def _number(options: Mapping[str, Any], name: str, default: float) -> float:
+    value = options.get(name)
+    if value is None:
+        return default
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise SpilloverError(f"{name} is a number, or inf; got '{value}'") from None
+
+
+def _count(options: Mapping[str, Any], name: str) -> int | None:
+    value = options.get(name)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise SpilloverError(f"{name} is a whole number from 1 on; got '{value}'")
+    return value
+
+
+def _backend(options: Mapping[str, Any]) -> str:
+    name = str(options.get("backend", "openai"))
+    if name not in BACKENDS:
+        near = difflib.get_close_matches(name, BACKENDS, n=1)
+        raise SpilloverError(f"there is no backend '{name}'; " + (f"did you mean '{near[0]}'?" if near
+                                                                  else f"there are {', '.join(BACKENDS)}"))
+    return BACKENDS[name]
+
+
+def _whole_sessions(requests: list[ServeRequest], count: int) -> list[ServeRequest]:
+    """The first `count`; of a chat that is begun, turns are kept in order, and no turn without the one before it."""
+    kept: list[ServeRequest] = []
+    turns: dict[int, int] = {}
+    for request in requests:
+        if len(kept) == count:
+            break
+        if request.session is not None:
+            if turns.get(request.session, 0) != request.turn:
+                continue
+            turns[request.session] = request.turn + 1
+        kept.append(request)
+    return kept

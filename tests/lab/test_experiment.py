@@ -1,0 +1,342 @@
+"""An experiment is read strictly, run in ABBA order, resumed where it stopped, and survives the death of an arm."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_lab import FakeEngine, FakeLoad, experiment
+
+from spillover.bench.records import ClientHealth
+from spillover.errors import SpilloverError
+from spillover.lab.document import parse_document, read_document, scaled, shipped
+from spillover.lab.engines import EngineFailed, Missing
+from spillover.lab.experiment import load_experiment, parse_experiment
+from spillover.lab.run import run_experiment
+from spillover.lab.schedule import turns, visits
+from spillover.lab.store import ResultFolder, Results
+from spillover.lab.traffic import ServedLoad
+
+TEXT = """
+name: tiers
+about: Host memory below a small pool.
+baseline: off
+arms:
+  off: {engine: spillover, args: {num_gpu_blocks_override: 96}}
+  host: {engine: spillover, args: {num-gpu-blocks-override: 96, host-memory: 1GB}}
+workloads:
+  chats: {dataset-name: multi-turn, max-concurrency: 4}
+  load: {dataset-name: random, sweep: {request-rate: [1, 2, inf]}, offload: false}
+primary: mean_ttft_ms
+metrics: [output_throughput, mean_ttft_ms]
+slo: {ttft: 500}
+repeats: 4
+scales:
+  gpu: {repeats: 6, arms: {host: {args: {host-memory: 64GB}}}, slo: null}
+"""
+
+
+def tiers(**changes: Any) -> dict[str, Any]:
+    return {**scaled(parse_document(TEXT), None), **changes}
+
+
+def test_a_document_becomes_arms_and_workloads() -> None:
+    made = parse_experiment(tiers())
+    assert (made.name, made.baseline, made.primary, made.secondary) == ("tiers", "off", "mean_ttft_ms",
+                                                                       ("output_throughput",))
+    assert made.arm("off").spec.args == {"num-gpu-blocks-override": 96}
+    assert [workload.name for workload in made.workloads] == [
+        "chats", "load@request-rate=1", "load@request-rate=2", "load@request-rate=inf"]
+    assert made.workload("load@request-rate=2").options == {"dataset-name": "random", "request-rate": 2}
+    assert made.workload("load@request-rate=2").group == "load"
+    assert (made.passes, made.passes_per_block) == (8, 2)
+    assert made.workload("chats").offload  # the arms differ in a tier
+    assert not made.workload("load@request-rate=1").offload  # but this one says otherwise
+    same = {**tiers(), "arms": {"a": {"engine": "spillover"}, "b": {"engine": "spillover", "args": {"block-size": 32}}}}
+    assert not parse_experiment({**same, "baseline": "a"}).workload("chats").offload
+
+
+def test_sizes_are_laid_over_the_document() -> None:
+    made = parse_experiment(scaled(parse_document(TEXT), "gpu"), "gpu")
+    assert (made.repeats, made.slo, made.scale) == (6, {}, "gpu")
+    assert made.arm("host").spec.args == {"num-gpu-blocks-override": 96, "host-memory": "64GB"}
+    assert scaled(parse_document(TEXT), "cpu") == scaled(parse_document(TEXT), None)
+    with pytest.raises(SpilloverError, match="no size 'tpu'; there are cpu, gpu"):
+        scaled(parse_document(TEXT), "tpu")
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"repeat": 3}, r"there is no 'repeat'; did you mean 'repeats'\?"),
+    ({"baseline": "hots"}, r"baseline is 'hots'; did you mean 'host'\?"),
+    ({"primary": "mean_ttft"}, r"metric is 'mean_ttft'; did you mean"),
+    ({"slo": None, "primary": "request_goodput"}, "needs objectives"),
+    ({"order": "random"}, "order is 'random'; there are abba, alternate"),
+    ({"arms": {"a": {"engine": "vlm"}}, "baseline": "a"}, r"engine is 'vlm'; did you mean 'vllm'\?"),
+    ({"arms": {"a": {"args": {}}}, "baseline": "a"}, "needs 'engine'"),
+    ({"arms": {"a": {"preset": "no-such"}}, "baseline": "a"}, "There is no preset 'no-such'"),
+    ({"arms": {"a": {"engine": "url"}}, "baseline": "a"}, "give its address"),
+    ({"arms": {"a b": {"engine": "vllm"}, "a/b": {"engine": "vllm"}}, "baseline": "a b"}, "would share a file"),
+    ({"workloads": {}}, "needs 'workloads'"),
+    ({"repeats": 0}, "at least 1 block"),
+    ({"repeats": "many"}, "must be a number"),
+    ({"minimum-blocks": 1}, "says nothing about chance"),
+    ({"confidence": 95}, "give a share"),
+    ({"gates": {"drfit": False}}, r"did you mean 'drift'\?"),
+    ({"name": "../up"}, "becomes a folder's name"),
+])
+def test_what_is_misspelt_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpilloverError, match=message):
+        parse_experiment(tiers(**change))
+
+
+def test_a_key_that_comes_twice_and_what_is_no_document_are_refused() -> None:
+    with pytest.raises(SpilloverError, match="'a' comes twice"):
+        parse_document("arms: {a: 1, a: 2}")
+    with pytest.raises(SpilloverError, match="must hold names and values"):
+        parse_document("- a\n- b")
+    with pytest.raises(SpilloverError, match="no experiment 'seed-9999'"):
+        read_document("seed-9999")
+
+
+def test_every_experiment_that_ships_can_be_read_at_every_size() -> None:
+    for name, path in shipped().items():
+        document = read_document(name)
+        for scale in [None, *(document.get("scales") or {})]:
+            made = load_experiment(str(path), scale)
+            assert made.about, name
+            assert len(visits(made)) == made.passes * len(made.arms) * len(made.workloads)
+            for workload in made.workloads:
+                ServedLoad(made).check(workload)
+
+
+def test_arms_and_workloads_can_be_picked_and_the_baseline_stays(tmp_path: Path) -> None:
+    path = tmp_path / "tiers.yaml"
+    path.write_text(TEXT)
+    made = load_experiment(str(path), arms=["host"], workloads=["load"], repeats=3, model="m")
+    assert [arm.name for arm in made.arms] == ["off", "host"]
+    assert [workload.group for workload in made.workloads] == ["load"] * 3
+    assert (made.repeats, made.arms[0].spec.model) == (3, "m")
+    with pytest.raises(SpilloverError, match="--arms is 'hosts'"):
+        load_experiment(str(path), arms=["hosts"])
+
+
+@pytest.mark.parametrize("restart", ["per-visit", "never"])
+@pytest.mark.parametrize("order", ["abba", "alternate"])
+def test_no_arm_stands_earlier_than_another(restart: str, order: str) -> None:
+    made = experiment(restart=restart, order=order, repeats=4, arms={name: {"engine": "vllm"} for name in "abc"},
+                      workloads={name: {"dataset-name": "random"} for name in "wx"})
+    planned = visits(made)
+    assert Counter((visit.arm, visit.workload) for visit in planned) == {
+        (arm, workload): made.passes for arm in "abc" for workload in "wx"}
+    assert len({visit.key for visit in planned}) == len(planned)
+    means = {(arm, workload): sum(visit.index for visit in planned if (visit.arm, visit.workload) == (arm, workload))
+             for arm in "abc" for workload in "wx"}
+    assert len(set(means.values())) == 1  # the same mean place: a steady drift cancels
+    if order == "abba":
+        for block in range(made.repeats):
+            here = [visit for visit in planned if visit.block == block]
+            assert len({sum(visit.index for visit in here if visit.arm == arm) for arm in "abc"}) == 1
+
+
+def test_a_turn_serves_all_workloads_with_one_start() -> None:
+    made = experiment(workloads={name: {"dataset-name": "random"} for name in "wx"}, repeats=2)
+    taken = turns(visits(made))
+    assert all([visit.workload for visit in turn.visits] in (["w", "x"], ["x", "w"]) for turn in taken)
+    assert [turn.arm for turn in taken] == ["a", "b", "b", "a"] * 2
+    side_by_side = experiment(workloads={name: {"dataset-name": "random"} for name in "wx"}, repeats=2, restart="never")
+    assert [(visit.workload, visit.arm) for visit in visits(side_by_side)][:4] == [
+        ("w", "a"), ("w", "b"), ("x", "a"), ("x", "b")]
+
+
+def test_servers_are_started_as_often_as_asked_and_all_are_stopped(tmp_path: Path) -> None:
+    for restart, starts in (("per-visit", 8), ("never", 2)):
+        FakeEngine.started, load = 0, FakeLoad()
+        run_experiment(experiment(restart=restart, repeats=2), tmp_path / restart, load.bench())
+        assert FakeEngine.started == starts
+        assert all(engine._running is None for engine in load.engines.values())
+
+
+def test_all_arms_of_a_pass_get_the_same_prompts_and_no_two_passes_do(tmp_path: Path) -> None:
+    load = FakeLoad()
+    run_experiment(experiment(repeats=2), tmp_path / "r", load.bench())
+    assert Counter(repeat for _, _, repeat in load.measured) == dict.fromkeys(range(4), 2)
+
+
+def test_points_of_a_sweep_do_not_share_prompts() -> None:
+    planned = visits(experiment(workloads={"w": {"dataset-name": "random", "sweep": {"request-rate": [1, 2, 4]}}}))
+    repeats = {(visit.pass_, visit.workload): visit.repeat for visit in planned}
+    assert len(set(repeats.values())) == len(repeats)
+    assert all(repeats[visit.pass_, visit.workload] == visit.repeat for visit in planned)
+
+
+def test_an_interrupted_experiment_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    made, whole = experiment(repeats=3), FakeLoad(seed=7)
+    run_experiment(made, tmp_path / "whole", whole.bench())
+
+    def interrupt(_engine: FakeEngine, repeat: int) -> None:
+        if repeat == 3:
+            raise KeyboardInterrupt
+
+    first, second = FakeLoad(on_measure=interrupt), FakeLoad()
+    with pytest.raises(KeyboardInterrupt):
+        run_experiment(made, tmp_path / "cut", first.bench())
+    halfway = Results.open(tmp_path / "cut")
+    assert len(halfway.visits) == 6
+    assert not halfway.analysis()["complete"]
+    results = run_experiment(made, tmp_path / "cut", second.bench())
+    assert len(second.measured) == 6  # what was done is not done again
+    assert [visit["key"] for visit in results.visits] == [visit.key for visit in visits(made)]
+    assert results.analysis()["complete"]
+    assert len(results.sessions) == 2
+    third = FakeLoad()
+    run_experiment(made, tmp_path / "cut", third.bench())
+    assert third.measured == []
+
+
+def test_an_interruption_leaves_no_half_written_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = experiment(repeats=1)
+    folder = ResultFolder.open(tmp_path / "r", made)
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        folder.write_visit(visits(made)[0], {"status": "ok"})
+    assert not folder.done(visits(made)[0])
+    assert [file.name for file in (tmp_path / "r").rglob("*") if file.is_file()] == ["experiment.json"]
+
+
+def test_another_experiment_does_not_go_into_the_same_folder(tmp_path: Path) -> None:
+    run_experiment(experiment(repeats=1), tmp_path / "r", FakeLoad().bench())
+    with pytest.raises(SpilloverError, match=r"its 'repeats' was 1 and is now 2\. .* --fresh"):
+        run_experiment(experiment(repeats=2), tmp_path / "r", FakeLoad().bench())
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("mine")
+    with pytest.raises(SpilloverError, match="is not empty"):
+        run_experiment(experiment(repeats=1), tmp_path / "full", FakeLoad().bench())
+    with pytest.raises(SpilloverError, match="holds no results"):
+        Results.open(tmp_path / "full")
+
+
+def test_what_was_measured_is_read_back_whole(tmp_path: Path) -> None:
+    results = run_experiment(experiment(repeats=1), tmp_path / "r", FakeLoad().bench())
+    visit = results.visits[0]
+    run = results.run(visit)
+    assert run is not None
+    assert len(run.records) == 12
+    assert run.records[0].chunks[0][0] == pytest.approx(visit["metrics"]["median_ttft_ms"] / 1e3, rel=0.5)
+    again = Results.open(tmp_path / "r")
+    assert again.analysis() == json.loads((tmp_path / "r" / "analysis.json").read_text())
+
+
+def test_running_out_of_memory_is_a_result(tmp_path: Path) -> None:
+    made = experiment(repeats=4, arms={"a": {"engine": "spillover"},
+                                       "big": {"engine": "spillover", "args": {"fails": "start"}},
+                                       "c": {"engine": "spillover", "args": {"slowdown": 1.5}}})
+    FakeEngine.started = 0
+    results = run_experiment(made, tmp_path / "r", FakeLoad().bench())
+    assert FakeEngine.started == 2 * 8 + 2  # it is not tried for ever
+    cells = {cell["arm"]: cell for cell in results.analysis()["cells"]}
+    assert (cells["big"]["status"], cells["big"]["valid"]) == ("failed", False)
+    assert "out of memory: asked for 90 GB of 80" in cells["big"]["reason"]
+    assert results.arms["big"]["log_tail"] == "torch.OutOfMemoryError"
+    verdicts = {(verdict["arm"], verdict["primary"]): verdict for verdict in results.analysis()["verdicts"]}
+    assert verdicts["big", True]["verdict"] == "no verdict"
+    assert "out of memory" in verdicts["big", True]["why"]
+    assert verdicts["c", True]["verdict"] == "slower"  # the others are judged all the same
+
+
+def test_a_crash_during_a_run_keeps_what_was_measured(tmp_path: Path) -> None:
+    def crash(engine: FakeEngine, repeat: int) -> None:
+        if engine.spec.args.get("slowdown") and repeat == 2:
+            engine.dead = EngineFailed("crash", "exit status 139", "Segmentation fault")
+
+    made = experiment(repeats=2, restart="never", arms={
+        "a": {"engine": "spillover"}, "b": {"engine": "spillover", "args": {"slowdown": 1.5}}})
+    results = run_experiment(made, tmp_path / "r", FakeLoad(on_measure=crash).bench())
+    failed = [visit for visit in results.visits if visit["status"] == "failed"]
+    assert [(visit["pass"], visit["arm"], visit["log_tail"]) for visit in failed] == [(2, "b", "Segmentation fault")]
+    run = results.run(failed[0])
+    assert run is not None
+    assert len(run.records) == 12
+    assert results.visits[-1]["status"] == "ok"  # started again for its next turn
+
+
+def test_a_workload_that_an_arm_cannot_take_ends_that_arm_only(tmp_path: Path) -> None:
+    def refuse(engine: FakeEngine, _repeat: int) -> None:
+        if engine.spec.args.get("slowdown"):
+            raise SpilloverError("the prompt has 9000 tokens and the model takes 8192")
+
+    made = experiment(repeats=2, arms={"a": {"engine": "spillover"},
+                                       "b": {"engine": "spillover", "args": {"slowdown": 2}}})
+    results = run_experiment(made, tmp_path / "r", FakeLoad(on_measure=refuse).bench())
+    assert {visit["status"] for visit in results.visits if visit["arm"] == "a"} == {"ok"}
+    assert "takes 8192" in next(cell["reason"] for cell in results.analysis()["cells"] if cell["arm"] == "b")
+
+
+def test_a_run_that_a_busy_moment_spoilt_is_run_again_with_other_prompts(tmp_path: Path) -> None:
+    load = FakeLoad()
+    measure, busy = load.measure, [True, False]
+
+    def once_busy(*arguments: Any) -> Any:
+        found = measure(*arguments)
+        if busy and busy.pop(0):
+            found = replace(found, run=replace(found.run, client=ClientHealth(saturated="sent 80 ms late")))
+        return found
+
+    load.measure = once_busy  # type: ignore[method-assign]
+    results = run_experiment(experiment(repeats=3), tmp_path / "r", load.bench())
+    assert len(load.measured) == 13
+    first = results.visits[0]
+    assert (first["faults"], [fault["gate"] for fault in first["spoilt"]]) == ([], ["client-saturated"])
+    repeats = [repeat for _, _, repeat in load.measured]
+    assert (repeats[0], repeats[1], first["repeat"]) == (0, 6, 6)  # beyond those of all passes
+    busy[:] = [True] * 100
+    invalid = run_experiment(experiment(repeats=3), tmp_path / "always", load.bench()).analysis()
+    assert {verdict["verdict"] for verdict in invalid["verdicts"]} == {"no verdict"}
+
+
+def test_an_engine_that_is_not_installed_is_skipped_with_the_command(tmp_path: Path) -> None:
+    made = experiment(repeats=1, arms={"a": {"engine": "spillover"}, "v": {"engine": "vllm"}})
+    missing = Missing("vLLM is not installed", "pip install vllm")
+    bench = FakeLoad().bench(missing=lambda spec: missing if spec.kind == "vllm" else None)
+    results = run_experiment(made, tmp_path / "r", bench)
+    assert results.arms["v"]["install"] == "pip install vllm"
+    cell = next(cell for cell in results.analysis()["cells"] if cell["arm"] == "v")
+    assert (cell["status"], cell["reason"]) == ("skipped", "vLLM is not installed")
+    assert results.analysis()["complete"]  # there is nothing left that could be run
+    run_experiment(made, tmp_path / "r", FakeLoad().bench())  # once it is there
+    assert len(Results.open(tmp_path / "r").visits) == 4
+
+
+def test_numbers_of_no_real_model_carry_a_label() -> None:
+    made = experiment(arms={"a": {"engine": "spillover", "args": {"load-format": "dummy"}}})
+    assert made.to_json()["arms"][0]["label"] == "random weights"
+
+
+def test_a_crash_on_one_workload_leaves_the_others_their_runs(tmp_path: Path) -> None:
+    load = FakeLoad()
+
+    def crash(engine: FakeEngine, _repeat: int) -> None:
+        if load.measured[-1][0] == "w" and engine.spec.args.get("slowdown"):
+            engine.dead = EngineFailed("crash", "exit status 139")
+
+    load._on_measure = crash
+    made = experiment(repeats=2, workloads={name: {"dataset-name": "random"} for name in "wx"}, arms={
+        "a": {"engine": "spillover"}, "b": {"engine": "spillover", "args": {"slowdown": 1.5}}})
+    results = run_experiment(made, tmp_path / "r", load.bench())
+    statuses = {(cell["workload"], cell["arm"]): cell["status"] for cell in results.analysis()["cells"]}
+    assert statuses == {("w", "a"): "ok", ("x", "a"): "ok", ("w", "b"): "failed", ("x", "b"): "ok"}
+    assert len([visit for visit in results.visits if visit["status"] == "failed" and visit["run"]]) == 2  # then no more
+
+
+def test_a_run_without_warm_up_is_not_made_warm_by_running_it_again(tmp_path: Path) -> None:
+    load = FakeLoad()
+    analysis = run_experiment(experiment(repeats=3, warmups=0), tmp_path / "r", load.bench()).analysis()
+    assert len(load.measured) == 12
+    assert all("answered no request before" in verdict["why"] for verdict in analysis["verdicts"])

@@ -1,0 +1,76 @@
+"""Experiments that ship can be run as they are written: arms that exist, flags that engines know, loads that work."""
+
+from __future__ import annotations
+
+import shlex
+from types import SimpleNamespace
+
+import pytest
+
+from spillover.cli.bench_serve import serve as serve_load
+from spillover.cli.serve import serve
+from spillover.lab.document import read_document, shipped
+from spillover.lab.experiment import Experiment, load_experiment
+from spillover.lab.report.data import Workload
+from spillover.lab.report.wording import load_command
+from spillover.lab.run_metrics import metric_names
+from spillover.lab.traffic import ServedLoad
+
+SIZES = [(name, scale) for name in shipped() for scale in (None, *(read_document(name).get("scales") or {}))]
+WEIGHTS = {"weights", "cpu-offload-gb"}  # flags of weights larger than the budget
+
+
+@pytest.mark.parametrize(("name", "scale"), SIZES, ids=lambda value: str(value or "cpu"))
+def test_it_can_be_run_as_it_is_written(name: str, scale: str | None) -> None:
+    experiment = load_experiment(name, scale)
+    load = ServedLoad(experiment)
+    for workload in experiment.workloads:
+        load.check(workload)
+        assert workload.about, f"{workload.name} says nothing of itself"
+    assert experiment.name == name
+    assert experiment.about.endswith((".", "?"))
+    assert set(experiment.metrics) <= set(metric_names(experiment.slo))
+    assert experiment.repeats >= experiment.minimum_blocks
+    assert all(arm.about for arm in experiment.arms)
+
+
+@pytest.mark.parametrize(("name", "scale"), SIZES, ids=lambda value: str(value or "cpu"))
+def test_spillover_knows_every_flag(name: str, scale: str | None) -> None:
+    known = {option.removeprefix("--") for parameter in serve.params for option in parameter.opts} | WEIGHTS
+    for arm in load_experiment(name, scale).arms:
+        if arm.spec.kind == "spillover":
+            assert set(arm.spec.args) <= known, arm.name
+
+
+@pytest.mark.parametrize(("name", "scale"), SIZES, ids=lambda value: str(value or "cpu"))
+def test_the_command_that_a_report_shows_for_a_load_is_one_that_can_be_typed(name: str, scale: str | None) -> None:
+    experiment = load_experiment(name, scale)
+    for made in experiment.workloads:
+        workload = Workload(made.name, options=made.options)
+        command = shlex.split(load_command(SimpleNamespace(plan={"warmups": experiment.warmups}), workload))
+        assert command[:3] == ["spill", "bench", "serve"]
+        context = serve_load.make_context("serve", command[3:])
+        assert context.params["num_warmups"] == experiment.warmups
+
+
+def test_every_seed_is_an_experiment_with_a_size_for_a_gpu() -> None:
+    seeds = {name: read_document(name) for name in shipped() if name.startswith("seed-")}
+    assert {document["seed"] for document in seeds.values()} == {"000", "001", "002", "003", "004"}
+    assert all("gpu" in document["scales"] for document in seeds.values())
+
+
+def test_seeds_have_the_arms_that_their_documents_compare() -> None:
+    made = {name: load_experiment(name) for name in shipped()}
+    assert arms(made["seed-000"]) == ["offload", "demand", "sequential"]
+    assert len(arms(made["seed-001"])) == len(load_experiment("seed-001", "gpu").arms) == 6
+    assert len(made["seed-001"].workloads) == 3
+    assert len(load_experiment("seed-001", "gpu").workloads) == 10
+    assert len(arms(made["seed-002"])) == 5
+    assert [workload.name for workload in made["seed-002"].workloads] == ["pp512", "tg128"]
+    assert [workload.name for workload in made["seed-004"].workloads] == ["single-user", "burst", "heavy"]
+    assert made["seed-004"].warmups > 0
+    assert made["seed-004-cold"].warmups == 0
+
+
+def arms(experiment: Experiment) -> list[str]:
+    return [arm.name for arm in experiment.arms]
