@@ -117,6 +117,22 @@ def test_what_was_lost_in_sleep_is_fetched_again() -> None:
     model.check(steps=6, seed=5)
 
 
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+def test_slots_can_be_lent_and_given_back(name: str) -> None:
+    model = Model(name, [12, 12], 4)
+    lent = [(layer, model.experts.lend(layer)) for layer in (0, 1) for _ in range(12)]
+    assert lent[-1][1] is None  # what a step may need stays
+    for _, slot in lent:
+        if slot is not None:
+            model.experts.arena.slots[slot].fill_(255)
+    model.check(steps=8, seed=6)
+    for layer, slot in lent:
+        if slot is not None:
+            assert bool((model.experts.arena.slots[slot] == 255).all())  # nobody wrote there
+            model.experts.give_back(layer, slot)
+    model.check(steps=8, seed=7)
+
+
 def test_link_and_host_share_what_is_missing() -> None:
     assert [best_split(missing, 260e-6, 180e-6) for missing in range(5)] == [0, 0, 1, 2, 2]
     assert best_split(4, 100e-6, 10.0) == 0

@@ -172,6 +172,10 @@ def latency(config: EngineConfig, batch_size: tuple[int, ...], input_len: int, o
 
                 profile_batch(target, planned, limits, vocabulary, size, input_len, output_len, profile, console)
     console.print(report.latency_table(results))
+    if planned.plan.placement is not None:
+        from spillover.cli.plan_weights import print_predicted
+
+        print_predicted(console, planned.plan.placement, results)
     write_results(output_json, config, [result.as_dict() for result in results])
 
 

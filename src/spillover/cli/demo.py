@@ -34,8 +34,8 @@ LOAD_PREFIX = 96  # tokens that every second request begins with
 def demo(config: EngineConfig) -> None:
     """See it work, in under three minutes.
 
-    Shows this machine, the memory plan, a real answer, a mixed load, speeds beside their limits, and chats whose KV
-    spills to host memory. Offline once the model is here.
+    Shows this machine, the memory plan, a real answer, a mixed load, speeds beside their limits, chats whose KV spills
+    to host memory, and a short comparison of memory configurations with its report. Offline once the model is here.
 
     \b
     Example:
@@ -46,6 +46,7 @@ def demo(config: EngineConfig) -> None:
     from spillover.bench.latency import measure
     from spillover.bench.workloads import Vocabulary
     from spillover.cli.demo_chats import show_chats
+    from spillover.cli.demo_lab import show_comparison
     from spillover.cli.loading import look_at, open_llm
     from spillover.cli.plan import print_plan
     from spillover.cli.targets import EngineTarget, RooflineLimits
@@ -86,8 +87,10 @@ def demo(config: EngineConfig) -> None:
                   "the measured matrix rate, whichever takes longer.", style="dim", highlight=False)
     _heading(console, "Eight chats over a KV cache that holds one")
     show_chats(console, config)
-    console.print("Next: [bold]spill chat[/], [bold]spill plan[/], [bold]spill bench latency[/], "
-                  "[bold]spill bench tiers[/]", highlight=False)
+    _heading(console, "Two memory configurations side by side, in the lab")
+    show_comparison(console, config)
+    console.print("Next: [bold]spill chat[/], [bold]spill plan[/], [bold]spill bench serve[/], "
+                  "[bold]spill lab list[/]", highlight=False)
 
 
 def _heading(console: Console, text: str) -> None:

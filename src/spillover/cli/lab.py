@@ -98,7 +98,7 @@ def run(experiment: str, scale: str | None, out: str | None, fresh: bool, dry_ru
     if dry_run:
         show_plan(console, made)
         return
-    folder = _folder(made, out, fresh)
+    folder = results_folder(made, out, fresh)
     run_in_terminal(console, made, folder, monitors, retry_failed)
     if report:
         _report(folder)
@@ -151,7 +151,7 @@ def _family(pid: int) -> tuple[int, ...]:
         return ()
 
 
-def _folder(made: Experiment, out: str | None, fresh: bool) -> Path:
+def results_folder(made: Experiment, out: str | None = None, fresh: bool = False) -> Path:
     folder = Path(out) if out is not None else Path(RESULTS) / made.name
     if fresh:
         number = 2

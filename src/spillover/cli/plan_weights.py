@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from rich.console import Console
 from rich.table import Table
 
+from spillover.bench.latency import LatencyResult
 from spillover.plan.placement import Predicted, WeightPlan
 from spillover.plan.predict import UNKNOWN_DISK
 from spillover.plan.rates import Rates
 from spillover.plan.roofline import format_seconds
 from spillover.units import format_bytes, format_rate
+
+
+def print_predicted(console: Console, plan: WeightPlan, results: Sequence[LatencyResult]) -> None:
+    """What the plan promised at best for one request, beside what was measured."""
+    predicted = plan.predicted
+    single = next((result for result in results if result.batch_size == 1), None)
+    if predicted is None or single is None:
+        return
+    lines = [("prefill", predicted.prefill_tokens_per_second, predicted.prefill_roof, single.input_len
+              / single.first_token.median, f"{predicted.prefill_tokens} tokens predicted, {single.input_len} measured")]
+    if single.token_time is not None:
+        lines.append(("decode", predicted.decode_tokens_per_second, predicted.decode_roof,
+                      1 / single.token_time.median, "uniform routing predicted" if plan.slots else "one request"))
+    for phase, promised, roof, measured, note in lines:
+        console.print(f"{phase}: the plan says {promised:,.1f} tok/s at best ({roof}), measured {measured:,.1f}, "
+                      f"{measured / promised:.0%} ({note})", highlight=False)
 
 
 def placement_table(plan: WeightPlan) -> Table:

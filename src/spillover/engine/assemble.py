@@ -18,7 +18,9 @@ from spillover.engine.null_runner import NullRunner, ordinary_tokens
 from spillover.engine.runner import Runner
 from spillover.engine.scheduler import Scheduler, SchedulerConfig
 from spillover.engine.tiers import make_store
+from spillover.engine.weights.elastic import ElasticMemory, SlotLender
 from spillover.engine.weights.load import load
+from spillover.engine.weights.placed import PlacedWeights
 from spillover.errors import SpilloverError
 from spillover.kernels import native
 from spillover.kernels.arena import Arena
@@ -121,8 +123,11 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
     if plan.tiers and isinstance(runner, Runner):
         store = make_store(config, plan, planned.model_config, runner.kv.pool, identity)
     margin = 2 * -(-plan.max_num_batched_tokens // plan.block_size) * len(plan.windows)
+    most = len(runner.kv.pool) - 1 if isinstance(runner, Runner) else None
     kv = KVCache(plan.num_blocks, plan.block_size, plan.windows, config.enable_prefix_caching, identity, store=store,
-                 margin=margin)
+                 margin=margin, most_blocks=most)
+    if isinstance(runner, Runner):
+        kv.loans.lender = _lender(runner, plan)
     scheduler = Scheduler(SchedulerConfig(
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
@@ -138,6 +143,17 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
                     Engine(scheduler, runner, config.async_scheduling), tokenizer)
 
 
+def _lender(runner: Runner, plan: Plan) -> SlotLender | None:
+    """Slots of experts that KV may take as contexts grow."""
+    weights, placement = runner.weights, plan.placement
+    if not isinstance(weights, PlacedWeights) or placement is None or not placement.spare_slots:
+        return None
+    if weights.memory is None or weights.experts is None:
+        return None
+    return SlotLender(weights.memory, weights.experts, len(placement.slot_layers), placement.spare_slots,
+                      runner.kv.pool[0].nbytes, runner.in_order)
+
+
 def _make_runner(planned: PlannedModel, tokenizer: Tokenizer | None, progress: Progress | None) -> StepRunner:
     config, plan, model_config = planned.config, planned.plan, planned.model_config
     decode = (lambda token: tokenizer.decode([token], False)) if tokenizer is not None else None
@@ -147,7 +163,8 @@ def _make_runner(planned: PlannedModel, tokenizer: Tokenizer | None, progress: P
     model = planned.architecture.build(model_config, device, dtype, plan.max_model_len)
     weights = load(config, plan, model_config, planned.specs, planned.path, progress)
     trim_heap()  # what loading left behind
-    pool = _make_pool(plan, model_config, len(model.groups[0].layers), dtype, device)
+    memory = weights.memory if isinstance(weights, PlacedWeights) else None
+    pool = _make_pool(plan, model_config, len(model.groups[0].layers), dtype, device, memory)
     views = KVViews(pool, model.groups)
     stage = None
     if plan.cold_blocks:
@@ -164,12 +181,16 @@ def _make_runner(planned: PlannedModel, tokenizer: Tokenizer | None, progress: P
     return Runner(model, weights, views, plan.block_size, device, decode, plan.kv_cache_dtype, stage)
 
 
-def _make_pool(plan: Plan, config: ModelConfig, layers: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """All blocks, and block 0 which padding points at. Written once here, so that the memory is really there."""
+def _make_pool(plan: Plan, config: ModelConfig, layers: int, dtype: torch.dtype, device: torch.device,
+               memory: ElasticMemory | None) -> torch.Tensor:
+    """All blocks, and block 0 which padding points at. Written once here, so that the memory is really there.
+    `memory`: shared with slots of experts, over which the pool reaches too."""
     size = plan.block_size * config.head_dim
     if plan.kv_cache_dtype != "auto":
         dtype, size = torch.uint8, head_bytes(plan.block_size, config.head_dim)
     shape = (plan.num_blocks + 1, layers, 2, config.num_kv_heads, size)
+    if memory is not None:
+        return memory.pool(math.prod(shape[1:]) * dtype.itemsize).view(dtype).view(-1, *shape[1:])
     try:
         if device.type == "cpu" and dtype in (torch.float32, torch.uint8):
             floats = math.prod(shape) * dtype.itemsize // 4  # of bytes too, there is a multiple of four

@@ -20,7 +20,7 @@ from torch import Tensor
 from spillover.engine.batch import Batch, ScheduledRequest, StepResult
 from spillover.engine.cold_prefix import ColdStage
 from spillover.engine.graphs import Graphs, GraphStats
-from spillover.engine.runner import PromptRows, Runner, score, to_result
+from spillover.engine.runner import Changed, PromptRows, Runner, score, to_result
 from spillover.engine.sampler import SampledLogprobs, SamplingBatch, random_numbers, sample
 from spillover.engine.slots import Slots
 from spillover.engine.step_inputs import StepInputs
@@ -160,6 +160,10 @@ class CudaRunner(Runner):
     @property
     def graph_stats(self) -> GraphStats | None:
         return self._graphs.stats if self._graphs is not None else None
+
+    def in_order(self, change: Callable[[], Changed]) -> Changed:
+        with torch.inference_mode(), torch.cuda.stream(self._queue):
+            return change()
 
     def forget_graphs(self) -> None:
         """They hold the addresses of weights and KV, and are recorded again when they are needed."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,10 +29,13 @@ from spillover.engine.sampler import (
     sample,
     to_position_logprobs,
 )
+from spillover.engine.weights.placed import PlacedWeights
+from spillover.engine.weights.traffic import WeightTraffic
 from spillover.kernels.attention import AttentionBatch
 from spillover.models.layers import Decoder, KVViews, ModelStep
 from spillover.models.weights import ResidentWeights, Weights
 
+Changed = TypeVar("Changed")
 PROMPT_LOGITS_ROWS = 64  # prompt logits are made this many rows at a time: a row is a whole vocabulary
 
 
@@ -105,11 +108,15 @@ class Runner:
         work = self._lay_out(batch)
         return Step(batch, self._stream.submit(self._execute, work), self._decode, work)
 
+    def in_order(self, change: Callable[[], Changed]) -> Changed:
+        """Makes a change to the device's memory after all steps that were launched, and before those to come."""
+        return self._stream.submit(change).result()
+
     def sleep(self, blocks: Sequence[int]) -> None:
         """Weights and the KV of these blocks to the host, where the device is not the host already. No step may run."""
         if self._device.type != "cpu":
+            self.kv.sleep(blocks)  # first: slots of experts may lie in the same memory
             self.weights.move(torch.device("cpu"))
-            self.kv.sleep(blocks)
             torch.cuda.empty_cache()
 
     def wake_up(self) -> None:
@@ -120,6 +127,10 @@ class Runner:
     @property
     def weight_bytes(self) -> int:
         return self.weights.nbytes
+
+    def weight_traffic(self) -> WeightTraffic:
+        """Nothing where all weights are resident."""
+        return self.weights.traffic() if isinstance(self.weights, PlacedWeights) else WeightTraffic()
 
     def close(self) -> None:
         self._stream.shutdown()

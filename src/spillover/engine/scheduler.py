@@ -19,6 +19,7 @@ from spillover.engine.request import Request, Status
 from spillover.engine.restore_plan import first_to_load
 from spillover.memory.kv_cache import KVCache
 
+SHRINK_STEPS = 32  # between two looks whether blocks on loan can go back
 LEARN_TOKENS = 64  # a step that prefills this many tells how long a token takes
 
 
@@ -48,6 +49,7 @@ class Scheduler:
         self._policy = POLICIES[config.policy]
         self._leaving: set[Request] = set()  # out of `running`, with a step still in flight
         self._watermark_blocks = int(config.watermark * kv.num_total)
+        self._steps = 0
         self._chunk = 2 * config.max_num_batched_tokens  # with overlap, two steps lie between a chunk and its commit
         self._forming = True  # static batching: the batch still takes requests in
         self._park_unit = max(1, 256 // kv.block_size)  # whole splits of attention (kernels.attention.split_blocks)
@@ -120,6 +122,11 @@ class Scheduler:
                     changed.append(request)
             if request.in_flight == 0 and request in self._leaving:
                 self._leave(request)
+        self._steps += 1
+        if self._steps % SHRINK_STEPS == 0:
+            self.kv.loans.shrink()
+        while not self.running and not self.waiting and self.kv.loans.shrink():
+            pass  # nobody needs them
         return changed
 
     def stop(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
@@ -198,7 +205,10 @@ class Scheduler:
         """Blocks for the request's first `num_tokens`, preempting later ones where they are short."""
         urgent = bool(request.num_output)
         while not self.kv.extend(request.request_id, num_tokens, urgent):
-            coming = self.kv.settling or self.kv.blocks_needed(request.request_id, num_tokens) <= self.kv.num_free
+            needed = self.kv.blocks_needed(request.request_id, num_tokens)
+            if self.kv.loans.grow(needed - self.kv.num_free):
+                continue
+            coming = self.kv.settling or needed <= self.kv.num_free
             if self._leaving or coming:  # blocks are about to come free: wait for them rather than preempt more
                 return False
             if len(self.running) == 1 and self.kv.store is not None:
@@ -237,6 +247,8 @@ class Scheduler:
             if not self.running:  # a sequence longer than the device goes alone, and what does not fit is moved out
                 needed = min(needed, self.kv.num_total)
             spare = self.kv.num_free - outstanding - (self._watermark_blocks if self.running else 0)
+            if whole and needed > spare and self.kv.loans.grow(needed - spare):
+                spare = self.kv.num_free - outstanding - (self._watermark_blocks if self.running else 0)
             if not whole or needed > spare:
                 self.kv.release(request.request_id)
                 break

@@ -4,6 +4,7 @@ The pool knows ids only. What a block contains, and which blocks are worth keepi
 Block 0 is the dummy block that padding points at; it is never handed out and not counted.
 """
 
+from collections.abc import Collection, Iterable
 from enum import IntEnum
 from typing import NoReturn
 
@@ -14,26 +15,33 @@ class BlockState(IntEnum):
     READY = 2  # every slot computed, held by at least one sequence
     EVICTABLE = 3  # every slot computed, kept for its prefix, held by nobody
     IN_FLIGHT = 4  # a copy to or from another tier reads or writes it
+    ABSENT = 5  # not a block for now: its bytes serve something else
 
 
-FREE, FILLING, READY, EVICTABLE, IN_FLIGHT = BlockState
+FREE, FILLING, READY, EVICTABLE, IN_FLIGHT, ABSENT = BlockState
 
 
 class BlockPool:
-    """Blocks 1..num_blocks. An illegal transition raises AssertionError: it is a bug, never a condition to handle.
+    """Blocks 1..num_blocks, and others up to `most` once they are added.
+
+    An illegal transition raises AssertionError: it is a bug, never a condition to handle.
 
     A block is *cached* while the prefix tree keeps it; that alone decides whether it becomes EVICTABLE or FREE once its
     last reference goes. A block in flight keeps its references and its cached mark, and settles when the copy ends.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self._state = [FREE] * (num_blocks + 1)
-        self._refs = [0] * (num_blocks + 1)
-        self._cached = bytearray(num_blocks + 1)
+    def __init__(self, num_blocks: int, most: int | None = None) -> None:
+        self.most = max(num_blocks, most or 0)
+        self._state = [FREE] * (num_blocks + 1) + [ABSENT] * (self.most - num_blocks)
+        self._refs = [0] * (self.most + 1)
+        self._cached = bytearray(self.most + 1)
         self._loading: set[int] = set()  # in flight and incomplete: FILLING again when the copy ends
         self._free = list(range(num_blocks, 0, -1))
-        self._counts = [num_blocks, 0, 0, 0, 0]  # by BlockState
+        self._counts = [num_blocks, 0, 0, 0, 0, self.most - num_blocks]  # by BlockState
+
+    @property
+    def num_blocks(self) -> int:
+        return self.most - self._counts[ABSENT]
 
     @property
     def free(self) -> int:
@@ -59,6 +67,22 @@ class BlockPool:
 
     def cached(self, block: int) -> bool:
         return bool(self._cached[block])
+
+    def add(self, blocks: Iterable[int]) -> None:
+        """ABSENT -> FREE."""
+        for block in blocks:
+            if self._state[block] is not ABSENT:
+                self._illegal("add", block, ABSENT)
+            self._move(block, FREE)
+            self._free.append(block)
+
+    def remove(self, blocks: Collection[int]) -> None:
+        """FREE -> ABSENT."""
+        for block in blocks:
+            if self._state[block] is not FREE:
+                self._illegal("remove", block, FREE)
+            self._move(block, ABSENT)
+        self._free = [block for block in self._free if block not in blocks]
 
     def allocate(self) -> int:
         """FREE -> FILLING, with one reference. The caller has made sure that a block is free."""
@@ -133,7 +157,7 @@ class BlockPool:
 
     def check(self) -> None:
         """Recounts everything from scratch."""
-        blocks = range(1, self.num_blocks + 1)
+        blocks = range(1, self.most + 1)
         for state in BlockState:
             found = sum(self._state[block] is state for block in blocks)
             assert found == self._counts[state], f"{state.name}: {found} blocks, {self._counts[state]} counted"
@@ -143,7 +167,7 @@ class BlockPool:
         for block in blocks:
             state, refs, cached = self._state[block], self._refs[block], self._cached[block]
             where = f"block {block} is {state.name} with {refs} references, cached {cached}"
-            if state is FREE:
+            if state in (FREE, ABSENT):
                 assert (refs, cached) == (0, 0), where
             elif state is FILLING:
                 assert (refs, cached) == (1, 0), where

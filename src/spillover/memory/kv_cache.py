@@ -9,8 +9,9 @@ import time
 from collections.abc import Sequence
 
 from spillover.errors import SpilloverError
-from spillover.memory.blocks import FREE, BlockPool
+from spillover.memory.blocks import ABSENT, FREE, BlockPool
 from spillover.memory.digest import root_digest
+from spillover.memory.loans import Loans
 from spillover.memory.policies import LRU, EvictionPolicy
 from spillover.memory.prefix_tree import Node, PrefixTree
 from spillover.memory.restore import Restore, Restorer
@@ -34,10 +35,11 @@ class KVCache:
         policy: EvictionPolicy | None = None,
         store: SpillStore | None = None,
         margin: int = 32,
+        most_blocks: int | None = None,
     ) -> None:
         """`windows` has one entry a layer group, None for full attention; `identity` digests model, dtype, layout.
         `store` is what lies below the device, and `margin` how many blocks, at least, are kept ready to be
-        overwritten."""
+        overwritten. `most_blocks`: the highest number of a block that a lender may bring."""
         if num_blocks < 1 or block_size < 1:
             raise SpilloverError(f"a KV cache of {num_blocks} blocks of {block_size} tokens cannot hold a single token")
         if not windows or any(window is not None and window < 1 for window in windows):
@@ -46,8 +48,9 @@ class KVCache:
         self.windows = tuple(windows)
         self.prefix_caching = prefix_caching
         self._identity = identity
-        self._pool = BlockPool(num_blocks)
+        self._pool = BlockPool(num_blocks, most_blocks)
         self._tree = PrefixTree(self._pool, self.windows, policy if policy is not None else LRU(), identity)
+        self.loans = Loans(self._pool, self._tree)
         self.store = store if prefix_caching else None
         self._spiller = None
         self.restorer = None
@@ -90,7 +93,7 @@ class KVCache:
 
     def used_blocks(self) -> list[int]:
         """Those that hold KV of a sequence or a prefix."""
-        return [block for block in range(1, self.num_total + 1) if self._pool.state(block) is not FREE]
+        return [block for block in range(1, self._pool.most + 1) if self._pool.state(block) not in (FREE, ABSENT)]
 
     def usage(self) -> float:
         """The share of blocks that sequences and copies hold, 0 to 1."""
@@ -386,7 +389,7 @@ class KVCache:
         if self._spiller is not None and self.store is not None:
             self._spiller.check()
             self.store.check()
-        refs = [0] * (self.num_total + 1)
+        refs = [0] * (self._pool.most + 1)
         for seq, sequence in self._live.items():
             assert len({len(table) for table in sequence.tables}) == 1, f"tables of {seq!r} differ in length"
             assert sequence.num_computed // self.block_size == sequence.num_ready
@@ -404,7 +407,7 @@ class KVCache:
             for held in sequence.held.values():
                 for block in held:
                     refs[block] += 1
-        for block in range(1, self.num_total + 1):
+        for block in range(1, self._pool.most + 1):
             assert refs[block] == self._pool.refs(block), (
                 f"block {block} has {self._pool.refs(block)} references, {refs[block]} holders"
             )

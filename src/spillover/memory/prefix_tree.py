@@ -204,6 +204,19 @@ class PrefixTree:
         self._prune(node)
         return True
 
+    def drop(self, block: int) -> bool:
+        """Evicts a block of the tree and all that hangs below it; False where any of that is in use."""
+        below = [self._home[block]]
+        for node in below:
+            below += node.children.values()
+        if any(self._pool.state(each) is not EVICTABLE for node in below for each in node.blocks if each is not None):
+            return False
+        for node in reversed(below):  # a node has no children left when its turn comes
+            for each in node.blocks:
+                if each is not None and each in self._home:
+                    self.evict(each)
+        return True
+
     def reset(self) -> None:
         """Forgets every prefix. Blocks in use stay with their holders and are freed after the last of them."""
         for block in self._home:
@@ -232,7 +245,7 @@ class PrefixTree:
             self._check_node(node, found)
         assert nodes == self.num_nodes, f"{nodes} nodes, {self.num_nodes} counted"
         assert found == self._home
-        assert set(found) == {block for block in range(1, self._pool.num_blocks + 1) if self._pool.cached(block)}
+        assert set(found) == {block for block in range(1, self._pool.most + 1) if self._pool.cached(block)}
         assert self._offered <= set(found)
 
     def _check_node(self, node: Node, found: dict[int, Node]) -> None:

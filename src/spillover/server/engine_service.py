@@ -23,6 +23,7 @@ from spillover.engine.outputs import TokenSources
 from spillover.engine.request import Request, Status
 from spillover.engine.stats import tier_reports
 from spillover.engine.structured import GrammarCompiler
+from spillover.engine.weights.traffic import WeightTraffic
 from spillover.errors import RequestError, SpilloverError
 from spillover.models.tokenizer import Tokenizer
 from spillover.plan.hardware import probe
@@ -278,7 +279,13 @@ class EngineService:
         ) for report in reports]
         if away and not any(tier.name == "host" for tier in tiers):
             tiers.append(TierUse("host", weights, 0, 0, 0))
+        moved = getattr(engine.runner, "weight_traffic", WeightTraffic)()
         return LiveStats(
+            weight_bytes_moved=moved.bytes_moved,
+            weight_disk_bytes=moved.disk_bytes,
+            expert_hits=moved.expert_hits,
+            expert_misses=moved.expert_misses,
+            expert_hosted=moved.expert_hosted,
             time=time.monotonic(),
             sleeping=self._sleeping,
             num_running=len(self._scheduler.running),

@@ -10,7 +10,7 @@ import bisect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -185,6 +185,15 @@ class Metrics:
             tiers.add_metric([self._model, tier.name, "weights"], tier.weight_bytes)
             tiers.add_metric([self._model, tier.name, "kv"], tier.kv_bytes)
         yield from (usage, blocks, tiers)
+        placement = info.plan.placement if info is not None else None
+        if placement is not None:
+            for name, text in EngineTotals.WEIGHTS.items():
+                yield self._counter(name, text, self.engine.values[name])
+            if placement.predicted is not None:
+                yield self._gauge("predicted_decode_tokens_per_second", "What the plan says one request decodes at, at "
+                                  "best and with uniform routing.", placement.predicted.decode_tokens_per_second)
+                yield self._gauge("predicted_prefill_tokens_per_second", "Likewise for a prompt of 512 tokens.",
+                                  placement.predicted.prefill_tokens_per_second)
         if info is not None:
             cache_dtype = info.plan.dtype if info.plan.kv_cache_dtype == "auto" else info.plan.kv_cache_dtype
             facts = {"block_size": info.plan.block_size, "num_gpu_blocks": info.plan.num_blocks,
@@ -235,7 +244,14 @@ class TokenCounts:
 class EngineTotals:
     """Totals that an engine process counts, added up over all the engines there have been."""
 
-    NAMES = ("steps", "preemptions", "prefix_queries", "prefix_hits", "evictions", "step_tokens")
+    WEIGHTS: ClassVar[dict[str, str]] = {
+        "weight_bytes_moved": "Bytes of weights brought to the device.",
+        "weight_disk_bytes": "Of these, bytes that were read from disk.",
+        "expert_hits": "Experts that steps asked for and that were on the device.",
+        "expert_misses": "Experts that had to be brought there.",
+        "expert_hosted": "Experts that the host computed instead.",
+    }
+    NAMES = ("steps", "preemptions", "prefix_queries", "prefix_hits", "evictions", "step_tokens", *WEIGHTS)
 
     def __init__(self) -> None:
         self.values = dict.fromkeys(self.NAMES, 0)

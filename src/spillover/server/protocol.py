@@ -156,6 +156,12 @@ class LiveStats(msgspec.Struct, array_like=True, frozen=True):
     sources: TokenSources = msgspec.field(default_factory=TokenSources)  # where the prompt tokens came from
     slots_held: int = 0  # token slots in blocks of running sequences, summed over steps ...
     slots_wasted: int = 0  # ... and of those the slots without a token
+    # Of weights that are not resident.
+    weight_bytes_moved: int = 0  # to the device
+    weight_disk_bytes: int = 0  # read from disk for it
+    expert_hits: int = 0  # experts that a step asked for: on the device,
+    expert_misses: int = 0  # brought there,
+    expert_hosted: int = 0  # or computed by the host
     tiers: tuple[TierUse, ...] = ()
     kv_tiers: tuple[TierReport, ...] = ()  # below the device, one a name
 

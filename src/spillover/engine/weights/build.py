@@ -10,6 +10,7 @@ from torch import Tensor
 
 from spillover.engine.weights.cpu_experts import CpuExperts, ExpertSlots, HomeExperts, SlotExperts
 from spillover.engine.weights.disk_home import DiskHome
+from spillover.engine.weights.elastic import ElasticMemory
 from spillover.engine.weights.home import Home
 from spillover.engine.weights.mover import CpuMover
 from spillover.engine.weights.placed import PlacedParts, PlacedWeights
@@ -22,22 +23,25 @@ from spillover.plan.placement import WeightPlan
 Parts = Iterable[tuple[str, dict[str, Any]]]
 
 
-def place_on_cpu(parts: Parts, placement: WeightPlan, policy: str, disk: DiskHome | None = None) -> PlacedWeights:
-    """The "device" is an arena of the planned size; copies into it are real."""
+def place_on_cpu(parts: Parts, placement: WeightPlan, policy: str, disk: DiskHome | None = None,
+                 kv_bytes: int = 0) -> PlacedWeights:
+    """The "device" is an arena of the planned size; copies into it are real. `kv_bytes`: of KV, before the slots."""
     device = torch.device("cpu")
     placed, mover = PlacedParts(placement, device, Home(device), disk), CpuMover()
     layers, quota = placement.slot_layers, placement.quota
     arena: Tensor | None = None
+    memory: ElasticMemory | None = None
     for part, weights in parts:
         records = placed.put(part, weights)
         layer = int(part.removeprefix("layers.")) if records is not None else -1
         if records is None or layer not in layers:
             continue
         if arena is None:
-            arena = Home(device).run(len(layers) * quota * records.shape[1]).view(-1, records.shape[1])
+            memory = ElasticMemory.make(kv_bytes, len(layers) * quota, records.shape[1], device)
+            arena = memory.slots
         first = layers.index(layer) * quota
         arena[first : first + quota].copy_(records[:quota])
-    return PlacedWeights(placed, mover, _cpu_experts(placed, mover, arena, policy))
+    return PlacedWeights(placed, mover, _cpu_experts(placed, mover, arena, policy), memory)
 
 
 def _cpu_experts(placed: PlacedParts, mover: CpuMover, arena: Tensor | None, policy: str) -> CpuExperts | None:

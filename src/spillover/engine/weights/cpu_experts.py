@@ -95,6 +95,17 @@ class CpuExperts:
 
     recordable = 0
 
+    def lend(self, layer: int) -> int | None:
+        assert self.slots is not None
+        slot = self.slots.cache.lend(layer)
+        if slot is not None:
+            self.slots.settle()  # nothing is on its way there
+        return slot
+
+    def give_back(self, layer: int, slot: int) -> None:
+        assert self.slots is not None
+        self.slots.cache.give_back(layer, slot)
+
     def begin_step(self) -> None:
         pass
 

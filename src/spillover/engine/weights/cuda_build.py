@@ -13,6 +13,7 @@ from spillover.engine.weights.build import Parts, chosen_policy, filled_cache
 from spillover.engine.weights.calibrate import split_table, streaming_share
 from spillover.engine.weights.cuda_experts import Arena, CudaExperts, CudaLayerExperts
 from spillover.engine.weights.disk_home import DiskHome
+from spillover.engine.weights.elastic import ElasticMemory
 from spillover.engine.weights.home import Home
 from spillover.engine.weights.mover import CudaMover
 from spillover.engine.weights.placed import PlacedParts, PlacedWeights
@@ -42,6 +43,7 @@ def place_on_cuda(parts: Parts, plan: Plan, config: EngineConfig, model: ModelCo
     layers = table_layers(placement)
     quotas = [placement.quota if placement.experts[layer] in SLOTTED else 0 for layer in layers]
     slots: Tensor | None = None
+    memory: ElasticMemory | None = None
     for part, weights in parts:
         records = placed.put(part, weights)
         del weights
@@ -50,8 +52,8 @@ def place_on_cuda(parts: Parts, plan: Plan, config: EngineConfig, model: ModelCo
             continue
         index = layers.index(layer)
         if slots is None:
-            shape = (sum(quotas) + placement.transit, records.shape[1])
-            slots = torch.empty(shape, dtype=torch.uint8, device=device)
+            memory = ElasticMemory.make(plan.kv_bytes, sum(quotas) + placement.transit, records.shape[1], device)
+            slots = memory.slots
             placed.home.expect(records.numel(), len(layers) - index - 1 - len(placement.disk_experts))
         first = sum(quotas[:index])
         slots[first : first + quotas[index]].copy_(records[: quotas[index]])
@@ -63,7 +65,7 @@ def place_on_cuda(parts: Parts, plan: Plan, config: EngineConfig, model: ModelCo
         experts = _experts(placed, layers, quotas, slots, plan, config, model)
         for index, layer in enumerate(layers):
             placed.resident[layer_part(layer)][PAGED] = CudaLayerExperts(experts, index)
-    return PlacedWeights(placed, CudaMover(device), experts)
+    return PlacedWeights(placed, CudaMover(device), experts, memory)
 
 
 def table_layers(placement: WeightPlan) -> tuple[int, ...]:

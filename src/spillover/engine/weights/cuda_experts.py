@@ -23,7 +23,7 @@ from spillover.kernels.host_experts import HostExperts
 from spillover.kernels.mail import Mail
 from spillover.kernels.moe import Experts
 from spillover.kernels.paged_moe import begin_passes, paged_mixture
-from spillover.kernels.paging import NONE, PageTable
+from spillover.kernels.paging import LENT, NONE, PageTable
 from spillover.memory.experts import ExpertCache
 from spillover.models.weights import PartWeights
 
@@ -59,6 +59,10 @@ class CudaExperts:
         self.on_demand: ExpertCache | None = None  # the host's own table, where the host does all fetching
         self._home: Callable[[int, int], Tensor] = lambda layer, expert: runs[layer][expert]
         self._transit_at = transit_at
+        self._first: list[int] = table.first.tolist()
+        self._least = table.log.shape[2] + 1  # slots that the largest step may need, and one to give up
+        self._lent: list[set[int]] = [set() for _ in runs]
+        self._storage_bytes = arena.slots.untyped_storage().nbytes()
         self._rows: Tensor = torch.empty(0)  # int32 [groups, E]: of the step under way, expert -> slot of transit
         self._groups_of: list[int] = []  # by layer
         self._hosted: list[list[int]] = []  # experts of the step under way that the host computes, by layer
@@ -125,11 +129,32 @@ class CudaExperts:
         return WeightTraffic(moved, gathered + self.transit.fetches + self._demand_fetches, 0, hits, gathered,
                              hosted + self._hosted_experts)
 
+    def lend(self, layer: int) -> int | None:
+        """The table is changed on the device, in the order of steps."""
+        if self.on_demand is not None:
+            return self.on_demand.lend(layer)
+        quota = self._first[layer + 1] - self._first[layer]
+        if quota - len(self._lent[layer]) <= self._least:
+            return None
+        slot = next(slot for slot in range(self._first[layer + 1] - 1, -1, -1) if slot not in self._lent[layer])
+        self._lent[layer].add(slot)
+        row = self.table.slot_of[layer]
+        row.masked_fill_(row == slot, NONE)
+        self.table.owner[slot] = LENT
+        return slot
+
+    def give_back(self, layer: int, slot: int) -> None:
+        if self.on_demand is not None:
+            self.on_demand.give_back(layer, slot)
+            return
+        self._lent[layer].remove(slot)
+        self.table.owner[slot] = NONE
+
     def sleep(self) -> None:
         self.arena.slots.untyped_storage().resize_(0)
 
     def wake_up(self) -> None:
-        self.arena.slots.untyped_storage().resize_(self.arena.slots.numel())
+        self.arena.slots.untyped_storage().resize_(self._storage_bytes)
         self.table.slot_of.fill_(NONE)
         self.table.owner[self.table.owner >= 0] = NONE
         if self.on_demand is not None:

@@ -52,7 +52,7 @@ def _placed(config: EngineConfig, plan: Plan, model: ModelConfig, parts: Iterato
         from spillover.engine.weights.cuda_build import place_on_cuda  # needs Triton
 
         return place_on_cuda(parts, plan, config, model, disk)
-    return place_on_cpu(parts, placement, config.policy, disk)
+    return place_on_cpu(parts, placement, config.policy, disk, plan.kv_bytes)
 
 
 def _on_disk(plan: Plan) -> bool:

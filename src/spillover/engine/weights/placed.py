@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from spillover.engine.weights.disk_home import DiskHome
+from spillover.engine.weights.elastic import ElasticMemory
 from spillover.engine.weights.home import Home
 from spillover.engine.weights.mover import Mover, Source
 from spillover.engine.weights.ring import Ring
@@ -188,6 +189,10 @@ class ExpertStore(Protocol):
 
     def end_step(self, rows: int) -> None: ...
 
+    def lend(self, layer: int) -> int | None: ...
+
+    def give_back(self, layer: int, slot: int) -> None: ...
+
     def sleep(self) -> None:
         """Gives the device's memory back; what lay there is lost."""
 
@@ -199,8 +204,11 @@ class ExpertStore(Protocol):
 class PlacedWeights(ResidentWeights):
     """All parts, each entered where the plan put it."""
 
-    def __init__(self, placed: PlacedParts, mover: Mover, experts: ExpertStore | None) -> None:
+    def __init__(self, placed: PlacedParts, mover: Mover, experts: ExpertStore | None,
+                 memory: ElasticMemory | None = None) -> None:
+        """`memory`: of slots and KV together, where there are slots."""
         super().__init__(placed.resident)
+        self.memory = memory
         self.placement = placed.placement
         self.experts = experts
         self._home, self._disk = placed.home, placed.disk

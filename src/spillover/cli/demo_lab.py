@@ -1,0 +1,30 @@
+"""The demo's last part: two memory configurations side by side, on servers of their own, ending in a report."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+from spillover.engine.config import EngineConfig
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+NEEDS = ("yaml", "pyarrow", "matplotlib")
+
+
+def show_comparison(console: Console, config: EngineConfig) -> None:
+    """`spill lab run demo`, with the model that was asked for; says so where the lab is not installed."""
+    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        console.print(f"left out: the lab needs {', '.join(missing)}; pip install 'spillover\\[lab]'", highlight=False)
+        return
+    from spillover.cli.lab import results_folder
+    from spillover.cli.lab_run import run_in_terminal
+    from spillover.lab.experiment import load_experiment
+    from spillover.lab.report import write_report
+
+    experiment = load_experiment("demo", model=config.model)
+    folder = results_folder(experiment, fresh=True)
+    run_in_terminal(console, experiment, folder, monitors=True)
+    console.print(f"report: [bold]{write_report(folder).html}[/]", highlight=False)

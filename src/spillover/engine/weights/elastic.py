@@ -1,0 +1,117 @@
+"""KV and slots of experts in one run of device memory: as contexts grow KV takes slots, and gives them back.
+
+    | KV blocks of the plan | slots of experts ... | slots of transit |
+
+The pool of KV blocks is a view of the whole run, so that a block can lie in any slot: a slot that is lent holds the
+blocks that lie in it as a whole. Addresses never change, and recorded steps stay good.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from spillover.engine.weights.home import Home
+from spillover.models.records import ALIGNMENT
+
+log = logging.getLogger("spillover.engine")
+
+
+@dataclass(frozen=True)
+class ElasticMemory:
+    run: Tensor  # uint8
+    kv_bytes: int  # the first so many are KV's own
+    slot_bytes: int
+
+    @classmethod
+    def make(cls, kv_bytes: int, slots: int, slot_bytes: int, device: torch.device) -> ElasticMemory:
+        start = _aligned(kv_bytes)
+        if device.type == "cpu":
+            run = Home(device).run(start + slots * slot_bytes)
+        else:
+            run = torch.empty(start + slots * slot_bytes, dtype=torch.uint8, device=device)
+        return cls(run, kv_bytes, slot_bytes)
+
+    @property
+    def slots(self) -> Tensor:
+        """[slots, bytes of one]."""
+        return self.run[_aligned(self.kv_bytes) :].view(-1, self.slot_bytes)
+
+    def pool(self, block_bytes: int) -> Tensor:
+        """[blocks, bytes of one], over all of it; KV's own are zeroed."""
+        self.run[: self.kv_bytes].zero_()
+        count = len(self.run) // block_bytes
+        return self.run[: count * block_bytes].view(count, block_bytes)
+
+    def blocks_in(self, slot: int, block_bytes: int) -> range:
+        """Those that lie in a slot as a whole."""
+        start = _aligned(self.kv_bytes) + slot * self.slot_bytes
+        return range(-(-start // block_bytes), (start + self.slot_bytes) // block_bytes)
+
+
+class LendsSlots(Protocol):
+    def lend(self, layer: int) -> int | None:
+        """Takes a slot of a layer out of use; None: it has none to spare."""
+        ...
+
+    def give_back(self, layer: int, slot: int) -> None: ...
+
+
+class SlotLender:
+    """Lends slots of experts to KV, from the layers in turn."""
+
+    def __init__(self, memory: ElasticMemory, experts: LendsSlots, layers: int, most: int, block_bytes: int,
+                 in_order: Callable[[Callable[[], Any]], Any]) -> None:
+        """`most`: slots that may be lent, of all layers together; `in_order` makes a change between two steps."""
+        self._memory = memory
+        self._experts = experts
+        self._layers = layers
+        self._most = most
+        self._block_bytes = block_bytes
+        self._in_order = in_order
+        self._next = 0
+        self._lent: dict[Sequence[int], tuple[int, int]] = {}  # blocks -> layer, slot
+
+    @property
+    def slots(self) -> int:
+        """Lent now."""
+        return len(self._lent)
+
+    def lend(self, blocks: int) -> list[Sequence[int]]:
+        if len(self._lent) == self._most:
+            return []
+        loans: list[Sequence[int]] = self._in_order(lambda: self._lend(blocks))
+        if loans:
+            log.info("KV takes %d slots of experts, %d in all", len(loans), len(self._lent))
+        return loans
+
+    def give_back(self, loan: Sequence[int]) -> None:
+        self._in_order(lambda: self._experts.give_back(*self._lent.pop(loan)))
+
+    def _lend(self, blocks: int) -> list[Sequence[int]]:
+        loans: list[Sequence[int]] = []
+        refused = 0
+        while sum(len(loan) for loan in loans) < blocks and len(self._lent) < self._most and refused < self._layers:
+            layer, self._next = self._next, (self._next + 1) % self._layers
+            slot = self._experts.lend(layer)
+            if slot is None:
+                refused += 1
+                continue
+            refused = 0
+            loan = self._memory.blocks_in(slot, self._block_bytes)
+            if not loan:  # a slot smaller than a block
+                self._experts.give_back(layer, slot)
+                return loans
+            self._memory.slots[slot].zero_()  # what lay there is no KV, and may not even be numbers
+            self._lent[loan] = (layer, slot)
+            loans.append(loan)
+        return loans
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

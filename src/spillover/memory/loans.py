@@ -1,0 +1,56 @@
+"""Blocks beyond the cache's own, in bytes that somebody else can spare for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from spillover.memory.blocks import FREE, BlockPool
+from spillover.memory.prefix_tree import PrefixTree
+
+
+class BlockLender(Protocol):
+    """Whoever has bytes in which blocks can lie."""
+
+    def lend(self, blocks: int) -> list[Sequence[int]]:
+        """At least so many blocks if it can, in loans that come back one by one; fewer or none if it cannot."""
+        ...
+
+    def give_back(self, loan: Sequence[int]) -> None: ...
+
+
+class Loans:
+    def __init__(self, pool: BlockPool, tree: PrefixTree) -> None:
+        self.lender: BlockLender | None = None
+        self._pool = pool
+        self._tree = tree
+        self._taken: list[Sequence[int]] = []
+
+    @property
+    def blocks(self) -> int:
+        """On loan now."""
+        return sum(len(loan) for loan in self._taken)
+
+    def grow(self, blocks: int) -> bool:
+        """So many more, if somebody lends them; whether any came."""
+        loans = self.lender.lend(blocks) if self.lender is not None and blocks > 0 else []
+        for loan in loans:
+            self._pool.add(loan)
+        self._taken += loans
+        return bool(loans)
+
+    def shrink(self) -> bool:
+        """Gives one loan back where half of all blocks would still be free without it. Prefixes in it are forgotten."""
+        for loan in self._taken:
+            free = self._pool.free + self._pool.evictable
+            if 2 * (free - len(loan)) < self._pool.num_blocks:
+                return False
+            kept = [block for block in loan if self._pool.state(block) is not FREE]
+            if all(self._pool.cached(block) for block in kept) and all(
+                    self._pool.state(block) is FREE or self._tree.drop(block) for block in kept):
+                assert self.lender is not None
+                self._pool.remove(set(loan))
+                self._taken.remove(loan)
+                self.lender.give_back(loan)
+                return True
+        return False

@@ -1,0 +1,116 @@
+"""KV takes slots of experts as contexts grow, and gives them back: no token changes, and every block has one owner."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import starved
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spillover import LLM, SamplingParams
+from spillover.engine.weights.elastic import ElasticMemory
+from spillover.memory.kv_cache import KVCache
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+def test_contexts_that_outgrow_their_blocks_take_slots(name: str, caching: bool, tmp_path: Path) -> None:
+    folder = starved.write_config(tmp_path, name)
+    flags = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 160, "max_num_seqs": 6,
+             "max_num_batched_tokens": 64, "enable_prefix_caching": caching}
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    asked = [[*prompt, *range(60)] for prompt in starved.prompts(6)]
+    with LLM(folder, **flags) as llm:
+        whole = [output.outputs[0].token_ids for output in llm.generate(asked, params, use_tqdm=False)]
+        budget = int((0.6 if name == "qwen3-moe" else 0.9) * (llm.plan.weight_bytes + llm.plan.workspace_bytes))
+    with LLM(folder, weights="experts", gpu_memory=str(budget), **flags) as llm:
+        loans, lender = llm.engine.scheduler.kv.loans, llm.engine.scheduler.kv.loans.lender
+        assert lender is not None
+        most, lend = [0], lender.lend
+        lender.lend = lambda blocks: _noted(lend(blocks), most, lender)
+        found = [output.outputs[0].token_ids for output in llm.generate(asked, params, use_tqdm=False)]
+        assert found == whole
+        assert most[0] > 0
+        assert llm.engine.runner.weights.traffic().expert_misses > 0
+        assert loans.blocks == 0  # all is back once nobody needs it
+        assert lender.slots == 0
+        llm.engine.runner.weights.experts.slots.cache.check()
+        llm.engine.scheduler.kv.check()
+        again = [output.outputs[0].token_ids for output in llm.generate(asked, params, use_tqdm=False)]
+        assert again == whole
+
+
+def _noted(loans: list[Sequence[int]], most: list[int], lender: object) -> list[Sequence[int]]:
+    most[0] = max(most[0], lender.slots)  # type: ignore[attr-defined]
+    return loans
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 5000), st.integers(1, 20), st.integers(1, 40), st.integers(1, 900))
+def test_a_block_lies_in_one_slot_or_in_none(kv_blocks: int, slots: int, slot_lines: int, block: int) -> None:
+    memory = ElasticMemory(torch.empty(0), (kv_blocks % 50 + 1) * block, slot_lines * 256)
+    seen: set[int] = set()
+    start = -(-memory.kv_bytes // 256) * 256
+    for slot in range(slots):
+        blocks = memory.blocks_in(slot, block)
+        assert seen.isdisjoint(blocks)
+        seen |= set(blocks)
+        for each in (blocks[:1], blocks[-1:]) if blocks else ():
+            for number in each:
+                assert start + slot * memory.slot_bytes <= number * block
+                assert (number + 1) * block <= start + (slot + 1) * memory.slot_bytes
+
+
+class Lender:
+    """Lends what it has, and wants it back whole."""
+
+    def __init__(self, loans: list[range]) -> None:
+        self.here = loans
+
+    def lend(self, blocks: int) -> list[Sequence[int]]:
+        taken = []
+        while self.here and sum(map(len, taken)) < blocks:
+            taken.append(self.here.pop())
+        return taken
+
+    def give_back(self, loan: Sequence[int]) -> None:
+        self.here.append(loan)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("windows", [(None,), (None, 16)])
+def test_loans_come_and_go_under_any_sequence_of_requests(seed: int, windows: tuple[int | None, ...]) -> None:
+    rng = random.Random(seed)
+    kv = KVCache(12, 4, windows, most_blocks=60)
+    lender = kv.loans.lender = Lender([range(start, start + 7) for start in range(13, 55, 7)])
+    live: dict[str, list[int]] = {}
+    for step in range(300):
+        if rng.random() < 0.5 and len(live) < 4:
+            name = f"r{step}"
+            live[name] = [rng.randrange(3) for _ in range(rng.randint(1, 40))]
+            kv.admit(name, live[name])
+        elif live:
+            name = rng.choice(sorted(live))
+            tokens = live[name]
+            needed = kv.blocks_needed(name, len(tokens))
+            if not kv.extend(name, len(tokens)) and kv.loans.grow(needed - kv.num_free):
+                kv.extend(name, len(tokens))
+            if kv.blocks_needed(name, len(tokens)) == 0:
+                kv.commit(name, tokens, len(tokens))
+            if rng.random() < 0.6:
+                kv.release(name)
+                del live[name]
+        kv.loans.shrink()
+        kv.check()
+        assert kv.loans.blocks + sum(len(loan) for loan in lender.here) == 42
+        assert kv.num_total == 12 + kv.loans.blocks
+    for name in live:
+        kv.release(name)
+    while kv.loans.shrink():
+        kv.check()
+    assert kv.loans.blocks == 0
