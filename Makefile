@@ -35,7 +35,9 @@ test-gpu: venv
 
 test-clients: venv
 	$(BIN)/python tests/clients/install.py
-	$(BIN)/pytest -v -rs tests/clients tests/server/test_openai_client.py
+	SPILLOVER_LLAMACPP_PYTHON=$(CURDIR)/.clients/xllamacpp/bin/python \
+	SPILLOVER_VLLM_PYTHON=$(CURDIR)/.clients/vllm/bin/python \
+		$(BIN)/pytest -v -rs tests/clients tests/server/test_openai_client.py tests/lab/test_engines_real.py
 
 soak: venv
 	$(BIN)/python benchmarks/soak.py --requests 10000 --load-format null

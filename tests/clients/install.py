@@ -69,6 +69,7 @@ CLIENTS = {
         unwanted=("torchvision", "torchaudio", "torchcodec"),
         finish=name_it_vllm,
     ),
+    "xllamacpp": Client("python", (("xllamacpp",),)),
 }
 
 

@@ -27,7 +27,7 @@ from spillover.bench.serve_request import ServeRequest
 from spillover.bench.serving_metrics import ServingMetrics, measure
 
 pytestmark = pytest.mark.clients
-COUNT, INPUT, OUTPUT, STREAMS = 40, 64, 16, 4
+COUNT, INPUT, OUTPUT, STREAMS = 40, 64, 16, 2
 
 
 @pytest.fixture(scope="module")
