@@ -23,7 +23,8 @@ from typing import Any
 
 import click
 import torch
-from gpu_workload import MODELS, Figure, opened, run, write
+from gpu_workload import MODELS, Figure, opened, write
+from mixture_workload import PREFILL, decode_rate, prefill_rate
 
 from spillover import LLM
 from spillover.engine.weights.cuda_experts import CudaExperts
@@ -36,7 +37,6 @@ from spillover.plan.shapes import model_shape
 from spillover.units import parse_bytes
 
 STRATEGIES = ("demand", "sequential", "pinned", "host-experts", "experts", "experts:lfru")
-PREFILL, CONTEXT = 512, 16
 MODELS["qwen3-30b-a3b-fp8"] = {**MODELS["qwen3-30b-a3b"], "quantization_config": {
     "quant_method": "fp8", "weight_block_size": [128, 128]}}
 
@@ -123,22 +123,6 @@ def replay(experts: CudaExperts, asked: Asked, llm: LLM, routing: str) -> None:
         trace = extended(read_log(asked.log), wanted, k, layers)
     experts.replay = torch.tensor(trace, dtype=torch.int32, device="cuda")
     llm.engine.runner.forget_graphs()  # type: ignore[attr-defined]  # they hold the routing they were recorded with
-
-
-def decode_rate(llm: LLM, rng: random.Random, count: int) -> float:
-    output = run(llm, [tokens(rng, CONTEXT)], [count + 1], 0.0)[0]
-    assert output.timings is not None
-    return count / output.timings.decode
-
-
-def prefill_rate(llm: LLM, rng: random.Random) -> float:
-    output = run(llm, [tokens(rng, PREFILL)], [1], 0.0)[0]
-    assert output.timings is not None
-    return PREFILL / output.timings.prefill
-
-
-def tokens(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(1000, 100_000) for _ in range(count)]
 
 
 def half_budget(model: str) -> int:

@@ -22,7 +22,7 @@ def figures(model: str, weights: str, output_len: int, repeats: int, eager: bool
     with opened(model, gpu_memory=str(memory), max_num_seqs=8, max_model_len=4096, max_num_batched_tokens=2048,
                 enable_prefix_caching=False, enforce_eager=eager) as llm:
         for index in range(repeats + 2):  # the first two compile and record
-            rates = _decode_rate(llm, rng, output_len), _prefill_rate(llm, rng)
+            rates = decode_rate(llm, rng, output_len), prefill_rate(llm, rng)
             if index >= 2:
                 decode.append(rates[0])
                 prefill.append(rates[1])
@@ -35,18 +35,18 @@ def figures(model: str, weights: str, output_len: int, repeats: int, eager: bool
     ]
 
 
-def _decode_rate(llm: LLM, rng: random.Random, output_len: int) -> float:
+def decode_rate(llm: LLM, rng: random.Random, output_len: int) -> float:
     """Tokens a second after the first."""
-    output = run(llm, [_tokens(rng, CONTEXT)], [output_len + 1], 0.0)[0]
+    output = run(llm, [random_tokens(rng, CONTEXT)], [output_len + 1], 0.0)[0]
     assert output.timings is not None
     return output_len / output.timings.decode
 
 
-def _prefill_rate(llm: LLM, rng: random.Random) -> float:
-    output = run(llm, [_tokens(rng, PREFILL)], [1], 0.0)[0]
+def prefill_rate(llm: LLM, rng: random.Random) -> float:
+    output = run(llm, [random_tokens(rng, PREFILL)], [1], 0.0)[0]
     assert output.timings is not None
     return PREFILL / output.timings.prefill
 
 
-def _tokens(rng: random.Random, count: int) -> list[int]:
+def random_tokens(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(1000, 100_000) for _ in range(count)]

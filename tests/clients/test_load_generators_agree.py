@@ -2,7 +2,9 @@
 medians of what they define alike.
 
 The server has no model and sends tokens at fixed times, so that two runs can be compared; how near both are to the
-truth is another test. vLLM's TTFT and E2EL count from before it builds the request, guidellm's ITL is our TPOT.
+truth is another test. vLLM's TTFT and E2EL count from before it builds the request, which takes its client 3 to 6 ms,
+and its answers end some 10 ms after their last token: the server is slow enough that this is within the 2%. guidellm's
+ITL is our TPOT.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ from spillover.bench.serve_request import ServeRequest
 from spillover.bench.serving_metrics import ServingMetrics, measure
 
 pytestmark = pytest.mark.clients
-COUNT, INPUT, OUTPUT, STREAMS = 40, 64, 16, 2
+COUNT, INPUT, OUTPUT, STREAMS = 24, 64, 32, 4
 
 
 @pytest.fixture(scope="module")
 def mock() -> Iterator[MockServer]:
-    with MockServer(ttft=0.25, itl=0.04) as server:
+    with MockServer(ttft=0.5, itl=0.05) as server:
         yield server
 
 
