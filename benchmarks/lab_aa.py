@@ -1,6 +1,7 @@
-"""Does the lab cry wolf? Experiments whose two arms are the same server, and how many of them find a difference.
+"""Does the lab cry wolf, and does it see one? Experiments whose arms are the same server, or one a little slower.
 
     python benchmarks/lab_aa.py --experiments 20
+    python benchmarks/lab_aa.py --experiments 5 --slower 1.05           # two mock servers, one 5% slower
     python benchmarks/lab_aa.py --experiments 20 --load-format auto     # the default model instead of an empty engine
 
 The whole way over HTTP, with this machine's own unrest. At 99% confidence, 19 of 20 and more must end in "no difference
@@ -10,12 +11,17 @@ lie better in memory than its twin for as long as it lives. Experiments that res
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import click
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "bench"))
+
+from mock_server import MockServer
 
 from spillover.lab.engines import EngineSpec, make_engine
 from spillover.lab.experiment import BLOCKS, parse_experiment
@@ -31,13 +37,16 @@ LOAD = {"dataset-name": "random", "num-prompts": 24, "random-input-len": 64, "ra
 @click.option("--repeats", default=BLOCKS, show_default=True, help="Blocks of each.")
 @click.option("--servers", type=click.IntRange(1, 2), default=1, show_default=True)
 @click.option("--load-format", default="null", show_default=True, help="Of both servers; null computes nothing.")
-def main(experiments: int, repeats: int, servers: int, load_format: str) -> None:
+@click.option("--slower", default=None, type=float, help="Mock servers instead, whose requests differ by 2.5%, and the "
+                                                         "second this many times slower.")
+def main(experiments: int, repeats: int, servers: int, load_format: str, slower: float | None) -> None:
     quiet = judged = 0
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
-        # Arms that share a server share its prefix cache, and prompts: it is turned off.
-        spec = EngineSpec("spillover", args={"load-format": load_format, "max-model-len": 512,
-                                             "enable-prefix-caching": False})
-        urls = [stack.enter_context(make_engine(spec)).running.url for _ in range(servers)]
+        if slower is not None:
+            urls = [stack.enter_context(MockServer(ttft=0.05, itl=0.01, noise=0.025, speed=speed)).url
+                    for speed in (1.0, slower)]
+        else:
+            urls = _servers(stack, servers, load_format)
         for number in range(experiments):
             document: dict[str, Any] = {
                 "name": f"aa-{number}", "repeats": repeats, "restart": "never",
@@ -49,6 +58,13 @@ def main(experiments: int, repeats: int, servers: int, load_format: str) -> None
             for verdict in verdicts:
                 click.echo(f"{number + 1}: {verdict['text']}")
     click.echo(f"{quiet} of {judged} experiments that could be judged, of {experiments} in all: no difference shown")
+
+
+def _servers(stack: ExitStack, count: int, load_format: str) -> list[str]:
+    # Arms that share a server share its prefix cache, and prompts: it is turned off.
+    spec = EngineSpec("spillover", args={"load-format": load_format, "max-model-len": 512,
+                                         "enable-prefix-caching": False})
+    return [stack.enter_context(make_engine(spec)).running.url for _ in range(count)]
 
 
 if __name__ == "__main__":
