@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -315,3 +316,15 @@ def test_the_page_is_served_with_a_policy_that_allows_nothing_from_elsewhere() -
     assert outside.status_code == 404
     assert "http://" not in page.text
     assert "https://" not in page.text
+
+
+def test_weights_that_move_are_counted() -> None:
+    client = StubClient()
+    client.info.plan.placement = SimpleNamespace(predicted=SimpleNamespace(
+        decode_tokens_per_second=12.5, prefill_tokens_per_second=700.0))
+    metrics = Metrics("m")
+    stats = LiveStats(time=2.0, weight_bytes_moved=1000, expert_hits=3, expert_misses=2, expert_hosted=1)
+    shown = metrics.render(stats, client.info, TokenCounts()).decode()
+    assert 'spillover:weight_bytes_moved_total{model_name="m"} 1000.0' in shown
+    assert 'spillover:expert_misses_total{model_name="m"} 2.0' in shown
+    assert 'spillover:predicted_decode_tokens_per_second{model_name="m"} 12.5' in shown

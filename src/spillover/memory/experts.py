@@ -89,8 +89,10 @@ class ExpertCache:
         self._free[layer].append(self._slot_of[layer].pop(expert))
 
     def lend(self, layer: int) -> int | None:
-        """Takes a slot out of the layer's use, evicting if need be; None: only one is left."""
-        if self.quota - len(self._withheld[layer]) <= 1:
+        """Takes a slot out of the layer's use, evicting if need be; None: one at most is left that anybody can have."""
+        worth = self.policy.worth(layer)
+        pinned = sum(worth[expert] == float("inf") for expert in self._slot_of[layer])
+        if self.quota - len(self._withheld[layer]) - pinned <= 1:
             return None
         if not self._free[layer]:
             victim = self._victim(layer, ())
