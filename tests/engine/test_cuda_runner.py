@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -41,42 +42,51 @@ def generate(folder: Path, prompts: list[list[int]], params: list[SamplingParams
 
 
 class PaddedSteps:
-    """As graphs, every decode step has the size of the largest; but it is run, not replayed."""
+    """As graphs, every step has the size of the largest of its kind; but it is run, not replayed. Its arrays lie where
+    they lay in the step of that key before."""
 
     sizes = (1, 4)
+    prompt_sizes = (8, 16)
 
     def __init__(self) -> None:
-        self.keys: list[tuple[int, bool]] = []
+        self.keys: list[graphs.Key] = []
+        self.places: dict[graphs.Key, list[Any]] = {}
 
     def size(self, rows: int) -> int:
         return 4
 
-    def run(self, key: Any, step: Any) -> Any:
+    def prompt_size(self, rows: int) -> int | None:
+        return 16 if rows > 2 else None
+
+    def run(self, key: graphs.Key, step: Any, at_once: bool = False) -> Any:
         self.keys.append(key)
+        places, _ = step.args
+        recorded = [value for name, value in vars(places).items() if name != "samples" or key.draws]
+        assert self.places.setdefault(key, recorded) == recorded
         hidden = step()
         assert not hidden.isnan().any()
-        return None if key[1] else hidden
+        return None if key.draws else hidden
 
 
-def use_the_device(monkeypatch: pytest.MonkeyPatch, deterministic: bool = False) -> list[bool]:
-    """From now on the engine has the other runner and its kernels; returns, of each step, whether it only decoded."""
-    decodes: list[bool] = []
+def use_the_device(monkeypatch: pytest.MonkeyPatch, deterministic: bool = False) -> list[Any]:
+    """From now on the engine has the other runner and its kernels; returns what each step was prepared as."""
+    steps: list[Any] = []
 
     class Watched(CudaRunner):
         def __init__(self, model: Any, weights: Any, kv: Any, block_size: int, device: torch.device,
                      decode: Any, kv_dtype: str, stage: Any) -> None:
-            super().__init__(model, weights, kv, block_size, device, StepLimits(4, 16, 64), decode, kv_dtype, stage,
+            super().__init__(model, weights, kv, block_size, device, StepLimits(4, 16, 64, 16), decode, kv_dtype, stage,
                              graphs=False, deterministic=deterministic)
             self._graphs = PaddedSteps()
 
         def _prepare(self, batch: Any) -> Any:
             work = super()._prepare(batch)
-            decodes.append(work.decodes)
+            steps.append(work)
             return work
 
     monkeypatch.setattr(assemble, "Runner", Watched)
     monkeypatch.setattr(layers, "attention_block", lambda *arguments: on_device.attention_block(*arguments[:9]))
-    return decodes
+    return steps
 
 
 def test_tokens_and_logprobs_are_those_of_the_plain_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,12 +104,13 @@ def test_tokens_and_logprobs_are_those_of_the_plain_runner(tmp_path: Path, monke
     ]
     flags = {"num_gpu_blocks_override": 14}  # too few for all: some are preempted
     expected = generate(tmp_path, prompts, params, **flags)
-    decodes = use_the_device(monkeypatch)
+    steps = use_the_device(monkeypatch)
     found = generate(tmp_path, prompts, params, **flags)
     assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in expected]
     assert sum(one.num_preemptions for one in found) == sum(one.num_preemptions for one in expected) > 0
-    assert any(decodes)
-    assert not all(decodes)
+    assert any(step.decodes for step in steps)
+    assert any(step.key is not None and step.key.prompts for step in steps)
+    assert any(step.key is None for step in steps)
     for mine, theirs in ((found[3].outputs[0].logprobs, expected[3].outputs[0].logprobs),
                          (found[3].prompt_logprobs[1:], expected[3].prompt_logprobs[1:])):
         assert len(mine) == len(theirs)
@@ -114,9 +125,10 @@ def test_the_deterministic_runner_too(tmp_path: Path, monkeypatch: pytest.Monkey
     prompts = [[5, 6, 7, 8, 9, 10, 11], [3]]
     params = [SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)] * 2
     expected = generate(tmp_path, prompts, params)
-    decodes = use_the_device(monkeypatch, deterministic=True)
+    steps = use_the_device(monkeypatch, deterministic=True)
     found = generate(tmp_path, prompts, params)
-    assert any(decodes)
+    assert any(step.decodes for step in steps)
+    assert any(step.key is not None and step.key.prompts for step in steps)
     assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in expected]
 
 
@@ -126,7 +138,8 @@ def test_graphs_can_be_recorded_on_padding_alone(tmp_path: Path, monkeypatch: py
     with LLM(str(tmp_path), device="cpu", load_format="dummy", skip_tokenizer_init=True, block_size=8, max_num_seqs=4,
              max_num_batched_tokens=16, max_model_len=64) as llm:
         llm.engine.runner.capture()
-        assert llm.engine.runner._graphs.keys == [(4, True), (1, True)]
+        keys = [(16, False, True), (8, False, True), (4, True, False), (1, True, False)]
+        assert llm.engine.runner._graphs.keys == keys
 
 
 def test_slots_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,6 +169,32 @@ def test_the_ladder_of_graphs_ends_at_the_largest_batch() -> None:
     assert graphs.ladder(6) == [1, 2, 4, 6]
     assert graphs.ladder(40) == [1, 2, 4, 8, 16, 24, 32, 40]
     assert graphs.ladder(300)[-3:] == [256, 288, 300]
+
+
+def test_prompts_are_padded_by_an_eighth_at_most() -> None:
+    sizes = graphs.prompt_ladder(1024)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == 1024
+    assert graphs.prompt_ladder(528)[-2:] == [512, 528]
+    assert graphs.prompt_ladder(7) == [7]
+    for smaller, size in itertools.pairwise(sizes):
+        assert size - smaller - 1 <= max(15, size / 8)
+
+
+def test_a_prompts_graph_is_recorded_the_second_time_its_size_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[graphs.Key] = []
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(graphs.Graphs, "_record", lambda self, key, step: recorded.append(key))
+    book = graphs.Graphs(torch.device("cpu"), 4, 1024)
+    decode, prompt = graphs.Key(4, True), graphs.Key(32, False, True)
+    book.run(decode, lambda: torch.zeros(1))
+    book.run(prompt, lambda: torch.zeros(1))
+    assert recorded == [decode]
+    book.run(prompt, lambda: torch.zeros(1))
+    assert recorded == [decode, prompt]
+    assert book.prompt_size(33) == 48
+    assert book.prompt_size(1024) == 1024
+    assert book.prompt_size(1025) is None
 
 
 def test_random_numbers_of_streams_are_those_of_seeds() -> None:

@@ -172,7 +172,7 @@ def _make_runner(planned: PlannedModel, tokenizer: Tokenizer | None, progress: P
     if device.type == "cuda":
         from spillover.engine.cuda_runner import CudaRunner, StepLimits  # needs Triton
 
-        limits = StepLimits(plan.max_num_seqs, plan.max_num_batched_tokens, plan.max_model_len)
+        limits = StepLimits(plan.max_num_seqs, plan.max_num_batched_tokens, plan.max_model_len, plan.recorded_rows)
         runner = CudaRunner(model, weights, views, plan.block_size, device, limits, decode, plan.kv_cache_dtype, stage,
                             not config.enforce_eager, config.deterministic)
         if config.graph_capture == "start":

@@ -74,8 +74,8 @@ class EngineConfig:
                                  "subtree weight, or the request's priority.",
                                  ("fcfs", "lpm", "dfs-weight", "priority"))
     async_scheduling: bool = _flag(True, "Prepare the next step while the current one runs.")
-    enforce_eager: bool = _flag(False, "Launch every kernel of a decode step anew rather than record CUDA graphs.")
-    graph_capture: str = _flag("lazy", "When CUDA graphs are recorded: lazy, each when its batch size is first met, or "
+    enforce_eager: bool = _flag(False, "Launch every kernel of a step anew rather than record CUDA graphs.")
+    graph_capture: str = _flag("lazy", "When CUDA graphs are recorded: lazy, each when a step of its size is met, or "
                                "all at the start.", ("lazy", "start"))
     deterministic: bool = _flag(False, "The same bits for a request whatever runs beside it, at some cost in speed; "
                                 "on a CPU that is always so.")

@@ -1,4 +1,4 @@
-"""Runs batches on a CUDA device: nothing in a step waits for it, and steps that only decode are replayed from graphs.
+"""Runs batches on a CUDA device: nothing in a step waits for it, and all but the largest are replayed from graphs.
 
 A step is one copy to the device, the model, the draw of the tokens, and one copy back with an event behind it; the host
 waits for that event alone, when it asks for the result.
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from spillover.engine.batch import Batch, ScheduledRequest, StepResult
 from spillover.engine.cold_prefix import ColdStage
-from spillover.engine.graphs import Graphs, GraphStats
+from spillover.engine.graphs import Graphs, GraphStats, Key
 from spillover.engine.runner import Changed, PromptRows, Runner, score, to_result
 from spillover.engine.sampler import SampledLogprobs, SamplingBatch, random_numbers, sample
 from spillover.engine.slots import Slots
@@ -28,12 +28,13 @@ from spillover.kernels.attention import AttentionBatch
 from spillover.kernels.triton.attention import DeviceWork
 from spillover.kernels.triton.decode_attention import DecodeScratch
 from spillover.kernels.triton.draw import draw
-from spillover.kernels.triton.pieces import FIELDS, decode_items, most_items, prefill_tiles
+from spillover.kernels.triton.pieces import FIELDS, QUERIES, decode_items, most_items, prefill_tiles
 from spillover.kernels.triton.stage import fill_tokens, update_tables
 from spillover.models.layers import Decoder, KVViews, ModelStep
 from spillover.models.weights import ResidentWeights
 
 FEW_UPDATES = 4096  # table entries that travel with the step; more of them have a copy of their own
+MANY_PROMPTS = 32  # requests with several rows, of a step that is recorded
 STEPS_KEPT = 4  # results on their way to the host, or there and not read yet
 
 i32, i64, f32, f64 = torch.int32, torch.int64, torch.float32, torch.float64
@@ -46,6 +47,7 @@ class StepLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    recorded_rows: int  # of a step with part of a prompt that a graph is recorded of; 0: of none
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class _Places:
     rows: int  # T, padding included
     requests: int  # B
     samples: int  # R
+    most_samples: int  # that there are places for
     token_ids: int
     positions: int
     uniform: int
@@ -71,13 +74,24 @@ class _Places:
 
 
 @dataclass(frozen=True)
+class _Shape:
+    """What a step is padded to: every step of one key has its arrays in the same places."""
+
+    rows: int
+    requests: int
+    samples: int
+    tiles: int = 0
+    piece: int = 1  # rows of a request of padding
+
+
+@dataclass(frozen=True)
 class _Work:
     items: Sequence[ScheduledRequest]
     places: _Places
     sampled: list[int]  # items that draw a token
     sampling: SamplingBatch | None  # None: every row is drawn by temperature alone
     decodes: bool  # one row a request, and all of them draw
-    recorded: bool  # in a graph, or about to be
+    key: Key | None  # of its graph, which is there or about to be
     prompt_rows: tuple[PromptRows, ...]
 
 
@@ -120,11 +134,14 @@ class CudaRunner(Runner):
         self._windows = [group.window for group in model.groups]
         width = -(-limits.max_model_len // block_size) + 1
         self._slots = Slots(2 * limits.max_num_seqs, groups, width, device)
-        self._most_items = most_items(limits.max_num_seqs, limits.max_model_len)
+        # Padding beside part of a prompt is cut into requests of its own, each of one tile, in the dummy block.
+        self._padding_rows = min(QUERIES, limits.max_model_len)
+        self._most_items = most_items(limits.max_num_seqs + 1, limits.max_model_len)
         self._inputs = StepInputs(self._input_bytes(groups), device)
         self._scratch = DecodeScratch.make(self._most_items, 2 * limits.max_num_seqs + 1, config.num_heads,
                                            config.num_kv_heads, config.head_dim, device)
         self._draws = torch.zeros(limits.max_num_seqs, dtype=i64, device=device)  # of the last step
+        self._drawn_from = torch.zeros(limits.max_num_seqs, config.hidden_size, dtype=model.dtype, device=device)
         cuda = device.type == "cuda"
         if cuda:
             torch.cuda.synchronize(device)  # all that was made so far is made on the default stream
@@ -132,7 +149,7 @@ class CudaRunner(Runner):
         self._results = [torch.zeros(limits.max_num_seqs, dtype=i64, pin_memory=cuda) for _ in range(STEPS_KEPT)]
         self._read: list[npt.NDArray[np.int64]] = [result.numpy() for result in self._results]
         self._turn = 0
-        self._graphs = Graphs(device, limits.max_num_seqs) if graphs else None
+        self._graphs = Graphs(device, limits.max_num_seqs, limits.recorded_rows) if graphs else None
         # Everything loaded by now stays: a collection that looked through it again would hold up a step for long.
         gc.collect()
         gc.freeze()
@@ -143,19 +160,21 @@ class CudaRunner(Runner):
             return self._launch(batch)
 
     def capture(self) -> None:
-        """Record the graphs of plain decoding now, on padding alone; the largest first, whose memory all share."""
+        """Record the graphs of plain steps now, on padding alone; the largest first, whose memory all share."""
         if self._graphs is None:
             return
         most = self.weights.recordable
-        sizes = self._graphs.sizes if most is None else range(1, most + 1)
+        keys = [Key(size, True) for size in (self._graphs.sizes if most is None else range(1, most + 1))]
+        keys += [Key(size, False, True) for size in self._graphs.prompt_sizes]
         nothing = np.empty(0, dtype=np.int64)
         with torch.inference_mode(), torch.cuda.stream(self._queue):
-            for size in reversed(sizes):
+            for key in sorted(keys, reverse=True):
                 self.weights.begin_step()
                 self._inputs.begin()
-                places = self._write((), nothing, nothing, nothing, [], size, nothing)
+                shape = self._prompt_shape(key.rows) if key.prompts else _decode_shape(key.rows)
+                places = self._write((), nothing, nothing, nothing, [], shape, nothing)
                 self._inputs.send()
-                self._graphs.run((size, True), partial(self._forward, places, True))
+                self._graphs.run(key, partial(self._recordable, places, key), at_once=True)
 
     @property
     def graph_stats(self) -> GraphStats | None:
@@ -183,36 +202,47 @@ class CudaRunner(Runner):
         self.weights.begin_step()
         logprobs: SampledLogprobs | None = None
         prompt: tuple[list[SampledLogprobs], ...] = ()
-        plain = work.sampling is None
-        hidden: Tensor | None
-        if work.recorded:
+        rows: Tensor | None
+        if work.key is not None:
             assert self._graphs is not None
-            key = (work.places.rows, plain)
-            hidden = self._graphs.run(key, partial(self._forward, work.places, plain))
+            rows = self._graphs.run(work.key, partial(self._recordable, work.places, work.key))
         else:
-            hidden = self._forward(work.places, plain, work.items)
-            prompt = tuple(score(self.model, self.weights, hidden, rows) for rows in work.prompt_rows)
+            hidden = self._forward(work.places, work.items)
+            prompt = tuple(score(self.model, self.weights, hidden, part) for part in work.prompt_rows)
+            rows = hidden[self._sample_rows(work.places)]
         if work.sampling is not None:
-            assert hidden is not None
-            rows = hidden[:len(work.sampled)] if work.decodes else hidden[self._sample_rows(work.places)]
-            sampled = sample(self.model.logits(rows, self.weights), work.sampling)
+            assert rows is not None
+            sampled = sample(self.model.logits(rows[:len(work.sampled)], self.weights), work.sampling)
             self._draws[:len(work.sampled)].copy_(sampled.token_ids)
             logprobs = sampled.logprobs
+        elif (work.key is None or not work.key.draws) and work.sampled:
+            assert rows is not None
+            self._draw(work.places, rows)
         return self._send_back(batch, work, logprobs, prompt)
 
-    def _forward(self, places: _Places, draws: bool, items: Sequence[ScheduledRequest] = ()) -> Tensor:
-        """The model on what lies at `places`; with `draws`, its rows are drawn by temperature. Recorded in graphs."""
+    def _recordable(self, places: _Places, key: Key) -> Tensor:
+        """A step as its graph has it; returns the rows that tokens are drawn from."""
+        hidden = self._forward(places)
+        if key.prompts:
+            return torch.index_select(hidden, 0, self._sample_rows(places), out=self._drawn_from)
+        if key.draws:
+            self._draw(places, hidden)
+        return hidden
+
+    def _draw(self, places: _Places, rows: Tensor) -> None:
+        """By temperature alone."""
+        view, count = self._inputs.view, places.samples
+        draw(self.model.logits(rows[:count], self.weights), view(places.temperature, f32, count),
+             view(places.uniform, f64, count), self._draws)
+
+    def _forward(self, places: _Places, items: Sequence[ScheduledRequest] = ()) -> Tensor:
+        """The model on what lies at `places`."""
         view = self._inputs.view
         token_ids = view(places.token_ids, i64, places.rows)
         fill_tokens(token_ids, view(places.sources, i32, places.rows), self._draws)
         cold = items[0] if items and items[0].cold else None
         step = self._step(places, token_ids) if cold is None else self._cold_step(places, token_ids, cold)
-        hidden = self.model.forward(step, self.weights, self.kv)
-        if draws and places.samples:
-            rows = hidden if places.samples == places.rows else hidden[self._sample_rows(places)]
-            draw(self.model.logits(rows, self.weights), view(places.temperature, f32, places.samples),
-                 view(places.uniform, f64, places.samples), self._draws)
-        return hidden
+        return self.model.forward(step, self.weights, self.kv)
 
     def _step(self, places: _Places, token_ids: Tensor) -> ModelStep:
         view = self._inputs.view
@@ -252,7 +282,7 @@ class CudaRunner(Runner):
         return ModelStep(token_ids, batch.positions, (cold,))
 
     def _sample_rows(self, places: _Places) -> Tensor:
-        return self._inputs.view(places.sample_rows, i64, places.samples)
+        return self._inputs.view(places.sample_rows, i64, places.most_samples)
 
     # The host's side
 
@@ -265,14 +295,11 @@ class CudaRunner(Runner):
         sampled = [i for i, item in enumerate(items) if item.samples]
         prompt_rows = tuple(self._prompt_rows(items, _starts(counts))) if _scores_prompts(items) else ()
         decodes = len(sampled) == len(items) == counts.sum() and not prompt_rows and not items[0].cold
-        size, most = len(items), self.weights.recordable
-        recorded = decodes and self._graphs is not None and (most is None or size <= most)
-        if recorded and self._graphs is not None and most is None:
-            # Not where experts are fetched as rows ask for them: padding would ask too.
-            size = self._graphs.size(len(items))
-        self._inputs.begin()
         drawn = slots if decodes else slots[sampled]
-        places = self._write(items, slots, counts, starts, sampled, size, drawn)
+        plain = bool(self._slots.plain[drawn].all())
+        key, shape = (None, None) if prompt_rows or items[0].cold else self._graph(counts, decodes, plain)
+        self._inputs.begin()
+        places = self._write(items, slots, counts, starts, sampled, shape, drawn)
         self._slots.draw[slots] = -1
         self._slots.draw[drawn] = np.arange(len(sampled), dtype=np.int32)
         sent = len(blocks) <= FEW_UPDATES
@@ -283,46 +310,74 @@ class CudaRunner(Runner):
         elif blocks:
             many = self._to_device(_updates(table_places, blocks))
             update_tables(self._slots.tables, many, len(blocks))
-        sampling = None
-        if not self._slots.plain[drawn].all():
-            sampling = self._sampling([items[i] for i in sampled])
-        return _Work(items, places, sampled, sampling, decodes, recorded, prompt_rows)
+        sampling = None if plain else self._sampling([items[i] for i in sampled])
+        return _Work(items, places, sampled, sampling, decodes, key, prompt_rows)
+
+    def _graph(self, counts: npt.NDArray[np.int64], decodes: bool, plain: bool) -> tuple[Key | None, _Shape | None]:
+        """Of a step whose requests have so many rows: its graph, and what it is padded to for that."""
+        most = self.weights.recordable
+        if self._graphs is None:
+            return None, None
+        if decodes and most is not None:
+            # No padding where experts are fetched as rows ask for them: it would ask too.
+            return (Key(len(counts), plain), _decode_shape(len(counts))) if len(counts) <= most else (None, None)
+        if decodes:
+            size = self._graphs.size(len(counts))
+            return Key(size, plain), _decode_shape(size)
+        rows = self._graphs.prompt_size(int(counts.sum()))
+        if rows is None or np.count_nonzero(counts > 1) > MANY_PROMPTS:
+            return None, None
+        return Key(rows, False, True), self._prompt_shape(rows)
+
+    def _prompt_shape(self, rows: int) -> _Shape:
+        """Of any step of so many rows, of which no more than MANY_PROMPTS requests have several. There is a request at
+        the end that has none: tiles that are not needed point there."""
+        most, piece = self._limits.max_num_seqs, self._padding_rows
+        pieces = -(-rows // piece)
+        tiles = pieces + 2 + MANY_PROMPTS + (most if self._deterministic else 0)
+        return _Shape(rows, most + pieces + 1, most, tiles, piece)
 
     def _write(self, items: Sequence[ScheduledRequest], slots: npt.NDArray[np.int64], counts: npt.NDArray[np.int64],
-               starts: npt.NDArray[np.int64], sampled: list[int], size: int,
+               starts: npt.NDArray[np.int64], sampled: list[int], shape: _Shape | None,
                drawn: npt.NDArray[np.int64]) -> _Places:
-        """`size`: requests with padding, which decode one token at position 0 of the dummy block."""
-        put, padding = self._inputs.put, size - len(items)
-        if padding:
-            counts, starts = np.pad(counts, (0, padding), constant_values=1), np.pad(starts, (0, padding))
-            slots = np.pad(slots, (0, padding), constant_values=self._slots.padding)
+        """Padding is requests of their own, whose tokens are in the dummy block."""
+        put, real_rows, real_slots = self._inputs.put, int(counts.sum()), slots
+        if shape is not None:
+            counts = np.concatenate((counts, _padding(shape, len(counts), real_rows)))
+            starts = _padded(starts, len(counts))
+            slots = np.pad(slots, (0, len(counts) - len(slots)), constant_values=self._slots.padding)
         query_start = _starts(counts)
-        rows = int(query_start[-1])
-        requests = np.arange(size)
-        token_ids, sources = self._tokens(items, slots[:len(items)], rows, padding)
+        rows, size = int(query_start[-1]), len(counts)
+        token_ids, sources = self._tokens(items, real_slots, rows, rows - real_rows)
         lengths = starts + counts
-        samples = size if len(sampled) == len(items) else len(sampled)
+        most_samples = len(sampled) if shape is None else shape.samples
+        samples = len(sampled) if shape is None or shape.tiles else shape.samples
         steps = np.array([items[i].step for i in sampled], dtype=np.uint64)
         tiled = counts > (0 if self._deterministic else 1)
+        single = (counts == 1) & ~tiled
         several = np.nonzero(tiled)[0]
         tiles = prefill_tiles(several, counts[several])
+        if shape is not None and len(tiles) < shape.tiles:
+            nothing = np.array([[size - 1, 0]], dtype=np.int32)
+            tiles = np.concatenate((tiles, np.repeat(nothing, shape.tiles - len(tiles), axis=0)))
         return _Places(
             rows=rows,
             requests=size,
             samples=samples,
+            most_samples=most_samples,
             token_ids=put(token_ids, i64),
             positions=put(np.arange(rows) + np.repeat(starts - query_start[:-1], counts), i64),
-            uniform=put(_padded(random_numbers(self._slots.stream[drawn], steps), samples), f64),
-            sample_rows=put(_padded(query_start[1:][sampled] - 1, samples), i64),
+            uniform=put(_padded(random_numbers(self._slots.stream[drawn], steps), most_samples), f64),
+            sample_rows=put(_padded(query_start[1:][sampled] - 1, most_samples), i64),
             sources=put(sources, i32),
-            row_of=put(np.repeat(requests, counts), i32),
+            row_of=put(np.repeat(np.arange(size), counts), i32),
             query_start=put(query_start, i32),
             seq_lens=put(lengths, i32),
             slots=put(slots, i32),
-            temperature=put(_padded(self._slots.temperature[drawn], samples), f32),
+            temperature=put(_padded(self._slots.temperature[drawn], most_samples), f32),
             tiles=put(tiles.ravel(), i32),
             num_tiles=len(tiles),
-            items=tuple(self._write_items(query_start[:-1][~tiled], slots[~tiled], lengths[~tiled], size, window)
+            items=tuple(self._write_items(query_start[:-1][single], slots[single], lengths[single], size, window)
                         for window in self._windows),
         )
 
@@ -352,10 +407,11 @@ class CudaRunner(Runner):
         return self._inputs.put(np.concatenate(([len(items), 0, 0, 0], items.ravel())), i32, 4 + room)
 
     def _input_bytes(self, groups: int) -> int:
-        rows, requests = self._limits.max_num_batched_tokens, self._limits.max_num_seqs
-        tokens = max(rows, requests)
-        arrays = tokens * (8 + 8 + 4 + 4) + requests * (8 + 4 + 8 + 4 + 4 + 4) + 8 * (tokens + requests)
-        items = groups * 4 * (4 + FIELDS * self._most_items)
+        tokens = max(self._limits.max_num_batched_tokens, self._limits.max_num_seqs)
+        most = self._prompt_shape(self._limits.recorded_rows)
+        requests, longest = most.requests, self._limits.max_model_len
+        arrays = tokens * (8 + 8 + 4 + 4) + requests * (8 + 4 + 8 + 4 + 4 + 4) + 8 * (tokens + requests + most.tiles)
+        items = groups * 4 * (4 + FIELDS * most_items(requests, longest))
         return arrays + items + 8 * FEW_UPDATES + 4096
 
     def _send_back(self, batch: Batch, work: _Work, logprobs: SampledLogprobs | None,
@@ -378,6 +434,17 @@ def _starts(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     starts = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(counts, out=starts[1:])
     return starts
+
+
+def _decode_shape(size: int) -> _Shape:
+    """Of a step with so many requests, padding included, that all decode one token."""
+    return _Shape(size, size, size)
+
+
+def _padding(shape: _Shape, requests: int, rows: int) -> npt.NDArray[np.int64]:
+    """Rows of each request of padding; those at the end have none."""
+    left = shape.rows - rows
+    return np.clip(left - shape.piece * np.arange(shape.requests - requests), 0, shape.piece)
 
 
 def _padded(values: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:

@@ -1,8 +1,9 @@
-"""CUDA graphs of decode steps, one for each of a ladder of batch sizes: a step is then one launch, not hundreds.
+"""CUDA graphs of steps, one for each of a ladder of sizes: a step is then one launch, not hundreds.
 
-A graph is recorded the first time its size is met, right after that step has run without one, which also compiles
-whatever it needs. All graphs share one memory pool, since only one of them runs at a time. What differs between steps
-of one size lies in device memory; numbers the host bakes into a launch are part of the key.
+A graph is recorded when its size is met, right after that step has run without one, which also compiles whatever it
+needs: of a step that only decodes the first time, of one with part of a prompt, whose sizes are many, the second. All
+graphs share one memory pool, since only one of them runs at a time. What differs between steps of one size lies in
+device memory; numbers the host bakes into a launch are part of the key.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +22,18 @@ from spillover.units import format_bytes
 
 log = logging.getLogger("spillover.engine")
 
-Key = tuple[int, bool]  # rows, and whether their tokens are drawn in the graph
+
+class Key(NamedTuple):
+    rows: int
+    draws: bool  # in the graph, its tokens
+    prompts: bool = False  # it has part of a prompt
+
+
+def prompt_ladder(most: int) -> list[int]:
+    """In steps of 16, of 32 from 256, of 64 from 512: at most an eighth of many rows is padding; `most` ends it, and
+    with 0 there are none."""
+    sizes = [*range(16, 256, 16), *range(256, 512, 32), *range(512, most, 64)]
+    return [size for size in sizes if size < most] + [most] * (most > 0)
 
 
 def ladder(most: int) -> list[int]:
@@ -48,9 +61,12 @@ class _Recorded:
 
 
 class Graphs:
-    def __init__(self, device: torch.device, max_num_seqs: int) -> None:
+    def __init__(self, device: torch.device, max_num_seqs: int, prompt_rows: int) -> None:
+        """`prompt_rows`: of the largest step with part of a prompt that is recorded; 0: none is."""
         self._sizes = ladder(max_num_seqs)
+        self._prompt_sizes = prompt_ladder(prompt_rows)
         self._device = device
+        self._met: set[Key] = set()
         self._recorded: dict[Key, _Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self.stats = GraphStats()
@@ -63,13 +79,25 @@ class Graphs:
         """The smallest recorded size that takes so many rows."""
         return self._sizes[bisect.bisect_left(self._sizes, rows)]
 
-    def run(self, key: Key, step: Callable[[], Tensor]) -> Tensor | None:
-        """The step of this key, from its graph if there is one. Its result, unless the tokens are drawn already."""
+    @property
+    def prompt_sizes(self) -> list[int]:
+        return list(self._prompt_sizes)
+
+    def prompt_size(self, rows: int) -> int | None:
+        """As `size`, of steps with part of a prompt; None: so many are not recorded."""
+        index = bisect.bisect_left(self._prompt_sizes, rows)
+        return self._prompt_sizes[index] if index < len(self._prompt_sizes) else None
+
+    def run(self, key: Key, step: Callable[[], Tensor], at_once: bool = False) -> Tensor | None:
+        """The step of this key, from its graph if there is one. Its result, unless the tokens are drawn already.
+        `at_once`: it is recorded now, whatever its kind."""
         recorded = self._recorded.get(key)
         if recorded is None:
             hidden = step()
-            self._recorded[key] = self._record(key, step)
-            return None if key[1] else hidden
+            if at_once or not key.prompts or key in self._met:
+                self._recorded[key] = self._record(key, step)
+            self._met.add(key)
+            return None if key.draws else hidden
         recorded.graph.replay()
         return recorded.hidden
 
@@ -88,5 +116,5 @@ class Graphs:
         grown = torch.cuda.memory_reserved(self._device) - before
         self.stats = GraphStats(self.stats.graphs + 1, self.stats.seconds + time.perf_counter() - start,
                                 self.stats.nbytes + grown)
-        log.info("recorded the decode step of %d rows; %s", key[0], self.stats)
-        return _Recorded(graph, None if key[1] else hidden)
+        log.info("recorded the %s step of %d rows; %s", "prompt" if key.prompts else "decode", key.rows, self.stats)
+        return _Recorded(graph, None if key.draws else hidden)

@@ -14,7 +14,7 @@ from spillover.plan.request import PlanRequest
 from spillover.plan.shapes import ModelShape
 from spillover.plan.strategies import largest
 from spillover.plan.tiers import TierPlan
-from spillover.plan.workspace import Workspace, staging_bytes, workspace
+from spillover.plan.workspace import RECORDED_ROWS, Workspace, staging_bytes, workspace
 from spillover.units import format_bytes
 
 CPU_KV_BYTES = 1 << 30  # KV cache of a CPU plan that was given no budget, where memory allows
@@ -38,6 +38,7 @@ class Sizes:
         self.native = native
         self.host_bytes = host_bytes
         self.weight_bytes = shape.weight_bytes  # on the device
+        self.resident = True  # all weights are there in every step
         # Blocks of a sequence that may wait in host memory: attention streams them only where every layer sees all,
         # and only as they lay on the device.
         cold = next((tier.blocks or 0 for tier in tiers if tier.name == "host"), 0)
@@ -47,7 +48,9 @@ class Sizes:
         self.steps = STEPS[device][0]  # requests and tokens of one, where nobody asked
 
     def changed(self, steps: tuple[int, int] | None = None, weight_bytes: int | None = None) -> Sizes:
+        """With other steps, or with other weights on the device, while the others come and go."""
         other = copy.copy(self)
+        other.resident = self.resident and weight_bytes is None
         other.steps = steps or self.steps
         other.weight_bytes = self.weight_bytes if weight_bytes is None else weight_bytes
         return other
@@ -62,10 +65,15 @@ class Sizes:
             return given
         return self.steps[1] if self.request.enable_chunked_prefill else max(self.steps[1], length)
 
+    def recorded_rows(self, length: int) -> int:
+        """Of a step with part of a prompt that is replayed: where weights come and go, none is."""
+        return min(RECORDED_ROWS, self.batched_tokens(length)) if self.device == "cuda" and self.resident else 0
+
     def workspace(self, length: int, long: bool = False) -> Workspace:
         """`long`: some of that length's blocks wait in host memory."""
         tokens = self.batched_tokens(length)
-        space = workspace(self.config, self.shape.dtype, self.device, self.native, tokens, self.max_num_seqs, length)
+        space = workspace(self.config, self.shape.dtype, self.device, self.native, tokens, self.max_num_seqs, length,
+                          self.recorded_rows(length))
         if not long:
             return space
         request = self.request
@@ -155,6 +163,21 @@ def fit(request: PlanRequest, sizes: Sizes, machine: Machine, available: int) ->
     reach = fits_with_host if sizes.cold_blocks else fits
     raise PlanError(_too_small(request, sizes, machine, available, shortest, largest(reach, longest),
                                max(0, blocks(shortest))))
+
+
+def least_resident(request: PlanRequest, sizes: Sizes, length: int) -> int | None:
+    """The smallest budget that serves one sequence of that length with every weight on the device; None where some
+    have to leave it, or where the count of blocks was given."""
+    if request.num_gpu_blocks_override is not None or request.cpu_offload or ":" in request.weights:
+        return None
+    found = []
+    for steps in step_choices(request, sizes.device):
+        tried = sizes.changed(steps)
+        found.append(tried.least(length))
+        if request.max_model_len is not None and tried.cold_blocks:
+            blocks = max(tried.least_long_blocks(length), tried.blocks_needed(length) - tried.cold_blocks)
+            found.append(tried.fixed(length, long=True) + (blocks + 1) * tried.block_bytes)
+    return min(found)
 
 
 def fixed_blocks(request: PlanRequest, sizes: Sizes, blocks: int, available: int) -> tuple[int, int]:

@@ -49,6 +49,7 @@ class Offload:
     device: str
     native: bool
     rates: Callable[[], Rates | None]  # asked for only where strategies are compared or shown
+    resident_least: int | None = None  # the budget that every weight could stay with, if that is allowed
 
     @property
     def budget(self) -> int:
@@ -224,8 +225,11 @@ def _refusal(ask: Offload, choice: Choice, chosen: bool = True) -> str:
         against = f"--gpu-memory is {size_flag(ask.budget)}"
     else:
         against = f"{supply(ask.machine, sizes, ask.available)}, of which {format_bytes(ask.budget)} are planned with"
-    typed = size_flag(need)
-    cures = [f"raise --gpu-memory to at least {typed}"] if _works(ask, choice, parse_bytes(typed)) else []
+    # Where a long sequence may wait in host memory, less may do to keep every weight, and then that is planned.
+    least = min(need, ask.resident_least or need)
+    typed = size_flag(least)
+    works = least <= ask.available if least < need else _works(ask, choice, parse_bytes(typed))
+    cures = [f"raise --gpu-memory to at least {typed}"] if works else []
     if request.max_model_len is not None and request.max_model_len > LENGTHS[-1]:
         cures.append("lower --max-model-len")
     return (

@@ -19,6 +19,7 @@ from spillover.plan.fit import (
     check_machine,
     fit,
     fixed_blocks,
+    least_resident,
     longest_allowed,
     size_flag,
     step_choices,
@@ -78,6 +79,7 @@ class Plan:
     host_bytes: int = 0  # RAM that they take at most
     costs: Costs | None = None
     placement: WeightPlan | None = None  # None: every weight is resident
+    recorded_rows: int = 0  # of the largest step with part of a prompt that there is room to record
 
     @property
     def device_weight_bytes(self) -> int:
@@ -152,8 +154,9 @@ def make_plan(
     placement = None
     if resident is None:
         measured = functools.cache(lambda: rates if rates is not None or measure is None else measure(device))
+        length = request.max_model_len or min(longest_allowed(request, sizes), LENGTHS[-1])
         ask = Offload(request, config, shape, weight_units(config, specs, dtype, panel), machine, device, native,
-                      measured)
+                      measured, least_resident(request, sizes, length))
         placement, sizes = plan_weights(ask)
         tiers = plan_tiers(_left_for_kv(request, placement, slot_bytes), request.disks, request.remote, slot_bytes,
                            device)
@@ -191,6 +194,7 @@ def make_plan(
         tiers=tiers,
         host_bytes=sizes.host_bytes,
         placement=None if placement is None or placement.is_resident else placement,
+        recorded_rows=sizes.recorded_rows(max_model_len),
     )
     if rates is not None:
         return with_costs(plan, config, specs, rates)

@@ -22,6 +22,7 @@ BLAS_BYTES = {"cpu": 0, "cuda": 32 << 20}  # cuBLAS keeps a workspace a handle
 # Attention without a native kernel holds float32 scores [heads, queries, keys] of one request; room for that much.
 SCORES_BYTES = 256 << 20
 ITEM_ROWS = 24  # that the native attention keeps totals of together, at most beyond the rows there are
+RECORDED_ROWS = 1024  # of the largest step with part of a prompt that a CUDA graph is recorded of
 SMALLEST_BLOCK = 8  # tokens, of which a block table has an entry each
 
 
@@ -40,12 +41,14 @@ class Workspace:
 
 
 def workspace(
-    config: ModelConfig, dtype: str, device: str, native: bool, tokens: int, rows: int, positions: int
+    config: ModelConfig, dtype: str, device: str, native: bool, tokens: int, rows: int, positions: int,
+    recorded: int = 0,
 ) -> Workspace:
-    """For steps of `tokens` of which `rows` draw a token, in sequences of up to `positions`."""
+    """For steps of `tokens` of which `rows` draw a token, in sequences of up to `positions`. `recorded`: rows of the
+    largest step with part of a prompt that a graph is recorded of."""
     kernels = BLAS_BYTES[device] + (0 if native else SCORES_BYTES)
     if device == "cuda":
-        kernels += _cuda_bytes(config, dtype, rows, positions)
+        kernels += _cuda_bytes(config, dtype, recorded, rows, positions)
     if config.expert_format != "dense" and device == "cpu":  # one expert at a time is widened, and packed beside that
         kernels += 2 * 2 * config.expert_intermediate_size * config.hidden_size * ITEMSIZE[dtype]
     vocab = config.vocab_size
@@ -76,12 +79,13 @@ def staging_bytes(
     return buffers + 2 * totals + 3 * segment + widened + 5 * 4 * MOST_SCORES
 
 
-def _cuda_bytes(config: ModelConfig, dtype: str, rows: int, positions: int) -> int:
+def _cuda_bytes(config: ModelConfig, dtype: str, recorded: int, rows: int, positions: int) -> int:
     """What attention's pieces leave for each other, block tables by slot, and the memory that recorded graphs keep."""
-    items = most_items(rows, positions)
+    items = most_items(rows + 1, positions)
     scratch = scratch_bytes(items, 2 * rows + 1, config.num_heads, config.num_kv_heads, config.head_dim)
     tables = (2 * rows + 1) * len(layer_groups(config)) * -(-positions // SMALLEST_BLOCK) * 4
-    graphs = rows * (_row_bytes(config, dtype, False) + config.vocab_size * (ITEMSIZE[dtype] + 1))
+    graphs = max(rows, recorded) * _row_bytes(config, dtype, False)
+    graphs += rows * (config.hidden_size * ITEMSIZE[dtype] + config.vocab_size * (ITEMSIZE[dtype] + 1))
     return scratch + tables + graphs
 
 

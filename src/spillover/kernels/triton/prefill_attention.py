@@ -16,7 +16,7 @@ from spillover.kernels.triton.decode_attention import scales
 
 # Keys a tile, and warps: one setting for a row's sums to have one order, and one that is faster where there are many.
 TILE, MANY_TILE = (128, 8), (64, 4)
-MANY = 264  # programs
+MANY = 264  # programs that have rows
 STAGES = 3
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -37,7 +37,7 @@ def prefill_attention(
     kv_dtype: str = "auto",
     one_order: bool = False,
 ) -> None:
-    """Fills the rows of `out` [T, H, D] that `tiles` [tiles, 2] int32 name.
+    """Fills the rows of `out` [T, H, D] that `tiles` [tiles, 2] int32 name: a request without rows has nothing to do.
 
     With `one_order` a row's bits do not depend on how many there are.
     """
@@ -47,7 +47,8 @@ def prefill_attention(
     if count == 0:
         return
     wide = q.element_size() == 4
-    keys, warps = TILE if one_order or kv_dtype != "auto" or count * heads < MANY else MANY_TILE
+    busy = min(count, triton.cdiv(q.shape[0], pieces.QUERIES)) * heads
+    keys, warps = TILE if one_order or kv_dtype != "auto" or busy < MANY else MANY_TILE
     _prefill_attention[(heads, count)](
         q, kv_layer, out, tiles, query_start, seq_lens, query_start if slots is None else slots, block_table,
         out if sinks is None else sinks, q.stride(0), block_table.stride(0), kv_layer.stride(0), kv_layer.stride(1),
