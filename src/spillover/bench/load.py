@@ -120,7 +120,9 @@ def run_share(share: Sequence[Chain], options: LoadOptions, begin: Callable[[], 
     """Blocks until all has come back. `begin` is asked, once connections are open, for the time of
     `time.perf_counter()` that counts as 0; it is the same for all processes."""
     with _quiet_memory(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_Generator(share, options, tell).run(begin))
+        # Not `runner.run`, which turns an interrupt into a cancellation: one that comes as the last answer ends would
+        # be lost.
+        return runner.get_loop().run_until_complete(_Generator(share, options, tell).run(begin))
 
 
 class _Generator:
@@ -189,7 +191,7 @@ class _Generator:
 
     async def _request(self, index: int, request: ServeRequest, said: Conversation, due: float | None,
                        goes_on: bool) -> str | None:
-        """From its sending to its end. Returns why the session cannot go on, if it cannot."""
+        """From its sending to its end. Returns why its chat cannot go on, if it cannot."""
         ready = time.perf_counter()  # from here on only ourselves hold it up
         options = self._options
         ids_matter = goes_on and not isinstance(request.prompt, str)

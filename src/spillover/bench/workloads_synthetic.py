@@ -148,7 +148,7 @@ def prefix_repetition_shapes(count: int, prefix_len: int = 256, suffix_len: int 
 def multi_turn_shapes(sessions: int = 32, turns: int = 4, shared_len: int = 0, prefix_len: int = 512,
                       input_len: int = 64, output_len: int = 64, range_ratio: float = 0.0, think_time: float = 0.0,
                       seed: int = 0) -> tuple[Shape, ...]:
-    """Sessions of several turns: a system prompt that all share, an opening of the session's own, then a question a
+    """Sessions of several turns: a system prompt that all share, an opening of the chat's own, then a question a
     turn. Each prompt holds all that was said before. Pauses are exponential around the think time."""
     check_positive(multi_turn_num_sessions=sessions, multi_turn_num_turns=turns, multi_turn_input_len=input_len,
                    multi_turn_output_len=output_len)

@@ -68,6 +68,10 @@ class BlockPool:
     def cached(self, block: int) -> bool:
         return bool(self._cached[block])
 
+    def used(self) -> list[int]:
+        """Blocks that hold something."""
+        return [block for block, state in enumerate(self._state) if state not in (FREE, ABSENT)]
+
     def add(self, blocks: Iterable[int]) -> None:
         """ABSENT -> FREE."""
         for block in blocks:

@@ -6,7 +6,7 @@ A layer has a quota of slots of its own: slots layer * quota and on.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from spillover.memory.policies.experts.protocol import ExpertPolicy
@@ -84,10 +84,6 @@ class ExpertCache:
             self._counts[2] += 1
         return slot
 
-    def forget(self, layer: int, expert: int) -> None:
-        """What was to come into its slot did not."""
-        self._free[layer].append(self._slot_of[layer].pop(expert))
-
     def lend(self, layer: int) -> int | None:
         """Takes a slot out of the layer's use, evicting if need be; None: one at most is left that anybody can have."""
         worth = self.policy.worth(layer)
@@ -112,12 +108,6 @@ class ExpertCache:
         for layer in range(self.layers):
             self._free[layer] += self._slot_of[layer].values()
             self._slot_of[layer].clear()
-
-    def placed(self) -> Iterator[tuple[int, int, int]]:
-        """(layer, expert, slot) of all that is there."""
-        for layer, slots in enumerate(self._slot_of):
-            for expert, slot in slots.items():
-                yield layer, expert, slot
 
     def check(self) -> None:
         """Free, taken and lent slots of a layer are its quota, each once."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from spillover.errors import SpilloverError
-from spillover.memory.blocks import ABSENT, FREE, BlockPool
+from spillover.memory.blocks import BlockPool
 from spillover.memory.digest import root_digest
 from spillover.memory.loans import Loans
 from spillover.memory.policies import LRU, EvictionPolicy
@@ -93,7 +93,7 @@ class KVCache:
 
     def used_blocks(self) -> list[int]:
         """Those that hold KV of a sequence or a prefix."""
-        return [block for block in range(1, self._pool.most + 1) if self._pool.state(block) not in (FREE, ABSENT)]
+        return self._pool.used()
 
     def usage(self) -> float:
         """The share of blocks that sequences and copies hold, 0 to 1."""

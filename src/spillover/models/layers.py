@@ -23,6 +23,7 @@ from spillover.models.groups import LayerGroup, layer_groups
 from spillover.models.rope import rope_tables
 from spillover.models.weights import (
     PAGED,
+    FetchedExperts,
     PagedExperts,
     PartWeights,
     Source,
@@ -162,11 +163,11 @@ def device_mixture(w: PartWeights, x: Tensor, scores: Tensor, k: int, renormaliz
 
 def expert_places(w: PartWeights, x: Tensor, ids: Tensor) -> Callable[[int], tuple[PartWeights, int]]:
     """For tokens x that go to the experts ids: from an expert to the stacks it lies in, and where in them."""
-    paged: PagedExperts | None = w.get(PAGED)
-    if paged is None:
+    fetched: FetchedExperts | None = w.get(PAGED)
+    if fetched is None:
         return lambda index: (w, index)
-    paged.routed(x, ids)
-    return lambda index: (paged.expert(index), 0)
+    fetched.routed(x, ids)
+    return lambda index: (fetched.expert(index), 0)
 
 
 def expert_stack(w: PartWeights, name: str) -> Experts:

@@ -79,21 +79,25 @@ class Weights(Protocol):
     def part(self, name: str) -> AbstractContextManager[PartWeights]: ...
 
 
-PAGED = "experts"  # in a part whose experts are not all on the device: the PagedExperts that knows where they are
+PAGED = "experts"  # in a part whose experts are not all on the device: whoever knows where they are, one of these two
+
+
+class FetchedExperts(Protocol):
+    """A layer's experts on the CPU, brought or computed where they are, one after another."""
+
+    def routed(self, x: Tensor, ids: Tensor) -> None:
+        """Before any is asked for: what the router saw [T, H] and chose [T, k]."""
+
+    def expert(self, index: int) -> PartWeights:
+        """One of them as stacks of one, good until the next is asked for."""
 
 
 class PagedExperts(Protocol):
-    """A layer's experts, brought or computed where they are when tokens ask for them."""
-
-    def routed(self, x: Tensor, ids: Tensor) -> None:
-        """On the CPU, before the experts are asked for: what the router saw [T, H] and chose [T, k]."""
-
-    def expert(self, index: int) -> PartWeights:
-        """On the CPU: one expert as stacks of one, good until the next is asked for."""
+    """A layer's experts on a CUDA device, all that a step asks for at once."""
 
     def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
                 fixed: bool) -> Tensor:
-        """On a CUDA device: as kernels.moe.mixture."""
+        """As kernels.moe.mixture."""
 
 
 class ResidentWeights:

@@ -16,7 +16,7 @@ from spillover.engine.weights.mover import CpuMover
 from spillover.engine.weights.placed import PlacedParts, PlacedWeights
 from spillover.memory.experts import ExpertCache
 from spillover.memory.policies.experts import Static, expert_policy
-from spillover.memory.policies.experts.protocol import ExpertPolicy
+from spillover.memory.policies.experts.protocol import ExpertPolicy, GuessingPolicy
 from spillover.models.weights import PAGED, PartWeights, layer_part
 from spillover.plan.placement import WeightPlan
 
@@ -57,7 +57,7 @@ def _cpu_experts(placed: PlacedParts, mover: CpuMover, arena: Tensor | None, pol
     for layer in placed.expert_runs:
         if layer in layers:
             assert slots is not None
-            guesses = getattr(slots.cache.policy, "guesses", False)
+            guesses = isinstance(slots.cache.policy, GuessingPolicy)
             router = _next_router(placed, layers, layer) if guesses else None
             placed.resident[layer_part(layer)][PAGED] = SlotExperts(slots, layers.index(layer), router)
         else:

@@ -157,10 +157,6 @@ class SlotExperts:
             assert slot is not None, "a layer whose slots are all pinned"
         return self._slots.bind(slot)
 
-    def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
-                fixed: bool) -> Tensor:
-        raise NotImplementedError("on the CPU experts are asked for one by one")
-
     def _guess(self, x: Tensor, k: int) -> None:
         assert self._next_router is not None
         weight, bias = self._next_router()
@@ -182,7 +178,3 @@ class HomeExperts:
     def expert(self, index: int) -> PartWeights:
         self.hosted += 1
         return self._record.bind(self._runs(index))
-
-    def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
-                fixed: bool) -> Tensor:
-        raise NotImplementedError("on the CPU experts are asked for one by one")

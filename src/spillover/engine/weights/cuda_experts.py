@@ -25,7 +25,6 @@ from spillover.kernels.moe import Experts
 from spillover.kernels.paged_moe import begin_passes, paged_mixture
 from spillover.kernels.paging import LENT, NONE, PageTable
 from spillover.memory.experts import ExpertCache
-from spillover.models.weights import PartWeights
 
 HOSTED_TOKENS = 256  # of the largest step that streams with the host's help; larger ones keep its cores too long
 
@@ -249,9 +248,3 @@ class CudaLayerExperts:
     def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
                 fixed: bool) -> Tensor:
         return self._experts.mixture(self._layer, x, scores, k, renormalize, limit, fixed)
-
-    def routed(self, x: Tensor, ids: Tensor) -> None:
-        raise NotImplementedError("on a CUDA device all of a step's experts are asked for at once")
-
-    def expert(self, index: int) -> PartWeights:
-        raise NotImplementedError("on a CUDA device all of a step's experts are asked for at once")

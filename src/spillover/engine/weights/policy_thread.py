@@ -28,6 +28,7 @@ class PolicyThread:
         self._ended = False  # one more since then
         self._news = threading.Condition()
         self._leaving = False
+        policy.on_phase("decode")  # larger steps do not go through the page table
         self.write()
         self._thread = threading.Thread(target=self._run, name="spillover-policy", daemon=True)
         self._thread.start()

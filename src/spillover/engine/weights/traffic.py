@@ -15,7 +15,6 @@ class WeightTraffic:
     expert_hits: int = 0  # experts of a layer that a step asked for: on the device,
     expert_misses: int = 0  # brought there,
     expert_hosted: int = 0  # or computed by the host
-    host_seconds: float = 0.0  # that the host computed
 
     @property
     def hit_rate(self) -> float | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from spillover.errors import SpilloverError
 
@@ -22,7 +22,8 @@ class ExpertPolicy(Protocol):
         """Once, before anything else: expert layers, experts of each, slots of each."""
 
     def on_phase(self, phase: str) -> None:
-        """"prefill" or "decode": what the steps told from now on are."""
+        """What the steps told from now on are: "decode", of one token (on a GPU, of up to --paged-tokens), or
+        "prefill", larger ones."""
 
     def on_route(self, step: int, layer: int, experts: Sequence[int]) -> None:
         """A step's tokens went to these experts of a layer, each named once."""
@@ -32,6 +33,13 @@ class ExpertPolicy(Protocol):
 
     def prefetch(self, layer: int) -> Sequence[int]:
         """Experts of the layer to bring in, the most wanted first, though no step has asked for them."""
+
+
+@runtime_checkable
+class GuessingPolicy(ExpertPolicy, Protocol):
+    """A policy that wants to be told what the next layer's router makes of this layer's state."""
+
+    def on_guess(self, layer: int, experts: Sequence[int]) -> None: ...
 
 
 def expert_policy(name: str) -> ExpertPolicy:
