@@ -1,6 +1,6 @@
-"""How long the GPU does nothing in a decode step, and what --deterministic costs: Qwen3-0.6B, 128 requests.
+"""How long the GPU does nothing in a decode step, and what --deterministic costs: 128 requests.
 
-    python benchmarks/idle.py
+    python benchmarks/idle.py --model qwen3-8b
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def idle_shares(llm: LLM) -> list[float]:
     return shares
 
 
-def step_times(deterministic: bool, repeats: int) -> tuple[list[float], list[float]]:
-    with opened("qwen3-0.6b", max_num_seqs=REQUESTS, max_model_len=1024, enable_prefix_caching=False,
+def step_times(model: str, deterministic: bool, repeats: int) -> tuple[list[float], list[float]]:
+    with opened(model, max_num_seqs=REQUESTS, max_model_len=1024, enable_prefix_caching=False,
                 deterministic=deterministic) as llm:
         generate(llm, 0)
         times = [generate(llm, seed) for seed in range(1, repeats + 1)]
@@ -57,14 +57,15 @@ def step_times(deterministic: bool, repeats: int) -> tuple[list[float], list[flo
 
 
 @click.command()
+@click.option("--model", default="qwen3-0.6b", show_default=True)
 @options()
-def main(repeats: int, output: str | None) -> None:
-    limit = roofline("qwen3-0.6b").decode(REQUESTS, INPUT_LEN + OUTPUT_LEN // 2)
-    times, shares = step_times(False, repeats)
-    fixed, _ = step_times(True, repeats)
+def main(model: str, repeats: int, output: str | None) -> None:
+    limit = roofline(model).decode(REQUESTS, INPUT_LEN + OUTPUT_LEN // 2)
+    times, shares = step_times(model, False, repeats)
+    fixed, _ = step_times(model, True, repeats)
     p90 = float(np.quantile(shares, 0.9))
     print(f"idle: median {np.median(shares):.2%}, p90 {p90:.2%} of {len(shares)} decode steps", flush=True)
-    write("idle-qwen3-0.6b", [
+    write(f"idle-{model}", [
         Figure("p90 of GPU idle in a decode step", "%", [100 * p90], 3.0, True,
                {"median": 100 * float(np.median(shares)), "steps": len(shares)}),
         Figure("decode step", "ms", [1e3 * each for each in times], 1e3 * limit.seconds, True),
