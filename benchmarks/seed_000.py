@@ -3,9 +3,9 @@
     python benchmarks/seed_000.py --output results
 
 The comparison of static offload (a share of the weights stays in host memory and is copied at use), copies on demand,
-and a sequential prefetch, and beside them pages of experts with the host's help. Lengths are drawn to be like
-ShareGPT's (log-normal, about 230 tokens in the mean); answers are cut to --output-len tokens, which changes neither
-TTFT nor the time per token. Random weights of the true shapes, which route almost uniformly.
+and a sequential prefetch, and beside them pages of experts with the host's help. Steps have up to 8,192 tokens, those
+of arms that end in -16k twice as many. Lengths are drawn to be like ShareGPT's (log-normal, about 230 tokens in the
+mean); answers are cut to --output-len tokens. Random weights of the true shapes, which route almost uniformly.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from spillover.models.registry import architecture
 from spillover.plan.shapes import model_shape
 
 REQUESTS = 100
-ARMS = ("static-offload", "demand", "sequential", "experts", "experts-32k")
+ARMS = ("static-offload", "demand", "sequential", "experts", "static-offload-16k", "experts-16k")
 
 
 def lengths(seed: int) -> list[int]:
@@ -35,20 +35,22 @@ def lengths(seed: int) -> list[int]:
 
 
 def serve(model: str, arm: str, budget: int, offload: float, output_len: int, repeats: int) -> dict[str, list[float]]:
-    flags: dict[str, Any] = {"weights": arm.removesuffix("-32k"), "gpu_memory": str(budget)}
-    if arm == "static-offload":
+    strategy = arm.removesuffix("-16k")
+    flags: dict[str, Any] = {"weights": strategy, "gpu_memory": str(budget)}
+    if strategy == "static-offload":
         # A layer's buffer beside: it is given more, not less.
         flags = {"cpu_offload_gb": offload, "gpu_memory": str(budget + (2 << 30))}
-    if arm.endswith("-32k"):
-        flags["max_num_batched_tokens"] = 32768  # a step that streams costs the same whatever its tokens
+    tokens = 8192 if arm == strategy else 16384
     found: dict[str, list[float]] = {"ttft": [], "tpot": []}
-    with opened(model, max_num_seqs=REQUESTS, max_model_len=2048, enable_prefix_caching=False, **flags) as llm:
+    with opened(model, max_num_seqs=REQUESTS, max_model_len=2048, enable_prefix_caching=False,
+                max_num_batched_tokens=tokens, **flags) as llm:
         params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
         rng = np.random.default_rng(1)
         for turn in range(repeats + 1):
             prompts = [rng.integers(1000, 100_000, length).tolist() for length in lengths(0)]
-            if turn == 0:  # compiles
-                llm.generate(prompts[:40], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False)
+            if turn == 0:  # compiles and records
+                warm = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, detokenize=False)
+                llm.generate(prompts, warm, use_tqdm=False)
                 continue
             start = time.perf_counter()
             outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -64,7 +66,7 @@ def serve(model: str, arm: str, budget: int, offload: float, output_len: int, re
 @click.command()
 @click.option("--model", default="qwen3-30b-a3b-fp8", show_default=True)
 @click.option("--arms", default=",".join(ARMS), show_default=True)
-@click.option("--output-len", default=12, show_default=True)
+@click.option("--output-len", default=24, show_default=True)
 @click.option("--repeats", default=3, show_default=True)
 @click.option("--output", default=None)
 def main(model: str, arms: str, output_len: int, repeats: int, output: str | None) -> None:
@@ -79,7 +81,7 @@ def main(model: str, arms: str, output_len: int, repeats: int, output: str | Non
     for arm, values in found.items():
         for metric in ("ttft", "tpot"):
             base = statistics.median(found["static-offload"][metric])
-            details = {"strategy": arm, "policy": "lru", "routing": "uniform", "budget": budget,
+            details = {"strategy": arm, "policy": "lru", "routing": "router", "budget": budget,
                        "output_len": output_len, "requests": REQUESTS,
                        "times_better_than_static": base / statistics.median(values[metric])}
             figures.append(Figure(f"mean {metric.upper()}, {arm}", "ms", values[metric], base, True, details))

@@ -138,8 +138,8 @@ def test_graphs_can_be_recorded_on_padding_alone(tmp_path: Path, monkeypatch: py
     with LLM(str(tmp_path), device="cpu", load_format="dummy", skip_tokenizer_init=True, block_size=8, max_num_seqs=4,
              max_num_batched_tokens=16, max_model_len=64) as llm:
         llm.engine.runner.capture()
-        keys = [(16, False, True), (8, False, True), (4, True, False), (1, True, False)]
-        assert llm.engine.runner._graphs.keys == keys
+        keys = [(16, False, True), (8, False, True), (4, True), (1, True)]
+        assert llm.engine.runner._graphs.keys == [graphs.Key(*key) for key in keys]
 
 
 def test_slots_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +192,11 @@ def test_a_prompts_graph_is_recorded_the_second_time_its_size_is_met(monkeypatch
     assert recorded == [decode]
     book.run(prompt, lambda: torch.zeros(1))
     assert recorded == [decode, prompt]
+    moving = [graphs.Key(8, True, epoch=epoch) for epoch in (1, 2)]
+    for key in (moving[0], moving[0], moving[1], moving[1]):
+        book.run(key, lambda: torch.zeros(1))
+    assert recorded == [decode, prompt, *moving]
+    assert set(book._recorded) == {decode, prompt, moving[1]}  # where weights lay before is of no more use
     assert book.prompt_size(33) == 48
     assert book.prompt_size(1024) == 1024
     assert book.prompt_size(1025) is None

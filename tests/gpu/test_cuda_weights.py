@@ -52,9 +52,8 @@ def test_tokens_are_those_of_a_model_that_fits(name: str, strategy: str, tmp_pat
         before = torch.cuda.memory_allocated()
         found = starved.answer(folder, starved.prompts(6), gpu_memory=str(budget), **flags)
         assert found.plan.placement is not None
-        same = sum(mine == theirs for mine, theirs in zip(found.tokens, whole.tokens, strict=True))
-        assert same == len(whole.tokens) or (strategy == "host-experts" and same >= len(whole.tokens) - 1)
-        assert found.traffic.bytes_moved + found.traffic.expert_hosted > 0
+        assert found.tokens == whole.tokens
+        assert found.traffic.bytes_moved > 0
         assert found.device_bytes <= found.plan.placement.device_bytes
         del found
         assert torch.cuda.memory_allocated() - before < 64 << 20

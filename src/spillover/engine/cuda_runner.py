@@ -163,13 +163,14 @@ class CudaRunner(Runner):
         """Record the graphs of plain steps now, on padding alone; the largest first, whose memory all share."""
         if self._graphs is None:
             return
-        most = self.weights.recordable
-        keys = [Key(size, True) for size in (self._graphs.sizes if most is None else range(1, most + 1))]
+        few = self.weights.unpadded
+        sizes = [*range(1, few + 1), *(size for size in self._graphs.sizes if size > few)]
+        keys = [Key(size, True) for size in sizes if self.weights.epoch(size) == 0]
         keys += [Key(size, False, True) for size in self._graphs.prompt_sizes]
         nothing = np.empty(0, dtype=np.int64)
         with torch.inference_mode(), torch.cuda.stream(self._queue):
             for key in sorted(keys, reverse=True):
-                self.weights.begin_step()
+                self.weights.begin_step(key.rows)
                 self._inputs.begin()
                 shape = self._prompt_shape(key.rows) if key.prompts else _decode_shape(key.rows)
                 places = self._write((), nothing, nothing, nothing, [], shape, nothing)
@@ -199,7 +200,6 @@ class CudaRunner(Runner):
 
     def _launch(self, batch: Batch) -> CudaStep:
         work = self._prepare(batch)
-        self.weights.begin_step()
         logprobs: SampledLogprobs | None = None
         prompt: tuple[list[SampledLogprobs], ...] = ()
         rows: Tensor | None
@@ -297,7 +297,7 @@ class CudaRunner(Runner):
         decodes = len(sampled) == len(items) == counts.sum() and not prompt_rows and not items[0].cold
         drawn = slots if decodes else slots[sampled]
         plain = bool(self._slots.plain[drawn].all())
-        key, shape = (None, None) if prompt_rows or items[0].cold else self._graph(counts, decodes, plain)
+        key, shape = self._begin(counts, decodes, plain, not prompt_rows and not items[0].cold)
         self._inputs.begin()
         places = self._write(items, slots, counts, starts, sampled, shape, drawn)
         self._slots.draw[slots] = -1
@@ -313,21 +313,22 @@ class CudaRunner(Runner):
         sampling = None if plain else self._sampling([items[i] for i in sampled])
         return _Work(items, places, sampled, sampling, decodes, key, prompt_rows)
 
-    def _graph(self, counts: npt.NDArray[np.int64], decodes: bool, plain: bool) -> tuple[Key | None, _Shape | None]:
+    def _begin(self, counts: npt.NDArray[np.int64], decodes: bool, plain: bool,
+               recorded: bool) -> tuple[Key | None, _Shape | None]:
         """Of a step whose requests have so many rows: its graph, and what it is padded to for that."""
-        most = self.weights.recordable
-        if self._graphs is None:
+        graphs, rows = self._graphs if recorded else None, int(counts.sum())
+        shape = None
+        if graphs is not None and decodes:
+            size = rows if rows <= self.weights.unpadded else graphs.size(rows)
+            shape = _decode_shape(size)
+        elif graphs is not None and np.count_nonzero(counts > 1) <= MANY_PROMPTS:
+            padded = graphs.prompt_size(rows)
+            shape = None if padded is None else self._prompt_shape(padded)
+        self.weights.begin_step(rows if shape is None else shape.rows)
+        epoch = None if shape is None else self.weights.epoch(shape.rows)
+        if shape is None or epoch is None:
             return None, None
-        if decodes and most is not None:
-            # No padding where experts are fetched as rows ask for them: it would ask too.
-            return (Key(len(counts), plain), _decode_shape(len(counts))) if len(counts) <= most else (None, None)
-        if decodes:
-            size = self._graphs.size(len(counts))
-            return Key(size, plain), _decode_shape(size)
-        rows = self._graphs.prompt_size(int(counts.sum()))
-        if rows is None or np.count_nonzero(counts > 1) > MANY_PROMPTS:
-            return None, None
-        return Key(rows, False, True), self._prompt_shape(rows)
+        return Key(shape.rows, plain and decodes, not decodes, epoch), shape
 
     def _prompt_shape(self, rows: int) -> _Shape:
         """Of any step of so many rows, of which no more than MANY_PROMPTS requests have several. There is a request at

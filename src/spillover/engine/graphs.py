@@ -1,9 +1,9 @@
 """CUDA graphs of steps, one for each of a ladder of sizes: a step is then one launch, not hundreds.
 
 A graph is recorded when its size is met, right after that step has run without one, which also compiles whatever it
-needs: of a step that only decodes the first time, of one with part of a prompt, whose sizes are many, the second. All
-graphs share one memory pool, since only one of them runs at a time. What differs between steps of one size lies in
-device memory; numbers the host bakes into a launch are part of the key.
+needs: the first time; the second time where it has part of a prompt, of which there are many sizes, and where it moves
+weights that may soon lie elsewhere. All graphs share one memory pool, since only one of them runs at a time. What
+differs between steps of one size lies in device memory; numbers the host bakes into a launch are part of the key.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Key(NamedTuple):
     rows: int
     draws: bool  # in the graph, its tokens
     prompts: bool = False  # it has part of a prompt
+    epoch: int = 0  # where weights lie that move; a graph of an earlier one is of no more use
 
 
 def prompt_ladder(most: int) -> list[int]:
@@ -94,12 +95,18 @@ class Graphs:
         recorded = self._recorded.get(key)
         if recorded is None:
             hidden = step()
-            if at_once or not key.prompts or key in self._met:
+            if at_once or not (key.prompts or key.epoch) or key in self._met:
+                self._forget_before(key.epoch)
                 self._recorded[key] = self._record(key, step)
             self._met.add(key)
             return None if key.draws else hidden
         recorded.graph.replay()
         return recorded.hidden
+
+    def _forget_before(self, epoch: int) -> None:
+        if epoch:
+            self._recorded = {key: graph for key, graph in self._recorded.items() if key.epoch in (0, epoch)}
+            self._met = {key for key in self._met if key.epoch in (0, epoch)}
 
     def clear(self) -> None:
         self._recorded.clear()

@@ -14,6 +14,8 @@ from spillover.kernels.moe import Experts
 from spillover.kernels.paging import (
     NONE,
     PageTable,
+    Resolution,
+    assign_reference,
     collect_reference,
     gather_reference,
     post_reference,
@@ -48,16 +50,16 @@ class Passes(Protocol):
 
     ids: Tensor  # int32 [T, k]: whom the router chose
 
+    def delegate(self, hosted: Tensor, layer: int, mail: Mail) -> None:
+        """The host computes the experts that `hosted` int32 [E] marks, while the passes go over the others."""
+        ...
+
     def add(self, first: Experts, second: Experts, slots_row: Tensor) -> None:
         """Computes the experts whose slot the row int32 [E] names (others -1). Each expert must come once."""
         ...
 
-    def fill(self, pairs: Tensor, rows: Tensor) -> None:
-        """Rows [n, H] of pairs int64 [n] (token * k + j) that were computed elsewhere, not times their shares."""
-        ...
-
     def end(self) -> Tensor:
-        """[T, H]: to the bit what kernels.moe.mixture makes of the same experts at once."""
+        """[T, H]: to the bit what kernels.moe.mixture makes of the same experts at once, but for the host's."""
         ...
 
 
@@ -107,15 +109,19 @@ class PassedMixtureReference:
         self.x, self.limit = x, limit
         self.ids, self.shares = route_reference(scores, k, renormalize)
         self.rows = torch.zeros(self.ids.numel(), x.shape[1], dtype=x.dtype, device=x.device)
+        self.hosted: tuple[Resolution, Mail] | None = None
+
+    def delegate(self, hosted: Tensor, layer: int, mail: Mail) -> None:
+        resolution = assign_reference(self.ids, hosted)
+        post_reference(self.x, resolution, layer, mail)
+        self.hosted = (resolution, mail)
 
     def add(self, first: Experts, second: Experts, slots_row: Tensor) -> None:
         experts_reference(self.x, self.ids, slots_row, first, second, self.limit, self.rows)
 
-    def fill(self, pairs: Tensor, rows: Tensor) -> None:
-        self.rows[pairs] = rows.to(self.rows.dtype)
-
     def end(self) -> Tensor:
-        return collect_reference(self.rows, self.shares, None, None, self.x.dtype)
+        resolution, mail = self.hosted or (None, None)
+        return collect_reference(self.rows, self.shares, resolution, mail, self.x.dtype)
 
 
 def experts_reference(

@@ -106,6 +106,18 @@ def resolve(ids: Tensor, table: PageTable, layer: int, split: Tensor | None = No
     return resolve_reference(ids, table, layer, split)
 
 
+def assign_reference(ids: Tensor, hosted: Tensor) -> Resolution:
+    """ids int32 [T, k] -> the pairs whose expert the host computes: those that `hosted` int32 [E] marks."""
+    flat, k = ids.flatten(), ids.shape[1]
+    mine = hosted[flat.long()] > 0
+    pairs = mine.nonzero().flatten().int()
+    to_host = torch.zeros(len(flat), places.PAIR, dtype=torch.int32, device=ids.device)
+    to_host[: len(pairs), :3] = torch.stack([pairs // k, flat[pairs.long()], pairs], 1)
+    place = torch.where(mine, mine.int().cumsum(0).int() - 1, NONE).int()
+    counts = torch.tensor([0, len(pairs)], dtype=torch.int32, device=ids.device)
+    return Resolution(counts, ids.new_empty(0, 2), to_host, place)
+
+
 def gather(resolution: Resolution, records: Tensor, slots: Tensor) -> None:
     """Copies each expert that is to be gathered from its record, uint8 [E, bytes] in host memory, into its slot."""
     if slots.is_cuda:

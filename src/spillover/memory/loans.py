@@ -8,6 +8,8 @@ from typing import Protocol
 from spillover.memory.blocks import FREE, BlockPool
 from spillover.memory.prefix_tree import PrefixTree
 
+SPARE = 16  # a loan is at least one part in so many of all blocks
+
 
 class BlockLender(Protocol):
     """Whoever has bytes in which blocks can lie."""
@@ -32,8 +34,10 @@ class Loans:
         return sum(len(loan) for loan in self._taken)
 
     def grow(self, blocks: int) -> bool:
-        """So many more, if somebody lends them; whether any came."""
-        loans = self.lender.lend(blocks) if self.lender is not None and blocks > 0 else []
+        """So many more, if somebody lends them, and some to spare: whoever lends has to look at all it has left, and
+        should not have to at every step. Whether any came."""
+        more = max(blocks, self._pool.num_blocks // SPARE)
+        loans = self.lender.lend(more) if self.lender is not None and blocks > 0 else []
         for loan in loans:
             self._pool.add(loan)
         self._taken += loans

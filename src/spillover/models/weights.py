@@ -123,12 +123,17 @@ class ResidentWeights:
             self._contexts[name] = nullcontext(part)
 
     @property
-    def recordable(self) -> int | None:
-        """Rows of the largest step that a CUDA graph can hold; None: any."""
-        return None
+    def unpadded(self) -> int:
+        """Rows of the largest step that may not be padded."""
+        return 0
 
-    def begin_step(self) -> None:
-        """A step is about to be launched."""
+    def epoch(self, rows: int) -> int | None:
+        """Under which number a CUDA graph of a step of so many rows is good, once the step has begun: another number
+        means that weights lie elsewhere. None: it cannot be recorded."""
+        return 0
+
+    def begin_step(self, rows: int) -> None:
+        """A step of so many rows, padding included, is about to be launched."""
 
     def end_step(self, rows: int) -> None:
         """A step of so many rows has ended."""

@@ -25,7 +25,9 @@ from spillover.units import format_bytes, parse_bytes
 
 LENGTHS = (8192, 4096, 2048)  # that a longest sequence may shrink to before it is refused, where nobody asked
 KV_SHARE = 16  # KV beyond one longest sequence is at most one part in so many of the budget
-STEP_SHARE = 16  # and so is the workspace, or else little more than the least, where nobody asked for larger steps
+# And the workspace is at most so much of it, or else little more than the least, where nobody asked for larger steps: a
+# step that streams takes as long whatever its tokens, so that a prompt in twice the steps takes twice as long.
+STEP_SHARE = 8
 RESERVE = 2 << 30  # of host memory that weights leave free, or a tenth of it if that is more
 AUTO = ("experts", "sequential", "host-experts")
 LAST = "demand"  # needs the least room, and is slower than any of those

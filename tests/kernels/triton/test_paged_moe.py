@@ -177,6 +177,31 @@ def test_the_host_computes_its_share_of_the_misses(few: bool) -> None:
     assert not mail.failed
 
 
+@pytest.mark.parametrize("tokens", [3, 20])
+def test_the_host_computes_some_experts_while_others_pass(tokens: int) -> None:
+    there = Paged(SHAPES[0], tokens)
+    mail = Mail.make(tokens, tokens * K, 64, torch.device(DEVICE))
+    kwargs = {"few_tokens": 8, "tiles": there.few if tokens <= 8 else there.tiles}
+    rng = random.Random(tokens)
+    with host(there, mail) as layers:
+        for _ in range(3):
+            x, scores = there.draw(rng, tokens)
+            mine = rng.sample(range(EXPERTS), 4)
+            hosted = torch.zeros(EXPERTS, dtype=torch.int32, device=DEVICE)
+            hosted[mine] = 1
+            row = torch.full((EXPERTS,), -1, dtype=torch.int32, device=DEVICE)
+            for at, expert in enumerate(sorted(set(range(EXPERTS)) - set(mine))):
+                there.arena[at] = there.records[expert].to(DEVICE)
+                row[expert] = at
+            passes = paged.PassedMixture(x, scores, K, True, there.first.format, there.second.width, there.limit,
+                                         **kwargs)
+            passes.delegate(hosted, 1, mail)
+            passes.add(*there.slots, row)
+            assert_near(passes.end(), moe.mixture(x, scores, *there.whole, K, True, there.limit, **kwargs), 1e-5)
+    assert set(layers) == {1}
+    assert not mail.failed
+
+
 def test_replayed_routing_takes_the_place_of_the_router() -> None:
     there = Paged(SHAPES[0], 3)
     replay = torch.tensor([[[0, 1], [8, 3]], [[0, 1], [4, 2]]], dtype=torch.int32, device=DEVICE)

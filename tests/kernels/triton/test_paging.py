@@ -17,6 +17,7 @@ from spillover.kernels.paging import (
     NONE,
     PageTable,
     Resolution,
+    assign_reference,
     collect_reference,
     gather_reference,
     post_reference,
@@ -97,6 +98,16 @@ def victim(table: PageTable, expert: int) -> int:
     assert expert in after
     (left,) = before - after
     return left
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_pairs_of_marked_experts_are_the_hosts(seed: int) -> None:
+    rng = random.Random(seed)
+    ids = chosen(rng, rng.randint(1, 9), rng.randint(1, 4))
+    marked = torch.tensor([rng.randrange(2) for _ in range(EXPERTS)], dtype=torch.int32, device=DEVICE)
+    found = device.assign(ids, marked)
+    assert_same_work(found, assign_reference(ids, marked))
+    assert found.counts.tolist() == [0, sum(int(marked[expert]) for expert in ids.flatten().tolist())]
 
 
 def test_the_lowest_worth_leaves_then_the_longest_unused_then_the_first_slot() -> None:
@@ -187,9 +198,13 @@ def test_mail_lies_where_its_layout_says() -> None:
     assert ends[3] <= start + mail.layout.nbytes
 
 
+@pytest.mark.parametrize("few", [0, 16])
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("place", [[-1, 1, 0, -1], [-1] * 4, None])
-def test_answers_take_their_places_in_the_sum(shared: bool, place: list[int] | None) -> None:
+def test_answers_take_their_places_in_the_sum(shared: bool, place: list[int] | None, few: int,
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for them: each program, or one before all others."""
+    monkeypatch.setattr(device, "FEW_PROGRAMS", few)
     mail = Mail.make(2, 4, 40, DEVICE)
     mail.out.copy_(torch.randn(4, 40))
     mail.state[places.TURN] = 5
@@ -206,7 +221,9 @@ def test_answers_take_their_places_in_the_sum(shared: bool, place: list[int] | N
     assert not mail.failed
 
 
-def test_a_host_that_does_not_answer_is_told_of() -> None:
+@pytest.mark.parametrize("few", [0, 16])
+def test_a_host_that_does_not_answer_is_told_of(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "FEW_PROGRAMS", few)
     mail = Mail.make(1, 2, 16, DEVICE)
     mail.state[places.TURN] = 2
     mail.header[places.DONE] = 1

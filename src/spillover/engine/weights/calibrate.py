@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import statistics
 import time
+from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +19,8 @@ from spillover.kernels.paging import Resolution, gather
 log = logging.getLogger("spillover.engine")
 
 ROUNDS = 5
-STREAMED_ROWS = 6  # of an expert, in a step that streams
+ROWS = (1, 4, 8, 16)  # of an expert, in steps that stream
+SHARES = 32  # of a whole, that the host may get: few, so that steps of about the same size stream alike
 POST = 12e-6  # seconds that a letter to the host and its answer take, beside the computing
 
 
@@ -33,12 +36,19 @@ def split_table(experts: CudaExperts, host: HostExperts, most: int) -> Tensor | 
     return torch.tensor(table, dtype=torch.int32, device=experts.arena.slots.device) if any(table) else None
 
 
-def streaming_share(experts: CudaExperts, host: HostExperts) -> float:
-    """Of experts that all have several rows, the share with which the host is done when the link is."""
-    link, alone = _link_seconds(experts), _host_seconds(host, len(experts.runs), STREAMED_ROWS)
-    log.info("streaming: an expert takes %.0f us over the link and %.0f us on the host, which gets %.0f%%", 1e6 * link,
-             1e6 * alone, 100 * link / (link + alone))
-    return link / (link + alone)
+def streaming_share(experts: CudaExperts, host: HostExperts, k: int) -> Callable[[int], float]:
+    """By the rows of a step that streams, each of which goes to k experts: of the experts that are missing, the share
+    with which the host is done when the link is."""
+    link = _copy_seconds(experts)
+    alone = [_host_seconds(host, len(experts.runs), rows) for rows in ROWS]
+    log.info("streaming: an expert takes %.0f us over the link, and on the host %s us with %s rows", 1e6 * link,
+             ", ".join(f"{1e6 * each:.0f}" for each in alone), ", ".join(map(str, ROWS)))
+
+    def share(rows: int) -> float:
+        found = float(np.interp(rows * k / host.layout.experts, ROWS, alone))
+        return round(SHARES * link / (link + found)) / SHARES
+
+    return share
 
 
 def best_split(missing: int, link: float, host: float) -> int:
@@ -60,6 +70,20 @@ def _link_seconds(experts: CudaExperts) -> float:
         torch.cuda.synchronize()
         start = time.perf_counter()
         gather(wanted, experts.runs[turn % len(experts.runs)], target)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:]) / count
+
+
+def _copy_seconds(experts: CudaExperts) -> float:
+    """Of one expert among several that are copied in order, as they stream past."""
+    count = min(experts.transit.size, experts.runs[0].shape[0])
+    target = experts.arena.slots[len(experts.arena.slots) - count :]
+    times = []
+    for turn in range(ROUNDS + 1):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        target.copy_(experts.runs[turn % len(experts.runs)][:count], non_blocking=True)
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:]) / count

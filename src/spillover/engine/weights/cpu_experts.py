@@ -93,7 +93,10 @@ class CpuExperts:
     def nbytes(self) -> int:
         return self.slots.nbytes if self.slots is not None else 0
 
-    recordable = 0
+    unpadded = 0
+
+    def epoch(self, rows: int) -> int | None:
+        return None
 
     def lend(self, layer: int) -> int | None:
         assert self.slots is not None
@@ -106,7 +109,7 @@ class CpuExperts:
         assert self.slots is not None
         self.slots.cache.give_back(layer, slot)
 
-    def begin_step(self) -> None:
+    def begin_step(self, rows: int) -> None:
         pass
 
     def end_step(self, rows: int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from spillover.engine.config import EngineConfig
 from spillover.engine.weights.build import Parts, chosen_policy, filled_cache
 from spillover.engine.weights.calibrate import split_table, streaming_share
-from spillover.engine.weights.cuda_experts import Arena, CudaExperts, CudaLayerExperts
+from spillover.engine.weights.cuda_experts import HOSTED_TOKENS, Arena, CudaExperts, CudaLayerExperts
 from spillover.engine.weights.disk_home import DiskHome
 from spillover.engine.weights.elastic import ElasticMemory
 from spillover.engine.weights.home import Home
@@ -32,7 +32,7 @@ from spillover.plan.planner import Plan
 log = logging.getLogger("spillover.engine")
 
 LOG_ROWS = 1024  # steps that the policy may be behind
-GROUP = 8  # experts that stream together, where transit has room for two such groups
+GROUP = 16  # experts that stream together, where transit has room for two such groups
 
 
 def place_on_cuda(parts: Parts, plan: Plan, config: EngineConfig, model: ModelConfig,
@@ -95,7 +95,9 @@ def _experts(placed: PlacedParts, layers: Sequence[int], quotas: Sequence[int], 
     table.worth.copy_(torch.tensor([list(policy.worth(layer)) for layer in range(len(layers))]))
     if placement.strategy == "experts" and config.policy not in ("lru", "static"):
         experts.thread = PolicyThread(policy, table)
-    if placement.strategy in ("experts", "host-experts") and not (config.deterministic and all(quotas)):
+    if config.deterministic:  # the host's sums are rounded otherwise
+        experts.paged_tokens = placement.paged_tokens if all(quotas) else 0  # layers without a slot stream past
+    elif placement.strategy in ("experts", "host-experts"):
         _delegate(experts, record, [run for run in runs if run is not None], quotas, plan, model)
     return experts
 
@@ -107,13 +109,15 @@ def _delegate(experts: CudaExperts, record: Record, runs: Sequence[Tensor], quot
     tokens, k = max(1, plan.placement.paged_tokens), model.experts_per_token
     layout = expert_layout(record, model, getattr(torch, plan.dtype), runs[0].shape[0])
     host = HostExperts(layout, [run.data_ptr() for run in runs])
-    mail = Mail.make(tokens, tokens * k, model.hidden_size, experts.arena.slots.device)
+    most = max(tokens, HOSTED_TOKENS)
+    mail = Mail.make(most, most * k, model.hidden_size, experts.arena.slots.device)
     everything = torch.arange(tokens * k + 1, dtype=torch.int32, device=experts.arena.slots.device)
     shared = split_table(experts, host, tokens * k) if any(quotas) else None
     if shared is None and all(quotas):  # the link alone is faster
         host.close()
         return
-    experts.delegate(host, mail, [shared if quota else everything for quota in quotas], streaming_share(experts, host))
+    experts.delegate(host, mail, [shared if quota else everything for quota in quotas],
+                     streaming_share(experts, host, k))
 
 
 def expert_layout(record: Record, model: ModelConfig, dtype: torch.dtype, experts: int) -> ExpertLayout:

@@ -183,9 +183,11 @@ class ExpertStore(Protocol):
     def nbytes(self) -> int: ...  # on the device
 
     @property
-    def recordable(self) -> int: ...  # rows of the largest step that a graph can hold
+    def unpadded(self) -> int: ...  # rows of the largest step that may not be padded
 
-    def begin_step(self) -> None: ...
+    def epoch(self, rows: int) -> int | None: ...  # as ResidentWeights.epoch
+
+    def begin_step(self, rows: int) -> None: ...
 
     def end_step(self, rows: int) -> None: ...
 
@@ -217,14 +219,17 @@ class PlacedWeights(ResidentWeights):
         self._contexts |= self._passing
 
     @property
-    def recordable(self) -> int | None:
-        if self._ring is not None:
-            return 0
-        return self.experts.recordable if self.experts is not None else None
+    def unpadded(self) -> int:
+        return self.experts.unpadded if self.experts is not None else 0
 
-    def begin_step(self) -> None:
+    def epoch(self, rows: int) -> int | None:
+        if self._ring is not None:
+            return None
+        return self.experts.epoch(rows) if self.experts is not None else 0
+
+    def begin_step(self, rows: int) -> None:
         if self.experts is not None:
-            self.experts.begin_step()
+            self.experts.begin_step(rows)
 
     def end_step(self, rows: int) -> None:
         if self.experts is not None:

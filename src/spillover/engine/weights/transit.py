@@ -20,6 +20,10 @@ class Group:
     runs: Tensor  # the layer's records at home [experts, bytes]
     experts: tuple[int, ...]
 
+    @property
+    def copies(self) -> int:
+        return len(_runs(self.experts))
+
 
 class Transit:
     def __init__(self, slots: Tensor, size: int) -> None:
@@ -31,17 +35,19 @@ class Transit:
         self._groups: Sequence[Group] = ()
         self._started = self._taken = 0
         self._arrived: list[torch.cuda.Event | None] = []
-        self.bytes_moved = 0
-        self.fetches = 0
 
     @property
     def places(self) -> int:
         return len(self._places)
 
     def begin(self, groups: Sequence[Group]) -> None:
-        """A step's groups, in the order they will be taken in."""
+        """A step's groups, in the order they will be taken in. Also while a graph of the step is recorded: what ran
+        before it is not waited for one by one, but as a whole."""
         assert self._taken == len(self._groups), "the step before has not taken all of its groups"
         self._groups, self._started, self._taken, self._arrived = groups, 0, 0, []
+        self._left = [None] * len(self._places)
+        if self._stream is not None and groups:
+            self._stream.wait_stream(torch.cuda.current_stream())
         while self._started < min(len(groups), len(self._places)):
             self._start()
 
@@ -69,12 +75,10 @@ class Transit:
                 self._stream.wait_event(left)
             for at, first, count in _runs(group.experts):
                 target[at : at + count].copy_(group.runs[first : first + count], non_blocking=True)
-                self.fetches += 1
             if self._stream is not None:
                 arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 arrived.record(self._stream)
         self._arrived.append(arrived)
-        self.bytes_moved += len(group.experts) * target.shape[1]
         self._started += 1
 
 

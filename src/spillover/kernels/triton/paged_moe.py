@@ -10,7 +10,7 @@ from torch import Tensor
 
 from spillover.kernels.mail import Mail
 from spillover.kernels.moe import Experts
-from spillover.kernels.paging import PATIENCE, PageTable
+from spillover.kernels.paging import PATIENCE, PageTable, Resolution
 from spillover.kernels.triton.moe import (
     FEW_TOKENS,
     Tile,
@@ -22,7 +22,7 @@ from spillover.kernels.triton.moe import (
     tile_room,
 )
 from spillover.kernels.triton.moe_routing import combine, route, sort_by_expert
-from spillover.kernels.triton.paging import collect, gather, gather_and_post, resolve
+from spillover.kernels.triton.paging import assign, collect, gather, gather_and_post, post, resolve
 
 
 def paged_mixture(
@@ -77,6 +77,8 @@ class PassedMixture:
         self._empty = torch.empty_like(x) if tokens == 0 else None
         if tokens == 0:
             return
+        self._plain_x = x
+        self._hosted: tuple[Resolution, Mail] | None = None
         self.ids, self._shares, self._x = route(scores, x, k, renormalize, weight_format)
         self._few = tokens <= few_tokens and not fixed
         if self._few:
@@ -86,6 +88,12 @@ class PassedMixture:
             self._tiles = tiles or many_tiles(weight_format, tokens * k / experts, fixed)
             self._order, self._places = sort_by_expert(self.ids, experts, self._tiles[0].tokens)
             self._h, self._rows = tile_room(self._x, self.ids, inner, x.dtype)
+
+    def delegate(self, hosted: Tensor, layer: int, mail: Mail) -> None:
+        if self._empty is None:
+            resolution = assign(self.ids, hosted)
+            post(self._plain_x, resolution, layer, mail)
+            self._hosted = (resolution, mail)
 
     def add(self, first: Experts, second: Experts, slots_row: Tensor) -> None:
         if self._empty is not None:
@@ -97,14 +105,10 @@ class PassedMixture:
             tile_products(self._x, self._order, self._places, self._k, first, second, self._limit, self._tiles, self._h,
                           self._rows, slots_row)
 
-    def fill(self, pairs: Tensor, rows: Tensor) -> None:
-        if self._empty is None:
-            scaled = rows * self._shares.flatten()[pairs, None] if self._few else rows
-            self._rows[pairs] = scaled.to(self._rows.dtype)
-
     def end(self) -> Tensor:
         if self._empty is not None:
             return self._empty
-        if self._few:
-            return collect(self._rows, self._shares, None, None, self._dtype, shared=True)
+        if self._few or self._hosted is not None:
+            resolution, mail = self._hosted or (None, None)
+            return collect(self._rows, self._shares, resolution, mail, self._dtype, shared=self._few)
         return combine(self._rows, self._shares, self._dtype)

@@ -20,6 +20,7 @@ from spillover.kernels.triton.launch import early
 GATHER_PROGRAMS = 8  # each keeps GATHER_BYTES on their way over the link
 GATHER_BYTES = 32 * 1024
 GATHER_WARPS = 8
+FEW_PROGRAMS = 16  # that look at the mail themselves; of more, one that runs before them does, to spare the link
 
 _NONE = tl.constexpr(paging.NONE)
 _OLDEST = tl.constexpr(paging.OLDEST)
@@ -52,6 +53,19 @@ def resolve(ids: Tensor, table: PageTable, layer: int, split: Tensor | None = No
         PADDED_LOG=triton.next_power_of_2(most), num_warps=1 if table.experts <= 256 else 4, **early(ids.device),
     )
     return Resolution(counts, gathers, hosted, place)
+
+
+def assign(ids: Tensor, hosted: Tensor) -> Resolution:
+    """As kernels.paging.assign_reference."""
+    pairs, k = ids.numel(), ids.shape[1]
+    counts = torch.empty(2, dtype=torch.int32, device=ids.device)
+    to_host = torch.empty(pairs, places.PAIR, dtype=torch.int32, device=ids.device)
+    place = torch.empty(pairs, dtype=torch.int32, device=ids.device)
+    _assign[(1,)](
+        ids, hosted, counts, to_host, place, pairs, K=k, PADDED_PAIRS=triton.next_power_of_2(pairs), num_warps=8,
+        **early(ids.device),
+    )
+    return Resolution(counts, ids.new_empty(0, 2), to_host, place)
 
 
 def gather(
@@ -107,12 +121,16 @@ def collect(
     hidden = rows.shape[1]
     out = torch.empty(tokens, hidden, dtype=dtype, device=rows.device)
     block = min(1024, triton.next_power_of_2(hidden))
+    grid = (tokens, triton.cdiv(hidden, block))
     awaited = None if resolution is None or mail is None else (
         resolution.counts, resolution.place, mail.header, mail.out, mail.state, patience
     )
-    _collect[(tokens, triton.cdiv(hidden, block))](
-        rows, shares, out, hidden, *(awaited or (None,) * 6), K=k, SHARED=shared, BLOCK=block, num_warps=4,
-        **early(rows.device),
+    awaits = awaited is not None and grid[0] * grid[1] <= FEW_PROGRAMS
+    if resolution is not None and mail is not None and not awaits:
+        _await_answer[(1,)](resolution.counts, mail.header, mail.state, patience, num_warps=1, **early(rows.device))
+    _collect[grid](
+        rows, shares, out, hidden, *(awaited or (None,) * 6), K=k, SHARED=shared, AWAIT=awaits, BLOCK=block,
+        num_warps=4, **early(rows.device),
     )
     return out
 
@@ -179,12 +197,7 @@ def _resolve(
 
     to_host = (missing & (rank >= gathered)).to(tl.int32)
     mine = (tl.gather(to_host, ids, 0) > 0) & (pair < pairs)
-    place = tl.cumsum(mine.to(tl.int32), 0) - 1
-    tl.store(place_ptr + pair, tl.where(mine, place, _NONE), mask=pair < pairs)
-    tl.store(hosted_ptr + place * _PAIR, pair // K, mask=mine)
-    tl.store(hosted_ptr + place * _PAIR + 1, ids, mask=mine)
-    tl.store(hosted_ptr + place * _PAIR + 2, pair, mask=mine)
-    tl.store(hosted_ptr + place * _PAIR + 3, 0, mask=mine)
+    _to_host(ids, pair, mine, pair < pairs, hosted_ptr, place_ptr, K)
     tl.store(counts_ptr, gathered)
     tl.store(counts_ptr + 1, tl.sum(mine.to(tl.int32), 0))
 
@@ -196,6 +209,34 @@ def _resolve(
     seen = tl.load(ids_ptr + entry, mask=entry < pairs, other=-1)
     log = log_ptr + ((step % LOG_ROWS).to(tl.int64) * LAYERS + layer) * LOG_PAIRS
     tl.store(log + entry, seen.to(tl.int16), mask=entry < LOG_PAIRS)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _assign(
+    ids_ptr, hosted_ptr, counts_ptr, to_host_ptr, place_ptr, pairs, K: tl.constexpr, PADDED_PAIRS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    pair = tl.arange(0, PADDED_PAIRS)
+    real = pair < pairs
+    ids = tl.load(ids_ptr + pair, mask=real, other=0)
+    mine = (tl.load(hosted_ptr + ids, mask=real, other=0) > 0) & real
+    _to_host(ids, pair, mine, real, to_host_ptr, place_ptr, K)
+    tl.store(counts_ptr, 0)
+    tl.store(counts_ptr + 1, tl.sum(mine.to(tl.int32), 0))
+
+
+@triton.jit
+def _to_host(ids, pair, mine, real, to_host_ptr, place_ptr, K: tl.constexpr):
+    """Writes the pairs that are the host's, and for every pair which of them it is."""
+    place = tl.cumsum(mine.to(tl.int32), 0) - 1
+    tl.store(place_ptr + pair, tl.where(mine, place, _NONE), mask=real)
+    tl.store(to_host_ptr + place * _PAIR, pair // K, mask=mine)
+    tl.store(to_host_ptr + place * _PAIR + 1, ids, mask=mine)
+    tl.store(to_host_ptr + place * _PAIR + 2, pair, mask=mine)
+    tl.store(to_host_ptr + place * _PAIR + 3, 0, mask=mine)
 
 
 @triton.jit
@@ -269,7 +310,7 @@ def _post(
 @triton.jit
 def _collect(
     rows_ptr, shares_ptr, out_ptr, hidden, counts_ptr, place_ptr, header_ptr, answers_ptr, state_ptr, patience,
-    K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    K: tl.constexpr, SHARED: tl.constexpr, AWAIT: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):
     if EARLY:
         gdc_launch_dependents()
@@ -277,7 +318,7 @@ def _collect(
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < hidden
-    if counts_ptr is not None:
+    if AWAIT:
         _await(counts_ptr, header_ptr, state_ptr, patience)
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(K):
@@ -301,6 +342,13 @@ def _collect(
             else:
                 total += share * row
     tl.store(out_ptr + token * hidden + column, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _await_answer(counts_ptr, header_ptr, state_ptr, patience, EARLY: tl.constexpr):
+    if EARLY:
+        gdc_wait()
+    _await(counts_ptr, header_ptr, state_ptr, patience)
 
 
 @triton.jit

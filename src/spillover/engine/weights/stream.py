@@ -1,0 +1,54 @@
+"""What of every layer passes in a step that streams, and what the host computes meanwhile.
+
+It depends on the page table and on the host's share alone, so it is made once and serves every step until one of them
+changes: the steps can then be recorded, copies and all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from spillover.engine.weights.transit import Group, grouped
+from spillover.kernels.paging import NONE
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    groups: tuple[Group, ...]  # of all layers, in the order they pass
+    groups_of: tuple[int, ...]  # by layer
+    rows: Tensor  # int32 [groups, E]: expert -> slot of transit
+    hosted: Tensor | None  # int32 [L, E]: 1 where the host computes an expert; None: it computes none
+    num_hosted: int
+    copies: int
+    bytes_moved: int
+
+
+def stream_plan(slot_of: npt.NDArray[np.int32], runs: Sequence[Tensor], share: float, size: int, places: int,
+                first_slot: int, device: torch.device) -> StreamPlan:
+    """`slot_of` [L, E] as in the page table, `runs` each layer's records at home, `share` of what is missing for the
+    host. Groups of `size` experts take turns in `places` places, the first of which begins at slot `first_slot`."""
+    groups: list[Group] = []
+    groups_of: list[int] = []
+    hosted = np.zeros_like(slot_of)
+    for layer, slots in enumerate(slot_of):
+        missing = np.nonzero(slots < 0)[0].tolist()
+        passing = len(missing) - round(share * len(missing))
+        hosted[layer, missing[passing:]] = 1
+        parts = grouped(missing[:passing], size)
+        groups_of.append(len(parts))
+        groups += [Group(runs[layer], experts) for experts in parts]
+    rows = np.full((len(groups), slot_of.shape[1]), NONE, dtype=np.int32)
+    for index, group in enumerate(groups):
+        first = first_slot + index % places * size
+        rows[index, list(group.experts)] = np.arange(first, first + len(group.experts))
+    return StreamPlan(
+        tuple(groups), tuple(groups_of), torch.from_numpy(rows).to(device),
+        torch.from_numpy(hosted).to(device) if hosted.any() else None, int(hosted.sum()),
+        sum(group.copies for group in groups), sum(len(group.experts) * group.runs.shape[1] for group in groups),
+    )
