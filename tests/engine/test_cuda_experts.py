@@ -54,7 +54,7 @@ class Model:
         self.table = PageTable.make(quotas, self.config.num_experts, PAGED_TOKENS * k, 16, torch.device("cpu"))
         fill_table(self.table, quotas)
         self.experts = CudaExperts(arena, self.table, self.runs, Transit(slots[sum(quotas) :], transit // 2),
-                                   sum(quotas), PAGED_TOKENS)
+                                   sum(quotas), PAGED_TOKENS, k)
 
     def check(self, steps: int, seed: int) -> None:
         config, rng = self.config, random.Random(seed)
@@ -121,7 +121,8 @@ def test_what_was_lost_in_sleep_is_fetched_again() -> None:
 def test_slots_can_be_lent_and_given_back(name: str) -> None:
     model = Model(name, [12, 12], 4)
     lent = [(layer, model.experts.lend(layer)) for layer in (0, 1) for _ in range(12)]
-    assert lent[-1][1] is None  # what a step may need stays
+    assert lent[-1][1] is None  # what a token may need stays
+    assert model.experts.paged_tokens == 1  # and steps of more tokens stream
     for _, slot in lent:
         if slot is not None:
             model.experts.arena.slots[slot].fill_(255)
@@ -130,6 +131,7 @@ def test_slots_can_be_lent_and_given_back(name: str) -> None:
         if slot is not None:
             assert bool((model.experts.arena.slots[slot] == 255).all())  # nobody wrote there
             model.experts.give_back(layer, slot)
+    assert model.experts.paged_tokens == PAGED_TOKENS
     model.check(steps=8, seed=7)
 
 

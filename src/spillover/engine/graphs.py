@@ -96,8 +96,8 @@ class Graphs:
         if recorded is None:
             hidden = step()
             if at_once or not (key.prompts or key.epoch) or key in self._met:
-                self._forget_before(key.epoch)
                 self._recorded[key] = self._record(key, step)
+                self._forget_before(key.epoch)  # not sooner: the pool would end with the last graph in it
             self._met.add(key)
             return None if key.draws else hidden
         recorded.graph.replay()

@@ -178,7 +178,9 @@ class Strategies:
             (count for count in range(PAGED_TOKENS, 1, -1) if self._slots_used(count) <= free), 1)
         least = self._least_quota(tokens)
         if plan.strategy != "pinned":
-            return replace(plan, paged_tokens=tokens, spare_slots=(quota - least) * len(plan.slot_layers))
+            # With fewer slots only smaller steps fetch for themselves, unless their size was asked for.
+            kept = least if self.paged_tokens else self._least_quota(1)
+            return replace(plan, paged_tokens=tokens, spare_slots=(quota - kept) * len(plan.slot_layers))
         return replace(plan, paged_tokens=tokens, pinned=quota if quota == units.num_experts else quota - least)
 
     def _with_homes(self, plan: WeightPlan) -> WeightPlan:

@@ -32,7 +32,8 @@ from spillover.plan.planner import Plan
 log = logging.getLogger("spillover.engine")
 
 LOG_ROWS = 1024  # steps that the policy may be behind
-GROUP = 16  # experts that stream together, where transit has room for two such groups
+GROUP = 16  # experts that stream together, where transit has room for them
+LITTLE = 8  # experts of a group that is not worth being cut smaller
 
 
 def place_on_cuda(parts: Parts, plan: Plan, config: EngineConfig, model: ModelConfig,
@@ -82,10 +83,11 @@ def _experts(placed: PlacedParts, layers: Sequence[int], quotas: Sequence[int], 
     arena = Arena(slots, expert_stack(stacks, "experts.gate_up"), expert_stack(stacks, "experts.down"))
     table = PageTable.make(quotas, placed.num_experts, max(1, placement.paged_tokens) * k, LOG_ROWS, slots.device)
     fill_table(table, quotas)
-    group = max(1, min(GROUP, placement.transit // 2))
+    # Of three groups one is computed, one is there and one on its way; little room is better cut in two.
+    group = max(1, min(GROUP, placement.transit // (3 if placement.transit >= 3 * LITTLE else 2)))
     runs = [placed.expert_runs[layer] for layer in layers]
     experts = CudaExperts(arena, table, [run if run is not None else torch.empty(0) for run in runs],
-                          Transit(slots[sum(quotas) :], group), sum(quotas), placement.paged_tokens)
+                          Transit(slots[sum(quotas) :], group), sum(quotas), placement.paged_tokens, k)
     policy = chosen_policy(placement, config.policy)
     if placement.strategy == "demand" or any(run is None for run in runs):
         experts.fetch_on_demand(filled_cache(placement, placed.num_experts, policy),
@@ -96,7 +98,7 @@ def _experts(placed: PlacedParts, layers: Sequence[int], quotas: Sequence[int], 
     if placement.strategy == "experts" and config.policy not in ("lru", "static"):
         experts.thread = PolicyThread(policy, table)
     if config.deterministic:  # the host's sums are rounded otherwise
-        experts.paged_tokens = placement.paged_tokens if all(quotas) else 0  # layers without a slot stream past
+        experts.most_paged = placement.paged_tokens if all(quotas) else 0  # layers without a slot stream past
     elif placement.strategy in ("experts", "host-experts"):
         _delegate(experts, record, [run for run in runs if run is not None], quotas, plan, model)
     return experts

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,13 +44,14 @@ class CudaExperts:
     """All layers whose experts are neither resident nor pass with their part, in the order of the page table."""
 
     def __init__(self, arena: Arena, table: PageTable, runs: Sequence[Tensor], transit: Transit, transit_at: int,
-                 paged_tokens: int) -> None:
-        """`runs`: each layer's records at home [experts, record]; `transit_at`: the first slot of transit."""
+                 paged_tokens: int, k: int) -> None:
+        """`runs`: each layer's records at home [experts, record]; `transit_at`: the first slot of transit;
+        `paged_tokens`: of the largest step that pages, while no slot is lent; `k`: experts of a token."""
         self.arena = arena
         self.table = table
         self.runs = runs
         self.transit = transit
-        self.paged_tokens = paged_tokens
+        self.most_paged = paged_tokens
         self.host: HostExperts | None = None
         self.mail: Mail | None = None
         self.split: list[Tensor | None] = [None] * len(runs)  # of a layer's missing experts, how many the host gets
@@ -61,8 +63,9 @@ class CudaExperts:
         self._home: Callable[[int, int], Tensor] = lambda layer, expert: runs[layer][expert]
         self._transit_at = transit_at
         self._first: list[int] = table.first.tolist()
-        self._least = table.log.shape[2] + 1  # slots that the largest step may need, and one to give up
+        self._k = k
         self._lent: list[set[int]] = [set() for _ in runs]
+        self._room: list[int] = []  # tokens that layers have slots for, of which some are lent
         self._storage_bytes = arena.slots.untyped_storage().nbytes()
         self._version = 0  # of the page table, which steps that page change, and loans
         self._stream: StreamPlan | None = None
@@ -83,6 +86,12 @@ class CudaExperts:
     def fetch_on_demand(self, cache: ExpertCache, home: Callable[[int, int], Tensor]) -> None:
         """The host does all fetching, when the routing is known; `home(layer, expert)`: the record, read if need be."""
         self.on_demand, self._home = cache, home
+
+    @property
+    def paged_tokens(self) -> int:
+        """Of the largest step that pages now: it needs a slot for each that its tokens may ask for, and one to give
+        up."""
+        return min(self.most_paged, *self._room) if self._room else self.most_paged
 
     @property
     def unpadded(self) -> int:
@@ -154,12 +163,13 @@ class CudaExperts:
         """The table is changed on the device, in the order of steps."""
         if self.on_demand is not None:
             return self.on_demand.lend(layer)
-        self._version += 1
         quota = self._first[layer + 1] - self._first[layer]
-        if quota - len(self._lent[layer]) <= self._least:
+        if quota - len(self._lent[layer]) <= self._k + 1:
             return None
+        self._version += 1
         slot = next(slot for slot in range(self._first[layer + 1] - 1, -1, -1) if slot not in self._lent[layer])
         self._lent[layer].add(slot)
+        self._look_again()
         row = self.table.slot_of[layer]
         row.masked_fill_(row == slot, NONE)
         self.table.owner[slot] = LENT
@@ -171,7 +181,13 @@ class CudaExperts:
             return
         self._version += 1
         self._lent[layer].remove(slot)
+        self._look_again()
         self.table.owner[slot] = NONE
+
+    def _look_again(self) -> None:
+        quotas = np.diff(self._first).tolist()
+        left = {quota - len(lent) for quota, lent in zip(quotas, self._lent, strict=True) if lent}
+        self._room = [(slots - 1) // self._k for slots in left]
 
     def sleep(self) -> None:
         self.arena.slots.untyped_storage().resize_(0)
