@@ -6,14 +6,14 @@ the primary metric; distributions pool all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from spillover.bench.records import Run
-from spillover.lab.report.data import PHASES, SOURCES, Report, Visit
+from spillover.lab.report.data import PHASES, SOURCES, Cell, Report, Visit
 from spillover.lab.report.metric import metric
 
 BINS = 160  # over time: enough to see a spike of one step, few enough to keep a page small
@@ -124,21 +124,26 @@ def curves(report: Report) -> LineFigure | None:
                   "curve", panels)
 
 
-def latency_split(report: Report) -> StackFigure | None:
-    rows = []
+def _measured(report: Report) -> Iterator[tuple[str, str, Cell]]:
+    """Workload, arm and their cell, where there is a result."""
     for workload in report.workloads:
         for arm in report.arms:
             cell = report.cell(workload.name, arm.name)
-            if cell is None or cell.status != "ok":
-                continue
-            told = tuple(cell.split.get(phase, 0.0) for phase in PHASES)
-            if any(told):
-                rows.append(StackRow(workload.name, arm.name, (*told, 0.0, 0.0)))
-                continue
-            first, whole = cell.medians.get("mean_ttft_ms"), cell.medians.get("mean_e2el_ms")
-            if first is not None and whole is not None:
-                rows.append(StackRow(workload.name, arm.name, (0.0, 0.0, 0.0, 0.0, first, max(0.0, whole - first)),
-                                     "as the client saw it; this server does not tell more"))
+            if cell is not None and cell.status == "ok":
+                yield workload.name, arm.name, cell
+
+
+def latency_split(report: Report) -> StackFigure | None:
+    rows = []
+    for workload, arm, cell in _measured(report):
+        told = tuple(cell.split.get(phase, 0.0) for phase in PHASES)
+        if any(told):
+            rows.append(StackRow(workload, arm, (*told, 0.0, 0.0)))
+            continue
+        first, whole = cell.medians.get("mean_ttft_ms"), cell.medians.get("mean_e2el_ms")
+        if first is not None and whole is not None:
+            rows.append(StackRow(workload, arm, (0.0, 0.0, 0.0, 0.0, first, max(0.0, whole - first)),
+                                 "as the client saw it; this server does not tell more"))
     if not rows:
         return None
     return StackFigure("split", "Where a request's time goes", "Mean over requests, as the server timed them.",
@@ -147,18 +152,14 @@ def latency_split(report: Report) -> StackFigure | None:
 
 def hit_rates(report: Report) -> StackFigure | None:
     rows = []
-    for workload in report.workloads:
-        for arm in report.arms:
-            cell = report.cell(workload.name, arm.name)
-            if cell is None or cell.status != "ok":
-                continue
-            if cell.sources and sum(cell.sources.values()) > 0:
-                total = sum(cell.sources.values())
-                rows.append(StackRow(workload.name, arm.name,
-                                     (*(cell.sources.get(source, 0) / total for source in SOURCES), 0.0)))
-            elif cell.hit_rate is not None:
-                rows.append(StackRow(workload.name, arm.name, (1 - cell.hit_rate, 0.0, 0.0, 0.0, 0.0, cell.hit_rate),
-                                     "by the engine's hit counter; it does not name the tier"))
+    for workload, arm, cell in _measured(report):
+        if cell.sources and sum(cell.sources.values()) > 0:
+            total = sum(cell.sources.values())
+            rows.append(StackRow(workload, arm,
+                                 (*(cell.sources.get(source, 0) / total for source in SOURCES), 0.0)))
+        elif cell.hit_rate is not None:
+            rows.append(StackRow(workload, arm, (1 - cell.hit_rate, 0.0, 0.0, 0.0, 0.0, cell.hit_rate),
+                                 "by the engine's hit counter; it does not name the tier"))
     if not rows:
         return None
     return StackFigure("sources", "Where prompt tokens came from",
