@@ -1,7 +1,7 @@
 """The C++ kernels for float32 on the CPU: built on first use, kept in a cache folder, called through ctypes.
 
-They are compiled with OpenMP but not linked to it, so that they share the threads of the runtime torch has loaded; but
-for the experts, which have threads of their own.
+They have threads of their own (team.h), as many as torch is told to use: what is asked of the OpenMP runtime that torch
+has loaded is that number alone.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 // The gated activations of an MLP, row by row.
 #include "gated.h"
+#include "team.h"
 
 namespace {
 
-constexpr int64_t kParallel = 1 << 15;  // elements under which waking threads costs more than it saves
+constexpr int64_t kParallel = 1 << 12;  // elements under which a second thread costs more than it saves
 
 // A part of a vector, the rest zero; so that the last elements of a row take the same arithmetic as the others.
 template <int W>
@@ -17,8 +18,7 @@ typename Vec<W>::F load_part(const float* p, int64_t count, int64_t step) {
 
 // x [rows, 2I], gate then up -> y [rows, I].
 extern "C" void silu_and_mul(const float* x, float* y, int64_t rows, int64_t I) {
-#pragma omp parallel for if (rows * I > kParallel)
-    for (int64_t r = 0; r < rows; r++) {
+    share(rows, [=](int64_t r, int) {
         const float *gate = x + r * 2 * I, *up = gate + I;
         float* out = y + r * I;
         int64_t i = 0;
@@ -29,13 +29,12 @@ extern "C" void silu_and_mul(const float* x, float* y, int64_t rows, int64_t I) 
             const auto v = silu<kLanes>(load_part<kLanes>(gate + i, I - i, 1), load_part<kLanes>(up + i, I - i, 1));
             for (int64_t j = i; j < I; j++) out[j] = v[j - i];
         }
-    }
+    }, rows * I > kParallel);
 }
 
 // x [rows, 2I], gate and up interleaved -> y [rows, I].
 extern "C" void clamped_swiglu(const float* x, float* y, int64_t rows, int64_t I, float limit) {
-#pragma omp parallel for if (rows * I > kParallel)
-    for (int64_t r = 0; r < rows; r++) {
+    share(rows, [=](int64_t r, int) {
         const float* in = x + r * 2 * I;
         float* out = y + r * I;
         for (int64_t i = 0; i < I; i += kLanes) {
@@ -44,5 +43,5 @@ extern "C" void clamped_swiglu(const float* x, float* y, int64_t rows, int64_t I
                                           load_part<kLanes>(in + 2 * i + 1, count, 2), limit);
             for (int64_t j = 0; j < count; j++) out[i + j] = v[j];
         }
-    }
+    }, rows * I > kParallel);
 }

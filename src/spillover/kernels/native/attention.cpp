@@ -8,11 +8,10 @@
 //
 // For the same reason a sequence may be attended piece by piece: a range of splits at a time, with the totals kept
 // between two calls. Blocks that are not in the pool are then read from a stage they were copied to.
-#include <omp.h>
-
 #include <cstdlib>
 
 #include "codes.h"
+#include "team.h"
 
 namespace {
 
@@ -115,16 +114,30 @@ const float* scales(const typename Pool::Code* head, int64_t bs, int64_t D) {
     return reinterpret_cast<const float*>(head + bs * D);
 }
 
-// scores [bs / W][R][W] = q K^T; q [D][R], keys [D][bs]. Fetches the next block's keys along the way.
+// The block that comes next. Its keys and values are fetched side by side, half of both during `score` and half during
+// `gather`: the core's own prefetcher runs ahead in each page by itself.
+template <class Code>
+struct Ahead {
+    const Code *keys, *values;
+
+    // Of the elements of both, in the order of their fetching.
+    void fetch(int64_t element) const {
+        constexpr int64_t kLine = 64 / sizeof(Code);
+        const int64_t line = element / kLine;
+        __builtin_prefetch((line % 2 ? values : keys) + line / 2 * kLine);
+    }
+};
+
+// scores [bs / W][R][W] = q K^T; q [D][R], keys [D][bs].
 template <class Pool, int W, int R>
-void score(const float* q, const typename Pool::Code* keys, const typename Pool::Code* next, float* scores, int64_t bs,
+void score(const float* q, const typename Pool::Code* keys, Ahead<typename Pool::Code> next, float* scores, int64_t bs,
            int64_t D) {
     typedef typename Vec<W>::F F;
     constexpr int kVectorsPerLine = !Pool::kScaled ? 1 : W < 8 ? 8 : 64 / W;  // D is a multiple of 8
     for (int64_t c = 0; c < bs; c += W) {
         F acc[R] = {};
         for (int64_t d = 0; d < D; d += kVectorsPerLine) {
-            __builtin_prefetch(next + c * D + d * W);
+            next.fetch(c * D + d * W);
             for (int i = 0; i < kVectorsPerLine; i++) {
                 const F k = Pool::template load<W>(keys + (d + i) * bs + c);
                 for (int r = 0; r < R; r++) acc[r] += k * q[(d + i) * R + r];
@@ -177,19 +190,20 @@ void weigh(float* scores, const Visible* visible, const float* value_scales, flo
 
 // out [R][D] = out * shrink + weights V over tokens [first, last]; values [bs][D], weights [bs / WS][R][WS].
 template <class Pool, int W, int R>
-void gather(const float* weights, const typename Pool::Code* values, const typename Pool::Code* next,
-            const float* shrink, float* out, int64_t ws, Visible tokens, int64_t D) {
+void gather(const float* weights, const typename Pool::Code* values, Ahead<typename Pool::Code> next,
+            const float* shrink, float* out, int64_t ws, Visible tokens, int64_t bs, int64_t D) {
     typedef typename Vec<W>::F F;
+    constexpr int64_t kFetched = !Pool::kScaled ? W : 64;  // a line of codes is several vectors
     for (int64_t c = 0; c < D; c += W) {
         F acc[R];
-        const bool fetch = !Pool::kScaled || c % 64 == 0;  // a line of codes is several vectors
+        const bool fetch = c % kFetched == 0;
         for (int r = 0; r < R; r++) acc[r] = load<W>(out + r * D + c) * shrink[r];
         for (int64_t j = tokens.first; j <= tokens.last;) {
             const float* w = weights + j / ws * ws * R + j % ws;
             const int64_t end = smaller(tokens.last + 1, (j / ws + 1) * ws);
             for (; j < end; j++, w++) {
                 const F v = Pool::template load<W>(values + j * D + c);
-                if (fetch) __builtin_prefetch(next + j * D + c);
+                if (fetch) next.fetch(bs * D + c * bs + j * kFetched);
                 if (ws == kLanes) {
                     for (int r = 0; r < R; r++) acc[r] += v * w[r * kLanes];
                 } else {
@@ -204,9 +218,10 @@ void gather(const float* weights, const typename Pool::Code* values, const typen
 template <class Pool>
 struct Tile {
     typedef const typename Pool::Code* Codes;
-    void (*score)(const float*, Codes, Codes, float*, int64_t, int64_t);
+    typedef Ahead<typename Pool::Code> Next;
+    void (*score)(const float*, Codes, Next, float*, int64_t, int64_t);
     void (*weigh)(float*, const Visible*, const float*, float*, float*, float*, int64_t);
-    void (*gather)(const float*, Codes, Codes, const float*, float*, int64_t, Visible, int64_t);
+    void (*gather)(const float*, Codes, Next, const float*, float*, int64_t, Visible, int64_t, int64_t);
 };
 
 template <class Pool, int WS, int WD, int... R>
@@ -258,7 +273,8 @@ void attend(const Call& c, const Item& item, int64_t split, float* scratch, Soft
     const int64_t value_offset = c.Hk * c.head_size<Pool>();
     for (int64_t b = begin; b < end; b++) {
         const typename Pool::Code* keys = c.keys<Pool>(table, b, item.head);
-        const typename Pool::Code* next = c.keys<Pool>(table, b + 1 < end ? b + 1 : b, item.head);
+        const typename Pool::Code* following = c.keys<Pool>(table, b + 1 < end ? b + 1 : b, item.head);
+        Ahead<typename Pool::Code> next{following, following + value_offset};
         for (int64_t t = 0; t < tiles; t++) {
             const int64_t first = tile_start[t], R = tile_start[t + 1] - first;
             Visible visible[kRows], any{static_cast<int32_t>(bs), -1};
@@ -276,8 +292,8 @@ void attend(const Call& c, const Item& item, int64_t split, float* scratch, Soft
             run.score(q + first * D, keys, next, scores, bs, D);
             run.weigh(scores, visible, scales<Pool>(keys + value_offset, bs, D), state.peak + first,
                       lane_weight + first * ws, shrink, bs);
-            run.gather(scores, keys + value_offset, next + value_offset, shrink, state.out + first * D, ws, any, D);
-            next = keys;  // fetched already
+            run.gather(scores, keys + value_offset, next, shrink, state.out + first * D, ws, any, bs, D);
+            next = {keys, keys + value_offset};  // fetched already
         }
     }
     for (int64_t r = 0; r < rows; r++) {
@@ -349,40 +365,35 @@ void run(const Call& c, const Range* range) {
     const int64_t to = range ? smaller(range->last, ceil_div(longest, span)) : ceil_div(longest, span);
     const int64_t items = starts[c.B], splits = larger(0, to - from), state_floats = Softmax::floats(c);
     // Too few items to go round: the splits of one are shared out, kept in `parts` and merged afterwards.
-    const bool share = splits > 1 && items < 4 * omp_get_max_threads();
-    float* parts = share ? tl_parts.take(items * splits * state_floats) : nullptr;
-
-#pragma omp parallel if (items > 1 || share)
-    {
-        float* scratch = tl_scratch.take(attend_floats(c) + 2 * state_floats + 64);
+    const bool shared = splits > 1 && items < 4 * omp_get_max_threads();
+    float* parts = shared ? tl_parts.take(items * splits * state_floats) : nullptr;
+    const auto memory = [&] { return tl_scratch.take(attend_floats(c) + 2 * state_floats + 64); };
+    if (shared) {
+        share(items * splits, [&](int64_t unit, int) {
+            const Item item = find(c, starts, unit / splits);
+            const int64_t split = from + unit % splits, first = split * span;
+            if (first > item.newest() || first + span <= item.oldest(c)) return;
+            attend<Pool>(c, item, split, memory(), Softmax::at(parts + unit * state_floats, c));
+        });
+    }
+    share(items, [&](int64_t i, int) {
+        float* scratch = memory();
         float* states = scratch + ceil_div(attend_floats(c), 16) * 16;
         const Softmax part = Softmax::at(states + state_floats, c);
-        if (share) {
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t unit = 0; unit < items * splits; unit++) {
-                const Item item = find(c, starts, unit / splits);
-                const int64_t split = from + unit % splits, first = split * span;
-                if (first > item.newest() || first + span <= item.oldest(c)) continue;
-                attend<Pool>(c, item, split, scratch, Softmax::at(parts + unit * state_floats, c));
+        const Item item = find(c, starts, i);
+        const Softmax total = Softmax::at(range ? range->totals + i * state_floats : states, c);
+        if (from == 0) begin_total(c, item, total);
+        const int64_t begin = larger(from, item.oldest(c) / span), end = smaller(to, item.newest() / span + 1);
+        for (int64_t split = begin; split < end; split++) {
+            if (shared) {
+                merge(c, item, total, Softmax::at(parts + (i * splits + split - from) * state_floats, c));
+            } else {
+                attend<Pool>(c, item, split, scratch, part);
+                merge(c, item, total, part);
             }
         }
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < items; i++) {
-            const Item item = find(c, starts, i);
-            const Softmax total = Softmax::at(range ? range->totals + i * state_floats : states, c);
-            if (from == 0) begin_total(c, item, total);
-            const int64_t begin = larger(from, item.oldest(c) / span), end = smaller(to, item.newest() / span + 1);
-            for (int64_t split = begin; split < end; split++) {
-                if (share) {
-                    merge(c, item, total, Softmax::at(parts + (i * splits + split - from) * state_floats, c));
-                } else {
-                    attend<Pool>(c, item, split, scratch, part);
-                    merge(c, item, total, part);
-                }
-            }
-            if (!range || range->ends) finish(c, item, total);
-        }
-    }
+        if (!range || range->ends) finish(c, item, total);
+    });
 }
 
 enum Kind : int64_t { kFloat, kFp8, kInt8 };  // as attention.py numbers them
@@ -416,15 +427,12 @@ void store_rows(const float* k, int64_t k_stride, const float* v, int64_t v_stri
                 int64_t Hk, int64_t D, int64_t bs) {
     const int64_t head_size = bs * D + (Pool::kScaled ? bs * 4 : 0);
     const auto store = lanes(D) == kLanes ? store_head<Pool, kLanes> : store_head<Pool, kNarrow>;
-#pragma omp parallel for collapse(2) if (T * Hk * D > 1 << 11)
-    for (int64_t h = 0; h < Hk; h++) {
-        for (int64_t t = 0; t < T; t++) {
-            const int64_t block = table[rows[t] * table_stride + positions[t] / bs];
-            auto* keys = static_cast<typename Pool::Code*>(kv) + block * block_stride + h * head_size;
-            store(k + t * k_stride + h * D, v + t * v_stride + h * D, keys, keys + Hk * head_size, positions[t] % bs, D,
-                  bs);
-        }
-    }
+    share(Hk * T, [=](int64_t i, int) {
+        const int64_t h = i / T, t = i % T, block = table[rows[t] * table_stride + positions[t] / bs];
+        auto* keys = static_cast<typename Pool::Code*>(kv) + block * block_stride + h * head_size;
+        store(k + t * k_stride + h * D, v + t * v_stride + h * D, keys, keys + Hk * head_size, positions[t] % bs, D,
+              bs);
+    }, T * Hk * D > 1 << 10);
 }
 
 }  // namespace

@@ -47,13 +47,16 @@ class Job {
     ~Job() = default;
 };
 
+// The first chunk of a thread's range.
+inline int64_t range_begin(int64_t chunks, int thread, int threads) { return chunks * thread / threads; }
+
 class Crew {
   public:
     static constexpr int kPhases = 3;
-    static constexpr std::chrono::microseconds kAwake{2000};  // that a thread without work spins for the next job
+    static constexpr std::chrono::microseconds kAwake{2000};
 
-    // The thread that leads is one of `threads`.
-    explicit Crew(int threads) : size_(threads) {
+    // The thread that leads is one of `threads`. One without work spins `awake` for the next job.
+    explicit Crew(int threads, std::chrono::microseconds awake = kAwake) : size_(threads), awake_(awake) {
         for (auto& phase : phases_) phase.ranges = std::make_unique<Line[]>(size_);
         try {
             for (int i = 1; i < size_; i++) threads_.emplace_back([this, i] { follow(i); });
@@ -107,7 +110,7 @@ class Crew {
         int64_t chunks = 0;              // read only by who holds one of them
     };
 
-    int64_t begin(const Phase& phase, int range) const { return phase.chunks * range / size_; }
+    int64_t begin(const Phase& phase, int range) const { return range_begin(phase.chunks, range, size_); }
 
     void work(uint64_t turn, int me) {
         for (int p = 0; p < kPhases; p++) {
@@ -150,7 +153,7 @@ class Crew {
                 if (wakes_.load() != wakes) {
                     wakes = wakes_.load();
                     idle = Clock::now();
-                } else if (Clock::now() - idle > kAwake) {
+                } else if (Clock::now() - idle > awake_) {
                     sleep(seen, wakes);
                 }
             }
@@ -177,6 +180,7 @@ class Crew {
     }
 
     const int size_;
+    const std::chrono::microseconds awake_;
     Job* job_ = nullptr;
     Phase phases_[kPhases];
     alignas(64) std::atomic<uint64_t> current_{0};  // turn of the latest job

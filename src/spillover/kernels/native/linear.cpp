@@ -2,9 +2,10 @@
 //
 // Every y[m, n] is one chain of fused multiply-adds over k = 0..K-1, whatever the tile it falls in, so its bits do not
 // depend on M. With few rows the weights stream from memory once, at its speed: each tile asks for its share of the
-// next panel while it computes on this one.
-#include <omp.h>
-
+// next panel while it computes on this one. It asks for it in several places at once: a core has few buffers for lines
+// that software waits for, but its own prefetcher, which has more of them, runs ahead of every sequence that it sees,
+// up to the end of a page. One sequence it cannot run far enough ahead of.
+#include "team.h"
 #include "vector.h"
 
 namespace {
@@ -20,32 +21,48 @@ constexpr int kPanel = 16, kTile = 6;  // 6 x 4 of 32
 constexpr int kVectors = kPanel / kLanes;
 constexpr int kLine = 16;  // floats in a cache line
 constexpr int kLinesPerK = kPanel / kLine;
-constexpr int64_t kRowBlockBytes = 1 << 20;  // of x, held in the second-level cache while panels pass
+constexpr int kStreams = 4;  // sequences in which a panel is asked for; with one, 16 rows take 1.3 times as long
+constexpr int64_t kRowBlockBytes = 1 << 19;  // of x, held in the second-level cache while panels pass
 
 struct Shape {
     int64_t K, N;
 };
 
-// AHEAD: cache lines of the next panel asked for at every k.
-template <int T, int AHEAD>
-void tile(const float* x, const float* panel, float* y, int64_t width, const float* bias, const float* next, Shape s) {
+// ASK: cache lines asked for while k advances by kStreams, from `next` on: one, or as many in each stream. The streams
+// lie `apart`.
+template <int T, int ASK>
+void tile(const float* x, const float* panel, float* y, int64_t width, const float* bias, const float* next,
+          int64_t apart, Shape s) {
     F acc[T][kVectors] = {};
     // Three rows share a base register: x86 addresses base, base + stride and base + 2 * stride.
     constexpr int kBases = (T + 2) / 3;
     const float* base[kBases];
     for (int b = 0; b < kBases; b++) base[b] = x + 3 * b * s.K;
-    for (int64_t k = 0; k < s.K; k++) {
+    const auto step = [&] {
         F w[kVectors];
         for (int v = 0; v < kVectors; v++) w[v] = load<kLanes>(panel + v * kLanes);
         panel += kPanel;
-        for (int a = 0; a < AHEAD; a++) __builtin_prefetch(next + a * kLine, 0, 2);
-        next += AHEAD * kLine;
         for (int t = 0; t < T; t++) {
             const float value = base[t / 3][(t % 3) * s.K];
             for (int v = 0; v < kVectors; v++) acc[t][v] += w[v] * value;
         }
         for (int b = 0; b < kBases; b++) base[b]++;
+    };
+    int64_t k = 0;
+    if constexpr (ASK > 0) {
+        constexpr int kLines = ceil_div(ASK, kStreams);  // of a stream
+        for (; k + kStreams <= s.K; k += kStreams) {
+#pragma GCC unroll 8
+            for (int i = 0; i < kStreams; i++) {
+                if (i < ASK) {
+                    for (int a = 0; a < kLines; a++) __builtin_prefetch(next + i * apart + a * kLine, 0, 2);
+                }
+                step();
+            }
+            next += kLines * kLine;
+        }
     }
+    for (; k < s.K; k++) step();
     for (int t = 0; t < T; t++) {
         float* row = y + t * s.N;
         if (width == kPanel) {
@@ -59,36 +76,39 @@ void tile(const float* x, const float* panel, float* y, int64_t width, const flo
     }
 }
 
-typedef void (*Tile)(const float*, const float*, float*, int64_t, const float*, const float*, Shape);
+typedef void (*Tile)(const float*, const float*, float*, int64_t, const float*, const float*, int64_t, Shape);
 
-template <int AHEAD, int... T>
+template <int ASK, int... T>
 constexpr Tile choose(int rows, std::integer_sequence<int, T...>) {
-    constexpr Tile tiles[] = {tile<T + 1, AHEAD>...};
+    constexpr Tile tiles[] = {tile<T + 1, ASK>...};
     return tiles[rows - 1];
 }
 
-template <int AHEAD>
+template <int ASK>
 constexpr Tile choose(int64_t rows) {
-    return choose<AHEAD>(static_cast<int>(rows), std::make_integer_sequence<int, kTile>{});
+    return choose<ASK>(static_cast<int>(rows), std::make_integer_sequence<int, kTile>{});
 }
 
-// Rows [0, M) against one panel, in tiles of nearly equal height.
+// Rows [0, M) against one panel, in tiles of nearly equal height. The more tiles, the more slowly the next panel is
+// asked for: what waits for memory takes buffers from what comes out of the second-level cache.
 void panel_product(const float* x, int64_t M, const float* panel, float* y, int64_t width, const float* bias,
                    const float* next, Shape s) {
-    const int64_t tiles = ceil_div(M, kTile);
+    const int64_t tiles = ceil_div(M, kTile), share = s.K / kStreams * kLine;  // of a stream, for a line at every k
     int64_t row = 0;
     for (int64_t i = 0; i < tiles; i++) {
         const int64_t rows = M / tiles + (i < M % tiles);
         Tile run;
         if (tiles == 1) {
-            run = choose<kLinesPerK>(rows);
-        } else if (i < kLinesPerK) {
+            run = choose<kLinesPerK * kStreams>(rows);
+        } else if (tiles < kLinesPerK * kStreams && i < kLinesPerK) {
+            run = choose<kStreams>(rows);
+        } else if (tiles >= kLinesPerK * kStreams && i < kLinesPerK * kStreams) {
             run = choose<1>(rows);
         } else {
             run = choose<0>(rows);
         }
-        run(x + row * s.K, panel, y + row * s.N, width, bias, next, s);
-        next += s.K * kLine;
+        run(x + row * s.K, panel, y + row * s.N, width, bias, next, kLinesPerK * share, s);
+        next += share;
         row += rows;
     }
 }
@@ -102,31 +122,24 @@ extern "C" void linear(const float* x, const float* panels, const float* bias, f
     const Shape s{K, N};
     const int64_t num_panels = ceil_div(N, kPanel), threads = omp_get_max_threads();
     if (M == 0) return;
-    // Split the rows when x outgrows the cache, and further while there are too few panels to go round.
+    // Split the rows when x outgrows its share of the cache, and further while there are too few panels to go round.
     int64_t blocks = ceil_div(M * K * 4, kRowBlockBytes);
     while (num_panels * blocks < 4 * threads && M / (blocks * 2) >= 2 * kTile) blocks *= 2;
     const int64_t units = blocks * num_panels;
-    int64_t claimed = 0;
-#pragma omp parallel
-    {
-        // The next unit is claimed before this one is computed, so that its panel can be fetched meanwhile.
-        int64_t unit = __atomic_fetch_add(&claimed, 1, __ATOMIC_RELAXED);
-        while (unit < units) {
-            const int64_t following = __atomic_fetch_add(&claimed, 1, __ATOMIC_RELAXED);
-            const int64_t block = unit / num_panels, n = unit % num_panels * kPanel;
-            const int64_t first = M * block / blocks, rows = M * (block + 1) / blocks - first;
-            const float* next = panels + (following < units ? following : unit) % num_panels * kPanel * K;
-            panel_product(x + first * K, rows, panels + n * K, y + first * N + n, smaller(kPanel, N - n),
-                          bias ? bias + n : nullptr, next, s);
-            unit = following;
-        }
-    }
+    share(units, [&](int64_t unit, int thread) {
+        const int64_t block = unit / num_panels, n = unit % num_panels * kPanel;
+        const int64_t first = M * block / blocks, rows = M * (block + 1) / blocks - first;
+        // The thread's next unit, if it has one left: to fetch another's would cost memory's time.
+        const bool last = unit + 1 == units || unit + 1 == range_begin(units, thread + 1, threads);
+        const float* next = panels + (last ? unit : unit + 1) % num_panels * kPanel * K;
+        panel_product(x + first * K, rows, panels + n * K, y + first * N + n, smaller(kPanel, N - n),
+                      bias ? bias + n : nullptr, next, s);
+    });
 }
 
 extern "C" void embedding(const int64_t* ids, const float* panels, float* y, int64_t T, int64_t K) {
-#pragma omp parallel for if (T > 8)
-    for (int64_t t = 0; t < T; t++) {
+    share(T, [=](int64_t t, int) {
         const float* column = panels + ids[t] / kPanel * kPanel * K + ids[t] % kPanel;
         for (int64_t k = 0; k < K; k++) y[t * K + k] = column[k * kPanel];
-    }
+    }, T > 8);
 }

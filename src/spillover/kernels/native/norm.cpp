@@ -1,12 +1,13 @@
 // Root-mean-square normalisation of rows, alone and after a residual sum. A row is summed in one fixed order.
 #include <cmath>
 
+#include "team.h"
 #include "vector.h"
 
 namespace {
 
 typedef Vec<kLanes>::F F;
-constexpr int64_t kParallel = 1 << 16;  // elements under which waking threads costs more than it saves
+constexpr int64_t kParallel = 1 << 13;  // elements under which a second thread costs more than it saves
 
 // x may be y; D need not be a multiple of the lanes.
 void normalise(const float* x, const float* weight, float* y, int64_t D, float eps) {
@@ -33,19 +34,17 @@ void normalise(const float* x, const float* weight, float* y, int64_t D, float e
 // x [outer, inner, D] whose outer rows lie `stride` floats apart -> y contiguous.
 extern "C" void rms_norm(const float* x, const float* weight, float* y, int64_t outer, int64_t inner, int64_t D,
                          int64_t stride, float eps) {
-#pragma omp parallel for if (outer * inner * D > kParallel)
-    for (int64_t o = 0; o < outer; o++) {
+    share(outer, [=](int64_t o, int) {
         for (int64_t i = 0; i < inner; i++) {
             normalise(x + o * stride + i * D, weight, y + (o * inner + i) * D, D, eps);
         }
-    }
+    }, outer * inner * D > kParallel);
 }
 
 extern "C" void add_rms_norm(const float* x, const float* residual, const float* weight, float* y, float* total,
                              int64_t rows, int64_t D, float eps) {
-#pragma omp parallel for if (rows * D > kParallel)
-    for (int64_t r = 0; r < rows; r++) {
+    share(rows, [=](int64_t r, int) {
         for (int64_t d = 0; d < D; d++) total[r * D + d] = x[r * D + d] + residual[r * D + d];
         normalise(total + r * D, weight, y + r * D, D, eps);
-    }
+    }, rows * D > kParallel);
 }

@@ -1,7 +1,10 @@
 // Rotary embedding in place: dimensions d and d + D/2 of every head turn by the angle of the row's position.
+#include "team.h"
 #include "vector.h"
 
 namespace {
+
+constexpr int64_t kParallel = 1 << 12;  // elements under which a second thread costs more than it saves
 
 void rotate(float* x, const float* cos, const float* sin, int64_t heads, int64_t half) {
     for (int64_t h = 0; h < heads; h++) {
@@ -20,10 +23,9 @@ void rotate(float* x, const float* cos, const float* sin, int64_t heads, int64_t
 // q and k rows lie a stride apart, their heads contiguous; cos and sin [P, half].
 extern "C" void rope(float* q, float* k, const float* cos, const float* sin, const int64_t* positions, int64_t T,
                      int64_t H, int64_t Hk, int64_t half, int64_t q_stride, int64_t k_stride) {
-#pragma omp parallel for if (T * (H + Hk) * half > 1 << 16)
-    for (int64_t t = 0; t < T; t++) {
+    share(T, [=](int64_t t, int) {
         const float *c = cos + positions[t] * half, *s = sin + positions[t] * half;
         rotate(q + t * q_stride, c, s, H, half);
         rotate(k + t * k_stride, c, s, Hk, half);
-    }
+    }, T * (H + Hk) * half > kParallel);
 }

@@ -104,6 +104,6 @@ static inline typename Vec<W>::F exponential(typename Vec<W>::F x) {
     return x > high ? splat<W>(__builtin_inff()) : p;
 }
 
-static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }

@@ -1,0 +1,44 @@
+// The threads that the kernels share, as many as torch is told to use.
+//
+// They are not OpenMP's: once two threads of a process have used that, the one that loads and the one that steps, its
+// workers sleep after every region, and to wake one takes as long as a small product.
+#pragma once
+#include <omp.h>
+
+#include <map>
+#include <system_error>
+
+#include "crew.h"
+
+constexpr std::chrono::microseconds kTeamAwake{200};  // Python between two kernels takes less, between two steps more
+
+inline Crew& team(int threads) {
+    static std::mutex mutex;
+    static auto& teams = *new std::map<int, std::unique_ptr<Crew>>;  // never deleted: at exit threads wait in it
+    const std::lock_guard<std::mutex> guard(mutex);
+    std::unique_ptr<Crew>& found = teams[threads];
+    if (!found) {
+        try {
+            found = std::make_unique<Crew>(threads, kTeamAwake);
+        } catch (const std::system_error&) {  // no more threads to be had
+            found = std::make_unique<Crew>(1);
+        }
+    }
+    return *found;
+}
+
+// body(i, thread) for i in [0, count): each thread has a range of its own, in order, and then helps the others.
+template <class Body>
+void share(int64_t count, Body body, bool worth = true) {
+    const int threads = worth && count > 1 ? omp_get_max_threads() : 1;
+    if (threads == 1) {
+        for (int64_t i = 0; i < count; i++) body(i, 0);
+        return;
+    }
+    struct Shared final : Job {
+        explicit Shared(Body& body) : body(body) {}
+        void run(int, int64_t chunk, int thread) override { body(chunk, thread); }
+        Body& body;
+    } job(body);
+    team(threads).lead(job, {count, 0, 0});
+}
