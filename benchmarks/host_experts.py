@@ -3,10 +3,10 @@
     python benchmarks/host_experts.py --threads 1,2
 
 Experts of gpt-oss-120b (MXFP4) and Qwen3-30B-A3B (FP8, bfloat16) with random weights, as many of them as make up
---gigabytes, asked for in turn: little of them is found in a cache. A call is the experts of some tokens of one layer,
-which share half of them where there is more than one. Bytes are those of the experts' weights, each counted once a
-call. A rate is the median over the calls, and beside it the best: what else runs on the machine shows less there.
-Memory is read by torch, as `spill doctor` does it; percents are of the same kind of rate.
+--gigabytes, asked for in turn: little of them is found in a cache. A call is one token's number of experts of one
+layer, each with the same number of rows. Bytes are those of the experts' weights, each counted once a call, and
+microseconds those of one expert. A rate is the median over the calls, and beside it the best: what else runs on the
+machine shows less there. Memory is read by torch, as `spill doctor` does it; percents are of the same kind of rate.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from spillover.kernels import native
-from spillover.kernels.host_experts import ExpertLayout, HostExperts, available_cores
+from spillover.kernels.host_experts import TILE_ROWS, ExpertLayout, HostExperts, available_cores
 
 MODELS = {
     "gpt-oss-120b mxfp4": (ExpertLayout.packed("mxfp4", torch.bfloat16, 2880, 2880, 128, 7.0, biased=True), 4),
@@ -59,29 +59,27 @@ def fill(layout: ExpertLayout, run: Tensor) -> Tensor:
     return records.view(layers, layout.experts, -1)
 
 
-def requests(layers: int, experts: int, k: int, tokens: int) -> Iterator[tuple[int, Tensor, int]]:
-    """(layer, pairs, experts among them) without end: each time the experts that were asked for longest ago."""
-    step = max(1, k // 2) if tokens > 1 else k  # from one token's experts to the next one's
-    call = (tokens - 1) * step + k
+def requests(layers: int, experts: int, k: int, rows: int) -> Iterator[tuple[int, Tensor]]:
+    """(layer, pairs) without end: each time the k experts that were asked for longest ago."""
     while True:
-        for first in range(0, experts - call + 1, call):
+        for first in range(0, experts - k + 1, k):
             for layer in range(layers):
-                pairs = [[t, first + t * step + j, t * k + j, 0] for t in range(tokens) for j in range(k)]
-                yield layer, torch.tensor(pairs, dtype=torch.int32), call
+                pairs = [[t, first + j, t * k + j, 0] for t in range(rows) for j in range(k)]
+                yield layer, torch.tensor(pairs, dtype=torch.int32)
 
 
 def product_rate(
-    layout: ExpertLayout, records: Tensor, k: int, tokens: int, threads: int, seconds: float
+    layout: ExpertLayout, records: Tensor, k: int, rows: int, threads: int, seconds: float, tile_rows: int
 ) -> tuple[float, float]:
     """Bytes a second, the median and the best."""
-    x = torch.randn(tokens, layout.hidden)
+    x = torch.randn(rows, layout.hidden).to(layout.dtype).float()
     rates = []
-    with HostExperts(layout, [layer.data_ptr() for layer in records], threads) as experts:
+    with HostExperts(layout, [layer.data_ptr() for layer in records], threads, tile_rows=tile_rows) as experts:
         end = time.perf_counter() + seconds
-        for layer, pairs, distinct in requests(len(records), layout.experts, k, tokens):
+        for layer, pairs in requests(len(records), layout.experts, k, rows):
             start = time.perf_counter()
             experts.run(layer, x, pairs)
-            rates.append(distinct * layout.record_bytes / (time.perf_counter() - start))
+            rates.append(k * layout.record_bytes / (time.perf_counter() - start))
             if time.perf_counter() > end and len(rates) > 3:
                 return statistics.median(rates), max(rates)
     raise AssertionError
@@ -116,24 +114,25 @@ def timed(parts: Tensor, call: Callable[[Tensor], object], seconds: float) -> tu
 
 @click.command()
 @click.option("--threads", default=None, help="Numbers of threads, with commas; all cores unless given.")
-@click.option("--tokens", default="1,2,4,8", help="Numbers of tokens, with commas.")
+@click.option("--rows", default="1,2,4,6,8,16", help="Numbers of rows of an expert, with commas.")
+@click.option("--tile-rows", default=TILE_ROWS, help="Rows from which tiles are used, where there are such; 0: never.")
 @click.option("--gigabytes", default=2.0, help="Weights of each model.")
 @click.option("--seconds", default=2.0, help="Spent on each number.")
-def main(threads: str | None, tokens: str, gigabytes: float, seconds: float) -> None:
+def main(threads: str | None, rows: str, tile_rows: int, gigabytes: float, seconds: float) -> None:
     counts = [int(each) for each in threads.split(",")] if threads else [available_cores()]
     run = memory(int(gigabytes * 1e9))
     run.random_(0, 2)
     reads = {count: read_rate(run, count, seconds) for count in counts}
     print(native.describe())
-    print(f"{'':24}{'threads':>8}{'tokens':>8}{'GB/s':>8}{'memory':>8}{'percent':>9}{'best':>8}{'percent':>9}")
+    print(f"{'':24}{'threads':>8}{'rows':>6}{'us':>8}{'GB/s':>8}{'memory':>8}{'percent':>9}{'best':>8}{'percent':>9}")
     for name, (layout, k) in MODELS.items():
         records = fill(layout, run)
         for count in counts:
-            for rows in (int(each) for each in tokens.split(",")):
-                rate, best = product_rate(layout, records, k, rows, count, seconds)
+            for each in (int(each) for each in rows.split(",")):
+                rate, best = product_rate(layout, records, k, each, count, seconds, tile_rows)
                 roof, top = reads[count]
-                print(f"{name:24}{count:8}{rows:8}{rate / 1e9:8.1f}{roof / 1e9:8.1f}{100 * rate / roof:9.0f}"
-                      f"{best / 1e9:8.1f}{100 * best / top:9.0f}")
+                print(f"{name:24}{count:8}{each:6}{layout.record_bytes / rate * 1e6:8.0f}{rate / 1e9:8.1f}"
+                      f"{roof / 1e9:8.1f}{100 * rate / roof:9.0f}{best / 1e9:8.1f}{100 * best / top:9.0f}")
 
 
 if __name__ == "__main__":
