@@ -2,7 +2,7 @@
 
     python benchmarks/big_models.py --model gpt-oss-120b --gpu-memory 32GB --log gptoss.route.csv --output results
     python benchmarks/big_models.py --model qwen3-30b-a3b-fp8 --half --log qwen.route.csv --output results
-    python benchmarks/big_models.py --strategies "" --sweep 8,16,24,32,40,48,56,64 --log gptoss.route.csv --output results
+    python benchmarks/big_models.py --strategies "" --sweep 8,16,24,32,40,48,56,64 --log gptoss.route.csv
 
 Weights are random, of the true shapes. Their router chooses as it happens to ("router"), so where the device looks
 experts up by itself the choice is played back instead: "uniform" rows draw every expert alike, "replayed" ones follow a
@@ -172,8 +172,7 @@ def main(model: str, gpu_memory: str, half: bool, strategies: str, sweep: str | 
                     write(name, figures, path)
 
     rows(name or ("qwen3-30b-a3b-half" if half else f"{model}-{gpu_memory.lower()}"),
-         [Asked(model, budget, strategy, repeats, decode_tokens, log) for strategy in strategies.split(",") if strategy],
-         output)
+         [Asked(model, budget, each, repeats, decode_tokens, log) for each in strategies.split(",") if each], output)
     if sweep is not None:
         beside = None if output is None else "results" if output == "results" else str(
             Path(output).with_name("budget-sweep.json"))

@@ -27,6 +27,7 @@ from spillover.kernels.mail import ALIGNMENT, COUNT, DONE, FAILED, LAYER, PAIR, 
 from spillover.kernels.moe import Experts
 
 GRAIN = 32 << 10  # bytes of weights that a thread takes at a time
+TILE_ROWS = 4  # an expert of as many rows is computed in the cores' tiles as bfloat16, where they have such
 NAP = 50e-6  # seconds between looks at the mail, where torch computes
 REFUSED = 2  # as FAILED: the host cannot make sense of what was posted
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -131,19 +132,22 @@ class HostExperts:
     """The experts of some layers, on threads of their own."""
 
     def __init__(
-        self, layout: ExpertLayout, layer_bases: Sequence[int], threads: int | None = None, grain: int = GRAIN
+        self, layout: ExpertLayout, layer_bases: Sequence[int], threads: int | None = None, grain: int = GRAIN,
+        tile_rows: int = TILE_ROWS,
     ) -> None:
         """`layer_bases`: where each layer's first record lies, 0 for a layer that is not computed here; the memory
-        must outlive this. `threads`: all cores but two, which the engine is left with, unless given."""
+        must outlive this. `threads`: all cores but two, which the engine is left with, unless given. `tile_rows`: 0 for
+        float32 always."""
         self.layout = layout
         self.threads = threads or max(1, available_cores() - 2)
         self._bases = tuple(layer_bases)
         self._library = native.library()
+        self.tiled = layout.dtype is torch.bfloat16 and tile_rows > 0 and _has_tiles(self._library)
         self._reader: _Reader | None = None
         self._handle = 0
         if self._library is None:
             return
-        numbers = (ctypes.c_int64 * 13)(*layout.numbers)
+        numbers = (ctypes.c_int64 * 14)(*layout.numbers, tile_rows)
         bases = (ctypes.c_int64 * len(self._bases))(*self._bases)
         self._handle = self._library.host_experts_new(
             numbers, layout.limit or 0.0, bases, len(self._bases), self.threads, grain
@@ -217,17 +221,28 @@ class HostExperts:
         return host_experts_reference(self.layout, records, x, pairs)
 
 
-def host_experts_reference(layout: ExpertLayout, records: Tensor, x: Tensor, pairs: Tensor) -> Tensor:
-    """records uint8 [E, record_bytes], x [T, H], pairs int32 [n, 4] -> [n, H], float32."""
+def _has_tiles(library: ctypes.CDLL | None) -> bool:
+    return library is not None and bool(library.host_experts_tiles())
+
+
+def host_experts_reference(
+    layout: ExpertLayout, records: Tensor, x: Tensor, pairs: Tensor, rounded: bool = False
+) -> Tensor:
+    """records uint8 [E, record_bytes], x [T, H], pairs int32 [n, 4] -> [n, H], float32.
+
+    `rounded`: x and the activation are rounded to bfloat16, as where experts are computed in tiles.
+    """
     first, second = layout.stacks(records)
     out = torch.empty(len(pairs), layout.hidden)
     tokens, ids = pairs[:, 0].long(), pairs[:, 1]
+    x = x.bfloat16() if rounded else x
     for index in sorted(set(ids.tolist())):
         chosen = (ids == index).nonzero().flatten()
         bias = [None if stack.bias is None else stack.bias[index].float() for stack in (first, second)]
         weight = first.expert(index, torch.float32, parts=1 if layout.limit is not None else 2).float()
         gate_up = linear_reference(x[tokens[chosen]].float(), weight, bias[0])
         h = silu_and_mul_reference(gate_up) if layout.limit is None else clamped_swiglu_reference(gate_up, layout.limit)
+        h = h.bfloat16().float() if rounded else h
         out[chosen] = linear_reference(h, second.expert(index, torch.float32).float(), bias[1])
     return out
 
