@@ -10,6 +10,7 @@ mean); answers are cut to --output-len tokens. Random weights of the true shapes
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from typing import Any
@@ -70,6 +71,7 @@ def serve(model: str, arm: str, budget: int, offload: float, output_len: int, re
 @click.option("--repeats", default=3, show_default=True)
 @click.option("--output", default=None)
 def main(model: str, arms: str, output_len: int, repeats: int, output: str | None) -> None:
+    logging.basicConfig(level=logging.INFO)  # what the engine measured, and did
     Home.keeps = True
     built = architecture(MODELS[model])
     config = built.config(MODELS[model])
