@@ -4,7 +4,7 @@
 
 The comparison of static offload (a share of the weights stays in host memory and is copied at use), copies on demand,
 and a sequential prefetch, and beside them pages of experts with the host's help. Steps have up to 8,192 tokens, those
-of arms that end in -12k up to 12,288. Lengths are drawn to be like ShareGPT's (log-normal, about 230 tokens in the
+of arms that end in -16k up to 16,384. Lengths are drawn to be like ShareGPT's (log-normal, about 230 tokens in the
 mean); answers are cut to --output-len tokens. Random weights of the true shapes, which route almost uniformly.
 """
 
@@ -27,7 +27,7 @@ from spillover.models.registry import architecture
 from spillover.plan.shapes import model_shape
 
 REQUESTS = 100
-ARMS = ("static-offload", "demand", "sequential", "experts", "static-offload-12k", "experts-12k")
+ARMS = ("static-offload", "demand", "sequential", "experts", "static-offload-16k", "experts-16k")
 
 
 def lengths(seed: int) -> list[int]:
@@ -36,12 +36,12 @@ def lengths(seed: int) -> list[int]:
 
 
 def serve(model: str, arm: str, budget: int, offload: float, output_len: int, repeats: int) -> dict[str, list[float]]:
-    strategy = arm.removesuffix("-12k")
+    strategy = arm.removesuffix("-16k")
     flags: dict[str, Any] = {"weights": strategy, "gpu_memory": str(budget)}
     if strategy == "static-offload":
         # A layer's buffer beside: it is given more, not less.
         flags = {"cpu_offload_gb": offload, "gpu_memory": str(budget + (2 << 30))}
-    tokens = 8192 if arm == strategy else 12288
+    tokens = 8192 if arm == strategy else 16384
     found: dict[str, list[float]] = {"ttft": [], "tpot": []}
     with opened(model, max_num_seqs=REQUESTS, max_model_len=2048, enable_prefix_caching=False,
                 max_num_batched_tokens=tokens, **flags) as llm:

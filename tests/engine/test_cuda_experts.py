@@ -107,6 +107,14 @@ def test_on_demand_the_host_does_the_fetching(name: str) -> None:
     model.check(steps=8, seed=3)
     cache.check()
     assert model.experts.traffic.bytes_moved > 0
+    lent = [(layer, model.experts.lend(layer)) for layer in (0, 1) for _ in range(3)]
+    assert [slot is None for _, slot in lent] == [False, False, True] * 2
+    model.check(steps=4, seed=8)
+    cache.check()
+    for layer, slot in lent:
+        if slot is not None:
+            model.experts.give_back(layer, slot)
+    model.check(steps=4, seed=9)
 
 
 def test_what_was_lost_in_sleep_is_fetched_again() -> None:

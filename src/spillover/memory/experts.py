@@ -88,7 +88,7 @@ class ExpertCache:
         """Takes a slot out of the layer's use, evicting if need be; None: one at most is left that anybody can have."""
         worth = self.policy.worth(layer)
         pinned = sum(worth[expert] == float("inf") for expert in self._slot_of[layer])
-        if self.quota - len(self._withheld[layer]) - pinned <= 1:
+        if self.usable(layer) - pinned <= 1:
             return None
         if not self._free[layer]:
             victim = self._victim(layer, ())
@@ -99,6 +99,10 @@ class ExpertCache:
         slot = self._free[layer].pop()
         self._withheld[layer].append(slot)
         return slot
+
+    def usable(self, layer: int) -> int:
+        """Slots of a layer that are not lent."""
+        return self.quota - len(self._withheld[layer])
 
     def give_back(self, layer: int, slot: int) -> None:
         self._withheld[layer].remove(slot)

@@ -8,7 +8,7 @@ from typing import Protocol
 from spillover.memory.blocks import FREE, BlockPool
 from spillover.memory.prefix_tree import PrefixTree
 
-SPARE = 16  # a loan is at least one part in so many of all blocks
+SPARE = 4  # a loan is at least one part in so many of all blocks
 
 
 class BlockLender(Protocol):

@@ -231,7 +231,7 @@ class CudaExperts:
         passes = begin_passes(x, scores, k, renormalize, self.arena.first.format, self.arena.second.width, limit, fixed)
         wanted = sorted(set(passes.ids.flatten().tolist()))
         wanted.sort(key=lambda expert: cache.slot(layer, expert) is None)  # what is there is used before it may go
-        for experts in grouped(wanted, cache.quota):
+        for experts in grouped(wanted, cache.usable(layer)):
             row = torch.full((cache.experts,), -1, dtype=torch.int32)
             for expert in experts:
                 slot = cache.ask(layer, expert)
