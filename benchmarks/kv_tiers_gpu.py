@@ -203,14 +203,15 @@ def _measure_prefix(llm: LLM, length: int, seed: int, visits: dict[tuple[int, st
     def ask(way: str, restore: str = "always", share: float = restore_plan.SHARE) -> None:
         scheduler = llm.engine.scheduler
         scheduler.config = dataclasses.replace(scheduler.config, restore=restore)
-        usual, restore_plan.SHARE = restore_plan.SHARE, share
+        usual = restore_plan.SHARE, restore_plan.WORTH
+        restore_plan.SHARE = share
         step = scheduler.step_seconds
         if way == "split":
-            scheduler.step_seconds = 0.0  # whatever it costs
+            scheduler.step_seconds, restore_plan.WORTH = 0.0, 1.0  # whatever it costs
         try:
             visits.setdefault((length, way), []).append(_ask(llm, prompt))
         finally:
-            restore_plan.SHARE = usual
+            restore_plan.SHARE, restore_plan.WORTH = usual
             scheduler.step_seconds = min(step, scheduler.step_seconds) if way != "split" else step
 
     ask("cold")

@@ -41,6 +41,12 @@ def test_equal_rates_meet_in_the_middle_unless_a_step_costs_more_than_that_saves
     assert choose(100, 0.1, 0.001) == 100
 
 
+def test_a_split_that_promises_little_is_not_tried() -> None:
+    """Rates are estimates."""
+    assert choose(100, 0.01, 0.055) == 0  # would save a sixth
+    assert choose(100, 0.01, 0.03) == 25  # and a quarter
+
+
 def test_tiers_of_different_speed_add_up() -> None:
     rates = {"host": 0.001, "disk": 0.1}
     first = first_to_load(["host"] * 50 + ["disk"] * 50, "auto", lambda tier, n: n * rates[tier], 0.05, 0.0, True)

@@ -69,8 +69,8 @@ def check(
     out: Tensor, experts: HostExperts, records: Tensor, x: Tensor, pairs: Tensor, tile_rows: int = TILE_ROWS
 ) -> None:
     wanted = host_experts_reference(experts.layout, records, x, pairs)
-    if not experts.tiled:
-        torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
+    if not experts.tiled:  # sums of large terms in another order
+        torch.testing.assert_close(out, wanted, rtol=0.0, atol=5e-6 * float(wanted.abs().max()) if len(wanted) else 0.0)
         return
     experts_of_rows = pairs[:, 1].long()
     tiled = (torch.bincount(experts_of_rows)[experts_of_rows] >= tile_rows)[:, None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 SHARE = 0.1  # a part smaller than this share of the prefix is not worth splitting it for
+WORTH = 0.8  # of the time one way takes, that both together may take: rates are estimates, and a split costs more steps
 
 
 def first_to_load(
@@ -19,7 +20,7 @@ def first_to_load(
 
     Loading n blocks takes load_seconds(tier, n), computing them compute_seconds each. The two run at the same time, so
     the best place to meet is where both take as long; but computing takes a step more than loading alone would, which
-    costs step_seconds however few its tokens. `may_split` says whether both may be done.
+    costs step_seconds however few its tokens; and it has to be worth it. `may_split` says whether both may be done.
     """
     blocks = len(sources)
     if mode == "never" or not blocks:
@@ -33,6 +34,6 @@ def first_to_load(
         return one_way
     both = loading * computing / (loading + computing) + step_seconds
     computed = round(blocks * loading / (loading + computing))
-    if both >= min(loading, computing) or not SHARE * blocks <= computed <= (1 - SHARE) * blocks:
+    if both >= WORTH * min(loading, computing) or not SHARE * blocks <= computed <= (1 - SHARE) * blocks:
         return one_way
     return computed

@@ -7,7 +7,7 @@
 
 #include "vector.h"
 
-#if defined(__AVX__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
 #include <arm_neon.h>
