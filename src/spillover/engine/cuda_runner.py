@@ -361,6 +361,7 @@ class CudaRunner(Runner):
         if shape is not None and len(tiles) < shape.tiles:
             nothing = np.array([[size - 1, 0]], dtype=np.int32)
             tiles = np.concatenate((tiles, np.repeat(nothing, shape.tiles - len(tiles), axis=0)))
+        assert shape is None or shape.tiles in (0, len(tiles)), "a graph that was recorded for fewer tiles"
         return _Places(
             rows=rows,
             requests=size,

@@ -52,8 +52,7 @@ class KVCache:
         self._tree = PrefixTree(self._pool, self.windows, policy if policy is not None else LRU(), identity)
         self.loans = Loans(self._pool, self._tree)
         self.store = store if prefix_caching else None
-        self._spiller = None
-        self.restorer = None
+        self._spiller = self.restorer = None
         if self.store is not None:
             margin = min(max(margin, num_blocks // READY_SHARE), num_blocks // 2)
             self._spiller = Spiller(self._pool, self._tree, self.store, margin)
