@@ -5,7 +5,8 @@
 The comparison of static offload (a share of the weights stays in host memory and is copied at use), copies on demand,
 and a sequential prefetch, and beside them pages of experts with the host's help. Steps have up to 8,192 tokens, those
 of arms that end in -16k up to 16,384. Lengths are drawn to be like ShareGPT's (log-normal, about 230 tokens in the
-mean); answers are cut to --output-len tokens. Random weights of the true shapes, which route almost uniformly.
+mean); answers are cut to --output-len tokens. Random weights of the true shapes, whose router asks for fewer experts
+than a real one would: good for `demand`, which copies only those, and for the host, which computes only those.
 """
 
 from __future__ import annotations

@@ -97,16 +97,12 @@ class Graphs:
             hidden = step()
             if at_once or not (key.prompts or key.epoch) or key in self._met:
                 self._recorded[key] = self._record(key, step)
-                self._forget_before(key.epoch)  # not sooner: the pool would end with the last graph in it
-            self._met.add(key)
+                # Not sooner: the pool would end with the last graph in it.
+                self._recorded = {each: graph for each, graph in self._recorded.items() if _is_good(each, key.epoch)}
+            self._met = {each for each in self._met if _is_good(each, key.epoch)} | {key}
             return None if key.draws else hidden
         recorded.graph.replay()
         return recorded.hidden
-
-    def _forget_before(self, epoch: int) -> None:
-        if epoch:
-            self._recorded = {key: graph for key, graph in self._recorded.items() if key.epoch in (0, epoch)}
-            self._met = {key for key in self._met if key.epoch in (0, epoch)}
 
     def clear(self) -> None:
         self._recorded.clear()
@@ -125,3 +121,8 @@ class Graphs:
                                 self.stats.nbytes + grown)
         log.info("recorded the %s step of %d rows; %s", "prompt" if key.prompts else "decode", key.rows, self.stats)
         return _Recorded(graph, None if key.draws else hidden)
+
+
+def _is_good(key: Key, epoch: int) -> bool:
+    """Whether the graph of this key may be of use yet, now that a step of that epoch is under way; 0 tells nothing."""
+    return not epoch or key.epoch in (0, epoch)

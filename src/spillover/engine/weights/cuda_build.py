@@ -86,8 +86,10 @@ def _experts(placed: PlacedParts, layers: Sequence[int], quotas: Sequence[int], 
     # Of three groups one is computed, one is there and one on its way; little room is better cut in two.
     group = max(1, min(GROUP, placement.transit // (3 if placement.transit >= 3 * LITTLE else 2)))
     runs = [placed.expert_runs[layer] for layer in layers]
+    # Layers without a slot are the host's, whose sums are rounded otherwise: where that matters they stream past.
+    paged_tokens = placement.paged_tokens if all(quotas) or not config.deterministic else 0
     experts = CudaExperts(arena, table, [run if run is not None else torch.empty(0) for run in runs],
-                          Transit(slots[sum(quotas) :], group), sum(quotas), placement.paged_tokens, k)
+                          Transit(slots[sum(quotas) :], group), sum(quotas), paged_tokens, k)
     policy = chosen_policy(placement, config.policy)
     if placement.strategy == "demand" or any(run is None for run in runs):
         experts.fetch_on_demand(filled_cache(placement, placed.num_experts, policy),
@@ -97,9 +99,7 @@ def _experts(placed: PlacedParts, layers: Sequence[int], quotas: Sequence[int], 
     table.worth.copy_(torch.tensor([list(policy.worth(layer)) for layer in range(len(layers))]))
     if placement.strategy == "experts" and config.policy not in ("lru", "static"):
         experts.thread = PolicyThread(policy, table)
-    if config.deterministic:  # the host's sums are rounded otherwise
-        experts.most_paged = placement.paged_tokens if all(quotas) else 0  # layers without a slot stream past
-    elif placement.strategy in ("experts", "host-experts"):
+    if placement.strategy in ("experts", "host-experts") and not config.deterministic:
         _delegate(experts, record, [run for run in runs if run is not None], quotas, plan, model)
     return experts
 

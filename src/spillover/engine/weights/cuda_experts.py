@@ -51,7 +51,7 @@ class CudaExperts:
         self.table = table
         self.runs = runs
         self.transit = transit
-        self.most_paged = paged_tokens
+        self._most_paged = paged_tokens
         self.host: HostExperts | None = None
         self.mail: Mail | None = None
         self.split: list[Tensor | None] = [None] * len(runs)  # of a layer's missing experts, how many the host gets
@@ -91,7 +91,7 @@ class CudaExperts:
     def paged_tokens(self) -> int:
         """Of the largest step that pages now: it needs a slot for each that its tokens may ask for, and one to give
         up."""
-        return min(self.most_paged, *self._room) if self._room else self.most_paged
+        return min([self._most_paged, *self._room])
 
     @property
     def unpadded(self) -> int:
