@@ -16,10 +16,18 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import torch
+
 TESTS = Path(__file__).parent
 sys.path[:0] = [str(TESTS / folder) for folder in ("models", "engine", "../benchmarks")]
 
 SHARED_DATA = TESTS.parent.parent / "shared" / "data"
+
+
+@pytest.fixture(autouse=True)
+def _the_same_numbers_every_time() -> None:
+    """Whatever ran before, and in whatever order."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

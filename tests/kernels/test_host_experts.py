@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spillover.kernels import native
+from spillover.kernels.activation import clamped_swiglu_reference, silu_and_mul_reference
 from spillover.kernels.host_experts import TILE_ROWS, ExpertLayout, HostExperts, host_experts_reference
+from spillover.kernels.linear import linear_reference
 from spillover.kernels.mail import COUNT, DONE, FAILED, LAYER, POSTED, TOKENS, Mail
 
 needs_native = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
@@ -30,6 +32,7 @@ LAYOUTS = {
 }
 EVERY = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 NEVER, ALWAYS = 0, 1  # as tile_rows
+ROUNDINGS = 2  # of one row that may fall the other way: each does with a chance of about one in a thousand
 
 
 def random_records(layout: ExpertLayout, seed: int = 0) -> Tensor:
@@ -75,10 +78,25 @@ def check(
     experts_of_rows = pairs[:, 1].long()
     tiled = (torch.bincount(experts_of_rows)[experts_of_rows] >= tile_rows)[:, None]
     wanted = torch.where(tiled, host_experts_reference(experts.layout, records, x, pairs, rounded=True), wanted)
-    # Sums in another order: now and then an activation is rounded the other way, 2^-8 of one term of an output's many.
     top = float(wanted.abs().max()) if len(wanted) else 0.0
-    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=max(1e-4, 1e-3 * top))
-    torch.testing.assert_close(out[~tiled[:, 0]], wanted[~tiled[:, 0]], rtol=1e-4, atol=1e-4)
+    slack = max(1e-4, 5e-6 * top) + torch.where(tiled, ROUNDINGS * one_rounding(experts.layout, records, x, pairs), 0.0)
+    excess = (out - wanted).abs() - 1e-4 * wanted.abs() - slack
+    assert not (excess > 0).any(), f"{int((excess > 0).sum())} of {excess.numel()}, by {float(excess.max())}"
+
+
+def one_rounding(layout: ExpertLayout, records: Tensor, x: Tensor, pairs: Tensor) -> Tensor:
+    """How far an output moves if one activation, summed in another order, is rounded to the other side: at most 2^-7 of
+    the largest of its terms. [n, H]."""
+    first, second = layout.stacks(records)
+    parts = 1 if layout.limit is not None else 2
+    out = torch.empty(len(pairs), layout.hidden)
+    for row, (token, expert) in enumerate(pairs[:, :2].tolist()):
+        bias = None if first.bias is None else first.bias[expert].float()
+        weight = first.expert(expert, torch.float32, parts).float()
+        gate_up = linear_reference(x[None, token].bfloat16().float(), weight, bias)
+        h = silu_and_mul_reference(gate_up) if parts == 2 else clamped_swiglu_reference(gate_up, layout.limit or 0.0)
+        out[row] = (second.expert(expert, torch.float32).float() * h).abs().amax(1) * 2**-7
+    return out
 
 
 @needs_native
