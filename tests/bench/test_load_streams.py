@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import signal
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from mock_server import MockServer
 
 from spillover.bench.arrivals import Arrivals
+from spillover.bench.flight import Flight
 from spillover.bench.load import Chain, Live, LoadOptions, Share
 from spillover.bench.load_processes import automatic_processes, health, run_load
 from spillover.bench.openai_api import Dialect, Kind
@@ -54,6 +56,23 @@ def test_chunks_of_every_shape_bring_the_same_answer(mock: MockServer, kind: Kin
 def test_a_chunk_of_several_tokens_counts_them(mock: MockServer, usage: str) -> None:
     (record,) = one(mock, output=9, per_chunk=3, usage=usage).records
     assert [count for _, count in record.chunks] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("piece", [1, 5])
+def test_an_interrupt_is_heard_wherever_it_comes(mock: MockServer, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    """In the middle of the parser's callback, which would take an exception for an error of its own."""
+    pieces, before, handler = itertools.count(1), Flight._stream, signal.getsignal(signal.SIGINT)
+
+    def stream(flight: Flight, at: float, data: bytes) -> None:
+        if next(pieces) == piece:
+            signal.raise_signal(signal.SIGINT)
+        before(flight, at, data)
+
+    monkeypatch.setattr(Flight, "_stream", stream)
+    with pytest.raises(KeyboardInterrupt):
+        one(mock, output=500)
+    assert next(pieces) < 100  # and the run does not wait for the answer's end
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_token_ids_count_exactly(mock: MockServer) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import signal
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -120,9 +122,10 @@ def run_share(share: Sequence[Chain], options: LoadOptions, begin: Callable[[], 
     """Blocks until all has come back. `begin` is asked, once connections are open, for the time of
     `time.perf_counter()` that counts as 0; it is the same for all processes."""
     with _quiet_memory(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        # Not `runner.run`, which turns an interrupt into a cancellation: one that comes as the last answer ends would
-        # be lost.
-        return runner.get_loop().run_until_complete(_Generator(share, options, tell).run(begin))
+        loop = runner.get_loop()
+        running = loop.create_task(_Generator(share, options, tell).run(begin))
+        with _interrupted_by(lambda: loop.call_soon_threadsafe(running.cancel)):
+            return loop.run_until_complete(running)
 
 
 class _Generator:
@@ -299,6 +302,37 @@ class _Generator:
     def _live(self) -> Live:
         return Live(max(0.0, time.perf_counter() - self._start), self._total, self._sent, self._completed, self._failed,
                     self._tokens, self._firsts, self._first_seconds)
+
+
+@contextlib.contextmanager
+def _interrupted_by(stop: Callable[[], object]) -> Iterator[None]:
+    """Ctrl-C calls `stop`, and is raised once all has ended. Raised at once it could come up in a callback of a parser
+    or of the event loop, which take it for an error of one connection, and `Runner.run` forgets one that comes as the
+    last answer ends. A second one is raised at once."""
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    pressed = False
+
+    def press(*_: object) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+        stop()
+
+    signal.signal(signal.SIGINT, press)
+    try:
+        yield
+    except BaseException:
+        if pressed:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if pressed:
+        raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

@@ -44,10 +44,12 @@ class Recorder:
                 self._open.append(monitor)
             else:
                 self._note(why)
-        begin = time.perf_counter()
         for monitor in self._open:
             self._rows.setdefault(monitor.source, [])
-            thread = threading.Thread(target=self._watch, args=(monitor, begin), name=f"monitor-{monitor.source}",
+            self._read(monitor)  # before anything is counted
+        second = time.perf_counter() + self._period
+        for monitor in self._open:
+            thread = threading.Thread(target=self._watch, args=(monitor, second), name=f"monitor-{monitor.source}",
                                       daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -83,8 +85,7 @@ class Recorder:
         """The rows as time, source, metric, value; whole or not at all."""
         return write_parquet(self.rows, path)
 
-    def _watch(self, monitor: Monitor, begin: float) -> None:
-        due = begin
+    def _watch(self, monitor: Monitor, due: float) -> None:
         while not self._stop.wait(max(0.0, due - time.perf_counter())):
             self._read(monitor)
             # A reading that took longer than the period leaves times out rather than run after them.
