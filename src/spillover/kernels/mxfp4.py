@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 GROUP = 32  # values a scale
@@ -19,14 +22,18 @@ def padded(groups: int) -> int:
 
 def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """blocks uint8 [..., G, 16], scales uint8 [..., G or padded(G)] -> [..., G * 32]."""
-    scales = scales[..., : blocks.shape[-2]]
-    table = torch.tensor(VALUES, dtype=dtype, device=blocks.device)
-    values = torch.empty((*blocks.shape, 2), dtype=dtype, device=blocks.device)
-    values[..., 0] = table[(blocks & 0x0F).int()]
-    values[..., 1] = table[(blocks >> 4).int()]
-    exponents = scales.int() - SCALE_BIAS
-    scaled = torch.ldexp(values.flatten(-2), exponents.unsqueeze(-1))  # [..., G, 32]
-    return scaled.to(dtype).flatten(-2)
+    pairs, powers = _tables(blocks.device)
+    values = F.embedding(blocks.int(), pairs).flatten(-2)  # [..., G, 32]
+    values *= F.embedding(scales[..., : blocks.shape[-2]].int(), powers)
+    return values.to(dtype).flatten(-2)
+
+
+@functools.cache
+def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The two values of every byte [256, 2], and the power of two of every scale [256, 1]."""
+    values, codes = torch.tensor(VALUES, device=device), torch.arange(256, device=device)
+    pairs = torch.stack((values[codes & 0x0F], values[codes >> 4]), 1)
+    return pairs, torch.ldexp(torch.ones(256, 1, device=device), codes[:, None] - SCALE_BIAS)
 
 
 def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
