@@ -28,7 +28,8 @@ test: venv browser valkey
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	-$(BIN)/python tests/clients/install.py lm_eval
-	$(BIN)/pytest -m "not gpu and not clients"
+	$(BIN)/pytest -n auto --dist loadfile -m "not gpu and not clients and not alone"
+	$(BIN)/pytest -m "alone and not gpu and not clients"
 
 test-gpu: venv
 	$(BIN)/pytest -m gpu

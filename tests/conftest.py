@@ -12,6 +12,10 @@ import pytest
 # Before torch loads its OpenMP: tests run several processes on few cores, where threads that spin hold up the others.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
+# Several tests at once share the cores: each has one. Kernels are tested with any number of threads all the same.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Before Triton is loaded: without a GPU its kernels run in its interpreter.
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -24,6 +24,8 @@ from spillover.bench.records import Run
 from spillover.bench.serve_request import ServeRequest
 from spillover.bench.serving_metrics import measure
 
+pytestmark = pytest.mark.alone
+
 TOKENS, FIRST, GAP = 16, 0.3, 0.08  # an answer takes 1.5 s
 ATTEMPTS = 3  # a machine that is busy with something else for a second or two is no fault of the client
 

@@ -19,6 +19,8 @@ from spillover.bench.serve_request import ServeRequest
 from spillover.bench.sweep import Sweep, SweepPlan
 from spillover.errors import SpilloverError
 
+pytestmark = pytest.mark.alone
+
 LIMIT = 40.0
 
 

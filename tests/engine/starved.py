@@ -62,8 +62,8 @@ def prompts(count: int = 4, seed: int = 0) -> list[list[int]]:
 
 
 def answer(folder: str, asked: list[list[int]], tokens: int = 10, **flags: Any) -> Answers:
-    flags = {"max_model_len": 160, "max_num_seqs": 4, "max_num_batched_tokens": 64, "load_format": "dummy",
-             "skip_tokenizer_init": True, **flags}
+    flags = {"gpu_memory": "256MB", "max_model_len": 160, "max_num_seqs": 4, "max_num_batched_tokens": 64,
+             "load_format": "dummy", "skip_tokenizer_init": True, **flags}
     with LLM(folder, **flags) as llm:
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         outputs = llm.generate(asked, params, use_tqdm=False)

@@ -49,6 +49,7 @@ def document(servers: tuple[MockServer, MockServer], **changes: Any) -> dict[str
             "workloads": {"load": LOAD}, **changes}
 
 
+@pytest.mark.alone
 def test_a_server_that_is_slower_is_found(servers: tuple[MockServer, MockServer], tmp_path: Path) -> None:
     for server, factor in zip(servers, (5.0, 7.5), strict=True):  # 150 and 225 ms a request: long beside a busy core's
         set_speed(server, factor)

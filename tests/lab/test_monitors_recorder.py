@@ -39,6 +39,7 @@ class Counting:
         self.closed = True
 
 
+@pytest.mark.alone
 def test_readings_are_steady_on_one_clock_and_a_slow_monitor_holds_up_no_other() -> None:
     quick, slow = Counting("quick"), Counting("slow", seconds=0.25)
     before = time.time()
