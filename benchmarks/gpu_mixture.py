@@ -18,7 +18,8 @@ from torch import Tensor
 
 from spillover.kernels import mxfp4
 from spillover.kernels.moe import Experts, mixture
-from spillover.plan.rates import Rates, measure_rates
+from spillover.plan.measure import measure_rates
+from spillover.plan.rates import Rates
 
 # Form, hidden, inner, experts, k, limit of the activation.
 SHAPES: dict[str, tuple[str, int, int, int, int, float | None]] = {

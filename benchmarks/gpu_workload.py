@@ -27,7 +27,8 @@ from spillover import LLM, SamplingParams
 from spillover.bench.provenance import commit, versions
 from spillover.engine.outputs import RequestOutput
 from spillover.models.registry import architecture
-from spillover.plan.rates import Rates, measure_rates
+from spillover.plan.measure import measure_rates
+from spillover.plan.rates import Rates
 from spillover.plan.roofline import Roofline
 from spillover.plan.shapes import model_shape
 

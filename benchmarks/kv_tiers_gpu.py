@@ -34,7 +34,8 @@ from spillover import LLM, SamplingParams
 from spillover.engine import restore_plan
 from spillover.engine.outputs import RequestOutput
 from spillover.engine.request import Request
-from spillover.plan.rates import LinkRates, measure_disk, measure_link, measure_rates
+from spillover.plan.measure import measure_disk, measure_link, measure_rates
+from spillover.plan.rates import LinkRates
 from spillover.plan.roofline import Roofline
 
 TINY = {"architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96,

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Before torch loads its OpenMP: tests run several processes on few cores, where threads that spin hold up the others.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
@@ -24,6 +25,11 @@ import torch
 
 TESTS = Path(__file__).parent
 sys.path[:0] = [str(TESTS / folder) for folder in ("models", "engine", "../benchmarks")]
+
+# Tests share the cores, so that an example takes long to draw is no finding. CI draws the same ones every time.
+_profile = settings.get_profile("ci" if os.environ.get("CI") else "default")
+settings.register_profile("shared cores", _profile, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared cores")
 
 SHARED_DATA = TESTS.parent.parent / "shared" / "data"
 

@@ -16,7 +16,8 @@ from spillover.bench.target import Completion
 from spillover.cli import redis_server, targets
 from spillover.cli.main import main
 from spillover.engine.outputs import RequestOutput
-from spillover.plan import rates
+from spillover.plan import measure
+from spillover.plan.rates import Rates
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 300, "hidden_size": 32,
           "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -29,7 +30,7 @@ RANDOM = ("--num-prompts", "2", "--input-len", "40", "--output-len", "6", "--rep
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "SETTLE_SECONDS", 0.0)
-    monkeypatch.setattr(rates, "measure_rates", lambda *_: rates.Rates("cpu", 1e10, 1e11))
+    monkeypatch.setattr(measure, "measure_rates", lambda *_: Rates("cpu", 1e10, 1e11))
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from torch import Tensor
 from spillover.engine import cold_prefix
 from spillover.engine.cold_prefix import ColdStage
 from spillover.kernels import native
-from spillover.kernels.attention import split_blocks
+from spillover.kernels.extents import split_blocks
 from spillover.kernels.kv_quant import KVCodec, decode_blocks, encode_blocks, head_bytes
 from spillover.models.registry import architecture
 from spillover.plan.workspace import staging_bytes

@@ -20,11 +20,11 @@ from transformers import (
 )
 
 from spillover.engine import sampler
+from spillover.engine.request_factory import check_token_ids
 from spillover.engine.sampler import (
     LogprobRow,
     RowState,
     build_sampling_batch,
-    check_token_ids,
     prompt_logprobs,
     sample,
     to_position_logprobs,

@@ -20,7 +20,7 @@ from spillover.models.config import ModelConfig, RopeScaling, parse_rope
 from spillover.models.groups import LayerGroup, layer_groups
 from spillover.models.loader import dummy_weights, load_weights
 from spillover.models.registry import architecture
-from spillover.models.weights import WeightSpec, part_nbytes
+from spillover.models.weight_specs import WeightSpec, part_nbytes
 
 PROMPT = list(range(3, 40))
 

@@ -18,7 +18,7 @@ from spillover.kernels import fp8
 from spillover.models.checkpoint import open_checkpoint
 from spillover.models.loader import dummy_weights, load_weights
 from spillover.models.registry import architecture
-from spillover.models.weights import part_nbytes
+from spillover.models.weight_specs import part_nbytes
 
 PROMPT = list(range(3, 40))
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}

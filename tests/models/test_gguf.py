@@ -271,6 +271,8 @@ def test_a_corrupt_header_never_ends_in_anything_but_a_clear_error(
 
 @pytest.mark.parametrize(("fields", "drop", "message"), [
     ({"attention.head_count": None}, None, r"lacks the metadata field llama\.attention\.head_count"),
+    ({"attention.head_count": 0}, None, r"llama\.attention\.head_count is 0, and not a positive whole number"),
+    ({"rope.freq_base": 0.0}, None, r"llama\.rope\.freq_base is 0\.0, and not a positive number"),
     ({"rope.dimension_count": 4}, None, "rotates 4 of 8"),
     ({"feed_forward_length": [64, 32]}, None, "differs from layer to layer"),
     ({}, "token_embd.weight", "no tensor token_embd"),

@@ -9,10 +9,10 @@ import pytest
 from plan_shapes import CPU, GIB
 
 from spillover.errors import SpilloverError
-from spillover.plan import rates as rates_module
+from spillover.plan import measure as measure_module
 from spillover.plan.cgroup import CgroupLimits, read_limits
 from spillover.plan.hardware import Machine, probe
-from spillover.plan.rates import measure_disk, measure_link, measure_rates, read_size
+from spillover.plan.measure import measure_disk, measure_link, measure_rates, read_size
 
 
 def _write(root: Path, files: dict[str, str]) -> None:
@@ -85,7 +85,7 @@ def test_rates_are_positive_and_finite(monkeypatch: pytest.MonkeyPatch, tmp_path
     def small(machine: Machine) -> int:
         return 8 << 20
 
-    monkeypatch.setattr(rates_module, "read_size", small)
+    monkeypatch.setattr(measure_module, "read_size", small)
     rates = measure_rates("cpu", seconds=0.01)
     disk, link = measure_disk(tmp_path, size=16 << 20), measure_link("cpu", 100_000, seconds=0.01)
     for value in (rates.memory_read, rates.float32, disk.write, disk.read, link.to_host, link.to_device):

@@ -16,6 +16,7 @@ from spillover.cli import doctor
 from spillover.cli import plan as plan_command
 from spillover.engine.config import EngineConfig
 from spillover.errors import PlanError
+from spillover.plan import measure
 from spillover.plan.planner import PlanRequest, make_plan
 
 SMOLLM2_JSON = {
@@ -74,7 +75,7 @@ def test_the_json_adds_up() -> None:
 
 def test_a_folder_with_a_config_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2_JSON))
-    monkeypatch.setattr(plan_command, "measure_rates", lambda device: RATES)
+    monkeypatch.setattr(measure, "measure_rates", lambda device: RATES)
     console = paper()
     config = EngineConfig(model=str(tmp_path), device="cpu", gpu_memory="1GB")
     plan_command.run_plan(console, config, as_json=True)

@@ -19,8 +19,8 @@ from rich.console import Console
 from spillover.cli import plan as plan_command
 from spillover.errors import PlanError, SpilloverError
 from spillover.memory.budgets import DiskBudget
+from spillover.plan.measure import measure_disk
 from spillover.plan.planner import Plan, PlanRequest, make_plan
-from spillover.plan.rates import measure_disk
 from spillover.plan.shapes import model_shape
 from spillover.plan.tiers import STAGING_BLOCKS, slot_stride, with_tier_rates
 from spillover.units import parse_bytes

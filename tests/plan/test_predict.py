@@ -16,9 +16,10 @@ from spillover.cli.plan import plan_json, print_plan
 from spillover.engine.config import EngineConfig
 from spillover.errors import SpilloverError
 from spillover.models import gpt_oss
+from spillover.plan.measure import quick_rates
 from spillover.plan.placement import Predicted, WeightPlan
 from spillover.plan.planner import Plan, PlanRequest, make_plan
-from spillover.plan.rates import Rates, quick_rates
+from spillover.plan.rates import Rates
 from spillover.plan.roofline import step_limit
 from spillover.plan.shapes import model_shape
 from spillover.plan.units import weight_units

@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -230,6 +231,17 @@ def test_a_client_that_leaves_frees_its_blocks(server: Server) -> None:
         assert http.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 1}).status_code == 200
         assert sum(value for name, value in server.metrics().items()
                    if "kv_blocks" in name and 'state="protected"' in name) == 0
+
+
+def test_the_front_does_without_torch(server: Server) -> None:
+    """It starts at once and stays small: only the engine's process computes."""
+    answer = httpx.post(f"{server.url}/v1/chat/completions", timeout=60, json={
+        "model": "default", "messages": [{"role": "user", "content": "1"}], "max_tokens": 4,
+        "response_format": {"type": "json_object"}})
+    assert answer.status_code == 200, answer.text
+    engines = psutil.Process(server.process.pid).children()
+    assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
+    assert any("libtorch" in Path(f"/proc/{engine.pid}/maps").read_text() for engine in engines)
 
 
 def test_a_slow_reader_does_not_hold_up_others(server: Server) -> None:

@@ -51,7 +51,7 @@ def demo(config: EngineConfig) -> None:
     from spillover.cli.plan import print_plan
     from spillover.cli.targets import EngineTarget, RooflineLimits
     from spillover.plan.hardware import probe
-    from spillover.plan.rates import measure_rates
+    from spillover.plan.measure import measure_rates
     from spillover.plan.roofline import Roofline
     from spillover.plan.shapes import model_shape
 

@@ -12,7 +12,8 @@ from rich.table import Table
 
 from spillover.kernels import native
 from spillover.plan.hardware import Machine, probe
-from spillover.plan.rates import Rates, measure_rates
+from spillover.plan.measure import measure_rates
+from spillover.plan.rates import Rates
 from spillover.units import format_bytes, format_rate
 
 LOW_MEMLOCK = 1 << 30

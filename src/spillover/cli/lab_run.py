@@ -180,7 +180,7 @@ def _limits(spec: EngineSpec, rates: dict[str, Rates]) -> Limits:
     from spillover.cli.loading import look_at
     from spillover.cli.targets import RooflineLimits
     from spillover.engine.config import EngineConfig
-    from spillover.plan.rates import measure_rates
+    from spillover.plan.measure import measure_rates
     from spillover.plan.roofline import Roofline
     from spillover.plan.shapes import model_shape
 

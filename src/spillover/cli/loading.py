@@ -5,22 +5,29 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from spillover.cli.progress import bytes_bar
-from spillover.engine.assemble import PlannedModel, plan_model
 from spillover.engine.config import EngineConfig
-from spillover.engine.llm import LLM
 from spillover.models.store import resolve
 from spillover.plan.planner import Plan
+
+if TYPE_CHECKING:
+    from spillover.engine.assemble import PlannedModel
+    from spillover.engine.llm import LLM
 
 
 def look_at(config: EngineConfig) -> PlannedModel:
     """Find the model, fetching it if it is not here yet, and plan for it; loads nothing."""
+    from spillover.engine.assemble import plan_model
+
     fetch(config.model)
     return plan_model(config)
 
 
 def open_llm(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None) -> LLM:
+    from spillover.engine.llm import LLM
+
     fetch(config.model)
     flags = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
     with bytes_bar() as show:

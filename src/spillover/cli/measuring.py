@@ -30,7 +30,7 @@ def measure_limits(planned: PlannedModel, console: Console) -> RooflineLimits:
     """Measured once a command, before anything is loaded, so that every row is held to the same rates."""
     from spillover.bench.report import print_limits
     from spillover.cli.targets import RooflineLimits
-    from spillover.plan.rates import measure_rates
+    from spillover.plan.measure import measure_rates
     from spillover.plan.roofline import Roofline
     from spillover.plan.shapes import model_shape
 

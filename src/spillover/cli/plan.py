@@ -13,13 +13,15 @@ from spillover.cli.loading import look_at
 from spillover.cli.plan_weights import placement_table, predicted_table
 from spillover.engine.config import EngineConfig
 from spillover.plan.planner import Plan, with_costs
-from spillover.plan.rates import Rates, measure_rates, quick_rates
+from spillover.plan.rates import Rates
 from spillover.plan.roofline import Roof, format_seconds
 from spillover.plan.tiers import with_tier_rates
 from spillover.units import format_bytes, format_rate
 
 
 def run_plan(console: Console, config: EngineConfig, as_json: bool) -> None:
+    from spillover.plan.measure import measure_rates, quick_rates
+
     planned = look_at(config)  # before anything is timed: an impossible plan is refused at once
     # Weights that do not fit were placed by rates already: those are shown, and not others a moment later.
     rates = (measure_rates if planned.plan.placement is None else quick_rates)(planned.plan.device)

@@ -11,7 +11,8 @@ from spillover.engine.llm import LLM
 from spillover.engine.outputs import RequestOutput
 from spillover.engine.sampling_params import SamplingParams
 from spillover.memory.report import by_name
-from spillover.plan.rates import Rates, measure_rates
+from spillover.plan.measure import measure_rates
+from spillover.plan.rates import Rates
 from spillover.plan.roofline import Roofline
 
 CALIBRATION_SECONDS = 1.0  # of the rates measured between two iterations

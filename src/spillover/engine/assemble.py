@@ -36,10 +36,11 @@ from spillover.models.loader import Progress
 from spillover.models.registry import Architecture, architecture
 from spillover.models.store import DEFAULT_MODEL, resolve
 from spillover.models.tokenizer import Tokenizer, load_tokenizer
-from spillover.models.weights import WeightSpecs
+from spillover.models.weight_specs import WeightSpecs
 from spillover.plan.hardware import probe, trim_heap
+from spillover.plan.measure import quick_rates
 from spillover.plan.planner import Plan, PlanRequest, make_plan
-from spillover.plan.rates import Rates, quick_rates
+from spillover.plan.rates import Rates
 from spillover.plan.workspace import Workspace
 from spillover.units import parse_bytes
 

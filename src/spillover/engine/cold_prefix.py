@@ -15,8 +15,9 @@ from torch import Tensor
 
 from spillover.engine.batch import ScheduledRequest
 from spillover.engine.config import EngineConfig
+from spillover.kernels.extents import SEGMENTS, segment_blocks
 from spillover.kernels.kv_quant import KVCodec
-from spillover.kernels.stage import SEGMENTS, segment_blocks, stage_blocks
+from spillover.kernels.stage import stage_blocks
 from spillover.memory.cuda_driver import cuda_driver
 from spillover.memory.link import address_of
 from spillover.models.config import ModelConfig

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spillover.engine.request import Request
-from spillover.engine.sampler import check_token_ids
 from spillover.engine.sampling_params import SamplingParams
 from spillover.engine.structured import Grammar, GrammarCompiler
 from spillover.errors import RequestError
@@ -93,3 +92,11 @@ class RequestFactory:
 def _mix(seed: int, salt: int) -> int:
     """A seed of its own for each request and sibling, the same in every run."""
     return (seed * 6364136223846793005 + salt * 1442695040888963407 + 1) & (2**63 - 1)
+
+
+def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Refuse, before a request is admitted, a token id that the model does not have."""
+    for name, ids in (("logit_bias", params.logit_bias or {}), ("stop_token_ids", params.stop_token_ids)):
+        for token in ids:
+            if not 0 <= token < vocab_size:
+                raise RequestError(f"{name} names token {token}, but this model's tokens are 0 to {vocab_size - 1}")

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from spillover.engine.outputs import Logprob, PositionLogprobs
 from spillover.engine.sampling_params import SamplingParams
-from spillover.errors import RequestError
 from spillover.plan.workspace import DRAW_ENTRIES
 
 # exp(logit - max) becomes an integer of this many bits; 2**18 tokens of the largest weight still fit in int64.
@@ -145,14 +144,6 @@ def to_position_logprobs(row: LogprobRow, token_id: int, k: int,
         if token != token_id:
             position[token] = Logprob(logprob, rank, decode(token) if decode else None)
     return position
-
-
-def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
-    """Refuse, before a request is admitted, a token id that the model does not have."""
-    for name, ids in (("logit_bias", params.logit_bias or {}), ("stop_token_ids", params.stop_token_ids)):
-        for token in ids:
-            if not 0 <= token < vocab_size:
-                raise RequestError(f"{name} names token {token}, but this model's tokens are 0 to {vocab_size - 1}")
 
 
 def uniform(seed: int, step: int) -> float:

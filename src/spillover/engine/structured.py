@@ -10,15 +10,18 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 import llguidance
-import torch
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
-from torch import Tensor
 
 from spillover.engine.sampling_params import StructuredOutputs
 from spillover.errors import RequestError
 from spillover.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # llguidance compiles by recursion, and an exhausted stack ends the process. What these limits let through needs far
 # less than the stack that _with_deep_stack gives.
@@ -50,17 +53,17 @@ class Grammar:
         The end tokens are set only where the output would be complete. V is the model's, which may have fewer tokens
         than the tokenizer, or more.
         """
-        words = torch.zeros(self._mask_words, dtype=torch.int32)
+        words = np.zeros(self._mask_words, dtype=np.uint32)
         if not self.finished:
-            self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.nbytes)
+            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self.finished:  # also where computing the mask ran into llguidance's limits
-            words.zero_()
+            words[:] = 0
             for token in self._eos:
-                bit = 1 << token % 32
-                words[token // 32] |= bit - (1 << 32) if bit >> 31 else bit
+                words[token // 32] |= np.uint32(1 << token % 32)
         shared = min(len(words), len(row))
-        row[:shared] = words[:shared]
-        row[shared:] = 0
+        bits = row.numpy()
+        bits[:shared] = words[:shared].view(np.int32)
+        bits[shared:] = 0
 
     def accept(self, token_id: int) -> bool:
         """Advance by a token; False, and unchanged, where the grammar does not allow it."""

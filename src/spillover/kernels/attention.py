@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from spillover.kernels import kv_quant, native
+from spillover.kernels.extents import MOST_SCORES, split_blocks
 
 if TYPE_CHECKING:
     from spillover.kernels.triton.attention import DeviceWork
 
 KV_LAYOUT = "block,layer,[k:head,dim,token|v:head,token,dim]"
 POOL_KINDS = {"auto": 0, "fp8": 1, "int8": 2}  # as attention.cpp numbers them
-SPLIT = 256  # positions that attention.cpp sums up before it merges; kSplit there
-MOST_SCORES = 1 << 23  # of a cold prefix, that the reference makes at a time
 
 
 class ColdPrefix(Protocol):
@@ -38,11 +37,6 @@ class ColdPrefix(Protocol):
         """The blocks of one layer in order, [n, 2, kv_heads, size] at a time; each is gone when the next is asked for.
         All but the last are whole splits (`split_blocks`)."""
         ...
-
-
-def split_blocks(block_size: int) -> int:
-    """Blocks that the native kernel sums up before it merges. A sequence may be cut at multiples of it, bit by bit."""
-    return max(1, SPLIT // block_size)
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,7 @@ import torch
 from torch import Tensor
 
 from spillover.kernels import native
-from spillover.kernels.attention import split_blocks
 from spillover.kernels.kv_quant import KVCodec
-
-# Positions of a segment. On a CPU it stays in the cache between its copy and its use; a CUDA device wants large copies.
-SEGMENT_POSITIONS = {"cpu": 1024, "cuda": 4096}
-SEGMENTS = 2  # one is attended while the next is copied
-
-
-def segment_blocks(block_size: int, device: str) -> int:
-    split = split_blocks(block_size)
-    return max(1, SEGMENT_POSITIONS[device] // (split * block_size)) * split
 
 
 def stage_blocks(blocks: Tensor, layer: int, stage: Tensor, codec: KVCodec | None) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol, Self
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from spillover.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Checkpoint(Protocol):

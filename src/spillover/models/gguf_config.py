@@ -66,11 +66,23 @@ def hf_config(header: GGUFHeader, path: Path, rope_factors: Sequence[float] | No
             value = value[0]
         return value
 
+    def count(key: str, default: int | None = None) -> int:
+        value = field(key, default)
+        if type(value) is not int or value < 1:
+            raise CheckpointError(f"{path}: {arch}.{key} is {value!r}, and not a positive whole number")
+        return value
+
+    def number(key: str, default: float | None = None) -> float:
+        value = field(key, default)
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise CheckpointError(f"{path}: {arch}.{key} is {value!r}, and not a positive number")
+        return value
+
     if "token_embd.weight" not in header.tensors:
         raise CheckpointError(f"{path} has no tensor token_embd.weight")
-    hidden, heads = field("embedding_length"), field("attention.head_count")
-    head_dim = field("attention.key_length", hidden // heads)
-    rotary_dim = field("rope.dimension_count", head_dim)
+    hidden, heads = count("embedding_length"), count("attention.head_count")
+    head_dim = count("attention.key_length", hidden // heads)
+    rotary_dim = count("rope.dimension_count", head_dim)
     if rotary_dim != head_dim:
         raise CheckpointError(f"{path} rotates {rotary_dim} of {head_dim} dimensions of a head, which is not supported")
     class_name, model_type = ARCHITECTURES[arch]
@@ -79,16 +91,16 @@ def hf_config(header: GGUFHeader, path: Path, rope_factors: Sequence[float] | No
         "model_type": model_type,
         "vocab_size": header.tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
-        "num_hidden_layers": field("block_count"),
+        "num_hidden_layers": count("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": field("attention.head_count_kv", heads),
+        "num_key_value_heads": count("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "intermediate_size": field("feed_forward_length", 0),
         "hidden_act": "silu",
-        "rms_norm_eps": field("attention.layer_norm_rms_epsilon"),
-        "rope_theta": field("rope.freq_base", 10000.0),
+        "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": number("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(metadata, arch, path, rope_factors, head_dim),
-        "max_position_embeddings": field("context_length"),
+        "max_position_embeddings": count("context_length"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "attention_bias": "blk.0.attn_q.bias" in header.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors,
@@ -96,21 +108,21 @@ def hf_config(header: GGUFHeader, path: Path, rope_factors: Sequence[float] | No
     }
     if is_mixtral(header):
         config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": None,
-                   "num_local_experts": field("expert_count"), "num_experts_per_tok": field("expert_used_count")}
+                   "num_local_experts": count("expert_count"), "num_experts_per_tok": count("expert_used_count")}
     elif arch == "qwen3moe":
-        config |= {"num_experts": field("expert_count"), "num_experts_per_tok": field("expert_used_count"),
-                   "moe_intermediate_size": field("expert_feed_forward_length"), "norm_topk_prob": True,
+        config |= {"num_experts": count("expert_count"), "num_experts_per_tok": count("expert_used_count"),
+                   "moe_intermediate_size": count("expert_feed_forward_length"), "norm_topk_prob": True,
                    "decoder_sparse_step": 1, "mlp_only_layers": []}
     elif arch == "gpt-oss":
         layers = config["num_hidden_layers"]
-        config |= {"intermediate_size": field("expert_feed_forward_length", config["intermediate_size"] or None),
-                   "num_local_experts": field("expert_count"), "num_experts_per_tok": field("expert_used_count"),
-                   "sliding_window": field("attention.sliding_window", 128), "swiglu_limit": 7.0,
+        config |= {"intermediate_size": count("expert_feed_forward_length", config["intermediate_size"] or None),
+                   "num_local_experts": count("expert_count"), "num_experts_per_tok": count("expert_used_count"),
+                   "sliding_window": count("attention.sliding_window", 128), "swiglu_limit": 7.0,
                    "layer_types": ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]}
         if experts_are_mxfp4(header):
             config["quantization_config"] = {"quant_method": "mxfp4"}
     else:
-        config["intermediate_size"] = field("feed_forward_length")
+        config["intermediate_size"] = count("feed_forward_length")
     bos, ends = metadata.get("tokenizer.ggml.bos_token_id"), end_token_ids(metadata)
     if bos is not None:
         config["bos_token_id"] = bos

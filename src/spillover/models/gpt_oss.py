@@ -24,7 +24,8 @@ from spillover.models.layers import (
     one_expert,
     tensor,
 )
-from spillover.models.weights import PartWeights, Source, WeightSpec, WeightSpecs
+from spillover.models.weight_specs import Source, WeightSpec, WeightSpecs
+from spillover.models.weights import PartWeights
 
 
 class Model(Decoder):

@@ -21,17 +21,8 @@ from spillover.kernels.norm import add_rms_norm
 from spillover.models.config import ModelConfig
 from spillover.models.groups import LayerGroup, layer_groups
 from spillover.models.rope import rope_tables
-from spillover.models.weights import (
-    PAGED,
-    FetchedExperts,
-    PagedExperts,
-    PartWeights,
-    Source,
-    Weights,
-    WeightSpec,
-    WeightSpecs,
-    layer_part,
-)
+from spillover.models.weight_specs import Source, WeightSpec, WeightSpecs, layer_part
+from spillover.models.weights import PAGED, FetchedExperts, PagedExperts, PartWeights, Weights
 
 SLEEP_BLOCKS = 64  # moved at a time
 

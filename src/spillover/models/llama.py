@@ -7,7 +7,7 @@ from typing import Any
 
 from spillover.models.config import ModelConfig, parse_config
 from spillover.models.layers import Decoder, decoder_specs, mlp_specs
-from spillover.models.weights import WeightSpecs
+from spillover.models.weight_specs import WeightSpecs
 
 Model = Decoder
 

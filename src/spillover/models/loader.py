@@ -16,7 +16,8 @@ from spillover.kernels.arena import Arena
 from spillover.kernels.linear import PackedWeight
 from spillover.kernels.linear import pack as pack_linear
 from spillover.models.config import ModelConfig
-from spillover.models.weights import PackedExperts, ResidentWeights, Source, WeightSpec, WeightSpecs, part_nbytes
+from spillover.models.weight_specs import Source, WeightSpec, WeightSpecs, part_nbytes
+from spillover.models.weights import PackedExperts, ResidentWeights
 
 if TYPE_CHECKING:
     from spillover.models.checkpoint import Checkpoint

@@ -7,7 +7,7 @@ from typing import Any
 
 from spillover.models.config import ModelConfig, expert_format, parse_config, require
 from spillover.models.layers import MixtureDecoder, decoder_specs, experts, fp8_experts
-from spillover.models.weights import Source, WeightSpec, WeightSpecs
+from spillover.models.weight_specs import Source, WeightSpec, WeightSpecs
 
 Model = MixtureDecoder
 

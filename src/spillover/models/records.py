@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from spillover.kernels.linear import FixedWeight, PackedWeight
+from spillover.models.weight_specs import ALIGNMENT
 from spillover.models.weights import PackedExperts, PartWeights
-
-ALIGNMENT = 256  # of every tensor in a record, and of records beside each other
 
 
 @dataclass(frozen=True)

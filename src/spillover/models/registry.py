@@ -12,7 +12,7 @@ import torch
 from spillover.errors import CheckpointError
 from spillover.models.config import ModelConfig
 from spillover.models.layers import Decoder
-from spillover.models.weights import WeightSpecs
+from spillover.models.weight_specs import WeightSpecs
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",

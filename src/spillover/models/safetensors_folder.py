@@ -6,13 +6,15 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from spillover.errors import CheckpointError
 from spillover.units import format_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F64", "F32", "F16", "BF16", "F8_E4M3", "I64", "I32", "I16", "I8", "U8", "BOOL"}

@@ -1,4 +1,4 @@
-"""What weights a model has, where a checkpoint keeps them, and how the model gets at them while it computes.
+"""How a model gets at its weights while it computes.
 
 Weights come in parts, "embed", "layers.0" and so on, "head". A model enters a part when it computes with it and leaves
 it after: that is where weights which are not resident can be fetched.
@@ -6,7 +6,6 @@ it after: that is where weights which are not resident can be fetched.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -16,48 +15,11 @@ import torch
 from torch import Tensor
 
 from spillover.kernels.linear import FixedWeight, PackedWeight
+from spillover.models.weight_specs import WeightSpec
 
 # Name to weight. A linear or embedding is a kernels.linear.Weight, a stack of experts is indexed by expert id and gives
 # one, a norm, bias or sink is a plain tensor.
 PartWeights = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Source:
-    """Checkpoint tensors which, concatenated along their rows, make one weight (or one expert of it)."""
-
-    names: tuple[str, ...]  # with "{expert}" in them: one tensor an expert, to be stacked
-    rows: tuple[int, ...]  # rows that each name contributes
-    transposed: bool = False  # the file holds the last two dimensions the other way round
-
-    @property
-    def per_expert(self) -> bool:
-        return "{expert}" in self.names[0]
-
-
-@dataclass(frozen=True)
-class WeightSpec:
-    name: str
-    shape: tuple[int, ...]  # [out, in] for a linear, [experts, out, in] for a stack of them
-    sources: tuple[Source, ...]  # alternatives: the first whose tensors the checkpoint has
-    dtype: str | None = None  # None: the engine's; else this one, whatever the engine computes in
-    packable: bool = False  # only ever used through kernels.linear
-    padding: int = 0  # of the last dimension: zeros that the file does not have and loading adds
-
-    def nbytes(self, itemsize: int) -> int:
-        """Bytes it takes where the engine's numbers have `itemsize` bytes."""
-        return math.prod(self.shape) * (itemsize if self.dtype is None else getattr(torch, self.dtype).itemsize)
-
-
-WeightSpecs = dict[str, list[WeightSpec]]  # by part
-
-
-def layer_part(layer: int) -> str:
-    return f"layers.{layer}"
-
-
-def part_nbytes(specs: Iterable[WeightSpec], itemsize: int) -> int:
-    return sum(spec.nbytes(itemsize) for spec in specs)
 
 
 @dataclass(frozen=True)

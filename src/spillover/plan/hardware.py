@@ -1,4 +1,7 @@
-"""What this machine has: cores, memory and the limits on it, devices, disk. Nothing is timed here (see `rates`)."""
+"""What this machine has: cores, memory and the limits on it, devices, disk. Nothing is timed here (see `measure`).
+
+torch is imported where it is asked: who only reads plans and machines, as a server's front does, does without it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 from spillover.plan.cgroup import read_limits
 
@@ -57,6 +59,8 @@ class Machine:
 
 
 def probe() -> Machine:
+    import torch
+
     memory = psutil.virtual_memory()
     limits = read_limits()
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -97,6 +101,8 @@ def cache_folder() -> Path:
 
 
 def _cuda_devices() -> tuple[CudaDevice, ...]:
+    import torch
+
     if not torch.cuda.is_available():
         return ()
     devices = []
@@ -113,6 +119,8 @@ def _limit_binds_cuda() -> bool:
 
     Tried under a limit lowered to less than a small piece, as trying beyond the real one might take all the memory.
     """
+    import torch
+
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     memory = mmap.mmap(-1, _PINNED_TRIAL)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from spillover.errors import PlanError
 from spillover.models.config import ModelConfig
-from spillover.models.weights import WeightSpecs
+from spillover.models.weight_specs import ITEMSIZE, WeightSpecs
 from spillover.plan.fit import STEPS_IN_FLIGHT as STEPS_IN_FLIGHT
 from spillover.plan.fit import (
     Sizes,
@@ -31,7 +31,7 @@ from spillover.plan.predict import predict
 from spillover.plan.rates import Rates
 from spillover.plan.request import PlanRequest as PlanRequest
 from spillover.plan.roofline import Roof, Roofline
-from spillover.plan.shapes import ITEMSIZE, ModelShape, kv_layer_bytes, model_shape
+from spillover.plan.shapes import ModelShape, kv_layer_bytes, model_shape
 from spillover.plan.tiers import TierPlan, check_host_memory, host_bytes, plan_tiers, slot_stride
 from spillover.plan.units import weight_units
 from spillover.plan.workspace import Workspace

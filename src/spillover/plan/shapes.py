@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 
 from spillover.models.config import ModelConfig
 from spillover.models.groups import layer_groups
-from spillover.models.weights import WeightSpec, WeightSpecs
+from spillover.models.weight_specs import ITEMSIZE, WeightSpec, WeightSpecs
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_SCALE_BYTES = 4  # of quantised KV: a float32 for each token, head, and key or value
 
 

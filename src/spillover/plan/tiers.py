@@ -13,7 +13,6 @@ from spillover.memory.tiers.record import HEADER_BYTES
 from spillover.memory.tiers.recovery import FIXED_BYTES, segment_cost
 from spillover.memory.tiers.remote_address import RemoteAddress
 from spillover.plan.hardware import Machine
-from spillover.plan.rates import measure_disk, measure_link
 from spillover.units import format_bytes
 
 PAGE = 4096  # a slot of host memory begins at a page, so that a disk can read straight into it
@@ -83,6 +82,8 @@ def with_tier_rates(tiers: tuple[TierPlan, ...], device: str, slot_bytes: int) -
 
     A disk that is full or cannot be written has no rate: it may hold blocks all the same.
     """
+    from spillover.plan.measure import measure_disk, measure_link
+
     timed = []
     for tier in tiers:
         if tier.name == "host":

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from spillover.models.config import ModelConfig
-from spillover.models.records import ALIGNMENT
-from spillover.models.weights import WeightSpec, WeightSpecs
-from spillover.plan.shapes import ITEMSIZE, is_expert, padded
+from spillover.models.weight_specs import ALIGNMENT, ITEMSIZE, WeightSpec, WeightSpecs
+from spillover.plan.shapes import is_expert, padded
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spillover.kernels.attention import MOST_SCORES
-from spillover.kernels.stage import SEGMENTS, segment_blocks
+from spillover.kernels.extents import MOST_SCORES, SEGMENTS, segment_blocks
 from spillover.kernels.triton.pieces import most_items, scratch_bytes
 from spillover.models.config import ModelConfig
 from spillover.models.groups import layer_groups
-from spillover.plan.shapes import ITEMSIZE, kv_layer_bytes
+from spillover.models.weight_specs import ITEMSIZE
+from spillover.plan.shapes import kv_layer_bytes
 
 # For each entry of the vocabulary: the logits, the copy that penalties, bias and masks edit, and what penalties count.
 LOGIT_BYTES = 4 + 4 + (1 + 4)

@@ -17,7 +17,8 @@ from spillover.engine.weights.placed import PlacedParts, PlacedWeights
 from spillover.memory.experts import ExpertCache
 from spillover.memory.policies.experts import Static, expert_policy
 from spillover.memory.policies.experts.protocol import ExpertPolicy, GuessingPolicy
-from spillover.models.weights import PAGED, PartWeights, layer_part
+from spillover.models.weight_specs import layer_part
+from spillover.models.weights import PAGED, PartWeights
 from spillover.plan.placement import WeightPlan
 
 Parts = Iterable[tuple[str, dict[str, Any]]]

@@ -25,7 +25,8 @@ from spillover.kernels.paging import PageTable
 from spillover.models.config import ModelConfig
 from spillover.models.layers import expert_stack
 from spillover.models.records import Record
-from spillover.models.weights import PAGED, layer_part
+from spillover.models.weight_specs import layer_part
+from spillover.models.weights import PAGED
 from spillover.plan.placement import SLOTTED, WeightPlan
 from spillover.plan.planner import Plan
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from spillover.engine.weights.home import Home
-from spillover.models.records import ALIGNMENT
+from spillover.models.weight_specs import ALIGNMENT
 
 log = logging.getLogger("spillover.engine")
 

@@ -16,7 +16,8 @@ from spillover.models.checkpoint import open_checkpoint
 from spillover.models.config import ModelConfig
 from spillover.models.loader import PartReader, Progress, dummy_parts, load_parts
 from spillover.models.records import is_expert
-from spillover.models.weights import ResidentWeights, WeightSpec, WeightSpecs, in_fixed_order
+from spillover.models.weight_specs import WeightSpec, WeightSpecs
+from spillover.models.weights import ResidentWeights, in_fixed_order
 from spillover.plan.planner import Plan
 
 

@@ -22,7 +22,8 @@ from spillover.engine.weights.mover import Mover, Source
 from spillover.engine.weights.ring import Ring
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.models.records import Record, one_expert_of, split_experts
-from spillover.models.weights import PAGED, PartWeights, ResidentWeights, layer_part
+from spillover.models.weight_specs import layer_part
+from spillover.models.weights import PAGED, PartWeights, ResidentWeights
 from spillover.plan.placement import WeightPlan
 
 

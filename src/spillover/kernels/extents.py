@@ -1,0 +1,19 @@
+"""How attention's work is cut on the host. Plain arithmetic: the planner counts with it."""
+
+from __future__ import annotations
+
+SPLIT = 256  # positions that attention.cpp sums up before it merges; kSplit there
+MOST_SCORES = 1 << 23  # of a cold prefix, that the reference makes at a time
+# Positions of a segment. On a CPU it stays in the cache between its copy and its use; a CUDA device wants large copies.
+SEGMENT_POSITIONS = {"cpu": 1024, "cuda": 4096}
+SEGMENTS = 2  # one is attended while the next is copied
+
+
+def split_blocks(block_size: int) -> int:
+    """Blocks that the native kernel sums up before it merges. A sequence may be cut at multiples of it, bit by bit."""
+    return max(1, SPLIT // block_size)
+
+
+def segment_blocks(block_size: int, device: str) -> int:
+    split = split_blocks(block_size)
+    return max(1, SEGMENT_POSITIONS[device] // (split * block_size)) * split
