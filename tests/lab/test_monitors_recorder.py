@@ -66,6 +66,12 @@ def test_counters_are_told_by_what_they_grew() -> None:
     assert values[-1] > values[0]
 
 
+def test_the_first_reading_comes_before_anything_that_is_watched() -> None:
+    monitor = Counting("engine")
+    with Recorder([monitor], hz=0.1):
+        assert monitor.readings == 1
+
+
 def test_a_monitor_that_fails_is_noted_once_and_the_run_goes_on() -> None:
     with Recorder([Counting("broken", fails=True), Counting("well")], hz=20) as recorder:
         time.sleep(0.3)
