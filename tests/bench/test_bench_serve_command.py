@@ -79,14 +79,16 @@ def test_sweep_prints_a_table_and_what_it_found(mock: MockServer, tmp_path: Path
     assert len(json.loads((tmp_path / "sweep.json").read_text())["steps"]) >= 3
 
 
-def test_two_client_processes_from_a_real_command(mock: MockServer) -> None:
+def test_two_client_processes_from_a_real_command(mock: MockServer, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", "from spillover.cli.main import main; main()", "bench", "serve",
-                           "--base-url", mock.url, *SMALL, "--client-processes", "2", "--max-concurrency", "4"],
+                           "--base-url", mock.url, *SMALL, "--client-processes", "2", "--max-concurrency", "4",
+                           "--save-result", "--result-dir", str(tmp_path)],
                           capture_output=True, text=True, timeout=60, check=False,
                           env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
     assert done.returncode == 0, done.stderr
     assert "Successful requests:                     6" in done.stdout
-    assert "2 process" in done.stdout
+    [saved] = tmp_path.glob("*.json")
+    assert json.loads(saved.read_text())["client"]["processes"] == 2
 
 
 def test_without_a_server_it_says_how_to_start_one() -> None:

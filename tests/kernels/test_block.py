@@ -14,24 +14,38 @@ from spillover.kernels.block import (
     mlp_block,
     mlp_block_reference,
 )
+from spillover.kernels.coded import BLOCK as CODE_BLOCK
+from spillover.kernels.coded import CodedWeight, Codes, pack_codes
 from spillover.kernels.kv_quant import encode_blocks
-from spillover.kernels.linear import pack
+from spillover.kernels.linear import Weight, pack
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.describe())
 
 SHAPE = LayerShape(num_heads=6, num_kv_heads=2, head_dim=16, scale=0.25, eps=1e-5)
-HIDDEN, INNER, BLOCK = 40, 56, 8
+HIDDEN, INNER, BLOCK = 64, 96, 8
 
 
-def weights(generator: torch.Generator, extras: bool) -> dict[str, object]:
+def in_codes(weight: torch.Tensor, bits: int) -> CodedWeight:
+    """Any codes of its shape."""
+    scales = weight[:, ::CODE_BLOCK].half() * (0.1 if bits == 4 else 0.01)
+    codes = (weight * 1000).to(torch.int8)
+    if bits == 8:
+        return pack_codes([Codes(codes, scales, None)])
+    return pack_codes([Codes(codes.view(torch.uint8) & 15, scales, scales * -7)])
+
+
+def weights(generator: torch.Generator, extras: bool, bits: int) -> dict[str, object]:
     def draw(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=generator) * 0.3
 
+    def packed(*size: int) -> Weight:
+        return in_codes(draw(*size), bits) if bits else pack(draw(*size))
+
     width = (SHAPE.num_heads + 2 * SHAPE.num_kv_heads) * SHAPE.head_dim
     made: dict[str, object] = {
-        "input_norm": draw(HIDDEN), "mlp_norm": draw(HIDDEN), "qkv": pack(draw(width, HIDDEN)),
-        "o": pack(draw(HIDDEN, SHAPE.num_heads * SHAPE.head_dim)),
-        "gate_up": pack(draw(2 * INNER, HIDDEN)), "down": pack(draw(HIDDEN, INNER)),
+        "input_norm": draw(HIDDEN), "mlp_norm": draw(HIDDEN), "qkv": packed(width, HIDDEN),
+        "o": packed(HIDDEN, SHAPE.num_heads * SHAPE.head_dim),
+        "gate_up": packed(2 * INNER, HIDDEN), "down": packed(HIDDEN, INNER),
     }
     if extras:
         made |= {"qkv_bias": draw(width), "o_bias": draw(HIDDEN), "q_norm": draw(SHAPE.head_dim),
@@ -40,12 +54,16 @@ def weights(generator: torch.Generator, extras: bool) -> dict[str, object]:
     return made
 
 
+@pytest.mark.parametrize("bits", [0, 4, 8])
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int8"])
 @pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize("lengths", [[(0, 1)], [(0, 13), (9, 1), (20, 5)], [(31, 1)] * 17])
-def test_one_call_is_the_kernels_in_turn(lengths: list[tuple[int, int]], extras: bool, kv_dtype: str) -> None:
+def test_one_call_is_the_kernels_in_turn(lengths: list[tuple[int, int]], extras: bool, kv_dtype: str,
+                                         bits: int) -> None:
+    if bits and not native.multiplies_codes():
+        pytest.skip("this CPU does not multiply codes")
     generator = torch.Generator().manual_seed(len(lengths))
-    w = weights(generator, extras)
+    w = weights(generator, extras, bits)
     rows = sum(new for _, new in lengths)
     x, residual = torch.randn(rows, HIDDEN, generator=generator), torch.randn(rows, HIDDEN, generator=generator)
     blocks = 5

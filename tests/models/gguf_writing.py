@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,9 @@ def llama_arrays(kind: Kind = Kind.F32) -> Arrays:
 
 
 def write_like_llama_cpp(path: Path, model: PreTrainedModel, arch: gguf.MODEL_ARCH, fields: dict[str, Any],
-                         expert_kind: Kind = Kind.F32) -> Path:
-    """What llama.cpp's conversion makes of a model: its names, its order of rows, its experts."""
+                         expert_kind: Kind = Kind.F32, kind_of: Callable[[str, int], Kind] | None = None) -> Path:
+    """What llama.cpp's conversion makes of a model: its names, its order of rows, its experts. `kind_of`: of tensors
+    that are no experts, by their name and number of dimensions."""
     names = gguf.get_tensor_name_map(arch, model.config.num_hidden_layers)
     arrays: Arrays = {}
 
@@ -89,5 +91,6 @@ def write_like_llama_cpp(path: Path, model: PreTrainedModel, arch: gguf.MODEL_AR
             values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
         known = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert known is not None, name
-        add(known + ("" if known.endswith((".weight", ".bias")) else ".weight"), values)
+        full = known + ("" if known.endswith((".weight", ".bias")) else ".weight")
+        add(full, values, Kind.F32 if kind_of is None else kind_of(full, values.ndim))
     return write_gguf(path, gguf.MODEL_ARCH_NAMES[arch], fields, arrays)

@@ -48,6 +48,7 @@ def demo(config: EngineConfig) -> None:
     from spillover.cli.demo_chats import show_chats
     from spillover.cli.demo_lab import show_comparison
     from spillover.cli.loading import look_at, open_llm
+    from spillover.cli.measuring import CODES_NOTE
     from spillover.cli.plan import print_plan
     from spillover.cli.targets import EngineTarget, RooflineLimits
     from spillover.plan.hardware import probe
@@ -85,6 +86,8 @@ def demo(config: EngineConfig) -> None:
         ]))
     console.print("Limit: the bytes that must be read at the measured memory rate, or the FLOPs that must be done at "
                   "the measured matrix rate, whichever takes longer.", style="dim", highlight=False)
+    if planned.in_codes:
+        console.print(CODES_NOTE, style="dim", highlight=False)
     _heading(console, "Eight chats over a KV cache that holds one")
     show_chats(console, config)
     _heading(console, "Two memory configurations side by side, in the lab")

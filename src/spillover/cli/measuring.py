@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from spillover.engine.assemble import PlannedModel
 
 
+CODES_NOTE = ("Weights stay in their file's codes: bytes are those of codes, and products with codes can be faster "
+              "than the float32 matrix rate, against which they are shown (--weight-codes widen).")
+
+
 def make_console() -> Console:
     """A pipe has no width of its own: tables get room enough not to be cut."""
     from rich.console import Console
@@ -37,6 +41,8 @@ def measure_limits(planned: PlannedModel, console: Console) -> RooflineLimits:
     shape = model_shape(planned.model_config, planned.specs, planned.plan.dtype, kv_dtype=planned.plan.kv_cache_dtype)
     limits = RooflineLimits(Roofline(shape, measure_rates(planned.plan.device)))
     print_limits(console, limits)
+    if planned.in_codes:
+        console.print(CODES_NOTE, highlight=False)
     return limits
 
 

@@ -36,10 +36,10 @@ from spillover.models.loader import Progress
 from spillover.models.registry import Architecture, architecture
 from spillover.models.store import DEFAULT_MODEL, resolve
 from spillover.models.tokenizer import Tokenizer, load_tokenizer
-from spillover.models.weight_specs import WeightSpecs
+from spillover.models.weight_specs import WeightSpecs, in_codes
 from spillover.plan.hardware import probe, trim_heap
 from spillover.plan.measure import quick_rates
-from spillover.plan.planner import Plan, PlanRequest, make_plan
+from spillover.plan.planner import Plan, PlanRequest, make_plan, where
 from spillover.plan.rates import Rates
 from spillover.plan.workspace import Workspace
 from spillover.units import parse_bytes
@@ -55,6 +55,11 @@ class PlannedModel:
     model_config: ModelConfig
     specs: WeightSpecs
     plan: Plan
+
+    @property
+    def in_codes(self) -> bool:
+        """Whether weights stay in the codes of their file."""
+        return any(spec.code_bits for listed in self.specs.values() for spec in listed)
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ def plan_model(config: EngineConfig, rates: Rates | None = None) -> PlannedModel
     arch = architecture(hf_config)
     model_config = arch.config(hf_config)
     null = config.load_format == "null"
-    specs = {} if null else arch.weight_specs(model_config)
+    machine = probe()
     request = PlanRequest(
         model=config.model or DEFAULT_MODEL,
         device="cpu" if null else config.device,
@@ -96,7 +101,11 @@ def plan_model(config: EngineConfig, rates: Rates | None = None) -> PlannedModel
         cpu_offload=int((config.cpu_offload_gb or 0) * 2**30),
         paged_tokens=config.paged_tokens,
     )
-    plan = make_plan(request, model_config, specs, probe(), rates, native.library() is not None, measure=quick_rates)
+    specs = {} if null else arch.weight_specs(model_config)
+    keeps = config.load_format == "auto" and config.weight_codes == "keep" and native.multiplies_codes()
+    if keeps and where(request, model_config, machine) == ("cpu", "float32"):
+        specs = in_codes(specs, hf_config.get("code_bits", {}))
+    plan = make_plan(request, model_config, specs, machine, rates, native.library() is not None, measure=quick_rates)
     if plan.device == "cuda" and plan.block_size & (plan.block_size - 1):
         raise SpilloverError(f"--block-size on CUDA is a power of two, such as 16, 32 or 64; got {plan.block_size}")
     if null:  # the planned blocks are counted but never held
@@ -208,5 +217,5 @@ def _identity(planned: PlannedModel) -> bytes:
     weights = model_fingerprint(planned.path, planned.model_config, config.load_format, dtype=plan.dtype,
                                 device=plan.device, seed=config.seed)
     parts: list[Any] = [weights, plan.dtype, config.kv_cache_dtype, config.spill_dtype, plan.block_size, KV_LAYOUT,
-                        QUANT_LAYOUT, plan.windows]
+                        QUANT_LAYOUT, plan.windows, planned.in_codes]
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()

@@ -31,6 +31,9 @@ class EngineConfig:
                              ("auto", "dummy", "null"))
     dtype: str = _flag("auto", "Compute type; auto is float32 on a CPU and the stored type on a GPU.",
                        ("auto", "float32", "bfloat16", "float16"))
+    weight_codes: str = _flag("keep", "Weights that a GGUF file has in codes of 4 or 8 bits: keep holds and multiplies "
+                              "them so where the CPU can, widen makes them numbers of the compute type.",
+                              ("keep", "widen"))
     device: str = _flag("auto", "Where to compute.", ("auto", "cpu", "cuda"))
     gpu_memory: str | None = _flag(None, "Budget of the device tier, e.g. 8GB, for weights, KV and workspace.")
     weights: str = _flag("auto", "How weights that do not fit on the device are held: auto keeps all there if they fit "

@@ -16,7 +16,7 @@ from torch import Tensor
 from spillover.kernels import native
 from spillover.kernels.activation import silu_and_mul
 from spillover.kernels.attention import POOL_KINDS, AttentionBatch, attention, native_block_stride, store_kv
-from spillover.kernels.linear import PackedWeight, linear
+from spillover.kernels.linear import PanelWeight, linear
 from spillover.kernels.norm import add_rms_norm, rms_norm
 from spillover.kernels.rope import rope
 
@@ -48,7 +48,7 @@ def attention_block(x: Tensor, residual: Tensor, w: Mapping[str, Any], shape: La
     qkv, o, q_norm = w["qkv"], w["o"], w.get("q_norm")
     heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     stride = native_block_stride(kv_layer, x, kv_heads, dim, batch)
-    packed = isinstance(qkv, PackedWeight) and isinstance(o, PackedWeight)
+    packed = isinstance(qkv, PanelWeight) and isinstance(o, PanelWeight)
     if library is None or stride is None or not packed or batch.cold is not None:
         return attention_block_reference(x, residual, w, shape, cos, sin, kv_layer, batch, window, layer)
     rows, hidden = x.shape
@@ -56,11 +56,11 @@ def attention_block(x: Tensor, residual: Tensor, w: Mapping[str, Any], shape: La
     scratch = torch.empty(rows * (hidden + width))
     library.attention_block(
         *(x.data_ptr(), residual.data_ptr(), w["input_norm"].data_ptr(), shape.eps),
-        *(qkv.panels.data_ptr(), _pointer(w.get("qkv_bias")), _pointer(q_norm), _pointer(w.get("k_norm"))),
+        *(qkv.panels.data_ptr(), qkv.bits, _pointer(w.get("qkv_bias")), _pointer(q_norm), _pointer(w.get("k_norm"))),
         *(cos.data_ptr(), sin.data_ptr(), kv_layer.data_ptr(), stride),
         *(batch.positions.data_ptr(), batch.rows.data_ptr(), *batch.query_arguments),
         *(shape.scale, window or 0, _pointer(w.get("sinks"))),
-        *(o.panels.data_ptr(), _pointer(w.get("o_bias"))),
+        *(o.panels.data_ptr(), o.bits, _pointer(w.get("o_bias"))),
         *(rows, hidden, heads, kv_heads, dim, batch.block_size, POOL_KINDS[batch.kv_dtype], scratch.data_ptr()),
     )
     return x, residual
@@ -77,15 +77,15 @@ def mlp_block(x: Tensor, residual: Tensor, w: Mapping[str, Any], shape: LayerSha
         return on_cuda.mlp_block(x, residual, w, shape)
     library = native.fused()
     gate_up, down = w["gate_up"], w["down"]
-    if library is None or not (isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight)):
+    if library is None or not (isinstance(gate_up, PanelWeight) and isinstance(down, PanelWeight)):
         return mlp_block_reference(x, residual, w, shape)
     rows, hidden = x.shape
-    inner = down.panels.shape[1]
+    inner = down.shape[1]
     scratch = torch.empty(rows * (hidden + 3 * inner))
     library.mlp_block(
         *(x.data_ptr(), residual.data_ptr(), w["mlp_norm"].data_ptr(), shape.eps),
-        *(gate_up.panels.data_ptr(), _pointer(w.get("gate_up_bias"))),
-        *(down.panels.data_ptr(), _pointer(w.get("down_bias"))),
+        *(gate_up.panels.data_ptr(), gate_up.bits, _pointer(w.get("gate_up_bias"))),
+        *(down.panels.data_ptr(), down.bits, _pointer(w.get("down_bias"))),
         *(rows, hidden, inner, scratch.data_ptr()),
     )
     return x, residual

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from spillover.kernels import native
 from spillover.kernels.arena import Arena
+from spillover.kernels.coded import CodedWeight, embedded_codes, unpack_codes
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,11 @@ class PackedWeight:
 
     panels: Tensor  # [ceil(N / P), K, P]; the channels past N are zero
     out_features: int
+
+    @property
+    def bits(self) -> int:
+        """Of its codes: it has none."""
+        return 0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -59,7 +65,8 @@ class FixedWeight:
         return self.data.dtype
 
 
-Weight = Tensor | PackedWeight | FixedWeight
+PanelWeight = PackedWeight | CodedWeight  # for the native kernels
+Weight = Tensor | PackedWeight | CodedWeight | FixedWeight
 
 
 def linear(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
@@ -75,26 +82,33 @@ def linear(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
     library = native.library()
     if isinstance(w, Tensor) or library is None or x.dtype is not torch.float32:
         return linear_reference(x, w, bias)
-    panels = w.panels
     rows, k = x.shape
-    if k != panels.shape[1] or (bias is not None and bias.shape[0] != w.out_features):
+    if k != w.shape[1] or (bias is not None and bias.shape[0] != w.out_features):
         raise ValueError(f"x is {tuple(x.shape)} but the weight {w.shape}")
     if not x.is_contiguous():
         x = x.contiguous()
     y = torch.empty(rows, w.out_features)
     offset = bias.data_ptr() if bias is not None else None
-    library.linear(x.data_ptr(), panels.data_ptr(), offset, y.data_ptr(), rows, w.out_features, k)
+    given = (x.data_ptr(), w.panels.data_ptr(), offset, y.data_ptr(), rows, w.out_features, k)
+    if isinstance(w, CodedWeight):
+        library.coded_linear(*given, w.bits)
+    else:
+        library.linear(*given)
     return y
 
 
 def embedding(ids: Tensor, w: Weight) -> Tensor:
     """ids [T], w [V, K] -> [T, K]."""
     library = native.library()
-    if not isinstance(w, PackedWeight) or library is None or ids.dtype is not torch.int64 or not ids.is_contiguous():
+    if not isinstance(w, PanelWeight) or library is None or ids.dtype is not torch.int64 or not ids.is_contiguous():
         return embedding_reference(ids, w)
-    k = w.panels.shape[1]
+    k = w.shape[1]
     y = torch.empty(ids.shape[0], k)
-    library.embedding(ids.data_ptr(), w.panels.data_ptr(), y.data_ptr(), ids.shape[0], k)
+    given = (ids.data_ptr(), w.panels.data_ptr(), y.data_ptr(), ids.shape[0], k)
+    if isinstance(w, CodedWeight):
+        library.coded_embedding(*given, w.bits)
+    else:
+        library.embedding(*given)
     return y
 
 
@@ -124,6 +138,8 @@ def unpack(w: Weight) -> Tensor:
         return w
     if isinstance(w, FixedWeight):
         return w.data
+    if isinstance(w, CodedWeight):
+        return unpack_codes(w)
     count, k, width = w.panels.shape
     return w.panels.transpose(1, 2).reshape(count * width, k)[: w.out_features]
 
@@ -133,6 +149,8 @@ def linear_reference(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor
 
 
 def embedding_reference(ids: Tensor, w: Weight) -> Tensor:
+    if isinstance(w, CodedWeight):
+        return embedded_codes(ids, w)
     if not isinstance(w, PackedWeight):
         return F.embedding(ids, unpack(w))
     width = w.panels.shape[2]

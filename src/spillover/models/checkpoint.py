@@ -10,12 +10,16 @@ from spillover.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from spillover.kernels.coded import Codes
+
 
 class Checkpoint(Protocol):
     """Tensors are read one at a time and own their memory: nothing stays mapped after a read."""
 
     path: Path
-    config: dict[str, Any]  # as in config.json, plus "generation_eos_token_id": every id that ends a generation
+    # As in config.json, plus "generation_eos_token_id", every id that ends a generation, and "code_bits", those of the
+    # codes that tensors are stored in, by the names of the ones that `read_codes` reads.
+    config: dict[str, Any]
 
     def names(self) -> set[str]: ...
 
@@ -25,6 +29,9 @@ class Checkpoint(Protocol):
 
     def read(self, name: str, row: int | None = None) -> Tensor:
         """The tensor, or one entry of its first dimension."""
+
+    def read_codes(self, name: str) -> Codes:
+        """A matrix as it is stored."""
 
     def close(self) -> None: ...
 

@@ -1,7 +1,8 @@
 """A GGUF file under HF's tensor names and conventions.
 
 Tensors are read with plain reads, a few megabytes at a time, so that no mapped page of the file ever counts as this
-process's memory. Quantised ones become float32, except gpt-oss's MXFP4 experts, which stay as they are stored.
+process's memory. Quantised ones become float32, except gpt-oss's MXFP4 experts, which stay as they are stored, and
+those whose codes are asked for.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from spillover.errors import CheckpointError
+from spillover.kernels.coded import Codes
+from spillover.models.gguf_codes import code_bits, codes_of
 from spillover.models.gguf_config import experts_are_mxfp4, hf_config, is_mixtral
 from spillover.models.gguf_header import GGUFTensor, read_header
 
@@ -43,6 +46,8 @@ class _View:
 
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
+    code_bits: int = 0  # 0: it cannot be read as codes
+    read_codes: Callable[[], Codes] | None = None
 
 
 class GGUFCheckpoint:
@@ -58,6 +63,7 @@ class GGUFCheckpoint:
             self._arch: str = header.metadata["general.architecture"]
             self._mixtral, self._mxfp4 = is_mixtral(header), experts_are_mxfp4(header)
             self._views = self._make_views()
+            self.config["code_bits"] = {name: view.code_bits for name, view in self._views.items() if view.code_bits}
         except BaseException:
             self.close()
             raise
@@ -74,6 +80,12 @@ class GGUFCheckpoint:
     def read(self, name: str, row: int | None = None) -> Tensor:
         whole = self._view(name).read()
         return whole if row is None else whole[row].clone()
+
+    def read_codes(self, name: str) -> Codes:
+        read = self._view(name).read_codes
+        if read is None:
+            raise CheckpointError(f"{self.path}: tensor {name} is not stored in codes")
+        return read()
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -125,18 +137,25 @@ class GGUFCheckpoint:
         return ("mlp.gate", "block_sparse_moe.gate") if self._mixtral else ("mlp.gate",)
 
     def _plain(self, tensor: GGUFTensor) -> _View:
-        return _View(tensor.shape, lambda: self._load(tensor))
+        bits = code_bits(tensor.kind) if len(tensor.shape) == 2 else 0
+        return _View(tensor.shape, lambda: self._load(tensor), bits, (lambda: self._codes(tensor)) if bits else None)
 
     def _rotary(self, tensor: GGUFTensor, kind: str) -> _View:
         """llama.cpp rotates neighbours (0, 1) where HF rotates halves (0, D/2): rows go back to HF's order."""
         heads = self.config["num_attention_heads" if kind == "attn_q" else "num_key_value_heads"]
 
-        def read() -> Tensor:
-            stored = self._load(tensor)  # [heads * D, ...], each head's rows as D/2 pairs
+        def ordered(stored: Tensor) -> Tensor:
+            """[heads * D, ...], each head's rows as D/2 pairs."""
             pairs = stored.reshape(heads, stored.shape[0] // heads // 2, 2, *stored.shape[1:])
             return pairs.transpose(1, 2).reshape(stored.shape)
 
-        return _View(tensor.shape, read)
+        def codes() -> Codes:
+            stored = self._codes(tensor)
+            offsets = None if stored.offsets is None else ordered(stored.offsets)
+            return Codes(ordered(stored.values), ordered(stored.scales), offsets)
+
+        plain = self._plain(tensor)
+        return _View(tensor.shape, lambda: ordered(plain.read()), plain.code_bits, codes if plain.code_bits else None)
 
     def _experts(self, tensors: dict[str, GGUFTensor]) -> dict[str, _View]:
         """Both ways HF names them: stacked as its modules hold them, and one by one as its files do."""
@@ -216,6 +235,9 @@ class GGUFCheckpoint:
 
     def _dtype(self, tensor: GGUFTensor) -> torch.dtype:
         return _AS_STORED.get(tensor.kind, torch.float32)
+
+    def _codes(self, tensor: GGUFTensor) -> Codes:
+        return codes_of(self._raw(tensor, 0, tensor.rows), tensor.kind)
 
     def _load(self, tensor: GGUFTensor) -> Tensor:
         return self._load_rows(tensor, 0, tensor.rows).reshape(tensor.shape)

@@ -13,6 +13,7 @@ from torch import Tensor
 from spillover.errors import CheckpointError
 from spillover.kernels import fp8
 from spillover.kernels.arena import Arena
+from spillover.kernels.coded import pack_codes
 from spillover.kernels.linear import PackedWeight
 from spillover.kernels.linear import pack as pack_linear
 from spillover.models.config import ModelConfig
@@ -162,6 +163,8 @@ class _Reader:
         target = dtype if spec.dtype is None else getattr(torch, spec.dtype)
         if source.per_expert or (len(spec.shape) == 3 and spec.packable):
             return self._experts(spec, source, target, device, pack and spec.packable)
+        if spec.code_bits:
+            return pack_codes([self.checkpoint.read_codes(name) for name in source.names], self.arena)
         weight = self._rows(spec, source, source.names, spec.shape, target, device)
         if spec.padding:
             weight = F.pad(weight, (0, spec.padding))

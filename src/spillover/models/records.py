@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spillover.kernels.coded import CodedWeight
 from spillover.kernels.linear import FixedWeight, PackedWeight
 from spillover.models.weight_specs import ALIGNMENT
 from spillover.models.weights import PackedExperts, PartWeights
@@ -27,7 +28,7 @@ class Field:
     offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    form: str = "tensor"  # "tensor" | "packed" | "packed-experts" | "fixed"
+    form: str = "tensor"  # "tensor" | "packed" | "coded" | "packed-experts" | "fixed"
     rows: int = 0  # of a packed weight
 
     @property
@@ -41,6 +42,8 @@ class Field:
     def dress(self, data: Tensor) -> Any:
         if self.form == "packed":
             return PackedWeight(data, self.rows)
+        if self.form == "coded":
+            return CodedWeight(data, self.rows)
         if self.form == "packed-experts":
             return PackedExperts(data, self.rows)
         return FixedWeight(data) if self.form == "fixed" else data
@@ -108,6 +111,8 @@ def one_expert_of(stacks: Mapping[str, Any], index: int) -> dict[str, Any]:
 def _undressed(weight: Any) -> tuple[Tensor, str, int]:
     if isinstance(weight, PackedWeight):
         return weight.panels, "packed", weight.out_features
+    if isinstance(weight, CodedWeight):
+        return weight.panels, "coded", weight.out_features
     if isinstance(weight, PackedExperts):
         return weight.panels, "packed-experts", weight.out_features
     if isinstance(weight, FixedWeight):

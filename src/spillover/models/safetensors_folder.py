@@ -16,6 +16,8 @@ from spillover.units import format_bytes
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from spillover.kernels.coded import Codes
+
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F64", "F32", "F16", "BF16", "F8_E4M3", "I64", "I32", "I16", "I8", "U8", "BOOL"}
 MAX_HEADER = 100_000_000  # as safetensors itself allows
@@ -52,6 +54,9 @@ class SafetensorsCheckpoint:
                 return view.clone()  # type: ignore[no-any-return]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file}: tensor {name} cannot be read ({error})") from error
+
+    def read_codes(self, name: str) -> Codes:
+        raise CheckpointError(f"{self._entry(name).file}: tensor {name} is not stored in codes")
 
     def close(self) -> None:
         """No file is held open between reads."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # of what an engine computes in
 _STORED = ITEMSIZE | {"float8_e4m3fn": 1, "uint8": 1}
+CODED = {4: 20, 8: 34}  # bytes that CODE_BLOCK weights take as codes of so many bits, scales and offsets among them
+CODE_BLOCK = 32  # as kernels.coded packs them
 ALIGNMENT = 256  # of every tensor in a record (see records), and of records beside each other
 
 
@@ -32,9 +34,12 @@ class WeightSpec:
     dtype: str | None = None  # None: the engine's; else this one, whatever the engine computes in
     packable: bool = False  # only ever used through kernels.linear
     padding: int = 0  # of the last dimension: zeros that the file does not have and loading adds
+    code_bits: int = 0  # of the codes that the file has and loading keeps; 0: it is made numbers
 
     def nbytes(self, itemsize: int) -> int:
         """Bytes it takes where the engine's numbers have `itemsize` bytes."""
+        if self.code_bits:
+            return math.prod(self.shape) // CODE_BLOCK * CODED[self.code_bits]
         return math.prod(self.shape) * (itemsize if self.dtype is None else _STORED[self.dtype])
 
 
@@ -47,3 +52,16 @@ def layer_part(layer: int) -> str:
 
 def part_nbytes(specs: Iterable[WeightSpec], itemsize: int) -> int:
     return sum(spec.nbytes(itemsize) for spec in specs)
+
+
+def in_codes(specs: WeightSpecs, code_bits: Mapping[str, int]) -> WeightSpecs:
+    """The same, but linears whose tensors a checkpoint has in codes of one kind stay in them. `code_bits`: of its
+    tensors that are in codes."""
+    return {part: [_in_codes(spec, code_bits) for spec in listed] for part, listed in specs.items()}
+
+
+def _in_codes(spec: WeightSpec, code_bits: Mapping[str, int]) -> WeightSpec:
+    if not spec.packable or len(spec.shape) != 2 or len(spec.sources) != 1 or spec.sources[0].transposed:
+        return spec
+    kinds = {code_bits.get(name, 0) for name in spec.sources[0].names}
+    return replace(spec, code_bits=kinds.pop()) if len(kinds) == 1 else spec

@@ -136,8 +136,7 @@ def make_plan(
 ) -> Plan:
     """`native`: whether the CPU kernels serve float32; without them attention needs room for its scores. `measure`:
     times the device, asked only for a model that does not fit and whose rates are not given."""
-    device = _device(request, machine)
-    dtype = _dtype(request, config, device)
+    device, dtype = where(request, config, machine)
     native = native and device == "cpu" and dtype == "float32"
     panel = PANEL_ROWS if native else 1
     shape = model_shape(config, specs, dtype, panel, request.kv_cache_dtype)
@@ -200,6 +199,12 @@ def make_plan(
         return with_costs(plan, config, specs, rates)
     found = None if resident is not None else measured()
     return plan if found is None else _with_predicted(plan, config, specs, found)
+
+
+def where(request: PlanRequest, config: ModelConfig, machine: Machine) -> tuple[str, str]:
+    """The device, and the type that is computed in."""
+    device = _device(request, machine)
+    return device, _dtype(request, config, device)
 
 
 def with_costs(plan: Plan, config: ModelConfig, specs: WeightSpecs, rates: Rates) -> Plan:

@@ -37,6 +37,9 @@ _PARAMETERS = {
     "panel_width": (),
     "linear": (*[c_void_p] * 4, *[c_int64] * 3),
     "embedding": (*[c_void_p] * 3, *[c_int64] * 2),
+    "coded_panel_width": (),
+    "coded_linear": (*[c_void_p] * 4, *[c_int64] * 4),
+    "coded_embedding": (*[c_void_p] * 3, *[c_int64] * 3),
     "rms_norm": (*[c_void_p] * 3, *[c_int64] * 4, c_float),
     "add_rms_norm": (*[c_void_p] * 5, *[c_int64] * 2, c_float),
     "silu_and_mul": (*[c_void_p] * 2, *[c_int64] * 2),
@@ -48,10 +51,10 @@ _PARAMETERS = {
     "attention_in_place": (*_ATTENTION, c_void_p, *[c_int64] * 2),
     "attention_total_floats": (*[c_int64] * 4,),
     "attention_block": (
-        *(*[c_void_p] * 3, c_float, *[c_void_p] * 7, c_int64, *[c_void_p] * 5, *[c_int64] * 2, c_float, c_int64),
-        *(*[c_void_p] * 3, *[c_int64] * 7, c_void_p),
+        *(*[c_void_p] * 3, c_float, c_void_p, c_int64, *[c_void_p] * 6, c_int64, *[c_void_p] * 5, *[c_int64] * 2),
+        *(c_float, c_int64, c_void_p, c_void_p, c_int64, c_void_p, *[c_int64] * 7, c_void_p),
     ),
-    "mlp_block": (*[c_void_p] * 3, c_float, *[c_void_p] * 4, *[c_int64] * 3, c_void_p),
+    "mlp_block": (*[c_void_p] * 3, c_float, *[c_void_p, c_int64, c_void_p] * 2, *[c_int64] * 3, c_void_p),
     "encode_block": (*[c_void_p] * 2, *[c_int64] * 5),
     "decode_block": (*[c_void_p] * 2, *[c_int64] * 5),
     "cuda_copy": (*[c_void_p] * 6, c_int64, *[c_void_p] * 2, c_int64),
@@ -64,6 +67,9 @@ _PARAMETERS = {
     "stage_blocks": (c_void_p, *[c_int64] * 3, c_void_p),
     "stage_decoded": (c_void_p, *[c_int64] * 2, c_void_p, *[c_int64] * 4),
 }
+# Those that return a number.
+_COUNTS = ("panel_width", "coded_panel_width", "attention_total_floats", "cuda_copy", "host_experts_new",
+           "host_experts_run")
 
 
 def library() -> ctypes.CDLL | None:
@@ -86,6 +92,12 @@ def traced(record: Callable[[str], AbstractContextManager[object]]) -> Iterator[
         yield
     finally:
         _traced = None
+
+
+def multiplies_codes() -> bool:
+    """Whether these kernels multiply with weights in the codes that a file has: see kernels.coded."""
+    loaded = _load().library
+    return loaded is not None and loaded.coded_panel_width() > 0
 
 
 def describe() -> str:
@@ -151,7 +163,7 @@ def _load() -> _Loaded:
     for function, parameters in _PARAMETERS.items():
         getattr(loaded, function).argtypes = parameters
         getattr(loaded, function).restype = None
-    for function in ("panel_width", "attention_total_floats", "cuda_copy", "host_experts_new", "host_experts_run"):
+    for function in _COUNTS:
         getattr(loaded, function).restype = c_int64
     return _Loaded(loaded, f"on, panels of {loaded.panel_width()} channels, {path}")
 

@@ -103,14 +103,14 @@ inline bool tiles_allowed() {
     return allowed;
 }
 
-// Tiles of this thread, from here to the end of the scope: all of 16 rows and 64 bytes.
+// Tiles of this thread, from here to the end of the scope: of 64 bytes and 16 rows, or `height` those of bits `low`.
 class TileScope {
   public:
-    TileScope() {
+    explicit TileScope(int64_t height = kTile, unsigned low = 0) {
         alignas(64) uint8_t config[64] = {1};
         for (int i = 0; i < 8; i++) {
             config[16 + 2 * i] = 64;
-            config[48 + i] = kTile;
+            config[48 + i] = low >> i & 1 ? height : kTile;
         }
         _tile_loadconfig(config);
     }

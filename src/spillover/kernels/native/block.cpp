@@ -4,6 +4,8 @@
 
 extern "C" {
 void linear(const float* x, const float* panels, const float* bias, float* y, int64_t M, int64_t N, int64_t K);
+void coded_linear(const float* x, const uint8_t* panels, const float* bias, float* y, int64_t M, int64_t N, int64_t K,
+                  int64_t bits);
 void rms_norm(const float* x, const float* weight, float* y, int64_t outer, int64_t inner, int64_t D, int64_t stride,
               float eps);
 void add_rms_norm(const float* x, const float* residual, const float* weight, float* y, float* total, int64_t rows,
@@ -19,21 +21,32 @@ void attention(const float* q, int64_t q_stride, const void* kv, int64_t block_s
                int64_t B, int64_t H, int64_t Hk, int64_t D, int64_t bs, float scale, int64_t window,
                const float* sinks, int64_t kind);
 
+// `bits`: of the codes that w is kept in; 0: it is float32.
+static void product(const float* x, const void* w, int64_t bits, const float* bias, float* y, int64_t M, int64_t N,
+                    int64_t K) {
+    if (bits) {
+        coded_linear(x, static_cast<const uint8_t*>(w), bias, y, M, N, K, bits);
+    } else {
+        linear(x, static_cast<const float*>(w), bias, y, M, N, K);
+    }
+}
+
 // residual [T, hidden] += x; x = attention(norm(residual)). q_norm, k_norm, biases and sinks may be null.
 // scratch: T * (hidden + (2H + 2Hk) * D) floats, and T * (H + Hk) * D more with q_norm.
-void attention_block(float* x, float* residual, const float* norm, float eps, const float* qkv, const float* qkv_bias,
-                     const float* q_norm, const float* k_norm, const float* cos, const float* sin, void* kv,
-                     int64_t block_stride, const int64_t* positions, const int32_t* rows, const int32_t* query_start,
-                     const int32_t* seq_lens, const int32_t* table, int64_t table_stride, int64_t B, float scale,
-                     int64_t window, const float* sinks, const float* o, const float* o_bias, int64_t T,
-                     int64_t hidden, int64_t H, int64_t Hk, int64_t D, int64_t bs, int64_t kind, float* scratch) {
+void attention_block(float* x, float* residual, const float* norm, float eps, const void* qkv, int64_t qkv_bits,
+                     const float* qkv_bias, const float* q_norm, const float* k_norm, const float* cos,
+                     const float* sin, void* kv, int64_t block_stride, const int64_t* positions, const int32_t* rows,
+                     const int32_t* query_start, const int32_t* seq_lens, const int32_t* table, int64_t table_stride,
+                     int64_t B, float scale, int64_t window, const float* sinks, const void* o, int64_t o_bits,
+                     const float* o_bias, int64_t T, int64_t hidden, int64_t H, int64_t Hk, int64_t D, int64_t bs,
+                     int64_t kind, float* scratch) {
     const int64_t width = (H + 2 * Hk) * D;
-    float* normed = scratch;               // [T, hidden]
-    float* product = normed + T * hidden;  // [T, H + 2 Hk, D]
-    float* out = product + T * width;      // [T, H, D]
+    float* normed = scratch;                 // [T, hidden]
+    float* projected = normed + T * hidden;  // [T, H + 2 Hk, D]
+    float* out = projected + T * width;      // [T, H, D]
     add_rms_norm(x, residual, norm, normed, residual, T, hidden, eps);
-    linear(normed, qkv, qkv_bias, product, T, width, hidden);
-    float *q = product, *k = product + H * D;
+    product(normed, qkv, qkv_bits, qkv_bias, projected, T, width, hidden);
+    float *q = projected, *k = projected + H * D;
     int64_t q_stride = width, k_stride = width;
     if (q_norm) {
         float *q_normed = out + T * H * D, *k_normed = q_normed + T * H * D;
@@ -43,23 +56,23 @@ void attention_block(float* x, float* residual, const float* norm, float eps, co
         k = k_normed, k_stride = Hk * D;
     }
     rope(q, k, cos, sin, positions, T, H, Hk, D / 2, q_stride, k_stride);
-    store_kv(k, k_stride, product + (H + Hk) * D, width, kv, block_stride, positions, rows, table, table_stride, T, Hk,
-             D, bs, kind);
+    store_kv(k, k_stride, projected + (H + Hk) * D, width, kv, block_stride, positions, rows, table, table_stride, T,
+             Hk, D, bs, kind);
     attention(q, q_stride, kv, block_stride, out, query_start, seq_lens, table, table_stride, B, H, Hk, D, bs, scale,
               window, sinks, kind);
-    linear(out, o, o_bias, x, T, hidden, H * D);
+    product(out, o, o_bits, o_bias, x, T, hidden, H * D);
 }
 
 // residual [T, hidden] += x; x = down(silu(gate) * up) of norm(residual). scratch: T * (hidden + 3 * inner) floats.
-void mlp_block(float* x, float* residual, const float* norm, float eps, const float* gate_up,
-               const float* gate_up_bias, const float* down, const float* down_bias, int64_t T, int64_t hidden,
-               int64_t inner, float* scratch) {
+void mlp_block(float* x, float* residual, const float* norm, float eps, const void* gate_up, int64_t gate_up_bits,
+               const float* gate_up_bias, const void* down, int64_t down_bits, const float* down_bias, int64_t T,
+               int64_t hidden, int64_t inner, float* scratch) {
     float* normed = scratch;
-    float* product = normed + T * hidden;        // [T, 2 * inner]
-    float* active = product + T * 2 * inner;     // [T, inner]
+    float* both = normed + T * hidden;     // [T, 2 * inner]
+    float* active = both + T * 2 * inner;  // [T, inner]
     add_rms_norm(x, residual, norm, normed, residual, T, hidden, eps);
-    linear(normed, gate_up, gate_up_bias, product, T, 2 * inner, hidden);
-    silu_and_mul(product, active, T, inner);
-    linear(active, down, down_bias, x, T, hidden, inner);
+    product(normed, gate_up, gate_up_bits, gate_up_bias, both, T, 2 * inner, hidden);
+    silu_and_mul(both, active, T, inner);
+    product(active, down, down_bits, down_bias, x, T, hidden, inner);
 }
 }

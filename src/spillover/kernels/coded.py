@@ -1,0 +1,132 @@
+"""Weights in the codes that a quantised file has, multiplied as they are: see native/coded.cpp."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spillover.kernels.arena import Arena
+
+BLOCK = 32  # columns that share a scale and an offset
+PANEL = 32  # channels that lie together
+HALF = PANEL // 2
+BLOCK_BYTES = {4: 640, 8: 1088}  # of a panel, by bits of a code
+VECTORS = {4: 4, 8: 8}  # of the codes of half a panel's channels
+_ROWS = 128 * PANEL  # packed at a time
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A [N, K] weight as its file has it: w = scale * code + offset."""
+
+    values: Tensor  # [N, K] uint8 of 4 bits, or int8
+    scales: Tensor  # [N, K / BLOCK] float16
+    offsets: Tensor | None  # the same; None with int8, where there are none
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.offsets is not None else 8
+
+
+@dataclass(frozen=True)
+class CodedWeight:
+    """A [N, K] weight in codes, as panels of channels."""
+
+    panels: Tensor  # [ceil(N / PANEL), K / BLOCK, BLOCK_BYTES] uint8; the channels past N are zero
+    out_features: int
+
+    @property
+    def bits(self) -> int:
+        return next(bits for bits, size in BLOCK_BYTES.items() if size == self.panels.shape[2])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.out_features, self.panels.shape[1] * BLOCK
+
+    @property
+    def nbytes(self) -> int:
+        return self.panels.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        return self.panels.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what it is multiplied with."""
+        return torch.float32
+
+
+def pack_codes(parts: list[Codes], arena: Arena | None = None) -> CodedWeight:
+    """Weights of one form below each other. `arena` is where panels that stay are to lie."""
+    rows, columns = sum(part.values.shape[0] for part in parts), parts[0].values.shape[1]
+    shape = (-(-rows // PANEL), columns // BLOCK, BLOCK_BYTES[parts[0].bits])
+    panels = (torch.empty(shape, dtype=torch.uint8) if arena is None
+              else arena.empty(shape[0] * shape[1] * shape[2] // 4).view(torch.uint8).view(shape))
+    whole = parts[0] if len(parts) == 1 else Codes(
+        torch.cat([part.values for part in parts]), torch.cat([part.scales for part in parts]),
+        None if parts[0].offsets is None else torch.cat([part.offsets for part in parts if part.offsets is not None]))
+    for start in range(0, rows, _ROWS):
+        taken = slice(start, min(rows, start + _ROWS))
+        offsets = None if whole.offsets is None else whole.offsets[taken]
+        packed = _packed(Codes(whole.values[taken], whole.scales[taken], offsets))
+        panels[start // PANEL : start // PANEL + packed.shape[0]] = packed
+    return CodedWeight(panels, rows)
+
+
+def unpack_codes(w: CodedWeight) -> Tensor:
+    """The [N, K] weight in float32."""
+    count, blocks, _ = w.panels.shape
+    bits = w.bits
+    code_bytes = BLOCK * PANEL * bits // 8
+    numbers = (BLOCK_BYTES[bits] - code_bytes) // (2 * PANEL)  # of a channel: a scale, and an offset if it has one
+    scales, *offsets, codes = w.panels.split_with_sizes([2 * PANEL] * numbers + [code_bytes], dim=-1)
+
+    def channels(part: Tensor) -> Tensor:
+        """float16 [panels, blocks, 32] -> float32 [channels, blocks, 1]."""
+        return part.contiguous().view(torch.float16).transpose(1, 2).reshape(count * PANEL, blocks, 1).float()
+
+    words = codes.reshape(count, blocks, 2, VECTORS[bits], HALF, 2, 2)  # half, vector, channel, parity, byte
+    words = torch.stack((words & 15, words >> 4), -1).flatten(-2) if bits == 4 else words.view(torch.int8)
+    # column = vector, place in the word, parity
+    values = words.permute(0, 2, 4, 1, 3, 6, 5).reshape(count * PANEL, blocks, BLOCK).float()
+    weight: Tensor = channels(scales) * values
+    if offsets:
+        weight += channels(offsets[0])
+    return weight.reshape(count * PANEL, blocks * BLOCK)[: w.out_features]
+
+
+def embedded_codes(ids: Tensor, w: CodedWeight) -> Tensor:
+    """ids [T] -> [T, K], by looking into their panels alone."""
+    unique, where = torch.unique(ids // PANEL, return_inverse=True)
+    some = CodedWeight(w.panels[unique], unique.shape[0] * PANEL)
+    return unpack_codes(some)[where * PANEL + ids % PANEL]
+
+
+def _packed(codes: Codes) -> Tensor:
+    """[panels, blocks, bytes]; rows past the last are zero."""
+    rows, columns = codes.values.shape
+    count, blocks = -(-rows // PANEL), columns // BLOCK
+
+    def filled(part: Tensor) -> Tensor:
+        if rows == count * PANEL:
+            return part
+        whole = torch.zeros(count * PANEL, part.shape[1], dtype=part.dtype)
+        whole[:rows] = part
+        return whole
+
+    def channels(part: Tensor) -> Tensor:
+        ordered = filled(part).view(count, PANEL, blocks).transpose(1, 2).contiguous()
+        return ordered.view(torch.uint8).view(count, blocks, 2 * PANEL)
+
+    bits = codes.bits
+    places = 16 // bits  # of a word
+    values = filled(codes.values).reshape(count, 2, HALF, blocks, VECTORS[bits], places, 2)
+    words = values.permute(0, 3, 1, 4, 2, 6, 5)  # half, vector, channel, parity, place
+    if bits == 4:
+        words = words[..., 0::2] | words[..., 1::2] << 4
+    flat = words.contiguous().view(torch.uint8).reshape(count, blocks, -1)
+    offsets = [] if codes.offsets is None else [channels(codes.offsets)]
+    return torch.cat([channels(codes.scales), *offsets, flat], dim=-1)

@@ -1,0 +1,119 @@
+"""A quantised GGUF file stays in its codes: fewer bytes, the same model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf_writing import write_like_llama_cpp
+from test_gguf import CASES, random_model
+
+from spillover import LLM, SamplingParams
+from spillover.engine.assemble import plan_model
+from spillover.engine.config import EngineConfig
+from spillover.errors import CheckpointError
+from spillover.kernels import native
+from spillover.kernels.coded import CodedWeight
+from spillover.kernels.linear import unpack
+from spillover.models.checkpoint import open_checkpoint
+from spillover.models.loader import load_weights
+from spillover.models.registry import architecture
+from spillover.models.weight_specs import WeightSpecs, in_codes, part_nbytes
+
+DENSE = ["llama", "llama with biases, tied", "qwen2", "qwen3"]
+needs_codes = pytest.mark.skipif(not native.multiplies_codes(), reason="this CPU does not multiply codes")
+
+
+def quantised(case: str, folder: Path, kind: Kind, **other: Kind) -> Path:
+    """`other`: of tensors whose names contain this."""
+    arch, config, fields = CASES[case]
+    shape = {"block_count": 2, "context_length": 256, "embedding_length": 64, "feed_forward_length": 96,
+             "attention.head_count": 4, "attention.head_count_kv": 2, "rope.freq_base": 10000.0,
+             "attention.layer_norm_rms_epsilon": 1e-5}
+
+    def choose(name: str, dimensions: int) -> Kind:
+        found = [given for part, given in other.items() if part in name]
+        return (found or [kind])[0] if dimensions == 2 else Kind.F32
+
+    return write_like_llama_cpp(folder / "m.gguf", random_model(config), arch, shape | fields, kind_of=choose)
+
+
+def loaded(path: Path, keep: bool) -> tuple[WeightSpecs, dict[str, dict[str, Any]]]:
+    with open_checkpoint(path) as checkpoint:
+        arch = architecture(checkpoint.config)
+        config = arch.config(checkpoint.config)
+        specs = arch.weight_specs(config)
+        if keep:
+            specs = in_codes(specs, checkpoint.config["code_bits"])
+        weights = load_weights(checkpoint, config, specs, torch.float32, torch.device("cpu"))
+        return specs, {part: dict(named) for part, named in weights.parts.items()}
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0])
+@pytest.mark.parametrize("case", DENSE)
+def test_weights_in_codes_are_those_that_are_widened(case: str, kind: Kind, tmp_path: Path) -> None:
+    path = quantised(case, tmp_path, kind)
+    specs, kept = loaded(path, keep=True)
+    _, widened = loaded(path, keep=False)
+    coded = 0
+    for part, named in widened.items():
+        for spec in specs[part]:
+            found = kept[part][spec.name]
+            assert torch.equal(unpack(found), unpack(named[spec.name])), f"{part}.{spec.name}"
+            assert isinstance(found, CodedWeight) == (spec.code_bits > 0)
+            coded += spec.code_bits > 0
+        rows = {spec.name: spec.shape[0] for spec in specs[part]}
+        if all(count % 32 == 0 or name.endswith(("norm", "bias")) for name, count in rows.items()):
+            assert sum(weight.nbytes for weight in kept[part].values()) == part_nbytes(specs[part], 4), part
+    assert coded >= 8  # four matrices a layer, two layers
+
+
+def test_matrices_that_are_joined_stay_in_codes_only_if_all_are_of_one_kind(tmp_path: Path) -> None:
+    specs, kept = loaded(quantised("qwen2", tmp_path, Kind.Q4_1, attn_v=Kind.Q8_0, ffn_down=Kind.F16), keep=True)
+    bits = {spec.name: spec.code_bits for spec in specs["layers.0"]}
+    assert (bits["qkv"], bits["o"], bits["gate_up"], bits["down"]) == (0, 4, 4, 0)
+    assert not isinstance(kept["layers.0"]["qkv"], CodedWeight)
+
+
+def test_what_is_no_matrix_of_codes_is_not_read_as_one(tmp_path: Path) -> None:
+    with open_checkpoint(quantised("llama", tmp_path, Kind.Q4_0, ffn_up=Kind.F16)) as checkpoint:
+        for name in ("model.norm.weight", "model.layers.0.mlp.up_proj.weight"):
+            with pytest.raises(CheckpointError, match=f"{name} is not stored in codes"):
+                checkpoint.read_codes(name)
+
+
+@needs_codes
+@pytest.mark.parametrize("case", DENSE)
+@pytest.mark.parametrize("offload", [None, 1e-5])
+def test_greedy_tokens_are_those_of_widened_weights(case: str, offload: float | None, tmp_path: Path) -> None:
+    path = quantised(case, tmp_path, Kind.Q4_1, output=Kind.Q8_0, token_embd=Kind.Q8_0)
+    prompts = [[(7 * i + j) % 96 for j in range(3 + 5 * i)] for i in range(6)]
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    answers = {}
+    for codes in ("keep", "widen"):
+        with LLM(str(path), skip_tokenizer_init=True, max_model_len=128, max_num_batched_tokens=24,
+                 gpu_memory="64MB", weight_codes=codes, cpu_offload_gb=offload) as llm:
+            assert (llm.plan.placement is not None) == (offload is not None)
+            outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+            answers[codes] = [output.outputs[0].token_ids for output in outputs]
+    assert answers["keep"] == answers["widen"]
+
+
+@needs_codes
+def test_a_plan_counts_codes(tmp_path: Path) -> None:
+    path = str(quantised("llama", tmp_path, Kind.Q4_1))
+    plans = {}
+    for config in (EngineConfig(model=path), EngineConfig(model=path, weight_codes="widen"),
+                   EngineConfig(model=path, load_format="dummy"), EngineConfig(model=path, dtype="bfloat16")):
+        planned = plan_model(config)
+        bits = {spec.code_bits for listed in planned.specs.values() for spec in listed}
+        plans[config.weight_codes, config.load_format, config.dtype] = (planned.plan.weight_bytes, bits)
+    kept, widened = plans["keep", "auto", "auto"], plans["widen", "auto", "auto"]
+    assert kept[1] == {0, 4}
+    assert all(bits == {0} for name, (_, bits) in plans.items() if name != ("keep", "auto", "auto"))
+    assert kept[0] < widened[0] / 3
+    assert gguf.GGML_QUANT_SIZES[Kind.Q4_1] == (32, 20)  # what the counts rest on
