@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import deque
 
 import pytest
 from tier_calls import no_wake, wait
@@ -30,6 +31,25 @@ def test_work_is_done_in_order_and_wakes_the_owner() -> None:
     assert woken.is_set()
     assert len(lane.drain()) == 50
     assert lane.drain() == []
+    assert lane.close(soon())
+
+
+def test_what_is_done_is_drained_at_once() -> None:
+    """However long the worker is held up between ending its work and being through with it."""
+
+    class Slow(deque[Ticket[int]]):
+        def append(self, ticket: Ticket[int]) -> None:
+            time.sleep(0.05)
+            super().append(ticket)
+            time.sleep(0.05)
+
+    lane = Lane("test", 2, no_wake)
+    lane._ended = Slow()
+    for number in range(3):
+        ticket = lane.submit(lambda number=number: number, soon())
+        while not ticket.done():
+            time.sleep(0.0005)
+        assert lane.drain() == [ticket]
     assert lane.close(soon())
 
 

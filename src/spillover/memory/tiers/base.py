@@ -32,9 +32,11 @@ class Ticket(Generic[T]):
     without it. A buffer given with the work is free again only once the ticket is done.
     """
 
-    __slots__ = ("_begun", "_done", "_lock", "_on_end", "_stop_asked", "_value", "deadline", "error", "seconds")
+    __slots__ = ("_begun", "_done", "_ended", "_lock", "_stop_asked", "_value", "_wake", "deadline", "error", "seconds")
 
-    def __init__(self, deadline: float, on_end: Callable[["Ticket[Any]"], None] | None = None) -> None:
+    def __init__(self, deadline: float, ended: Callable[["Ticket[Any]"], None] | None = None,
+                 wake: Callable[[], None] | None = None) -> None:
+        """`ended` is told just before the ticket is done, `wake` just after."""
         self.deadline = deadline  # monotonic
         self.error: Exception | None = None
         self.seconds = 0.0  # a worker was busy with it
@@ -42,7 +44,7 @@ class Ticket(Generic[T]):
         self._begun = False
         self._stop_asked = False
         self._value: T | None = None
-        self._on_end = on_end
+        self._ended, self._wake = ended, wake
         self._done = False
 
     @classmethod
@@ -93,9 +95,11 @@ class Ticket(Generic[T]):
     def end(self, value: T | None, error: Exception | None = None, seconds: float = 0.0) -> None:
         """By whoever began it, exactly once."""
         self._value, self.error, self.seconds = value, error, seconds
-        self._done = True  # last: whoever sees it sees the rest
-        if self._on_end is not None:
-            self._on_end(self)
+        if self._ended is not None:
+            self._ended(self)
+        self._done = True  # whoever sees it sees the rest, and finds it where ended work is kept
+        if self._wake is not None:
+            self._wake()
 
 
 @dataclass(slots=True)
@@ -130,7 +134,7 @@ class Lane:
 
         A value that is an Exception fails its ticket alone.
         """
-        tickets: list[Ticket[T]] = [Ticket(deadline, self._on_end) for _ in range(count)]
+        tickets: list[Ticket[T]] = [Ticket(deadline, self._ended.append, self._wake) for _ in range(count)]
         with self._state:
             if not self._closed:
                 self._queue.append(_Job(list(tickets), work, deadline))
@@ -155,8 +159,12 @@ class Lane:
             for ticket in job.tickets:
                 ticket.begin()  # ends it: its deadline has passed
         ended = []
-        while self._ended:
-            ended.append(self._ended.popleft())
+        for _ in range(len(self._ended)):
+            ticket = self._ended.popleft()
+            if ticket.done():
+                ended.append(ticket)
+            else:  # its worker is just ending it, and will wake us
+                self._ended.append(ticket)
         return ended
 
     def stuck(self, now: float) -> bool:
@@ -180,10 +188,6 @@ class Lane:
         for thread in self._threads:
             thread.join(max(0.05, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
-
-    def _on_end(self, ticket: Ticket[Any]) -> None:
-        self._ended.append(ticket)
-        self._wake()
 
     def _run(self) -> None:
         me = threading.get_ident()
