@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from spillover.kernels import native
 from spillover.kernels.attention import AttentionBatch
 from spillover.kernels.block import (
     LayerShape,
+    LayerStack,
     attention_block,
     attention_block_reference,
     mlp_block,
@@ -22,7 +25,7 @@ from spillover.kernels.linear import Weight, pack
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.describe())
 
 SHAPE = LayerShape(num_heads=6, num_kv_heads=2, head_dim=16, scale=0.25, eps=1e-5)
-HIDDEN, INNER, BLOCK = 64, 96, 8
+HIDDEN, INNER, BLOCK, BLOCKS = 64, 96, 8, 5
 
 
 def in_codes(weight: torch.Tensor, bits: int) -> CodedWeight:
@@ -54,6 +57,24 @@ def weights(generator: torch.Generator, extras: bool, bits: int) -> dict[str, ob
     return made
 
 
+def make_batch(lengths: list[tuple[int, int]], kv_dtype: str, first_block: int = 1) -> AttentionBatch:
+    """Requests of so many tokens that are there and so many new ones, with BLOCKS blocks each."""
+    return AttentionBatch(
+        query_start=torch.tensor([0, *torch.tensor([new for _, new in lengths]).cumsum(0).tolist()], dtype=torch.int32),
+        seq_lens=torch.tensor([old + new for old, new in lengths], dtype=torch.int32),
+        block_table=torch.arange(first_block, first_block + BLOCKS * len(lengths), dtype=torch.int32).view(-1, BLOCKS),
+        positions=torch.cat([torch.arange(old, old + new) for old, new in lengths]),
+        rows=torch.cat([torch.full((new,), i, dtype=torch.int32) for i, (_, new) in enumerate(lengths)]),
+        block_size=BLOCK, max_query=max(new for _, new in lengths), max_seq=max(old + new for old, new in lengths),
+        kv_dtype=kv_dtype,
+    )
+
+
+def tables(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = torch.outer(torch.arange(64.0), torch.rand(SHAPE.head_dim // 2, generator=generator))
+    return angles.cos(), angles.sin()
+
+
 @pytest.mark.parametrize("bits", [0, 4, 8])
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int8"])
 @pytest.mark.parametrize("extras", [False, True])
@@ -66,21 +87,11 @@ def test_one_call_is_the_kernels_in_turn(lengths: list[tuple[int, int]], extras:
     w = weights(generator, extras, bits)
     rows = sum(new for _, new in lengths)
     x, residual = torch.randn(rows, HIDDEN, generator=generator), torch.randn(rows, HIDDEN, generator=generator)
-    blocks = 5
-    pool = torch.randn(1 + blocks * len(lengths), 2, SHAPE.num_kv_heads, BLOCK * SHAPE.head_dim, generator=generator)
+    pool = torch.randn(1 + BLOCKS * len(lengths), 2, SHAPE.num_kv_heads, BLOCK * SHAPE.head_dim, generator=generator)
     if kv_dtype != "auto":
         pool = encode_blocks(pool, BLOCK, kv_dtype)
-    batch = AttentionBatch(
-        query_start=torch.tensor([0, *torch.tensor([new for _, new in lengths]).cumsum(0).tolist()], dtype=torch.int32),
-        seq_lens=torch.tensor([old + new for old, new in lengths], dtype=torch.int32),
-        block_table=torch.arange(1, 1 + blocks * len(lengths), dtype=torch.int32).view(len(lengths), blocks),
-        positions=torch.cat([torch.arange(old, old + new) for old, new in lengths]),
-        rows=torch.cat([torch.full((new,), i, dtype=torch.int32) for i, (_, new) in enumerate(lengths)]),
-        block_size=BLOCK, max_query=max(new for _, new in lengths), max_seq=max(old + new for old, new in lengths),
-        kv_dtype=kv_dtype,
-    )
-    angles = torch.outer(torch.arange(64.0), torch.rand(SHAPE.head_dim // 2, generator=generator))
-    cos, sin = angles.cos(), angles.sin()
+    batch = make_batch(lengths, kv_dtype)
+    cos, sin = tables(generator)
     for window in (None, 7):
         pools = pool.clone(), pool.clone()
         expected = attention_block_reference(x.clone(), residual.clone(), w, SHAPE, cos, sin, pools[0], batch, window)
@@ -90,3 +101,48 @@ def test_one_call_is_the_kernels_in_turn(lengths: list[tuple[int, int]], extras:
     expected = mlp_block_reference(x.clone(), residual.clone(), w, SHAPE)
     found = mlp_block(x.clone(), residual.clone(), w, SHAPE)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("bits", [0, 4])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("extras", [False, True])
+@pytest.mark.parametrize("lengths", [[(0, 1)], [(0, 13), (9, 1), (20, 5)], [(31, 1)] * 17])
+def test_all_layers_at_once_are_the_layers_in_turn(lengths: list[tuple[int, int]], extras: bool, kv_dtype: str,
+                                                   bits: int) -> None:
+    if bits and not native.multiplies_codes():
+        pytest.skip("this CPU does not multiply codes")
+    generator = torch.Generator().manual_seed(len(lengths))
+    layers = [weights(generator, extras, bits) for _ in range(4)]
+    groups, windows = [0, 1, 0, 1], [None, 7, None, 7]
+    rows, blocks = sum(new for _, new in lengths), BLOCKS * len(lengths)
+    batches = [make_batch(lengths, kv_dtype, 1 + group * blocks) for group in (0, 1)]
+    cos, sin = tables(generator)
+    x, residual = torch.randn(rows, HIDDEN, generator=generator), torch.randn(rows, HIDDEN, generator=generator)
+    pool = torch.randn(1 + 2 * blocks, 2, 2, SHAPE.num_kv_heads, BLOCK * SHAPE.head_dim, generator=generator)
+    if kv_dtype != "auto":
+        pool = encode_blocks(pool, BLOCK, kv_dtype)
+    pools = pool.clone(), pool.clone()
+    expected = x.clone(), residual.clone()
+    for layer, w in enumerate(layers):
+        kv = pools[0][:, layer // 2]
+        expected = attention_block(*expected, w, SHAPE, cos, sin, kv, batches[groups[layer]], windows[layer])
+        expected = mlp_block(*expected, w, SHAPE)
+    stack = LayerStack(layers, [(pools[1][:, layer // 2], groups[layer]) for layer in range(4)], windows)
+    found = x.clone(), residual.clone()
+    assert stack.run(*found, SHAPE, cos, sin, batches)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert torch.equal(*pools)
+
+
+def test_what_the_native_kernels_do_not_serve_is_left_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    made = weights(generator, False, 0)
+    assert LayerStack.serves([made])
+    assert not LayerStack.serves([made, made | {"o": torch.randn(HIDDEN, 96)}])
+    batch = make_batch([(0, 2)], "auto")
+    pool = torch.zeros(1 + BLOCKS, 1, 2, SHAPE.num_kv_heads, BLOCK * SHAPE.head_dim)
+    stack = LayerStack([made], [(pool[:, 0], 0)], [None])
+    x = torch.ones(2, HIDDEN)
+    with native.traced(contextlib.nullcontext):  # every operation is to be seen
+        assert not stack.run(x, x, SHAPE, *tables(generator), [batch])
+    assert torch.equal(x, torch.ones(2, HIDDEN))

@@ -1,4 +1,5 @@
-"""The two halves of a dense decoder layer as one call each, so that a step with few rows does not wait for Python.
+"""The two halves of a dense decoder layer as one call each, and all layers as one where their weights stay in place, so
+that a step with few rows does not wait for Python.
 
 Each adds its input to the residual, norms the sum, and returns what the next half is to add. Natively both tensors are
 overwritten and returned; use only what is returned. `w` holds the layer's weights by name.
@@ -6,7 +7,7 @@ overwritten and returned; use only what is returned. `w` holds the layer's weigh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +92,51 @@ def mlp_block(x: Tensor, residual: Tensor, w: Mapping[str, Any], shape: LayerSha
     return x, residual
 
 
+class LayerStack:
+    """Dense layers whose weights and KV stay where they are, all in one native call."""
+
+    def __init__(self, layers: Sequence[Mapping[str, Any]], kv_layers: Sequence[tuple[Tensor, int]],
+                 windows: Sequence[int | None]) -> None:
+        """`layers`: the weights of each, as `attention_block` and `mlp_block` take them; `kv_layers`: the KV of each,
+        and the group whose batch it is of."""
+        self._records = torch.tensor([
+            [_pointer(w["input_norm"]), *_matrix(w, "qkv"), _pointer(w.get("q_norm")), _pointer(w.get("k_norm")),
+             _pointer(w.get("sinks")), *_matrix(w, "o"), _pointer(w["mlp_norm"]), *_matrix(w, "gate_up"),
+             *_matrix(w, "down"), kv.data_ptr(), group, window or 0]
+            for w, (kv, group), window in zip(layers, kv_layers, windows, strict=True)
+        ], dtype=torch.int64)
+        self._kv = kv_layers[0][0]
+        self._normed = "q_norm" in layers[0]
+        self._inner = layers[0]["down"].shape[1]
+
+    @staticmethod
+    def serves(layers: Sequence[Mapping[str, Any]]) -> bool:
+        return all(isinstance(w[name], PanelWeight) for w in layers for name in ("qkv", "o", "gate_up", "down"))
+
+    def run(self, x: Tensor, residual: Tensor, shape: LayerShape, cos: Tensor, sin: Tensor,
+            batches: Sequence[AttentionBatch]) -> bool:
+        """Whether the layers were run, x and residual overwritten as `mlp_block` returns them; else nothing was done.
+
+        `batches`: one a group.
+        """
+        library, first = native.fused(), batches[0]
+        heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        stride = native_block_stride(self._kv, x, kv_heads, dim, first)
+        if library is None or stride is None or any(batch.cold is not None for batch in batches):
+            return False
+        rows, hidden = x.shape
+        width = (3 if self._normed else 2) * (heads + kv_heads) * dim
+        scratch = torch.empty(rows * (hidden + max(width, 3 * self._inner)))
+        places = torch.tensor([[batch.positions.data_ptr(), batch.rows.data_ptr(), *batch.query_arguments]
+                               for batch in batches], dtype=torch.int64)
+        library.dense_layers(
+            *(self._records.data_ptr(), len(self._records), places.data_ptr(), x.data_ptr(), residual.data_ptr()),
+            *(shape.eps, cos.data_ptr(), sin.data_ptr(), stride, shape.scale, rows, hidden, self._inner),
+            *(heads, kv_heads, dim, first.block_size, POOL_KINDS[first.kv_dtype], scratch.data_ptr()),
+        )
+        return True
+
+
 def attention_block_reference(x: Tensor, residual: Tensor, w: Mapping[str, Any], shape: LayerShape, cos: Tensor,
                               sin: Tensor, kv_layer: Tensor, batch: AttentionBatch, window: int | None,
                               layer: int = 0) -> tuple[Tensor, Tensor]:
@@ -113,5 +159,10 @@ def mlp_block_reference(x: Tensor, residual: Tensor, w: Mapping[str, Any],
     return linear(silu_and_mul(linear(x, w["gate_up"], w.get("gate_up_bias"))), w["down"], w.get("down_bias")), residual
 
 
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _matrix(w: Mapping[str, Any], name: str) -> tuple[int, int, int]:
+    """Its panels, the bits of its codes, its bias."""
+    return w[name].panels.data_ptr(), w[name].bits, _pointer(w.get(f"{name}_bias"))

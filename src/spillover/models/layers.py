@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spillover.kernels.activation import silu_and_mul
 from spillover.kernels.attention import AttentionBatch
-from spillover.kernels.block import LayerShape, attention_block, mlp_block
+from spillover.kernels.block import LayerShape, LayerStack, attention_block, mlp_block
 from spillover.kernels.fp8 import blocks as fp8_blocks
 from spillover.kernels.linear import FixedWeight, Weight, embedding, linear, pack
 from spillover.kernels.moe import Experts, mixture, moe
@@ -22,7 +22,7 @@ from spillover.models.config import ModelConfig
 from spillover.models.groups import LayerGroup, layer_groups
 from spillover.models.rope import rope_tables
 from spillover.models.weight_specs import Source, WeightSpec, WeightSpecs, layer_part
-from spillover.models.weights import PAGED, FetchedExperts, PagedExperts, PartWeights, Weights
+from spillover.models.weights import PAGED, FetchedExperts, PagedExperts, PartWeights, ResidentWeights, Weights
 
 SLEEP_BLOCKS = 64  # moved at a time
 
@@ -95,6 +95,14 @@ class Decoder:
         with weights.part("embed") as w:
             residual = embedding(step.token_ids, w["embedding"])
         x = torch.zeros_like(residual)  # what the half layer before adds to the residual
+        stack = self._stack(weights, kv)
+        if stack is None or not stack.run(x, residual, self.shape, self.cos, self.sin, step.attention):
+            x, residual = self._layer_by_layer(x, residual, step, weights, kv)
+        with weights.part("head") as w:
+            return add_rms_norm(x, residual, w["norm"], self.shape.eps)[0]
+
+    def _layer_by_layer(self, x: Tensor, residual: Tensor, step: ModelStep, weights: Weights,
+                        kv: KVViews) -> tuple[Tensor, Tensor]:
         for layer, part in enumerate(self._parts):
             kv_layer, group = kv.layer(layer)
             batch, window = step.attention[group], self.config.windows[layer]
@@ -103,8 +111,22 @@ class Decoder:
                     x, residual, w, self.shape, self.cos, self.sin, kv_layer, batch, window, layer
                 )
                 x, residual = self.mlp(layer, x, residual, w)
-        with weights.part("head") as w:
-            return add_rms_norm(x, residual, w["norm"], self.shape.eps)[0]
+        return x, residual
+
+    def _stack(self, weights: Weights, kv: KVViews) -> LayerStack | None:
+        """All layers at once, if they are dense and none of their weights ever moves, on a CPU."""
+        if type(weights) is not ResidentWeights or type(self).mlp is not Decoder.mlp or not kv.pool.is_cpu:
+            return None
+        key = kv.pool.data_ptr(), kv.pool.shape, kv.pool.dtype  # after a sleep it may lie elsewhere
+        if key not in weights.bound:
+            layers = [weights.parts[part] for part in self._parts]
+            places = [kv.layer(layer) for layer in range(len(layers))]
+            weights.bound.clear()
+            weights.bound[key] = (
+                LayerStack(layers, places, self.config.windows) if LayerStack.serves(layers) else None
+            )
+        found: LayerStack | None = weights.bound[key]
+        return found
 
     def logits(self, hidden: Tensor, weights: Weights) -> Tensor:
         """hidden [R, hidden] -> [R, vocab]."""

@@ -68,6 +68,7 @@ class ResidentWeights:
 
     def __init__(self, parts: Mapping[str, PartWeights]) -> None:
         self.parts = dict(parts)
+        self.bound: dict[Any, Any] = {}  # what was made of where they lie; forgotten when they move
         self._contexts: dict[str, AbstractContextManager[PartWeights]] = {
             name: nullcontext(weights) for name, weights in parts.items()
         }
@@ -80,6 +81,7 @@ class ResidentWeights:
 
         On the host they lie in pinned memory where there is a device to come back from, so that the way back is short.
         """
+        self.bound.clear()
         for name, weights in self.parts.items():
             part = {key: _moved(weight, device) for key, weight in weights.items()}
             self.parts[name] = part

@@ -55,6 +55,8 @@ _PARAMETERS = {
         *(c_float, c_int64, c_void_p, c_void_p, c_int64, c_void_p, *[c_int64] * 7, c_void_p),
     ),
     "mlp_block": (*[c_void_p] * 3, c_float, *[c_void_p, c_int64, c_void_p] * 2, *[c_int64] * 3, c_void_p),
+    "dense_layers": (c_void_p, c_int64, *[c_void_p] * 3, c_float, *[c_void_p] * 2, c_int64, c_float, *[c_int64] * 8,
+                     c_void_p),
     "encode_block": (*[c_void_p] * 2, *[c_int64] * 5),
     "decode_block": (*[c_void_p] * 2, *[c_int64] * 5),
     "cuda_copy": (*[c_void_p] * 6, c_int64, *[c_void_p] * 2, c_int64),

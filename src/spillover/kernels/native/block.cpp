@@ -75,4 +75,46 @@ void mlp_block(float* x, float* residual, const float* norm, float eps, const vo
     silu_and_mul(both, active, T, inner);
     product(active, down, down_bits, down_bias, x, T, hidden, inner);
 }
+
+// All pointers of a layer; those that may be null are so above.
+struct Layer {
+    const float* input_norm;
+    const void* qkv;
+    int64_t qkv_bits;
+    const float *qkv_bias, *q_norm, *k_norm, *sinks;
+    const void* o;
+    int64_t o_bits;
+    const float* o_bias;
+    const float* mlp_norm;
+    const void* gate_up;
+    int64_t gate_up_bits;
+    const float* gate_up_bias;
+    const void* down;
+    int64_t down_bits;
+    const float* down_bias;
+    void* kv;
+    int64_t group, window;
+};
+
+// Where the rows of a step and the blocks of their requests are, for the layers of a group.
+struct Batch {
+    const int64_t* positions;
+    const int32_t *rows, *query_start, *seq_lens, *table;
+    int64_t table_stride, B;
+};
+
+// Layer after layer. scratch: as much as the larger of a layer's halves takes.
+void dense_layers(const Layer* layers, int64_t count, const Batch* batches, float* x, float* residual, float eps,
+                  const float* cos, const float* sin, int64_t block_stride, float scale, int64_t T, int64_t hidden,
+                  int64_t inner, int64_t H, int64_t Hk, int64_t D, int64_t bs, int64_t kind, float* scratch) {
+    for (const Layer* l = layers; l < layers + count; l++) {
+        const Batch& b = batches[l->group];
+        attention_block(x, residual, l->input_norm, eps, l->qkv, l->qkv_bits, l->qkv_bias, l->q_norm, l->k_norm, cos,
+                        sin, l->kv, block_stride, b.positions, b.rows, b.query_start, b.seq_lens, b.table,
+                        b.table_stride, b.B, scale, l->window, l->sinks, l->o, l->o_bits, l->o_bias, T, hidden, H, Hk,
+                        D, bs, kind, scratch);
+        mlp_block(x, residual, l->mlp_norm, eps, l->gate_up, l->gate_up_bits, l->gate_up_bias, l->down, l->down_bits,
+                  l->down_bias, T, hidden, inner, scratch);
+    }
+}
 }
