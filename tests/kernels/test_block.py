@@ -17,8 +17,8 @@ from spillover.kernels.block import (
     mlp_block,
     mlp_block_reference,
 )
-from spillover.kernels.coded import BLOCK as CODE_BLOCK
 from spillover.kernels.coded import CodedWeight, Codes, pack_codes
+from spillover.kernels.extents import CODE_BLOCK
 from spillover.kernels.kv_quant import encode_blocks
 from spillover.kernels.linear import Weight, pack
 

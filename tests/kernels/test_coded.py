@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spillover.kernels import native
-from spillover.kernels.coded import BLOCK, CodedWeight, Codes, pack_codes, unpack_codes
+from spillover.kernels.coded import CodedWeight, Codes, pack_codes, unpack_codes
+from spillover.kernels.extents import CODE_BLOCK
 from spillover.kernels.linear import embedding, embedding_reference, linear
 from spillover.models.gguf_codes import code_bits, codes_of
 
@@ -26,9 +27,10 @@ needs_codes = pytest.mark.skipif(not native.multiplies_codes(), reason="this CPU
 def stored(kind: Kind, rows: int, columns: int, seed: int = 0) -> np.ndarray:
     """As a file has it: any codes, scales and offsets of either sign."""
     random = np.random.default_rng(seed)
-    blocks = columns // BLOCK
+    blocks = columns // CODE_BLOCK
     head = random.standard_normal((rows, blocks, 2 if kind is Kind.Q4_1 else 1)).astype(np.float16)
-    codes = random.integers(0, 256, (rows, blocks, BLOCK if kind is Kind.Q8_0 else BLOCK // 2), dtype=np.uint8)
+    size = CODE_BLOCK if kind is Kind.Q8_0 else CODE_BLOCK // 2
+    codes = random.integers(0, 256, (rows, blocks, size), dtype=np.uint8)
     return np.concatenate((head.view(np.uint8).reshape(rows, blocks, -1), codes), -1).reshape(rows, -1)
 
 
@@ -40,9 +42,10 @@ def room(x: Tensor, weight: Tensor) -> Tensor:
     """What roundings may move y by: a few of float32's, of a block's largest x times its largest weight, for each block
     of 32 columns that is added up."""
     rows, columns = x.shape
-    blocks = columns // BLOCK
-    largest = x.abs().view(rows, blocks, BLOCK).amax(-1).double() * BLOCK
-    heaviest = weight.abs().view(-1, blocks, BLOCK).amax(-1).double() * 4  # codes less their centre, beside an offset
+    blocks = columns // CODE_BLOCK
+    largest = x.abs().view(rows, blocks, CODE_BLOCK).amax(-1).double() * CODE_BLOCK
+    # Codes less their centre, beside an offset.
+    heaviest = weight.abs().view(-1, blocks, CODE_BLOCK).amax(-1).double() * 4
     return (largest @ heaviest.T) * 2.0**-23 * (blocks + 4)
 
 
@@ -70,10 +73,10 @@ def test_weights_below_each_other_are_one(kind: Kind) -> None:
 def test_a_coded_product_is_as_near_as_float32(kind: Kind, rows: int, n: int, blocks: int, bias: bool, spread: int,
                                                seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    weight = coded(kind, n, blocks * BLOCK, seed)
+    weight = coded(kind, n, blocks * CODE_BLOCK, seed)
     # Columns of very different sizes, as activations have them.
-    sizes = torch.exp2(torch.randint(-spread, spread + 1, (blocks * BLOCK,), generator=generator))
-    x = torch.randn(rows, blocks * BLOCK, generator=generator) * sizes
+    sizes = torch.exp2(torch.randint(-spread, spread + 1, (blocks * CODE_BLOCK,), generator=generator))
+    x = torch.randn(rows, blocks * CODE_BLOCK, generator=generator) * sizes
     offset = torch.randn(n, generator=generator) if bias else None
     exact = x.double() @ unpack_codes(weight).double().T
     found = linear(x, weight, offset)

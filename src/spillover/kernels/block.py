@@ -17,7 +17,8 @@ from torch import Tensor
 from spillover.kernels import native
 from spillover.kernels.activation import silu_and_mul
 from spillover.kernels.attention import POOL_KINDS, AttentionBatch, attention, native_block_stride, store_kv
-from spillover.kernels.linear import PanelWeight, linear
+from spillover.kernels.coded import PanelWeight
+from spillover.kernels.linear import linear
 from spillover.kernels.norm import add_rms_norm, rms_norm
 from spillover.kernels.rope import rope
 

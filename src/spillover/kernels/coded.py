@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from spillover.kernels.arena import Arena
+from spillover.kernels.extents import CODE_BLOCK, CODE_BYTES, CODE_PANEL
 
-BLOCK = 32  # columns that share a scale and an offset
-PANEL = 32  # channels that lie together
-HALF = PANEL // 2
-BLOCK_BYTES = {4: 640, 8: 1088}  # of a panel, by bits of a code
+HALF = CODE_PANEL // 2
 VECTORS = {4: 4, 8: 8}  # of the codes of half a panel's channels
-_ROWS = 128 * PANEL  # packed at a time
+_ROWS = 128 * CODE_PANEL  # packed at a time
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class Codes:
     """A [N, K] weight as its file has it: w = scale * code + offset."""
 
     values: Tensor  # [N, K] uint8 of 4 bits, or int8
-    scales: Tensor  # [N, K / BLOCK] float16
+    scales: Tensor  # [N, K / CODE_BLOCK] float16
     offsets: Tensor | None  # the same; None with int8, where there are none
 
     @property
@@ -31,19 +30,20 @@ class Codes:
 
 
 @dataclass(frozen=True)
-class CodedWeight:
-    """A [N, K] weight in codes, as panels of channels."""
+class PanelWeight(ABC):
+    """A [N, K] weight for the native kernels, as panels of channels; the channels past N are zero."""
 
-    panels: Tensor  # [ceil(N / PANEL), K / BLOCK, BLOCK_BYTES] uint8; the channels past N are zero
+    panels: Tensor
     out_features: int
 
     @property
+    @abstractmethod
     def bits(self) -> int:
-        return next(bits for bits, size in BLOCK_BYTES.items() if size == self.panels.shape[2])
+        """Of its codes; 0: it is in numbers."""
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.out_features, self.panels.shape[1] * BLOCK
+    @abstractmethod
+    def shape(self) -> tuple[int, int]: ...
 
     @property
     def nbytes(self) -> int:
@@ -52,6 +52,18 @@ class CodedWeight:
     @property
     def device(self) -> torch.device:
         return self.panels.device
+
+
+class CodedWeight(PanelWeight):
+    """In codes: panels [ceil(N / CODE_PANEL), K / CODE_BLOCK, CODE_BYTES] uint8."""
+
+    @property
+    def bits(self) -> int:
+        return next(bits for bits, size in CODE_BYTES.items() if size == self.panels.shape[2])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.out_features, self.panels.shape[1] * CODE_BLOCK
 
     @property
     def dtype(self) -> torch.dtype:
@@ -62,7 +74,7 @@ class CodedWeight:
 def pack_codes(parts: list[Codes], arena: Arena | None = None) -> CodedWeight:
     """Weights of one form below each other. `arena` is where panels that stay are to lie."""
     rows, columns = sum(part.values.shape[0] for part in parts), parts[0].values.shape[1]
-    shape = (-(-rows // PANEL), columns // BLOCK, BLOCK_BYTES[parts[0].bits])
+    shape = (-(-rows // CODE_PANEL), columns // CODE_BLOCK, CODE_BYTES[parts[0].bits])
     panels = (torch.empty(shape, dtype=torch.uint8) if arena is None
               else arena.empty(shape[0] * shape[1] * shape[2] // 4).view(torch.uint8).view(shape))
     whole = parts[0] if len(parts) == 1 else Codes(
@@ -72,7 +84,7 @@ def pack_codes(parts: list[Codes], arena: Arena | None = None) -> CodedWeight:
         taken = slice(start, min(rows, start + _ROWS))
         offsets = None if whole.offsets is None else whole.offsets[taken]
         packed = _packed(Codes(whole.values[taken], whole.scales[taken], offsets))
-        panels[start // PANEL : start // PANEL + packed.shape[0]] = packed
+        panels[start // CODE_PANEL : start // CODE_PANEL + packed.shape[0]] = packed
     return CodedWeight(panels, rows)
 
 
@@ -80,46 +92,46 @@ def unpack_codes(w: CodedWeight) -> Tensor:
     """The [N, K] weight in float32."""
     count, blocks, _ = w.panels.shape
     bits = w.bits
-    code_bytes = BLOCK * PANEL * bits // 8
-    numbers = (BLOCK_BYTES[bits] - code_bytes) // (2 * PANEL)  # of a channel: a scale, and an offset if it has one
-    scales, *offsets, codes = w.panels.split_with_sizes([2 * PANEL] * numbers + [code_bytes], dim=-1)
+    code_bytes = CODE_BLOCK * CODE_PANEL * bits // 8
+    numbers = (CODE_BYTES[bits] - code_bytes) // (2 * CODE_PANEL)  # of a channel: a scale, and an offset if it has one
+    scales, *offsets, codes = w.panels.split_with_sizes([2 * CODE_PANEL] * numbers + [code_bytes], dim=-1)
 
     def channels(part: Tensor) -> Tensor:
         """float16 [panels, blocks, 32] -> float32 [channels, blocks, 1]."""
-        return part.contiguous().view(torch.float16).transpose(1, 2).reshape(count * PANEL, blocks, 1).float()
+        return part.contiguous().view(torch.float16).transpose(1, 2).reshape(count * CODE_PANEL, blocks, 1).float()
 
     words = codes.reshape(count, blocks, 2, VECTORS[bits], HALF, 2, 2)  # half, vector, channel, parity, byte
     words = torch.stack((words & 15, words >> 4), -1).flatten(-2) if bits == 4 else words.view(torch.int8)
     # column = vector, place in the word, parity
-    values = words.permute(0, 2, 4, 1, 3, 6, 5).reshape(count * PANEL, blocks, BLOCK).float()
+    values = words.permute(0, 2, 4, 1, 3, 6, 5).reshape(count * CODE_PANEL, blocks, CODE_BLOCK).float()
     weight: Tensor = channels(scales) * values
     if offsets:
         weight += channels(offsets[0])
-    return weight.reshape(count * PANEL, blocks * BLOCK)[: w.out_features]
+    return weight.reshape(count * CODE_PANEL, blocks * CODE_BLOCK)[: w.out_features]
 
 
 def embedded_codes(ids: Tensor, w: CodedWeight) -> Tensor:
     """ids [T] -> [T, K], by looking into their panels alone."""
-    unique, where = torch.unique(ids // PANEL, return_inverse=True)
-    some = CodedWeight(w.panels[unique], unique.shape[0] * PANEL)
-    return unpack_codes(some)[where * PANEL + ids % PANEL]
+    unique, where = torch.unique(ids // CODE_PANEL, return_inverse=True)
+    some = CodedWeight(w.panels[unique], unique.shape[0] * CODE_PANEL)
+    return unpack_codes(some)[where * CODE_PANEL + ids % CODE_PANEL]
 
 
 def _packed(codes: Codes) -> Tensor:
     """[panels, blocks, bytes]; rows past the last are zero."""
     rows, columns = codes.values.shape
-    count, blocks = -(-rows // PANEL), columns // BLOCK
+    count, blocks = -(-rows // CODE_PANEL), columns // CODE_BLOCK
 
     def filled(part: Tensor) -> Tensor:
-        if rows == count * PANEL:
+        if rows == count * CODE_PANEL:
             return part
-        whole = torch.zeros(count * PANEL, part.shape[1], dtype=part.dtype)
+        whole = torch.zeros(count * CODE_PANEL, part.shape[1], dtype=part.dtype)
         whole[:rows] = part
         return whole
 
     def channels(part: Tensor) -> Tensor:
-        ordered = filled(part).view(count, PANEL, blocks).transpose(1, 2).contiguous()
-        return ordered.view(torch.uint8).view(count, blocks, 2 * PANEL)
+        ordered = filled(part).view(count, CODE_PANEL, blocks).transpose(1, 2).contiguous()
+        return ordered.view(torch.uint8).view(count, blocks, 2 * CODE_PANEL)
 
     bits = codes.bits
     places = 16 // bits  # of a word

@@ -1,4 +1,4 @@
-"""How attention's work is cut on the host. Plain arithmetic: the planner counts with it."""
+"""How attention's work and weights in codes are cut on the host. Plain arithmetic: the planner counts with it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ MOST_SCORES = 1 << 23  # of a cold prefix, that the reference makes at a time
 # Positions of a segment. On a CPU it stays in the cache between its copy and its use; a CUDA device wants large copies.
 SEGMENT_POSITIONS = {"cpu": 1024, "cuda": 4096}
 SEGMENTS = 2  # one is attended while the next is copied
+CODE_BLOCK = 32  # columns of a weight in codes that share a scale and an offset
+CODE_PANEL = 32  # channels of such a weight that lie together
+CODE_BYTES = {4: 640, 8: 1088}  # of a block of a panel, by bits of a code
 
 
 def split_blocks(block_size: int) -> int:

@@ -10,32 +10,19 @@ from torch import Tensor
 
 from spillover.kernels import native
 from spillover.kernels.arena import Arena
-from spillover.kernels.coded import CodedWeight, embedded_codes, unpack_codes
+from spillover.kernels.coded import CodedWeight, PanelWeight, embedded_codes, unpack_codes
 
 
-@dataclass(frozen=True)
-class PackedWeight:
-    """A [N, K] weight as panels of P output channels, so that one vector load serves P channels at one k."""
-
-    panels: Tensor  # [ceil(N / P), K, P]; the channels past N are zero
-    out_features: int
+class PackedWeight(PanelWeight):
+    """In numbers: panels [ceil(N / P), K, P], so that one vector load serves P channels at one k."""
 
     @property
     def bits(self) -> int:
-        """Of its codes: it has none."""
         return 0
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.out_features, self.panels.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        return self.panels.nbytes
-
-    @property
-    def device(self) -> torch.device:
-        return self.panels.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -65,7 +52,6 @@ class FixedWeight:
         return self.data.dtype
 
 
-PanelWeight = PackedWeight | CodedWeight  # for the native kernels
 Weight = Tensor | PackedWeight | CodedWeight | FixedWeight
 
 

@@ -7,7 +7,8 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from torch import Tensor
 
-from spillover.kernels.coded import BLOCK, Codes
+from spillover.kernels.coded import Codes
+from spillover.kernels.extents import CODE_BLOCK
 
 _BITS = {GGMLQuantizationType.Q4_0: 4, GGMLQuantizationType.Q4_1: 4, GGMLQuantizationType.Q8_0: 8}
 
@@ -21,7 +22,7 @@ def codes_of(raw: np.ndarray[tuple[int, int], np.dtype[np.uint8]], kind: GGMLQua
     """`raw`: [rows, bytes], blocks of a scale, an offset in Q4_1 alone, and the codes."""
     rows, bits = raw.shape[0], _BITS[kind]
     head = 2 * (1 + (kind is GGMLQuantizationType.Q4_1))
-    blocks = torch.from_numpy(raw).view(rows, -1, head + BLOCK * bits // 8)
+    blocks = torch.from_numpy(raw).view(rows, -1, head + CODE_BLOCK * bits // 8)
     scales, stored = _number(blocks, 0), blocks[..., head:]
     if bits == 8:
         return Codes(stored.reshape(rows, -1).view(torch.int8), scales, None)

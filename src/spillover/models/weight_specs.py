@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from spillover.kernels.extents import CODE_BLOCK, CODE_BYTES, CODE_PANEL
+
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # of what an engine computes in
 _STORED = ITEMSIZE | {"float8_e4m3fn": 1, "uint8": 1}
-CODED = {4: 20, 8: 34}  # bytes that CODE_BLOCK weights take as codes of so many bits, scales and offsets among them
-CODE_BLOCK = 32  # as kernels.coded packs them
 ALIGNMENT = 256  # of every tensor in a record (see records), and of records beside each other
 
 
@@ -39,7 +39,7 @@ class WeightSpec:
     def nbytes(self, itemsize: int) -> int:
         """Bytes it takes where the engine's numbers have `itemsize` bytes."""
         if self.code_bits:
-            return math.prod(self.shape) // CODE_BLOCK * CODED[self.code_bits]
+            return math.prod(self.shape) * CODE_BYTES[self.code_bits] // (CODE_BLOCK * CODE_PANEL)
         return math.prod(self.shape) * (itemsize if self.dtype is None else _STORED[self.dtype])
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from spillover.kernels.coded import CodedWeight
+from spillover.kernels.coded import PanelWeight
 from spillover.kernels.linear import FixedWeight, PackedWeight
 from spillover.models.weight_specs import WeightSpec
 
@@ -119,7 +119,7 @@ def in_fixed_order(part: PartWeights, specs: Iterable[WeightSpec]) -> dict[str, 
 
 
 def _moved(weight: Any, device: torch.device) -> Any:
-    if isinstance(weight, PackedWeight | CodedWeight | PackedExperts):
+    if isinstance(weight, PanelWeight | PackedExperts):
         return replace(weight, panels=_moved(weight.panels, device))
     if isinstance(weight, FixedWeight):
         return replace(weight, data=_moved(weight.data, device))

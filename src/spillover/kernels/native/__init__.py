@@ -37,7 +37,7 @@ _PARAMETERS = {
     "panel_width": (),
     "linear": (*[c_void_p] * 4, *[c_int64] * 3),
     "embedding": (*[c_void_p] * 3, *[c_int64] * 2),
-    "coded_panel_width": (),
+    "multiplies_codes": (),
     "coded_linear": (*[c_void_p] * 4, *[c_int64] * 4),
     "coded_embedding": (*[c_void_p] * 3, *[c_int64] * 3),
     "rms_norm": (*[c_void_p] * 3, *[c_int64] * 4, c_float),
@@ -70,7 +70,7 @@ _PARAMETERS = {
     "stage_decoded": (c_void_p, *[c_int64] * 2, c_void_p, *[c_int64] * 4),
 }
 # Those that return a number.
-_COUNTS = ("panel_width", "coded_panel_width", "attention_total_floats", "cuda_copy", "host_experts_new",
+_COUNTS = ("panel_width", "multiplies_codes", "attention_total_floats", "cuda_copy", "host_experts_new",
            "host_experts_run")
 
 
@@ -99,7 +99,7 @@ def traced(record: Callable[[str], AbstractContextManager[object]]) -> Iterator[
 def multiplies_codes() -> bool:
     """Whether these kernels multiply with weights in the codes that a file has: see kernels.coded."""
     loaded = _load().library
-    return loaded is not None and loaded.coded_panel_width() > 0
+    return loaded is not None and loaded.multiplies_codes() > 0
 
 
 def describe() -> str:

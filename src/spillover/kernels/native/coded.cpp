@@ -455,7 +455,7 @@ void look_up(const int64_t* ids, const uint8_t* panels, float* y, int64_t T, int
 
 }  // namespace
 
-extern "C" int64_t coded_panel_width() { return kPanel; }
+extern "C" int64_t multiplies_codes() { return 1; }
 
 extern "C" void coded_linear(const float* x, const uint8_t* panels, const float* bias, float* y, int64_t M, int64_t N,
                              int64_t K, int64_t bits) {
@@ -470,7 +470,7 @@ extern "C" void coded_embedding(const int64_t* ids, const uint8_t* panels, float
 #else
 
 // Cores without the instructions: weights are widened to float32 when they are loaded.
-extern "C" int64_t coded_panel_width() { return 0; }
+extern "C" int64_t multiplies_codes() { return 0; }
 extern "C" void coded_linear(const float*, const uint8_t*, const float*, float*, int64_t, int64_t, int64_t, int64_t) {}
 extern "C" void coded_embedding(const int64_t*, const uint8_t*, float*, int64_t, int64_t, int64_t) {}
 
