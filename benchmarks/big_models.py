@@ -16,11 +16,13 @@ import contextlib
 import gc
 import io
 import random
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import click
 import torch
@@ -28,6 +30,9 @@ from gpu_workload import MODELS, Figure, opened, write
 from mixture_workload import PREFILL, decode_rate, prefill_rate
 
 from spillover import LLM
+from spillover.engine.batch import StepResult
+from spillover.engine.cuda_runner import CudaStep
+from spillover.engine.request import Request
 from spillover.engine.weights.cuda_experts import CudaExperts
 from spillover.engine.weights.home import Home
 from spillover.engine.weights.placed import PlacedWeights
@@ -89,7 +94,8 @@ def figure(llm: LLM, asked: Asked, common: dict[str, Any], phase: str, routing: 
     weights = llm.engine.runner.weights  # type: ignore[attr-defined]
     placed = isinstance(weights, PlacedWeights)
     earlier = weights.traffic() if placed else None
-    rates = [rate() for _ in range(asked.repeats)]
+    with host_time(llm) as host:
+        rates = [rate() for _ in range(asked.repeats)]
     torch.cuda.synchronize()
     traffic = weights.traffic().since(earlier) if placed and earlier is not None else None
     predicted = llm.plan.placement.predicted if llm.plan.placement else None
@@ -105,14 +111,39 @@ def figure(llm: LLM, asked: Asked, common: dict[str, Any], phase: str, routing: 
                "hit_rate": traffic.hit_rate if traffic else None,
                "hosted": traffic.expert_hosted / tokens if traffic else 0,
                "bytes_moved_per_token": traffic.bytes_moved / tokens if traffic else 0,
-               "predicted": limit, "predicted_routing": "uniform"}
+               "predicted": limit, "predicted_routing": "uniform", "host_ms_per_step": statistics.median(host),
+               "host_ms_p90": statistics.quantiles(host, n=10)[-1]}
     name = f"{phase}, {asked.strategy}, {routing}, {asked.budget / 1e9:.1f} GB"
     made = Figure(name, "tok/s", rates, limit or max(rates), details=details)
     hits = details["hit_rate"]
     print(f"{name}: {made.value:.1f} tok/s, {made.percent_of_limit:.0f}% of {roof}, hits "
-          f"{'-' if hits is None else f'{hits:.1%}'}, {details['bytes_moved_per_token'] / 1e6:.0f} MB a token, peak "
-          f"{peak / 1e9:.2f} GB", flush=True)
+          f"{'-' if hits is None else f'{hits:.1%}'}, {details['bytes_moved_per_token'] / 1e6:.0f} MB a token, host "
+          f"{details['host_ms_per_step']:.2f} ms a step, peak {peak / 1e9:.2f} GB", flush=True)
     return made
+
+
+@contextlib.contextmanager
+def host_time(llm: LLM) -> Iterator[list[float]]:
+    """Milliseconds of the host's own work in each step: the step's, less what it waits for the device."""
+    found: list[float] = []
+    waited, result, step = 0.0, CudaStep.result, llm.engine.step
+
+    def waiting(launched: CudaStep) -> StepResult:
+        nonlocal waited
+        start = time.perf_counter()
+        if launched._ended is not None:
+            launched._ended.synchronize()
+        waited += time.perf_counter() - start
+        return result(launched)
+
+    def timed() -> list[Request]:
+        start, before = time.perf_counter(), waited
+        changed = step()
+        found.append(1e3 * (time.perf_counter() - start - (waited - before)))
+        return changed
+
+    with mock.patch.object(CudaStep, "result", waiting), mock.patch.object(llm.engine, "step", timed):
+        yield found
 
 
 def replay(experts: CudaExperts, asked: Asked, llm: LLM, routing: str) -> None:

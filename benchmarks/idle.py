@@ -1,11 +1,13 @@
-"""How long the GPU does nothing in a decode step, and what --deterministic costs: 128 requests.
+"""How long the GPU does nothing in a decode step, and what --deterministic costs.
 
     python benchmarks/idle.py --model qwen3-8b
+    python benchmarks/idle.py --requests 256 --input-len 562 --output-len 128 --name idle-w1-qwen3-0.6b
 """
 
 from __future__ import annotations
 
 import random
+from dataclasses import asdict, dataclass
 
 import click
 import numpy as np
@@ -15,23 +17,28 @@ from torch.profiler import ProfilerActivity, profile
 
 from spillover import LLM
 
-REQUESTS, INPUT_LEN, OUTPUT_LEN = 128, 512, 64
+
+@dataclass(frozen=True)
+class Load:
+    requests: int
+    input_len: int
+    output_len: int
 
 
-def generate(llm: LLM, seed: int) -> float:
+def generate(llm: LLM, load: Load, seed: int) -> float:
     """Seconds of a decode step."""
     rng = random.Random(seed)
-    prompts = [[rng.randint(0, 10000) for _ in range(INPUT_LEN)] for _ in range(REQUESTS)]
-    outputs = run(llm, prompts, [OUTPUT_LEN] * REQUESTS, 0.6)
+    prompts = [[rng.randint(0, 10000) for _ in range(load.input_len)] for _ in range(load.requests)]
+    outputs = run(llm, prompts, [load.output_len] * load.requests, 0.6)
     timings = [output.timings for output in outputs if output.timings is not None]
     first = max(each.first_token for each in timings)
-    return (max(each.finished for each in timings) - first) / (OUTPUT_LEN - 1)
+    return (max(each.finished for each in timings) - first) / (load.output_len - 1)
 
 
-def idle_shares(llm: LLM) -> list[float]:
+def idle_shares(llm: LLM, load: Load, seed: int) -> list[float]:
     """Of each step that only decodes: from the end of the last step's draw to the end of its own."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        generate(llm, 1)
+        generate(llm, load, seed)
         torch.cuda.synchronize()
     events = sorted((event.time_range.start, event.time_range.end, event.name) for event in profiler.events()
                     if event.device_type == torch.autograd.DeviceType.CUDA)
@@ -48,29 +55,36 @@ def idle_shares(llm: LLM) -> list[float]:
     return shares
 
 
-def step_times(model: str, deterministic: bool, repeats: int) -> tuple[list[float], list[float]]:
-    with opened(model, max_num_seqs=REQUESTS, max_model_len=1024, enable_prefix_caching=False,
-                deterministic=deterministic) as llm:
-        generate(llm, 0)
-        times = [generate(llm, seed) for seed in range(1, repeats + 1)]
-        return times, [] if deterministic else idle_shares(llm)
+def step_times(model: str, load: Load, deterministic: bool, repeats: int) -> tuple[list[float], list[list[float]]]:
+    seeds = range(1, repeats + 1)
+    with opened(model, max_num_seqs=load.requests, max_model_len=load.input_len + load.output_len,
+                enable_prefix_caching=False, deterministic=deterministic) as llm:
+        generate(llm, load, 0)
+        times = [generate(llm, load, seed) for seed in seeds]
+        return times, [] if deterministic else [idle_shares(llm, load, seed) for seed in seeds]
 
 
 @click.command()
 @click.option("--model", default="qwen3-0.6b", show_default=True)
+@click.option("--requests", default=128, show_default=True)
+@click.option("--input-len", default=512, show_default=True)
+@click.option("--output-len", default=64, show_default=True)
+@click.option("--name", default=None, help="Of the result.  [default: idle-MODEL]")
 @options()
-def main(model: str, repeats: int, output: str | None) -> None:
-    limit = roofline(model).decode(REQUESTS, INPUT_LEN + OUTPUT_LEN // 2)
-    times, shares = step_times(model, False, repeats)
-    fixed, _ = step_times(model, True, repeats)
-    p90 = float(np.quantile(shares, 0.9))
-    print(f"idle: median {np.median(shares):.2%}, p90 {p90:.2%} of {len(shares)} decode steps", flush=True)
-    write(f"idle-{model}", [
-        Figure("p90 of GPU idle in a decode step", "%", [100 * p90], 3.0, True,
-               {"median": 100 * float(np.median(shares)), "steps": len(shares)}),
+def main(model: str, requests: int, input_len: int, output_len: int, name: str | None, repeats: int,
+         output: str | None) -> None:
+    load = Load(requests, input_len, output_len)
+    limit = roofline(model).decode(requests, input_len + output_len // 2)
+    times, shares = step_times(model, load, False, repeats)
+    fixed, _ = step_times(model, load, True, repeats)
+    p90 = [100 * float(np.quantile(each, 0.9)) for each in shares]
+    medians = [100 * float(np.median(each)) for each in shares]
+    write(name or f"idle-{model}", [
+        Figure("p90 of GPU idle in a decode step", "%", p90, 3.0, True,
+               {"medians": medians, "steps": [len(each) for each in shares]}),
         Figure("decode step", "ms", [1e3 * each for each in times], 1e3 * limit.seconds, True),
         Figure("decode step, --deterministic", "ms", [1e3 * each for each in fixed], 1e3 * limit.seconds, True),
-    ], output)
+    ], output, **asdict(load))
 
 
 if __name__ == "__main__":

@@ -143,6 +143,22 @@ def test_slots_can_be_lent_and_given_back(name: str) -> None:
     model.check(steps=8, seed=7)
 
 
+def test_loans_come_and_go_between_steps() -> None:
+    """Steps that stream know of them without asking the device, and those that page change what it has in between."""
+    model, rng = Model("qwen3-moe", [12, 12], 4), random.Random(10)
+    lent: list[tuple[int, int]] = []
+    for turn in range(16):
+        layer = rng.randrange(2)
+        slot = model.experts.lend(layer) if rng.random() < 0.6 else None
+        if slot is not None:
+            model.experts.arena.slots[slot].fill_(255)  # an expert that is still looked for there is not a number
+            lent.append((layer, slot))
+        elif lent:
+            model.experts.give_back(*lent.pop(rng.randrange(len(lent))))
+        model.check(steps=rng.randint(1, 3), seed=100 + turn)
+    assert lent
+
+
 def test_link_and_host_share_what_is_missing() -> None:
     assert [best_split(missing, 260e-6, 180e-6) for missing in range(5)] == [0, 0, 1, 2, 2]
     assert best_split(4, 100e-6, 10.0) == 0

@@ -257,9 +257,9 @@ class Strategies:
 
     @property
     def _transit(self) -> int:
-        """Slots for two groups of experts, as many as pay."""
+        """Slots for three groups of experts, as many as pay."""
         group = -(-GROUP_BYTES // max(1, self.units.record_bytes))
-        return max(LEAST_TRANSIT, min(2 * group, self.units.num_experts))
+        return max(LEAST_TRANSIT, min(3 * group, self.units.num_experts))
 
     @property
     def _tables(self) -> int:

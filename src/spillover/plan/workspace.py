@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spillover.kernels.extents import MOST_SCORES, SEGMENTS, segment_blocks
+from spillover.kernels.extents import MOST_SCORES, SEGMENTS, segment_blocks, widens
 from spillover.kernels.triton.pieces import most_items, scratch_bytes
 from spillover.models.config import ModelConfig
 from spillover.models.groups import layer_groups
@@ -48,7 +48,7 @@ def workspace(
     largest step with part of a prompt that a graph is recorded of."""
     kernels = BLAS_BYTES[device] + (0 if native else SCORES_BYTES)
     if device == "cuda":
-        kernels += _cuda_bytes(config, dtype, recorded, rows, positions)
+        kernels += _cuda_bytes(config, dtype, recorded, rows, positions) + _wide_bytes(config, dtype, tokens)
     if config.expert_format != "dense" and device == "cpu":  # one expert at a time is widened, and packed beside that
         kernels += 2 * 2 * config.expert_intermediate_size * config.hidden_size * ITEMSIZE[dtype]
     vocab = config.vocab_size
@@ -87,6 +87,13 @@ def _cuda_bytes(config: ModelConfig, dtype: str, recorded: int, rows: int, posit
     graphs = max(rows, recorded) * _row_bytes(config, dtype, False)
     graphs += rows * (config.hidden_size * ITEMSIZE[dtype] + config.vocab_size * (ITEMSIZE[dtype] + 1))
     return scratch + tables + graphs
+
+
+def _wide_bytes(config: ModelConfig, dtype: str, tokens: int) -> int:
+    """A layer's experts, where steps of so many tokens widen them."""
+    expert = 3 * config.expert_intermediate_size * config.hidden_size * ITEMSIZE[dtype]
+    experts, k = config.num_experts, config.experts_per_token
+    return experts * expert if widens(config.expert_format, experts, k, expert, tokens) else 0
 
 
 def _row_bytes(config: ModelConfig, dtype: str, native: bool) -> int:

@@ -13,6 +13,7 @@ import torch
 from test_triton_moe import DEVICE, assert_near, case
 from torch import Tensor
 
+from spillover.kernels import extents
 from spillover.kernels import mail as places
 from spillover.kernels.mail import Mail
 from spillover.kernels.moe import Experts
@@ -227,7 +228,16 @@ def table_log(there: Paged, step: int) -> list[int]:
 @pytest.mark.parametrize(("tokens", "few_tokens"), [(3, 8), (3, 0), (20, 8)])
 def test_passes_over_any_partition_are_one_mixture(shape: tuple[Any, ...], tokens: int, few_tokens: int) -> None:
     there = Paged(shape, tokens)
-    kwargs = {"few_tokens": few_tokens, "tiles": there.few if tokens <= few_tokens else there.tiles}
+    passed(there, tokens, few_tokens=few_tokens, tiles=there.few if tokens <= few_tokens else there.tiles)
+
+
+def test_passes_that_widen_are_one_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extents, "WIDE_TOKENS", 20)
+    monkeypatch.setattr(extents, "WIDE_ROWS", 4)
+    passed(Paged(SHAPES[1], 20), 20)
+
+
+def passed(there: Paged, tokens: int, **kwargs: Any) -> None:
     expected = moe.mixture(there.x, there.scores, *there.whole, K, True, there.limit, **kwargs)
     form, inner = there.first.format, there.second.width
     passes = paged.PassedMixture(there.x, there.scores, K, True, form, inner, there.limit, **kwargs)

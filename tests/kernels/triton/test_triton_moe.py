@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from spillover.kernels import fp8, mxfp4
+from spillover.kernels import extents, fp8, mxfp4
 from spillover.kernels.moe import Experts, mixture_reference
 
 device = pytest.importorskip("spillover.kernels.triton.moe")
+widening = pytest.importorskip("spillover.kernels.triton.moe_widen")
 routing = pytest.importorskip("spillover.kernels.triton.moe_routing")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -81,6 +82,36 @@ def test_both_paths_match_the_reference(
     tiles = (Tile(rows, 64, depth, 4, 2), Tile(rows, 128, depth, 4, 2))
     found = device.mixture(x, scores, first, second, k, True, limit, few_tokens=few_tokens, tiles=tiles)
     assert_near(found, exact.to(dtype), 1e-5 if dtype is torch.float32 else 1.5e-2)
+
+
+@pytest.mark.parametrize(("hidden", "inner", "dtype"), [(160, 144, torch.bfloat16), (128, 128, torch.float32)])
+def test_widened_experts_are_those_of_the_reference(hidden: int, inner: int, dtype: torch.dtype) -> None:
+    x, _, first, second = case("fp8", 1, hidden, inner, 4, dtype, False)
+    room = widening.wide_room(4, hidden, inner, x)
+    for stack_, into, parts in zip((first, second), room, (2, 1), strict=True):
+        into.values.fill_(-7)
+        slots = torch.tensor([2, -1, 0, 3], dtype=torch.int32, device=DEVICE)
+        widening.widen(stack_, into, parts, slots)
+        for expert, slot in ((0, 2), (2, 0), (3, 3)):
+            assert torch.equal(into.values[expert], stack_.expert(slot, dtype, parts))
+        assert (into.values[1] == -7).all()
+        widening.widen(stack_, into, parts)
+        assert torch.equal(into.values[1], stack_.expert(1, dtype, parts))
+
+
+def test_a_large_step_widens_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, scores, first, second = case("fp8", 12, 160, 144, 4, torch.bfloat16, False)
+    exact = mixture_reference(x.float(), scores.float(), wide(first, 2), wide(second), 2, True).to(x.dtype)
+    narrow = device.mixture(x, scores, first, second, 2, True)
+    monkeypatch.setattr(extents, "WIDE_TOKENS", 12)
+    monkeypatch.setattr(extents, "WIDE_ROWS", 6)
+    found = device.mixture(x, scores, first, second, 2, True)
+    assert_near(found, exact, 1.5e-2)
+    assert not torch.equal(found, narrow)  # rounded otherwise: it is not the same path
+    fixed = device.mixture(x, scores, first, second, 2, True, fixed=True)
+    assert torch.equal(fixed[:3], device.mixture(x[:3], scores[:3], first, second, 2, True, fixed=True))
+    monkeypatch.setattr(extents, "WIDE_ROWS", 7)
+    assert torch.equal(device.mixture(x, scores, first, second, 2, True), narrow)
 
 
 @pytest.mark.parametrize("renormalize", [True, False])

@@ -33,7 +33,6 @@ from spillover.plan.planner import Plan
 log = logging.getLogger("spillover.engine")
 
 LOG_ROWS = 1024  # steps that the policy may be behind
-GROUP = 16  # experts that stream together, where transit has room for them
 LITTLE = 8  # experts of a group that is not worth being cut smaller
 
 
@@ -85,7 +84,7 @@ def _experts(placed: PlacedParts, layers: Sequence[int], quotas: Sequence[int], 
     table = PageTable.make(quotas, placed.num_experts, max(1, placement.paged_tokens) * k, LOG_ROWS, slots.device)
     fill_table(table, quotas)
     # Of three groups one is computed, one is there and one on its way; little room is better cut in two.
-    group = max(1, min(GROUP, placement.transit // (3 if placement.transit >= 3 * LITTLE else 2)))
+    group = max(1, placement.transit // (3 if placement.transit >= 3 * LITTLE else 2))
     runs = [placed.expert_runs[layer] for layer in layers]
     # Layers without a slot are the host's, whose sums are rounded otherwise: where that matters they stream past.
     paged_tokens = placement.paged_tokens if all(quotas) or not config.deterministic else 0

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -68,6 +69,7 @@ class CudaExperts:
         self._room: list[int] = []  # tokens that layers have slots for, of which some are lent
         self._storage_bytes = arena.slots.untyped_storage().nbytes()
         self._version = 0  # of the page table, which steps that page change, and loans
+        self._known: npt.NDArray[np.int32] | None = None  # the page table, while no step that pages has changed it
         self._stream: StreamPlan | None = None
         self._stream_of: tuple[int, float] | None = None  # version and host's share that it was made for
         self._epoch = 0  # streams so far
@@ -112,11 +114,14 @@ class CudaExperts:
             return
         if rows <= self.paged_tokens:
             self._version += 1
+            self._known = None
             return
         share = self.host_share(rows) if rows <= HOSTED_TOKENS else 0.0
         if self._stream is None or self._stream_of != (self._version, share):
-            self._stream = stream_plan(self.table.slot_of.cpu().numpy(), self.runs, share, self.transit.size,
-                                       self.transit.places, self._transit_at, self.arena.slots.device)
+            if self._known is None:  # waits for the device
+                self._known = self.table.slot_of.cpu().numpy().copy()
+            self._stream = stream_plan(self._known, self.runs, share, self.transit.size, self.transit.places,
+                                       self._transit_at, self.arena.slots.device)
             self._stream_of = (self._version, share)
             self._epoch += 1
         self._bytes += self._stream.bytes_moved
@@ -160,7 +165,7 @@ class CudaExperts:
         return WeightTraffic(moved, fetches, 0, hits, gathered, hosted + self._hosted_experts)
 
     def lend(self, layer: int) -> int | None:
-        """The table is changed on the device, in the order of steps."""
+        """The table is changed on the device, in the order of steps, and nothing waits for it."""
         if self.on_demand is not None:
             return self.on_demand.lend(layer)
         quota = self._first[layer + 1] - self._first[layer]
@@ -172,7 +177,9 @@ class CudaExperts:
         self._look_again()
         row = self.table.slot_of[layer]
         row.masked_fill_(row == slot, NONE)
-        self.table.owner[slot] = LENT
+        self.table.owner[slot : slot + 1].fill_(LENT)
+        if self._known is not None:
+            self._known[layer, self._known[layer] == slot] = NONE
         return slot
 
     def give_back(self, layer: int, slot: int) -> None:
@@ -182,7 +189,7 @@ class CudaExperts:
         self._version += 1
         self._lent[layer].remove(slot)
         self._look_again()
-        self.table.owner[slot] = NONE
+        self.table.owner[slot : slot + 1].fill_(NONE)
 
     def _look_again(self) -> None:
         quotas = np.diff(self._first).tolist()
@@ -195,6 +202,7 @@ class CudaExperts:
     def wake_up(self) -> None:
         self.arena.slots.untyped_storage().resize_(self._storage_bytes)
         self._version += 1
+        self._known = None
         self.table.slot_of.fill_(NONE)
         self.table.owner[self.table.owner >= 0] = NONE
         if self.on_demand is not None:

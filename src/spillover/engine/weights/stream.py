@@ -48,7 +48,13 @@ def stream_plan(slot_of: npt.NDArray[np.int32], runs: Sequence[Tensor], share: f
         first = first_slot + index % places * size
         rows[index, list(group.experts)] = np.arange(first, first + len(group.experts))
     return StreamPlan(
-        tuple(groups), tuple(groups_of), torch.from_numpy(rows).to(device),
-        torch.from_numpy(hosted).to(device) if hosted.any() else None, int(hosted.sum()),
+        tuple(groups), tuple(groups_of), _sent(rows, device), _sent(hosted, device) if hosted.any() else None,
+        int(hosted.sum()),
         sum(group.copies for group in groups), sum(len(group.experts) * group.runs.shape[1] for group in groups),
     )
+
+
+def _sent(array: npt.NDArray[np.int32], device: torch.device) -> Tensor:
+    """In the order of steps: a copy from memory that is not pinned would wait for those before it."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

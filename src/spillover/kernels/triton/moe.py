@@ -10,7 +10,7 @@ A row's result depends on the row alone within a path: its sums over k have one 
 router's order. Between the paths results differ in rounding: the first rounds share * h to the activation's type and
 adds the experts in float32, the second rounds h and each expert's output. Small tiles of unpacked weights go through
 mma.sync and the others through wgmma, whose sums may differ in their last bits; `fixed` keeps to tiles and to wgmma,
-where the size of a tile makes no difference.
+where the size of a tile makes no difference. Of the largest steps experts in FP8 are widened first, and rounded so.
 No shape depends on the routing and the host never waits, so a CUDA graph can hold all of it: grids are as large as the
 worst routing needs, and programs without work leave at once.
 """
@@ -24,6 +24,7 @@ import torch
 import triton
 from torch import Tensor
 
+from spillover.kernels.extents import widens
 from spillover.kernels.moe import Experts
 from spillover.kernels.triton.launch import early
 from spillover.kernels.triton.moe_experts import (
@@ -34,6 +35,7 @@ from spillover.kernels.triton.moe_experts import (
 )
 from spillover.kernels.triton.moe_product import FORMATS
 from spillover.kernels.triton.moe_routing import combine, route, sort_by_expert
+from spillover.kernels.triton.moe_widen import wide_room, widen
 
 FEW_TOKENS = 8
 ARRIVALS = 1 << 16  # token times tile of columns, at most
@@ -71,11 +73,22 @@ def mixture(
     tokens = x.shape[0]
     if tokens == 0:
         return torch.empty_like(x)
+    if tiles is None and wide(x, first.format, first.count, k, second.width, fixed):
+        room = wide_room(first.count, x.shape[1], second.width, x)
+        widen(first, room[0], 1 if limit is not None else 2)
+        widen(second, room[1], 1)
+        first, second = room
     ids, shares, x_ready = route(scores, x, k, renormalize, first.format)
     if tokens <= few_tokens and not fixed:
         return _few(x_ready, ids, shares, first, second, limit, x.dtype, tiles or few_tiles(first.format))
     chosen = tiles or many_tiles(first.format, tokens * k / first.count, fixed)
     return _many(x_ready, ids, shares, first, second, limit, x.dtype, chosen)
+
+
+def wide(x: Tensor, weight_format: str, experts: int, k: int, inner: int, fixed: bool) -> bool:
+    """Whether the experts are widened for these rows, to dense ones."""
+    expert_bytes = 3 * inner * x.shape[1] * x.element_size()
+    return not fixed and widens(weight_format, experts, k, expert_bytes, x.shape[0])
 
 
 def few_tiles(weight_format: str) -> tuple[Tile, Tile]:

@@ -20,8 +20,10 @@ from spillover.kernels.triton.moe import (
     pair_room,
     tile_products,
     tile_room,
+    wide,
 )
 from spillover.kernels.triton.moe_routing import combine, route, sort_by_expert
+from spillover.kernels.triton.moe_widen import wide_room, widen
 from spillover.kernels.triton.paging import assign, collect, gather, gather_and_post, post, resolve
 
 
@@ -65,6 +67,8 @@ class PassedMixture:
     """As kernels.paged_moe.Passes: routed and sorted at the start, rows of all passes in one place, summed at the end.
 
     The path and the tiles are those that `moe.mixture` takes for as many tokens, so that the result is the same bits.
+    Where that widens the experts, a pass does no more, and what it came for may leave at once: all products are at the
+    end.
     """
 
     def __init__(
@@ -79,6 +83,9 @@ class PassedMixture:
             return
         self._plain_x = x
         self._hosted: tuple[Resolution, Mail] | None = None
+        self._wide: tuple[Experts, Experts] | None = None
+        if tiles is None and wide(x, weight_format, experts, k, inner, fixed):
+            self._wide, weight_format = wide_room(experts, x.shape[1], inner, x), "dense"
         self.ids, self._shares, self._x = route(scores, x, k, renormalize, weight_format)
         self._few = tokens <= few_tokens and not fixed
         if self._few:
@@ -91,6 +98,7 @@ class PassedMixture:
 
     def delegate(self, hosted: Tensor, layer: int, mail: Mail) -> None:
         if self._empty is None:
+            assert self._wide is None, "so large a step leaves nothing to the host"
             resolution = assign(self.ids, hosted)
             post(self._plain_x, resolution, layer, mail)
             self._hosted = (resolution, mail)
@@ -98,17 +106,25 @@ class PassedMixture:
     def add(self, first: Experts, second: Experts, slots_row: Tensor) -> None:
         if self._empty is not None:
             return
-        if self._few:
+        if self._wide is not None:
+            widen(first, self._wide[0], 1 if self._limit is not None else 2, slots_row)
+            widen(second, self._wide[1], 1, slots_row)
+        elif self._few:
             pair_products(self._x, self.ids, self._shares, first, second, self._limit, self._tiles, self._h,
                           self._rows, None, slots_row)
         else:
-            tile_products(self._x, self._order, self._places, self._k, first, second, self._limit, self._tiles, self._h,
-                          self._rows, slots_row)
+            self._tile_products(first, second, slots_row)
 
     def end(self) -> Tensor:
         if self._empty is not None:
             return self._empty
+        if self._wide is not None:
+            self._tile_products(*self._wide, None)
         if self._few or self._hosted is not None:
             resolution, mail = self._hosted or (None, None)
             return collect(self._rows, self._shares, resolution, mail, self._dtype, shared=self._few)
         return combine(self._rows, self._shares, self._dtype)
+
+    def _tile_products(self, first: Experts, second: Experts, slots_row: Tensor | None) -> None:
+        tile_products(self._x, self._order, self._places, self._k, first, second, self._limit, self._tiles, self._h,
+                      self._rows, slots_row)

@@ -1,0 +1,61 @@
+"""Experts kept in FP8, widened to the activations' type: for steps so large that every tile would do it again.
+
+A weight is its code times its block's scale, rounded once, as kernels.fp8.dequantize makes it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from spillover.kernels.moe import Experts
+from spillover.kernels.triton.moe_product import FP8_BLOCK
+
+
+def wide_room(experts: int, hidden: int, inner: int, x: Tensor) -> tuple[Experts, Experts]:
+    """Where the two products of so many experts find room, in the type of x."""
+    return (Experts(torch.empty(experts, 2 * inner, hidden, dtype=x.dtype, device=x.device)),
+            Experts(torch.empty(experts, hidden, inner, dtype=x.dtype, device=x.device)))
+
+
+def widen(stack: Experts, wide: Experts, parts: int, slots: Tensor | None = None) -> None:
+    """wide.values[expert] = the expert of the stack; `parts`: matrices below each other that were quantised apart.
+
+    `slots` int32 [E]: the stack is of slots, and this is where each expert lies; those in none (-1) are left alone.
+    """
+    assert stack.scales is not None
+    assert stack.bias is None, "biases lie by slot, not by expert"
+    experts, rows, columns = wide.values.shape
+    blocks = stack.scales.shape[1], stack.scales.shape[2]
+    _widen[(blocks[0] * blocks[1], experts)](
+        stack.values, stack.scales, wide.values, slots, rows * columns,
+        PART=rows // parts, COLUMNS=columns, W_STRIDE=stack.values.stride(0), SCALE_STRIDE=stack.scales.stride(0),
+        BLOCK=FP8_BLOCK.value, num_warps=8,
+    )
+
+
+@triton.jit
+def _widen(
+    values_ptr, scales_ptr, wide_ptr, slots_ptr, wide_stride, PART: tl.constexpr, COLUMNS: tl.constexpr,
+    W_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """A program a block of one expert that has a scale."""
+    expert = tl.program_id(1).to(tl.int64)
+    place = expert
+    if slots_ptr is not None:
+        place = tl.load(slots_ptr + expert).to(tl.int64)
+        if place < 0:
+            return
+    block = tl.program_id(0)
+    across: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
+    down: tl.constexpr = (PART + BLOCK - 1) // BLOCK
+    row_block = block // across
+    row = row_block % down * BLOCK + tl.arange(0, BLOCK)  # of its part
+    column = block % across * BLOCK + tl.arange(0, BLOCK)
+    inside = (row < PART)[:, None] & (column < COLUMNS)[None, :]
+    at = (row_block // down * PART + row)[:, None] * COLUMNS + column[None, :]
+    scale = tl.load(scales_ptr + place * SCALE_STRIDE + block)
+    value = tl.load(values_ptr + place * W_STRIDE + at, mask=inside, other=0.0).to(tl.float32) * scale
+    tl.store(wide_ptr + expert * wide_stride + at, value.to(wide_ptr.dtype.element_ty), mask=inside)
