@@ -33,7 +33,7 @@ class Model:
         hf = starved.MODELS[name]
         built = architecture(hf)
         self.config = built.config(hf)
-        quotas = [min(quota, self.config.num_experts - 1) for quota in quotas]
+        quotas = self.quotas = [min(quota, self.config.num_experts - 1) for quota in quotas]
         made = dummy_weights(self.config, built.weight_specs(self.config), torch.float32, torch.device("cpu"),
                              pack=False)
         layers = [split_experts(part)[1] for part in made.parts.values() if "router" in part][: len(quotas)]
@@ -107,13 +107,12 @@ def test_on_demand_the_host_does_the_fetching(name: str) -> None:
     model.check(steps=8, seed=3)
     cache.check()
     assert model.experts.traffic.bytes_moved > 0
-    lent = [(layer, model.experts.lend(layer)) for layer in (0, 1) for _ in range(3)]
-    assert [slot is None for _, slot in lent] == [False, False, True] * 2
+    lent = [(layer, model.experts.lend(layer, 4)) for layer in (0, 1) for _ in range(3)]
+    assert [len(slots) for _, slots in lent] == [1, 1, 0] * 2
     model.check(steps=4, seed=8)
     cache.check()
-    for layer, slot in lent:
-        if slot is not None:
-            model.experts.give_back(layer, slot)
+    for layer, slots in lent:
+        model.experts.give_back(layer, slots)
     model.check(steps=4, seed=9)
 
 
@@ -128,17 +127,17 @@ def test_what_was_lost_in_sleep_is_fetched_again() -> None:
 @pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
 def test_slots_can_be_lent_and_given_back(name: str) -> None:
     model = Model(name, [12, 12], 4)
-    lent = [(layer, model.experts.lend(layer)) for layer in (0, 1) for _ in range(12)]
-    assert lent[-1][1] is None  # what a token may need stays
+    k = model.config.experts_per_token
+    lent = [(layer, model.experts.lend(layer, 2)) for layer in (0, 1) for _ in range(12)]
+    assert sum(len(slots) for _, slots in lent) == 2 * (model.quotas[0] - k - 1)  # what a token may need stays
+    assert not lent[-1][1]
     assert model.experts.paged_tokens == 1  # and steps of more tokens stream
-    for _, slot in lent:
-        if slot is not None:
-            model.experts.arena.slots[slot].fill_(255)
+    for _, slots in lent:
+        model.experts.arena.slots[slots.start : slots.stop].fill_(255)
     model.check(steps=8, seed=6)
-    for layer, slot in lent:
-        if slot is not None:
-            assert bool((model.experts.arena.slots[slot] == 255).all())  # nobody wrote there
-            model.experts.give_back(layer, slot)
+    for layer, slots in lent:
+        assert bool((model.experts.arena.slots[slots.start : slots.stop] == 255).all())  # nobody wrote there
+        model.experts.give_back(layer, slots)
     assert model.experts.paged_tokens == PAGED_TOKENS
     model.check(steps=8, seed=7)
 
@@ -146,15 +145,17 @@ def test_slots_can_be_lent_and_given_back(name: str) -> None:
 def test_loans_come_and_go_between_steps() -> None:
     """Steps that stream know of them without asking the device, and those that page change what it has in between."""
     model, rng = Model("qwen3-moe", [12, 12], 4), random.Random(10)
-    lent: list[tuple[int, int]] = []
+    lent: list[tuple[int, range]] = []
     for turn in range(16):
         layer = rng.randrange(2)
-        slot = model.experts.lend(layer) if rng.random() < 0.6 else None
-        if slot is not None:
-            model.experts.arena.slots[slot].fill_(255)  # an expert that is still looked for there is not a number
-            lent.append((layer, slot))
+        slots = model.experts.lend(layer, rng.randint(1, 4)) if rng.random() < 0.6 else range(0)
+        if slots:
+            model.experts.arena.slots[slots.start : slots.stop].fill_(255)  # an expert there would be no number
+            lent.append((layer, slots))
         elif lent:
             model.experts.give_back(*lent.pop(rng.randrange(len(lent))))
+        taken = [slot for _, slots in lent for slot in slots]
+        assert len(taken) == len(set(taken))
         model.check(steps=rng.randint(1, 3), seed=100 + turn)
     assert lent
 

@@ -51,19 +51,22 @@ def _noted(loans: list[Sequence[int]], most: list[int], lender: object) -> list[
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.integers(1, 5000), st.integers(1, 20), st.integers(1, 40), st.integers(1, 900))
-def test_a_block_lies_in_one_slot_or_in_none(kv_blocks: int, slots: int, slot_lines: int, block: int) -> None:
+@given(st.integers(1, 5000), st.lists(st.integers(1, 5), min_size=1, max_size=8), st.integers(1, 40),
+       st.integers(1, 900))
+def test_a_block_lies_in_one_run_of_slots_or_in_none(kv_blocks: int, runs: list[int], slot_lines: int,
+                                                     block: int) -> None:
     memory = ElasticMemory(torch.empty(0), (kv_blocks % 50 + 1) * block, slot_lines * 256)
     seen: set[int] = set()
-    start = -(-memory.kv_bytes // 256) * 256
-    for slot in range(slots):
-        blocks = memory.blocks_in(slot, block)
+    start, at = -(-memory.kv_bytes // 256) * 256, 0
+    for count in runs:
+        blocks = memory.blocks_in(range(at, at + count), block)
+        begin, end = start + at * memory.slot_bytes, start + (at + count) * memory.slot_bytes
         assert seen.isdisjoint(blocks)
         seen |= set(blocks)
-        for each in (blocks[:1], blocks[-1:]) if blocks else ():
-            for number in each:
-                assert start + slot * memory.slot_bytes <= number * block
-                assert (number + 1) * block <= start + (slot + 1) * memory.slot_bytes
+        inside = [number for number in range(begin // block, end // block + 1)
+                  if begin <= number * block and (number + 1) * block <= end]
+        assert list(blocks) == inside
+        at += count
 
 
 class Lender:

@@ -23,7 +23,7 @@ def test_slots_are_never_shared_or_lost(seed: int, policy: type[ExpertPolicy], l
                                         quota: int) -> None:
     rng = random.Random(seed)
     cache = ExpertCache(layers, experts, quota, policy())
-    lent: list[tuple[int, int]] = []
+    lent: list[tuple[int, range]] = []
     for step in range(60):
         layer = rng.randrange(layers)
         wanted = rng.sample(range(experts), rng.randint(1, min(experts, max(1, cache.quota - 1))))
@@ -34,8 +34,8 @@ def test_slots_are_never_shared_or_lost(seed: int, policy: type[ExpertPolicy], l
                 if slot is not None:
                     assert cache.slot(layer, expert) == slot
         action = rng.random()
-        if action < 0.1 and (slot := cache.lend(layer)) is not None:
-            lent.append((layer, slot))
+        if action < 0.1 and (slots := cache.lend(layer)):
+            lent.append((layer, slots))
         elif action < 0.2 and lent:
             cache.give_back(*lent.pop())
         cache.check()

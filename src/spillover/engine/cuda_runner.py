@@ -1,7 +1,7 @@
 """Runs batches on a CUDA device: nothing in a step waits for it, and all but the largest are replayed from graphs.
 
-A step is one copy to the device, the model, the draw of the tokens, and one copy back with an event behind it; the host
-waits for that event alone, when it asks for the result.
+A step brings its inputs from pinned memory, runs the model, draws tokens and writes them to pinned memory too, with an
+event behind it; the host waits for that event alone, when it asks for the result.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class _Places:
     requests: int  # B
     samples: int  # R
     most_samples: int  # that there are places for
+    turn: int
     token_ids: int
     positions: int
     uniform: int
@@ -96,7 +97,7 @@ class _Work:
 
 
 class CudaStep:
-    """A launched batch; `result` waits for its last copy."""
+    """A launched batch; `result` waits for its last write."""
 
     def __init__(self, batch: Batch, work: _Work, drawn: npt.NDArray[np.int64], logprobs: SampledLogprobs | None,
                  prompt: tuple[list[SampledLogprobs], ...], ended: torch.cuda.Event | None,
@@ -146,9 +147,9 @@ class CudaRunner(Runner):
         if cuda:
             torch.cuda.synchronize(device)  # all that was made so far is made on the default stream
         self._queue = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
-        self._results = [torch.zeros(limits.max_num_seqs, dtype=i64, pin_memory=cuda) for _ in range(STEPS_KEPT)]
-        self._read: list[npt.NDArray[np.int64]] = [result.numpy() for result in self._results]
-        self._turn = 0
+        self._results = torch.zeros(STEPS_KEPT, limits.max_num_seqs, dtype=i64, pin_memory=cuda)
+        self._read: npt.NDArray[np.int64] = self._results.numpy()
+        self._turn = 0  # the row of the results that a step's are written to
         self._graphs = Graphs(device, limits.max_num_seqs, limits.recorded_rows) if graphs else None
         # Everything loaded by now stays: a collection that looked through it again would hold up a step for long.
         gc.collect()
@@ -233,7 +234,7 @@ class CudaRunner(Runner):
         """By temperature alone."""
         view, count = self._inputs.view, places.samples
         draw(self.model.logits(rows[:count], self.weights), view(places.temperature, f32, count),
-             view(places.uniform, f64, count), self._draws)
+             view(places.uniform, f64, count), self._draws, self._results, view(places.turn, i32, 1))
 
     def _forward(self, places: _Places, items: Sequence[ScheduledRequest] = ()) -> Tensor:
         """The model on what lies at `places`."""
@@ -288,6 +289,7 @@ class CudaRunner(Runner):
 
     def _prepare(self, batch: Batch) -> _Work:
         """Lay the batch out and send it."""
+        self._turn = (self._turn + 1) % STEPS_KEPT
         items = batch.items
         slots, table_places, blocks = self._slots.take(items)
         counts = np.array([item.count for item in items], dtype=np.int64)
@@ -367,6 +369,7 @@ class CudaRunner(Runner):
             requests=size,
             samples=samples,
             most_samples=most_samples,
+            turn=put([self._turn], i32),
             token_ids=put(token_ids, i64),
             positions=put(np.arange(rows) + np.repeat(starts - query_start[:-1], counts), i64),
             uniform=put(_padded(random_numbers(self._slots.stream[drawn], steps), most_samples), f64),
@@ -418,10 +421,9 @@ class CudaRunner(Runner):
 
     def _send_back(self, batch: Batch, work: _Work, logprobs: SampledLogprobs | None,
                    prompt: tuple[list[SampledLogprobs], ...]) -> CudaStep:
-        self._turn = (self._turn + 1) % STEPS_KEPT
         count = len(work.sampled)
-        if count:
-            self._results[self._turn][:count].copy_(self._draws[:count], non_blocking=True)
+        if work.sampling is not None:  # else they are there
+            self._results[self._turn, :count].copy_(self._draws[:count], non_blocking=True)
         if logprobs is not None:
             logprobs = logprobs.to_pinned()
         prompt = tuple([part.to_pinned() for part in parts] for parts in prompt)

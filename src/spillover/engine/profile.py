@@ -25,7 +25,7 @@ PREFIX = "spill::"  # of what is recorded on a CPU
 
 # The first that matches a kernel's name.
 KINDS = (
-    ("copies", re.compile(r"memcpy|update_tables|fill_tokens", re.IGNORECASE)),
+    ("copies", re.compile(r"memcpy|_bring|update_tables|fill_tokens", re.IGNORECASE)),
     ("attention", re.compile(r"attention|store_kv|flash|fmha", re.IGNORECASE)),
     ("MoE", re.compile(r"expert|_route|_sort\b|_combine|moe", re.IGNORECASE)),
     ("sampling", re.compile(r"sampling|^_(peaks|sums|pick)\b|argmax|topk|radix|scan|softmax", re.IGNORECASE)),

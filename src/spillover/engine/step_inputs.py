@@ -1,6 +1,6 @@
-"""What the host tells the device about a step: written to pinned memory and sent in one copy.
+"""What the host tells the device about a step: written to pinned memory, from which the device brings it.
 
-There are two pinned buffers, so that the next step is written while the last one's copy may still run, and one device
+There are two pinned buffers, so that the next step is written while the last one may still be brought, and one device
 buffer, whose addresses recorded graphs rely on: arrays put in the same order with the same room lie in the same place.
 """
 
@@ -14,6 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from spillover.kernels.triton.stage import bring
+
 _ALIGNMENT = 16  # bytes
 _NUMPY: dict[torch.dtype, Any] = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32,
                                   torch.float64: np.float64}
@@ -21,6 +23,7 @@ _NUMPY: dict[torch.dtype, Any] = {torch.int32: np.int32, torch.int64: np.int64, 
 
 class StepInputs:
     def __init__(self, nbytes: int, device: torch.device) -> None:
+        nbytes = _aligned(nbytes)
         self._device = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         cuda = device.type == "cuda"
         self._pinned = [torch.zeros(nbytes, dtype=torch.uint8, pin_memory=cuda) for _ in range(2)]
@@ -31,7 +34,7 @@ class StepInputs:
         self._end = 0  # of what was really written
 
     def begin(self) -> None:
-        """Start the next step's inputs; waits if the copy of the step before last has not ended."""
+        """Start the next step's inputs; waits if those of the step before last have not been brought."""
         self._turn = 1 - self._turn
         event = self._sent[self._turn]
         if event is not None:
@@ -47,7 +50,7 @@ class StepInputs:
         return place
 
     def send(self) -> None:
-        self._device[:self._end].copy_(self._pinned[self._turn][:self._end], non_blocking=True)
+        bring(self._device, self._pinned[self._turn], self._end)
         event = self._sent[self._turn]
         if event is not None:
             event.record()

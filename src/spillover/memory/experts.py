@@ -84,29 +84,31 @@ class ExpertCache:
             self._counts[2] += 1
         return slot
 
-    def lend(self, layer: int) -> int | None:
-        """Takes a slot out of the layer's use, evicting if need be; None: one at most is left that anybody can have."""
+    def lend(self, layer: int) -> range:
+        """Takes a slot out of the layer's use, evicting if need be; none where only one is left that anybody can
+        have."""
         worth = self.policy.worth(layer)
         pinned = sum(worth[expert] == float("inf") for expert in self._slot_of[layer])
         if self.usable(layer) - pinned <= 1:
-            return None
+            return range(0)
         if not self._free[layer]:
             victim = self._victim(layer, ())
             if victim is None:
-                return None
+                return range(0)
             self._free[layer].append(self._slot_of[layer].pop(victim))
             self._counts[3] += 1
         slot = self._free[layer].pop()
         self._withheld[layer].append(slot)
-        return slot
+        return range(slot, slot + 1)
 
     def usable(self, layer: int) -> int:
         """Slots of a layer that are not lent."""
         return self.quota - len(self._withheld[layer])
 
-    def give_back(self, layer: int, slot: int) -> None:
-        self._withheld[layer].remove(slot)
-        self._free[layer].append(slot)
+    def give_back(self, layer: int, slots: range) -> None:
+        for slot in slots:
+            self._withheld[layer].remove(slot)
+            self._free[layer].append(slot)
 
     def clear(self) -> None:
         for layer in range(self.layers):

@@ -17,7 +17,7 @@ from spillover.kernels.triton.fixed_linear import TILES, fixed_linear
 from spillover.kernels.triton.gemv import gemv, gemv_silu
 from spillover.kernels.triton.norm import add_rms_norm, rms_norm
 from spillover.kernels.triton.nucleus import keep_likely
-from spillover.kernels.triton.stage import fill_tokens, update_tables
+from spillover.kernels.triton.stage import bring, fill_tokens, update_tables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter truncates to bfloat16 where the device rounds.
@@ -110,6 +110,28 @@ def test_what_is_left_to_choose_from_is_what_the_sampler_leaves(dtype: torch.dty
     found = keep_likely(logits, temperature, top_k, top_p, min_p)
     assert (found[1] > -torch.inf).sum() == 1
     assert torch.equal(found, expected)
+
+
+def test_draws_are_written_to_the_host_too() -> None:
+    logits = normal(5, 300)
+    host = torch.zeros(4, 8, dtype=torch.int64, pin_memory=DEVICE == "cuda")
+    found, turn = torch.empty(5, dtype=torch.int64, device=DEVICE), torch.tensor([2], dtype=torch.int32, device=DEVICE)
+    draw(logits, torch.zeros(5, device=DEVICE), torch.zeros(5, dtype=torch.float64, device=DEVICE), found, host, turn)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    assert host[2, :5].tolist() == found.tolist() == logits.argmax(-1).tolist()
+    assert host.count_nonzero() == host[2, :5].count_nonzero()
+
+
+@pytest.mark.parametrize("nbytes", [0, 3, 8, 4096, 10_000])
+def test_bytes_are_brought_from_the_host(nbytes: int) -> None:
+    pinned = torch.arange(12_000).to(torch.uint8)
+    pinned = pinned.pin_memory() if DEVICE == "cuda" else pinned
+    found = torch.full((12_000,), 255, dtype=torch.uint8, device=DEVICE)
+    bring(found, pinned, nbytes)
+    whole = -(-nbytes // 8) * 8
+    assert torch.equal(found[:whole].cpu(), pinned[:whole])
+    assert (found[whole:] == 255).all()
 
 
 def test_draws_follow_the_probabilities() -> None:

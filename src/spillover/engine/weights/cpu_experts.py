@@ -98,16 +98,16 @@ class CpuExperts:
     def epoch(self, rows: int) -> int | None:
         return None
 
-    def lend(self, layer: int) -> int | None:
+    def lend(self, layer: int, most: int) -> range:
         assert self.slots is not None
-        slot = self.slots.cache.lend(layer)
-        if slot is not None:
+        slots = self.slots.cache.lend(layer)
+        if slots:
             self.slots.settle()  # nothing is on its way there
-        return slot
+        return slots
 
-    def give_back(self, layer: int, slot: int) -> None:
+    def give_back(self, layer: int, slots: range) -> None:
         assert self.slots is not None
-        self.slots.cache.give_back(layer, slot)
+        self.slots.cache.give_back(layer, slots)
 
     def begin_step(self, rows: int) -> None:
         pass

@@ -164,32 +164,38 @@ class CudaExperts:
             hits, gathered = self.on_demand.counts.hits, self.on_demand.counts.misses
         return WeightTraffic(moved, fetches, 0, hits, gathered, hosted + self._hosted_experts)
 
-    def lend(self, layer: int) -> int | None:
+    def lend(self, layer: int, most: int) -> range:
         """The table is changed on the device, in the order of steps, and nothing waits for it."""
         if self.on_demand is not None:
             return self.on_demand.lend(layer)
-        quota = self._first[layer + 1] - self._first[layer]
-        if quota - len(self._lent[layer]) <= self._k + 1:
-            return None
+        lent, first, end = self._lent[layer], self._first[layer], self._first[layer + 1]
+        most = min(most, end - first - len(lent) - (self._k + 1))
+        if most <= 0:
+            return range(0)
+        last = next(slot for slot in range(end - 1, first - 1, -1) if slot not in lent)
+        start = last
+        while start > first and start - 1 not in lent and last + 1 - start < most:
+            start -= 1
+        slots = range(start, last + 1)
         self._version += 1
-        slot = next(slot for slot in range(self._first[layer + 1] - 1, -1, -1) if slot not in self._lent[layer])
-        self._lent[layer].add(slot)
+        lent.update(slots)
         self._look_again()
         row = self.table.slot_of[layer]
-        row.masked_fill_(row == slot, NONE)
-        self.table.owner[slot : slot + 1].fill_(LENT)
+        row.masked_fill_((row >= start) & (row <= last), NONE)
+        self.table.owner[start : last + 1].fill_(LENT)
         if self._known is not None:
-            self._known[layer, self._known[layer] == slot] = NONE
-        return slot
+            known = self._known[layer]
+            known[(known >= start) & (known <= last)] = NONE
+        return slots
 
-    def give_back(self, layer: int, slot: int) -> None:
+    def give_back(self, layer: int, slots: range) -> None:
         if self.on_demand is not None:
-            self.on_demand.give_back(layer, slot)
+            self.on_demand.give_back(layer, slots)
             return
         self._version += 1
-        self._lent[layer].remove(slot)
+        self._lent[layer].difference_update(slots)
         self._look_again()
-        self.table.owner[slot : slot + 1].fill_(NONE)
+        self.table.owner[slots.start : slots.stop].fill_(NONE)
 
     def _look_again(self) -> None:
         quotas = np.diff(self._first).tolist()

@@ -2,8 +2,9 @@
 
     | KV blocks of the plan | slots of experts ... | slots of transit |
 
-The pool of KV blocks is a view of the whole run, so that a block can lie in any slot: a slot that is lent holds the
-blocks that lie in it as a whole. Addresses never change, and recorded steps stay good.
+The pool of KV blocks is a view of the whole run, so that a block can lie in any slot: slots that are lent hold the
+blocks that lie in them as a whole. A few side by side are lent at a time, as a block seldom ends where a slot does.
+Addresses never change, and recorded steps stay good.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from spillover.engine.weights.home import Home
 from spillover.models.weight_specs import ALIGNMENT
 
 log = logging.getLogger("spillover.engine")
+
+RUN = 4  # slots side by side that are lent and come back together, where there are so many
 
 
 @dataclass(frozen=True)
@@ -48,18 +51,19 @@ class ElasticMemory:
         count = len(self.run) // block_bytes
         return self.run[: count * block_bytes].view(count, block_bytes)
 
-    def blocks_in(self, slot: int, block_bytes: int) -> range:
-        """Those that lie in a slot as a whole."""
-        start = _aligned(self.kv_bytes) + slot * self.slot_bytes
-        return range(-(-start // block_bytes), (start + self.slot_bytes) // block_bytes)
+    def blocks_in(self, slots: range, block_bytes: int) -> range:
+        """Those that lie in slots side by side as a whole."""
+        base = _aligned(self.kv_bytes)
+        start, end = base + slots.start * self.slot_bytes, base + slots.stop * self.slot_bytes
+        return range(-(-start // block_bytes), end // block_bytes)
 
 
 class LendsSlots(Protocol):
-    def lend(self, layer: int) -> int | None:
-        """Takes a slot of a layer out of use; None: it has none to spare."""
+    def lend(self, layer: int, most: int) -> range:
+        """Takes up to `most` slots of a layer, side by side, out of use; none where it has none to spare."""
         ...
 
-    def give_back(self, layer: int, slot: int) -> None: ...
+    def give_back(self, layer: int, slots: range) -> None: ...
 
 
 class SlotLender:
@@ -75,41 +79,44 @@ class SlotLender:
         self._block_bytes = block_bytes
         self._in_order = in_order
         self._next = 0
-        self._lent: dict[Sequence[int], tuple[int, int]] = {}  # blocks -> layer, slot
+        self._lent: dict[Sequence[int], tuple[int, range]] = {}  # blocks -> layer, slots
 
     @property
     def slots(self) -> int:
         """Lent now."""
-        return len(self._lent)
+        return sum(len(slots) for _, slots in self._lent.values())
 
     def lend(self, blocks: int) -> list[Sequence[int]]:
-        if len(self._lent) == self._most:
+        before = self.slots
+        if before == self._most:
             return []
-        loans: list[Sequence[int]] = self._in_order(lambda: self._lend(blocks))
+        loans: list[Sequence[int]] = self._in_order(lambda: self._lend(blocks, self._most - before))
         if loans:
-            log.info("KV takes %d slots of experts, %d in all", len(loans), len(self._lent))
+            log.info("KV takes %d slots of experts, %d in all", self.slots - before, self.slots)
         return loans
 
     def give_back(self, loan: Sequence[int]) -> None:
         self._in_order(lambda: self._experts.give_back(*self._lent.pop(loan)))
 
-    def _lend(self, blocks: int) -> list[Sequence[int]]:
+    def _lend(self, blocks: int, most: int) -> list[Sequence[int]]:
         loans: list[Sequence[int]] = []
-        refused = 0
-        while sum(len(loan) for loan in loans) < blocks and len(self._lent) < self._most and refused < self._layers:
+        refused = found = 0
+        while found < blocks and most > 0 and refused < self._layers:
             layer, self._next = self._next, (self._next + 1) % self._layers
-            slot = self._experts.lend(layer)
-            if slot is None:
+            slots = self._experts.lend(layer, min(RUN, most))
+            if not slots:
                 refused += 1
                 continue
             refused = 0
-            loan = self._memory.blocks_in(slot, self._block_bytes)
-            if not loan:  # a slot smaller than a block
-                self._experts.give_back(layer, slot)
+            loan = self._memory.blocks_in(slots, self._block_bytes)
+            if not loan:  # smaller than a block
+                self._experts.give_back(layer, slots)
                 return loans
-            self._memory.slots[slot].zero_()  # what lay there is no KV, and may not even be numbers
-            self._lent[loan] = (layer, slot)
+            self._memory.slots[slots.start : slots.stop].zero_()  # what lay there is no KV, and may not be numbers
+            self._lent[loan] = (layer, slots)
             loans.append(loan)
+            found += len(loan)
+            most -= len(slots)
         return loans
 
 

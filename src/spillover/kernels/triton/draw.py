@@ -18,8 +18,12 @@ CHUNK = 4096
 _WEIGHT_SCALE = tl.constexpr(1099511627776.0)  # 2**40, of the likeliest token
 
 
-def draw(logits: Tensor, temperature: Tensor, uniform: Tensor, out: Tensor) -> None:
-    """logits [R, V], temperature [R] float32 (0: the largest, the first of equals), uniform [R] float64 -> out [R]."""
+def draw(logits: Tensor, temperature: Tensor, uniform: Tensor, out: Tensor, host: Tensor | None = None,
+         turn: Tensor | None = None) -> None:
+    """logits [R, V], temperature [R] float32 (0: the largest, the first of equals), uniform [R] float64 -> out [R].
+
+    `host` [N, R or more], in pinned memory: its row `turn` [1] int32 is given the tokens too.
+    """
     rows, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
     if rows == 0:
@@ -33,8 +37,9 @@ def draw(logits: Tensor, temperature: Tensor, uniform: Tensor, out: Tensor) -> N
     _peaks[(rows, chunks)](logits, peaks, places, stride, vocab, CHUNK=CHUNK, num_warps=4, **options)
     _sums[(rows, chunks)](logits, peaks, temperature, sums, stride, vocab, chunks, CHUNK=CHUNK, CHUNKS=padded,
                           num_warps=4, **options)
-    _pick[(rows,)](logits, peaks, places, temperature, uniform, sums, out, stride, vocab, chunks, CHUNK=CHUNK,
-                   CHUNKS=padded, num_warps=8, **options)
+    _pick[(rows,)](logits, peaks, places, temperature, uniform, sums, out, host, turn,
+                   None if host is None else host.stride(0), stride, vocab, chunks, CHUNK=CHUNK, CHUNKS=padded,
+                   num_warps=8, **options)
 
 
 @triton.jit
@@ -80,8 +85,8 @@ def _sums(logits_ptr, peaks_ptr, temperature_ptr, sums_ptr, stride, vocab, chunk
 
 
 @triton.jit
-def _pick(logits_ptr, peaks_ptr, places_ptr, temperature_ptr, uniform_ptr, sums_ptr, out_ptr, stride, vocab, chunks,
-          CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EARLY: tl.constexpr):
+def _pick(logits_ptr, peaks_ptr, places_ptr, temperature_ptr, uniform_ptr, sums_ptr, out_ptr, host_ptr, turn_ptr,
+          host_stride, stride, vocab, chunks, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -105,3 +110,5 @@ def _pick(logits_ptr, peaks_ptr, places_ptr, temperature_ptr, uniform_ptr, sums_
         token = chunk * CHUNK + tl.sum((within <= target).to(tl.int32), 0)
         token = tl.minimum(token, vocab - 1)
     tl.store(out_ptr + row, token.to(tl.int64))
+    if host_ptr is not None:
+        tl.store(host_ptr + tl.load(turn_ptr).to(tl.int64) * host_stride + row, token.to(tl.int64))
