@@ -61,7 +61,10 @@ def step_times(model: str, load: Load, deterministic: bool, repeats: int) -> tup
                 enable_prefix_caching=False, deterministic=deterministic) as llm:
         generate(llm, load, 0)
         times = [generate(llm, load, seed) for seed in seeds]
-        return times, [] if deterministic else [idle_shares(llm, load, seed) for seed in seeds]
+        if deterministic:
+            return times, []
+        idle_shares(llm, load, 0)  # the profiler starts up
+        return times, [idle_shares(llm, load, seed) for seed in seeds]
 
 
 @click.command()

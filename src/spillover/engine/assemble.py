@@ -13,6 +13,7 @@ import torch
 
 from spillover.engine.cold_prefix import ColdStage, spill_codec
 from spillover.engine.config import EngineConfig
+from spillover.engine.cuda_memory import take_as_needed
 from spillover.engine.loop import Engine, StepRunner
 from spillover.engine.null_runner import NullRunner, ordinary_tokens
 from spillover.engine.runner import Runner
@@ -170,9 +171,13 @@ def _make_runner(planned: PlannedModel, tokenizer: Tokenizer | None, progress: P
     if config.load_format == "null":
         return NullRunner(ordinary_tokens(model_config.vocab_size, tokenizer, model_config.eos_token_ids), decode)
     device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
+    if device.type == "cuda":
+        take_as_needed()
     model = planned.architecture.build(model_config, device, dtype, plan.max_model_len)
     weights = load(config, plan, model_config, planned.specs, planned.path, progress)
     trim_heap()  # what loading left behind
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     memory = weights.memory if isinstance(weights, PlacedWeights) else None
     pool = _make_pool(plan, model_config, len(model.groups[0].layers), dtype, device, memory)
     views = KVViews(pool, model.groups)

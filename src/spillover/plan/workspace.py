@@ -53,10 +53,15 @@ def workspace(
         kernels += 2 * 2 * config.expert_intermediate_size * config.hidden_size * ITEMSIZE[dtype]
     vocab = config.vocab_size
     stored = ITEMSIZE[dtype] if dtype != "float32" else 0  # logits before they are widened
+    activations = tokens * _row_bytes(config, dtype, native)
+    logits = min(max(rows, SCORED_ROWS), tokens) * vocab * (LOGIT_BYTES + stored)
+    sampler = min(min(rows, tokens) * vocab, max(vocab, DRAW_ENTRIES[device])) * DRAW_BYTES
+    if device == "cuda":  # tokens are drawn where the layers' rows were, of which one a token is left
+        activations = max(activations - logits - sampler, tokens * config.hidden_size * ITEMSIZE[dtype])
     return Workspace(
-        activations=tokens * _row_bytes(config, dtype, native),
-        logits=min(max(rows, SCORED_ROWS), tokens) * vocab * (LOGIT_BYTES + stored),
-        sampler=min(min(rows, tokens) * vocab, max(vocab, DRAW_ENTRIES[device])) * DRAW_BYTES,
+        activations=activations,
+        logits=logits,
+        sampler=sampler,
         rope=positions * config.head_dim * 4,
         kernels=kernels,
     )

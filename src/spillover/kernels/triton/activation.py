@@ -30,7 +30,7 @@ def _gated(x: Tensor, limit: float, clamped: bool) -> Tensor:
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     if rows:
         _gate[(rows, triton.cdiv(width, _BLOCK))](
-            x, out, limit, width, CLAMPED=clamped, BLOCK=_BLOCK, num_warps=4, **early(x.device)
+            x, out, limit, width, CLAMPED=clamped, BLOCK=_BLOCK, num_warps=4, **early(x.device, wanted=rows == 1)
         )
     return out
 

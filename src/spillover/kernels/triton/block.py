@@ -43,7 +43,7 @@ def attention_block(
 
 def mlp_block(x: Tensor, residual: Tensor, w: Mapping[str, Any], shape: LayerShape) -> tuple[Tensor, Tensor]:
     """As `kernels.block.mlp_block`."""
-    x, residual = add_rms_norm(x, residual, w["mlp_norm"], shape.eps)
+    x, residual = add_rms_norm(x, residual, w["mlp_norm"], shape.eps, begin_early=x.shape[0] == 1)
     gate_up, bias = w["gate_up"], w.get("gate_up_bias")
     if x.shape[0] == 1 and isinstance(gate_up, Tensor):
         inner = gemv_silu(x, gate_up, bias)

@@ -1,7 +1,9 @@
 """Launches that begin before the kernel ahead of them has ended, where the device can (compute capability 9 and on).
 
 A kernel launched so waits inside before it touches what other kernels wrote, and lets the next one begin at once. What
-is read before the wait can only be what no kernel of the step writes: weights.
+is read before the wait can only be what no kernel of the step writes: weights. A kernel between two of cuBLAS, which
+does not launch its own so, is better launched as usual: on an H200 in a graph it begins 0.46 us after the first of
+them, and 0.97 us otherwise.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ import torch
 ALLOWED = True
 
 
-def early(device: torch.device) -> dict[str, Any]:
+def early(device: torch.device, wanted: bool = True) -> dict[str, Any]:
     """Arguments for a launch on this device: a kernel's EARLY, and the launcher's own."""
-    if ALLOWED and device.type == "cuda" and _capable(device):
+    if wanted and ALLOWED and device.type == "cuda" and _capable(device):
         return {"EARLY": True, "launch_pdl": True}
     return {"EARLY": False}
 

@@ -25,7 +25,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float,
+                 begin_early: bool = True) -> tuple[Tensor, Tensor]:
     """x and residual [T, D] -> (rms_norm(x + residual), x + residual)."""
     rows, width = x.shape
     normed, total = torch.empty_like(x), torch.empty_like(residual)
@@ -33,7 +34,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         _rms_norm[(rows,)](
             x, residual, weight, normed, total, eps, x.stride(0), residual.stride(0),
             WIDTH=width, PADDED=triton.next_power_of_2(width), ADD=True, num_warps=_warps(width),
-            **early(x.device),
+            **early(x.device, begin_early),
         )
     return normed, total
 
