@@ -17,8 +17,9 @@ if torch.cuda.is_available():
     pytest.skip("the interpreter is off where there is a GPU; tests/gpu runs this on it", allow_module_level=True)
 
 from spillover import LLM, SamplingParams
-from spillover.engine import assemble, graphs, sampler
+from spillover.engine import assemble, cuda_runner, graphs, sampler
 from spillover.engine.cuda_runner import CudaRunner, StepLimits
+from spillover.engine.decode_form import DecodeForm
 from spillover.engine.outputs import RequestOutput
 from spillover.engine.step_inputs import StepInputs
 from spillover.kernels.triton import block as on_device
@@ -90,6 +91,56 @@ def use_the_device(monkeypatch: pytest.MonkeyPatch, deterministic: bool = False)
     return steps
 
 
+def check_forms(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """From now on what a decode form sends is held against the same step written as any other; returns their rows."""
+    rows: list[int] = []
+    runners: list[CudaRunner] = []
+    sent, made = DecodeForm.send, CudaRunner._form
+
+    def form(runner: CudaRunner, shape: Any) -> DecodeForm:
+        runners[:] = [runner]
+        return made(runner, shape)
+
+    def send(form: DecodeForm, items: Any, slots: Any, starts: Any, turn: int, updates: Any) -> int | None:
+        place = sent(form, items, slots, starts, turn, updates)
+        inputs, runner = runners[0]._inputs, runners[0]
+        found = inputs._device.numpy().copy()
+        if place is not None:
+            assert found[place:place + updates.nbytes].tobytes() == updates.tobytes()
+        inputs.begin()
+        shape = cuda_runner._decode_shape(form.places.rows)
+        places = runner._write(items, slots, np.ones_like(slots), starts, list(range(len(items))), shape, slots)
+        assert places == form.places
+        wanted, size = inputs._host[inputs.turn], places.rows
+        inputs.begin()  # back to the buffer before
+
+        def arrays(at: int, dtype: Any, count: int = size) -> tuple[Any, Any]:
+            end = at + count * np.dtype(dtype).itemsize
+            return found[at:end].view(dtype), wanted[at:end].view(dtype)
+
+        for at, dtype in ((places.positions, np.int64), (places.sources, np.int32), (places.row_of, np.int32),
+                          (places.query_start, np.int32), (places.seq_lens, np.int32), (places.slots, np.int32),
+                          (places.temperature, np.float32)):
+            np.testing.assert_array_equal(*arrays(at, dtype))
+        np.testing.assert_array_equal(*arrays(places.sample_rows, np.int64, len(items)))
+        assert arrays(places.turn, np.int32, 1)[0][0] == turn
+        known = arrays(places.sources, np.int32)[1] < 0
+        warm = arrays(places.temperature, np.float32)[1] > 0
+        for (mine, theirs), read in ((arrays(places.token_ids, np.int64), known),
+                                     (arrays(places.uniform, np.float64), warm)):
+            np.testing.assert_array_equal(mine[read], theirs[read])
+        np.testing.assert_array_equal(*arrays(places.tiles, np.int32, 2 * places.num_tiles))
+        for at in places.items:
+            count = arrays(at, np.int32, 1)[1][0]
+            np.testing.assert_array_equal(*arrays(at, np.int32, 4 + 8 * count))
+        rows.append(len(items))
+        return place
+
+    monkeypatch.setattr(DecodeForm, "send", send)
+    monkeypatch.setattr(CudaRunner, "_form", form)
+    return rows
+
+
 def test_tokens_and_logprobs_are_those_of_the_plain_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunked prompts beside decodes, two kinds of layers, preemption, and every way to sample."""
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
@@ -106,8 +157,10 @@ def test_tokens_and_logprobs_are_those_of_the_plain_runner(tmp_path: Path, monke
     flags = {"num_gpu_blocks_override": 14}  # too few for all: some are preempted
     expected = generate(tmp_path, prompts, params, **flags)
     steps = use_the_device(monkeypatch)
+    rows = check_forms(monkeypatch)
     found = generate(tmp_path, prompts, params, **flags)
     assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in expected]
+    assert len(set(rows)) > 2
     assert sum(one.num_preemptions for one in found) == sum(one.num_preemptions for one in expected) > 0
     assert any(step.decodes for step in steps)
     assert any(step.key is not None and step.key.prompts for step in steps)
@@ -127,7 +180,9 @@ def test_the_deterministic_runner_too(tmp_path: Path, monkeypatch: pytest.Monkey
     params = [SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)] * 2
     expected = generate(tmp_path, prompts, params)
     steps = use_the_device(monkeypatch, deterministic=True)
+    rows = check_forms(monkeypatch)
     found = generate(tmp_path, prompts, params)
+    assert rows
     assert any(step.decodes for step in steps)
     assert any(step.key is not None and step.key.prompts for step in steps)
     assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in expected]

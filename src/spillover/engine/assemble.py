@@ -13,7 +13,6 @@ import torch
 
 from spillover.engine.cold_prefix import ColdStage, spill_codec
 from spillover.engine.config import EngineConfig
-from spillover.engine.cuda_memory import take_as_needed
 from spillover.engine.loop import Engine, StepRunner
 from spillover.engine.null_runner import NullRunner, ordinary_tokens
 from spillover.engine.runner import Runner
@@ -171,8 +170,6 @@ def _make_runner(planned: PlannedModel, tokenizer: Tokenizer | None, progress: P
     if config.load_format == "null":
         return NullRunner(ordinary_tokens(model_config.vocab_size, tokenizer, model_config.eos_token_ids), decode)
     device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
-    if device.type == "cuda":
-        take_as_needed()
     model = planned.architecture.build(model_config, device, dtype, plan.max_model_len)
     weights = load(config, plan, model_config, planned.specs, planned.path, progress)
     trim_heap()  # what loading left behind

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from spillover.engine.batch import Batch, ScheduledRequest, StepResult
 from spillover.engine.cold_prefix import ColdStage
+from spillover.engine.decode_form import UPDATES, DecodeForm
 from spillover.engine.graphs import Graphs, GraphStats, Key
 from spillover.engine.runner import Changed, PromptRows, Runner, score, to_result
 from spillover.engine.sampler import SampledLogprobs, SamplingBatch, random_numbers, sample
 from spillover.engine.slots import Slots
-from spillover.engine.step_inputs import StepInputs
+from spillover.engine.step_inputs import Places, StepInputs
 from spillover.kernels.attention import AttentionBatch
 from spillover.kernels.triton.attention import DeviceWork
 from spillover.kernels.triton.decode_attention import DecodeScratch
@@ -33,7 +34,7 @@ from spillover.kernels.triton.stage import fill_tokens, update_tables
 from spillover.models.layers import Decoder, KVViews, ModelStep
 from spillover.models.weights import ResidentWeights
 
-FEW_UPDATES = 4096  # table entries that travel with the step; more of them have a copy of their own
+FEW_UPDATES = UPDATES // 8 - 4  # table entries that travel with the step; more of them have a copy of their own
 MANY_PROMPTS = 32  # requests with several rows, of a step that is recorded
 STEPS_KEPT = 4  # results on their way to the host, or there and not read yet
 
@@ -51,30 +52,6 @@ class StepLimits:
 
 
 @dataclass(frozen=True)
-class _Places:
-    """Where a step's arrays lie in the inputs. All but `tiles` are the same for every step of as many rows."""
-
-    rows: int  # T, padding included
-    requests: int  # B
-    samples: int  # R
-    most_samples: int  # that there are places for
-    turn: int
-    token_ids: int
-    positions: int
-    uniform: int
-    sources: int
-    row_of: int
-    query_start: int
-    seq_lens: int
-    slots: int
-    temperature: int
-    sample_rows: int
-    items: tuple[int, ...]  # one a layer group; the count, three numbers of nothing, then the items
-    tiles: int
-    num_tiles: int  # 0 where no request has several rows
-
-
-@dataclass(frozen=True)
 class _Shape:
     """What a step is padded to: every step of one key has its arrays in the same places."""
 
@@ -88,7 +65,7 @@ class _Shape:
 @dataclass(frozen=True)
 class _Work:
     items: Sequence[ScheduledRequest]
-    places: _Places
+    places: Places
     sampled: list[int]  # items that draw a token
     sampling: SamplingBatch | None  # None: every row is drawn by temperature alone
     decodes: bool  # one row a request, and all of them draw
@@ -139,6 +116,7 @@ class CudaRunner(Runner):
         self._padding_rows = min(QUERIES, limits.max_model_len)
         self._most_items = most_items(limits.max_num_seqs + 1, limits.max_model_len)
         self._inputs = StepInputs(self._input_bytes(groups), device)
+        self._forms: dict[int, DecodeForm] = {}  # of steps that only decode, by rows
         self._scratch = DecodeScratch.make(self._most_items, 2 * limits.max_num_seqs + 1, config.num_heads,
                                            config.num_kv_heads, config.head_dim, device)
         self._draws = torch.zeros(limits.max_num_seqs, dtype=i64, device=device)  # of the last step
@@ -168,13 +146,10 @@ class CudaRunner(Runner):
         sizes = [*range(1, few + 1), *(size for size in self._graphs.sizes if size > few)]
         keys = [Key(size, True) for size in sizes if self.weights.epoch(size) == 0]
         keys += [Key(size, False, True) for size in self._graphs.prompt_sizes]
-        nothing = np.empty(0, dtype=np.int64)
         with torch.inference_mode(), torch.cuda.stream(self._queue):
             for key in sorted(keys, reverse=True):
                 self.weights.begin_step(key.rows)
-                self._inputs.begin()
-                shape = self._prompt_shape(key.rows) if key.prompts else _decode_shape(key.rows)
-                places = self._write((), nothing, nothing, nothing, [], shape, nothing)
+                places = self._write_padding(self._prompt_shape(key.rows) if key.prompts else _decode_shape(key.rows))
                 self._inputs.send()
                 self._graphs.run(key, partial(self._recordable, places, key), at_once=True)
 
@@ -221,7 +196,7 @@ class CudaRunner(Runner):
             self._draw(work.places, rows)
         return self._send_back(batch, work, logprobs, prompt)
 
-    def _recordable(self, places: _Places, key: Key) -> Tensor:
+    def _recordable(self, places: Places, key: Key) -> Tensor:
         """A step as its graph has it; returns the rows that tokens are drawn from."""
         hidden = self._forward(places)
         if key.prompts:
@@ -230,13 +205,13 @@ class CudaRunner(Runner):
             self._draw(places, hidden)
         return hidden
 
-    def _draw(self, places: _Places, rows: Tensor) -> None:
+    def _draw(self, places: Places, rows: Tensor) -> None:
         """By temperature alone."""
         view, count = self._inputs.view, places.samples
         draw(self.model.logits(rows[:count], self.weights), view(places.temperature, f32, count),
              view(places.uniform, f64, count), self._draws, self._results, view(places.turn, i32, 1))
 
-    def _forward(self, places: _Places, items: Sequence[ScheduledRequest] = ()) -> Tensor:
+    def _forward(self, places: Places, items: Sequence[ScheduledRequest] = ()) -> Tensor:
         """The model on what lies at `places`."""
         view = self._inputs.view
         token_ids = view(places.token_ids, i64, places.rows)
@@ -245,7 +220,7 @@ class CudaRunner(Runner):
         step = self._step(places, token_ids) if cold is None else self._cold_step(places, token_ids, cold)
         return self.model.forward(step, self.weights, self.kv)
 
-    def _step(self, places: _Places, token_ids: Tensor) -> ModelStep:
+    def _step(self, places: Places, token_ids: Tensor) -> ModelStep:
         view = self._inputs.view
         positions = view(places.positions, i64, places.rows)
         batches = []
@@ -274,7 +249,7 @@ class CudaRunner(Runner):
             ))
         return ModelStep(token_ids, positions, tuple(batches))
 
-    def _cold_step(self, places: _Places, token_ids: Tensor, item: ScheduledRequest) -> ModelStep:
+    def _cold_step(self, places: Places, token_ids: Tensor, item: ScheduledRequest) -> ModelStep:
         """Of one request, longer than the pool, whose first blocks pass through a stage."""
         (batch,) = self._step(places, token_ids).attention
         slot = self._slots.slot(item)
@@ -282,7 +257,7 @@ class CudaRunner(Runner):
                        max_seq=item.start + item.count, cold=self._cold([item]), work=None)
         return ModelStep(token_ids, batch.positions, (cold,))
 
-    def _sample_rows(self, places: _Places) -> Tensor:
+    def _sample_rows(self, places: Places) -> Tensor:
         return self._inputs.view(places.sample_rows, i64, places.most_samples)
 
     # The host's side
@@ -300,13 +275,18 @@ class CudaRunner(Runner):
         drawn = slots if decodes else slots[sampled]
         plain = bool(self._slots.plain[drawn].all())
         key, shape = self._begin(counts, decodes, plain, not prompt_rows and not items[0].cold)
-        self._inputs.begin()
-        places = self._write(items, slots, counts, starts, sampled, shape, drawn)
+        few = _updates(table_places, blocks) if 0 < len(blocks) <= FEW_UPDATES else None
+        if decodes and shape is not None:
+            form = self._form(shape)
+            self._inputs.begin()
+            updates, places = form.send(items, slots, starts, self._turn, few), form.places
+        else:
+            self._inputs.begin()
+            places = self._write(items, slots, counts, starts, sampled, shape, drawn)
+            updates = None if few is None else self._inputs.put(few, i32)
+            self._inputs.send()
         self._slots.draw[slots] = -1
         self._slots.draw[drawn] = np.arange(len(sampled), dtype=np.int32)
-        sent = len(blocks) <= FEW_UPDATES
-        updates = self._inputs.put(_updates(table_places, blocks), i32) if sent and blocks else None
-        self._inputs.send()
         if updates is not None:
             update_tables(self._slots.tables, self._inputs.view(updates, i32, 2 + 2 * len(blocks)), len(blocks))
         elif blocks:
@@ -340,9 +320,22 @@ class CudaRunner(Runner):
         tiles = pieces + 2 + MANY_PROMPTS + (most if self._deterministic else 0)
         return _Shape(rows, most + pieces + 1, most, tiles, piece)
 
+    def _form(self, shape: _Shape) -> DecodeForm:
+        if shape.rows not in self._forms:
+            self._forms[shape.rows] = DecodeForm(
+                self._inputs, self._write_padding(shape), self._slots, self.model.config.num_kv_heads, self._windows,
+                self._limits.max_model_len, self._deterministic)
+        return self._forms[shape.rows]
+
+    def _write_padding(self, shape: _Shape) -> Places:
+        """A step of that shape without any request."""
+        nothing = np.empty(0, dtype=np.int64)
+        self._inputs.begin()
+        return self._write((), nothing, nothing, nothing, [], shape, nothing)
+
     def _write(self, items: Sequence[ScheduledRequest], slots: npt.NDArray[np.int64], counts: npt.NDArray[np.int64],
                starts: npt.NDArray[np.int64], sampled: list[int], shape: _Shape | None,
-               drawn: npt.NDArray[np.int64]) -> _Places:
+               drawn: npt.NDArray[np.int64]) -> Places:
         """Padding is requests of their own, whose tokens are in the dummy block."""
         put, real_rows, real_slots = self._inputs.put, int(counts.sum()), slots
         if shape is not None:
@@ -364,7 +357,7 @@ class CudaRunner(Runner):
             nothing = np.array([[size - 1, 0]], dtype=np.int32)
             tiles = np.concatenate((tiles, np.repeat(nothing, shape.tiles - len(tiles), axis=0)))
         assert shape is None or shape.tiles in (0, len(tiles)), "a graph that was recorded for fewer tiles"
-        return _Places(
+        return Places(
             rows=rows,
             requests=size,
             samples=samples,
@@ -417,7 +410,7 @@ class CudaRunner(Runner):
         requests, longest = most.requests, self._limits.max_model_len
         arrays = tokens * (8 + 8 + 4 + 4) + requests * (8 + 4 + 8 + 4 + 4 + 4) + 8 * (tokens + requests + most.tiles)
         items = groups * 4 * (4 + FIELDS * most_items(requests, longest))
-        return arrays + items + 8 * FEW_UPDATES + 4096
+        return arrays + items + UPDATES + 4096
 
     def _send_back(self, batch: Batch, work: _Work, logprobs: SampledLogprobs | None,
                    prompt: tuple[list[SampledLogprobs], ...]) -> CudaStep:

@@ -7,7 +7,10 @@ write numbers here that the other reads: a turn is posted when `posted` shows it
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -88,7 +91,13 @@ class Mail:
     @property
     def failed(self) -> bool:
         """Whether an answer came too late: what was computed since is not to be used."""
-        return bool(self.header[FAILED])
+        return bool(self._numbers[FAILED])
+
+    @cached_property
+    def _numbers(self) -> npt.NDArray[np.int32]:
+        """The header, for who looks at it after every step."""
+        numbers: npt.NDArray[np.int32] = self.header.numpy()
+        return numbers
 
 
 def _aligned(size: int) -> int:

@@ -8,6 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -192,3 +194,12 @@ def test_store_writes_the_same_bytes(kv_dtype: str) -> None:
     store_kv_reference(k, v, expected, case.batch)
     store_kv(k, v, found, case.batch)
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.one_of(st.integers(1, 300), st.integers(1, 40_000)), min_size=1, max_size=9), st.integers(1, 16),
+       st.none() | st.integers(1, 5000))
+def test_a_few_rows_are_cut_as_many_are(lengths: list[int], kv_heads: int, window: int | None) -> None:
+    slots = np.arange(len(lengths))[::-1] + 3
+    many = pieces.decode_items(np.arange(len(lengths)), slots, np.array(lengths), kv_heads, window)
+    assert pieces.few_decode_items(slots.tolist(), lengths, kv_heads, window) == many.ravel().tolist()

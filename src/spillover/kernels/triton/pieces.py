@@ -48,6 +48,25 @@ def decode_items(
     return np.stack(fields, axis=1).astype(np.int32)
 
 
+def few_decode_items(slots: list[int], seq_lens: list[int], kv_heads: int, window: int | None) -> list[int]:
+    """As `decode_items`, one after another, for rows 0, 1 and so on: for a few of them this is faster."""
+    cut = []
+    for row, length in enumerate(seq_lens):
+        oldest = 0 if window is None else max(length - window, 0)
+        origin = oldest // TILE * TILE
+        cut.append((row, length, oldest, origin, PIECE * -(-(length - origin) // (PIECE * MOST_PIECES))))
+    most = max(PIECE, sum(length - origin for _, length, _, origin, _ in cut) * kv_heads // BUSY)
+    cut.sort(key=lambda one: -(one[4] if one[1] - one[3] > most else one[1] - one[3]))
+    numbers: list[int] = []
+    for row, length, oldest, origin, size in cut:
+        parts = -(-(length - origin) // size) if length - origin > most else 1
+        for part in range(parts):
+            begin = origin + part * size
+            end = min(begin + size, length) if parts > 1 else length
+            numbers += (row, slots[row], begin, end, oldest, size, parts, part)
+    return numbers
+
+
 def prefill_tiles(requests: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
     """[tiles, 2]: request, and the first of its rows; those that see most keys first, so that the end is even."""
     tiles = -(-counts // QUERIES)

@@ -3,7 +3,6 @@ block tables their new entries."""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,13 +12,11 @@ _WORDS = 512  # of eight bytes, that a program brings
 
 
 def bring(to: Tensor, pinned: Tensor, nbytes: int) -> None:
-    """The first bytes of `pinned`, in host memory, to the device; both uint8 and whole words long. A kernel that reads
-    over the link begins sooner after the one before it, and is seen sooner by the next, than a copy."""
+    """The first bytes of `pinned`, in host memory, to the device; both int64. A kernel that reads over the link begins
+    sooner after the one before it, and is seen sooner by the next, than a copy."""
     words = triton.cdiv(nbytes, 8)
     if words:
-        _bring[(triton.cdiv(words, _WORDS),)](
-            to.view(torch.int64), pinned.view(torch.int64), words, WORDS=_WORDS, num_warps=4
-        )
+        _bring[(triton.cdiv(words, _WORDS),)](to, pinned, words, WORDS=_WORDS, num_warps=4)
 
 
 def fill_tokens(token_ids: Tensor, sources: Tensor, drawn: Tensor) -> None:
