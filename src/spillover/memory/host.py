@@ -96,6 +96,7 @@ class HostCache:
         self.slots = slots
         self.evictions = 0
         self.dropped = 0  # of these, blocks that no tier had
+        self._idle = 0  # entries that are safe, and that nobody relies on
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
         self._unsafe: OrderedDict[bytes, Entry] = OrderedDict()  # ready, and nowhere below; same order
 
@@ -127,7 +128,8 @@ class HostCache:
         return entry
 
     def arrive(self, entry: Entry, safe: bool) -> None:
-        """The entry's bytes are there."""
+        """The entry's bytes are there; whoever brought them still holds it."""
+        assert entry.pins
         entry.ready = True
         if safe:
             entry.safe = True
@@ -135,12 +137,23 @@ class HostCache:
             self._unsafe[entry.key] = entry
 
     def mark_safe(self, entry: Entry) -> None:
+        self._idle += entry.pins == 0 and not entry.safe
         entry.safe = True
         self._unsafe.pop(entry.key, None)
+
+    def pin(self, entry: Entry) -> None:
+        """Somebody relies on the slot, until unpin."""
+        self._idle -= entry.pins == 0 and entry.safe
+        entry.pins += 1
+
+    def unpin(self, entry: Entry) -> None:
+        entry.pins -= 1
+        self._idle += entry.pins == 0 and entry.safe
 
     def drop(self, entry: Entry) -> None:
         """Forgets an entry that nobody relies on."""
         assert entry.pins == 0, "a slot is freed under a copy"
+        self._idle -= entry.safe
         del self._entries[entry.key]
         self._unsafe.pop(entry.key, None)
         self.slots.give_back(entry.slot)
@@ -148,8 +161,8 @@ class HostCache:
 
     @property
     def spare(self) -> int:
-        """Slots that can be had without losing a block: free, or safe in a tier below. Pinned ones are counted too."""
-        return self.slots.free + len(self._entries) - len(self._unsafe)
+        """Slots that can be had now without losing a block: free, or safe in a tier below."""
+        return self.slots.free + self._idle
 
     def unsafe(self) -> Iterator[Entry]:
         """Least recently used first; those that are being written are among them."""
@@ -164,6 +177,7 @@ class HostCache:
         self.slots.check()
         taken = [entry.slot for entry in self._entries.values()]
         assert len(taken) == len(set(taken)), "two entries share a slot"
+        assert self._idle == sum(entry.safe and entry.pins == 0 for entry in self._entries.values())
         for key, entry in self._unsafe.items():
             assert self._entries[key] is entry
             assert entry.ready

@@ -24,6 +24,7 @@ COPY_SECONDS = 0.003  # one copy over the link takes about this long, so that ot
 LINK_RATE = 10e9  # bytes a second, where the link was not measured
 LINK_SECONDS = 10.0  # deadline of a copy over the link
 LOAD_SECONDS = 15.0  # deadline of a load, waiting for a slot included
+LOAD_PATIENCE = 0.1  # seconds that it waits for a slot before a block that no tier below has goes for it
 WRITES_AT_ONCE = 32  # blocks on their way down from host memory
 KNOWN_KEYS = 1 << 20  # keys remembered to be in a tier below
 
@@ -177,11 +178,11 @@ class SpillStore:
             entry = self._host.reserve(b"parked" + self._parked.to_bytes(8, "little"))
             if entry is None:
                 for taken in entries:
-                    taken.pins = 0
+                    taken.pins = 0  # none of them is ready
                     self._host.drop(taken)
                 return None
             entry.private = True
-            entry.pins += 1  # beside the copy's own
+            self._host.pin(entry)  # beside the copy's own
             entries.append(entry)
         self._copy_out(blocks, entries)
         return entries
@@ -396,12 +397,12 @@ class SpillStore:
             self._unpin(entry)
 
     def _unpin(self, entry: Entry) -> None:
-        entry.pins -= 1
+        self._host.unpin(entry)
         if entry.pins == 0 and (entry.private or not self.keeps or not entry.ready):
             self._host.drop(entry)
 
     def _hold(self, load: Load, entry: Entry) -> None:
-        entry.pins += 1
+        self._host.pin(entry)
         load.entry = entry
         load.state = LoadState.HELD
         if load.block is not None:
@@ -421,6 +422,7 @@ class SpillStore:
     def _start_loads(self) -> None:
         """In order, as far as there are slots."""
         fetches: dict[str, list[tuple[Load, Entry]]] = {}
+        now = time.monotonic()
         while self._queue:
             load = self._queue[0]
             if load.state is LoadState.WAITING:
@@ -434,14 +436,13 @@ class SpillStore:
                 elif load.tier not in (tier.name for tier in self.tiers):  # it was in host memory and has left since
                     self._end(load, LoadState.FAILED)
                 else:
-                    entry = self._host.reserve(load.key)
+                    entry = self._host.reserve(load.key, now >= load.deadline - LOAD_SECONDS + LOAD_PATIENCE)
                     if entry is None:
                         break
                     load.state = LoadState.FETCHING
                     self._waiters.setdefault(load.key, []).append(load)
                     fetches.setdefault(load.tier, []).append((load, entry))
             self._queue.popleft()
-        now = time.monotonic()
         for tier in self.tiers:
             if pairs := fetches.get(tier.name):
                 tickets = tier.load([(load.key, self._host.slots.view(entry.slot)) for load, entry in pairs])
@@ -453,8 +454,9 @@ class SpillStore:
             self._end(load, LoadState.FAILED)
 
     def _margin(self) -> int:
-        """Slots kept ready for what the device spills next."""
-        return min(max(2 * self._batch, self._short), self._host.slots.limit // 2) if self.keeps else 0
+        """Slots kept ready for what the device spills next, and for loads that wait for one."""
+        wanted = max(2 * self._batch, self._short) + len(self._queue)
+        return min(wanted, self._host.slots.limit // 2) if self.keeps else 0
 
     def _write_down(self, spare: int) -> None:
         """Starts writing the oldest blocks that no tier below has, until `spare` slots can be had without loss."""
@@ -474,7 +476,7 @@ class SpillStore:
             chosen = [entry for entry in entries if self._admission.admit(entry.key, tier.name)]
             tickets = tier.store([(entry.key, self._host.slots.view(entry.slot)) for entry in chosen])
             for entry, ticket in zip(chosen, tickets, strict=True):
-                entry.pins += 1
+                self._host.pin(entry)
                 entry.writes += 1
                 self._writes.append((entry, tier.name, ticket))
         for entry in entries:
