@@ -129,3 +129,14 @@ def test_a_load_does_not_wait_for_a_tier_that_takes_nothing() -> None:
         until(store, lambda: load.entry is not None)
         assert store.reports()[0].dropped == 1
         store.drop(load)
+
+
+def test_a_rate_is_that_of_the_load_not_of_who_looks_after_it() -> None:
+    with stored(4) as (store, _, tier):
+        tier.blocks[b"below"] = b"x" * BYTES
+        (load,) = store.open([(b"below", "disk")])
+        time.sleep(0.2)  # a step that takes long
+        store.poll()
+        assert load.entry is not None
+        assert store.rates["disk"] > BYTES / 0.1
+        store.drop(load)

@@ -354,7 +354,8 @@ class SpillStore:
                 ok = bool(fetch.ticket.result())
                 if ok:
                     self._know(fetch.entry.key)
-                    self._observe(fetch.tier, fetch.place * self.link.slot_bytes / max(1e-6, now - fetch.started))
+                    seconds = max(1e-6, fetch.ticket.at - fetch.started)  # not now: a step may have run meanwhile
+                    self._observe(fetch.tier, fetch.place * self.link.slot_bytes / seconds)
                 else:
                     self._below.pop(fetch.entry.key, None)
                 self._arrived([fetch.entry], ok, safe=True)

@@ -32,7 +32,8 @@ class Ticket(Generic[T]):
     without it. A buffer given with the work is free again only once the ticket is done.
     """
 
-    __slots__ = ("_begun", "_done", "_ended", "_lock", "_stop_asked", "_value", "_wake", "deadline", "error", "seconds")
+    __slots__ = ("_begun", "_done", "_ended", "_lock", "_stop_asked", "_value", "_wake", "at", "deadline", "error",
+                 "seconds")
 
     def __init__(self, deadline: float, ended: Callable[["Ticket[Any]"], None] | None = None,
                  wake: Callable[[], None] | None = None) -> None:
@@ -40,6 +41,7 @@ class Ticket(Generic[T]):
         self.deadline = deadline  # monotonic
         self.error: Exception | None = None
         self.seconds = 0.0  # a worker was busy with it
+        self.at = 0.0  # monotonic, when it was done
         self._lock = threading.Lock()  # decides between begin() and cancel()
         self._begun = False
         self._stop_asked = False
@@ -51,7 +53,7 @@ class Ticket(Generic[T]):
     def ended(cls, value: T | None, error: Exception | None = None) -> "Ticket[T]":
         """Work that needed no worker, or that was not even tried."""
         ticket: Ticket[T] = cls(time.monotonic())
-        ticket._value, ticket.error, ticket._done = value, error, True
+        ticket._value, ticket.error, ticket._done, ticket.at = value, error, True, ticket.deadline
         return ticket
 
     def done(self) -> bool:
@@ -94,7 +96,7 @@ class Ticket(Generic[T]):
 
     def end(self, value: T | None, error: Exception | None = None, seconds: float = 0.0) -> None:
         """By whoever began it, exactly once."""
-        self._value, self.error, self.seconds = value, error, seconds
+        self._value, self.error, self.seconds, self.at = value, error, seconds, time.monotonic()
         if self._ended is not None:
             self._ended(self)
         self._done = True  # whoever sees it sees the rest, and finds it where ended work is kept
