@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from simulated_tiers import DictTier
 
+from spillover.memory.loads import Load
 from spillover.memory.store import SpillStore
 from spillover.memory.tiers.base import Ticket
 
@@ -102,13 +103,19 @@ def test_a_slot_that_a_block_arrives_in_is_no_room() -> None:
         assert store.reports()[0].dropped == 0
 
 
+def crowded(store: SpillStore, tier: SlowTier) -> Load:
+    """A load while all four slots have blocks that no tier has, and the tier takes none."""
+    tier.blocks[b"below"] = b"x" * BYTES
+    tier.open.clear()
+    assert spill(store, range(4)) == 4
+    until(store, lambda: len(store.spilled) == 4)
+    (load,) = store.open([(b"below", "disk")])
+    return load
+
+
 def test_a_load_waits_for_a_slot_before_a_block_is_lost() -> None:
     with stored(4) as (store, _, tier):
-        tier.blocks[b"below"] = b"x" * BYTES
-        tier.open.clear()
-        assert spill(store, range(4)) == 4
-        until(store, lambda: len(store.spilled) == 4)
-        (load,) = store.open([(b"below", "disk")])
+        load = crowded(store, tier)
         store.poll()
         assert load.pending
         assert all(store.holds(key(block)) for block in range(4))
@@ -121,11 +128,7 @@ def test_a_load_waits_for_a_slot_before_a_block_is_lost() -> None:
 
 def test_a_load_does_not_wait_for_a_tier_that_takes_nothing() -> None:
     with stored(4) as (store, _, tier):
-        tier.blocks[b"below"] = b"x" * BYTES
-        tier.open.clear()
-        assert spill(store, range(4)) == 4
-        until(store, lambda: len(store.spilled) == 4)
-        (load,) = store.open([(b"below", "disk")])
+        load = crowded(store, tier)
         until(store, lambda: load.entry is not None)
         assert store.reports()[0].dropped == 1
         store.drop(load)

@@ -28,7 +28,7 @@ SMALLEST_BLOCK = 8  # tokens, of which a block table has an entry each
 
 @dataclass(frozen=True)
 class Workspace:
-    activations: int
+    activations: int  # on a CUDA device what they take beyond logits and sampler, which come where they were
     logits: int
     sampler: int  # what is made of the logits while tokens are drawn
     rope: int  # cos and sin for every position

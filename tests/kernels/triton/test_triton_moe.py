@@ -89,15 +89,16 @@ def test_both_paths_match_the_reference(
 def test_widened_experts_are_those_of_the_reference(hidden: int, inner: int, dtype: torch.dtype) -> None:
     x, _, first, second = case("fp8", 1, hidden, inner, 4, dtype, False)
     room = widening.wide_room(4, hidden, inner, x)
-    for stack_, into, parts in zip((first, second), room, (2, 1), strict=True):
+    for into in room:
         into.values.fill_(-7)
-        slots = torch.tensor([2, -1, 0, 3], dtype=torch.int32, device=DEVICE)
-        widening.widen(stack_, into, parts, slots)
+    widening.widen(first, second, room, False, torch.tensor([2, -1, 0, 3], dtype=torch.int32, device=DEVICE))
+    for whole, into, parts in zip((first, second), room, (2, 1), strict=True):
         for expert, slot in ((0, 2), (2, 0), (3, 3)):
-            assert torch.equal(into.values[expert], stack_.expert(slot, dtype, parts))
+            assert torch.equal(into.values[expert], whole.expert(slot, dtype, parts))
         assert (into.values[1] == -7).all()
-        widening.widen(stack_, into, parts)
-        assert torch.equal(into.values[1], stack_.expert(1, dtype, parts))
+    widening.widen(first, second, room, False)
+    for whole, into, parts in zip((first, second), room, (2, 1), strict=True):
+        assert torch.equal(into.values[1], whole.expert(1, dtype, parts))
 
 
 def test_a_large_step_widens_first(monkeypatch: pytest.MonkeyPatch) -> None:

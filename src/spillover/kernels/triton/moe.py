@@ -75,8 +75,7 @@ def mixture(
         return torch.empty_like(x)
     if tiles is None and wide(x, first.format, first.count, k, second.width, fixed):
         room = wide_room(first.count, x.shape[1], second.width, x)
-        widen(first, room[0], 1 if limit is not None else 2)
-        widen(second, room[1], 1)
+        widen(first, second, room, limit is not None)
         first, second = room
     ids, shares, x_ready = route(scores, x, k, renormalize, first.format)
     if tokens <= few_tokens and not fixed:

@@ -20,11 +20,19 @@ def wide_room(experts: int, hidden: int, inner: int, x: Tensor) -> tuple[Experts
             Experts(torch.empty(experts, hidden, inner, dtype=x.dtype, device=x.device)))
 
 
-def widen(stack: Experts, wide: Experts, parts: int, slots: Tensor | None = None) -> None:
-    """wide.values[expert] = the expert of the stack; `parts`: matrices below each other that were quantised apart.
+def widen(first: Experts, second: Experts, room: tuple[Experts, Experts], clamped: bool,
+          slots: Tensor | None = None) -> None:
+    """Both products of every expert into `room`, where each lies by its id. `clamped`: gate and up lie in turn, and
+    were quantised together.
 
-    `slots` int32 [E]: the stack is of slots, and this is where each expert lies; those in none (-1) are left alone.
+    `slots` int32 [E]: the stacks are of slots, and this is where each expert lies; those in none (-1) are left alone.
     """
+    _widen_stack(first, room[0], 1 if clamped else 2, slots)
+    _widen_stack(second, room[1], 1, slots)
+
+
+def _widen_stack(stack: Experts, wide: Experts, parts: int, slots: Tensor | None) -> None:
+    """`parts`: matrices below each other that were quantised apart."""
     assert stack.scales is not None
     assert stack.bias is None, "biases lie by slot, not by expert"
     experts, rows, columns = wide.values.shape

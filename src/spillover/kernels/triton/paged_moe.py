@@ -107,8 +107,7 @@ class PassedMixture:
         if self._empty is not None:
             return
         if self._wide is not None:
-            widen(first, self._wide[0], 1 if self._limit is not None else 2, slots_row)
-            widen(second, self._wide[1], 1, slots_row)
+            widen(first, second, self._wide, self._limit is not None, slots_row)
         elif self._few:
             pair_products(self._x, self.ids, self._shares, first, second, self._limit, self._tiles, self._h,
                           self._rows, None, slots_row)
