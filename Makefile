@@ -8,6 +8,8 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for python in python3.12 python3.11 python3.13 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 
+GPU_WORKERS ?= 4  # of test-gpu, each with less than 5 GB of the device
+
 .PHONY: help demo test test-gpu test-clients soak bench browser valkey venv clean
 
 help:
@@ -32,7 +34,7 @@ test: venv browser valkey
 	$(BIN)/pytest -m "alone and not gpu and not clients"
 
 test-gpu: venv
-	$(BIN)/pytest -m gpu
+	$(BIN)/pytest -n $(GPU_WORKERS) -m gpu
 
 test-clients: venv
 	$(BIN)/python tests/clients/install.py

@@ -39,7 +39,7 @@ def test_tokens_do_not_depend_on_chunks(kind: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     rng = random.Random(1)
     prompts = [[rng.randrange(300) for _ in range(rng.randint(1, 90))] for _ in range(12)]
-    flags: dict[str, Any] = {"max_model_len": 256, "kv_cache_dtype": kind}
+    flags: dict[str, Any] = {"max_model_len": 256, "kv_cache_dtype": kind, "gpu_memory": "2GB"}
     found = generate(tmp_path, prompts, **flags)
     for chunk in (37, 512):
         assert generate(tmp_path, prompts, **flags, max_num_batched_tokens=chunk) == found
@@ -52,7 +52,7 @@ def test_a_sequence_longer_than_the_pool_has_the_same_tokens(flags: dict[str, st
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     rng = random.Random(2)
     prompts = [[rng.randrange(300) for _ in range(length)] for length in (9000, 90, 5001)]
-    resident = generate(tmp_path, prompts, max_model_len=12288, **flags)
+    resident = generate(tmp_path, prompts, max_model_len=12288, gpu_memory="2GB", **flags)
     cold: list[int] = []
     original = ColdStage.prefix
     monkeypatch.setattr(ColdStage, "prefix", lambda stage, item: cold.append(len(item.cold)) or original(stage, item))

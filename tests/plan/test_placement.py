@@ -384,6 +384,21 @@ def test_smaller_steps_come_before_weights_leave() -> None:
     assert plan.max_model_len >= 2048
 
 
+def test_steps_that_stream_are_larger_where_they_take_little_of_the_budget() -> None:
+    config = replace(GPT_OSS, num_layers=36, num_experts=64, windows=(128, None) * 18)
+    specs = gpt_oss.weight_specs(config)
+
+    def steps(budget: int, **flags: Any) -> int:
+        plan = make_plan(PlanRequest(gpu_memory=budget, weights="auto", **flags), config, specs, GPU)
+        assert plan.placement is not None
+        return plan.max_num_batched_tokens
+
+    resident = make_plan(PlanRequest(gpu_memory=20 * 10**9), SMOLLM2, SMOLLM2_SPECS, GPU)
+    assert steps(20 * 10**9) == 2 * resident.max_num_batched_tokens
+    assert steps(6 * 10**9) < resident.max_num_batched_tokens
+    assert steps(20 * 10**9, max_num_batched_tokens=700) == 700
+
+
 # What was counted, against the bytes that weights really take
 
 @pytest.mark.parametrize("kind", ["dense", "mixture", "fp8", "mxfp4"])

@@ -152,6 +152,12 @@ def test_without_chunks_a_step_holds_the_longest_prompt() -> None:
     assert plan_smollm2(enable_chunked_prefill=False, max_num_batched_tokens=700).max_model_len == 700
 
 
+def test_a_step_is_no_larger_than_all_prompts_that_may_run_at_once() -> None:
+    assert plan_smollm2(max_num_seqs=2, max_model_len=100).max_num_batched_tokens == 200
+    assert plan_smollm2(max_num_seqs=2, max_model_len=100, max_num_batched_tokens=300).max_num_batched_tokens == 300
+    assert plan_smollm2(max_num_seqs=2, max_model_len=1000).max_num_batched_tokens == 512
+
+
 def test_a_window_needs_only_its_window() -> None:
     plan = make_plan(PlanRequest(max_num_batched_tokens=64, max_model_len=16000), GPT_OSS, GPT_OSS_SPECS, CPU)
     assert plan.windows == (None, 128)

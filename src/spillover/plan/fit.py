@@ -63,7 +63,8 @@ class Sizes:
         given = self.request.max_num_batched_tokens
         if given is not None:
             return given
-        return self.steps[1] if self.request.enable_chunked_prefill else max(self.steps[1], length)
+        tokens = min(self.steps[1], self.max_num_seqs * length)  # more could never be there at once
+        return tokens if self.request.enable_chunked_prefill else max(tokens, length)
 
     def recorded_rows(self, length: int) -> int:
         """Of a step with part of a prompt that is replayed: where weights come and go, none is."""

@@ -13,6 +13,7 @@ import os
 import platform
 import resource
 import shutil
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import psutil
 from spillover.plan.cgroup import read_limits
 
 _PINNED_TRIAL = 1 << 20
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # a user's own, which stay
 
 
 @dataclass(frozen=True)
@@ -105,12 +107,26 @@ def _cuda_devices() -> tuple[CudaDevice, ...]:
 
     if not torch.cuda.is_available():
         return ()
+    _keep_no_holes()
     devices = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         devices.append(CudaDevice(index, properties.name, total, free, (properties.major, properties.minor)))
     return tuple(devices)
+
+
+@functools.cache
+def _keep_no_holes() -> None:
+    """Has torch map device memory page by page, before it takes any. In blocks, it would keep the holes that steps of
+    different sizes leave between them: a tenth of the budget, taken beyond it."""
+    import torch
+
+    if any(name in os.environ for name in _ALLOCATOR_SETTINGS):
+        return
+    with warnings.catch_warnings():  # it has this one name in every release, and in the newest another beside it
+        warnings.simplefilter("ignore", FutureWarning)
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
 @functools.cache

@@ -28,6 +28,7 @@ KV_SHARE = 16  # KV beyond one longest sequence is at most one part in so many o
 # And the workspace is at most so much of it, or else little more than the least, where nobody asked for larger steps: a
 # step that streams takes as long whatever its tokens, so that a prompt in twice the steps takes twice as long.
 STEP_SHARE = 8
+STREAMED_STEP = {"cuda": (256, 16384)}  # tried before the steps of a model that fits
 RESERVE = 2 << 30  # of host memory that weights leave free, or a tenth of it if that is more
 AUTO = ("experts", "sequential", "host-experts")
 LAST = "demand"  # needs the least room, and is slower than any of those
@@ -119,6 +120,8 @@ class Offload:
     def settings(self) -> Iterator[tuple[Sizes, int]]:
         """Steps and longest sequences that may be planned with, the most welcome first; the least is always there."""
         steps = step_choices(self.request, self.device)
+        if self.device in STREAMED_STEP and self.request.max_num_batched_tokens is None:
+            steps = (STREAMED_STEP[self.device], *steps)
         for length in self.lengths(self.sizes.changed(steps[-1])):
             for step in steps:
                 sizes = self.sizes.changed(step)
