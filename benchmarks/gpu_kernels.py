@@ -23,7 +23,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from spillover.kernels.attention import AttentionBatch
+from spillover.kernels.batch import AttentionBatch
 from spillover.kernels.triton import activation, decode_attention, draw, fixed_linear, gemv, norm, pieces
 from spillover.kernels.triton import attention as device
 from spillover.kernels.triton import prefill_attention as prefill

@@ -17,7 +17,8 @@ from gpu_workload import Figure, write
 from torch import Tensor
 
 from spillover.kernels import mxfp4
-from spillover.kernels.moe import Experts, mixture
+from spillover.kernels.experts import Experts
+from spillover.kernels.moe import mixture
 from spillover.plan.measure import measure_rates
 from spillover.plan.rates import Rates
 

@@ -23,6 +23,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "bench"))
 
 from mock_server import MockServer
 
+from spillover.lab.analysis import analysis_of
 from spillover.lab.engines import EngineSpec, make_engine
 from spillover.lab.experiment import BLOCKS, parse_experiment
 from spillover.lab.run import run_experiment
@@ -52,7 +53,7 @@ def main(experiments: int, repeats: int, servers: int, load_format: str, slower:
                 "name": f"aa-{number}", "repeats": repeats, "restart": "never",
                 "arms": {"a": {"engine": "url", "url": urls[0]}, "b": {"engine": "url", "url": urls[-1]}},
                 "workloads": {"load": {**LOAD, "seed": number}}, "metrics": ["median_ttft_ms", "median_e2el_ms"]}
-            verdicts = run_experiment(parse_experiment(document), Path(folder) / str(number)).analysis()["verdicts"]
+            verdicts = analysis_of(run_experiment(parse_experiment(document), Path(folder) / str(number)))["verdicts"]
             judged += all(verdict["verdict"] != NO_VERDICT for verdict in verdicts)
             quiet += all(verdict["verdict"] == NO_DIFFERENCE for verdict in verdicts)
             for verdict in verdicts:

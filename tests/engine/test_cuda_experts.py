@@ -15,7 +15,7 @@ from spillover.engine.weights.transit import Transit
 from spillover.kernels.host_experts import HostExperts
 from spillover.kernels.mail import Mail
 from spillover.kernels.moe import mixture_reference
-from spillover.kernels.paging import PageTable
+from spillover.kernels.page_table import PageTable
 from spillover.memory.experts import ExpertCache
 from spillover.memory.policies.experts import LRUQuota
 from spillover.models.layers import expert_stack

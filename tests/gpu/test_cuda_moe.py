@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from spillover.kernels import fp8, mxfp4
-from spillover.kernels.moe import Experts, mixture, mixture_reference
+from spillover.kernels.experts import Experts
+from spillover.kernels.moe import mixture, mixture_reference
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spillover.kernels.attention import AttentionBatch, attention, store_kv
+from spillover.kernels.attention import attention, store_kv
+from spillover.kernels.batch import AttentionBatch
 from spillover.kernels.kv_quant import head_bytes
 
 NAN = float("nan")

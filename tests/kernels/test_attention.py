@@ -12,13 +12,8 @@ from sequences import Sequences, sequences
 from torch import Tensor
 
 from spillover.kernels import native
-from spillover.kernels.attention import (
-    AttentionBatch,
-    attention,
-    attention_reference,
-    store_kv,
-    store_kv_reference,
-)
+from spillover.kernels.attention import attention, attention_reference, store_kv, store_kv_reference
+from spillover.kernels.batch import AttentionBatch
 
 needs_native = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
 def dense(s: Sequences, request: int, window: int | None, sinks: Tensor | None) -> Tensor:

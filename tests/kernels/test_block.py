@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from spillover.kernels import native
-from spillover.kernels.attention import AttentionBatch
+from spillover.kernels.batch import AttentionBatch, LayerShape
 from spillover.kernels.block import (
-    LayerShape,
     LayerStack,
     attention_block,
     attention_block_reference,

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from spillover.kernels import attention as attention_module
 from spillover.kernels import native
-from spillover.kernels.attention import AttentionBatch, attention, cold_attention_reference, store_kv
+from spillover.kernels.attention import attention, cold_attention_reference, store_kv
+from spillover.kernels.batch import AttentionBatch
 from spillover.kernels.extents import split_blocks
 
 needs_native = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")

@@ -13,6 +13,7 @@ from fake_lab import FakeEngine, FakeLoad, experiment
 
 from spillover.bench.records import ClientHealth
 from spillover.errors import SpilloverError
+from spillover.lab.analysis import analysis_of
 from spillover.lab.document import parse_document, read_document, scaled, shipped
 from spillover.lab.engines import EngineFailed, Missing
 from spillover.lab.experiment import load_experiment, parse_experiment
@@ -186,11 +187,11 @@ def test_an_interrupted_experiment_goes_on_where_it_stopped(tmp_path: Path) -> N
         run_experiment(made, tmp_path / "cut", first.bench())
     halfway = Results.open(tmp_path / "cut")
     assert len(halfway.visits) == 6
-    assert not halfway.analysis()["complete"]
+    assert not analysis_of(halfway)["complete"]
     results = run_experiment(made, tmp_path / "cut", second.bench())
     assert len(second.measured) == 6  # what was done is not done again
     assert [visit["key"] for visit in results.visits] == [visit.key for visit in visits(made)]
-    assert results.analysis()["complete"]
+    assert analysis_of(results)["complete"]
     assert len(results.sessions) == 2
     third = FakeLoad()
     run_experiment(made, tmp_path / "cut", third.bench())
@@ -231,7 +232,7 @@ def test_what_was_measured_is_read_back_whole(tmp_path: Path) -> None:
     assert len(run.records) == 12
     assert run.records[0].chunks[0][0] == pytest.approx(visit["metrics"]["median_ttft_ms"] / 1e3, rel=0.5)
     again = Results.open(tmp_path / "r")
-    assert again.analysis() == json.loads((tmp_path / "r" / "analysis.json").read_text())
+    assert analysis_of(again) == json.loads((tmp_path / "r" / "analysis.json").read_text())
 
 
 def test_running_out_of_memory_is_a_result(tmp_path: Path) -> None:
@@ -241,11 +242,11 @@ def test_running_out_of_memory_is_a_result(tmp_path: Path) -> None:
     FakeEngine.started = 0
     results = run_experiment(made, tmp_path / "r", FakeLoad().bench())
     assert FakeEngine.started == 2 * 8 + 2  # it is not tried for ever
-    cells = {cell["arm"]: cell for cell in results.analysis()["cells"]}
+    cells = {cell["arm"]: cell for cell in analysis_of(results)["cells"]}
     assert (cells["big"]["status"], cells["big"]["valid"]) == ("failed", False)
     assert "out of memory: asked for 90 GB of 80" in cells["big"]["reason"]
     assert results.arms["big"]["log_tail"] == "torch.OutOfMemoryError"
-    verdicts = {(verdict["arm"], verdict["primary"]): verdict for verdict in results.analysis()["verdicts"]}
+    verdicts = {(verdict["arm"], verdict["primary"]): verdict for verdict in analysis_of(results)["verdicts"]}
     assert verdicts["big", True]["verdict"] == "no verdict"
     assert "out of memory" in verdicts["big", True]["why"]
     assert verdicts["c", True]["verdict"] == "slower"  # the others are judged all the same
@@ -276,7 +277,7 @@ def test_a_workload_that_an_arm_cannot_take_ends_that_arm_only(tmp_path: Path) -
                                        "b": {"engine": "spillover", "args": {"slowdown": 2}}})
     results = run_experiment(made, tmp_path / "r", FakeLoad(on_measure=refuse).bench())
     assert {visit["status"] for visit in results.visits if visit["arm"] == "a"} == {"ok"}
-    assert "takes 8192" in next(cell["reason"] for cell in results.analysis()["cells"] if cell["arm"] == "b")
+    assert "takes 8192" in next(cell["reason"] for cell in analysis_of(results)["cells"] if cell["arm"] == "b")
 
 
 def test_a_run_that_a_busy_moment_spoilt_is_run_again_with_other_prompts(tmp_path: Path) -> None:
@@ -297,7 +298,7 @@ def test_a_run_that_a_busy_moment_spoilt_is_run_again_with_other_prompts(tmp_pat
     repeats = [repeat for _, _, repeat in load.measured]
     assert (repeats[0], repeats[1], first["repeat"]) == (0, 6, 6)  # beyond those of all passes
     busy[:] = [True] * 100
-    invalid = run_experiment(experiment(repeats=3), tmp_path / "always", load.bench()).analysis()
+    invalid = analysis_of(run_experiment(experiment(repeats=3), tmp_path / "always", load.bench()))
     assert {verdict["verdict"] for verdict in invalid["verdicts"]} == {"no verdict"}
 
 
@@ -307,9 +308,9 @@ def test_an_engine_that_is_not_installed_is_skipped_with_the_command(tmp_path: P
     bench = FakeLoad().bench(missing=lambda spec: missing if spec.kind == "vllm" else None)
     results = run_experiment(made, tmp_path / "r", bench)
     assert results.arms["v"]["install"] == "pip install vllm"
-    cell = next(cell for cell in results.analysis()["cells"] if cell["arm"] == "v")
+    cell = next(cell for cell in analysis_of(results)["cells"] if cell["arm"] == "v")
     assert (cell["status"], cell["reason"]) == ("skipped", "vLLM is not installed")
-    assert results.analysis()["complete"]  # there is nothing left that could be run
+    assert analysis_of(results)["complete"]  # there is nothing left that could be run
     run_experiment(made, tmp_path / "r", FakeLoad().bench())  # once it is there
     assert len(Results.open(tmp_path / "r").visits) == 4
 
@@ -330,13 +331,13 @@ def test_a_crash_on_one_workload_leaves_the_others_their_runs(tmp_path: Path) ->
     made = experiment(repeats=2, workloads={name: {"dataset-name": "random"} for name in "wx"}, arms={
         "a": {"engine": "spillover"}, "b": {"engine": "spillover", "args": {"slowdown": 1.5}}})
     results = run_experiment(made, tmp_path / "r", load.bench())
-    statuses = {(cell["workload"], cell["arm"]): cell["status"] for cell in results.analysis()["cells"]}
+    statuses = {(cell["workload"], cell["arm"]): cell["status"] for cell in analysis_of(results)["cells"]}
     assert statuses == {("w", "a"): "ok", ("x", "a"): "ok", ("w", "b"): "failed", ("x", "b"): "ok"}
     assert len([visit for visit in results.visits if visit["status"] == "failed" and visit["run"]]) == 2  # then no more
 
 
 def test_a_run_without_warm_up_is_not_made_warm_by_running_it_again(tmp_path: Path) -> None:
     load = FakeLoad()
-    analysis = run_experiment(experiment(repeats=3, warmups=0), tmp_path / "r", load.bench()).analysis()
+    analysis = analysis_of(run_experiment(experiment(repeats=3, warmups=0), tmp_path / "r", load.bench()))
     assert len(load.measured) == 12
     assert all("answered no request before" in verdict["why"] for verdict in analysis["verdicts"])

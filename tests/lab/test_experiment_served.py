@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 from mock_server import MockServer
 
 from spillover.cli.main import main
+from spillover.lab.analysis import analysis_of
 from spillover.lab.experiment import parse_experiment
 from spillover.lab.run import Bench, run_experiment
 from spillover.lab.store import Results
@@ -54,7 +55,7 @@ def test_a_server_that_is_slower_is_found(servers: tuple[MockServer, MockServer]
     for server, factor in zip(servers, (5.0, 7.5), strict=True):  # 150 and 225 ms a request: long beside a busy core's
         set_speed(server, factor)
     made = parse_experiment(document(servers, repeats=4))
-    analysis = run_experiment(made, tmp_path / "r", Bench(ServedLoad(made), settle_seconds=0.0)).analysis()
+    analysis = analysis_of(run_experiment(made, tmp_path / "r", Bench(ServedLoad(made), settle_seconds=0.0)))
     for server in servers:
         set_speed(server, 1.0)
     assert [cell["faults"] for cell in analysis["cells"]] == [[], []]
@@ -79,7 +80,7 @@ def test_every_run_of_a_server_has_prompts_of_its_own(tmp_path: Path) -> None:
 def test_requests_that_fail_make_a_run_invalid(servers: tuple[MockServer, MockServer], tmp_path: Path) -> None:
     made = parse_experiment(document(servers, repeats=1, workloads={
         "load": {**LOAD, "extra-body": {"mock": {"fail_at": 3}}}}))
-    analysis = run_experiment(made, tmp_path / "r", Bench(ServedLoad(made), settle_seconds=0.0)).analysis()
+    analysis = analysis_of(run_experiment(made, tmp_path / "r", Bench(ServedLoad(made), settle_seconds=0.0)))
     assert {fault["gate"] for cell in analysis["cells"] for fault in cell["faults"]} == {"errors", "samples"}
     assert {verdict["verdict"] for verdict in analysis["verdicts"]} == {"no verdict"}
 

@@ -12,6 +12,7 @@ from fake_lab import FakeEngine, FakeLoad, experiment, make_run
 
 from spillover.bench.records import ClientHealth, RequestRecord, Run
 from spillover.errors import SpilloverError
+from spillover.lab.analysis import analysis_of
 from spillover.lab.run import run_experiment
 from spillover.lab.validity import ArmSample, Fault, Gates, Sample, across, judge
 
@@ -189,7 +190,7 @@ def test_an_arm_that_is_not_valid_gets_no_verdict(tmp_path: Path, gate: str) -> 
                             "b": {"engine": "spillover", "args": {"pool": 1000, "slowdown": 2, "tires": True,
                                                                   "host-memory": "1GB"}}})
     load = FakeLoad(**{"unrest": 0.002, **FAULTS[gate]})
-    analysis = run_experiment(made, tmp_path / "results", load.bench()).analysis()
+    analysis = analysis_of(run_experiment(made, tmp_path / "results", load.bench()))
     cells = {cell["arm"]: cell for cell in analysis["cells"]}
     assert not cells["b"]["valid"]
     assert [fault["gate"] for fault in cells["b"]["faults"]] == [gate]

@@ -10,6 +10,7 @@ import pytest
 from fake_lab import FakeLoad, experiment
 
 from spillover.bench.statistics import block_ratios, paired_p, student_quantile
+from spillover.lab.analysis import analysis_of
 from spillover.lab.experiment import BLOCKS, CONFIDENCE
 from spillover.lab.run import run_experiment
 from spillover.lab.verdict import FASTER, NO_DIFFERENCE, NO_VERDICT, SLOWER, Comparison, Verdict, better, decide
@@ -37,16 +38,16 @@ def one(made: Comparison) -> Verdict:
     return decide([made], CONFIDENCE, 3)[0]
 
 
-def analysis_of(folder: Path, seed: int, **arm_b: Any) -> dict[str, Any]:
+def analysed(folder: Path, seed: int, **arm_b: Any) -> dict[str, Any]:
     made = experiment(arms={"a": {"engine": "spillover"}, "b": {"engine": "spillover", "args": arm_b}})
-    return dict(run_experiment(made, folder, FakeLoad(seed).bench()).analysis())
+    return dict(analysis_of(run_experiment(made, folder, FakeLoad(seed).bench())))
 
 
 def test_the_same_engine_twice_shows_no_difference_in_19_of_20_experiments(tmp_path: Path) -> None:
     """Whole experiments with default settings: none of their verdicts, secondary ones included, may cry wolf."""
     quiet = 0
     for seed in range(20):
-        verdicts = analysis_of(tmp_path / str(seed), seed)["verdicts"]
+        verdicts = analysed(tmp_path / str(seed), seed)["verdicts"]
         assert len(verdicts) == 3
         assert {verdict["why"] for verdict in verdicts} == {None}
         quiet += all(verdict["verdict"] == NO_DIFFERENCE for verdict in verdicts)
@@ -55,7 +56,7 @@ def test_the_same_engine_twice_shows_no_difference_in_19_of_20_experiments(tmp_p
 
 def test_a_slowdown_of_five_percent_is_found(tmp_path: Path) -> None:
     for seed in range(5):
-        analysis = analysis_of(tmp_path / str(seed), seed, slowdown=1.05)
+        analysis = analysed(tmp_path / str(seed), seed, slowdown=1.05)
         verdict = next(each for each in analysis["verdicts"] if each["primary"])
         assert verdict["verdict"] == SLOWER, verdict["text"]
         assert verdict["low"] < 1 / 1.05 < verdict["high"] < 1

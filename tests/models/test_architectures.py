@@ -14,7 +14,7 @@ from hf_reference import VOCAB, all_architectures, config_dict, greedy, referenc
 from torch import Tensor
 
 from spillover.kernels import native
-from spillover.kernels.attention import AttentionBatch
+from spillover.kernels.batch import AttentionBatch
 from spillover.kernels.mxfp4 import dequantize, quantize
 from spillover.models.checkpoint import Checkpoint
 from spillover.models.layers import KVViews, ModelStep

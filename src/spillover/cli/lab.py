@@ -38,7 +38,7 @@ def list_experiments(presets: bool) -> None:
 
     console = make_console()
     if presets:
-        from spillover.lab.engines import EngineSpec, engine_class
+        from spillover.lab.engines import EngineSpec, missing
         from spillover.lab.presets import PRESETS
 
         table = Table(title="Presets: an arm is {preset: NAME, args: {...}}", title_justify="left")
@@ -46,8 +46,8 @@ def list_experiments(presets: bool) -> None:
             table.add_column(heading)
         for preset in PRESETS.values():
             spec = EngineSpec(preset.engine, args=preset.args, env=preset.env, preset=preset.name)
-            missing = engine_class(preset.engine).missing(spec)
-            table.add_row(preset.name, preset.engine, "yes" if missing is None else escape(missing.install),
+            absent = missing(spec)
+            table.add_row(preset.name, preset.engine, "yes" if absent is None else escape(absent.install),
                           preset.about)
         console.print(table)
         return
@@ -109,12 +109,12 @@ def run(experiment: str, scale: str | None, out: str | None, fresh: bool, dry_ru
 def report(folder: Path) -> None:
     """Write the report of FOLDER again, from the results that lie there."""
     from spillover.cli.lab_run import show_verdicts
-    from spillover.lab.analysis import analyse
+    from spillover.lab.analysis import analyse, analysis_of
     from spillover.lab.store import Results, write_json
 
     results = Results.open(folder)
     write_json(folder / "analysis.json", analyse(results))
-    show_verdicts(make_console(), results.analysis())
+    show_verdicts(make_console(), analysis_of(results))
     _report(folder)
 
 

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from spillover.errors import SpilloverError
+from spillover.lab.analysis import analysis_of
 from spillover.lab.engines import EngineSpec
 from spillover.lab.experiment import Arm, Experiment
 from spillover.lab.run import Bench, Watcher, run_experiment
@@ -50,7 +51,7 @@ def run_in_terminal(console: Console, experiment: Experiment, folder: Path, moni
                   else None)
     with Shown(console, planned) as watcher:
         results = run_experiment(experiment, folder, bench, watcher, provenance(dataclasses.asdict(probe())))
-    show_verdicts(console, results.analysis())
+    show_verdicts(console, analysis_of(results))
 
 
 class Shown(Watcher):
@@ -119,7 +120,7 @@ def show_plan(console: Console, experiment: Experiment) -> None:
     """What would be run: arms with their commands, workloads with their sizes, and the order."""
     from spillover.bench.make_workload import make_workload
     from spillover.bench.workload_options import WorkloadOptions
-    from spillover.lab.engines import engine_class, make_engine
+    from spillover.lab.engines import make_engine, missing
     from spillover.lab.traffic import workload_part
 
     load = ServedLoad(experiment)
@@ -129,9 +130,9 @@ def show_plan(console: Console, experiment: Experiment) -> None:
     for heading in ("arm", "command, or what is missing"):
         arms.add_column(heading, overflow="fold")
     for arm in experiment.arms:
-        missing = engine_class(arm.spec.kind).missing(arm.spec)
+        absent = missing(arm.spec)
         command = shlex.join(make_engine(arm.spec).command(0)) or arm.spec.url or ""
-        arms.add_row(escape(arm.name), escape(command if missing is None else str(missing)))
+        arms.add_row(escape(arm.name), escape(command if absent is None else str(absent)))
     console.print(arms)
     loads = Table(title="Workloads of one run", title_justify="left")
     for heading in ("workload", "requests", "prompt tokens", "output tokens", "shared", "working set", "must spill"):

@@ -25,9 +25,7 @@ from spillover.engine.runner import Changed, PromptRows, Runner, score, to_resul
 from spillover.engine.sampler import SampledLogprobs, SamplingBatch, random_numbers, sample
 from spillover.engine.slots import Slots
 from spillover.engine.step_inputs import Places, StepInputs
-from spillover.kernels.attention import AttentionBatch
-from spillover.kernels.triton.attention import DeviceWork
-from spillover.kernels.triton.decode_attention import DecodeScratch
+from spillover.kernels.batch import AttentionBatch, DecodeScratch, DeviceWork
 from spillover.kernels.triton.draw import draw
 from spillover.kernels.triton.pieces import FIELDS, QUERIES, decode_items, most_items, prefill_tiles
 from spillover.kernels.triton.stage import fill_tokens, update_tables

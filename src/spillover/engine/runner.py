@@ -31,7 +31,7 @@ from spillover.engine.sampler import (
 )
 from spillover.engine.weights.placed import PlacedWeights
 from spillover.engine.weights.traffic import WeightTraffic
-from spillover.kernels.attention import AttentionBatch
+from spillover.kernels.batch import AttentionBatch
 from spillover.models.layers import Decoder, KVViews, ModelStep
 from spillover.models.weights import ResidentWeights, Weights
 

@@ -7,74 +7,15 @@ values [kv_heads, block_size, head_dim]. A quantised pool is of bytes, and kv_qu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
-
 import torch
 from torch import Tensor
 
 from spillover.kernels import kv_quant, native
+from spillover.kernels.batch import AttentionBatch, ColdPrefix
 from spillover.kernels.extents import MOST_SCORES, split_blocks
-
-if TYPE_CHECKING:
-    from spillover.kernels.triton.attention import DeviceWork
 
 KV_LAYOUT = "block,layer,[k:head,dim,token|v:head,token,dim]"
 POOL_KINDS = {"auto": 0, "fp8": 1, "int8": 2}  # as attention.cpp numbers them
-
-
-class ColdPrefix(Protocol):
-    """The first blocks of a sequence that is longer than the pool. They wait elsewhere and pass through a stage."""
-
-    num_blocks: int
-    length: int  # tokens in the cache once this step's are stored
-    resident: Tensor  # [n] int64, the blocks that follow these and lie in the pool
-    addresses: Tensor | None  # [num_blocks] int64, where a CPU can read them in place, laid out as in the pool
-
-    def segments(self, layer: int) -> Iterator[Tensor]:
-        """The blocks of one layer in order, [n, 2, kv_heads, size] at a time; each is gone when the next is asked for.
-        All but the last are whole splits (`split_blocks`)."""
-        ...
-
-
-@dataclass(frozen=True)
-class AttentionBatch:
-    """One step over one layer group: B requests whose new tokens are T rows, request after request."""
-
-    query_start: Tensor  # [B + 1] int32, first row of each request among the T rows
-    seq_lens: Tensor  # [B] int32, tokens in the cache once this step's are stored
-    block_table: Tensor  # [B, max_blocks] int32; entry i holds positions [i*bs, (i+1)*bs); 0 is the dummy block
-    positions: Tensor  # [T] int64
-    rows: Tensor  # [T] int32, the request each row belongs to
-    block_size: int
-    max_query: int  # most rows of one request
-    max_seq: int  # longest of seq_lens
-    kv_dtype: str = "auto"  # of the pool: "auto" is the rows' own type, "fp8" and "int8" are codes
-    cold: ColdPrefix | None = None  # of the only request; its table entries of these blocks are 0
-    work: DeviceWork | None = None  # CUDA: how the step is cut into programs
-
-    def __post_init__(self) -> None:
-        """Once a step, so that the kernels need not look again in every layer."""
-        if self.cold is not None and self.seq_lens.shape[0] != 1:
-            raise ValueError("a request with a cold prefix is alone in its batch")
-        for tensor in (self.query_start, self.seq_lens, self.block_table, self.rows):
-            if tensor.dtype is not torch.int32 or tensor.stride(-1) != 1:
-                raise ValueError("query_start, seq_lens, block_table and rows are to be int32 and contiguous")
-        if self.positions.dtype is not torch.int64 or self.positions.stride(0) != 1:
-            raise ValueError("positions is to be int64 and contiguous")
-
-    @cached_property
-    def query_arguments(self) -> tuple[int, ...]:
-        """Of the native attention, the same in every layer."""
-        index = (self.query_start, self.seq_lens, self.block_table)
-        return (*(x.data_ptr() for x in index), self.block_table.stride(0), self.seq_lens.shape[0])
-
-    @cached_property
-    def store_arguments(self) -> tuple[int, ...]:
-        index = (self.positions, self.rows, self.block_table)
-        return (*(x.data_ptr() for x in index), self.block_table.stride(0))
 
 
 def store_kv(k: Tensor, v: Tensor, kv_layer: Tensor, batch: AttentionBatch) -> None:

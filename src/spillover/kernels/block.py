@@ -8,7 +8,6 @@ overwritten and returned; use only what is returned. `w` holds the layer's weigh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,22 +15,12 @@ from torch import Tensor
 
 from spillover.kernels import native
 from spillover.kernels.activation import silu_and_mul
-from spillover.kernels.attention import POOL_KINDS, AttentionBatch, attention, native_block_stride, store_kv
+from spillover.kernels.attention import POOL_KINDS, attention, native_block_stride, store_kv
+from spillover.kernels.batch import AttentionBatch, LayerShape
 from spillover.kernels.coded import PanelWeight
 from spillover.kernels.linear import linear
 from spillover.kernels.norm import add_rms_norm, rms_norm
 from spillover.kernels.rope import rope
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """What the layers of a model have in common."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    eps: float
 
 
 def attention_block(x: Tensor, residual: Tensor, w: Mapping[str, Any], shape: LayerShape, cos: Tensor, sin: Tensor,

@@ -22,9 +22,9 @@ from torch import Tensor
 from spillover.errors import SpilloverError
 from spillover.kernels import fp8, mxfp4, native
 from spillover.kernels.activation import clamped_swiglu_reference, silu_and_mul_reference
+from spillover.kernels.experts import Experts
 from spillover.kernels.linear import linear_reference
 from spillover.kernels.mail import ALIGNMENT, COUNT, DONE, FAILED, LAYER, PAIR, POSTED, TOKENS, Mail
-from spillover.kernels.moe import Experts
 
 GRAIN = 32 << 10  # bytes of weights that a thread takes at a time
 TILE_ROWS = 4  # an expert of as many rows is computed in the cores' tiles as bfloat16, where they have such

@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 
 from spillover.kernels.activation import clamped_swiglu_reference, silu_and_mul_reference
+from spillover.kernels.experts import Experts
 from spillover.kernels.linear import linear_reference
 from spillover.kernels.mail import Mail
-from spillover.kernels.moe import Experts
+from spillover.kernels.page_table import NONE, PageTable, Resolution
 from spillover.kernels.paging import (
-    NONE,
-    PageTable,
-    Resolution,
     assign_reference,
     collect_reference,
     gather_reference,

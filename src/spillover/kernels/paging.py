@@ -9,87 +9,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from spillover.kernels import mail as places
 from spillover.kernels.mail import Mail
-
-NONE = -1  # in `slot_of`: not on the device; in `owner`: free
-LENT = -2  # in `owner`: not a slot for now, its bytes serve something else
-NEVER = -2  # in `stamp`: before any step
-MOST_SLOTS = 1 << 12  # of a layer
-OLDEST = (1 << 17) - 1  # steps; experts unused for longer than that are equally old
-PATIENCE = 1 << 21  # looks at the mail before the device gives up; one takes about a microsecond
-
-
-@dataclass(frozen=True)
-class PageTable:
-    """L layers of E experts in S slots; all of it on the device but the log."""
-
-    slot_of: Tensor  # int32 [L, E]: slot in the arena, or NONE
-    owner: Tensor  # int32 [S]: expert of the slot's layer that lies there, NONE or LENT
-    first: Tensor  # int32 [L + 1]: slots first[l] .. first[l + 1] are layer l's
-    worth: Tensor  # float32 [L, E]: the lowest goes first; infinite: goes only where nothing else can
-    stamp: Tensor  # int32 [L, E]: step of the last use, or NEVER
-    step: Tensor  # int32 [1]: counted on by `advance`, once a step
-    totals: Tensor  # int64 [L, 3]: distinct experts asked for that were there, gathered, computed by the host
-    log: Tensor  # int16 [R, L, P], in host memory: who was asked for, a row for step % R; -1 past the pairs
-    quota: int  # slots of the layer that has fewest, of those that have any
-
-    @staticmethod
-    def make(quotas: Sequence[int], experts: int, pairs: int, log_rows: int, device: torch.device) -> PageTable:
-        """All slots free. `quotas`: slots of each layer; `pairs`: the most (token, expert) pairs of a step."""
-        layers, slots = len(quotas), sum(quotas)
-        assert max(quotas, default=0) <= min(experts, MOST_SLOTS), "more slots than experts"
-        first = [sum(quotas[:layer]) for layer in range(layers + 1)]
-        shape = (layers, experts)
-        log = torch.full((log_rows, layers, pairs), -1, dtype=torch.int16, pin_memory=device.type == "cuda")
-        return PageTable(
-            torch.full(shape, NONE, dtype=torch.int32, device=device),
-            torch.full((slots,), NONE, dtype=torch.int32, device=device),
-            torch.tensor(first, dtype=torch.int32, device=device),
-            torch.zeros(shape, dtype=torch.float32, device=device),
-            torch.full(shape, NEVER, dtype=torch.int32, device=device),
-            torch.zeros(1, dtype=torch.int32, device=device),
-            torch.zeros(layers, 3, dtype=torch.int64, device=device),
-            log,
-            min((quota for quota in quotas if quota), default=0),
-        )
-
-    @property
-    def layers(self) -> int:
-        return self.slot_of.shape[0]
-
-    @property
-    def experts(self) -> int:
-        return self.slot_of.shape[1]
-
-    def advance(self) -> None:
-        """The next step begins."""
-        self.step.add_(1)
-
-    def check(self) -> None:
-        """Asserts that slots and experts tell the same: for tests, and for an engine that is idle."""
-        first, owner, slot_of = self.first.tolist(), self.owner.tolist(), self.slot_of.tolist()
-        for layer, row in enumerate(slot_of):
-            there = {expert: slot for expert, slot in enumerate(row) if slot != NONE}
-            assert all(first[layer] <= slot < first[layer + 1] for slot in there.values())
-            held = {owner[slot]: slot for slot in range(first[layer], first[layer + 1]) if owner[slot] >= 0}
-            assert there == held, f"layer {layer}: experts are in {there}, slots hold {held}"
-
-
-@dataclass(frozen=True)
-class Resolution:
-    """What is to be done for the P pairs of one layer of a step; all on the device."""
-
-    counts: Tensor  # int32 [2]: gathers, pairs for the host
-    gathers: Tensor  # int32 [P, 2]: expert, slot that its record is to be copied into
-    hosted: Tensor  # int32 [P, 4]: token, expert, pair, 0 of pairs for the host
-    place: Tensor  # int32 [P]: which of `hosted` a pair is, NONE where the device computes it
+from spillover.kernels.page_table import NONE, OLDEST, PATIENCE, PageTable, Resolution
 
 
 def resolve(ids: Tensor, table: PageTable, layer: int, split: Tensor | None = None) -> Resolution:

@@ -9,12 +9,19 @@ from typing import Any
 
 from spillover.bench.statistics import block_ratios, median_interval
 from spillover.lab.experiment import LAYOUT, ORDERS
-from spillover.lab.store import Results
+from spillover.lab.store import Results, read_json
 from spillover.lab.validity import ArmSample, Fault, Gates, across
 from spillover.lab.verdict import Comparison, Verdict, decide
 
 RESAMPLES = 400  # of intervals that are shown and decide nothing
 SPLIT = ("queue", "restore", "prefill", "decode")
+
+
+def analysis_of(results: Results) -> Mapping[str, Any]:
+    """As it was written, or made from what is there."""
+    path = results.path / "analysis.json"
+    found: Mapping[str, Any] = read_json(path) if path.exists() else analyse(results)
+    return found
 
 
 def analyse(results: Results) -> dict[str, Any]:

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from spillover.errors import SpilloverError
+from spillover.lab import engines
 from spillover.lab.analysis import analyse
-from spillover.lab.engines import CacheReset, Engine, EngineFailed, EngineSpec, Missing, engine_class, make_engine
+from spillover.lab.engines import CacheReset, Engine, EngineFailed, EngineSpec, Missing, make_engine
 from spillover.lab.experiment import Arm, Experiment
 from spillover.lab.limits import LimitsOf, reached
 from spillover.lab.schedule import Turn, Visit, turns, visits
@@ -52,7 +53,7 @@ class Bench:
 
     load: Load
     make: Callable[[EngineSpec, Path | None], Engine] = make_engine
-    missing: Callable[[EngineSpec], Missing | None] = lambda spec: engine_class(spec.kind).missing(spec)
+    missing: Callable[[EngineSpec], Missing | None] = engines.missing
     limits_of: LimitsOf = lambda spec: None
     watch: Watch | None = None
     settle_seconds: float = SETTLE_SECONDS

@@ -135,14 +135,6 @@ class Results:
             return None
         return Run.from_json(msgspec.json.decode(gzip.decompress((self.path / visit["run"]).read_bytes())))
 
-    def analysis(self) -> Mapping[str, Any]:
-        """As it was written, or made from what is there."""
-        from spillover.lab.analysis import analyse
-
-        path = self.path / "analysis.json"
-        found: Mapping[str, Any] = read_json(path) if path.exists() else analyse(self)
-        return found
-
 
 def read_json(path: Path) -> Any:
     try:

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from spillover.kernels.activation import silu_and_mul
-from spillover.kernels.attention import AttentionBatch
-from spillover.kernels.block import LayerShape, LayerStack, attention_block, mlp_block
+from spillover.kernels.batch import AttentionBatch, LayerShape
+from spillover.kernels.block import LayerStack, attention_block, mlp_block
+from spillover.kernels.experts import Experts
 from spillover.kernels.fp8 import blocks as fp8_blocks
 from spillover.kernels.linear import FixedWeight, Weight, embedding, linear, pack
-from spillover.kernels.moe import Experts, mixture, moe
+from spillover.kernels.moe import mixture, moe
 from spillover.kernels.norm import add_rms_norm
 from spillover.models.config import ModelConfig
 from spillover.models.groups import LayerGroup, layer_groups

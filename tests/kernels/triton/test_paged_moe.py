@@ -15,10 +15,10 @@ from torch import Tensor
 
 from spillover.kernels import extents
 from spillover.kernels import mail as places
+from spillover.kernels.experts import Experts
 from spillover.kernels.mail import Mail
-from spillover.kernels.moe import Experts
+from spillover.kernels.page_table import PageTable
 from spillover.kernels.paged_moe import PassedMixtureReference, experts_reference, paged_mixture_reference
-from spillover.kernels.paging import PageTable
 
 moe = pytest.importorskip("spillover.kernels.triton.moe")
 paged = pytest.importorskip("spillover.kernels.triton.paged_moe")

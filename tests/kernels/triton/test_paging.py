@@ -12,11 +12,8 @@ from torch import Tensor
 
 from spillover.kernels import mail as places
 from spillover.kernels.mail import ALIGNMENT, HEADER, Mail
+from spillover.kernels.page_table import LENT, NONE, PageTable, Resolution
 from spillover.kernels.paging import (
-    LENT,
-    NONE,
-    PageTable,
-    Resolution,
     assign_reference,
     collect_reference,
     gather_reference,

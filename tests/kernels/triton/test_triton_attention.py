@@ -14,13 +14,13 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from spillover.kernels.attention import AttentionBatch, attention_reference, store_kv_reference
+from spillover.kernels.attention import attention_reference, store_kv_reference
+from spillover.kernels.batch import AttentionBatch, DecodeScratch, DeviceWork
 from spillover.kernels.kv_quant import head_bytes
 from spillover.kernels.norm import rms_norm_reference
 from spillover.kernels.rope import rope_reference
 from spillover.kernels.triton import pieces
-from spillover.kernels.triton.attention import DeviceWork, attention, store_kv
-from spillover.kernels.triton.decode_attention import DecodeScratch
+from spillover.kernels.triton.attention import attention, store_kv
 from spillover.kernels.triton.rope_store import norm_rope_store
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

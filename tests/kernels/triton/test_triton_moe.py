@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from spillover.kernels import extents, fp8, mxfp4
-from spillover.kernels.moe import Experts, mixture_reference
+from spillover.kernels.experts import Experts
+from spillover.kernels.moe import mixture_reference
 
 device = pytest.importorskip("spillover.kernels.triton.moe")
 widening = pytest.importorskip("spillover.kernels.triton.moe_widen")

@@ -14,7 +14,8 @@ from torch import Tensor
 from spillover.engine.weights.cuda_experts import CudaExperts
 from spillover.kernels.host_experts import HostExperts
 from spillover.kernels.mail import PAIR
-from spillover.kernels.paging import Resolution, gather
+from spillover.kernels.page_table import Resolution
+from spillover.kernels.paging import gather
 
 log = logging.getLogger("spillover.engine")
 

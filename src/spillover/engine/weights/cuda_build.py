@@ -21,7 +21,7 @@ from spillover.engine.weights.policy_thread import PolicyThread
 from spillover.engine.weights.transit import Transit
 from spillover.kernels.host_experts import ExpertLayout, HostExperts, LinearPlace
 from spillover.kernels.mail import Mail
-from spillover.kernels.paging import PageTable
+from spillover.kernels.page_table import PageTable
 from spillover.models.config import ModelConfig
 from spillover.models.layers import expert_stack
 from spillover.models.records import Record

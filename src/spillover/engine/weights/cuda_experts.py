@@ -21,11 +21,11 @@ from spillover.engine.weights.stream import StreamPlan, stream_plan
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.engine.weights.transit import Transit, grouped
 from spillover.errors import SpilloverError
+from spillover.kernels.experts import Experts
 from spillover.kernels.host_experts import HostExperts
 from spillover.kernels.mail import Mail
-from spillover.kernels.moe import Experts
+from spillover.kernels.page_table import LENT, NONE, PageTable
 from spillover.kernels.paged_moe import begin_passes, paged_mixture
-from spillover.kernels.paging import LENT, NONE, PageTable
 from spillover.memory.experts import ExpertCache
 
 HOSTED_TOKENS = 256  # of the largest step that streams with the host's help; larger ones keep its cores too long

@@ -10,7 +10,7 @@ import threading
 
 import torch
 
-from spillover.kernels.paging import PageTable
+from spillover.kernels.page_table import PageTable
 from spillover.memory.policies.experts.protocol import ExpertPolicy
 
 log = logging.getLogger("spillover.engine")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spillover.engine.weights.transit import Group, grouped
-from spillover.kernels.paging import NONE
+from spillover.kernels.page_table import NONE
 
 
 @dataclass(frozen=True)

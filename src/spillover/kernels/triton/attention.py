@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from spillover.kernels.triton.decode_attention import DecodeScratch, decode_attention
+from spillover.kernels.batch import AttentionBatch, DecodeScratch, DeviceWork
+from spillover.kernels.triton.decode_attention import decode_attention
 from spillover.kernels.triton.pieces import decode_items, prefill_tiles
 from spillover.kernels.triton.prefill_attention import prefill_attention
 from spillover.kernels.triton.rope_store import store
-
-if TYPE_CHECKING:
-    from spillover.kernels.attention import AttentionBatch
-
-
-@dataclass(frozen=True)
-class DeviceWork:
-    """How a batch is cut into programs. Made by the host, which knows every length, once a step and layer group."""
-
-    items: Tensor | None  # [I, FIELDS] int32 of requests with one new token (pieces.decode_items); None: there are none
-    num_items: Tensor | None  # [1] int32: how many of them count
-    tiles: Tensor | None  # [tiles, 2] int32 of requests with more new tokens; None: there are none
-    slots: Tensor | None  # [B] int32, each request's row of the block table; None: its own index
-    scratch: DecodeScratch | None
-    longest: int = 0  # tokens that a request may have
-    one_order: bool = False  # a row's sums have one order whatever the batch and the chunk
 
 
 def attention(

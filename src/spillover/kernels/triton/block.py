@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from spillover.kernels.batch import AttentionBatch, LayerShape
 from spillover.kernels.linear import linear
 from spillover.kernels.triton.activation import silu_and_mul
 from spillover.kernels.triton.attention import attention
@@ -14,10 +15,6 @@ from spillover.kernels.triton.gemv import gemv_silu
 from spillover.kernels.triton.launch import FEW_ROWS
 from spillover.kernels.triton.norm import add_rms_norm
 from spillover.kernels.triton.rope_store import norm_rope_store
-
-if TYPE_CHECKING:
-    from spillover.kernels.attention import AttentionBatch
-    from spillover.kernels.block import LayerShape
 
 
 def attention_block(

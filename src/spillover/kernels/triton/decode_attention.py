@@ -6,14 +6,12 @@ sums behind and the one that finishes last adds them up in their order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from spillover.kernels.batch import DecodeScratch
 from spillover.kernels.triton import pieces
 from spillover.kernels.triton.codes import CODES, decode
 from spillover.kernels.triton.launch import early
@@ -23,23 +21,6 @@ WARPS = 4
 MANY = 1024  # programs, of which more share a multiprocessor when each keeps fewer keys on their way
 _LOG2E = tl.constexpr(1.4426950408889634)
 _FIELDS = tl.constexpr(pieces.FIELDS)
-
-
-@dataclass(frozen=True)
-class DecodeScratch:
-    """Where pieces leave their sums, for up to `items` items of sequences in `slots` slots. One launch at a time."""
-
-    sums: Tensor  # [items, H, D] float32
-    stats: Tensor  # [items, H, 2] float32: largest score, sum of weights
-    finished: Tensor  # [slots * Hk] int32: pieces of a sequence that are done; 0 between launches
-
-    @staticmethod
-    def make(items: int, slots: int, heads: int, kv_heads: int, dim: int, device: torch.device) -> DecodeScratch:
-        return DecodeScratch(
-            torch.empty(items, heads, dim, device=device),
-            torch.empty(items, heads, 2, device=device),
-            torch.zeros(slots * kv_heads, dtype=torch.int32, device=device),
-        )
 
 
 def decode_attention(

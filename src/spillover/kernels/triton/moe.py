@@ -24,8 +24,8 @@ import torch
 import triton
 from torch import Tensor
 
+from spillover.kernels.experts import Experts
 from spillover.kernels.extents import widens
-from spillover.kernels.moe import Experts
 from spillover.kernels.triton.launch import early
 from spillover.kernels.triton.moe_experts import (
     experts_down_pairs,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spillover.kernels.moe import Experts
+from spillover.kernels.experts import Experts
 from spillover.kernels.triton.moe_product import FP8_BLOCK
 
 

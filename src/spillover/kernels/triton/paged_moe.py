@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from spillover.kernels.experts import Experts
 from spillover.kernels.mail import Mail
-from spillover.kernels.moe import Experts
-from spillover.kernels.paging import PATIENCE, PageTable, Resolution
+from spillover.kernels.page_table import PATIENCE, PageTable, Resolution
 from spillover.kernels.triton.moe import (
     FEW_TOKENS,
     Tile,

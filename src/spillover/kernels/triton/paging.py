@@ -12,9 +12,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from spillover.kernels import mail as places
-from spillover.kernels import paging
+from spillover.kernels import page_table
 from spillover.kernels.mail import Mail
-from spillover.kernels.paging import PATIENCE, PageTable, Resolution
+from spillover.kernels.page_table import PATIENCE, PageTable, Resolution
 from spillover.kernels.triton.launch import early
 
 GATHER_PROGRAMS = 8  # each keeps GATHER_BYTES on their way over the link
@@ -22,9 +22,9 @@ GATHER_BYTES = 32 * 1024
 GATHER_WARPS = 8
 FEW_PROGRAMS = 16  # that look at the mail themselves; of more, one that runs before them does, to spare the link
 
-_NONE = tl.constexpr(paging.NONE)
-_OLDEST = tl.constexpr(paging.OLDEST)
-_MOST_SLOTS = tl.constexpr(paging.MOST_SLOTS)
+_NONE = tl.constexpr(page_table.NONE)
+_OLDEST = tl.constexpr(page_table.OLDEST)
+_MOST_SLOTS = tl.constexpr(page_table.MOST_SLOTS)
 _NOBODY = tl.constexpr(0x7FFFFFFFFFFFFFFF)  # the key of no slot
 _DONE, _POSTED, _FAILED = tl.constexpr(places.DONE), tl.constexpr(places.POSTED), tl.constexpr(places.FAILED)
 _LAYER, _COUNT, _TOKENS = tl.constexpr(places.LAYER), tl.constexpr(places.COUNT), tl.constexpr(places.TOKENS)

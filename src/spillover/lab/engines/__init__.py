@@ -11,6 +11,7 @@ from pathlib import Path
 
 from spillover.errors import SpilloverError
 from spillover.lab.engines.base import CacheReset, Engine, EngineFailed, EngineSpec, Missing, Running
+from spillover.lab.engines.needs import unmet
 
 __all__ = ["KINDS", "CacheReset", "Engine", "EngineFailed", "EngineSpec", "Missing", "Running", "engine_class",
            "make_engine", "missing"]
@@ -40,5 +41,5 @@ def make_engine(spec: EngineSpec, log_folder: Path | None = None) -> Engine:
 
 
 def missing(spec: EngineSpec) -> Missing | None:
-    """Why this arm must be skipped, and what would install it; None where it can run."""
-    return engine_class(spec.kind).missing(spec)
+    """Why this arm must be skipped: without its engine, or what its configuration needs beside it. None: it can run."""
+    return engine_class(spec.kind).installed(spec) or unmet(spec)

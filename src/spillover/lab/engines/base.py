@@ -111,14 +111,7 @@ class Engine(ABC):
     @classmethod
     @abstractmethod
     def installed(cls, spec: EngineSpec) -> Missing | None:
-        """None where the engine itself is here."""
-
-    @classmethod
-    def missing(cls, spec: EngineSpec) -> Missing | None:
-        """None where it can be started as this spec says: the engine, and what its configuration needs beside it."""
-        from spillover.lab.engines.needs import unmet  # asks engines in turn
-
-        return cls.installed(spec) or unmet(spec)
+        """None where the engine itself is here; `engines.missing` asks also for what its configuration needs."""
 
     @abstractmethod
     def start(self) -> Running: ...

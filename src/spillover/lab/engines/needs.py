@@ -8,15 +8,12 @@ nothing can test for and the person declares in SPILLOVER_HAS.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
-import subprocess
 from collections.abc import Callable
-from functools import lru_cache
 
 from spillover.errors import SpilloverError
 from spillover.lab.engines.base import EngineSpec, Missing
+from spillover.lab.engines.owned import ask, cuda_devices, has_module
 
 DECLARED = "SPILLOVER_HAS"
 
@@ -54,17 +51,6 @@ _SHOWN: dict[tuple[str, str, str], tuple[str, ...]] = {
 }
 
 
-@lru_cache(maxsize=1)
-def cuda_devices() -> int:
-    """NVIDIA devices by the driver's own tool, so that no library need be loaded."""
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
-        return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
-    return 0
-
-
 def _cuda(_spec: EngineSpec, detail: str) -> Missing | None:
     wanted, found = int(detail or 1), cuda_devices()
     if found >= wanted:
@@ -74,7 +60,6 @@ def _cuda(_spec: EngineSpec, detail: str) -> Missing | None:
 
 
 def _module(spec: EngineSpec, detail: str) -> Missing | None:
-    from spillover.lab.engines.owned import has_module
     from spillover.lab.engines.vllm import interpreter
 
     python = interpreter(spec)
@@ -83,7 +68,6 @@ def _module(spec: EngineSpec, detail: str) -> Missing | None:
 
 
 def _vllm_uvm(spec: EngineSpec, _detail: str) -> Missing | None:
-    from spillover.lab.engines.owned import ask
     from spillover.lab.engines.vllm import interpreter
 
     code = "import sys, vllm.envs as e; sys.exit('VLLM_USE_UVM' not in e.environment_variables)"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import sys
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar
 
@@ -32,7 +34,7 @@ class OwnedEngine(Engine):
     def start(self) -> Running:
         if self._process is not None:
             raise SpilloverError(f"the {self.kind} engine runs already; stop it before it is started again")
-        absent = self.missing(self.spec)
+        absent = self.installed(self.spec)
         if absent is not None:
             raise SpilloverError(str(absent))
         port = free_port()
@@ -122,6 +124,17 @@ def ask(python: str, code: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
+
+
+@lru_cache(maxsize=1)
+def cuda_devices() -> int:
+    """NVIDIA devices by the driver's own tool, so that no library need be loaded."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+        return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    return 0
 
 
 def not_found(python: str, what: str, install: str, variable: str) -> Missing:

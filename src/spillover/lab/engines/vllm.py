@@ -10,8 +10,7 @@ from spillover.errors import SpilloverError
 from spillover.lab.engines.base import EngineSpec, Missing
 from spillover.lab.engines.flags import FlagStyle, to_flags
 from spillover.lab.engines.metrics_text import label_of
-from spillover.lab.engines.needs import cuda_devices
-from spillover.lab.engines.owned import OwnedEngine, beside, has_module, module_version, not_found
+from spillover.lab.engines.owned import OwnedEngine, beside, cuda_devices, has_module, module_version, not_found
 from spillover.lab.engines.process import HOST
 
 STYLE = FlagStyle()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from spillover.bench.records import Run
+from spillover.lab.analysis import analysis_of
 from spillover.lab.store import Results
 
 PHASES = ("queue", "restore", "prefill", "decode")
@@ -191,7 +192,7 @@ class Report:
 def read_report(folder: Path) -> Report:
     """`folder` as `spill lab run` leaves it, finished or not."""
     results = Results.open(folder)
-    experiment, analysis = results.experiment, results.analysis()
+    experiment, analysis = results.experiment, analysis_of(results)
     stats = {visit["workload"]: visit["workload_stats"] for visit in results.visits if visit.get("workload_stats")}
     return Report(
         folder=folder,
