@@ -14,6 +14,7 @@ from mock_server import MockServer
 
 from spillover.bench.arrivals import Arrivals
 from spillover.bench.flight import Flight
+from spillover.bench.http_client import Connection
 from spillover.bench.load import Chain, Live, LoadOptions, Share
 from spillover.bench.load_processes import automatic_processes, health, run_load
 from spillover.bench.openai_api import Dialect, Kind
@@ -258,3 +259,19 @@ def test_a_client_that_does_not_keep_up_says_so() -> None:
     assert "sent 50 ms late" in (health([share(lag=0.05)]).saturated or "")
     assert "answered 30 ms late" in (health([share(delay=0.03)]).saturated or "")
     assert "other programs held the cores" in (health([share(delay=0.03)]).saturated or "")
+
+
+def test_a_rate_opens_no_more_connections_than_it_needs(mock: MockServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server with a thread a connection would have none left for requests."""
+    opened, before = [0], Connection._open
+
+    async def count(connection: Connection) -> Any:
+        opened[0] += 1
+        return await before(connection)
+
+    monkeypatch.setattr(Connection, "_open", count)
+    options = LoadOptions(mock.url, Arrivals(rate=5, burstiness=math.inf), COMPLETIONS, processes=1,
+                          read_counters=False)
+    run = run_load([ServeRequest(tuple(range(8)), 8, 2) for _ in range(5)], options)
+    assert len(run.completed) == 5
+    assert 1 <= opened[0] <= 2

@@ -122,3 +122,25 @@ def test_bodies_say_what_is_needed_and_no_more() -> None:
     assert chat["max_completion_tokens"] == 5
     assert chat["ignore_eos"] is chat["return_token_ids"] is True
     assert "model" not in chat
+
+
+@pytest.mark.parametrize("usage", [
+    {"completion_tokens": -3}, {"completion_tokens": 2.5}, {"completion_tokens": "3"}, {"completion_tokens": [3]},
+    {"completion_tokens": True}, {"completion_tokens": 10**15}, {"prompt_tokens": -1}, [3], "three",
+    {"prompt_tokens": 4, "prompt_tokens_details": {"cached_tokens": "all"}}, {"prompt_tokens_details": [1]},
+])
+def test_a_malformed_usage_fails_its_request_and_no_more(usage: Any) -> None:
+    answer = read(delta(content="a"), {**delta(content="b"), "usage": usage}, delta("stop"), b"[DONE]")
+    assert "a chunk is malformed" in (answer.error or "")
+    assert all(count >= 0 for _, count in answer.chunks(answer.output_tokens))
+
+
+@pytest.mark.parametrize("event", [
+    {"choices": [5]}, {"choices": 5}, {"choices": {"a": 1}}, delta(content=5), delta(tool_calls=[3]),
+    {"choices": [{"text": "a", "token_ids": 7}]}, {"timings": [3]}, {"timings": [{"queue": "long"}]},
+    {"timings": [{"tokens": {"device": -1}}]}, {"timings": {"predicted_ms": 1}}, b'{"choices": "\xff"}',
+])
+def test_a_malformed_chunk_fails_its_request_and_no_more(event: Any) -> None:
+    answer = read(delta(content="a"), event, delta("stop"))
+    assert "a chunk is" in (answer.error or "")
+    assert answer.text == "a"

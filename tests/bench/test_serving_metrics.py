@@ -94,3 +94,12 @@ def test_a_run_comes_back_from_json_as_it_was() -> None:
     run = replace(run, records=(*run.records, replace(run.records[0], index=2, sources={"host": 3}, session=1, turn=2,
                                                       timings={"queue": 0.5}, text="t")))
     assert Run.from_json(run.to_json()) == run
+
+
+def test_a_burst_is_measured_to_its_last_answer() -> None:
+    """It has no steady state: its window is the whole run, and both say the same."""
+    burst = run_of(*(record(index, 0.001 * index, [0.5 + 0.1 * index, 1.0 + 0.1 * index]) for index in range(8)))
+    whole, steady = measure(burst), measure(burst, window=burst.window)
+    assert steady.duration == pytest.approx(whole.duration)
+    assert (steady.completed, steady.output_tokens, steady.ttft.count) == (8, 16, 8)
+    assert steady.request_throughput == pytest.approx(whole.request_throughput)

@@ -61,7 +61,7 @@ def test_short_names_mean_the_datasets_own() -> None:
     ({"num-prompts": 2.5}, "a whole number"),
     ({"random-input-len": True}, "a whole number"),
     ({"random-range-ratio": "much"}, "a number"),
-    ({"dataset-name": "prefix-repetition", "disable-shuffle": "yes"}, "true or false"),
+    ({"dataset-name": "prefix-repetition", "disable-shuffle": "maybe"}, "true or false"),
     ({"dataset-name": "mixed", "mixed-input-range": "9"}, "LOW,HIGH"),
     ({"dataset-name": "mixed", "mixed-input-range": "a,b"}, "16,512"),
     ({"dataset-name": "mooncake", "dataset-path": "x", "num-prompts": 3, "trace-limit": 4}, "contradict"),

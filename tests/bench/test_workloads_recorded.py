@@ -160,3 +160,17 @@ def test_the_real_conversations(shared_data: Path) -> None:
     assert 60 < stats.sessions < 200
     assert stats.sharing > 0.2  # later turns find the ones before
     assert sharegpt(path, WordTokenizer(), 200).stats().sharing < 0.1
+
+
+def test_lines_end_at_line_feeds_only_and_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes('\ufeff{"prompt": "one\u2028two"}\r\n{"prompt": "three\x85four"}\n'.encode())
+    made = custom(str(path), None, shuffle=False)
+    assert [record.prompt for record in made.records] == ["one\u2028two", "three\x85four"]
+
+
+def test_a_file_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes('{"prompt": "caf\xe9"}'.encode("latin-1"))
+    with pytest.raises(SpilloverError, match="is not UTF-8"):
+        custom(str(path), None)

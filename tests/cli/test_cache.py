@@ -106,6 +106,17 @@ def test_verify_names_the_record_with_a_flipped_bit(tmp_path: Path, as_json: boo
         assert "1 damaged" in result.stdout
 
 
+def test_verify_names_a_segment_that_cannot_be_read(folder: Path) -> None:
+    segment = min(folder.rglob("*.kv"))
+    segment.write_bytes(b"")
+    result = spill("verify", str(folder))
+    assert result.exit_code == 1
+    assert f"{segment} at byte 0: the segment's first page is damaged" in result.stdout
+    assert "1 damaged" in result.stdout
+    data = json.loads(spill("verify", str(folder), "--json").stdout)
+    assert [(bad["file"], bad["key"]) for bad in data["bad"]] == [(str(segment), None)]
+
+
 def test_verify_may_look_at_one_cache_only(tmp_path: Path) -> None:
     tier = fill(tmp_path)
     tier.damage(key(0), bit=1)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_lab import FakeEngine, FakeLoad, experiment
+from fake_lab import FakeEngine, FakeLoad, experiment, make_run
 
 from spillover.bench.records import ClientHealth
 from spillover.errors import SpilloverError
@@ -101,6 +104,96 @@ def test_a_key_that_comes_twice_and_what_is_no_document_are_refused() -> None:
         parse_document("- a\n- b")
     with pytest.raises(SpilloverError, match="no experiment 'seed-9999'"):
         read_document("seed-9999")
+
+
+def arm(**value: Any) -> dict[str, Any]:
+    return {"baseline": "a", "arms": {"a": {"engine": "spillover", **value}}}
+
+
+def load(**value: Any) -> dict[str, Any]:
+    return {"workloads": {"w": {"dataset-name": "random", **value}}}
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (arm(args=["a"]), r"arm 'a': args must hold names and values"),
+    (arm(args="a"), r"arm 'a': args must hold"),
+    (arm(env=5), r"arm 'a': env must hold"),
+    (arm(env={"A": [1]}), r"arm 'a': env: A must be a text or a number"),
+    (arm(url=5), r"arm 'a': url must be a text"),
+    (arm(python=["python3"]), r"arm 'a': python must be a text"),
+    (arm(model={"a": 1}), r"arm 'a': model must be a text"),
+    (arm(**{"ready-seconds": math.inf}), r"arm 'a': ready-seconds must be a number"),
+    ({"model": 7}, "model must be a text"),
+    ({"gates": ["drift"]}, "gates must hold"),
+    ({"gates": 5}, "gates must hold"),
+    ({"gates": {"drift": math.nan}}, "gate 'drift' takes a limit"),
+    ({"slo": 500}, "slo must hold"),
+    ({"slo": {"ttft": "fast"}}, "slo: ttft must be a number"),
+    ({"slo": {"ttft": [1]}}, "slo: ttft must be a number"),
+    ({"metrics": 5}, "metrics must be a list of names"),
+    ({"metrics": "mean_ttft_ms"}, "metrics must be a list of names"),
+    ({"metrics": [{"a": 1}]}, "metrics must be a list of names"),
+    ({"repeats": math.inf}, "repeats must be a number"),
+    ({"repeats": math.nan}, "repeats must be a number"),
+    ({"repeats": 10**400}, "repeats must be a number"),
+    ({"warmups": -1}, "warmups is -1; give 0 or more"),
+    ({"retries": -1}, "retries is -1; give 0 or more"),
+    (load(sweep=5), "workload 'w': sweep must hold"),
+    (load(sweep=[1]), "workload 'w': sweep must hold"),
+    (load(sweep={"request-rate": []}), "workload 'w': sweep: request-rate has no values"),
+    (load(offload="maybe"), "workload 'w': offload is true or false; got 'maybe'"),
+    (load(offload=1), "workload 'w': offload is true or false; got 1"),
+])
+def test_what_has_another_shape_is_refused_by_its_name(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpilloverError, match=message):
+        parse_experiment(tiers(**change))
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"extra-body": 5}, "workload 'w': extra-body holds names"),
+    ({"extra-body": ["a"]}, "workload 'w': extra-body holds names"),
+    ({"endpoint": 5}, "workload 'w': endpoint is a text"),
+    ({"ignore-eos": "perhaps"}, "workload 'w': ignore-eos is true or false; got 'perhaps'"),
+    ({"return-token-ids": 1}, "workload 'w': return-token-ids is true or false; got 1"),
+    ({"self-timed": []}, r"workload 'w': self-timed is true or false; got \[\]"),
+])
+def test_a_load_of_another_shape_is_refused_by_its_name(options: dict[str, Any], message: str) -> None:
+    made = parse_experiment(tiers(**load(**options)))
+    with pytest.raises(SpilloverError, match=message):
+        ServedLoad(made).check(made.workloads[0])
+
+
+@pytest.mark.parametrize(("word", "meant"), [
+    ("no", False), ("off", False), ("false", False), ("'False'", False), ("No", False),
+    ("yes", True), ("on", True), ("true", True), ("ON", True)])
+def test_yes_and_no_in_a_workload_mean_what_they_say(word: str, meant: bool) -> None:
+    text = TEXT.replace("max-concurrency: 4}", f"max-concurrency: 4, offload: {word}, ignore-eos: {word}, "
+                                               f"self-timed: {word}, return-token-ids: {word}}}")
+    made = parse_experiment(scaled(parse_document(text), None))
+    chats = made.workload("chats")
+    sent = ServedLoad(made)._options(chats, "http://127.0.0.1:1", None, seed=0)
+    assert (chats.offload, sent.dialect.ignore_eos, sent.dialect.return_token_ids, sent.arrivals.self_timed,
+            sent.details["ignore_eos"]) == (meant,) * 5
+
+
+@pytest.mark.parametrize("text", ["{[a, b]: 1}", "? {a: 1}\n: 2", "arms: {? [a] : 1}", "day: 2024-13-45", "a: [",
+                                  "\x07"])
+def test_what_yaml_cannot_be_is_one_sentence(text: str) -> None:
+    with pytest.raises(SpilloverError, match=r"my\.yaml is not YAML"):
+        parse_document(text, "my.yaml")
+
+
+@pytest.mark.parametrize("scales", ["gpu", ["gpu"], {"gpu": 5}])
+def test_sizes_of_another_shape_are_refused(scales: Any) -> None:
+    with pytest.raises(SpilloverError, match="scales"):
+        scaled({**parse_document(TEXT), "scales": scales}, "gpu")
+
+
+def test_a_file_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tiers.yaml"
+    path.write_bytes(b"name: caf\xe9")
+    with pytest.raises(SpilloverError, match=r"tiers\.yaml cannot be read as UTF-8 text"):
+        read_document(str(path))
 
 
 def test_every_experiment_that_ships_can_be_read_at_every_size() -> None:
@@ -341,3 +434,21 @@ def test_a_run_without_warm_up_is_not_made_warm_by_running_it_again(tmp_path: Pa
     analysis = analysis_of(run_experiment(experiment(repeats=3, warmups=0), tmp_path / "r", load.bench()))
     assert len(load.measured) == 12
     assert all("answered no request before" in verdict["why"] for verdict in analysis["verdicts"])
+
+
+@pytest.mark.parametrize("spoil", [lambda data: data[: len(data) // 2], lambda data: b"", lambda data: b"no gzip",
+                                   lambda data: data[:20] + bytes(20) + data[40:], lambda data: gzip.compress(b"[1]"),
+                                   lambda data: gzip.compress(b"{"), None])
+def test_a_run_that_cannot_be_read_is_named(tmp_path: Path, spoil: Callable[[bytes], bytes] | None) -> None:
+    made = experiment(repeats=1)
+    visit = visits(made)[0]
+    ResultFolder.open(tmp_path, made).write_visit(visit, {}, make_run())
+    results = Results.open(tmp_path)
+    raw = tmp_path / results.visits[0]["run"]
+    assert results.run(results.visits[0]) == make_run()
+    if spoil is None:
+        raw.unlink()
+    else:
+        raw.write_bytes(spoil(raw.read_bytes()))
+    with pytest.raises(SpilloverError, match=rf"{visit.key}\.json\.gz cannot be read"):
+        results.run(results.visits[0])

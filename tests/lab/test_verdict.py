@@ -13,6 +13,7 @@ from spillover.bench.statistics import block_ratios, paired_p, student_quantile
 from spillover.lab.analysis import analysis_of
 from spillover.lab.experiment import BLOCKS, CONFIDENCE
 from spillover.lab.run import run_experiment
+from spillover.lab.run_metrics import metric_names
 from spillover.lab.verdict import FASTER, NO_DIFFERENCE, NO_VERDICT, SLOWER, Comparison, Verdict, better, decide
 
 
@@ -86,8 +87,15 @@ def test_lower_is_better_for_times() -> None:
     assert one(comparison(halved, base, "median_ttft_ms")).verdict == FASTER
     assert one(comparison(halved, base, "output_throughput")).verdict == SLOWER
     assert "1.99x faster" in one(comparison(halved, base, "median_ttft_ms")).text
-    assert [better(name) for name in ("p99_itl_ms", "failed", "hit_rate", "request_goodput")] == [
-        "lower", "lower", "higher", "higher"]
+
+
+def test_every_metric_that_can_be_named_has_its_direction() -> None:
+    higher = {"completed", "total_input_tokens", "total_output_tokens", "request_throughput", "output_throughput",
+              "total_token_throughput", "request_goodput", "slo_attainment", "max_output_tokens_per_s", "hit_rate"}
+    lower = {"duration", "failed", "max_concurrent_requests", "mean_concurrent_requests"}
+    named = metric_names({"ttft": 500})
+    assert {name for name in named if not name.endswith("_ms")} == higher | lower
+    assert {name for name in named if better(name) == "higher"} == higher
 
 
 def test_more_comparisons_need_more_evidence() -> None:

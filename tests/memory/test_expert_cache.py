@@ -58,6 +58,9 @@ def test_static_never_gives_up_its_own() -> None:
     for expert in (9, 10, 11, 12):
         cache.take(0, expert)
     assert set(range(6)) <= set(cache.resident(0))
+    assert cache.take(0, 13, keep=(11, 12)) is None
+    assert cache.take(0, 13, keep=(11, 12), pinned=True) is not None  # unless nothing else can go
+    assert sorted(cache.resident(0)) == [1, 2, 3, 4, 5, 11, 12, 13]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -320,8 +320,12 @@ def test_commit_reads_only_the_tokens_of_new_blocks() -> None:
 def test_hits_and_queries_are_counted_in_tokens() -> None:
     cache = KVCache(32, 4, [None])
     run(cache, "a", list(range(10)))
-    run(cache, "b", list(range(10)))
-    assert (cache.stats.query_tokens, cache.stats.hit_tokens) == (20, 8)
+    for seq in ("b", "c", "d"):
+        cache.admit(seq, list(range(10)))
+        if seq != "c":  # which did not come to run
+            cache.count_query(seq)
+        cache.release(seq)
+    assert (cache.stats.query_tokens, cache.stats.hit_tokens) == (20, 16)
 
 
 def test_an_impossible_cache_is_refused() -> None:

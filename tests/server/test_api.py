@@ -173,6 +173,19 @@ def test_a_final_message_is_continued(http: httpx.Client) -> None:
     assert "four" in made["choices"][0]["message"]["content"]
 
 
+@pytest.mark.parametrize("begun", ["i", "end", "<|im_end|", "Paris is ", "assistant"])
+def test_what_a_final_message_says_may_stand_elsewhere_in_the_prompt(http: httpx.Client, begun: str) -> None:
+    messages = [{"role": "user", "content": "Name a city"}, {"role": "assistant", "content": begun}]
+    made = post(http, "/tokenize", messages=messages, continue_final_message=True)
+    assert post(http, "/detokenize", tokens=made["tokens"])["prompt"].endswith(f"<|im_start|>assistant\n{begun}")
+
+
+def test_a_stop_string_in_the_token_that_ends_a_grammar_is_the_reason(http: httpx.Client) -> None:
+    made = post(http, "/v1/completions", prompt="x", structured_outputs={"choice": ["yes"]}, stop=["e"], max_tokens=10)
+    choice = made["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("y", "stop", "e")
+
+
 def test_tokenize_and_back(http: httpx.Client) -> None:
     made = post(http, "/tokenize", prompt=TEXT, return_token_strs=True, add_special_tokens=False)
     TokenizeResponse.model_validate(made)

@@ -57,7 +57,9 @@ def test_a_forced_call_streams_its_arguments(size: int) -> None:
     reader = ToolUse("hermes", True).reader()
     deltas = [delta for at in range(0, len(text), size) for delta in reader.feed(text[at:at + size])]
     assert deltas[0].name == "add"
-    assert json.loads("".join(delta.arguments for delta in deltas)) == {"a": 1, "b": {"c": "}"}}
+    arguments = "".join(delta.arguments for delta in deltas)
+    assert json.loads(arguments) == {"a": 1, "b": {"c": "}"}}
+    assert arguments.startswith("{")
 
 
 def test_one_call_where_one_is_asked_for() -> None:
@@ -78,3 +80,8 @@ def test_a_required_call_may_be_of_any_tool() -> None:
     assert constraint is not None
     assert isinstance(constraint.json, dict)
     assert len(constraint.json["anyOf"]) == 2  # type: ignore[arg-type]
+
+
+def test_half_of_a_surrogate_pair_is_replaced() -> None:
+    text = '<tool_call>{"name": "say", "arguments": {"text": "a\\ud83d"}}</tool_call>'
+    assert read_all(ToolUse("hermes").reader(), text) == ("", [Call("say", '{"text": "a\ufffd"}')])

@@ -218,7 +218,7 @@ def test_an_idle_engine_takes_no_cpu_time(tiny: Served) -> None:
 def test_a_value_that_does_not_fit_the_wire_is_refused_and_the_engine_untouched(tiny: Served) -> None:
     restarts = tiny.client.info.restarts
     with pytest.raises(RequestError, match="wrong type or is out of range"):
-        tiny.generate([1], SamplingParams(max_tokens=2.5))  # type: ignore[arg-type]
+        tiny.generate([1], SamplingParams(detokenize="yes"))  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="wrong type or is out of range"):
         tiny.generate([1], SamplingParams(min_tokens=0, max_tokens=2**80))
     assert tiny.generate([1], SamplingParams(max_tokens=3)).num_output == 3

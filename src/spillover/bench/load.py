@@ -278,14 +278,17 @@ class _Generator:
         return self._stopped is not None
 
     async def _open_connections(self) -> None:
-        """The first requests find theirs open, so that a burst is one of requests and not of handshakes."""
-        for _ in range(min(self._options.arrivals.max_concurrency or 64, self._total, 512)):
+        """What is due at the start finds its connection open, so that a burst is one of requests and not of
+        handshakes. All others open theirs when none is idle: some servers have a thread a connection, and one that
+        only waits keeps it from a request."""
+        at_once = sum(not chain.at for chain in self._share)
+        for _ in range(min(at_once, self._options.arrivals.max_concurrency or 64, 512)):
             connection = Connection(self._host, self._port, self._tls)
             try:
                 await connection.open()
             except OSError:
                 return  # the request itself will say so
-            self._idle.append(connection)
+            self._idle.insert(0, connection)  # `pop` then takes them in the order in which the server has them
 
     async def _tick(self) -> None:
         told, due = 0.0, time.perf_counter()

@@ -23,6 +23,7 @@ BACKENDS: Mapping[str, Kind] = {
     "sglang-oai": "completions", "llama.cpp": "completions", "openai-chat": "chat"}
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 TIMINGS_HEADER = ("X-Spillover-Timings", "1")  # a server that does not know it leaves it alone
+MOST_TOKENS = 10_000_000  # that one request can be believed to have; metrics hold a number for each
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
@@ -121,7 +122,7 @@ class Answer:
             return 0
         try:
             event = _decode(data)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             self.error = self.error or f"a chunk is not JSON: {data[:80]!r}"
             return 0
         if not isinstance(event, dict):
@@ -130,13 +131,18 @@ class Answer:
         if event.get("error"):
             self.error = self.error or error_text(event)
             return 0
-        usage = event.get("usage")
-        if usage:
-            self._usage(usage)
-        if "timings" in event:
-            self._timings(event["timings"])
-        choices = event.get("choices")
-        return self._choice(at, choices[0], usage) if choices else 0
+        try:
+            usage = event.get("usage")
+            if usage:
+                self._usage(usage)
+            if "timings" in event:
+                self._timings(event["timings"])
+            choices = event.get("choices")
+            return self._choice(at, choices[0], usage) if choices else 0
+        except (TypeError, AttributeError, LookupError, ValueError) as error:
+            # Whatever a server sends may fail this request, never the run.
+            self.error = self.error or f"a chunk is malformed ({error}): {data[:80]!r}"
+            return 0
 
     def chunks(self, count: int | None = None) -> tuple[tuple[float, int], ...]:
         """(time, new tokens) of every chunk with text or ids. `count`: the tokens there are, where it is known.
@@ -168,6 +174,8 @@ class Answer:
             for call in delta.get("tool_calls") or ():
                 text += (call.get("function") or {}).get("arguments") or ""
         ids = choice.get("token_ids") or ()
+        if not isinstance(text, str) or not isinstance(ids, list | tuple):
+            raise TypeError("its text or token ids are something else")
         if not text and not ids:
             # A role alone is not a token, and neither is the chunk that only says why the answer ended.
             if (delta is None or "role" not in delta) and choice.get("finish_reason") is None:
@@ -175,7 +183,7 @@ class Answer:
             return 0
         count = len(ids) or _logprob_count(choice) or None
         if usage and None not in self._counts:  # counts in every chunk so far: what is new is the difference
-            total = usage.get("completion_tokens") or 0
+            total = _tokens(usage, "completion_tokens") or 0
             count = count or max(0, total - self._counted)
             self._counted = total
         self._times.append(at)
@@ -185,9 +193,10 @@ class Answer:
         return count or 1
 
     def _usage(self, usage: Mapping[str, Any]) -> None:
-        self.prompt_tokens = usage.get("prompt_tokens", self.prompt_tokens)
-        self.output_tokens = usage.get("completion_tokens", self.output_tokens)
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        prompt, output = _tokens(usage, "prompt_tokens"), _tokens(usage, "completion_tokens")
+        self.prompt_tokens = self.prompt_tokens if prompt is None else prompt
+        self.output_tokens = self.output_tokens if output is None else output
+        cached = _tokens(usage.get("prompt_tokens_details") or {}, "cached_tokens")
         if cached is not None and self.prompt_tokens is not None and self.sources is None:
             self.sources = {"computed": self.prompt_tokens - cached, "cached": cached}
 
@@ -195,11 +204,14 @@ class Answer:
         """Ours is a list with an entry a prompt; llama.cpp's is one object in milliseconds."""
         if isinstance(timings, list) and timings:
             entry = timings[0]
-            self.timings = {name: entry[name] for name in ("queue", "restore", "prefill", "decode") if name in entry}
-            self.sources = entry.get("tokens", self.sources)
+            self.timings = {name: float(entry[name]) for name in ("queue", "restore", "prefill", "decode")
+                            if name in entry}
+            told = entry.get("tokens")
+            if told is not None:
+                self.sources = {tier: _tokens(told, tier) or 0 for tier in told}
         elif isinstance(timings, dict) and "predicted_ms" in timings:
             self.timings = {"prefill": timings["prompt_ms"] / 1e3, "decode": timings["predicted_ms"] / 1e3}
-            self.sources = {"computed": timings.get("prompt_n", 0), "device": timings.get("cache_n", 0)}
+            self.sources = {"computed": _tokens(timings, "prompt_n") or 0, "device": _tokens(timings, "cache_n") or 0}
 
 
 def error_text(body: Any) -> str:
@@ -231,6 +243,16 @@ def tokens_of(body: bytes) -> list[int]:
     except (msgspec.DecodeError, AttributeError):
         return []
     return tokens if isinstance(tokens, list) and all(isinstance(token, int) for token in tokens) else []
+
+
+def _tokens(counts: Mapping[str, Any], name: str) -> int | None:
+    """None where it is not told; ValueError where it is no number of tokens."""
+    count = counts.get(name)
+    if count is None:
+        return None
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MOST_TOKENS:
+        raise ValueError(f"{name} is {str(count)[:40]}, no number of tokens")
+    return count
 
 
 def _logprob_count(choice: Mapping[str, Any]) -> int:

@@ -101,13 +101,16 @@ def measure(run: Run, goodput: Mapping[str, float] | None = None, window: Window
     completed = [record for record in run.records if record.ok]
     start = min((record.sent for record in run.records), default=0.0)
     span = window or (start, start + run.duration)
-    inside = [record for record in completed if window is None or span[0] <= record.sent < span[1]]
-    ended = [record for record in completed if window is None or span[0] <= record.done < span[1]]
+    # What comes at a window's end is the next one's; a window that ends with the run holds its last answer too.
+    final = max((record.done for record in run.records), default=0.0)
+    before = math.inf if span[1] >= final else span[1]
+    inside = [record for record in completed if window is None or span[0] <= record.sent < before]
+    ended = [record for record in completed if window is None or span[0] <= record.done < before]
     failed = [record for record in run.records
-              if not record.ok and (window is None or span[0] <= record.sent < span[1])]
+              if not record.ok and (window is None or span[0] <= record.sent < before)]
     seconds = max(1e-9, span[1] - span[0])
     tokens = token_times(completed)
-    within = tokens[(tokens[:, 0] >= span[0]) & (tokens[:, 0] < span[1])] if window is not None else tokens
+    within = tokens[(tokens[:, 0] >= span[0]) & (tokens[:, 0] < before)] if window is not None else tokens
     output = float(within[:, 1].sum())
     prompts = sum(record.prompt_tokens for record in ended)
     good = sum(meets(record, goodput) for record in inside) if goodput else None

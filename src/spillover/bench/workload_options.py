@@ -30,6 +30,8 @@ INPUT_LEN = {RANDOM: "random_input_len", GSP: "gsp_question_len", PREFIX_REPETIT
 OUTPUT_LEN = {RANDOM: "random_output_len", GSP: "gsp_output_len", PREFIX_REPETITION: "prefix_repetition_output_len",
               MULTI_TURN: "multi_turn_output_len", SHAREGPT: "sharegpt_output_len", CUSTOM: "custom_output_len"}
 
+TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
 
 def _flag(default: Any, text: str, *datasets: str) -> Any:
     """`datasets`: those that the flag is for; none for all."""
@@ -207,6 +209,16 @@ def _fields() -> list[dataclasses.Field[Any]]:
     return [item for item in dataclasses.fields(WorkloadOptions) if item.metadata]
 
 
+def truth(name: str, value: Any) -> bool:
+    """Also as a word: the YAML of experiments keeps yes, no, on and off as they are written."""
+    if isinstance(value, bool):
+        return value
+    word = value.lower() if isinstance(value, str) else None
+    if word not in TRUTHS:
+        raise SpilloverError(f"{_option(name)} is true or false; got {value!r}")
+    return TRUTHS[word]
+
+
 def _option(name: str) -> str:
     return name.replace("_", "-")
 
@@ -228,11 +240,11 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
             return float(value)
         if kind is str and isinstance(value, str):
             return value.replace("_", "-") if name == "dataset_name" else value
-        if kind is bool and isinstance(value, bool):
-            return value
+        if kind is bool:
+            return truth(name, value)
     except (TypeError, ValueError):
         pass
-    wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}.get(
+    wanted = {int: "a whole number", float: "a number", str: "a text"}.get(
         kind, "whole numbers such as 16,512")
     raise SpilloverError(f"--{_option(name)} takes {wanted}; got {value!r}")
 

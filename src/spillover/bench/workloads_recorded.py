@@ -163,10 +163,12 @@ def _turns(talk: Sequence[str], tokenizer: TextTokenizer | None, output_len: int
 
 def _jsonl(path: str) -> Iterator[dict[str, Any]]:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise SpilloverError(f"cannot read --dataset-path '{path}': {error.strerror}") from error
-    for number, line in enumerate(text.splitlines(), start=1):
+    except UnicodeDecodeError as error:
+        raise SpilloverError(f"--dataset-path '{path}' is not UTF-8: {error}") from error
+    for number, line in enumerate(text.split("\n"), start=1):  # splitlines() also cuts at U+2028, which JSON may hold
         if not line.strip():
             continue
         try:

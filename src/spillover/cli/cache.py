@@ -75,7 +75,8 @@ def ls(path: str, as_json: bool) -> None:
 @click.option("--identity", default=None, help="Only this one of those that `ls` shows; its beginning will do.")
 @_JSON
 def verify(path: str, identity: str | None, as_json: bool) -> None:
-    """Read every block and compare checksums. Exits with 1 and names each record that is not as it was written.
+    """Read every block and compare checksums. Exits with 1 and names what is not as it was written: a record, or a
+    whole segment file that cannot be read.
 
     Reads only; a server may be using the folder, and never loads a damaged block anyway.
 
@@ -92,7 +93,8 @@ def verify(path: str, identity: str | None, as_json: bool) -> None:
     with bytes_bar() as show:
         for progress in check(_folder(path), identity):
             checked, nbytes = progress.checked, progress.nbytes
-            show("Verifying", nbytes, nbytes * progress.total // checked)
+            if checked:  # an unreadable segment comes before any record
+                show("Verifying", nbytes, nbytes * progress.total // checked)
             if progress.bad is not None:
                 bad.append(progress.bad)
     if as_json:

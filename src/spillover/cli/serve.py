@@ -63,6 +63,9 @@ def serve(config: EngineConfig, host: str, port: int, api_keys: tuple[str, ...],
     limit = parse_bytes(max_request_bytes)
     if limit < 1024:
         raise SpilloverError(f"--max-request-bytes must be at least 1 KiB; got {format_bytes(limit)}")
+    odd = next((origin for origin in cors_origins if origin != "*" and "://" not in origin), None)
+    if odd is not None:
+        raise SpilloverError(f"--cors-origin is an origin such as https://example.org, or *; got '{odd}'")
     served = tuple(dict.fromkeys(" ".join(names).split())) or (_name(config.model),)
     settings = ServerSettings(host, port, served, api_keys, max_queue, limit, cors_origins, drain_seconds,
                               log_requests, log_prompts)

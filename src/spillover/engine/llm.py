@@ -77,8 +77,13 @@ class LLM:
         answer = self._answer(prompt, sampling_params or SamplingParams(), 0, None)
         try:
             self._add([answer])
-            while not answer.finished:
-                if answer in self._step():
+            shown, finished = 0, False
+            while not finished:
+                if not answer.finished:  # perhaps in a step that another iterator made
+                    self._step()
+                finished = answer.finished
+                if answer.num_output > shown or finished:
+                    shown = answer.num_output
                     yield answer.output()
         finally:
             self._drop([answer])
@@ -150,8 +155,8 @@ class LLM:
             for request in answer.requests:
                 self.engine.scheduler.stop(request, "abort")
                 self._answers.pop(request.request_id, None)
-        while self.engine.has_work and not self._answers:
-            self.engine.step()
+        while self.engine.settling and not self._answers:
+            self._step()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,6 +11,8 @@ from spillover.engine.batch import Batch, StepResult
 from spillover.engine.request import Request
 from spillover.engine.scheduler import Scheduler
 from spillover.errors import SpilloverError
+
+logger = logging.getLogger(__name__)
 
 
 class LaunchedStep(Protocol):
@@ -63,7 +66,7 @@ class Engine:
         started, self._launched_at = (self._launched_at, now) if self._overlap else (now, now)
         if launched is not None:
             self._count()
-        return self._finish(ended, started)
+        return self.scheduler.take_ended() + self._finish(ended, started)
 
     def settle(self) -> list[Request]:
         """Take in the step that still runs, and launch none; returns as `step` does."""
@@ -87,6 +90,11 @@ class Engine:
         """Until a copy from another tier may have ended; called when a step found nothing to do."""
         if self.scheduler.kv.store is not None:
             self.scheduler.kv.store.wait(seconds)
+
+    @property
+    def settling(self) -> bool:
+        """Whether a step runs, or the device's blocks are being copied."""
+        return not self.failed and (self._launched is not None or self.scheduler.kv.settling)
 
     @property
     def has_work(self) -> bool:
@@ -122,8 +130,13 @@ class Engine:
 
     def close(self) -> None:
         """Wait for the launched step and stop the runner; requests still running are dropped."""
-        if self._launched is not None:
-            self._launched.result()
-            self._launched = None
-        self.scheduler.kv.close(time.monotonic() + FLUSH_SECONDS)
-        self.runner.close()
+        launched, self._launched = self._launched, None
+        try:
+            if launched is not None:
+                launched.result()
+        except Exception as error:
+            logger.warning("the last step failed, whose requests are dropped: %s", error)
+        try:
+            self.scheduler.kv.close(time.monotonic() + FLUSH_SECONDS)
+        finally:
+            self.runner.close()

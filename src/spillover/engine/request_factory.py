@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 from spillover.engine.request import Request
 from spillover.engine.sampling_params import SamplingParams
@@ -28,15 +29,15 @@ class RequestFactory:
         self._grammars: GrammarCompiler | None = None
         self._eos = frozenset(config.eos_token_ids) | frozenset(tokenizer.eos_token_ids if tokenizer else ())
 
-    def make(self, text: str | None, token_ids: list[int] | None, params: SamplingParams, priority: int = 0,
-             cache_salt: str | None = None, name: str | None = None) -> list[Request]:
+    def make(self, text: str | None, token_ids: Sequence[SupportsIndex] | None, params: SamplingParams,
+             priority: int = 0, cache_salt: str | None = None, name: str | None = None) -> list[Request]:
         """The n sequences of one request; the first is the leader whose prompt blocks the others share."""
         if token_ids is None:
             if text is None:
                 raise RequestError("a prompt is a string, a list of token ids, or a dict with 'prompt' or "
                                    "'prompt_token_ids'")
             token_ids = self._need_tokenizer("a text prompt").encode(text)
-        self._check(token_ids, params)
+        token_ids = self._checked(token_ids, params)
         serial = next(self._names)
         name = name or str(serial)
         seed = params.seed if params.seed is not None else _mix(self._seed, serial)
@@ -63,18 +64,25 @@ class RequestFactory:
         text = tokenizer.apply_chat_template(messages, tools=tools, **options)
         return tokenizer.encode(text, add_special_tokens=False)
 
-    def _check(self, token_ids: list[int], params: SamplingParams) -> None:
-        if not token_ids:
+    def _checked(self, token_ids: Sequence[SupportsIndex], params: SamplingParams) -> list[int]:
+        """The prompt as plain integers, whatever kind of integers it was given in."""
+        if not len(token_ids):
             raise RequestError("the prompt is empty: it needs at least one token")
         if len(token_ids) >= self._max_model_len:
+            more = " or raise --max-model-len" if self._max_model_len < self._config.max_position else ""
             raise RequestError(f"the prompt has {len(token_ids)} tokens but the context holds {self._max_model_len} "
-                               f"with the answer; shorten it or raise --max-model-len")
-        bad = next((i for i in token_ids if not isinstance(i, int) or not 0 <= i < self._config.vocab_size), None)
+                               f"with the answer; shorten it{more}")
+        try:
+            plain = [operator.index(token) for token in token_ids]
+        except TypeError:
+            raise RequestError("a prompt's token ids must be whole numbers") from None
+        bad = next((token for token in plain if not 0 <= token < self._config.vocab_size), None)
         if bad is not None:
             raise RequestError(f"prompt token id {bad!r} is not in the vocabulary of {self._config.vocab_size}")
         check_token_ids(params, self._config.vocab_size)
         if params.structured_outputs is not None or params.stop:
             self._need_tokenizer("structured output or a stop string")
+        return plain
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         if params.structured_outputs is None or not self._compile_grammars:

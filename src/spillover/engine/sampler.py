@@ -205,21 +205,23 @@ def _edit(logits: Tensor, batch: SamplingBatch) -> Tensor:
         return logits
     logits = logits.to(torch.float32, copy=True)
     if batch.bias is not None:
-        rows, ids, values = batch.bias
-        logits[rows, ids] += values  # no (row, id) occurs twice
+        biased, ids, values = batch.bias
+        logits[biased, ids] += values  # no (row, id) occurs twice
     if batch.penalties is not None:
         p = batch.penalties
-        part = logits[p.rows]  # [N, V]
-        seen_in_output = p.output_counts > 0
-        scaled = torch.where(part > 0, part / p.repetition, part * p.repetition)
-        part = torch.where(p.prompt_mask | seen_in_output, scaled, part)
-        part -= p.frequency * p.output_counts
-        part -= p.presence * seen_in_output
-        logits[p.rows] = part
+        for rows in _chunks(p.prompt_mask):
+            part = logits[p.rows[rows]]  # [C, V]
+            seen_in_output = p.output_counts[rows] > 0
+            scaled = torch.where(part > 0, part / p.repetition[rows], part * p.repetition[rows])
+            part = torch.where(p.prompt_mask[rows] | seen_in_output, scaled, part)
+            part -= p.frequency[rows] * p.output_counts[rows]
+            part -= p.presence[rows] * seen_in_output
+            logits[p.rows[rows]] = part
     if batch.mask is not None:
         bits = torch.arange(32, dtype=torch.int32, device=logits.device)
-        allowed = ((batch.mask.unsqueeze(-1) >> bits) & 1).flatten(1)[:, :logits.shape[1]]  # [R, V]
-        logits.masked_fill_(allowed == 0, -torch.inf)
+        for rows in _chunks(logits):
+            allowed = ((batch.mask[rows].unsqueeze(-1) >> bits) & 1).flatten(1)[:, :logits.shape[1]]  # [C, V]
+            logits[rows].masked_fill_(allowed == 0, -torch.inf)
     if batch.banned is not None:
         logits.index_put_(batch.banned, logits.new_full((), -torch.inf))  # a Python scalar would wait for the device
     return logits
@@ -316,7 +318,7 @@ def _falling(logits: Tensor) -> Tensor:
 
 
 def _chunks(logits: Tensor) -> list[slice]:
-    """Rows are drawn a chunk at a time, which bounds the int64 workspace whatever the batch."""
+    """Rows are edited and drawn a chunk at a time, which bounds the workspace whatever the batch."""
     size = max(1, DRAW_ENTRIES[logits.device.type] // logits.shape[1])
     return [slice(start, start + size) for start in range(0, logits.shape[0], size)] or [slice(0, 0)]
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from dataclasses import dataclass
 
 from spillover.errors import RequestError
 
 GREEDY_EPSILON = 1e-5  # a temperature below this means argmax
+_WHOLE = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")  # numbers, or None
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,12 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        for name in _WHOLE:
+            if (value := getattr(self, name)) is not None:
+                try:
+                    object.__setattr__(self, name, operator.index(value))
+                except TypeError:
+                    raise RequestError(f"{name} must be a whole number, got {value!r}") from None
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         self._check()

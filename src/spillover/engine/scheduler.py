@@ -48,6 +48,7 @@ class Scheduler:
         self.step_seconds = math.inf  # of the shortest step that had part of a prompt
         self._policy = POLICIES[config.policy]
         self._leaving: set[Request] = set()  # out of `running`, with a step still in flight
+        self._ended: list[Request] = []  # by schedule() itself, and not told yet
         self._watermark_blocks = int(config.watermark * kv.num_total)
         self._steps = 0
         self._chunk = 2 * config.max_num_batched_tokens  # with overlap, two steps lie between a chunk and its commit
@@ -81,6 +82,9 @@ class Scheduler:
                 self._take_over(request)
         decodes = [r for r in self.running if r.num_tokens - r.num_computed == 1]
         prefills = [r for r in self.running if r.num_tokens - r.num_computed > 1]
+        if self.config.policy == "priority":  # who is served may push out who is not yet, so the important come first
+            decodes.sort(key=lambda r: r.priority)
+            prefills.sort(key=lambda r: r.priority)
         self.kv.keep_ready(len(decodes) * self.config.num_groups)
         for request in decodes + prefills:
             if request.status is not Status.RUNNING or not self._ready(request) or budget == 0:
@@ -101,6 +105,11 @@ class Scheduler:
                 self.kv.poll_loads()
             else:
                 self.kv.poll()
+
+    def take_ended(self) -> list[Request]:
+        """Requests that have ended without a step since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
 
     def finish(self, batch: Batch, result: StepResult) -> list[Request]:
         """Take in what a step brought; returns the requests that have a new token or have ended."""
@@ -132,7 +141,8 @@ class Scheduler:
     def stop(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """End a request now: a stop string was found, or its caller has gone."""
         if request.status is Status.FINISHED:
-            if request.finish_reason == "length" and reason == "stop":  # found in the text of the very last token
+            itself = request.finish_reason == "length" or (request.finish_reason, request.stop_reason) == ("stop", None)
+            if itself and reason == "stop":  # found in the text of the very last token
                 request.finish_reason, request.stop_reason = reason, stop_reason
             return
         request.finish_reason, request.stop_reason = reason, stop_reason
@@ -211,6 +221,8 @@ class Scheduler:
             coming = self.kv.settling or needed <= self.kv.num_free
             if self._leaving or coming:  # blocks are about to come free: wait for them rather than preempt more
                 return False
+            if len(self.running) == 1 and self.kv.let_go_of_twins(request.request_id):
+                continue
             if len(self.running) == 1 and self.kv.store is not None:
                 self._lengthen(request)
                 return False
@@ -301,6 +313,7 @@ class Scheduler:
         request.status = Status.RUNNING
         request.num_computed = covered
         if request.sources is None:  # a preempted request keeps the count of its first admission
+            self.kv.count_query(request.request_id)
             hit = min(covered, request.num_prompt)
             request.sources = TokenSources(computed=request.num_prompt - hit, device=hit)
             request.scheduled = time.monotonic()
@@ -388,8 +401,10 @@ class Scheduler:
         if request.in_flight:
             return
         request.long = True
+        self.kv.commit(request.request_id, request.token_ids, request.num_computed)  # what was restored is ready too
         if not self.kv.park(request.request_id, self._park_unit):
             self.stop(request, "length")
+            self._ended.append(request)
 
     # Taking in results, and leaving
 

@@ -31,7 +31,10 @@ def read_document(name: str) -> dict[str, Any]:
         near = difflib.get_close_matches(name, shipped(), n=1)
         hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(shipped()) or 'none'}"
         raise SpilloverError(f"There is no experiment '{name}': {hint} Give one of these or a YAML file.")
-    return parse_document(path.read_text(), str(path))
+    try:
+        return parse_document(path.read_text(encoding="utf-8-sig"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpilloverError(f"{path} cannot be read as UTF-8 text: {error}") from error
 
 
 def parse_document(text: str, name: str = "the experiment") -> dict[str, Any]:
@@ -41,7 +44,7 @@ def parse_document(text: str, name: str = "the experiment") -> dict[str, Any]:
         raise SpilloverError("Reading experiments needs the lab extra: pip install 'spillover[lab]'") from error
     try:
         document = yaml.load(text, Loader=_strict_loader())
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that there is not
         raise SpilloverError(f"{name} is not YAML: {error}") from error
     if not isinstance(document, dict):
         raise SpilloverError(f"{name} must hold names and values (name:, arms:, workloads: ...); see docs/lab.md")
@@ -52,12 +55,18 @@ def scaled(document: Mapping[str, Any], scale: str | None) -> dict[str, Any]:
     """The document with what it says under `scales` for this size laid over it; null there removes a value."""
     base = {key: value for key, value in document.items() if key != "scales"}
     scales = document.get("scales") or {}
+    if not isinstance(scales, Mapping):
+        raise SpilloverError(f"'{document.get('name')}': scales must hold sizes and what each changes; got {scales!r}")
     if scale is None or (scale == "cpu" and scale not in scales):  # as it is written is the size for a CPU
         return base
     if scale not in scales:
         raise SpilloverError(f"'{document.get('name')}' has no size '{scale}'; "
                              f"there are {', '.join(dict.fromkeys(['cpu', *scales]))}")
-    merged: dict[str, Any] = _merged(base, scales[scale] or {})
+    changes = scales[scale] or {}
+    if not isinstance(changes, Mapping):
+        raise SpilloverError(f"'{document.get('name')}': size '{scale}' of scales must hold names and values; got "
+                             f"{changes!r}")
+    merged: dict[str, Any] = _merged(base, changes)
     return merged
 
 
@@ -76,6 +85,9 @@ def _strict_loader() -> Any:
             seen: set[Any] = set()
             for key_node, _ in node.value:
                 key = self.construct_object(key_node, deep=True)
+                if not isinstance(key_node, yaml.ScalarNode):
+                    raise yaml.constructor.ConstructorError(None, None, f"{key!r} cannot be a name",
+                                                            key_node.start_mark)
                 if key in seen:
                     raise yaml.constructor.ConstructorError(None, None, f"'{key}' comes twice", key_node.start_mark)
                 seen.add(key)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from spillover.bench.workload_options import truth
 from spillover.errors import SpilloverError
 from spillover.lab.document import read_document, scaled
 from spillover.lab.engines import KINDS, EngineSpec
@@ -148,7 +149,7 @@ def parse_experiment(document: Mapping[str, Any], scale: str = "cpu", model: str
     name = _string(where, document, "name")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise SpilloverError(f"name: '{name}' becomes a folder's name; use letters, digits, '.', '_' and '-'")
-    model = model if model is not None else document.get("model")
+    model = model if model is not None else _text(where, document, "model")
     arms = tuple(_arm(where, str(key), value, model) for key, value in _section(where, document, "arms").items())
     baseline = str(document.get("baseline", arms[0].name))
     _one_of(f"{where}: baseline", baseline, [arm.name for arm in arms])
@@ -156,7 +157,9 @@ def parse_experiment(document: Mapping[str, Any], scale: str = "cpu", model: str
     workloads = tuple(point for key, value in _section(where, document, "workloads").items()
                       for point in _points(where, str(key), value, offload))
     _unique_files(where, arms, workloads)
-    metrics = [str(metric) for metric in document.get("metrics") or Experiment.secondary]
+    metrics = document.get("metrics") or Experiment.secondary
+    if not isinstance(metrics, list | tuple) or not all(isinstance(metric, str) for metric in metrics):
+        raise SpilloverError(f"{where}: metrics must be a list of names, such as [mean_ttft_ms]; got {metrics!r}")
     primary = str(document.get("primary", Experiment.primary))
     experiment = Experiment(
         name=name, arms=arms, workloads=workloads, baseline=baseline, primary=primary,
@@ -170,8 +173,8 @@ def parse_experiment(document: Mapping[str, Any], scale: str = "cpu", model: str
         warmups=_number(where, document, "warmups", int, 4), retries=_number(where, document, "retries", int, 1),
         confidence=_number(where, document, "confidence", float, CONFIDENCE),
         minimum_blocks=_number(where, document, "minimum-blocks", int, MINIMUM_BLOCKS),
-        slo=_slo(where, document.get("slo") or {}),
-        gates=Gates.parse(document.get("gates") or {}, where),
+        slo=_slo(where, _mapping(where, document, "slo")),
+        gates=Gates.parse(_mapping(where, document, "gates"), where),
         document=document,
     )
     names = metric_names(experiment.slo)
@@ -182,6 +185,9 @@ def parse_experiment(document: Mapping[str, Any], scale: str = "cpu", model: str
     if experiment.repeats < 1:
         raise SpilloverError(f"{where}: repeats is {experiment.repeats}; at least 1 block is run, and a verdict takes "
                              f"{experiment.minimum_blocks}")
+    for key in ("warmups", "retries"):
+        if getattr(experiment, key) < 0:
+            raise SpilloverError(f"{where}: {key} is {getattr(experiment, key)}; give 0 or more")
     if experiment.minimum_blocks < 2:
         raise SpilloverError(f"{where}: minimum-blocks is {experiment.minimum_blocks}, but one block says nothing "
                              "about chance; give at least 2")
@@ -218,12 +224,12 @@ def _arm(where: str, name: str, value: Any, model: str | None) -> Arm:
     if given["kind"] is None:
         raise SpilloverError(f"{where} needs 'engine' ({', '.join(KINDS)}) or 'preset' (see spill lab list)")
     kind = _one_of(f"{where}: engine", str(given["kind"]), KINDS)
-    args = {**given["args"], **{_hyphens(key): item for key, item in (value.get("args") or {}).items()}}
+    args = {**given["args"], **{_hyphens(key): item for key, item in _mapping(where, value, "args").items()}}
     spec = EngineSpec(
-        kind=kind, model=value.get("model", model),
+        kind=kind, model=_text(where, value, "model") if "model" in value else model,
         args={key: item for key, item in args.items() if item is not None},  # null takes a preset's flag away
-        env={**given["env"], **{str(key): str(item) for key, item in (value.get("env") or {}).items()}},
-        preset=value.get("preset"), python=value.get("python"), url=value.get("url"),
+        env={**given["env"], **_environment(where, value)}, preset=_text(where, value, "preset"),
+        python=_text(where, value, "python"), url=_text(where, value, "url"),
         ready_seconds=_number(where, value, "ready-seconds", float, EngineSpec.ready_seconds))
     if kind == "url" and spec.url is None:
         raise SpilloverError(f"{where} drives a server that runs already: give its address, such as "
@@ -237,9 +243,17 @@ def _points(where: str, name: str, value: Any, offload: bool) -> list[WorkloadSp
     if not isinstance(value, Mapping):
         raise SpilloverError(f"{where} must hold options of spill bench serve, such as {{dataset-name: random}}")
     options = {_hyphens(key): item for key, item in value.items()}
-    about, offload = str(options.pop("about", "")), bool(options.pop("offload", offload))
+    about, told = str(options.pop("about", "")), options.pop("offload", None)
+    try:
+        offload = offload if told is None else truth("offload", told)
+    except SpilloverError as error:
+        raise SpilloverError(f"{where}: {error}") from error
     axes = {_hyphens(key): list(points) if isinstance(points, list) else [points]
-            for key, points in (options.pop("sweep", None) or {}).items()}
+            for key, points in _mapping(where, options, "sweep").items()}
+    options.pop("sweep", None)
+    empty = next((key for key, points in axes.items() if not points), None)
+    if empty is not None:
+        raise SpilloverError(f"{where}: sweep: {empty} has no values, so that nothing would be run")
     points = []
     for chosen in itertools.product(*axes.values()):
         sweep = dict(zip(axes, chosen, strict=True))
@@ -269,7 +283,33 @@ def file_part(name: str) -> str:
 
 def _slo(where: str, given: Mapping[str, Any]) -> dict[str, float]:
     _check_names(f"{where}: slo", given, {"ttft", "tpot", "e2el"})
-    return {str(key): float(value) for key, value in given.items()}
+    return {str(key): _number(f"{where}: slo", given, key, float, 0.0) for key, value in given.items()
+            if value is not None}
+
+
+def _environment(where: str, arm: Mapping[str, Any]) -> dict[str, str]:
+    given = _mapping(where, arm, "env")
+    for key, value in given.items():
+        if not isinstance(value, str | int | float):
+            raise SpilloverError(f"{where}: env: {key} must be a text or a number; got {value!r}")
+    return {str(key): str(value) for key, value in given.items()}
+
+
+def _mapping(where: str, given: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Empty where it is left out."""
+    value = given.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise SpilloverError(f"{where}: {key} must hold names and values, such as {{name: value}}; got {value!r}")
+    return value
+
+
+def _text(where: str, given: Mapping[str, Any], key: str) -> str | None:
+    value = given.get(key)
+    if value is not None and not isinstance(value, str):
+        raise SpilloverError(f"{where}: {key} must be a text; got {value!r}")
+    return value
 
 
 def _section(where: str, document: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -289,7 +329,9 @@ def _number(where: str, document: Mapping[str, Any], key: str, kind: Callable[[A
     value = document.get(key)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or kind(value) != value:
+    # The range leaves out infinity and NaN, which no whole number is made of.
+    if (isinstance(value, bool) or not isinstance(value, int | float) or not -1e300 < value < 1e300
+            or kind(value) != value):
         raise SpilloverError(f"{where}: {key} must be a number; got '{value}'")
     return kind(value)
 

@@ -19,6 +19,7 @@ import gzip
 import json
 import math
 import os
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,7 +134,13 @@ class Results:
         """Every event of a visit; None where it failed before any."""
         if visit.get("run") is None:
             return None
-        return Run.from_json(msgspec.json.decode(gzip.decompress((self.path / visit["run"]).read_bytes())))
+        path = self.path / visit["run"]
+        try:
+            return Run.from_json(msgspec.json.decode(gzip.decompress(path.read_bytes())))
+        except EOFError as error:  # must not get out: commands take it for Ctrl-C
+            raise SpilloverError(f"{path} cannot be read: it ends too early") from error
+        except (OSError, zlib.error, msgspec.MsgspecError, LookupError, TypeError, ValueError) as error:
+            raise SpilloverError(f"{path} cannot be read: {error}") from error
 
 
 def read_json(path: Path) -> Any:

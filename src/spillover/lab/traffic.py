@@ -10,9 +10,10 @@ import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from spillover.bench.records import Run
+from spillover.bench.workload_options import WorkloadOptions, truth
 from spillover.errors import SpilloverError
 from spillover.lab.experiment import Experiment, WorkloadSpec
 from spillover.lab.run_metrics import run_metrics
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from spillover.bench.serve_request import ServeRequest, ServeWorkload
     from spillover.lab.engines import Running
 
+Truth = TypeVar("Truth", bool, None)
 WARMUP_REPEAT = -1
 WARMUP_SECONDS = 600.0
 # Options of `spill bench serve` that say how requests are sent; all others are the workload's.
@@ -69,8 +71,6 @@ class ServedLoad:
         self._made: dict[str, ServeWorkload] = {}
 
     def check(self, workload: WorkloadSpec) -> None:
-        from spillover.bench.workload_options import WorkloadOptions
-
         try:
             if WorkloadOptions.from_mapping(workload_part(workload.options)).tokenizer is not None:
                 raise SpilloverError("tokenizer is not for experiments: prompts are made with the first server's own")
@@ -107,7 +107,6 @@ class ServedLoad:
         """Made once, from the first server: every arm gets the same tokens."""
         from spillover.bench.make_workload import make_workload
         from spillover.bench.served_model import ServedModel
-        from spillover.bench.workload_options import WorkloadOptions
         from spillover.bench.workload_text import as_text
 
         chat = _backend(spec.options) == "chat"
@@ -132,18 +131,19 @@ class ServedLoad:
             rate=_number(given, "request-rate", math.inf), burstiness=_number(given, "burstiness", 1.0),
             max_concurrency=_count(given, "max-concurrency"), ramp_up=ramp_up,
             ramp_up_start=_number(given, "ramp-up-start-rps", 0.0),
-            ramp_up_end=_number(given, "ramp-up-end-rps", 0.0), self_timed=given.get("self-timed", True), seed=seed)
+            ramp_up_end=_number(given, "ramp-up-end-rps", 0.0), self_timed=_truth(given, "self-timed", True), seed=seed)
+        ignore_eos = _truth(given, "ignore-eos", None)
         body = {"temperature": 0, **{name.replace("-", "_"): given[name] for name in SAMPLING if name in given},
-                **(given.get("extra-body") or {})}
+                **_extra_body(given)}
         dialect = Dialect(kind="chat" if _backend(given) == "chat" else "completions", model=model or None,
                           extra_body={key: value for key, value in body.items() if value is not None},
-                          return_token_ids=bool(given.get("return-token-ids")), ignore_eos=given.get("ignore-eos"))
+                          return_token_ids=_truth(given, "return-token-ids", False), ignore_eos=ignore_eos)
         seconds = _number(given, "max-seconds", math.inf)
-        return LoadOptions(base_url=url, arrivals=arrivals, dialect=dialect, endpoint=given.get("endpoint"),
+        return LoadOptions(base_url=url, arrivals=arrivals, dialect=dialect, endpoint=_text(given, "endpoint"),
                            processes=_count(given, "client-processes"),
                            timeout=_number(given, "request-timeout", LoadOptions.timeout),
                            seconds=None if math.isinf(seconds) else seconds,
-                           details={"workload": workload.name, "ignore_eos": given.get("ignore-eos", True)})
+                           details={"workload": workload.name, "ignore_eos": ignore_eos is not False})
 
 
 def workload_part(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,6 +158,25 @@ def _number(options: Mapping[str, Any], name: str, default: float) -> float:
         return float(value)
     except (TypeError, ValueError):
         raise SpilloverError(f"{name} is a number, or inf; got '{value}'") from None
+
+
+def _truth(options: Mapping[str, Any], name: str, default: Truth) -> bool | Truth:
+    value = options.get(name)
+    return default if value is None else truth(name, value)
+
+
+def _text(options: Mapping[str, Any], name: str) -> str | None:
+    value = options.get(name)
+    if value is not None and not isinstance(value, str):
+        raise SpilloverError(f"{name} is a text; got {value!r}")
+    return value
+
+
+def _extra_body(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    value = options.get("extra-body") or {}
+    if not isinstance(value, Mapping):
+        raise SpilloverError(f"extra-body holds names and values that every request carries; got {value!r}")
+    return value
 
 
 def _count(options: Mapping[str, Any], name: str) -> int | None:

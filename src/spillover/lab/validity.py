@@ -39,6 +39,9 @@ class Gates:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any], where: str = "gates") -> Gates:
+        if not isinstance(given, Mapping):
+            raise SpilloverError(f"{where}: gates must hold gates and their limits, such as {{drift: 0.2}}; got "
+                                 f"{given!r}")
         names = {item.name.replace("_", "-"): item.name for item in fields(cls)}
         chosen: dict[str, Any] = {}
         for key, value in given.items():
@@ -47,7 +50,7 @@ class Gates:
                 near = difflib.get_close_matches(name, names, n=1)
                 raise SpilloverError(f"{where}: there is no gate '{key}'; " + (
                     f"did you mean '{near[0]}'?" if near else f"there are {', '.join(names)}"))
-            if not isinstance(value, int | float):
+            if not isinstance(value, int | float) or math.isnan(value):
                 raise SpilloverError(f"{where}: gate '{name}' takes a limit or false; got '{value}'")
             if value is not True:  # true is the default limit
                 chosen[names[name]] = value

@@ -22,10 +22,14 @@ from spillover.bench.statistics import block_ratios, paired_p, paired_ratio
 FASTER, SLOWER, NO_DIFFERENCE, NO_VERDICT = "faster", "slower", "no difference shown", "no verdict"
 
 
+# Beside all that ends in _ms. Of the same arrivals, a faster server has fewer requests under way at once.
+LOWER = frozenset({"duration", "failed", "max_concurrent_requests", "mean_concurrent_requests"})
+
+
 def better(metric: str) -> str:
-    """Which way is good: times are better lower, rates and shares higher."""
-    lower = metric.endswith(("_ms", "_s", "_seconds", "_bytes")) or metric in ("failed", "errors", "preemptions")
-    return "lower" if lower else "higher"
+    """Which way is good, of every name in `run_metrics.metric_names`: times are better lower, rates and shares
+    higher."""
+    return "lower" if metric.endswith("_ms") or metric in LOWER else "higher"
 
 
 @dataclass(frozen=True)

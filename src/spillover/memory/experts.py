@@ -65,15 +65,17 @@ class ExpertCache:
             self._touch(layer, expert)
         return slot
 
-    def take(self, layer: int, expert: int, keep: Collection[int] = (), asked: bool = True) -> int | None:
+    def take(self, layer: int, expert: int, keep: Collection[int] = (), asked: bool = True,
+             pinned: bool = False) -> int | None:
         """A slot for an expert that is not there, which has it from now on. `keep`: experts that must stay meanwhile.
-        None: every slot holds one of those, or of infinite worth. `asked`: for a step, rather than ahead of one."""
+        None: every slot holds one of those, or of infinite worth. `asked`: for a step, rather than ahead of one;
+        `pinned`: also the slot of one of infinite worth."""
         if expert in self._slot_of[layer]:
             raise ValueError(f"expert {expert} of layer {layer} is there already")
         if self._free[layer]:
             slot = self._free[layer].pop()
         else:
-            victim = self._victim(layer, keep)
+            victim = self._victim(layer, keep, pinned)
             if victim is None:
                 return None
             slot = self._slot_of[layer].pop(victim)
@@ -125,7 +127,8 @@ class ExpertCache:
         self._clock += 1
         self._used[layer][expert] = self._clock
 
-    def _victim(self, layer: int, keep: Collection[int]) -> int | None:
+    def _victim(self, layer: int, keep: Collection[int], pinned: bool = False) -> int | None:
         worth, used = self.policy.worth(layer), self._used[layer]
-        candidates = [expert for expert in self._slot_of[layer] if expert not in keep and worth[expert] != float("inf")]
+        candidates = [expert for expert in self._slot_of[layer]
+                      if expert not in keep and (pinned or worth[expert] != float("inf"))]
         return min(candidates, key=lambda expert: (worth[expert], used[expert]), default=None)

@@ -77,13 +77,14 @@ class Slots:
 class Entry:
     """A stored block in a slot: arriving, or ready to be read."""
 
-    __slots__ = ("key", "pins", "private", "ready", "safe", "slot", "writes")
+    __slots__ = ("forgotten", "key", "pins", "private", "ready", "safe", "slot", "writes")
 
     def __init__(self, key: bytes, slot: int) -> None:
         self.key = key
         self.slot = slot  # -1 once it is dropped
         self.ready = False
         self.private = False  # of one live sequence, found by nobody else
+        self.forgotten = False  # found by nobody any more, and dropped when nobody relies on it
         self.pins = 0  # copies and restores that rely on the slot
         self.safe = False  # losing it loses nothing: the tiers below have it, or there are none
         self.writes = 0  # of `pins`, those on the way to a tier below
@@ -99,6 +100,7 @@ class HostCache:
         self._idle = 0  # entries that are safe, and that nobody relies on
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
         self._unsafe: OrderedDict[bytes, Entry] = OrderedDict()  # ready, and nowhere below; same order
+        self._renamed = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -107,7 +109,8 @@ class HostCache:
         return iter(self._entries.values())
 
     def get(self, key: bytes) -> Entry | None:
-        return self._entries.get(key)
+        entry = self._entries.get(key)
+        return None if entry is None or entry.forgotten else entry
 
     def touch(self, entry: Entry) -> None:
         self._entries.move_to_end(entry.key)
@@ -117,12 +120,14 @@ class HostCache:
     def reserve(self, key: bytes, lossy: bool = True) -> Entry | None:
         """A new entry, arriving and pinned once by whoever fills it; None if every slot is in use. `lossy`: may evict
         a block that no tier below has."""
-        assert key not in self._entries, "the block is here or on its way already"
+        assert self.get(key) is None, "the block is here or on its way already"
         slot = self.slots.take()
         if slot is None and self._make_room(lossy):
             slot = self.slots.take()
         if slot is None:
             return None
+        if key in self._entries:
+            self._make_way(self._entries[key])
         entry = self._entries[key] = Entry(key, slot)
         entry.pins = 1
         return entry
@@ -169,9 +174,12 @@ class HostCache:
         return iter(self._unsafe.values())
 
     def clear(self) -> None:
-        """Forgets all that nobody relies on."""
-        for entry in [entry for entry in self._entries.values() if entry.pins == 0]:
-            self.drop(entry)
+        """Nothing that is here will be found. What somebody relies on stays until nobody does."""
+        for entry in list(self._entries.values()):
+            if entry.pins == 0:
+                self.drop(entry)
+            else:
+                entry.forgotten = not entry.private
 
     def check(self) -> None:
         self.slots.check()
@@ -182,6 +190,14 @@ class HostCache:
             assert self._entries[key] is entry
             assert entry.ready
             assert not entry.safe
+
+    def _make_way(self, entry: Entry) -> None:
+        """A forgotten entry leaves its name to another."""
+        places = [place for place in (self._entries, self._unsafe) if place.pop(entry.key, None) is not None]
+        self._renamed += 1
+        entry.key = b"forgotten" + self._renamed.to_bytes(8, "little")
+        for place in places:
+            place[entry.key] = entry
 
     def _make_room(self, lossy: bool = True) -> bool:
         """Evicts the oldest entry that is safe, or if there is none the oldest at all."""

@@ -110,9 +110,14 @@ class KVCache:
         if self.prefix_caching:
             sequence.node = nodes[-1] if nodes else self._tree.root(salt)
             self._tree.enter(sequence.node)
-        self._query_tokens += len(tokens)
-        self._hit_tokens += sequence.num_computed
+        sequence.asked = len(tokens)
         return sequence.num_computed
+
+    def count_query(self, seq: str) -> None:
+        """The sequence just admitted is to run, so its prompt counts as asked for, and what was found of it as hit."""
+        sequence = self._get(seq)
+        self._query_tokens += sequence.asked
+        self._hit_tokens += sequence.num_computed if sequence.asked else 0
 
     def fork(self, parent: str, child: str, num_tokens: int) -> int:
         """Starts `child` on the parent's complete blocks of its first `num_tokens` tokens, never on a partial one.
@@ -353,6 +358,14 @@ class KVCache:
             self._tree.begin_copy(block)
         self._parking.update(blocks)
         sequence.parking = entries
+        return True
+
+    def let_go_of_twins(self, seq: str) -> bool:
+        """Whether a sequence that is alone held blocks of the tree besides its own for the same tokens, which are now
+        to be had. The tree is emptied: it is all of this sequence."""
+        if not self._get(seq).held:
+            return False
+        self.reset_prefix_cache(stored=False)
         return True
 
     def cold(self, seq: str) -> tuple[memoryview, ...]:

@@ -15,7 +15,7 @@ class CacheStats:
     protected: int
     in_flight: int
     tree_nodes: int
-    query_tokens: int  # tokens of all admitted sequences
+    query_tokens: int  # tokens of all sequences that came to run
     hit_tokens: int  # of these, found in the tree
     evictions: int  # blocks
 
@@ -36,3 +36,4 @@ class SequenceBlocks:
     cold_views: tuple[memoryview, ...] = ()  # of these; a block's is the same object in every step
     parking: list[Entry] = field(default_factory=list)  # those that follow, on their way there
     failed_parks: int = 0
+    asked: int = 0  # tokens that were looked for in the tree

@@ -102,12 +102,12 @@ class Spiller:
         impatient = urgent or (self._impatient_at is not None and now >= self._impatient_at)
         wanted = blocks if impatient else blocks + self.reserve
         if self._evict(wanted, lossy=False):
-            self._impatient_at = None
+            self._served(urgent)
             return True
         self._store.take_spilled()  # what has been copied by now need not be lost, nor waited for
         self.take_spilled()
         if self._evict(wanted, impatient):
-            self._impatient_at = None
+            self._served(urgent)
             return True
         if not impatient:
             if self._impatient_at is None:
@@ -115,6 +115,11 @@ class Spiller:
             lossy = now >= self._impatient_at - PATIENCE_SECONDS / 2
             self._spill(wanted - self._pool.free - len(self._copying), lossy)
         return False
+
+    def _served(self, urgent: bool) -> None:
+        """Who waits for room goes on waiting from when it began, however many urgent ones are served meanwhile."""
+        if not urgent:
+            self._impatient_at = None
 
     def flush(self) -> bool:
         """Starts copying what nobody holds and no tier has; whether there was any."""

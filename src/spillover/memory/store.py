@@ -7,6 +7,7 @@ a few slots still stand in for one, and an entry is forgotten as soon as nothing
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import OrderedDict, deque
@@ -198,9 +199,13 @@ class SpillStore:
 
     @property
     def busy(self) -> bool:
-        """Whether something is under way that poll() would take further."""
-        return bool(self._copies_out or self._copies_in or self._fetches or self._writes or self._queue
-                    or self._copyable)
+        """Whether something is under way that poll() would take further. A tier that hangs keeps nobody waiting: what
+        is past its deadline does not count."""
+        if self._copies_out or self._copies_in or self._queue or self._copyable:
+            return True
+        now = time.monotonic()
+        tickets = itertools.chain((fetch.ticket for fetch in self._fetches), (ticket for _, _, ticket in self._writes))
+        return any(not ticket.expired(now) for ticket in tickets)
 
     def wait(self, seconds: float) -> None:
         """Until something may have ended."""
@@ -370,8 +375,11 @@ class SpillStore:
 
     def _take_writes(self) -> None:
         pending = []
+        now = time.monotonic()
         for entry, tier, ticket in self._writes:
-            if not ticket.done():
+            if ticket.expired(now):
+                ticket.cancel()
+            if not ticket.done():  # the slot stays until the worker lets go of it
                 pending.append((entry, tier, ticket))
                 continue
             if ticket.result():
@@ -399,7 +407,7 @@ class SpillStore:
 
     def _unpin(self, entry: Entry) -> None:
         self._host.unpin(entry)
-        if entry.pins == 0 and (entry.private or not self.keeps or not entry.ready):
+        if entry.pins == 0 and (entry.private or entry.forgotten or not self.keeps or not entry.ready):
             self._host.drop(entry)
 
     def _hold(self, load: Load, entry: Entry) -> None:

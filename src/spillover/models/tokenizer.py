@@ -22,6 +22,7 @@ from spillover.models.gguf_tokenizer import gguf_tokenizer
 from spillover.models.safetensors_folder import read_json
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_SHORT = 2048  # characters, which are encoded before another thread would miss it
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -57,7 +58,13 @@ class Tokenizer:
         return self._templates.get("default")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            if len(text) <= _SHORT:
+                ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            else:  # lets other threads run meanwhile, as a server's streams
+                ids = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except TypeError:
+            raise RequestError("the text is not valid UTF-8, or has half of a surrogate pair") from None
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

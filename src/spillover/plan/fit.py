@@ -26,6 +26,10 @@ STEPS = {"cpu": ((64, 512), (16, 512), (8, 512), (4, 256), (4, 64)),
 STEPS_IN_FLIGHT = 2  # a step is scheduled while the one before it runs, whose window blocks are not dropped yet
 
 
+class TooFewBlocksError(PlanError):
+    """As many as were asked for hold no sequence of the length that was: moving weights does not help."""
+
+
 class Sizes:
     """What a longest sequence of n tokens asks of the device. Everything here grows with n."""
 
@@ -43,7 +47,8 @@ class Sizes:
         # and only as they lay on the device.
         cold = next((tier.blocks or 0 for tier in tiers if tier.name == "host"), 0)
         as_is = request.spill_dtype == "auto" or request.kv_cache_dtype != "auto"
-        self.cold_blocks = cold if shape.group_windows == (None,) and as_is else 0
+        unit = split_blocks(request.block_size)  # they move there so many at a time
+        self.cold_blocks = cold // unit * unit if shape.group_windows == (None,) and as_is else 0
         self.block_bytes = shape.block_bytes(request.block_size)
         self.steps = STEPS[device][0]  # requests and tokens of one, where nobody asked
 
@@ -192,7 +197,7 @@ def fixed_blocks(request: PlanRequest, sizes: Sizes, blocks: int, available: int
         length = max(length, 1)
         most = f"at most {fits:,} tokens fit: lower --max-model-len or raise" if fits else "raise"
         beside = f" beside {cold:,} in host memory" if cold else ""
-        raise PlanError(
+        raise TooFewBlocksError(
             f"--num-gpu-blocks-override {blocks}{beside} is too few for a sequence of {length:,} tokens; "
             f"{most} --num-gpu-blocks-override to at least {sizes.blocks_needed(length) - cold:,}"
         )

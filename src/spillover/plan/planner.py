@@ -15,6 +15,7 @@ from spillover.models.weight_specs import ITEMSIZE, WeightSpecs
 from spillover.plan.fit import STEPS_IN_FLIGHT as STEPS_IN_FLIGHT
 from spillover.plan.fit import (
     Sizes,
+    TooFewBlocksError,
     check_flags,
     check_machine,
     fit,
@@ -243,14 +244,20 @@ def _resident(request: PlanRequest, sizes: Sizes, machine: Machine, available: i
     chosen = request.max_model_len is not None or request.num_gpu_blocks_override is not None
     no_home = sizes.device == "cpu" and request.gpu_memory is None
     shortest = 1 if chosen or no_home else min(LENGTHS[-1], longest_allowed(request, sizes))
+    refusal = None
     for steps in step_choices(request, sizes.device):
         smaller = sizes.changed(steps)
         try:
             length, blocks = _blocks(request, smaller, machine, available)
+        except TooFewBlocksError as error:
+            refusal = error
+            continue
         except PlanError:
             continue
         if length >= shortest:
             return smaller, length, blocks
+    if refusal is not None:
+        raise refusal
     return None
 
 

@@ -13,6 +13,7 @@ from spillover.server.schemas_chat import ChatMessage, ContentPart, Conversation
 from spillover.server.schemas_responses import InputMessage
 
 _RESERVED = ("messages", "tools", "add_generation_prompt", "tokenize", "chat_template", "self", "source")
+_END = "\ue0fe\ue0ffend of the final message\ue0ff "  # put behind a message that is to be continued, and cut at
 
 
 def prompt_ids(tokenizer: Tokenizer, body: ConversationFields, tools: Sequence[Tool] = ()) -> list[int]:
@@ -33,10 +34,12 @@ def prompt_text(tokenizer: Tokenizer, body: ConversationFields, tools: Sequence[
     if body.continue_final_message and body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set:
         raise ApiError(400, "continue_final_message and add_generation_prompt contradict each other: give one of them",
                        "continue_final_message")
+    if body.continue_final_message:
+        messages[-1]["content"] += _END if messages[-1]["content"].strip() else ""
     text = tokenizer.apply_chat_template(
         messages, tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools and knows_tools else None,
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message, **options)
-    return _cut(text, messages[-1]["content"]) if body.continue_final_message else text
+    return _cut(text) if body.continue_final_message else text
 
 
 def num_characters(messages: Sequence[ChatMessage | InputMessage]) -> int:
@@ -88,10 +91,10 @@ def _describe_tools(messages: list[dict[str, Any]], text: str) -> None:
         messages.insert(0, {"role": "system", "content": text})
 
 
-def _cut(text: str, final: str) -> str:
+def _cut(text: str) -> str:
     """Up to the end of the last message's own text, so that the model goes on with it."""
-    at = text.rfind(final.strip())
-    if at < 0 or not final.strip():
+    before, mark, after = text.rpartition(_END.strip())
+    if not mark:
         raise ApiError(400, "continue_final_message needs a last message with text that the chat template keeps",
                        "continue_final_message")
-    return text[:at + len(final.strip())]
+    return before if after.startswith(" ") else before.rstrip()  # a template that strips has lost the mark's blank

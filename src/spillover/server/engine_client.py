@@ -448,7 +448,7 @@ class EngineClient:
             entry.error = SpilloverError("the text of this request could not be made")
             request.finish_reason, unfinished = "error", request.finish_reason is None
             return unfinished
-        if stop_string is None or request.finish_reason == "stop":
+        if stop_string is None or request.stop_reason is not None:
             return False
         unfinished = request.finish_reason is None
         request.finish_reason, request.stop_reason = "stop", stop_string

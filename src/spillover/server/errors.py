@@ -72,9 +72,11 @@ def error_response(error: ApiError) -> Response:
 
 def validation_error(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     """pydantic's findings as one sentence; the first names the parameter."""
-    first = problems[0]
-    param = field_path(first["loc"])
-    # A field that may have several forms is reported once a form.
+    # A field that may have several forms is reported once a form; what lies deepest is of the form that was meant.
+    first = str(field_path(problems[0]["loc"]) or "").partition(".")[0]
+    paths = [field_path(problem["loc"]) for problem in problems]
+    param = max((path for path in paths if path and path.partition(".")[0] == first), default=paths[0],
+                key=lambda path: path.count("."))
     found = dict.fromkeys(str(problem["msg"]).removeprefix("Value error, ") for problem in problems
                           if field_path(problem["loc"]) == param)
     text = "; or ".join(list(found)[:4])
@@ -83,11 +85,14 @@ def validation_error(problems: Sequence[Mapping[str, Any]]) -> ApiError:
 
 def field_path(loc: Sequence[int | str]) -> str | None:
     """messages.0.content, without the names of a field's alternative forms that pydantic puts in between."""
-    return ".".join(str(part) for part in loc if not _is_form(part))[:256] or None
+    parts = [str(part) for part in loc if not _is_form(part)]
+    # The form of a field with a type of its own is named like that type, as is often the field inside.
+    return ".".join(part for i, part in enumerate(parts) if i == 0 or part != parts[i - 1])[:256] or None
 
 
 def _is_form(part: int | str) -> bool:
-    return isinstance(part, str) and (part[:1].isupper() or "[" in part or part in ("str", "int", "float", "bool"))
+    return isinstance(part, str) and (part[:1].isupper() or "[" in part or "-" in part
+                                      or part in ("str", "int", "float", "bool"))
 
 
 def add_error_handlers(app: FastAPI) -> None:

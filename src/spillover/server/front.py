@@ -45,13 +45,11 @@ class Front:
 
     def model_name(self, asked: str | None) -> str:
         """The name an answer carries; 404 for one that is not served."""
-        if asked is None:
-            return self.settings.served_model_names[0]
-        if asked not in self.settings.model_names:
+        if asked is not None and asked not in self.settings.model_names:
             names = ", ".join(f"'{name}'" for name in self.settings.model_names)
             raise ApiError(404, f"The model '{asked[:256]}' is not served here; there are {names}.", "model",
                            "model_not_found")
-        return asked
+        return self.settings.served_model_names[0]
 
     def require_engine(self) -> None:
         """Called first by every route that needs the model's facts, which are known once the engine is up."""

@@ -163,6 +163,7 @@ class _WholeCall:
     def __init__(self) -> None:
         self._text = ""
         self._begun = False
+        self._blank = False  # nothing of the arguments so far
 
     def feed(self, text: str) -> list[Delta]:
         self._text += text
@@ -172,6 +173,10 @@ class _WholeCall:
             if head is None:
                 return []
             self._begun, self._text, name = True, self._text[head.end():], json.loads(head[1])
+            self._blank = True
+        if self._blank:
+            self._text = self._text.lstrip()
+            self._blank = not self._text
         # The last brace is the call's own, not the arguments'.
         keep = len(self._text.rstrip().removesuffix("}").rstrip())
         new, self._text = self._text[:keep], self._text[keep:]
@@ -303,10 +308,15 @@ def _call(value: Any) -> Call | None:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
-        return Call(value["name"], arguments)
+        return Call(_whole(value["name"]), _whole(arguments))
     if not isinstance(arguments, dict):
         return None
-    return Call(value["name"], json.dumps(arguments, ensure_ascii=False))
+    return Call(_whole(value["name"]), _whole(json.dumps(arguments, ensure_ascii=False)))
+
+
+def _whole(text: str) -> str:
+    """With a replacement character for each half of a surrogate pair, which a model may write as an escape."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:

@@ -74,6 +74,23 @@ def test_verify_finds_a_flipped_bit_wherever_it_is(tmp_path: Path) -> None:
             assert (bad.key, bad.offset) == (None, 4096 + (offset - 4096) // 256 * 256)
 
 
+def test_verify_names_a_segment_that_cannot_be_opened(tmp_path: Path) -> None:
+    fill(tmp_path, range(4))
+    fill(tmp_path, range(2), OTHER_IDENTITY)
+    path = next((tmp_path / IDENTITY.hex()).glob("*.kv"))
+    original = path.read_bytes()
+    damaged = [original[:offset] + b"\xff" + original[offset + 1 :] for offset in range(0, 88, 8)]
+    for content in [*damaged, b"", original[:50], original[:5000]]:  # the last: cut within the headers
+        path.write_bytes(content)
+        steps = list(verify(tmp_path))
+        (bad,) = [step.bad for step in steps if step.bad is not None]
+        assert (bad.file, bad.offset, bad.key) == (path, 0, None)
+        assert "segment" in bad.reason
+        assert steps[-1].checked == steps[-1].total == 2  # the other cache is read all the same
+    path.write_bytes(original)
+    assert bad_records(tmp_path) == []
+
+
 def test_verify_one_cache_by_the_beginning_of_its_name(tmp_path: Path) -> None:
     fill(tmp_path, range(3))
     fill(tmp_path, range(2), OTHER_IDENTITY)

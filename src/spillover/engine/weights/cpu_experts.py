@@ -40,9 +40,9 @@ class ExpertSlots:
             for expert in range(self.cache.quota):
                 self.fetch(layer, expert, (), asked=False)
 
-    def fetch(self, layer: int, expert: int, keep: Sequence[int], asked: bool) -> int | None:
+    def fetch(self, layer: int, expert: int, keep: Sequence[int], asked: bool, pinned: bool = False) -> int | None:
         """Starts the copy into a slot of its own."""
-        slot = self.cache.take(layer, expert, keep, asked)
+        slot = self.cache.take(layer, expert, keep, asked, pinned)
         if slot is not None:
             self._tickets[slot] = self._mover.start(self._arena[slot], self._source(layer, expert), None)
             self.bytes_moved += self._record.nbytes
@@ -157,7 +157,9 @@ class SlotExperts:
             slot = self._slots.fetch(layer, index, later, asked=True)
             if slot is None:
                 slot = self._slots.fetch(layer, index, (), asked=True)
-            assert slot is not None, "a layer whose slots are all pinned"
+            if slot is None:  # a policy that pins as many as there are slots
+                slot = self._slots.fetch(layer, index, (), asked=True, pinned=True)
+            assert slot is not None, "a layer without a slot"
         return self._slots.bind(slot)
 
     def _guess(self, x: Tensor, k: int) -> None:

@@ -251,6 +251,8 @@ class CudaExperts:
                 slot = cache.ask(layer, expert)
                 if slot is None:
                     slot = cache.take(layer, expert, keep=experts)
+                    if slot is None:  # a policy pins too many
+                        slot = cache.take(layer, expert, keep=experts, pinned=True)
                     assert slot is not None
                     self.arena.slots[slot].copy_(self._home(layer, expert), non_blocking=True)
                     self._bytes += self._record_bytes

@@ -10,6 +10,7 @@ import threading
 
 import torch
 
+from spillover.errors import SpilloverError
 from spillover.kernels.page_table import PageTable
 from spillover.memory.policies.experts.protocol import ExpertPolicy
 
@@ -82,6 +83,9 @@ class PolicyThread:
             try:
                 self.read(self._complete())
                 self.write()
+            except SpilloverError as error:  # a user's own, which says by itself what is wrong
+                log.error("%s; the device goes on with the worth it has", error)
+                return
             except Exception:
                 log.exception("the policy of experts failed; the device goes on with the worth it has")
                 return

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from spillover.lab.verdict import better
+
 STATISTICS = {"mean": "mean", "median": "median", "std": "standard deviation of"}
 LATENCIES = {
     "ttft": ("TTFT", "time from sending a request to the first chunk that carries text or token ids"),
@@ -38,7 +40,7 @@ class Metric:
     key: str
     label: str
     unit: str
-    higher_is_better: bool | None = None
+    higher_is_better: bool
     about: str = ""
 
     @property
@@ -52,13 +54,13 @@ def metric(key: str) -> Metric:
         return Metric(key, label, unit, True, about)
     if key in OTHERS:
         label, unit, about = OTHERS[key]
-        return Metric(key, label, unit, {"hit_rate": True, "of_limit": True}.get(key), about)
+        return Metric(key, label, unit, better(key) == "higher", about)
     found = re.fullmatch(r"(mean|median|std|p\d+(?:\.\d+)?)_(\w+)_ms", key)
     if found is not None and found[2] in LATENCIES:
         label, about = LATENCIES[found[2]]
         return Metric(key, f"{STATISTICS.get(found[1], found[1])} {label}", "ms", False, about)
     unit = "ms" if key.endswith("_ms") else ""
-    return Metric(key, key.removesuffix("_ms").replace("_", " "), unit, False if unit else None)
+    return Metric(key, key.removesuffix("_ms").replace("_", " "), unit, better(key) == "higher")
 
 
 def shown(value: float | None, unit: str) -> str:

@@ -1,10 +1,12 @@
 """Which blocks are worth storing in a lower tier: one class each."""
 
-import importlib
+import logging
 from collections import OrderedDict
 from typing import Protocol
 
-from spillover.errors import SpilloverError
+from spillover.memory.policies.own import failure, make_own
+
+log = logging.getLogger("spillover.memory")
 
 
 class AdmissionPolicy(Protocol):
@@ -33,19 +35,30 @@ class SecondUse:
         return known
 
 
+class OwnAdmission:
+    """A user's policy, whose failures cost the tiers a block each and the engine nothing."""
+
+    def __init__(self, policy: AdmissionPolicy, name: str) -> None:
+        self._policy = policy
+        self._name = name
+        self._warned = False
+
+    def admit(self, key: bytes, tier: str) -> bool:
+        try:
+            return bool(self._policy.admit(key, tier))
+        except Exception as error:
+            if not self._warned:  # it is asked for every block
+                self._warned = True
+                log.warning("--spill-admission %s: admit failed (%s); blocks for which it fails are not stored",
+                            self._name, failure(error))
+            return False
+
+
 def admission_policy(name: str) -> AdmissionPolicy:
     """By its flag: always, second-use, or module:Class of one's own."""
     if name == "always":
         return Always()
     if name == "second-use":
         return SecondUse()
-    module, _, cls = name.partition(":")
-    try:
-        policy = getattr(importlib.import_module(module), cls)()
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise SpilloverError(
-            f"--spill-admission takes always, second-use or module:Class; '{name}' could not be made ({error})"
-        ) from error
-    if not callable(getattr(policy, "admit", None)):
-        raise SpilloverError(f"--spill-admission {name}: the class has no method admit(key, tier)")
-    return policy  # type: ignore[no-any-return]
+    problem = f"--spill-admission takes always, second-use or module:Class; '{name}'"
+    return OwnAdmission(make_own(name, problem, {"admit": "admit(key, tier)"}, "--spill-admission"), name)

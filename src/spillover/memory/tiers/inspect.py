@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,8 +27,8 @@ class CacheInfo:
 @dataclass(frozen=True, slots=True)
 class BadRecord:
     file: Path
-    offset: int  # of what is wrong: the payload, or the header
-    key: bytes | None  # None: the header cannot be read
+    offset: int  # of what is wrong: the payload, the header, or 0: the whole segment
+    key: bytes | None  # None: the header, or the segment, cannot be read
     reason: str
 
 
@@ -37,7 +37,7 @@ class VerifyProgress:
     checked: int  # records so far
     total: int
     nbytes: int  # read so far
-    bad: BadRecord | None  # the record just checked, where it is bad
+    bad: BadRecord | None  # the record just checked, where it is bad, or a segment without any that can be reached
 
 
 def list_caches(path: str | Path) -> list[CacheInfo]:
@@ -56,16 +56,37 @@ def list_caches(path: str | Path) -> list[CacheInfo]:
 def verify(path: str | Path, identity: str | None = None) -> Iterator[VerifyProgress]:
     """Reads every record and compares its checksums. `identity` may be shortened, as long as only one begins so."""
     found: list[tuple[Segment, int, bytes]] = []
+    unreadable: list[BadRecord] = []
     for cache in find_caches(path, identity):
-        for segment in cache.segments():
-            with suppress(OSError):
-                raws = enumerate(segment.raw_headers())
-                found.extend((segment, slot, raw) for slot, raw in raws if raw != EMPTY_HEADER)
-            segment.close()
-    return _verify(found)
+        for file in sorted(file.path for file in cache.segment_files()):
+            try:
+                segment = _open(file, cache.identity)
+                if segment is None:
+                    reason = "the segment's first page is damaged; none of its records can be found"
+                    unreadable.append(BadRecord(file, 0, None, reason))
+                    continue
+                with closing(segment):
+                    raws = enumerate(segment.raw_headers())
+                    found.extend((segment, slot, raw) for slot, raw in raws if raw != EMPTY_HEADER)
+            except FileNotFoundError:  # a server has just made room
+                pass
+            except OSError as error:
+                reason = f"the segment cannot be read ({error.strerror or error})"
+                unreadable.append(BadRecord(file, 0, None, reason))
+    return _verify(found, unreadable)
 
 
-def _verify(found: list[tuple[Segment, int, bytes]]) -> Iterator[VerifyProgress]:
+def _open(file: Path, identity: bytes) -> Segment | None:
+    segment = Segment.open(file, identity, writable=False)
+    if segment is None:  # a server may be making it
+        time.sleep(SETTLE_SECONDS)
+        segment = Segment.open(file, identity, writable=False)
+    return segment
+
+
+def _verify(found: list[tuple[Segment, int, bytes]], unreadable: list[BadRecord]) -> Iterator[VerifyProgress]:
+    for segment_file in unreadable:
+        yield VerifyProgress(0, len(found), 0, segment_file)
     nbytes = 0
     current: Segment | None = None
     for checked, (segment, slot, raw) in enumerate(found, start=1):

@@ -1,0 +1,28 @@
+"""Policies of the user's own: made from module:Class, and what is told of one that fails."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from spillover.errors import SpilloverError
+
+
+def make_own(name: str, problem: str, methods: dict[str, str], flag: str) -> Any:
+    """An object of the class that `name` says. `problem`: how the error begins; `methods`: names that it must have,
+    with how each is called."""
+    module, _, cls = name.partition(":")
+    try:
+        policy = getattr(importlib.import_module(module), cls)()
+    except (Exception, SystemExit) as error:  # it is the user's code: anything may come out of it
+        raise SpilloverError(f"{problem} could not be made ({failure(error)})") from error
+    for method, call in methods.items():
+        if not callable(getattr(policy, method, None)):
+            raise SpilloverError(f"{flag} {name}: the class has no method {call}")
+    return policy
+
+
+def failure(error: BaseException) -> str:
+    """On one line, with its kind: a KeyError alone says only '3'."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

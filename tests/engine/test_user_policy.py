@@ -1,0 +1,100 @@
+"""A user's policies in an engine: one that pins too much changes no token, one that fails is told by its flag."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import starved
+import torch
+from policy_of_my_own import Backwards
+
+from spillover.engine.weights.policy_thread import PolicyThread
+from spillover.errors import SpilloverError
+from spillover.kernels.page_table import PageTable
+from spillover.memory.policies.experts import expert_policy
+
+MODEL = "mixtral"
+HERE = __name__
+
+
+class Pinned(Backwards):
+    """Everything is worth more than there is room for."""
+
+    def worth(self, layer: int) -> Sequence[float]:
+        return [float("inf")] * self.experts
+
+
+class ShortWorth(Backwards):
+    def worth(self, layer: int) -> Sequence[float]:
+        return [1.0, 2.0]
+
+
+class NoSuchExpert(Backwards):
+    def prefetch(self, layer: int) -> Sequence[int]:
+        return [-1, 9999]
+
+
+class LosesCount(Backwards):
+    def on_route(self, step: int, layer: int, experts: Sequence[int]) -> None:
+        raise KeyError(layer)
+
+
+class Doorman:
+    """Lets nobody in, and not politely."""
+
+    def admit(self, key: bytes, tier: str) -> bool:
+        raise RuntimeError("closed")
+
+
+def starving(folder: str, whole: starved.Answers, policy: str) -> starved.Answers:
+    budget = (whole.plan.weight_bytes + whole.plan.workspace_bytes) * 3 // 4
+    return starved.answer(folder, starved.prompts(), weights="experts", policy=f"{HERE}:{policy}",
+                          gpu_memory=str(budget))
+
+
+def test_more_is_pinned_than_there_is_room_for(tmp_path: Path) -> None:
+    folder = starved.write_config(tmp_path, MODEL)
+    whole = starved.answer(folder, starved.prompts())
+    found = starving(folder, whole, "Pinned")
+    assert found.tokens == whole.tokens
+    assert found.traffic.expert_misses > 0
+    found.weights.experts.slots.cache.check()
+
+
+def test_a_policy_that_fails_in_a_step_is_named(tmp_path: Path) -> None:
+    folder = starved.write_config(tmp_path, MODEL)
+    whole = starved.answer(folder, [])
+    for policy, method in (("ShortWorth", "worth"), ("NoSuchExpert", "prefetch"), ("LosesCount", "on_route")):
+        with pytest.raises(SpilloverError, match=f"--policy {HERE}:{policy}: its method {method} "):
+            starving(folder, whole, policy)
+
+
+def test_a_policy_that_fails_beside_the_device_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    table = PageTable.make([2], 8, 4, 4, torch.device("cpu"))
+    policy = expert_policy(f"{HERE}:LosesCount")
+    policy.on_load(1, 8, 2)
+    thread = PolicyThread(policy, table)
+    try:
+        table.log[1] = 3  # step 1 asked for expert 3, and step 2 has begun
+        table.step.fill_(2)
+        thread.ended()
+        thread._thread.join(10)
+        assert not thread._thread.is_alive()
+    finally:
+        thread.close()
+    (line,) = [record for record in caplog.records if "--policy" in record.getMessage()]
+    assert f"--policy {HERE}:LosesCount: its method on_route failed (KeyError: 0)" in line.getMessage()
+    assert line.exc_info is None
+
+
+def test_an_admission_that_fails_stores_nothing_and_changes_no_token(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = starved.write_config(tmp_path, "llama")
+    whole = starved.answer(folder, starved.prompts())
+    found = starved.answer(folder, starved.prompts(), host_memory="64MB", spill="eager",
+                           spill_admission=f"{HERE}:Doorman")
+    assert found.tokens == whole.tokens
+    assert sum("--spill-admission" in record.getMessage() for record in caplog.records) == 1
