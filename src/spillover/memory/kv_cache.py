@@ -12,6 +12,7 @@ from spillover.errors import SpilloverError
 from spillover.memory.blocks import BlockPool
 from spillover.memory.digest import root_digest
 from spillover.memory.loans import Loans
+from spillover.memory.parking import Parking
 from spillover.memory.policies import LRU, EvictionPolicy
 from spillover.memory.prefix_tree import Node, PrefixTree
 from spillover.memory.restore import Restore, Restorer
@@ -19,7 +20,6 @@ from spillover.memory.sequence import CacheStats, SequenceBlocks
 from spillover.memory.spiller import Spiller
 from spillover.memory.store import SpillStore
 
-MAX_PARKS = 3  # failed attempts to move a long sequence's blocks to host memory
 MAX_PUT_OFF = 8  # times in a row that poll() may be, while there are enough blocks to be had
 READY_SHARE = 8  # one in so many blocks can be had without a copy, at least
 
@@ -52,14 +52,14 @@ class KVCache:
         self._tree = PrefixTree(self._pool, self.windows, policy if policy is not None else LRU(), identity)
         self.loans = Loans(self._pool, self._tree)
         self.store = store if prefix_caching else None
-        self._spiller = self.restorer = None
+        self._spiller = self.restorer = self._parking = None
         if self.store is not None:
             margin = min(max(margin, num_blocks // READY_SHARE), num_blocks // 2)
             self._spiller = Spiller(self._pool, self._tree, self.store, margin)
             self.restorer = Restorer(self.store, block_size, self.windows)
+            self._parking = Parking(self._tree, self.store, lambda: self.reset_prefix_cache(stored=False))
         self._put_off = 0
         self._live: dict[str, SequenceBlocks] = {}
-        self._parking: set[int] = set()  # blocks on their way to `cold`
         # Full-attention groups first: of two blocks released together, the one that stands for its node is the older.
         self._group_order = sorted(range(len(self.windows)), key=lambda group: self.windows[group] is not None)
         self._window_groups = [(group, window) for group, window in enumerate(self.windows) if window is not None]
@@ -244,13 +244,7 @@ class KVCache:
         self._take_loads()
         self._spiller.take_spilled()
         if self._parking:
-            for block in self.store.spilled:
-                self._parking.remove(block)
-                self._tree.end_copy(block)
-            self.store.spilled.clear()
-            for sequence in self._live.values():
-                if sequence.parking:
-                    self._take_parked(sequence)
+            self._parking.take(self._live.values())
         self._spiller.poll()
 
     def poll_loads(self) -> None:
@@ -341,24 +335,9 @@ class KVCache:
         on their way, so that room is to come; False if none can be moved. The prefix tree is emptied: all that is left
         in it belongs to this sequence.
         """
-        sequence = self._get(seq)
-        if self.store is None or not self.store.keeps or self.windows != (None,):
+        if self._parking is None or self.windows != (None,):
             return False
-        if sequence.parking:
-            return True
-        start = len(sequence.cold)
-        blocks = sequence.tables[0][start : start + unit]
-        if start + unit > sequence.num_ready or sequence.failed_parks == MAX_PARKS:
-            return False
-        entries = self.store.park(blocks)
-        if entries is None:
-            return False
-        self.reset_prefix_cache(stored=False)
-        for block in blocks:
-            self._tree.begin_copy(block)
-        self._parking.update(blocks)
-        sequence.parking = entries
-        return True
+        return self._parking.start(self._get(seq), unit)
 
     def let_go_of_twins(self, seq: str) -> bool:
         """Whether a sequence that is alone held blocks of the tree besides its own for the same tokens, which are now
@@ -430,26 +409,6 @@ class KVCache:
                 if load.block is not None:
                     self._tree.end_copy(load.block)
             self.store.loaded.clear()
-
-    def _take_parked(self, sequence: SequenceBlocks) -> None:
-        assert self.store is not None
-        start = len(sequence.cold)
-        table = sequence.tables[0]
-        end = start + len(sequence.parking)
-        if any(block in self._parking for block in table[start:end]):
-            return
-        if all(entry.ready for entry in sequence.parking):
-            sequence.cold += sequence.parking
-            sequence.cold_views += tuple(self.store.view(entry) for entry in sequence.parking)
-            for i in range(start, end):
-                self._tree.unref(table[i])
-                table[i] = 0
-            sequence.first[0] = end
-        else:
-            sequence.failed_parks += 1
-            for entry in sequence.parking:
-                self.store.unpark(entry)
-        sequence.parking = []
 
     def _get(self, seq: str) -> SequenceBlocks:
         try:

@@ -20,13 +20,13 @@ from spillover.memory.policies.admission import AdmissionPolicy, Always
 from spillover.memory.report import TierReport
 from spillover.memory.store_report import HostReport, Meter, tier_reports
 from spillover.memory.tiers.base import Lane, Ticket, Tier
+from spillover.memory.write_down import WriteDown
 
 COPY_SECONDS = 0.003  # one copy over the link takes about this long, so that others get their turn
 LINK_RATE = 10e9  # bytes a second, where the link was not measured
 LINK_SECONDS = 10.0  # deadline of a copy over the link
 LOAD_SECONDS = 15.0  # deadline of a load, waiting for a slot included
 LOAD_PATIENCE = 0.1  # seconds that it waits for a slot before a block that no tier below has goes for it
-WRITES_AT_ONCE = 32  # blocks on their way down from host memory
 KNOWN_KEYS = 1 << 20  # keys remembered to be in a tier below
 
 
@@ -64,7 +64,7 @@ class SpillStore:
         self._copies_out: list[Copy] = []
         self._copies_in: list[Copy] = []
         self._fetches: list[Fetch] = []
-        self._writes: list[tuple[Entry, str, Ticket[bool]]] = []
+        self._writes = WriteDown(self._host, self.tiers, self._admission, self._know, self._unpin)
         self._queue: deque[Load] = deque()  # without a slot yet
         self._copyable: list[Load] = []  # held, with a block to go to
         self._waiters: dict[bytes, list[Load]] = {}  # loads of an entry that is still arriving
@@ -204,7 +204,7 @@ class SpillStore:
         if self._copies_out or self._copies_in or self._queue or self._copyable:
             return True
         now = time.monotonic()
-        tickets = itertools.chain((fetch.ticket for fetch in self._fetches), (ticket for _, _, ticket in self._writes))
+        tickets = itertools.chain((fetch.ticket for fetch in self._fetches), self._writes.tickets())
         return any(not ticket.expired(now) for ticket in tickets)
 
     def wait(self, seconds: float) -> None:
@@ -218,9 +218,8 @@ class SpillStore:
             tier.poll()
         self.take_spilled()
         self._go_on()
-        if self._writes:
-            self._take_writes()
-        self._write_down(self._margin())
+        self._writes.take()
+        self._writes.until(self._margin())
 
     def poll_loads(self) -> None:
         """Of poll(), what requests wait for."""
@@ -239,7 +238,7 @@ class SpillStore:
         """Writes what only host memory has to the tiers below, as far as the deadline allows."""
         while self.tiers and time.monotonic() < deadline:
             self.poll()
-            self._write_down(self._host.slots.limit)
+            self._writes.until(self._host.slots.limit)
             if not self.busy:
                 return
             self.wait(0.05)
@@ -276,7 +275,7 @@ class SpillStore:
                 pins[entry.slot] = pins.get(entry.slot, 0) + 1
         for fetch in self._fetches:
             pins[fetch.entry.slot] = pins.get(fetch.entry.slot, 0) + 1
-        for entry, _, _ in self._writes:
+        for entry in self._writes.entries():
             pins[entry.slot] = pins.get(entry.slot, 0) + 1
         for slot, count in pins.items():
             found = next(entry.pins for entry in self._host if entry.slot == slot)
@@ -373,23 +372,6 @@ class SpillStore:
             pending.append(fetch)
         self._fetches = pending
 
-    def _take_writes(self) -> None:
-        pending = []
-        now = time.monotonic()
-        for entry, tier, ticket in self._writes:
-            if ticket.expired(now):
-                ticket.cancel()
-            if not ticket.done():  # the slot stays until the worker lets go of it
-                pending.append((entry, tier, ticket))
-                continue
-            if ticket.result():
-                self._know(entry.key)
-            entry.writes -= 1
-            if entry.writes == 0:
-                self._host.mark_safe(entry)
-            self._unpin(entry)
-        self._writes = pending
-
     def _arrived(self, entries: Sequence[Entry], ok: bool, safe: bool) -> None:
         """The copy into these entries has ended; it held one pin on each."""
         for entry in entries:
@@ -401,7 +383,7 @@ class SpillStore:
                 elif load.pending:
                     self._end(load, LoadState.FAILED)
         if ok and not safe and (self.eager or not self.keeps):
-            self._write([entry for entry in entries if not entry.safe])
+            self._writes.write([entry for entry in entries if not entry.safe])
         for entry in entries:
             self._unpin(entry)
 
@@ -466,31 +448,6 @@ class SpillStore:
         """Slots kept ready for what the device spills next, and for loads that wait for one."""
         wanted = max(2 * self._batch, self._short) + len(self._queue)
         return min(wanted, self._host.slots.limit // 2) if self.keeps else 0
-
-    def _write_down(self, spare: int) -> None:
-        """Starts writing the oldest blocks that no tier below has, until `spare` slots can be had without loss."""
-        short = min(spare - self._host.spare, WRITES_AT_ONCE) - len(self._writes)
-        if short <= 0 or not self.tiers:
-            return
-        entries: list[Entry] = []
-        for entry in self._host.unsafe():
-            if len(entries) == short:
-                break
-            if entry.writes == 0:
-                entries.append(entry)
-        self._write(entries)
-
-    def _write(self, entries: Sequence[Entry]) -> None:
-        for tier in self.tiers:
-            chosen = [entry for entry in entries if self._admission.admit(entry.key, tier.name)]
-            tickets = tier.store([(entry.key, self._host.slots.view(entry.slot)) for entry in chosen])
-            for entry, ticket in zip(chosen, tickets, strict=True):
-                self._host.pin(entry)
-                entry.writes += 1
-                self._writes.append((entry, tier.name, ticket))
-        for entry in entries:
-            if entry.writes == 0:  # no tier is to have it
-                self._host.mark_safe(entry)
 
     def _know(self, key: bytes) -> None:
         self._below[key] = None

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from spillover.kernels.triton.launch import FEW_ROWS, early
+from spillover.kernels.triton.launch import early
 
 _BLOCK = 1024
 ALPHA = tl.constexpr(1.702)  # as kernels.activation.SWIGLU_ALPHA
@@ -30,8 +30,7 @@ def _gated(x: Tensor, limit: float, clamped: bool) -> Tensor:
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     if rows:
         _gate[(rows, triton.cdiv(width, _BLOCK))](
-            x, out, limit, width, CLAMPED=clamped, BLOCK=_BLOCK, num_warps=4,
-            **early(x.device, wanted=rows <= FEW_ROWS),
+            x, out, limit, width, CLAMPED=clamped, BLOCK=_BLOCK, num_warps=4, **early(x.device, wanted=rows == 1)
         )
     return out
 

@@ -12,7 +12,6 @@ from spillover.kernels.linear import linear
 from spillover.kernels.triton.activation import silu_and_mul
 from spillover.kernels.triton.attention import attention
 from spillover.kernels.triton.gemv import gemv_silu
-from spillover.kernels.triton.launch import FEW_ROWS
 from spillover.kernels.triton.norm import add_rms_norm
 from spillover.kernels.triton.rope_store import norm_rope_store
 
@@ -41,7 +40,7 @@ def attention_block(
 
 def mlp_block(x: Tensor, residual: Tensor, w: Mapping[str, Any], shape: LayerShape) -> tuple[Tensor, Tensor]:
     """As `kernels.block.mlp_block`."""
-    x, residual = add_rms_norm(x, residual, w["mlp_norm"], shape.eps, begin_early=x.shape[0] <= FEW_ROWS)
+    x, residual = add_rms_norm(x, residual, w["mlp_norm"], shape.eps, begin_early=x.shape[0] == 1)
     gate_up, bias = w["gate_up"], w.get("gate_up_bias")
     if x.shape[0] == 1 and isinstance(gate_up, Tensor):
         inner = gemv_silu(x, gate_up, bias)
