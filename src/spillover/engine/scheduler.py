@@ -80,11 +80,9 @@ class Scheduler:
             self.kv.poll_loads()
             for request in [r for r in self.running if r.restoring]:
                 self._take_over(request)
-        decodes = [r for r in self.running if r.num_tokens - r.num_computed == 1]
-        prefills = [r for r in self.running if r.num_tokens - r.num_computed > 1]
-        if self.config.policy == "priority":  # who is served may push out who is not yet, so the important come first
-            decodes.sort(key=lambda r: r.priority)
-            prefills.sort(key=lambda r: r.priority)
+        order = self._by_importance()  # who is served may push out who is not yet
+        decodes = [r for r in order if r.num_tokens - r.num_computed == 1]
+        prefills = [r for r in order if r.num_tokens - r.num_computed > 1]
         self.kv.keep_ready(len(decodes) * self.config.num_groups)
         for request in decodes + prefills:
             if request.status is not Status.RUNNING or not self._ready(request) or budget == 0:
