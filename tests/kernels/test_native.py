@@ -1,6 +1,8 @@
 """The library is built once and kept; where it cannot be, torch's kernels take over."""
 
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +21,20 @@ assert linear(torch.ones(3, 16), w).sum() == 48
 assert rms_norm(torch.ones(2, 8), torch.ones(8), 0.0).sum() == 16
 print(native.describe())
 """
+
+TELLING = """
+from spillover.kernels import native
+native.on_build(lambda done, total: print(done, total, flush=True))
+native.library()
+"""
+SOURCES = Path(native.__file__).parent
+
+
+def tell(**environment: str) -> list[str]:
+    """What on_build's callback was told."""
+    done = subprocess.run([sys.executable, "-c", TELLING], env=os.environ | environment, capture_output=True, text=True,
+                          check=True)
+    return done.stdout.splitlines()
 
 
 def run(**environment: str) -> subprocess.CompletedProcess[str]:
@@ -47,10 +63,84 @@ def test_a_compiler_that_fails_is_named(tmp_path: Path) -> None:
     assert "broken failed: no such option" in done.stdout
 
 
-@pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
-def test_it_is_built_once_and_kept(tmp_path: Path) -> None:
-    assert "on, panels of" in run(SPILLOVER_CACHE=str(tmp_path)).stdout
+def test_they_are_on_unless_turned_off() -> None:
+    if os.environ.get("SPILLOVER_NATIVE") == "0":
+        pytest.skip("SPILLOVER_NATIVE=0")
+    if not any(shutil.which(name) for name in (os.environ.get("CXX") or "g++", "c++", "clang++")):
+        assert not os.environ.get("CI"), "CI has no C++ compiler: nothing tests the native kernels"
+        pytest.skip("no C++ compiler")
+    assert native.library() is not None, native.describe()
+
+
+needs_a_compiler = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
+
+
+@needs_a_compiler
+def test_it_is_built_once_with_progress_and_kept(tmp_path: Path) -> None:
+    count = len(list(SOURCES.glob("*.cpp")))
+    assert tell(SPILLOVER_CACHE=str(tmp_path)) == [f"{done} {count}" for done in range(count + 1)]
     (built,) = (tmp_path / "native").iterdir()
     written = built.stat().st_mtime_ns
-    assert str(built) in run(SPILLOVER_CACHE=str(tmp_path)).stdout
+    assert f"on, panels of {native.panel_width()} channels, {built}" in run(SPILLOVER_CACHE=str(tmp_path)).stdout
+    assert tell(SPILLOVER_CACHE=str(tmp_path)) == []
     assert built.stat().st_mtime_ns == written
+    # No symbol is left to be found in what happens to be loaded beside it.
+    load = f"import ctypes, os; ctypes.CDLL({str(built)!r}, os.RTLD_NOW)"
+    subprocess.run([sys.executable, "-S", "-c", load], check=True)
+
+
+def test_an_interrupted_build_leaves_nothing_and_a_killed_one_is_swept_by_the_next(tmp_path: Path) -> None:
+    count, cores = len(list(SOURCES.glob("*.cpp"))), len(os.sched_getaffinity(0))
+    for number, sent in enumerate((signal.SIGINT, signal.SIGKILL)):
+        (home := tmp_path / sent.name).mkdir()
+        environment = {"SPILLOVER_CACHE": str(home), "CXX": str(slow_compiler(home))}
+        process = subprocess.Popen([sys.executable, "-c", TELLING], env=os.environ | environment,
+                                   stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == [f"0 {count}\n", f"1 {count}\n"]
+        process.send_signal(sent)
+        process.communicate()
+        assert process.returncode != 0
+        assert len(list((home / "native").iterdir())) == number
+        assert len(list(home.glob("*.started"))) <= 1 + cores  # the one that is done, and those that were running
+        (home / "fast").touch()
+        assert tell(**environment) == [f"{done} {count}" for done in range(count + 1)]
+        assert not list((home / "native").iterdir())
+
+
+def slow_compiler(folder: Path) -> Path:
+    """One that compiles its first source at once, the others when there is a file `fast`, and cannot link."""
+    program = folder / "slow"
+    program.write_text(f"""#!/bin/sh
+while [ $# -gt 0 ]; do
+    case "$1" in
+        *.cpp) source=$(basename "$1") ;;
+        -o) shift; out="$1" ;;
+        -shared) exit 1 ;;
+    esac
+    shift
+done
+[ -n "$source" ] || exit 0
+touch {folder}/"$source".started
+[ "$source" = activation.cpp ] || [ -e {folder}/fast ] || exec sleep 60
+touch "$out"
+""")
+    program.chmod(0o755)
+    return program
+
+
+@needs_a_compiler
+def test_the_kernels_have_as_many_threads_as_torch_is_told_to_use() -> None:
+    count = """
+import os, torch
+from spillover.kernels.linear import linear, pack
+w, x = pack(torch.ones(4000, 64)), torch.ones(1, 64)
+for threads in (3, 1, 5):
+    torch.set_num_threads(threads)
+    linear(x, w)
+    print(len(os.listdir("/proc/self/task")))
+"""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", count], env=environment, capture_output=True, text=True, check=True)
+    three, one, five = map(int, done.stdout.split())
+    assert one == three and five == three + 4  # teams stay: of three, then of five besides; the caller is in both

@@ -1,18 +1,13 @@
 """The C++ kernels for float32 on the CPU: built on first use, kept in a cache folder, called through ctypes.
 
-They have threads of their own (team.h), as many as torch is told to use: what is asked of the OpenMP runtime that torch
-has loaded is that number alone.
+They have threads of their own (team.h) and are told how many: as many as torch uses.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import os
-import platform
-import shutil
-import subprocess
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,17 +18,17 @@ from functools import cache
 from pathlib import Path
 from typing import cast
 
-import torch  # also brings the OpenMP runtime that the library's symbols resolve to
+import torch
 from torch import Tensor
 
-_FOLDER = Path(__file__).parent
-# No -ffast-math: it would let the compiler reorder sums, and the kernels promise one order.
-_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-fopenmp", "-Wno-psabi")
+from spillover.kernels.native.build import BuildError, Progress, build, cache_folder, library_name, native_command
+
 _ATTENTION = (
     *(c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 4),
     *(*[c_int64] * 6, c_float, c_int64, c_void_p, c_int64),
 )
 _PARAMETERS = {
+    "set_threads": (c_int64,),
     "panel_width": (),
     "linear": (*[c_void_p] * 4, *[c_int64] * 3),
     "embedding": (*[c_void_p] * 3, *[c_int64] * 2),
@@ -76,12 +71,13 @@ _COUNTS = ("panel_width", "multiplies_codes", "attention_total_floats", "cuda_co
 
 def library() -> ctypes.CDLL | None:
     """The kernels, or None where they are turned off or cannot be built."""
-    return _traced or _load().library
+    loaded = _told(_load().library)
+    return _traced or loaded
 
 
 def fused() -> ctypes.CDLL | None:
     """The kernels that do several operations at once; None too while each operation is to be seen by itself."""
-    return None if _traced is not None else _load().library
+    return None if _traced is not None else _told(_load().library)
 
 
 @contextlib.contextmanager
@@ -96,10 +92,25 @@ def traced(record: Callable[[str], AbstractContextManager[object]]) -> Iterator[
         _traced = None
 
 
+def panel_width() -> int:
+    """Channels in a panel of float32 weights; 0 where these kernels are off and weights are not packed."""
+    loaded = _load().library
+    return 0 if loaded is None else int(loaded.panel_width())
+
+
 def multiplies_codes() -> bool:
     """Whether these kernels multiply with weights in the codes that a file has: see kernels.coded."""
     loaded = _load().library
     return loaded is not None and loaded.multiplies_codes() > 0
+
+
+def on_build(callback: Progress) -> None:
+    """Call `callback(done, total)` while the library is compiled: at the start with 0, then after each source.
+
+    To be set before the first use of a kernel. Nothing is called where the library is in the cache already.
+    """
+    global _tell
+    _tell = callback
 
 
 def describe() -> str:
@@ -134,10 +145,20 @@ class _Traced:
 
 
 _traced: ctypes.CDLL | None = None
+_threads = 0  # that the library was told of
 
 
-class _BuildError(Exception):
-    """Why there is no library, in a few words."""
+def _told(loaded: ctypes.CDLL | None) -> ctypes.CDLL | None:
+    """Tell the kernels how many threads torch uses now: torch has no callback for a change of that number."""
+    global _threads
+    if loaded is not None and (threads := torch.get_num_threads()) != _threads:
+        loaded.set_threads(threads)
+        _threads = threads
+    return loaded
+
+
+def _tell(done: int, total: int) -> None:
+    """Say nothing, until on_build() has another callback."""
 
 
 @cache
@@ -145,21 +166,20 @@ def _load() -> _Loaded:
     if os.environ.get("SPILLOVER_NATIVE", "1") == "0":
         return _Loaded(None, "off (SPILLOVER_NATIVE=0)")
     try:
-        compiler = _compiler()
-        command = [compiler, "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native", *_FLAGS]
-        name = f"kernels-{_digest(command)}.so"
+        command = native_command()
+        name = library_name(command)
         try:
-            path = _cache_folder() / name
+            path = cache_folder() / name
             if not path.exists():
-                _build(command, path)
+                build(command, path, _tell)
             loaded = ctypes.CDLL(str(path))
         except PermissionError:
             # A read-only home: build for this process alone. A loaded library outlives its file.
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder, name)
-                _build(command, path)
+                build(command, path, _tell)
                 loaded = ctypes.CDLL(str(path))
-    except (_BuildError, OSError) as error:
+    except (BuildError, OSError) as error:
         warnings.warn(f"the native CPU kernels are off, torch's will be used: {error}", RuntimeWarning, stacklevel=3)
         return _Loaded(None, f"off ({error})")
     for function, parameters in _PARAMETERS.items():
@@ -168,60 +188,3 @@ def _load() -> _Loaded:
     for function in _COUNTS:
         getattr(loaded, function).restype = c_int64
     return _Loaded(loaded, f"on, panels of {loaded.panel_width()} channels, {path}")
-
-
-def _compiler() -> str:
-    for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
-        if name and (found := shutil.which(name)):
-            return found
-    raise _BuildError("no C++ compiler found; install g++ or set CXX")
-
-
-def _cache_folder() -> Path:
-    root = os.environ.get("SPILLOVER_CACHE")
-    folder = Path(root) if root else Path.home() / ".cache" / "spillover"
-    folder = folder / "native"
-    folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK):
-        raise PermissionError(f"{folder} is not writable")
-    return folder
-
-
-def _digest(command: list[str]) -> str:
-    """Names a build by all that decides its code."""
-    version = subprocess.run([command[0], "--version"], capture_output=True, check=False).stdout
-    digest = hashlib.blake2b(version + "\0".join([*command, _cpu()]).encode(), digest_size=10)
-    for source in sorted([*_FOLDER.glob("*.cpp"), *_FOLDER.glob("*.h")]):
-        digest.update(source.read_bytes())
-    return digest.hexdigest()
-
-
-def _cpu() -> str:
-    """What -march=native looks at: the first processor's model and features."""
-    described = [platform.machine(), platform.processor()]
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        first = cpuinfo.read_text().split("\n\n")[0]
-        keys = ("model", "model name", "stepping", "flags", "Features", "CPU implementer", "CPU part")
-        described += [line for line in first.splitlines() if line.split(":")[0].strip() in keys]
-    return "\n".join(described)
-
-
-def _build(command: list[str], path: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        objects, running = [], []
-        for source in sorted(_FOLDER.glob("*.cpp")):
-            objects.append(str(Path(folder, source.stem + ".o")))
-            arguments = [*command, "-c", str(source), "-o", objects[-1]]
-            running.append(subprocess.Popen(arguments, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True))
-        complaints = [process.communicate()[1] for process in running]
-        linked = Path(folder, path.name)
-        if not any(process.returncode for process in running):
-            # Without -fopenmp: its symbols are to be found in the runtime that is already loaded.
-            link = [command[0], "-shared", *objects, "-o", str(linked)]
-            running.append(subprocess.Popen(link, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True))
-            complaints.append(running[-1].communicate()[1])
-        for process, complaint in zip(running, complaints, strict=True):
-            if process.returncode:
-                raise _BuildError(f"{command[0]} failed: {complaint.strip()[:500] or process.returncode}")
-        os.replace(linked, path)  # another process may build the same file; whoever is last wins, they are equal

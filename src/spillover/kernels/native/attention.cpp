@@ -365,7 +365,7 @@ void run(const Call& c, const Range* range) {
     const int64_t to = range ? smaller(range->last, ceil_div(longest, span)) : ceil_div(longest, span);
     const int64_t items = starts[c.B], splits = larger(0, to - from), state_floats = Softmax::floats(c);
     // Too few items to go round: the splits of one are shared out, kept in `parts` and merged afterwards.
-    const bool shared = splits > 1 && items < 4 * omp_get_max_threads();
+    const bool shared = splits > 1 && items < 4 * team_size;
     float* parts = shared ? tl_parts.take(items * splits * state_floats) : nullptr;
     const auto memory = [&] { return tl_scratch.take(attend_floats(c) + 2 * state_floats + 64); };
     if (shared) {

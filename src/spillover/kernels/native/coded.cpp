@@ -402,7 +402,7 @@ void product(const float* x, const uint8_t* panels, const float* bias, float* y,
     if (room < needed) memory.reset(new uint8_t[room = needed]);
     uint8_t* digits = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(memory.get()) + 63) / 64 * 64);
     Scale* scales = reinterpret_cast<Scale*>(digits + digit_bytes);
-    const int64_t num_panels = ceil_div(N, kPanel), threads = omp_get_max_threads();
+    const int64_t num_panels = ceil_div(N, kPanel), threads = team_size;
     const int64_t per = larger(1, num_panels / (threads * kUnits)), units = ceil_div(num_panels, per);
     for (int64_t done = 0; done < M; done += most) {
         const Rows rows{smaller(most, M - done), blocks, digits, scales};

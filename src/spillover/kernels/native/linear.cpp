@@ -120,7 +120,7 @@ extern "C" int64_t panel_width() { return kPanel; }
 extern "C" void linear(const float* x, const float* panels, const float* bias, float* y, int64_t M, int64_t N,
                        int64_t K) {
     const Shape s{K, N};
-    const int64_t num_panels = ceil_div(N, kPanel), threads = omp_get_max_threads();
+    const int64_t num_panels = ceil_div(N, kPanel), threads = team_size;
     if (M == 0) return;
     // Split the rows when x outgrows its share of the cache, and further while there are too few panels to go round.
     int64_t blocks = ceil_div(M * K * 4, kRowBlockBytes);

@@ -1,16 +1,16 @@
-// The threads that the kernels share, as many as torch is told to use.
+// The threads that the kernels share: as many as set_threads was told.
 //
 // They are not OpenMP's: once two threads of a process have used that, the one that loads and the one that steps, its
 // workers sleep after every region, and to wake one takes as long as a small product.
 #pragma once
-#include <omp.h>
-
 #include <map>
 #include <system_error>
 
 #include "crew.h"
 
 constexpr std::chrono::microseconds kTeamAwake{200};  // Python between two kernels takes less, between two steps more
+
+inline std::atomic<int> team_size{1};
 
 inline Crew& team(int threads) {
     static std::mutex mutex;
@@ -30,7 +30,7 @@ inline Crew& team(int threads) {
 // body(i, thread) for i in [0, count): each thread has a range of its own, in order, and then helps the others.
 template <class Body>
 void share(int64_t count, Body body, bool worth = true) {
-    const int threads = worth && count > 1 ? omp_get_max_threads() : 1;
+    const int threads = worth && count > 1 ? team_size.load(std::memory_order_relaxed) : 1;
     if (threads == 1) {
         for (int64_t i = 0; i < count; i++) body(i, 0);
         return;

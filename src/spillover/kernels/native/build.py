@@ -1,0 +1,161 @@
+"""Compiles the C++ kernels into a library for the cores of this machine, and keeps it in a cache folder."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+_FOLDER = Path(__file__).parent
+# No -ffast-math: it would let the compiler reorder sums, and the kernels promise one order.
+FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-pthread", "-Wno-psabi")
+# A symbol that nothing defines fails the link, with its name, rather than the load.
+LINK_FLAGS = ("-shared", "-pthread", *(("-Wl,--no-undefined",) if sys.platform == "linux" else ()))
+_POLL_SECONDS = 0.05
+_LOCK_SECONDS = 600  # for another process's build; after that this one builds beside it
+_PREFIX = "build-"  # of temporary folders
+
+Progress = Callable[[int, int], None]  # sources that are compiled, of how many
+
+
+class BuildError(Exception):
+    """Why there is no library, in a few words."""
+
+
+def native_command() -> list[str]:
+    """The compiler and its flags, for the cores of this machine."""
+    for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
+        if name and (found := shutil.which(name)):
+            cores = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+            return [found, cores, *FLAGS]
+    raise BuildError("no C++ compiler found; install g++ or set CXX")
+
+
+def library_name(command: list[str]) -> str:
+    """A file name that differs whenever anything differs that decides the library's code."""
+    version = subprocess.run([command[0], "--version"], capture_output=True, check=False).stdout
+    digest = hashlib.blake2b(version + "\0".join([*command, *LINK_FLAGS, _cpu()]).encode(), digest_size=10)
+    for source in sorted([*_FOLDER.glob("*.cpp"), *_FOLDER.glob("*.h")]):
+        digest.update(source.read_bytes())
+    return f"kernels-{digest.hexdigest()}.so"
+
+
+def cache_folder() -> Path:
+    root = os.environ.get("SPILLOVER_CACHE")
+    folder = (Path(root) if root else Path.home() / ".cache" / "spillover") / "native"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(f"{folder} is not writable")
+    return folder
+
+
+def build(command: list[str], path: Path, tell: Progress) -> None:
+    """Write the library to `path`, unless another process does so first.
+
+    A build that is interrupted removes its temporary folder; one that is killed leaves it to the next build.
+    """
+    sources = sorted(_FOLDER.glob("*.cpp"))
+    tell(0, len(sources))
+    with _only_build(path, lambda done: tell(done, len(sources))) as alone:
+        if alone:
+            for left in path.parent.glob(f"{_PREFIX}*"):
+                shutil.rmtree(left, ignore_errors=True)
+        if path.exists():
+            tell(len(sources), len(sources))
+            return
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=_PREFIX) as folder:
+            objects = _compile(command, sources, Path(folder), tell)
+            linked = Path(folder, path.name)
+            link = [command[0], *LINK_FLAGS, *objects, "-o", str(linked)]
+            done = subprocess.run(link, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+            if done.returncode:
+                raise BuildError(f"{command[0]} failed: {_reason(done.stderr, done.returncode)}")
+            os.replace(linked, path)
+
+
+def _compile(command: list[str], sources: list[Path], folder: Path, tell: Progress) -> list[str]:
+    """Compile into `folder`, at most as many sources at once as there are cores."""
+    objects = [str(folder / f"{source.stem}.o") for source in sources]
+    waiting = list(zip(sources, objects, strict=True))
+    running: list[tuple[subprocess.Popen[bytes], Path]] = []
+    try:
+        while waiting or running:
+            while waiting and len(running) < _cores():
+                source, target = waiting.pop(0)
+                complaints = folder / f"{source.stem}.log"
+                with complaints.open("wb") as log:
+                    arguments = [*command, "-c", str(source), "-o", target]
+                    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=log)
+                running.append((process, complaints))
+            ended = [(process, log) for process, log in running if process.poll() is not None]
+            for process, log in ended:
+                running.remove((process, log))
+                if process.returncode:
+                    reason = _reason(log.read_text(errors="replace"), process.returncode)
+                    raise BuildError(f"{command[0]} failed: {reason}")
+                tell(len(sources) - len(waiting) - len(running), len(sources))
+            if not ended:
+                time.sleep(_POLL_SECONDS)
+    finally:
+        for process, _ in running:
+            process.kill()
+            process.wait()
+    return objects
+
+
+def _reason(complaint: str, code: int) -> str:
+    return complaint.strip()[:500] or f"exit code {code}"
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def _only_build(path: Path, waited: Callable[[int], None]) -> Iterator[bool]:
+    """Hold the folder's lock, which the system frees when its holder ends; False: it could not be had.
+
+    `waited` is told how many sources the process that holds it has compiled.
+    """
+    opened = os.open(path.parent, os.O_RDONLY)
+    try:
+        yield _locked(opened, path, waited)
+    finally:
+        os.close(opened)
+
+
+def _locked(opened: int, path: Path, waited: Callable[[int], None]) -> bool:
+    deadline, seen = time.monotonic() + _LOCK_SECONDS, 0
+    while True:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if path.exists() or time.monotonic() > deadline:
+                return False
+        except OSError:  # a file system without locks
+            return False
+        done = len(list(path.parent.glob(f"{_PREFIX}*/*.o")))
+        if done > seen:
+            waited(seen := done)
+        time.sleep(_POLL_SECONDS)
+
+
+def _cpu() -> str:
+    """What -march=native looks at: the first processor's model and features."""
+    described = [platform.machine(), platform.processor()]
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        first = cpuinfo.read_text().split("\n\n")[0]
+        keys = ("model", "model name", "stepping", "flags", "Features", "CPU implementer", "CPU part")
+        described += [line for line in first.splitlines() if line.split(":")[0].strip() in keys]
+    return "\n".join(described)
