@@ -3,6 +3,9 @@
 Anything else that escapes is a bug and shows a traceback.
 """
 
+import difflib
+from collections.abc import Iterable
+
 
 class SpilloverError(Exception):
     """Bad input or an impossible request; its text is the whole answer."""
@@ -18,3 +21,9 @@ class PlanError(SpilloverError):
 
 class RequestError(SpilloverError):
     """A request that cannot be served as asked (too long, a parameter out of range, a bad grammar)."""
+
+
+def did_you_mean(given: str, names: Iterable[str]) -> str:
+    """The end of a refusal: "; did you mean 'lru'?", or nothing where no name is near."""
+    near = difflib.get_close_matches(given, list(names), n=1)
+    return f"; did you mean '{near[0]}'?" if near else ""

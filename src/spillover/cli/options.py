@@ -12,11 +12,20 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import click
 
 from spillover.engine.config import EngineConfig
-from spillover.errors import SpilloverError
+from spillover.errors import SpilloverError, did_you_mean
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _TYPES: dict[type, click.ParamType[Any]] = {int: click.INT, float: click.FLOAT, str: click.STRING}
+
+
+class NearestChoice(click.Choice[str]):
+    """A choice whose refusal names the value that was probably meant."""
+
+    def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
+        return f"{value!r} is not one of {', '.join(self.choices)}{did_you_mean(str(value), self.choices)}"
+
+
 _SWITCH = {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}
 
 
@@ -115,7 +124,7 @@ def _options(item: dataclasses.Field[Any], hint: Any, defaults: Mapping[str, Any
                 click.option(off, f"no_{item.name}", is_flag=True, help=f"The same as {option}=off.")]
     if _repeatable(hint):
         return [click.option(option, item.name, multiple=True, help=text)]
-    kind = click.Choice((*choices, *item.metadata["aliases"])) if choices else _TYPES[_plain(hint)]
+    kind = NearestChoice((*choices, *item.metadata["aliases"])) if choices else _TYPES[_plain(hint)]
     if default is not None:
         text += f"  [default: {default}]"
     shown = f"[{'|'.join(choices)}]" if choices else None  # without the aliases

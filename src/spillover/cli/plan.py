@@ -47,6 +47,8 @@ def print_plan(console: Console, plan: Plan, rates: Rates | None = None) -> None
         console.print(predicted_table(plan.placement.predicted, rates))
     elif plan.costs is not None:
         console.print(_costs_table(plan, rates))
+    for note in plan.notes:
+        console.print(f"Note: {note}.", style="yellow", markup=False, highlight=False)
 
 
 def plan_json(plan: Plan, rates: Rates | None = None) -> dict[str, Any]:

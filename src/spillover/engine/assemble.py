@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ import torch
 
 from spillover.engine.cold_prefix import ColdStage, spill_codec
 from spillover.engine.config import EngineConfig
+from spillover.engine.effects import check_policies, without_effect
 from spillover.engine.loop import Engine, StepRunner
 from spillover.engine.null_runner import NullRunner, ordinary_tokens
 from spillover.engine.runner import Runner
@@ -43,6 +45,8 @@ from spillover.plan.planner import Plan, PlanRequest, make_plan, where
 from spillover.plan.rates import Rates
 from spillover.plan.workspace import Workspace
 from spillover.units import parse_bytes
+
+log = logging.getLogger("spillover.engine")
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ class Assembly:
 
 def plan_model(config: EngineConfig, rates: Rates | None = None) -> PlannedModel:
     """Everything that can be said before a weight is read."""
+    check_policies(config)
     path = resolve(config.model)
     hf_config = read_config(path)
     arch = architecture(hf_config)
@@ -114,6 +119,7 @@ def plan_model(config: EngineConfig, rates: Rates | None = None) -> PlannedModel
     chosen = replace(config, model=request.model, device=plan.device, dtype=plan.dtype,
                      max_model_len=plan.max_model_len, max_num_seqs=plan.max_num_seqs,
                      max_num_batched_tokens=plan.max_num_batched_tokens)
+    plan = replace(plan, notes=without_effect(config, model_config, plan))
     return PlannedModel(chosen, path, arch, model_config, specs, plan)
 
 
@@ -126,6 +132,9 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
     planned = plan_model(config)
     if on_plan is not None:
         on_plan(planned.plan)
+    else:
+        for note in planned.plan.notes:
+            log.warning("%s", note)
     config, plan = planned.config, planned.plan
     runner = _make_runner(planned, tokenizer, progress)
     identity = _identity(planned)

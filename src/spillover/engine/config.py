@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from spillover.errors import SpilloverError
+from spillover.errors import SpilloverError, did_you_mean
 from spillover.memory.budgets import parse_disk
 from spillover.units import parse_bytes
 
@@ -91,8 +90,7 @@ class EngineConfig:
         names = [item.name for item in dataclasses.fields(cls)]
         for flag in flags:
             if flag not in names:
-                near = difflib.get_close_matches(flag, names, n=1)
-                hint = f"; did you mean '{near[0]}'?" if near else f"; there are {', '.join(names)}"
+                hint = did_you_mean(flag, names) or f"; there are {', '.join(names)}"
                 raise SpilloverError(f"There is no engine flag '{flag}'{hint}")
         return cls(**flags)
 
@@ -101,7 +99,8 @@ class EngineConfig:
         for item in dataclasses.fields(self):
             choices, value = item.metadata["choices"], getattr(self, item.name)
             if choices and value not in choices:
-                raise SpilloverError(f"{_option(item.name)} takes one of {', '.join(choices)}; got {value!r}")
+                raise SpilloverError(f"{_option(item.name)} takes one of {', '.join(choices)}; got {value!r}"
+                                     + did_you_mean(str(value), choices))
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override",
                      "paged_tokens"):
             value = getattr(self, name)
@@ -158,9 +157,11 @@ class EngineConfig:
     def _check_weights(self) -> None:
         strategy, _, count = self.weights.partition(":")
         if strategy not in WEIGHTS or (count and (strategy != "host-experts" or not count.isdigit() or int(count) < 1)):
-            raise SpilloverError(f"--weights takes one of {', '.join(WEIGHTS)} or host-experts:N; got '{self.weights}'")
+            raise SpilloverError(f"--weights takes one of {', '.join(WEIGHTS)} or host-experts:N; got '{self.weights}'"
+                                 + did_you_mean(strategy, WEIGHTS))
         if self.policy not in POLICIES and not _CLASS_NAME.fullmatch(self.policy):
-            raise SpilloverError(f"--policy takes {', '.join(POLICIES)} or module:Class; got '{self.policy}'")
+            raise SpilloverError(f"--policy takes {', '.join(POLICIES)} or module:Class; got '{self.policy}'"
+                                 + did_you_mean(self.policy, POLICIES))
         if self.cpu_offload_gb is not None and self.weights not in ("auto", "demand"):
             raise SpilloverError(f"--cpu-offload-gb and --weights {self.weights} contradict each other: give one of "
                                  "them")
@@ -190,9 +191,9 @@ class EngineConfig:
         if "auto" not in (self.kv_cache_dtype, self.spill_dtype) and self.kv_cache_dtype != self.spill_dtype:
             raise SpilloverError(f"--spill-dtype {self.spill_dtype} and --kv-cache-dtype {self.kv_cache_dtype} "
                                  "contradict each other: KV is narrowed once, so give one of them")
-        if self.spill_admission not in ("always", "second-use") and not _CLASS_NAME.fullmatch(self.spill_admission):
+        if self.spill_admission not in ADMISSIONS and not _CLASS_NAME.fullmatch(self.spill_admission):
             raise SpilloverError("--spill-admission takes always, second-use or module:Class; got "
-                                 f"'{self.spill_admission}'")
+                                 f"'{self.spill_admission}'" + did_you_mean(self.spill_admission, ADMISSIONS))
         given = next((_option(name) for name in ("host_memory", "disk", "remote") if getattr(self, name)), None)
         if given is None:
             for item in dataclasses.fields(self):
@@ -208,6 +209,7 @@ class EngineConfig:
 
 WEIGHTS = ("auto", "resident", "demand", "sequential", "experts", "host-experts", "pinned")
 POLICIES = ("static", "lru", "lfru", "next-layer")
+ADMISSIONS = ("always", "second-use")
 _CLASS_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 

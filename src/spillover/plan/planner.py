@@ -81,6 +81,7 @@ class Plan:
     costs: Costs | None = None
     placement: WeightPlan | None = None  # None: every weight is resident
     recorded_rows: int = 0  # of the largest step with part of a prompt that there is room to record
+    notes: tuple[str, ...] = ()  # flags that were given and change nothing under this plan, a sentence each
 
     @property
     def device_weight_bytes(self) -> int:

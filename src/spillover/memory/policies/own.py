@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from spillover.errors import SpilloverError
+from spillover.errors import SpilloverError, did_you_mean
 
 
 def make_own(name: str, problem: str, methods: dict[str, str], flag: str) -> Any:
@@ -13,7 +13,14 @@ def make_own(name: str, problem: str, methods: dict[str, str], flag: str) -> Any
     with how each is called."""
     module, _, cls = name.partition(":")
     try:
-        policy = getattr(importlib.import_module(module), cls)()
+        found = importlib.import_module(module)
+        if not hasattr(found, cls):
+            classes = [each for each, value in vars(found).items() if isinstance(value, type)]
+            raise SpilloverError(f"{problem} could not be made: {module} has no class {cls}"
+                                 + did_you_mean(cls, classes))
+        policy = getattr(found, cls)()
+    except SpilloverError:
+        raise
     except (Exception, SystemExit) as error:  # it is the user's code: anything may come out of it
         raise SpilloverError(f"{problem} could not be made ({failure(error)})") from error
     for method, call in methods.items():

@@ -1,0 +1,37 @@
+"""Flags held against the plan: a policy that cannot be made is refused, a flag that changes nothing is noted."""
+
+from __future__ import annotations
+
+from spillover.engine.config import EngineConfig
+from spillover.memory.policies.admission import admission_policy
+from spillover.memory.policies.experts import expert_policy
+from spillover.models.config import ModelConfig
+from spillover.plan.planner import Plan
+
+
+def check_policies(config: EngineConfig) -> None:
+    """Make each policy named by a flag, also one that the plan may leave unused: a misspelt class is always refused."""
+    expert_policy(config.policy)
+    admission_policy(config.spill_admission)
+
+
+def without_effect(config: EngineConfig, model: ModelConfig, plan: Plan) -> tuple[str, ...]:
+    """One sentence for each flag that was given and changes nothing under this plan."""
+    notes = []
+    placement = plan.placement
+    if not model.is_moe:
+        reason = "the model has no experts"
+    elif placement is None:
+        reason = "all experts are resident on the device"
+    else:
+        reason = f"the plan holds weights by --weights {placement.strategy}, which pages no experts"
+    if config.policy != "lru" and (placement is None or placement.strategy != "experts" or not placement.slot_layers):
+        notes.append(f"--policy {config.policy} has no effect: {reason}")
+    if config.paged_tokens is not None and (placement is None or not placement.experts):
+        notes.append(f"--paged-tokens {config.paged_tokens} has no effect: {reason}")
+    if config.schedule_policy in ("lpm", "dfs-weight") and not config.enable_prefix_caching:
+        notes.append(f"--schedule-policy {config.schedule_policy} orders requests as fcfs does: without "
+                     "--enable-prefix-caching there are no prefixes to match")
+    if config.graph_capture == "start" and plan.device != "cuda":
+        notes.append(f"--graph-capture start has no effect: CUDA graphs need a GPU, and the device is {plan.device}")
+    return tuple(notes)
