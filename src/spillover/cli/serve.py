@@ -40,10 +40,12 @@ if TYPE_CHECKING:
               help="How long running requests may take to end after Ctrl-C or SIGTERM.")
 @click.option("--log-requests/--no-log-requests", default=True, show_default=True, help="One line a request.")
 @click.option("--log-prompts", is_flag=True, help="Also log the text of prompts, which is private as a rule.")
+@click.option("--profiler-dir", default=None, metavar="DIR",
+              help="Turn on POST /start_profile and /stop_profile, which write traces of the engine's steps to DIR.")
 @engine_options()
 def serve(config: EngineConfig, host: str, port: int, api_keys: tuple[str, ...], names: tuple[str, ...],
           max_queue: int, max_request_bytes: str, cors_origins: tuple[str, ...], drain_seconds: float,
-          log_requests: bool, log_prompts: bool) -> None:
+          log_requests: bool, log_prompts: bool, profiler_dir: str | None) -> None:
     """Serve a model over HTTP, as OpenAI's API does.
 
     Prints what goes where in memory, loads the model, and answers until Ctrl-C. There is a page at the address.
@@ -66,9 +68,14 @@ def serve(config: EngineConfig, host: str, port: int, api_keys: tuple[str, ...],
     odd = next((origin for origin in cors_origins if origin != "*" and "://" not in origin), None)
     if odd is not None:
         raise SpilloverError(f"--cors-origin is an origin such as https://example.org, or *; got '{odd}'")
+    if profiler_dir is not None:
+        try:
+            os.makedirs(profiler_dir, exist_ok=True)
+        except OSError as error:
+            raise SpilloverError(f"--profiler-dir '{profiler_dir}' cannot be made: {error.strerror}") from error
     served = tuple(dict.fromkeys(" ".join(names).split())) or (_name(config.model),)
     settings = ServerSettings(host, port, served, api_keys, max_queue, limit, cors_origins, drain_seconds,
-                              log_requests, log_prompts)
+                              log_requests, log_prompts, profiler_dir=profiler_dir and os.path.abspath(profiler_dir))
     with listen(host, port) as listening:  # before anything slow: a port that is taken is known at once
         _run(config, settings, listening, address_of(listening, host))
 

@@ -23,6 +23,7 @@ from spillover.server.schemas_admin import (
     HealthResponse,
     ModelCard,
     ModelList,
+    ProfileResponse,
     SleepingResponse,
     TokenizeChatRequest,
     TokenizeResponse,
@@ -44,6 +45,7 @@ class _TokenizeBody(JsonBody[Any]):
 
 _OPEN = refusals(statuses=(500, 503))
 _GUARDED = refusals(statuses=(401, 500, 503))
+_PROFILED = refusals(statuses=(400, 401, 404, 500, 503))
 
 
 @router.get("/v1/models", response_model=ModelList, responses=refusals(statuses=(401, 500)))
@@ -147,6 +149,29 @@ async def wake_up(http: HttpRequest) -> Response:
 @router.get("/is_sleeping", response_model=SleepingResponse, responses=_GUARDED)
 async def is_sleeping(http: HttpRequest) -> Response:
     return _json({"is_sleeping": front_of(http).client.is_sleeping})
+
+
+@router.post("/start_profile", response_model=HealthResponse, responses=_PROFILED)
+async def start_profile(http: HttpRequest) -> Response:
+    """Profile the engine's steps from now on, until /stop_profile or for 100 steps."""
+    folder = _profiler_dir(http)
+    await _running(http).client.ask("start_profile", folder)
+    return _json({"status": "ok"})
+
+
+@router.post("/stop_profile", response_model=ProfileResponse, responses=_PROFILED)
+async def stop_profile(http: HttpRequest) -> Response:
+    """End the profile and write its trace, which https://ui.perfetto.dev opens, to --profiler-dir."""
+    _profiler_dir(http)
+    return _json(await _running(http).client.ask("stop_profile"))
+
+
+def _profiler_dir(http: HttpRequest) -> str:
+    folder = front_of(http).settings.profiler_dir
+    if folder is None:
+        raise ApiError(404, "This server does not profile: start it with --profiler-dir DIR, where traces go.",
+                       code="unsupported")
+    return folder
 
 
 def _running(http: HttpRequest) -> Front:

@@ -340,12 +340,17 @@ class EngineClient:
 
     async def call(self, method: Method, timeout: float = 120.0) -> LiveStats:
         """stats, reset_prefix_cache, sleep or wake_up; the engine's state after it. EngineDead, or SpilloverError."""
+        self._stats = msgspec.convert(await self.ask(method, timeout=timeout), LiveStats)
+        return self._stats
+
+    async def ask(self, method: Method, argument: str = "", timeout: float = 120.0) -> Any:
+        """What the engine replies to a call. EngineDead, or SpilloverError."""
         process = self._serving()
         id = next(self._ids)
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._calls[id] = future
         try:
-            process.send(encode(Call(id, method)))
+            process.send(encode(Call(id, method, argument)))
             reply = await asyncio.wait_for(future, timeout)
         except TimeoutError:
             raise SpilloverError(f"the engine has not answered {method} within {timeout:.0f} s") from None
@@ -353,8 +358,7 @@ class EngineClient:
             self._calls.pop(id, None)
         if reply.error is not None:
             raise SpilloverError(reply.error)
-        self._stats = msgspec.convert(reply.value, LiveStats)
-        return self._stats
+        return reply.value
 
     def _submit(self, requests: list[Request], prompt: str | None) -> _Open:
         process = self._serving()

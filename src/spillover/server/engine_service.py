@@ -20,6 +20,7 @@ import zmq
 
 from spillover.engine.assemble import Assembly, assemble
 from spillover.engine.outputs import TokenSources
+from spillover.engine.profile_session import ProfileSession
 from spillover.engine.request import Request, Status
 from spillover.engine.stats import tier_reports
 from spillover.engine.structured import GrammarCompiler
@@ -93,6 +94,7 @@ class EngineService:
         self._engine = parts.engine
         self._scheduler = parts.engine.scheduler
         self._grammars = GrammarWorker(parts.tokenizer)
+        self._profile = ProfileSession(parts.plan.device)
         self._sequences: dict[int, Sequence] = {}  # of which the front still wants to hear
         self._compiling: set[int] = set()  # of those, not yet known to the scheduler
         self._poller = zmq.Poller()
@@ -116,12 +118,14 @@ class EngineService:
                 self._step()
 
     def close(self) -> None:
+        self._profile.close()
         self._grammars.close()
         self._engine.close()
 
     def _step(self) -> None:
         steps = self._engine.num_steps
         changed = self._engine.step()
+        self._profile.stepped(self._engine.num_steps - steps)
         self._stalled = not changed and self._engine.num_steps == steps
         self._tell([update for request in changed if (update := self._update(request))])
 
@@ -197,13 +201,17 @@ class EngineService:
 
     def _call(self, message: Call) -> None:
         try:
-            reply = Reply(message.id, self._answer(message.method))
+            reply = Reply(message.id, self._answer(message.method, message.argument))
         except (SpilloverError, MemoryError, RuntimeError) as error:  # RuntimeError: torch, of memory that ran out
             reply = Reply(message.id, error=f"{message.method} failed: {error}")
         self._send(reply)
 
-    def _answer(self, method: Method) -> LiveStats:
+    def _answer(self, method: Method, argument: str) -> LiveStats | dict[str, object]:
         match method:
+            case "start_profile":
+                self._profile.start(argument)
+            case "stop_profile":
+                return self._profile.stop()
             case "reset_prefix_cache":
                 self._scheduler.kv.reset_prefix_cache()
             case "sleep":

@@ -17,7 +17,7 @@ from spillover.memory.report import TierReport
 from spillover.models.config import ModelConfig
 from spillover.plan.planner import Plan
 
-Method = Literal["stats", "reset_prefix_cache", "sleep", "wake_up"]
+Method = Literal["stats", "reset_prefix_cache", "sleep", "wake_up", "start_profile", "stop_profile"]
 
 
 class Launch(msgspec.Struct):
@@ -63,6 +63,7 @@ class Call(msgspec.Struct, array_like=True, tag="call"):
 
     id: int
     method: Method
+    argument: str = ""  # start_profile: the folder for the trace
 
 
 class Stop(msgspec.Struct, array_like=True, tag="stop"):

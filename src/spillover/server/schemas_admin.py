@@ -66,6 +66,11 @@ class SleepingResponse(AnswerModel):
     is_sleeping: bool
 
 
+class ProfileResponse(AnswerModel):
+    trace: str
+    steps: int
+
+
 class EmbeddingsRequest(RequestModel):
     """Nothing of it is read: there are no embeddings here."""
 

@@ -19,6 +19,7 @@ class ServerSettings:
     drain_seconds: float = 30.0
     log_requests: bool = True
     log_prompts: bool = False
+    profiler_dir: str | None = None  # for the traces of /start_profile; None: the route is off
 
     @property
     def model_names(self) -> tuple[str, ...]:
