@@ -61,6 +61,33 @@ def test_a_file_is_named_as_vllm_names_it_and_can_be_added_to(mock: MockServer, 
     assert [json.loads(line)["completed"] for line in (tmp_path / "all.jsonl").read_text().splitlines()] == [6, 6]
 
 
+def test_lists_of_rates_make_a_run_each_and_a_table(mock: MockServer, tmp_path: Path) -> None:
+    before = len(mock.log())
+    result = spill("serve", "--base-url", mock.url, *SMALL, "--request-rate", "40,80,inf", "--max-concurrency", "1,4",
+                   "--num-warmups", "0", "--save-result", "--result-dir", str(tmp_path), "--result-filename", "r.json",
+                   "--goodput", "ttft:500")
+    assert result.exit_code == 0, result.output
+    assert result.output.count("Serving Benchmark Result") == 6
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in
+            result.output.split("All runs")[1].splitlines() if line.startswith("│")]
+    assert [row[:3] for row in rows] == [[rate, limit, "6"] for limit in "14" for rate in ("40", "80", "inf")]
+    written = {file.name: json.loads(file.read_text()) for file in tmp_path.iterdir()}
+    assert set(written) == {f"r-{rate}qps-concurrency{limit}.json" for limit in "14" for rate in ("40", "80", "inf")}
+    assert written["r-40qps-concurrency4.json"]["request_rate"] == 40
+    assert written["r-40qps-concurrency4.json"]["max_concurrency"] == 4
+    sent = [tuple(entry["prompt"]) for entry in mock.log()[before:]]
+    assert len(set(sent)) == 36, "no prompt is measured twice"
+
+
+def test_one_bad_rate_of_a_list_is_refused_before_any_is_run(mock: MockServer) -> None:
+    before = len(mock.log())
+    for words, said in ((["--request-rate", "40,0"], "--request-rate"), (["--request-rate", "40,fast"], "'fast'"),
+                        (["--max-concurrency", "4,0"], "--max-concurrency")):
+        result = spill("serve", "--base-url", mock.url, *SMALL, *words)
+        assert (result.exit_code, said in result.output) == (2, True), result.output
+    assert len(mock.log()) == before
+
+
 def test_chat_sends_text(mock: MockServer, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "one two three", "output_tokens": 3}\n{"prompt": "four five", "output_tokens": 3}\n')
@@ -94,8 +121,9 @@ def test_two_client_processes_from_a_real_command(mock: MockServer, tmp_path: Pa
 def test_without_a_server_it_says_how_to_start_one() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        result = spill("serve", "--port", str(unused.getsockname()[1]), *SMALL)
+        result = spill("serve", "--port", str(unused.getsockname()[1]), *SMALL, "--ready-check-timeout-sec", "0.1")
     assert result.exit_code == 2
+    assert "Waiting for http://127.0.0.1" in result.output
     assert "spill serve" in result.output
     assert "--base-url" in result.output
 

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
 import pytest
 from mock_server import MockServer
 
@@ -45,9 +52,65 @@ def test_what_a_server_tells() -> None:
         server_facts.wait_until_ready(mock.url, 5)
         assert server_facts.version(mock.url) == "mock 1"
         assert server_facts.counters(mock.url)["prompt_tokens"] == 0
-        assert server_facts.post(mock.url + "/start_profile")
-        assert not server_facts.post(mock.url + "/absent")
+        assert server_facts.post(mock.url + "/start_profile") == {}
+        with pytest.raises(SpilloverError, match="404"):
+            server_facts.post(mock.url + "/absent")
     with pytest.raises(SpilloverError, match="spill serve"):
         server_facts.wait_until_ready(mock.url, 0)
     assert server_facts.counters(mock.url) == {}
     assert server_facts.version(mock.url) is None
+
+
+@contextlib.contextmanager
+def starting(answers: list[tuple[int, str]], port: int = 0) -> Iterator[str]:
+    """A server whose /health answers these, the last one for good."""
+
+    class Health(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, message = answers.pop(0) if len(answers) > 1 else answers[0]
+            body = json.dumps({"error": {"message": message}}).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", port), Health) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_starting_server_is_waited_for_and_what_it_says_is_told() -> None:
+    said: list[str] = []
+    with starting([(503, "The engine is not ready (loading 40%).")] * 2 + [(200, "")]) as url:
+        server_facts.wait_until_ready(url, None, say=said.append)
+    assert len(said) == 2
+    assert "The engine is not ready (loading 40%)): 0 s of at most 600 s" in said[0]
+
+
+def test_a_server_that_is_not_there_yet_is_waited_for() -> None:
+    said: list[str] = []
+    with starting([(200, "")]) as url:
+        port = int(url.rpartition(":")[2])
+    waiter = threading.Thread(target=server_facts.wait_until_ready, args=(url, None), kwargs={"say": said.append})
+    waiter.start()
+    while not said:
+        time.sleep(0.01)
+    assert "no server answers yet" in said[0]
+    assert "at most 30 s" in said[0]
+    with starting([(200, "")], port):
+        waiter.join(20)
+    assert not waiter.is_alive()
+
+
+def test_what_waiting_will_not_change_is_told_at_once() -> None:
+    with starting([(401, "An API key is needed.")]) as url, pytest.raises(SpilloverError, match="An API key is needed"):
+        server_facts.wait_until_ready(url, 600)
+    with starting([(503, "loading")]) as url, pytest.raises(SpilloverError, match="not ready: loading"):
+        server_facts.wait_until_ready(url, 0)

@@ -9,13 +9,18 @@ import ssl
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from spillover.errors import SpilloverError
 
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+MAX_REFUSAL_BYTES = 65536
+POST_SECONDS = 120.0  # writing a trace takes a while
+STARTING_SECONDS = 600.0  # a server that answers that it is not ready yet: loading a large model takes minutes
+ABSENT_SECONDS = 30.0  # nothing listens: it may be about to
+POLL_SECONDS = 0.5
 NOT_TOLD_APART = {"model_name", "engine", "engine_type", "pid", "tp_rank", "pp_rank", "model"}
 
 
@@ -67,28 +72,54 @@ def version(base_url: str, headers: Mapping[str, str] | None = None, insecure: b
     return None
 
 
-def wait_until_ready(base_url: str, seconds: float, headers: Mapping[str, str] | None = None,
-                     insecure: bool = False) -> None:
-    """Returns when the server answers; says how to start one where it does not."""
-    deadline = time.monotonic() + seconds
+def wait_until_ready(base_url: str, seconds: float | None, headers: Mapping[str, str] | None = None,
+                     insecure: bool = False, say: Callable[[str], None] | None = None) -> None:
+    """Returns when the server answers well. `seconds`: the longest wait; None: STARTING_SECONDS for a server that is
+    starting, ABSENT_SECONDS for one that nothing is heard of. `say` is told now and then what is waited for."""
+    began = time.monotonic()
     while True:
-        status = _exchange(base_url.rstrip("/") + "/health", headers, insecure)[0]
+        status, text = _exchange(base_url.rstrip("/") + "/health", headers, insecure)
         if status == 404:  # it has no such page
-            status = _exchange(base_url.rstrip("/") + "/v1/models", headers, insecure)[0]
+            status, text = _exchange(base_url.rstrip("/") + "/v1/models", headers, insecure)
         if status == 200:
             return
-        if time.monotonic() >= deadline:
+        told = _refusal(text) or f"it answers {status} to /health"
+        limit = seconds if seconds is not None else ABSENT_SECONDS if status == 0 else STARTING_SECONDS
+        waited = time.monotonic() - began
+        if 400 <= status < 500:
+            raise SpilloverError(f"the server at {base_url} refuses to be asked for its health: {told}")
+        if waited >= limit:
             raise SpilloverError(
                 (f"no server answers at {base_url}; start one (`spill serve --port 8000`) or name another with "
-                 "--base-url, --host and --port" if status == 0 else
-                 f"the server at {base_url} is not ready: it answers {status} to /health")
-                + f"; --ready-check-timeout-sec waits longer than {seconds:g} s")
-        time.sleep(0.2)
+                 "--base-url, --host and --port" if status == 0 else f"the server at {base_url} is not ready: {told}")
+                + f"; --ready-check-timeout-sec waits longer than {limit:g} s")
+        if say is not None:
+            why = "no server answers yet" if status == 0 else told
+            say(f"Waiting for {base_url} ({why}): {waited:.0f} s of at most {limit:g} s")
+        time.sleep(min(POLL_SECONDS, max(0.0, limit - waited)))
 
 
-def post(url: str, headers: Mapping[str, str] | None = None, insecure: bool = False) -> bool:
-    """Whether an empty POST was answered well."""
-    return _get(url, headers, insecure, b"") is not None
+def post(url: str, headers: Mapping[str, str] | None = None, insecure: bool = False) -> dict[str, Any]:
+    """What an empty POST is answered with, {} where that is no JSON object. SpilloverError: why it was refused."""
+    status, text = _exchange(url, headers, insecure, b"", POST_SECONDS)
+    if 200 <= status < 300:
+        return _object(text)
+    raise SpilloverError(_refusal(text) or (f"it answers {status}" if status else "it does not answer"))
+
+
+def _refusal(text: str) -> str | None:
+    """The sentence of an error in OpenAI's shape."""
+    error = _object(text).get("error")
+    told = error.get("message") if isinstance(error, dict) else None
+    return None if told is None else " ".join(str(told).split()).rstrip(".")
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _get(url: str, headers: Mapping[str, str] | None, insecure: bool, data: bytes | None = None) -> str | None:
@@ -97,14 +128,15 @@ def _get(url: str, headers: Mapping[str, str] | None, insecure: bool, data: byte
 
 
 def _exchange(url: str, headers: Mapping[str, str] | None, insecure: bool,
-              data: bytes | None = None) -> tuple[int, str]:
+              data: bytes | None = None, seconds: float = 10.0) -> tuple[int, str]:
     """Status and text; 0 where nobody answers."""
     request: Any = urllib.request.Request(url, data=data, headers=dict(headers or {}))
     context = ssl._create_unverified_context() if insecure and url.startswith("https") else None
     try:
-        with urllib.request.urlopen(request, timeout=10, context=context) as answer:
+        with urllib.request.urlopen(request, timeout=seconds, context=context) as answer:
             return int(answer.status), answer.read().decode(errors="replace")
     except urllib.error.HTTPError as error:
-        return error.code, ""
+        with error:
+            return error.code, error.read(MAX_REFUSAL_BYTES).decode(errors="replace")
     except (OSError, ValueError, http.client.HTTPException):
         return 0, ""

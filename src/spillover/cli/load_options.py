@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
 import os
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from spillover.bench.serve_request import ServeWorkload
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+LINE_SECONDS = 10.0  # between two lines about a wait, where there is no terminal
 
 
 class Rate(click.ParamType[float]):
@@ -63,7 +67,7 @@ class ServerOptions:
     api_key: str | None
     headers: tuple[tuple[str, str], ...]
     insecure: bool
-    ready_seconds: float
+    ready_seconds: float | None  # None: as server_facts has it
     extra_body: dict[str, Any]
     ignore_eos: bool | None
     return_token_ids: bool
@@ -101,7 +105,9 @@ _OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--api-key", default=None, help="[default: OPENAI_API_KEY of the environment]"),
     click.option("--header", multiple=True, metavar="KEY=VALUE", help="Sent with every request; may be repeated."),
     click.option("--insecure", is_flag=True, help="Do not check the server's certificate."),
-    click.option("--ready-check-timeout-sec", default=0.0, show_default=True, help="Wait so long for the server."),
+    click.option("--ready-check-timeout-sec", type=float, default=None,
+                 help="Wait at most this many seconds until the server is ready; 0 does not wait. [default: 600 for a "
+                      "server that is starting, 30 where nothing listens]"),
     click.option("--num-warmups", default=1, show_default=True,
                  help="Requests before the measured ones, with prompts that none of those has."),
     click.option("--ignore-eos/--no-ignore-eos", default=None,
@@ -140,12 +146,35 @@ def prepare(server: ServerOptions, workload: WorkloadOptions) -> tuple[LoadOptio
     from spillover.cli.workload_options import ask_server
 
     headers = dict(server.all_headers)
-    server_facts.wait_until_ready(server.base_url, server.ready_seconds, headers, server.insecure)
+    with waiting_line() as say:
+        server_facts.wait_until_ready(server.base_url, server.ready_seconds, headers, server.insecure, say)
     served = ask_server(workload, server.base_url, server.model, server.api_key, dict(server.headers), server.insecure)
     made = make_workload(workload, served)
     if BACKENDS[server.backend] == "chat":
         made = as_text(made, served)
     return server.load_options(served.name), made
+
+
+@contextlib.contextmanager
+def waiting_line() -> Iterator[Callable[[str], None]]:
+    """Gives who shows what is waited for on stderr: one line that changes at a terminal, else a line in ten seconds."""
+    terminal, last = sys.stderr.isatty(), -math.inf
+
+    def say(text: str) -> None:
+        nonlocal last
+        if terminal:
+            click.echo(f"\r\033[K{text}", nl=False, err=True)
+        elif time.monotonic() - last >= LINE_SECONDS:
+            click.echo(text, err=True)
+        else:
+            return
+        last = time.monotonic()
+
+    try:
+        yield say
+    finally:
+        if terminal and last > -math.inf:
+            click.echo("\r\033[K", nl=False, err=True)
 
 
 def warm_up(made: ServeWorkload, options: LoadOptions, count: int) -> None:
