@@ -14,7 +14,7 @@ import pytest
 
 from spillover import LLM, SamplingParams
 from spillover.engine.output_processor import Answer
-from spillover.errors import PlanError, RequestError
+from spillover.errors import PlanError, RequestError, SpilloverError
 from spillover.memory.tiers.segment import Segment
 
 LLAMA = {
@@ -43,9 +43,17 @@ def greedy(tokens: int, **more: Any) -> SamplingParams:
 
 
 def begin(llm: LLM, prompt: list[int], tokens: int, priority: int = 0) -> Answer:
+    """Nobody waits for the answer: the test makes the steps itself."""
     answer = llm._answer(prompt, greedy(tokens), priority, None)
-    llm._add([answer])
+    for request in answer.requests:
+        llm.engine.scheduler.add(request)
     return answer
+
+
+def step(llm: LLM) -> None:
+    steps = llm.engine.num_steps
+    if not llm.engine.step() and llm.engine.num_steps == steps:
+        llm.engine.wait(0.005)
 
 
 def drawn(seed: int, count: int) -> list[int]:
@@ -112,10 +120,10 @@ def test_the_less_important_is_preempted(folder: str, first: str) -> None:
         answers = {}
         for name in order:
             answers[name] = begin(llm, prompts[name], 150, 0 if name == "important" else 10)
-            llm._step()
-            llm._step()
+            step(llm)
+            step(llm)
         while not all(answer.finished for answer in answers.values()):
-            llm._step()
+            step(llm)
         preemptions = {name: answer.requests[0].num_preemptions for name, answer in answers.items()}
         assert preemptions["important"] == 0 < preemptions["other"]
 
@@ -191,7 +199,7 @@ def test_a_failed_step_leaves_nothing_open(folder: str, tmp_path: Path, monkeypa
         raise RuntimeError("an illegal access")
 
     monkeypatch.setattr(llm.engine.runner, "_execute", broken)
-    with pytest.raises(RuntimeError, match="an illegal access"):
+    with pytest.raises(SpilloverError, match=r"failed in a step.*RuntimeError: an illegal access"):
         llm.generate([[5, 6]], greedy(3), use_tqdm=False)
     llm.close()
     with made(folder, **flags) as again:  # the folder is free, and has what was computed before
@@ -227,16 +235,17 @@ def test_who_waits_for_room_is_not_put_off_by_those_who_decode(folder: str, tmp_
         for seed in range(8):  # the pool is full of prefixes, and host memory of what the disk has not got yet
             answer = begin(llm, drawn(seed, 400), 2)
             while not answer.finished:
-                llm._step()
+                step(llm)
         others = [begin(llm, drawn(seed, 20 + seed), 1200) for seed in range(10, 16)]
         while not all(answer.num_output for answer in others):
-            llm._step()
+            step(llm)
         waiting = begin(llm, drawn(20, 800), 2).requests[0]
         deadline = time.monotonic() + 15
         while not waiting.first_token and time.monotonic() < deadline:
-            llm._step()
+            step(llm)
             time.sleep(0.01)
         assert waiting.first_token
         assert not any(answer.finished for answer in others)
         slow.clear()
-        llm._drop([llm._answers[waiting.request_id], *others])
+        for request in (waiting, *(answer.requests[0] for answer in others)):
+            llm.engine.scheduler.stop(request, "abort")

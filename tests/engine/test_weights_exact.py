@@ -138,7 +138,7 @@ def test_a_step_that_fails_ends_the_engine_and_hangs_nobody(tmp_path: Path, monk
             raise RuntimeError("the device is gone")
 
         monkeypatch.setattr(llm.engine.runner, "launch", fail)
-        with pytest.raises(RuntimeError, match="gone"):
+        with pytest.raises(SpilloverError, match=r"failed in a step.*RuntimeError: the device is gone"):
             llm.generate([[1, 2, 3]], use_tqdm=False)
         with pytest.raises(SpilloverError, match="failed in an earlier step"):
             llm.generate([[1, 2, 3]], use_tqdm=False)

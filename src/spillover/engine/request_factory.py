@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, SupportsIndex
 
@@ -27,6 +28,7 @@ class RequestFactory:
         self._names = itertools.count()
         self._compile_grammars = compile_grammars
         self._grammars: GrammarCompiler | None = None
+        self._lock = threading.Lock()  # requests are made in several threads; one compiler serves them
         self._eos = frozenset(config.eos_token_ids) | frozenset(tokenizer.eos_token_ids if tokenizer else ())
 
     def make(self, text: str | None, token_ids: Sequence[SupportsIndex] | None, params: SamplingParams,
@@ -87,8 +89,9 @@ class RequestFactory:
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         if params.structured_outputs is None or not self._compile_grammars:
             return None
-        if self._grammars is None:
-            self._grammars = GrammarCompiler(self._need_tokenizer("structured output"))
+        with self._lock:
+            if self._grammars is None:
+                self._grammars = GrammarCompiler(self._need_tokenizer("structured output"))
         return self._grammars.compile(params.structured_outputs)
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
