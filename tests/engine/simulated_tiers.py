@@ -52,13 +52,15 @@ class DictTier:
     """A tier in a dictionary, with threads and deadlines as the real ones have."""
 
     def __init__(self, wake: Callable[[], None], name: str = "disk", capacity: int = 1 << 30, delay: float = 0.0,
-                 lookup_delay: float | None = None, seed: int = 0) -> None:
+                 lookup_delay: float | None = None, seed: int = 0, lookup_seconds: float = 0.2) -> None:
+        """`lookup_delay`: its blocks are not known without asking, which takes that long, at most `lookup_seconds`."""
         self.name = name
+        self.down = False  # everything fails
         self.blocks: dict[bytes, bytes] = {}
         self.loads = self.stores = 0
         self._capacity = capacity
         self._delay = delay
-        self._lookup_delay = lookup_delay
+        self._lookup_delay, self._lookup_seconds = lookup_delay, lookup_seconds
         self._lane = Lane(name, 2, wake)
         self._lock = threading.Lock()
         self._random = random.Random(seed)
@@ -66,11 +68,14 @@ class DictTier:
     def lookup(self, keys: Sequence[bytes]) -> Ticket[list[bool]]:
         def look() -> list[bool]:
             time.sleep(self._lookup_delay or 0)
-            return [key in self.blocks for key in keys]
+            return [key in self.blocks and not self.down for key in keys]
 
         if self._lookup_delay is None:
             return Ticket.ended(look())
-        return self._lane.submit(look, time.monotonic() + 0.2)
+        return self._lane.submit(look, time.monotonic() + self._lookup_seconds)
+
+    def has(self, key: bytes) -> bool | None:
+        return key in self.blocks and not self.down if self._lookup_delay is None else None
 
     def store(self, items: Sequence[tuple[bytes, memoryview]]) -> list[Ticket[bool]]:
         return [self._lane.submit(lambda k=key, v=view: self._put(k, v), time.monotonic() + 5) for key, view in items]
@@ -98,6 +103,8 @@ class DictTier:
 
     def _put(self, key: bytes, view: memoryview) -> bool:
         time.sleep(self._delay * self._random.random())
+        if self.down:
+            raise OSError("injected: it is down")
         with self._lock:
             if len(self.blocks) >= self._capacity:
                 del self.blocks[next(iter(self.blocks))]
@@ -108,7 +115,7 @@ class DictTier:
     def _get(self, key: bytes, view: memoryview) -> bool:
         time.sleep(self._delay * self._random.random())
         with self._lock:
-            found = self.blocks.get(key)
+            found = self.blocks.get(key) if not self.down else None
         if found is None:
             view[:] = b"\xff" * len(view)  # what a failed load leaves must never be read
             return False

@@ -11,8 +11,10 @@ import starved
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiered_world import SIZE, World, prompt
 
 from spillover import LLM, SamplingParams
+from spillover.engine.request import Status
 from spillover.engine.weights.elastic import ElasticMemory
 from spillover.memory.kv_cache import KVCache
 
@@ -117,3 +119,28 @@ def test_loans_come_and_go_under_any_sequence_of_requests(seed: int, windows: tu
     while kv.loans.shrink():
         kv.check()
     assert kv.loans.blocks == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_prefixes_in_a_loan_are_spilled_before_it_goes_back(seed: int) -> None:
+    """Blocks that only lay in borrowed bytes are found in the tier below, and none was lost on the way."""
+    rng = random.Random(seed)
+    world = World(24, host=200, tokens=64, most_blocks=70)
+    lender = world.kv.loans.lender = Lender([range(start, start + 7) for start in range(25, 67, 7)])
+    asked = [prompt(rng.randrange(10**6), rng.randrange(20, 80)) for _ in range(8)]
+    lent = 0
+    for start in range(0, 8, 4):
+        requests = [world.request(text, 4) for text in asked[start : start + 4]]
+        while any(request.status is not Status.FINISHED for request in requests):
+            world.engine.step()
+            lent = max(lent, world.kv.loans.blocks)
+        world.run()
+    assert lent > 0
+    assert world.kv.loans.blocks == 0, "nobody needs the loans, and copies have ended"
+    assert sum(map(len, lender.here)) == 42
+    assert world.store.dropped == 0
+    for text in asked:
+        found = world.ask(text, 1).sources
+        assert found is not None
+        assert found.computed <= len(text) - (len(text) - 1) // SIZE * SIZE, found
+    world.close()

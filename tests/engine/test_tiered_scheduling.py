@@ -8,73 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 
 import pytest
-from simulated import VOCAB, SimulatedRunner, expected_tokens
-from simulated_tiers import DictTier, SimulatedLink
+from simulated import expected_tokens
+from simulated_tiers import DictTier
+from tiered_world import LENGTH, PATIENCE, SIZE, World, prompt
 
-from spillover.engine.loop import Engine
 from spillover.engine.request import Request, Status
-from spillover.engine.sampling_params import SamplingParams
-from spillover.engine.scheduler import Scheduler, SchedulerConfig
-from spillover.memory.kv_cache import KVCache
 from spillover.memory.policies.admission import SecondUse
-from spillover.memory.store import SpillStore
-
-SIZE = 4
-LENGTH = 400
-PATIENCE = 20.0  # seconds that a whole run may take at most before it counts as hanging
-
-
-class World:
-    """A simulated engine with tiers."""
-
-    def __init__(self, num_blocks: int = 24, windows: tuple[int | None, ...] = (None,), host: int = 0,
-                 tiers: Sequence[Callable[[Callable[[], None]], DictTier]] = (), restore: str = "always",
-                 eager: bool = False, overlap: bool = True, fault: Callable[[], bool] = lambda: False,
-                 tokens: int = 32, prefill_seconds: float = 1e-3, staging: int = 8,
-                 margin: int = 4,
-                 **options: object) -> None:
-        self.runner = SimulatedRunner(SIZE, windows)
-        self.link = SimulatedLink(self.runner, fault)
-        self.wake = threading.Event()
-        self.tiers = [make(self.wake.set) for make in tiers]
-        self.store = SpillStore(self.link, self.tiers, host, staging, eager, wake=self.wake, **options)
-        self.kv = KVCache(num_blocks, SIZE, windows, store=self.store, margin=margin)
-        self.scheduler = Scheduler(SchedulerConfig(8, tokens, LENGTH, len(windows), restore=restore,
-                                                   prefill_seconds=prefill_seconds), self.kv)
-        self.engine = Engine(self.scheduler, self.runner, overlap)
-        self.made = 0
-
-    def request(self, prompt: list[int], max_tokens: int = 8, salt: str | None = None) -> Request:
-        self.made += 1
-        request = Request(str(self.made), prompt, SamplingParams(temperature=0, max_tokens=max_tokens), cache_salt=salt)
-        self.scheduler.add(request)
-        return request
-
-    def run(self, check: bool = True) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while self.engine.has_work:
-            steps = self.engine.num_steps
-            if not self.engine.step() and self.engine.num_steps == steps:
-                self.engine.wait(0.002)
-            if check:
-                self.scheduler.check()
-            assert time.monotonic() < deadline, "the engine hangs"
-
-    def ask(self, prompt: list[int], max_tokens: int = 8, salt: str | None = None) -> Request:
-        request = self.request(prompt, max_tokens, salt)
-        self.run()
-        assert request.output_token_ids == expected_tokens(request, LENGTH)
-        assert request.sources is not None
-        assert request.sources.total == len(prompt)
-        return request
-
-    def close(self) -> None:
-        self.engine.close()
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(VOCAB) for _ in range(length)]
 
 
 def disk(wake: Callable[[], None]) -> DictTier:

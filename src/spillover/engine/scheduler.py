@@ -103,6 +103,7 @@ class Scheduler:
                 self.kv.poll_loads()
             else:
                 self.kv.poll()
+                self._give_back()
 
     def take_ended(self) -> list[Request]:
         """Requests that have ended without a step since the last call."""
@@ -132,9 +133,13 @@ class Scheduler:
         self._steps += 1
         if self._steps % SHRINK_STEPS == 0:
             self.kv.loans.shrink()
-        while not self.running and not self.waiting and self.kv.loans.shrink():
-            pass  # nobody needs them
+        self._give_back()
         return changed
+
+    def _give_back(self) -> None:
+        """Blocks on loan, as soon as nobody needs them."""
+        while not self.running and not self.waiting and self.kv.loans.shrink():
+            pass
 
     def stop(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """End a request now: a stop string was found, or its caller has gone."""

@@ -146,6 +146,13 @@ class HostCache:
         entry.safe = True
         self._unsafe.pop(entry.key, None)
 
+    def mark_unsafe(self, entry: Entry) -> None:
+        """The tiers below have lost it."""
+        assert entry.ready
+        self._idle -= entry.pins == 0 and entry.safe
+        entry.safe = False
+        self._unsafe[entry.key] = entry
+
     def pin(self, entry: Entry) -> None:
         """Somebody relies on the slot, until unpin."""
         self._idle -= entry.pins == 0 and entry.safe

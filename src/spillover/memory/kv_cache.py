@@ -56,6 +56,7 @@ class KVCache:
         if self.store is not None:
             margin = min(max(margin, num_blocks // READY_SHARE), num_blocks // 2)
             self._spiller = Spiller(self._pool, self._tree, self.store, margin)
+            self.loans.may_go = self._spiller.may_go
             self.restorer = Restorer(self.store, block_size, self.windows)
             self._parking = Parking(self._tree, self.store, lambda: self.reset_prefix_cache(stored=False))
         self._put_off = 0

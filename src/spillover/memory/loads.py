@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from spillover.memory.host import Entry
-from spillover.memory.tiers.base import Ticket
+from spillover.memory.tiers.base import Ticket, Tier
 
 
 class LoadState(Enum):
@@ -53,7 +53,7 @@ class Fetch:
     """One block on its way from a tier below to host memory."""
 
     entry: Entry
-    tier: str
+    tier: Tier
     started: float
     place: int  # in its batch, from 1
     ticket: Ticket[bool]
@@ -62,23 +62,27 @@ class Fetch:
 class Search:
     """Where the blocks of a prompt are; tiers that must be asked answer later or, by their deadline, not at all."""
 
-    def __init__(self, sources: list[str | None]) -> None:
+    def __init__(self, sources: list[str | None], answered: Callable[[Tier, int, bool], None]) -> None:
+        """`answered` is told what each tier says of each index; no answer counts as no."""
         self.sources = sources
-        self._asked: list[tuple[str, list[int], Ticket[list[bool]]]] = []
+        self._answered = answered
+        self._asked: list[tuple[Tier, list[int], Ticket[list[bool]]]] = []
 
-    def ask(self, tier: str, indices: list[int], ticket: Ticket[list[bool]]) -> None:
+    def ask(self, tier: Tier, indices: list[int], ticket: Ticket[list[bool]]) -> None:
         self._asked.append((tier, indices, ticket))
 
     def ready(self, now: float) -> bool:
         waiting = []
         for tier, indices, ticket in self._asked:
-            if ticket.done():
-                for index, found in zip(indices, ticket.result() or (), strict=False):
-                    if found and self.sources[index] is None:
-                        self.sources[index] = tier
-            elif ticket.expired(now):
+            if ticket.expired(now):
                 ticket.cancel()
-            else:
+            elif not ticket.done():
                 waiting.append((tier, indices, ticket))
+                continue
+            there = ticket.result() or [False] * len(indices)
+            for index, found in zip(indices, there, strict=True):
+                self._answered(tier, index, found)
+                if found and self.sources[index] is None:
+                    self.sources[index] = tier.name
         self._asked = waiting
         return not waiting

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from spillover.memory.blocks import FREE, BlockPool
+from spillover.memory.blocks import EVICTABLE, FREE, BlockPool
 from spillover.memory.prefix_tree import PrefixTree
 
 SPARE = 4  # a loan is at least one part in so many of all blocks
@@ -24,6 +24,8 @@ class BlockLender(Protocol):
 class Loans:
     def __init__(self, pool: BlockPool, tree: PrefixTree) -> None:
         self.lender: BlockLender | None = None
+        # Whether these blocks of the tree may be forgotten now; if not, copies to a tier below begin.
+        self.may_go: Callable[[Sequence[int]], bool] = lambda blocks: True
         self._pool = pool
         self._tree = tree
         self._taken: list[Sequence[int]] = []
@@ -44,17 +46,24 @@ class Loans:
         return bool(loans)
 
     def shrink(self) -> bool:
-        """Gives one loan back where half of all blocks would still be free without it. Prefixes in it are forgotten."""
+        """Gives one loan back where half of all blocks would still be free without it. Prefixes in it are forgotten,
+        once a tier below has them where there is one: until then False, and it is to be asked again."""
         for loan in self._taken:
             free = self._pool.free + self._pool.evictable
             if 2 * (free - len(loan)) < self._pool.num_blocks:
                 return False
-            kept = [block for block in loan if self._pool.state(block) is not FREE]
-            if all(self._pool.cached(block) for block in kept) and all(
-                    self._pool.state(block) is FREE or self._tree.drop(block) for block in kept):
+            if self._emptied([block for block in loan if self._pool.state(block) is not FREE]):
                 assert self.lender is not None
                 self._pool.remove(set(loan))
                 self._taken.remove(loan)
                 self.lender.give_back(loan)
                 return True
         return False
+
+    def _emptied(self, kept: Sequence[int]) -> bool:
+        if not all(self._pool.cached(block) for block in kept):
+            return False
+        goes = self._tree.below(kept)
+        if any(self._pool.state(block) is not EVICTABLE for block in goes) or not self.may_go(goes):
+            return False
+        return all(self._pool.state(block) is FREE or self._tree.drop(block) for block in kept)

@@ -204,6 +204,17 @@ class PrefixTree:
         self._prune(node)
         return True
 
+    def below(self, blocks: Sequence[int]) -> list[int]:
+        """The blocks that leave the tree when these are dropped: all of their nodes, and of all that hangs below."""
+        nodes = list(dict.fromkeys(self._home[block] for block in blocks))
+        found = dict.fromkeys(nodes)
+        for node in nodes:
+            for child in node.children.values():
+                if child not in found:
+                    found[child] = None
+                    nodes.append(child)
+        return [block for node in nodes for block in node.blocks if block is not None]
+
     def drop(self, block: int) -> bool:
         """Evicts a block of the tree and all that hangs below it; False where any of that is in use."""
         below = [self._home[block]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from spillover.memory.blocks import EVICTABLE, FILLING, FREE, IN_FLIGHT, BlockPool
 from spillover.memory.prefix_tree import PrefixTree
@@ -32,7 +33,8 @@ class Spiller:
         self._least = max(1, min(AHEAD, margin // 4))  # copies that are worth beginning before somebody needs them
         self._dirty: OrderedDict[int, None] = OrderedDict()  # to be copied; idle ones in the order they became so
         self._idle: set[int] = set()  # held by nobody, in flight or not
-        self._lost: set[int] = set()  # not worth a copy, or it failed: may go as they are
+        self._unwanted: set[int] = set()  # not worth a copy: may go as they are
+        self._failed: set[int] = set()  # their copy failed: likewise, until they are used again
         self._copying: set[int] = set()
         self._impatient_at: float | None = None
         tree.listener = self
@@ -45,7 +47,9 @@ class Spiller:
 
     def on_idle(self, block: int) -> None:
         self._idle.add(block)
-        if block not in self._lost:
+        self._failed.discard(block)
+        self._store.used(self._tree.key(block))
+        if block not in self._unwanted:
             self._dirty[block] = None
             self._dirty.move_to_end(block)
 
@@ -57,7 +61,8 @@ class Spiller:
     def on_gone(self, block: int) -> None:
         self._idle.discard(block)
         self._dirty.pop(block, None)
-        self._lost.discard(block)
+        self._unwanted.discard(block)
+        self._failed.discard(block)
 
     # What the cache asks
 
@@ -87,7 +92,7 @@ class Spiller:
                 self._idle.add(block)
         for block in self._store.unstored:
             if self._pool.cached(block) and not self._store.holds(self._tree.key(block)):
-                self._lost.add(block)  # it was tried
+                self._failed.add(block)
         self._store.spilled = others
         self._store.unstored.clear()
 
@@ -127,6 +132,16 @@ class Spiller:
         self._spill(len(self._dirty))
         return len(self._copying) > before
 
+    def may_go(self, blocks: Sequence[int]) -> bool:
+        """Whether these blocks, which nobody holds, may leave the device as they are; copies begin of those that may
+        not."""
+        dirty = [block for block in blocks if not self._clean(block)]
+        for block in reversed(dirty):
+            self._dirty.move_to_end(block, last=False)
+        if dirty:
+            self._spill(len(dirty), lossy=True)
+        return not dirty
+
     def check(self) -> None:
         for block in self._copying:
             assert self._pool.state(block) is IN_FLIGHT
@@ -159,7 +174,7 @@ class Spiller:
 
     def _clean(self, block: int) -> bool:
         """Whether the block may leave the device as it is."""
-        if block in self._lost or self._store.holds(self._tree.key(block)):
+        if block in self._unwanted or block in self._failed or self._store.holds(self._tree.key(block)):
             self._dirty.pop(block, None)
             return True
         if block not in self._dirty:  # it was stored once, and the tiers have lost it since
@@ -179,9 +194,11 @@ class Spiller:
             key = key_of(block)
             if store.holds(key):
                 settled.append(block)
+            elif store.doubted(key):
+                continue
             elif not store.wanted(key):
                 settled.append(block)
-                self._lost.add(block)
+                self._unwanted.add(block)
             else:
                 items.append((key, block))
         accepted = [block for _, block in items[: store.spill(items, lossy)]] if items else []

@@ -10,9 +10,10 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 
+from spillover.memory.below import Below
 from spillover.memory.host import Entry, HostCache, Slots
 from spillover.memory.link import DeviceLink
 from spillover.memory.loads import Copy, Fetch, Load, LoadState, Search
@@ -27,7 +28,6 @@ LINK_RATE = 10e9  # bytes a second, where the link was not measured
 LINK_SECONDS = 10.0  # deadline of a copy over the link
 LOAD_SECONDS = 15.0  # deadline of a load, waiting for a slot included
 LOAD_PATIENCE = 0.1  # seconds that it waits for a slot before a block that no tier below has goes for it
-KNOWN_KEYS = 1 << 20  # keys remembered to be in a tier below
 
 
 class SpillStore:
@@ -64,11 +64,11 @@ class SpillStore:
         self._copies_out: list[Copy] = []
         self._copies_in: list[Copy] = []
         self._fetches: list[Fetch] = []
-        self._writes = WriteDown(self._host, self.tiers, self._admission, self._know, self._unpin)
+        self._below = Below(self.tiers, self._found_below)
+        self._writes = WriteDown(self._host, self.tiers, self._admission, self._below.offered, self._unpin)
         self._queue: deque[Load] = deque()  # without a slot yet
         self._copyable: list[Load] = []  # held, with a block to go to
         self._waiters: dict[bytes, list[Load]] = {}  # loads of an entry that is still arriving
-        self._below: OrderedDict[bytes, None] = OrderedDict()  # keys that a tier below has, as far as is known
         self._to_host, self._to_device = Meter(), Meter()
         self._hits: dict[str, int] = {}
         self._failures = 0
@@ -84,7 +84,19 @@ class SpillStore:
         if entry is not None:
             self._host.touch(entry)
             return True
-        return key in self._below
+        return self._below.settled(key)
+
+    def doubted(self, key: bytes) -> bool:
+        """Whether a tier is being asked for the block, so that it will soon be known if it can leave the device."""
+        return self._below.doubted(key) and self._host.get(key) is None
+
+    def used(self, key: bytes) -> None:
+        """A request has used the block, so it is to be kept: a tier that has lost it is offered it again."""
+        if not self.tiers:
+            return
+        self._below.used(key)
+        if not self._below.has(key):
+            self._found_below(key, False)
 
     def spill(self, items: Sequence[tuple[bytes, int]], lossy: bool = False) -> int:
         """Starts copies of device blocks, in order; returns how many of them found a slot. A block stays as it is until
@@ -107,22 +119,20 @@ class SpillStore:
 
     def search(self, keys: Sequence[bytes]) -> Search:
         sources: list[str | None] = ["host" if self._ready(key) else None for key in keys]
-        search = Search(sources)
+        search = Search(sources, lambda tier, index, there: self._below.answered(tier, keys[index], there))
+        for key, source in zip(keys, sources, strict=True):
+            if source is not None:
+                self.used(key)
         for tier in self.tiers:
             missing = [index for index, source in enumerate(search.sources) if source is None]
             if missing:
-                search.ask(tier.name, missing, tier.lookup([keys[index] for index in missing]))
+                search.ask(tier, missing, tier.lookup([keys[index] for index in missing]))
                 search.ready(time.monotonic())
         return search
 
     def near(self, key: bytes) -> str | None:
         """The tier that has the block, among those that can say so at once."""
-        if self._ready(key):
-            return "host"
-        for tier in self.tiers:
-            if tier.name == "disk" and (tier.lookup([key]).result() or [False])[0]:
-                return tier.name
-        return None
+        return "host" if self._ready(key) else self._lower(key)
 
     def open(self, items: Sequence[tuple[bytes, str]]) -> list[Load]:
         """Starts bringing (key, tier) pairs to host memory; each stays there until it is copied or dropped."""
@@ -201,7 +211,7 @@ class SpillStore:
     def busy(self) -> bool:
         """Whether something is under way that poll() would take further. A tier that hangs keeps nobody waiting: what
         is past its deadline does not count."""
-        if self._copies_out or self._copies_in or self._queue or self._copyable:
+        if self._copies_out or self._copies_in or self._queue or self._copyable or self._below.busy:
             return True
         now = time.monotonic()
         tickets = itertools.chain((fetch.ticket for fetch in self._fetches), self._writes.tickets())
@@ -218,6 +228,7 @@ class SpillStore:
             tier.poll()
         self.take_spilled()
         self._go_on()
+        self._below.poll()
         self._writes.take()
         self._writes.until(self._margin())
 
@@ -261,21 +272,15 @@ class SpillStore:
             self.link.close()
 
     def reports(self) -> list[TierReport]:
-        host = None
-        if self.keeps:
-            host = HostReport(len(self._host), self._host.slots.limit, self._to_host, self._to_device, self._failures,
-                              self._host.dropped)
+        host = HostReport(len(self._host), self._host.slots.limit, self._to_host, self._to_device, self._failures,
+                          self._host.dropped) if self.keeps else None
         return tier_reports(host, self.tiers, self._hits, self._link_rates, self.link.slot_bytes, self.dropped)
 
     def check(self) -> None:
         self._host.check()
         pins: dict[int, int] = {}
-        for copy in self._copies_out:
-            for entry in copy.entries:
-                pins[entry.slot] = pins.get(entry.slot, 0) + 1
-        for fetch in self._fetches:
-            pins[fetch.entry.slot] = pins.get(fetch.entry.slot, 0) + 1
-        for entry in self._writes.entries():
+        copied = [entry for copy in self._copies_out for entry in copy.entries]
+        for entry in (*copied, *(fetch.entry for fetch in self._fetches), *self._writes.entries()):
             pins[entry.slot] = pins.get(entry.slot, 0) + 1
         for slot, count in pins.items():
             found = next(entry.pins for entry in self._host if entry.slot == slot)
@@ -289,6 +294,18 @@ class SpillStore:
             return False
         self._host.touch(entry)
         return True
+
+    def _lower(self, key: bytes) -> str | None:
+        """A tier below host memory that has the block, as far as can be said at once."""
+        return next((tier.name for tier in self.tiers if self._below.has(key, tier)), None)
+
+    def _found_lower(self, load: Load) -> bool:
+        """Whether a tier below host memory has the block; that may be another than the one in which it was found."""
+        if any(tier.name == load.tier and tier.has(load.key) is not False for tier in self.tiers):
+            return True
+        found = self._lower(load.key)
+        load.tier = found or "host"
+        return found is not None
 
     def _submit(self, lane: Lane, copy: Callable[..., None], blocks: Sequence[int],
                 entries: Sequence[Entry]) -> Ticket[float]:
@@ -356,13 +373,15 @@ class SpillStore:
         for fetch in self._fetches:
             if fetch.ticket.done():
                 ok = bool(fetch.ticket.result())
+                self._below.answered(fetch.tier, fetch.entry.key, ok)
+                if not ok and (another := self._fetch_lower(fetch, now)) is not None:
+                    pending.append(another)
+                    continue
                 if ok:
-                    self._know(fetch.entry.key)
+                    self._below.ask(fetch.entry.key)  # a tier that is nearer had it: has the last one, too?
                     seconds = max(1e-6, fetch.ticket.at - fetch.started)  # not now: a step may have run meanwhile
-                    self._observe(fetch.tier, fetch.place * self.link.slot_bytes / seconds)
-                else:
-                    self._below.pop(fetch.entry.key, None)
-                self._arrived([fetch.entry], ok, safe=True)
+                    self._observe(fetch.tier.name, fetch.place * self.link.slot_bytes / seconds)
+                self._arrived([fetch.entry], ok, safe=not self._below.doubted(fetch.entry.key))
                 continue
             if fetch.ticket.expired(now):  # those who wait stop waiting; the slot stays until the worker lets go of it
                 fetch.ticket.cancel()
@@ -371,6 +390,17 @@ class SpillStore:
                         self._end(load, LoadState.FAILED)
             pending.append(fetch)
         self._fetches = pending
+
+    def _fetch_lower(self, failed: Fetch, now: float) -> Fetch | None:
+        """Fetches the block from a tier further down, where one has it."""
+        key = failed.entry.key
+        for tier in self.tiers[self.tiers.index(failed.tier) + 1 :]:
+            if self._below.has(key, tier):
+                for load in self._waiters.get(key, ()):
+                    load.tier = tier.name
+                ticket = tier.load([(key, self._host.slots.view(failed.entry.slot))])[0]
+                return Fetch(failed.entry, tier, now, 1, ticket)
+        return None
 
     def _arrived(self, entries: Sequence[Entry], ok: bool, safe: bool) -> None:
         """The copy into these entries has ended; it held one pin on each."""
@@ -424,7 +454,7 @@ class SpillStore:
                 elif entry is not None:
                     load.state = LoadState.FETCHING
                     self._waiters.setdefault(load.key, []).append(load)
-                elif load.tier not in (tier.name for tier in self.tiers):  # it was in host memory and has left since
+                elif not self._found_lower(load):
                     self._end(load, LoadState.FAILED)
                 else:
                     entry = self._host.reserve(load.key, now >= load.deadline - LOAD_SECONDS + LOAD_PATIENCE)
@@ -438,7 +468,7 @@ class SpillStore:
             if pairs := fetches.get(tier.name):
                 tickets = tier.load([(load.key, self._host.slots.view(entry.slot)) for load, entry in pairs])
                 for place, ((_, entry), ticket) in enumerate(zip(pairs, tickets, strict=True), start=1):
-                    self._fetches.append(Fetch(entry, tier.name, now, place, ticket))
+                    self._fetches.append(Fetch(entry, tier, now, place, ticket))
 
     def _expire_queue(self, now: float) -> None:
         for load in [load for load in self._queue if load.state is LoadState.WAITING and now > load.deadline]:
@@ -449,10 +479,18 @@ class SpillStore:
         wanted = max(2 * self._batch, self._short) + len(self._queue)
         return min(wanted, self._host.slots.limit // 2) if self.keeps else 0
 
-    def _know(self, key: bytes) -> None:
-        self._below[key] = None
-        if len(self._below) > KNOWN_KEYS:
-            self._below.popitem(last=False)
+    def _found_below(self, key: bytes, there: bool) -> None:
+        """Whether the last tier has the block. Where not, or not for sure, host memory's is written down before it
+        goes."""
+        entry = self._host.get(key)
+        if entry is None or not entry.ready or entry.private or entry.writes:
+            return
+        if there:
+            self._host.mark_safe(entry)
+        elif entry.safe:
+            self._host.mark_unsafe(entry)
+        if not there and self.eager and not self._below.doubted(key):
+            self._writes.write([entry])
 
     def _observe(self, tier: str, rate: float) -> None:
         """A faster load counts at once; a slower one may only have waited for something, so it counts little."""

@@ -14,24 +14,25 @@ WRITES_AT_ONCE = 32  # blocks
 
 class WriteDown:
     def __init__(self, host: HostCache, tiers: Sequence[Tier], admission: AdmissionPolicy,
-                 written: Callable[[bytes], None], unpin: Callable[[Entry], None]) -> None:
-        """`written` is told of each block that a tier has now; `unpin` lets go of an entry that was held for it."""
+                 offered: Callable[[Tier, bytes, bool], None], unpin: Callable[[Entry], None]) -> None:
+        """`offered` is told of each block that a tier was to have, and whether it has it now; `unpin` lets go of an
+        entry that was held for it."""
         self._host = host
         self._tiers = tiers
         self._admission = admission
-        self._written = written
+        self._offered = offered
         self._unpin = unpin
-        self._pending: list[tuple[Entry, Ticket[bool]]] = []
+        self._pending: list[tuple[Entry, Tier, Ticket[bool]]] = []
 
     def __len__(self) -> int:
         return len(self._pending)
 
     def tickets(self) -> Iterator[Ticket[bool]]:
-        return (ticket for _, ticket in self._pending)
+        return (ticket for _, _, ticket in self._pending)
 
     def entries(self) -> Iterator[Entry]:
         """That writes hold, once for each."""
-        return (entry for entry, _ in self._pending)
+        return (entry for entry, _, _ in self._pending)
 
     def take(self) -> None:
         """Takes in what has ended."""
@@ -39,14 +40,13 @@ class WriteDown:
             return
         pending = []
         now = time.monotonic()
-        for entry, ticket in self._pending:
+        for entry, tier, ticket in self._pending:
             if ticket.expired(now):
                 ticket.cancel()
             if not ticket.done():  # the slot stays until the worker lets go of it
-                pending.append((entry, ticket))
+                pending.append((entry, tier, ticket))
                 continue
-            if ticket.result():
-                self._written(entry.key)
+            self._offered(tier, entry.key, bool(ticket.result()))
             entry.writes -= 1
             if entry.writes == 0:
                 self._host.mark_safe(entry)
@@ -68,12 +68,17 @@ class WriteDown:
 
     def write(self, entries: Sequence[Entry]) -> None:
         for tier in self._tiers:
-            chosen = [entry for entry in entries if self._admission.admit(entry.key, tier.name)]
+            chosen: list[Entry] = []
+            for entry in entries:
+                if self._admission.admit(entry.key, tier.name):
+                    chosen.append(entry)
+                else:
+                    self._offered(tier, entry.key, False)
             tickets = tier.store([(entry.key, self._host.slots.view(entry.slot)) for entry in chosen])
             for entry, ticket in zip(chosen, tickets, strict=True):
                 self._host.pin(entry)
                 entry.writes += 1
-                self._pending.append((entry, ticket))
+                self._pending.append((entry, tier, ticket))
         for entry in entries:
             if entry.writes == 0:  # no tier is to have it
                 self._host.mark_safe(entry)

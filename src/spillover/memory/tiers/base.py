@@ -255,6 +255,9 @@ class Tier(Protocol):
     def lookup(self, keys: Sequence[bytes]) -> Ticket[list[bool]]:
         """Which of these could be loaded now."""
 
+    def has(self, key: bytes) -> bool | None:
+        """Whether the block is here, where that is known without asking anybody; None: lookup() has to ask."""
+
     def store(self, items: Sequence[tuple[bytes, memoryview]]) -> list[Ticket[bool]]:
         """One ticket a block. Buffers stay as they are until their ticket is done."""
 

@@ -121,6 +121,9 @@ class DiskTier:
         usable = self._usable(self._reading)
         return Ticket.ended([usable and self._table.find(key) is not None for key in keys])
 
+    def has(self, key: bytes) -> bool:
+        return self._open and self._table.find(key) is not None
+
     def store(self, items: Sequence[tuple[bytes, memoryview]]) -> list[Ticket[bool]]:
         self.poll()
         tickets: list[Ticket[bool]] = []

@@ -39,6 +39,9 @@ class Disks:
                 found[i] = there
         return Ticket.ended(found)
 
+    def has(self, key: bytes) -> bool:
+        return self.disks[self.home(key)].has(key)
+
     def store(self, items: Sequence[tuple[bytes, memoryview]]) -> list[Ticket[bool]]:
         return self._spread(items, DiskTier.store)
 

@@ -89,6 +89,9 @@ class FaultyTier:
             return self._delay(found, fault, draw, lambda: None)
         return found
 
+    def has(self, key: bytes) -> bool | None:
+        return False if key in self._vanished else self.inner.has(key)
+
     def store(self, items: Sequence[tuple[bytes, memoryview]]) -> list[Ticket[bool]]:
         return [self._store(key, payload) for key, payload in items]
 

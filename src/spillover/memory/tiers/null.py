@@ -13,6 +13,9 @@ class NullTier:
     def lookup(self, keys: Sequence[bytes]) -> Ticket[list[bool]]:
         return Ticket.ended([False] * len(keys))
 
+    def has(self, key: bytes) -> bool:
+        return False
+
     def store(self, items: Sequence[tuple[bytes, memoryview]]) -> list[Ticket[bool]]:
         self._stores += len(items)
         self._bytes_written += sum(payload.nbytes for _, payload in items)

@@ -158,12 +158,20 @@ class RemoteTier:
         names = [self._name(key) for key in keys]
 
         def ask() -> list[bool]:
+            # One command for all is several times cheaper, and mostly all are there or none is.
             pipe = self._asking.pipeline(transaction=False)
+            pipe.exists(*names)
+            count = self._execute(pipe)[0]
+            if count in (0, len(names)):
+                return [count > 0] * len(names)
             for name in names:
                 pipe.exists(name)
             return [reply == 1 for reply in self._execute(pipe)]
 
         return self._submit(self._lookups, "lookup", ask, time.monotonic() + self._lookup_seconds)
+
+    def has(self, key: bytes) -> None:
+        """Only the server knows."""
 
     def store(self, items: Sequence[tuple[bytes, memoryview]]) -> list[Ticket[bool]]:
         self.poll()
