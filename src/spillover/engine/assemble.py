@@ -35,7 +35,7 @@ from spillover.models.config import ModelConfig
 from spillover.models.fingerprint import model_fingerprint
 from spillover.models.layers import KVViews
 from spillover.models.loader import Progress
-from spillover.models.registry import Architecture, architecture
+from spillover.models.registry import Architecture, read_architecture
 from spillover.models.store import DEFAULT_MODEL, resolve
 from spillover.models.tokenizer import Tokenizer, load_tokenizer
 from spillover.models.weight_specs import WeightSpecs, in_codes
@@ -82,8 +82,7 @@ def plan_model(config: EngineConfig, rates: Rates | None = None) -> PlannedModel
     check_policies(config)
     path = resolve(config.model)
     hf_config = read_config(path)
-    arch = architecture(hf_config)
-    model_config = arch.config(hf_config)
+    arch, model_config = read_architecture(hf_config, path)
     null = config.load_format == "null"
     machine = probe()
     request = PlanRequest(

@@ -11,6 +11,10 @@ from spillover.errors import CheckpointError
 
 FP8_BLOCK = 128  # as kernels.fp8.BLOCK
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+MOST = 2**31 - 1  # of any size that a file states
+MOST_NUMBER = 1e18
+MOST_LAYERS, MOST_EXPERTS = 10_000, 65_536
+_LIMITS = {"num_hidden_layers": MOST_LAYERS, "num_local_experts": MOST_EXPERTS, "num_experts": MOST_EXPERTS}
 
 
 @dataclass(frozen=True)
@@ -86,13 +90,17 @@ def parse_config(
     architecture = str((hf.get("architectures") or ["the model"])[0])
     activation = hf.get("hidden_act", "silu")
     if activation != "silu":
-        raise CheckpointError(f"config.json: hidden_act '{activation}' is not supported by {architecture}, only 'silu'")
+        raise CheckpointError(f"config.json: hidden_act {shown(activation)} is not supported by {architecture}, only "
+                              "'silu'")
     _check_quantization(hf, fields.get("expert_format", "dense"))
     heads = require(hf, "num_attention_heads")
     hidden = require(hf, "hidden_size")
-    kv_heads = hf.get("num_key_value_heads") or heads
+    kv_heads = optional(hf, "num_key_value_heads") or heads
     if heads % kv_heads:
         raise CheckpointError(f"config.json: {heads} attention heads cannot share {kv_heads} key/value heads evenly")
+    size = optional(hf, "head_dim") or head_dim or hidden // heads
+    if size < 2 or size % 2:
+        raise CheckpointError(f"config.json: heads of {size} dimensions cannot be rotated; head_dim is an even number")
     rope_theta, rope_scaling = parse_rope(hf, theta)
     # The first is what a checkpoint adds from generation_config.json, where chat models list their turn ends.
     eos = hf.get("generation_eos_token_id", hf.get("eos_token_id"))
@@ -103,74 +111,131 @@ def parse_config(
         "num_layers": require(hf, "num_hidden_layers"),
         "num_heads": heads,
         "num_kv_heads": kv_heads,
-        "head_dim": hf.get("head_dim") or head_dim or hidden // heads,
+        "head_dim": size,
         "intermediate_size": require(hf, "intermediate_size"),
-        "rms_norm_eps": float(hf.get("rms_norm_eps", eps)),
+        "rms_norm_eps": number(hf, "rms_norm_eps", eps),
         "rope_theta": rope_theta,
         "rope_scaling": rope_scaling,
         "max_position": require(hf, "max_position_embeddings"),
         "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
-        "dtype": str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch."),
-        "bos_token_id": hf.get("bos_token_id"),
-        "eos_token_ids": () if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (int(eos),),
+        "dtype": _dtype(hf).removeprefix("torch."),
+        "bos_token_id": next(iter(token_ids(hf.get("bos_token_id"), "bos_token_id")), None),
+        "eos_token_ids": token_ids(eos, "eos_token_id"),
     }
-    return ModelConfig(**(parsed | fields))
+    parsed |= fields
+    if parsed.get("experts_per_token", 0) > parsed.get("num_experts", 0):
+        raise CheckpointError(f"config.json: {parsed['experts_per_token']} experts per token of "
+                              f"{parsed['num_experts']} are asked for")
+    return ModelConfig(**parsed)
 
 
 def require(hf: Mapping[str, Any], key: str) -> int:
-    value = hf.get(key)
-    if not isinstance(value, int):
-        raise CheckpointError(f"config.json: '{key}' is missing or not a whole number (found {value!r})")
+    value = optional(hf, key)
+    if value is None:
+        raise CheckpointError(f"config.json: '{key}' is missing or not a whole number (found None)")
     return value
+
+
+def optional(hf: Mapping[str, Any], key: str, least: int = 1) -> int | None:
+    """A count: a whole number that a model may have; None where the file has none."""
+    value, most = hf.get(key), _LIMITS.get(key, MOST)
+    if value is None:
+        return None
+    if type(value) is not int:
+        raise CheckpointError(f"config.json: '{key}' is missing or not a whole number (found {shown(value)})")
+    if not least <= value <= most:
+        raise CheckpointError(f"config.json: '{key}' is {shown(value)}; it can be {least} to {most:,}")
+    return value
+
+
+def number(hf: Mapping[str, Any], key: str, default: float) -> float:
+    """Positive and finite; the default where the file has none, or 0."""
+    value = hf.get(key) or default
+    if type(value) not in (int, float) or not 0 < value <= MOST_NUMBER:
+        raise CheckpointError(f"config.json: '{key}' is {shown(value)}, not a positive number")
+    return float(value)
+
+
+def section(hf: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = hf.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"config.json: '{key}' is {shown(value)}, not an object")
+    return value
+
+
+def token_ids(value: object, key: str) -> tuple[int, ...]:
+    """One id, a list of them, or none."""
+    ids = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
+    for index in ids:
+        if type(index) is not int or not 0 <= index <= MOST:
+            raise CheckpointError(f"config.json: '{key}' has {shown(index)}, which is not a token id")
+    return ids
+
+
+def shown(value: object) -> str:
+    """A value out of a file, short enough for a sentence."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # too many digits, or too deep
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def named(name: str) -> str:
+    """A tensor's name as it is, unless it does not belong in a sentence."""
+    return name if name.isprintable() and 0 < len(name) <= 120 else shown(name)
 
 
 def parse_rope(hf: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling | None]:
     """Base and scaling, from `rope_parameters` (new files) or `rope_theta` and `rope_scaling` (older ones)."""
-    rope: Mapping[str, Any] = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    rope = section(hf, "rope_scaling") or section(hf, "rope_parameters")
     per_layer_type = [value for value in rope.values() if isinstance(value, Mapping)]
     if per_layer_type:
         if any(one != per_layer_type[0] for one in per_layer_type):
             raise CheckpointError("config.json: rope_parameters that differ between layer types are not supported")
         rope = per_layer_type[0]
-    base = float(rope.get("rope_theta") or hf.get("rope_theta") or theta)
-    partial = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
+    base = number(rope, "rope_theta", number(hf, "rope_theta", theta))
+    partial = number(rope, "partial_rotary_factor", number(hf, "partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise CheckpointError(f"config.json: partial_rotary_factor {partial} is not supported, only 1.0")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return base, None
     if kind not in ROPE_KINDS:
-        raise CheckpointError(f"config.json: rope type '{kind}' is not supported, only {', '.join(ROPE_KINDS)}")
+        raise CheckpointError(f"config.json: rope type {shown(kind)} is not supported, only {', '.join(ROPE_KINDS)}")
     max_position = require(hf, "max_position_embeddings")
-    original = rope.get("original_max_position_embeddings") or hf.get("original_max_position_embeddings")
-    original = original or max_position
-    factor = rope.get("factor") or max_position / original
+    key = "original_max_position_embeddings"
+    original = optional(rope, key) or optional(hf, key) or max_position
+    factor = number(rope, "factor", max_position / original)
     scaling = RopeScaling(
         kind=kind,
-        factor=float(factor),
-        original_max_position=int(original),
-        low_freq_factor=float(rope.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(rope.get("high_freq_factor") or 4.0),
-        beta_fast=float(rope.get("beta_fast") or 32.0),
-        beta_slow=float(rope.get("beta_slow") or 1.0),
+        factor=factor,
+        original_max_position=original,
+        low_freq_factor=number(rope, "low_freq_factor", 1.0),
+        high_freq_factor=number(rope, "high_freq_factor", 4.0),
+        beta_fast=number(rope, "beta_fast", 32.0),
+        beta_slow=number(rope, "beta_slow", 1.0),
         attention_factor=_attention_factor(rope, factor),
         truncate=bool(rope.get("truncate", True)),
     )
+    if scaling.low_freq_factor == scaling.high_freq_factor:
+        raise CheckpointError("config.json: low_freq_factor and high_freq_factor of the rope are equal")
     return base, scaling
 
 
 def expert_format(hf: Mapping[str, Any]) -> str:
     """The form experts are kept in: as stored where that is FP8, else the engine's type."""
-    return "fp8" if (hf.get("quantization_config") or {}).get("quant_method") == "fp8" else "dense"
+    return "fp8" if section(hf, "quantization_config").get("quant_method") == "fp8" else "dense"
 
 
 def parse_windows(hf: Mapping[str, Any], layer_types: Sequence[str]) -> tuple[int | None, ...]:
     """One window a layer, from its type."""
-    unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise CheckpointError(
-            f"config.json: layer type '{unknown[0]}' is not supported, only full_attention and sliding_attention"
-        )
+    if not isinstance(layer_types, list):
+        raise CheckpointError(f"config.json: 'layer_types' is {shown(layer_types)}, not a list")
+    for kind in layer_types:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise CheckpointError(f"config.json: layer type {shown(kind)} is not supported, only full_attention and "
+                                  "sliding_attention")
     if len(layer_types) != require(hf, "num_hidden_layers"):
         raise CheckpointError(f"config.json: layer_types has {len(layer_types)} entries, not one a layer")
     if "sliding_attention" not in layer_types:
@@ -179,28 +244,34 @@ def parse_windows(hf: Mapping[str, Any], layer_types: Sequence[str]) -> tuple[in
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
+def _dtype(hf: Mapping[str, Any]) -> str:
+    dtype = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+    if not isinstance(dtype, str):
+        raise CheckpointError(f"config.json: 'dtype' is {shown(dtype)}, not a name such as 'bfloat16'")
+    return dtype
+
+
 def _attention_factor(rope: Mapping[str, Any], factor: float) -> float | None:
     if rope.get("attention_factor") is not None:
-        return float(rope["attention_factor"])
-    mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
-    if mscale and mscale_all_dim and factor > 1:
+        return number(rope, "attention_factor", 1.0)
+    if rope.get("mscale") and rope.get("mscale_all_dim") and factor > 1:
         growth = 0.1 * math.log(factor)
-        return float((growth * mscale + 1) / (growth * mscale_all_dim + 1))
+        return (growth * number(rope, "mscale", 1.0) + 1) / (growth * number(rope, "mscale_all_dim", 1.0) + 1)
     return None
 
 
 def _check_quantization(hf: Mapping[str, Any], expert_format: str) -> None:
-    quantization = hf.get("quantization_config") or {}
+    quantization = section(hf, "quantization_config")
     method = quantization.get("quant_method")
     if method == "fp8":
         size = quantization.get("weight_block_size")
-        if size is None or list(size) != [FP8_BLOCK, FP8_BLOCK] or quantization.get("fmt", "e4m3") != "e4m3":
+        if size != [FP8_BLOCK, FP8_BLOCK] or quantization.get("fmt", "e4m3") != "e4m3":
             raise CheckpointError(
                 f"config.json: fp8 weights are supported in e4m3 with a scale for every block of {FP8_BLOCK} x "
-                f"{FP8_BLOCK}, not with weight_block_size {size}; use the unquantised model or a GGUF file"
+                f"{FP8_BLOCK}, not with weight_block_size {shown(size)}; use the unquantised model or a GGUF file"
             )
     elif method is not None and method != expert_format:
         raise CheckpointError(
-            f"config.json: weights quantised with '{method}' are not supported here; "
+            f"config.json: weights quantised with {shown(method)} are not supported here; "
             "use the unquantised model, block-scaled fp8, a GGUF file, or gpt-oss in mxfp4"
         )

@@ -11,6 +11,7 @@ from typing import Any
 from gguf.constants import GGMLQuantizationType
 
 from spillover.errors import CheckpointError
+from spillover.models.config import MOST, MOST_EXPERTS, MOST_LAYERS, MOST_NUMBER, shown
 from spillover.models.gguf_header import GGUFHeader
 
 # GGUF's "general.architecture" to HF's class and model type. Mistral files say llama; so does Mixtral, with experts.
@@ -29,8 +30,8 @@ _DTYPES = {GGMLQuantizationType.F16: "float16", GGMLQuantizationType.BF16: "bflo
 
 
 def is_mixtral(header: GGUFHeader) -> bool:
-    metadata = header.metadata
-    return metadata.get("general.architecture") == "llama" and metadata.get("llama.expert_count", 0) > 0
+    count = header.metadata.get("llama.expert_count", 0)
+    return header.metadata.get("general.architecture") == "llama" and isinstance(count, int) and count > 0
 
 
 def experts_are_mxfp4(header: GGUFHeader) -> bool:
@@ -38,13 +39,18 @@ def experts_are_mxfp4(header: GGUFHeader) -> bool:
     return tensor is not None and tensor.kind == GGMLQuantizationType.MXFP4
 
 
-def end_token_ids(metadata: dict[str, Any]) -> list[int]:
+def end_token_ids(metadata: dict[str, Any], path: Path) -> list[int]:
     """The end-of-sequence id first, then every other id that ends a generation."""
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     ids = [metadata[f"tokenizer.ggml.{key}"] for key in keys if f"tokenizer.ggml.{key}" in metadata]
-    tokens, kinds = metadata.get("tokenizer.ggml.tokens", []), metadata.get("tokenizer.ggml.token_type", [])
+    for index in ids:
+        if type(index) is not int or not 0 <= index <= MOST:
+            raise CheckpointError(f"{path}: {shown(index)} among its end-of-sequence ids is not a token id")
+    tokens, kinds = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
+    if not isinstance(tokens, list) or not isinstance(kinds, list):
+        return list(dict.fromkeys(ids))
     ids += [index for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
-            if kind == CONTROL and token in END_TOKENS]
+            if kind == CONTROL and isinstance(token, str) and token in END_TOKENS]
     return list(dict.fromkeys(ids))
 
 
@@ -52,8 +58,8 @@ def hf_config(header: GGUFHeader, path: Path, rope_factors: Sequence[float] | No
     """`rope_factors` are the values of rope_freqs.weight, which is how a file carries Llama 3's rope."""
     metadata = header.metadata
     arch = metadata.get("general.architecture")
-    if arch not in ARCHITECTURES:
-        raise CheckpointError(f"{path} holds the architecture '{arch}', which is not supported; those that are: "
+    if not isinstance(arch, str) or arch not in ARCHITECTURES:
+        raise CheckpointError(f"{path} holds the architecture {shown(arch)}, which is not supported; those that are: "
                               f"{', '.join(ARCHITECTURES)}")
 
     def field(key: str, default: Any = None) -> Any:
@@ -61,21 +67,26 @@ def hf_config(header: GGUFHeader, path: Path, rope_factors: Sequence[float] | No
         if value is None:
             raise CheckpointError(f"{path} lacks the metadata field {arch}.{key}")
         if isinstance(value, list):
-            if len(set(value)) != 1:
+            if not value or any(one != value[0] for one in value):
                 raise CheckpointError(f"{path}: {arch}.{key} differs from layer to layer, which is not supported")
             value = value[0]
         return value
 
-    def count(key: str, default: int | None = None) -> int:
+    def count(key: str, default: int | None = None, most: int = MOST) -> int:
         value = field(key, default)
         if type(value) is not int or value < 1:
-            raise CheckpointError(f"{path}: {arch}.{key} is {value!r}, and not a positive whole number")
+            raise CheckpointError(f"{path}: {arch}.{key} is {shown(value)}, and not a positive whole number")
+        if value > most:
+            raise CheckpointError(f"{path}: {arch}.{key} is {value:,}; it can be at most {most:,}")
         return value
+
+    def experts() -> int:
+        return count("expert_count", most=MOST_EXPERTS)
 
     def number(key: str, default: float | None = None) -> float:
         value = field(key, default)
-        if not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise CheckpointError(f"{path}: {arch}.{key} is {value!r}, and not a positive number")
+        if not isinstance(value, int | float) or not 0 < value <= MOST_NUMBER:
+            raise CheckpointError(f"{path}: {arch}.{key} is {shown(value)}, and not a positive number")
         return value
 
     if "token_embd.weight" not in header.tensors:
@@ -91,11 +102,11 @@ def hf_config(header: GGUFHeader, path: Path, rope_factors: Sequence[float] | No
         "model_type": model_type,
         "vocab_size": header.tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
-        "num_hidden_layers": count("block_count"),
+        "num_hidden_layers": count("block_count", most=MOST_LAYERS),
         "num_attention_heads": heads,
         "num_key_value_heads": count("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "intermediate_size": field("feed_forward_length", 0),
+        "intermediate_size": field("feed_forward_length", 0),  # replaced below where it must be there
         "hidden_act": "silu",
         "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),
         "rope_theta": number("rope.freq_base", 10000.0),
@@ -108,22 +119,22 @@ def hf_config(header: GGUFHeader, path: Path, rope_factors: Sequence[float] | No
     }
     if is_mixtral(header):
         config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": None,
-                   "num_local_experts": count("expert_count"), "num_experts_per_tok": count("expert_used_count")}
+                   "num_local_experts": experts(), "num_experts_per_tok": count("expert_used_count")}
     elif arch == "qwen3moe":
-        config |= {"num_experts": count("expert_count"), "num_experts_per_tok": count("expert_used_count"),
+        config |= {"num_experts": experts(), "num_experts_per_tok": count("expert_used_count"),
                    "moe_intermediate_size": count("expert_feed_forward_length"), "norm_topk_prob": True,
                    "decoder_sparse_step": 1, "mlp_only_layers": []}
     elif arch == "gpt-oss":
         layers = config["num_hidden_layers"]
         config |= {"intermediate_size": count("expert_feed_forward_length", config["intermediate_size"] or None),
-                   "num_local_experts": count("expert_count"), "num_experts_per_tok": count("expert_used_count"),
+                   "num_local_experts": experts(), "num_experts_per_tok": count("expert_used_count"),
                    "sliding_window": count("attention.sliding_window", 128), "swiglu_limit": 7.0,
                    "layer_types": ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]}
         if experts_are_mxfp4(header):
             config["quantization_config"] = {"quant_method": "mxfp4"}
     else:
         config["intermediate_size"] = count("feed_forward_length")
-    bos, ends = metadata.get("tokenizer.ggml.bos_token_id"), end_token_ids(metadata)
+    bos, ends = metadata.get("tokenizer.ggml.bos_token_id"), end_token_ids(metadata, path)
     if bos is not None:
         config["bos_token_id"] = bos
     if ends:
@@ -163,11 +174,15 @@ def _rope_scaling(metadata: dict[str, Any], arch: str, path: Path, rope_factors:
         if arch == "gpt-oss":
             scaling["truncate"] = False
         return scaling
-    raise CheckpointError(f"{path} scales rope by '{kind}', which is not supported; none, linear, llama3 and yarn are")
+    raise CheckpointError(f"{path} scales rope by {shown(kind)}, which is not supported; none, linear, llama3 and yarn "
+                          "are")
 
 
 def _llama3_scaling(factors: Sequence[float], theta: float, head_dim: int, path: Path) -> dict[str, Any]:
     """The parameters that give these divisors; the file keeps only the result."""
+    if 2 * len(factors) != head_dim or not all(0 < one <= MOST_NUMBER for one in factors):
+        raise CheckpointError(f"{path}: tensor rope_freqs.weight does not hold a positive divisor for each of "
+                              f"{head_dim // 2} pairs of dimensions")
     factor = max(factors)
     for original in (8192, 4096, 2048, 16384, 32768, 65536, 131072):
         if all(math.isclose(given, made, rel_tol=1e-4)

@@ -59,6 +59,9 @@ class GGUFCheckpoint:
         self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="gguf")
         try:
             rope = self._tensors.get("rope_freqs.weight")
+            if rope is not None and len(rope.shape) != 1:
+                raise CheckpointError(f"{path}: tensor rope_freqs.weight has shape {list(rope.shape)}, not one "
+                                      "dimension")
             self.config = hf_config(header, path, None if rope is None else self._load(rope).tolist())
             self._arch: str = header.metadata["general.architecture"]
             self._mixtral, self._mxfp4 = is_mixtral(header), experts_are_mxfp4(header)
@@ -108,7 +111,7 @@ class GGUFCheckpoint:
         views = {hf: self._plain(self._tensors[name]) for name, hf in _TOP.items() if name in self._tensors}
         layers: dict[int, dict[str, GGUFTensor]] = {}
         for name, tensor in self._tensors.items():
-            if match := re.fullmatch(r"blk\.(\d+)\.(.+)", name):
+            if match := re.fullmatch(r"blk\.([0-9]{1,5})\.(.+)", name):
                 layers.setdefault(int(match[1]), {})[match[2]] = tensor
         for layer, tensors in layers.items():
             for name, view in self._layer_views(tensors).items():
@@ -179,11 +182,24 @@ class GGUFCheckpoint:
 
     def _expert_tensors(self, tensors: dict[str, GGUFTensor]) -> tuple[GGUFTensor, GGUFTensor, GGUFTensor]:
         """Each [experts, out, in]."""
-        for part in ("gate", "up"):
-            if f"ffn_{part}_exps.weight" not in tensors:
-                layer = tensors["ffn_down_exps.weight"].name.removesuffix("ffn_down_exps.weight")
-                raise CheckpointError(f"{self.path} has no tensor {layer}ffn_{part}_exps.weight")
-        return tensors["ffn_gate_exps.weight"], tensors["ffn_up_exps.weight"], tensors["ffn_down_exps.weight"]
+        layer = tensors["ffn_down_exps.weight"].name.removesuffix("ffn_down_exps.weight")
+        wanted = [f"ffn_{part}_exps.weight" for part in ("gate", "up", "down")]
+        if "ffn_gate_exps.bias" in tensors:
+            wanted += [f"ffn_{part}_exps.bias" for part in ("gate", "up", "down")]
+        for name in wanted:
+            if name not in tensors:
+                raise CheckpointError(f"{self.path} has no tensor {layer}{name}")
+        gate, up, down = (tensors[name] for name in wanted[:3])
+        shapes = [tensor.shape for tensor in (gate, up, down)]
+        if len(gate.shape) != 3 or shapes != [gate.shape, gate.shape, (gate.shape[0], gate.shape[2], gate.shape[1])]:
+            raise CheckpointError(f"{self.path}: the experts {layer}ffn_gate_exps, up_exps and down_exps have shapes "
+                                  f"{', '.join(str(list(shape)) for shape in shapes)}, which do not belong together")
+        for name in wanted[3:]:
+            if tensors[name].shape != tensors[name.replace(".bias", ".weight")].shape[:2]:
+                raise CheckpointError(f"{self.path}: tensor {layer}{name} has shape {list(tensors[name].shape)}")
+        if self._mxfp4 and self._arch == "gpt-oss" and {gate.kind, up.kind, down.kind} != {GGMLQuantizationType.MXFP4}:
+            raise CheckpointError(f"{self.path}: the experts of {layer.rstrip('.')} are not all stored as MXFP4")
+        return gate, up, down
 
     def _expert(self, tensor: GGUFTensor, expert: int) -> _View:
         rows = tensor.shape[1]

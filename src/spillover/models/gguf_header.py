@@ -22,9 +22,13 @@ from gguf.constants import (
 )
 
 from spillover.errors import CheckpointError
+from spillover.models.config import named, shown
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
+MOST_FILES = 99_999  # five digits in their names
+MOST_ALIGNMENT = 1 << 20
+MOST_DEPTH = 4  # of arrays in arrays
 _SCALARS = {
     GGUFValueType.UINT8: "B", GGUFValueType.INT8: "b", GGUFValueType.UINT16: "H", GGUFValueType.INT16: "h",
     GGUFValueType.UINT32: "I", GGUFValueType.INT32: "i", GGUFValueType.FLOAT32: "f", GGUFValueType.BOOL: "?",
@@ -65,6 +69,8 @@ def read_header(path: Path) -> GGUFHeader:
     """The head of `path` and, where it is the first of several split files, the tensors of all of them."""
     header = _read_one(path)
     count = header.metadata.get("split.count", 0)
+    if type(count) is not int or not 0 <= count <= MOST_FILES:
+        raise CheckpointError(f"{path}: split.count is {shown(count)}; it can be 0 to {MOST_FILES:,}")
     if count <= 1:
         return header
     ending = f"-00001-of-{count:05d}.gguf"
@@ -107,18 +113,22 @@ def _parse(cursor: _Cursor, path: Path, size: int) -> GGUFHeader:
         name = cursor.string()
         dimensions = cursor.scalar("I")
         if not 1 <= dimensions <= 4:
-            raise ValueError(f"tensor {name} has {dimensions} dimensions")
+            raise ValueError(f"tensor {named(name)} has {dimensions} dimensions")
         shape = tuple(reversed([cursor.scalar("Q") for _ in range(dimensions)]))
+        if 0 in shape:
+            raise ValueError(f"tensor {named(name)} has shape {list(shape)}")
         infos.append((name, GGMLQuantizationType(cursor.scalar("I")), shape, cursor.scalar("Q")))
     alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
-    start = math.ceil(cursor.position / alignment) * alignment
+    if type(alignment) is not int or not 1 <= alignment <= MOST_ALIGNMENT or alignment & (alignment - 1):
+        raise ValueError(f"general.alignment is {shown(alignment)}, not a power of two")
+    start = -(-cursor.position // alignment) * alignment
     tensors = {name: GGUFTensor(name, kind, shape, path, start + offset) for name, kind, shape, offset in infos}
     for tensor in tensors.values():
         if tensor.shape[-1] % GGML_QUANT_SIZES[tensor.kind][0]:
-            raise ValueError(f"tensor {tensor.name} has rows of {tensor.shape[-1]}, not of whole "
+            raise ValueError(f"tensor {named(tensor.name)} has rows of {tensor.shape[-1]}, not of whole "
                              f"{tensor.kind.name} blocks")
         if tensor.offset + tensor.nbytes > size:
-            raise CheckpointError(f"{path} is truncated: tensor {tensor.name} ends at byte "
+            raise CheckpointError(f"{path} is truncated: tensor {named(tensor.name)} ends at byte "
                                   f"{tensor.offset + tensor.nbytes:,} and the file has {size:,}; download it again")
     return GGUFHeader(metadata, tensors)
 
@@ -143,11 +153,13 @@ class _Cursor:
     def string(self) -> str:
         return self.take(self.scalar("Q")).decode("utf-8", errors="replace")
 
-    def value(self, kind: GGUFValueType) -> Any:
+    def value(self, kind: GGUFValueType, depth: int = 0) -> Any:
         if kind == GGUFValueType.STRING:
             return self.string()
         if kind != GGUFValueType.ARRAY:
             return self.scalar(_SCALARS[kind])
+        if depth > MOST_DEPTH:
+            raise ValueError(f"arrays are nested more than {MOST_DEPTH} deep")
         item, count = GGUFValueType(self.scalar("I")), self.scalar("Q")
         code = _SCALARS.get(item, "")
         if code and code in _ARRAYS:
@@ -155,4 +167,4 @@ class _Cursor:
             return numbers.tolist()
         if count > self._size:
             raise ValueError(f"an array of {count} entries")
-        return [self.value(item) for _ in range(count)]
+        return [self.value(item, depth + 1) for _ in range(count)]

@@ -10,9 +10,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from spillover.errors import CheckpointError
+from spillover.models.config import shown
 
 # tokenizer.ggml.token_type
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+LONGEST = 512  # characters of a token that merges may make
 
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _TAIL = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -53,24 +55,54 @@ def gguf_tokenizer(metadata: dict[str, Any], path: Path) -> Tokenizer:
     model = metadata.get("tokenizer.ggml.model")
     if "tokenizer.ggml.tokens" not in metadata or model is None:
         raise CheckpointError(f"{path} carries no tokenizer; take a GGUF file that does")
-    if model == "gpt2":
-        tokenizer, add_bos = _byte_level(metadata, path)
-    elif model == "llama":
-        tokenizer, add_bos = _sentencepiece(metadata, path), True
-    else:
-        raise CheckpointError(f"{path} carries a tokenizer of kind '{model}', which is not supported; gpt2 and "
+    if model not in ("gpt2", "llama"):
+        raise CheckpointError(f"{path} carries a tokenizer of kind {shown(model)}, which is not supported; gpt2 and "
                               "llama are")
+    _check(metadata, path)
+    try:
+        tokenizer, add_bos = _byte_level(metadata, path) if model == "gpt2" else (_sentencepiece(metadata, path), True)
+    except CheckpointError:
+        raise
+    except Exception as error:  # the tokenizers package raises nothing more precise
+        raise CheckpointError(f"{path}: its tokenizer cannot be made ({shown(str(error))})") from error
     _add_special_tokens(tokenizer, metadata)
     _add_bos_and_eos(tokenizer, metadata, metadata.get("tokenizer.ggml.add_bos_token", add_bos))
     return tokenizer
 
 
+def _check(metadata: dict[str, Any], path: Path) -> None:
+    """That every field has the type it is used as, and every id a token."""
+    def wrong(key: str, value: object, wanted: str) -> CheckpointError:
+        return CheckpointError(f"{path}: tokenizer.ggml.{key} has {shown(value)}, which is not {wanted}")
+
+    for key, kind, wanted in (("tokens", str, "a text"), ("merges", str, "a text"), ("token_type", int, "a number"),
+                              ("scores", int | float, "a number")):
+        values = metadata.get(f"tokenizer.ggml.{key}", [])
+        if not isinstance(values, list):
+            raise wrong(key, values, "a list")
+        for value in values:
+            if not isinstance(value, kind):
+                raise wrong(key, value, wanted)
+    count = len(metadata["tokenizer.ggml.tokens"])
+    for name in ("bos", "eos", "unknown", "padding"):
+        index = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if index is not None and (type(index) is not int or not 0 <= index < count):
+            raise wrong(f"{name}_token_id", index, f"the id of one of its {count:,} tokens")
+    for key in ("add_bos_token", "add_eos_token", "add_space_prefix"):
+        value = metadata.get(f"tokenizer.ggml.{key}", False)
+        if not isinstance(value, bool):
+            raise wrong(key, value, "true or false")
+    for line in metadata.get("tokenizer.ggml.merges", []):
+        if " " not in line:
+            raise wrong("merges", line, "two tokens with a space between them")
+
+
 def _byte_level(metadata: dict[str, Any], path: Path) -> tuple[Tokenizer, bool]:
     name = metadata.get("tokenizer.ggml.pre", "default")
-    split = _SPLITS.get(_SAME.get(name, name))
+    split = _SPLITS.get(_SAME.get(name, name)) if isinstance(name, str) else None
     if split is None:
-        raise CheckpointError(f"{path} cuts text as '{name}' (tokenizer.ggml.pre), which is not supported; those that "
-                              f"are: {', '.join([*_SPLITS, *_SAME])}")
+        raise CheckpointError(f"{path} cuts text as {shown(name)} (tokenizer.ggml.pre), which is not supported; "
+                              f"those that are: {', '.join([*_SPLITS, *_SAME])}")
     tokens, lines = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.merges")
     if not lines:
         raise CheckpointError(f"{path} carries a gpt2 tokenizer without tokenizer.ggml.merges")
@@ -88,7 +120,7 @@ def _byte_level(metadata: dict[str, Any], path: Path) -> tuple[Tokenizer, bool]:
 
 def _sentencepiece(metadata: dict[str, Any], path: Path) -> Tokenizer:
     tokens, scores = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.scores")
-    if scores is None or len(scores) != len(tokens):
+    if not scores or len(scores) != len(tokens):
         raise CheckpointError(f"{path} carries a llama tokenizer without a score for every token")
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     tokenizer = Tokenizer(BPE(vocab=_vocabulary(tokens), merges=_merges_from_scores(tokens, scores),
@@ -107,7 +139,9 @@ def _merges_from_scores(tokens: list[str], scores: list[float]) -> list[tuple[st
     score_of = dict(zip(tokens, scores, strict=True))
     merges: list[tuple[str, str]] = []
     for token in sorted(score_of, key=score_of.__getitem__, reverse=True):
-        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        # A longer one is written whole, as special tokens are: trying every cut of it would take quadratic time.
+        cuts = range(1, len(token)) if len(token) <= LONGEST else ()
+        pairs = [(token[:cut], token[cut:]) for cut in cuts]
         known = [pair for pair in pairs if pair[0] in score_of and pair[1] in score_of]
         merges += sorted(known, key=lambda pair: (score_of[pair[0]], score_of[pair[1]]), reverse=True)
     return merges

@@ -13,7 +13,7 @@ from spillover.kernels.linear import linear
 from spillover.kernels.moe import moe
 from spillover.kernels.mxfp4 import GROUP, padded
 from spillover.kernels.norm import add_rms_norm
-from spillover.models.config import ModelConfig, parse_config, parse_windows, require
+from spillover.models.config import ModelConfig, number, parse_config, parse_windows, require, section
 from spillover.models.layers import (
     Decoder,
     decoder_specs,
@@ -55,7 +55,7 @@ def config(hf: Mapping[str, Any]) -> ModelConfig:
     bias = bool(hf.get("attention_bias", True))
     alternating = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
     windows = parse_windows({"sliding_window": 128, **hf}, hf.get("layer_types") or alternating)
-    mxfp4 = (hf.get("quantization_config") or {}).get("quant_method") == "mxfp4"
+    mxfp4 = section(hf, "quantization_config").get("quant_method") == "mxfp4"
     parsed = parse_config(
         hf,
         theta=150_000.0,
@@ -69,7 +69,7 @@ def config(hf: Mapping[str, Any]) -> ModelConfig:
         experts_per_token=require(hf, "num_experts_per_tok"),
         expert_intermediate_size=require(hf, "intermediate_size"),
         expert_format="mxfp4" if mxfp4 else "dense",
-        swiglu_limit=float(hf.get("swiglu_limit") or 7.0),
+        swiglu_limit=number(hf, "swiglu_limit", 7.0),
     )
     if mxfp4 and (parsed.hidden_size % GROUP or parsed.expert_intermediate_size % GROUP):
         raise CheckpointError(f"config.json: mxfp4 experts need hidden and intermediate sizes in multiples of {GROUP}")

@@ -239,6 +239,9 @@ class _Reader:
         scales = f"{name}{FP8_SCALES}"
         if scales not in self.names:
             raise CheckpointError(f"{self.checkpoint.path} has no tensor '{scales}' beside its FP8 values")
+        if values.dim() != 2:
+            raise CheckpointError(f"{self.checkpoint.file(name)}: tensor '{name}' holds FP8 values of shape "
+                                  f"{list(values.shape)}, and only matrices are supported in FP8")
         wanted = (fp8.blocks(values.shape[0]), fp8.blocks(values.shape[1]))
         found = self.checkpoint.read(scales)
         if tuple(found.shape) != wanted:

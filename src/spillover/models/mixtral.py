@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from spillover.models.config import ModelConfig, expert_format, parse_config, require
+from spillover.models.config import ModelConfig, expert_format, optional, parse_config, require
 from spillover.models.layers import MixtureDecoder, decoder_specs, experts, fp8_experts
 from spillover.models.weight_specs import Source, WeightSpec, WeightSpecs
 
@@ -17,7 +17,7 @@ def config(hf: Mapping[str, Any]) -> ModelConfig:
         hf,
         theta=1_000_000.0,
         eps=1e-5,
-        windows=(hf.get("sliding_window"),) * require(hf, "num_hidden_layers"),
+        windows=(optional(hf, "sliding_window"),) * require(hf, "num_hidden_layers"),
         num_experts=require(hf, "num_local_experts"),
         experts_per_token=require(hf, "num_experts_per_tok"),
         expert_intermediate_size=require(hf, "intermediate_size"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from spillover.models.config import ModelConfig, parse_config, parse_windows, require
+from spillover.models.config import ModelConfig, optional, parse_config, parse_windows, require
 from spillover.models.layers import Decoder, decoder_specs, mlp_specs
 from spillover.models.weight_specs import WeightSpecs
 
@@ -25,6 +25,7 @@ def windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
     layers = require(hf, "num_hidden_layers")
     if not hf.get("use_sliding_window", False) or hf.get("sliding_window") is None:
         return (None,) * layers
-    first = hf.get("max_window_layers", 28)
+    first = optional(hf, "max_window_layers", least=0)
+    first = 28 if first is None else first
     types = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
     return parse_windows(hf, hf.get("layer_types") or types)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from spillover.models.config import ModelConfig, expert_format, parse_config, require
+from spillover.errors import CheckpointError
+from spillover.models.config import ModelConfig, expert_format, optional, parse_config, require, shown
 from spillover.models.layers import MixtureDecoder, decoder_specs, experts, fp8_experts, mlp_specs, tensor
 from spillover.models.weight_specs import Source, WeightSpec, WeightSpecs
 
@@ -15,8 +16,10 @@ Model = MixtureDecoder
 def config(hf: Mapping[str, Any]) -> ModelConfig:
     layers = require(hf, "num_hidden_layers")
     bias = bool(hf.get("attention_bias", False))
-    step, dense = hf.get("decoder_sparse_step") or 1, hf.get("mlp_only_layers") or []
-    window = hf.get("sliding_window") if hf.get("use_sliding_window", False) else None
+    step, dense = optional(hf, "decoder_sparse_step", least=0) or 1, hf.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise CheckpointError(f"config.json: 'mlp_only_layers' is {shown(dense)}, not a list")
+    window = optional(hf, "sliding_window") if hf.get("use_sliding_window", False) else None
     return parse_config(
         hf,
         qkv_bias=bias,

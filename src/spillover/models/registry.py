@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from spillover.errors import CheckpointError
-from spillover.models.config import ModelConfig
+from spillover.models.config import ModelConfig, shown
 from spillover.models.layers import Decoder
 from spillover.models.weight_specs import WeightSpecs
 
@@ -38,13 +39,25 @@ class Architecture:
         return self.model(config, device, dtype, num_positions)
 
 
+def read_architecture(hf_config: Mapping[str, Any], path: Path) -> tuple[Architecture, ModelConfig]:
+    """A checkpoint's architecture and its shape; what is wrong with its configuration is said of its file."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        found = architecture(hf_config)
+        return found, found.config(hf_config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {str(error).removeprefix('config.json: ')}") from error
+
+
 def architecture(hf_config: Mapping[str, Any]) -> Architecture:
     names = hf_config.get("architectures") or []
+    if not isinstance(names, list):
+        raise CheckpointError(f"config.json: 'architectures' is not a list (found {shown(names)})")
     for name in names:
-        if name in ARCHITECTURES:
+        if isinstance(name, str) and name in ARCHITECTURES:
             module = importlib.import_module(f"spillover.models.{ARCHITECTURES[name]}")
             return Architecture(name, module.config, module.weight_specs, module.Model)
     supported = ", ".join(ARCHITECTURES)
     if not names:
-        raise CheckpointError(f"config.json names no architecture; supported are {supported}")
-    raise CheckpointError(f"architecture '{names[0]}' is not supported; supported are {supported}")
+        raise CheckpointError(f"config.json: it names no architecture; supported are {supported}")
+    raise CheckpointError(f"config.json: architecture {shown(names[0])} is not supported; supported are {supported}")

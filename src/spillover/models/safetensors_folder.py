@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from safetensors import SafetensorError, safe_open
 
 from spillover.errors import CheckpointError
+from spillover.models.config import MOST, named, shown
 from spillover.units import format_bytes
 
 if TYPE_CHECKING:
@@ -19,7 +21,8 @@ if TYPE_CHECKING:
     from spillover.kernels.coded import Codes
 
 INDEX = "model.safetensors.index.json"
-DTYPES = {"F64", "F32", "F16", "BF16", "F8_E4M3", "I64", "I32", "I16", "I8", "U8", "BOOL"}
+DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1,
+          "BOOL": 1}  # bytes of a value
 MAX_HEADER = 100_000_000  # as safetensors itself allows
 
 
@@ -83,20 +86,33 @@ def read_config(folder: Path) -> dict[str, Any]:
     if quantization:
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
         if method not in ("mxfp4", "fp8"):
-            raise CheckpointError(f"{folder / 'config.json'}: weights quantised with '{method}' are not supported; "
-                                  "use the model's bfloat16 or float16 safetensors, fp8 or mxfp4 ones, or a GGUF file")
+            raise CheckpointError(f"{folder / 'config.json'}: weights quantised with {shown(method)} are not "
+                                  "supported; use the model's bfloat16, float16, fp8 or mxfp4 safetensors, or a GGUF "
+                                  "file")
     generation = folder / "generation_config.json"
     eos = read_json(generation).get("eos_token_id") if generation.is_file() else None
+    named = generation if eos is not None else folder / "config.json"
     eos = config.get("eos_token_id") if eos is None else eos
     if eos is not None:
-        config["generation_eos_token_id"] = list(eos) if isinstance(eos, list) else [eos]
+        config["generation_eos_token_id"] = eos_ids(eos, named)
     return config
+
+
+def eos_ids(value: object, file: Path) -> list[int]:
+    """One id or a list of them, as files have it."""
+    ids = value if isinstance(value, list) else [value]
+    for index in ids:
+        if type(index) is not int or not 0 <= index <= MOST:
+            raise CheckpointError(f"{file}: 'eos_token_id' has {shown(index)}, which is not a token id")
+    return list(ids)
 
 
 def read_json(file: Path) -> dict[str, Any]:
     try:
+        if file.stat().st_size > MAX_HEADER:
+            raise CheckpointError(f"{file} has more than {MAX_HEADER:,} bytes, which no such file needs")
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not readable JSON ({error})") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} does not hold a JSON object")
@@ -109,6 +125,10 @@ def _read_entries(folder: Path) -> dict[str, _Entry]:
     shard_of = read_json(folder / INDEX).get("weight_map")
     if not isinstance(shard_of, dict) or not shard_of:
         raise CheckpointError(f"{folder / INDEX} lists no tensors under 'weight_map'")
+    for shard in shard_of.values():
+        if not isinstance(shard, str) or not shard.endswith(".safetensors") or "/" in shard or "\0" in shard:
+            raise CheckpointError(f"{folder / INDEX}: {shown(shard)} under 'weight_map' is not the name of a "
+                                  "safetensors file in this folder")
     shards: dict[str, dict[str, _Entry]] = {}
     for shard in sorted(set(shard_of.values())):
         if not (folder / shard).is_file():
@@ -116,7 +136,7 @@ def _read_entries(folder: Path) -> dict[str, _Entry]:
         shards[shard] = _read_header(folder / shard)
     for name, shard in shard_of.items():
         if name not in shards[shard]:
-            raise CheckpointError(f"{folder / shard} has no tensor {name}, though {INDEX} says so")
+            raise CheckpointError(f"{folder / shard} has no tensor {named(name)}, though {INDEX} says so")
     return {name: shards[shard][name] for name, shard in shard_of.items()}
 
 
@@ -147,20 +167,42 @@ def _read_header(file: Path) -> dict[str, _Entry]:
             if size < 8 + length:
                 raise _truncated(file, size, 8 + length)
             header = json.loads(stream.read(length))
-        header.pop("__metadata__", None)
-        entries = {name: _Entry(file, entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
-        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({error})") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} has a corrupt header ({error})") from error
-    if size < end:
-        raise _truncated(file, size, end)
-    for name, entry in entries.items():
-        if entry.dtype not in DTYPES:
-            raise CheckpointError(f"{file}: tensor {name} has type {entry.dtype}, which is not supported; "
-                                  "use the model's bfloat16 or float16 safetensors")
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file} has a corrupt header (it is not a JSON object)")
+    header.pop("__metadata__", None)
+    entries = {}
+    for name, entry in header.items():
+        entries[name], end = _read_entry(file, name, entry)
+        if size < 8 + length + end:
+            raise _truncated(file, size, 8 + length + end)
     return entries
+
+
+def _read_entry(file: Path, name: str, entry: object) -> tuple[_Entry, int]:
+    """A tensor of a header, and where its bytes end."""
+    def wrong(what: str) -> CheckpointError:
+        return CheckpointError(f"{file} has a corrupt header (tensor {named(name)} {what})")
+
+    if not isinstance(entry, dict):
+        raise wrong(f"is {shown(entry)}")
+    dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str):
+        raise wrong(f"has type {shown(dtype)}")
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{file}: tensor {named(name)} has type {named(dtype)}, which is not supported; use the "
+                              "model's bfloat16 or float16 safetensors")
+    if not isinstance(shape, list) or any(type(size) is not int or not 0 <= size <= MOST for size in shape):
+        raise wrong(f"has shape {shown(shape)}")
+    if not isinstance(offsets, list) or len(offsets) != 2 or any(type(place) is not int for place in offsets):
+        raise wrong(f"has data_offsets {shown(offsets)}")
+    begin, end = offsets
+    if begin < 0 or end - begin != math.prod(shape) * DTYPES[dtype]:
+        raise wrong(f"has data_offsets {shown(offsets)}, which do not fit {dtype} of shape {shown(shape)}")
+    return _Entry(file, dtype, tuple(shape)), end
 
 
 def _truncated(file: Path, size: int, expected: int) -> CheckpointError:

@@ -220,8 +220,8 @@ def _write_manifest(folder: Path, files: dict[str, tuple[int, str]]) -> None:
 def _manifest(folder: Path) -> dict[str, tuple[int, str]]:
     try:
         content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        return {file: (entry["size"], entry["sha256"]) for file, entry in content.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return {file: (int(entry["size"]), str(entry["sha256"])) for file, entry in content.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SpilloverError(f"{folder} has no readable {MANIFEST}; remove {folder.name} and pull it again") from error
 
 

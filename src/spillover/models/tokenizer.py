@@ -16,12 +16,14 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from spillover.errors import CheckpointError, RequestError
+from spillover.models.config import shown
 from spillover.models.gguf_config import end_token_ids
 from spillover.models.gguf_header import read_header
 from spillover.models.gguf_tokenizer import gguf_tokenizer
-from spillover.models.safetensors_folder import read_json
+from spillover.models.safetensors_folder import eos_ids, read_json
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+MOST_TOKENS = 1 << 24
 _SHORT = 2048  # characters, which are encoded before another thread would miss it
 
 
@@ -46,6 +48,9 @@ class Tokenizer:
         self._compiled: dict[str, Template] = {}
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
+        if self.vocab_size > MOST_TOKENS:
+            raise CheckpointError(f"{source}: its tokenizer has token ids up to {self.vocab_size - 1:,}; "
+                                  f"{MOST_TOKENS:,} tokens are supported at most")
         self._added: dict[int, tokenizers.AddedToken] = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in self._added.items() if token.special)
         self.bos_token_id = self._special_id("bos_token")
@@ -167,9 +172,15 @@ def _from_gguf(path: Path) -> Tokenizer:
         if token is not None:
             special[role] = token
     templates = {"default": metadata["tokenizer.chat_template"]} if "tokenizer.chat_template" in metadata else {}
-    for name in metadata.get("tokenizer.chat_templates", []):
+    names = metadata.get("tokenizer.chat_templates", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"{path}: tokenizer.chat_templates is {shown(names)}, not a list of names")
+    for name in names:
         templates[name] = metadata.get(f"tokenizer.chat_template.{name}", "")
-    return Tokenizer(backend, special, end_token_ids(metadata), templates, str(path))
+    for name, text in templates.items():
+        if not isinstance(text, str):
+            raise CheckpointError(f"{path}: its chat template {shown(name)} is {shown(text)}, not a text")
+    return Tokenizer(backend, special, end_token_ids(metadata, path), templates, str(path))
 
 
 def _from_folder(folder: Path) -> Tokenizer:
@@ -177,10 +188,14 @@ def _from_folder(folder: Path) -> Tokenizer:
     if not file.is_file():
         raise CheckpointError(f"{folder} has no tokenizer.json; make one with transformers' "
                               "AutoTokenizer.from_pretrained(folder).save_pretrained(folder), or send token ids")
+    read_json(file)  # the package below goes through nested JSON without a limit of its own
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises nothing more precise
-        raise CheckpointError(f"{file} cannot be read as a tokenizer ({error})") from error
+        backend.encode("a b")
+    except BaseException as error:  # tokenizers raises nothing more precise, and its panics are no Exceptions
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+            raise
+        raise CheckpointError(f"{file} cannot be read as a tokenizer ({shown(str(error))})") from error
     # A file may carry the padding and truncation of someone's training run.
     backend.no_padding()
     backend.no_truncation()
@@ -189,7 +204,7 @@ def _from_folder(folder: Path) -> Tokenizer:
     for role in SPECIAL_TOKENS:
         token = settings.get(role)
         token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str):
+        if isinstance(token, str) and _is_utf8(token):
             special[role] = token
     return Tokenizer(backend, special, _folder_eos(folder, "eos_token" in special), _folder_templates(folder, settings),
                      str(folder))
@@ -200,19 +215,34 @@ def _folder_eos(folder: Path, known: bool) -> list[int]:
     for file in ("generation_config.json", *(() if known else ("config.json",))):
         eos = _optional_json(folder / file).get("eos_token_id")
         if eos is not None:
-            return list(eos) if isinstance(eos, list) else [eos]
+            return eos_ids(eos, folder / file)
     return []
 
 
 def _folder_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     file = folder / "chat_template.jinja"
-    template = (file.read_text(encoding="utf-8") if file.is_file()
+    template = (_template_text(file) if file.is_file()
                 else _optional_json(folder / "chat_template.json").get("chat_template", settings.get("chat_template")))
-    if isinstance(template, list):  # [{"name": ..., "template": ...}]
-        return {entry["name"]: entry["template"] for entry in template}
-    templates = dict(template) if isinstance(template, dict) else {"default": template} if template else {}
+    if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
+        template = {entry.get("name"): entry.get("template") for entry in template}
+    templates = template if isinstance(template, dict) else {"default": template} if template else {}
+    for name, text in templates.items():
+        if not isinstance(name, str) or not isinstance(text, str) or not _is_utf8(text):
+            raise CheckpointError(f"{folder / 'tokenizer_config.json'}: its chat template is {shown(text)}, not a text")
     extra = folder / "additional_chat_templates"
-    return templates | {file.stem: file.read_text(encoding="utf-8") for file in extra.glob("*.jinja")}
+    return templates | {file.stem: _template_text(file) for file in extra.glob("*.jinja")}
+
+
+def _is_utf8(text: str) -> bool:
+    """JSON can write half of a surrogate pair, which is no text."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def _template_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is not a readable text ({error})") from error
 
 
 def _optional_json(file: Path) -> dict[str, Any]:
