@@ -1,6 +1,6 @@
 """Spillover: an LLM inference engine that treats GPU memory as a cache.
 
-    from spillover import LLM, SamplingParams
+    from spillover import LLM, AsyncLLM, SamplingParams
 """
 
 from __future__ import annotations
@@ -11,17 +11,26 @@ if TYPE_CHECKING:
     from spillover.engine.llm import LLM
     from spillover.engine.outputs import CompletionOutput, RequestOutput
     from spillover.engine.sampling_params import SamplingParams, StructuredOutputs
+    from spillover.errors import SpilloverError
+    from spillover.server.async_llm import AsyncLLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputs", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "SpilloverError",
+           "StructuredOutputs", "__version__"]
 
 _HOMES = {
     "LLM": "spillover.engine.llm",
+    "AsyncLLM": "spillover.server.async_llm",
     "CompletionOutput": "spillover.engine.outputs",
     "RequestOutput": "spillover.engine.outputs",
     "SamplingParams": "spillover.engine.sampling_params",
+    "SpilloverError": "spillover.errors",
     "StructuredOutputs": "spillover.engine.sampling_params",
 }
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def __getattr__(name: str) -> Any:  # torch is imported when something needs it, so that `spill --help` is quick

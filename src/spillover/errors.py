@@ -27,3 +27,19 @@ def did_you_mean(given: str, names: Iterable[str]) -> str:
     """The end of a refusal: "; did you mean 'lru'?", or nothing where no name is near."""
     near = difflib.get_close_matches(given, list(names), n=1)
     return f"; did you mean '{near[0]}'?" if near else ""
+
+
+class EngineDead(SpilloverError):  # noqa: N818
+    """There is no engine to serve this now (HTTP 503); `retry_after` seconds is when to try again."""
+
+    def __init__(self, message: str, retry_after: int = 2) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class QueueFull(SpilloverError):  # noqa: N818
+    """Too many requests wait already (HTTP 429); `retry_after` seconds is when to try again."""
+
+    def __init__(self, message: str, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after

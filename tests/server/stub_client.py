@@ -17,6 +17,7 @@ class StubClient:
         self.info = SimpleNamespace(plan=plan, config=config, max_model_len=2048, started=1.0, restarts=0,
                                     null_model=False)
         self.ready, self.engine_state = True, "ready"
+        self.heartbeat_age, self.hangs = 0.0, 0
         self.stats = LiveStats(time=2.0, blocks_total=100, blocks_free=70, blocks_evictable=20, blocks_protected=10,
                                block_size=16, tiers=(TierUse("device", 500, 1000, 100, 200),))
 

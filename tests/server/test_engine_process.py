@@ -22,11 +22,10 @@ import uvloop
 from hf_reference import VOCAB, save_checkpoint, tiny_model
 
 from spillover import LLM, SamplingParams, StructuredOutputs
-from spillover.engine.config import EngineConfig
 from spillover.engine.output_processor import Answer
-from spillover.errors import RequestError, SpilloverError
-from spillover.server import engine_client
-from spillover.server.engine_client import EngineClient, EngineDead, QueueFull
+from spillover.errors import EngineDead, QueueFull, RequestError, SpilloverError
+from spillover.server import engine_keeper
+from spillover.server.async_llm import AsyncLLM
 
 Result = TypeVar("Result")
 
@@ -37,11 +36,11 @@ LIMITS: dict[str, Any] = {"skip_tokenizer_init": True, "block_size": 8, "max_mod
 class Served:
     """A client on an event loop in a thread of its own, as a server would run it."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, model: str | None = None, **flags: Any) -> None:
         self.loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
-        self.client = EngineClient(config, max_queue=64)
+        self.client = AsyncLLM(model, max_queue=64, **flags)
         try:
             self.run(self.client.start())
         except BaseException:
@@ -55,15 +54,15 @@ class Served:
         return self.run(answer(self.client, prompt, params))
 
     def close(self) -> None:
-        self.run(self.client.stop())
+        self.run(self.client.close())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
 
 
-async def answer(client: EngineClient, prompt: str | list[int], params: SamplingParams) -> Answer:
+async def answer(client: AsyncLLM, prompt: str | list[int], params: SamplingParams) -> Answer:
     text, ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
-    looks = [look async for look in client.generate(client.factory.make(text, ids, params), text)]
+    looks = [look async for look in client.answers(client.factory.make(text, ids, params), text)]
     assert looks[-1].finished
     return looks[-1]
 
@@ -83,7 +82,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def tiny(folder: str) -> Iterator[Served]:
-    served = Served(EngineConfig(model=folder, **LIMITS))
+    served = Served(folder, **LIMITS)
     yield served
     served.close()
 
@@ -91,7 +90,7 @@ def tiny(folder: str) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def null() -> Iterator[Served]:
     """No model behind it, but the default model's tokenizer."""
-    served = Served(EngineConfig(load_format="null", max_model_len=2048))
+    served = Served(load_format="null", max_model_len=2048)
     yield served
     served.close()
 
@@ -126,7 +125,7 @@ def test_a_client_that_leaves_frees_its_blocks_within_one_step(tiny: Served) -> 
     async def leave() -> int:
         client = tiny.client
         requests = client.factory.make(None, list(range(40)), SamplingParams(temperature=0, max_tokens=150, n=2))
-        async with contextlib.aclosing(client.generate(requests)) as answers:
+        async with contextlib.aclosing(client.answers(requests)) as answers:
             async for _ in answers:
                 break
         assert client.num_open == 0
@@ -160,7 +159,7 @@ def test_sleep_keeps_the_kv_cache_and_requests_wait_for_the_wake_up(tiny: Served
         client = tiny.client
         expected = (await answer(client, prompt, params)).output()
         running = client.factory.make(None, prompt, params)
-        stream = client.generate(running)
+        stream = client.answers(running)
         await anext(stream)  # it goes to sleep in the middle of this one
         assert (await client.call("sleep")).sleeping
         assert client.is_sleeping
@@ -263,7 +262,7 @@ def test_a_slow_reader_sees_the_newest_state_and_holds_up_nobody(null: Served) -
     async def read_slowly() -> int:
         client = null.client
         lengths = []
-        async for look in client.generate(client.factory.make("Hello", None, SamplingParams(max_tokens=1000))):
+        async for look in client.answers(client.factory.make("Hello", None, SamplingParams(max_tokens=1000))):
             lengths.append(look.num_output)
             start = time.monotonic()
             while time.monotonic() - start < 0.2 or client.num_open:
@@ -276,7 +275,7 @@ def test_a_slow_reader_sees_the_newest_state_and_holds_up_nobody(null: Served) -
 
 def test_a_dead_engine_is_told_to_clients_at_once_and_started_again(
         folder: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    served = Served(EngineConfig(model=folder, load_format="null", **LIMITS))
+    served = Served(folder, load_format="null", **LIMITS)
     client, params = served.client, SamplingParams(max_tokens=150)
 
     async def die(how: Callable[[], None], cause: str) -> None:
@@ -301,9 +300,8 @@ def test_a_dead_engine_is_told_to_clients_at_once_and_started_again(
         assert client.info.restarts == 1
         assert (await answer(client, [1, 2, 3], params)).output().outputs[0].token_ids == expected
         # An engine that fails by itself leaves its traceback in the log; a death more than allowed is the end.
-        monkeypatch.setattr(engine_client, "MAX_QUICK_DEATHS", 1)
-        assert client._process is not None
-        await die(lambda: client._process.send(b"\xc1"), "exited with code 1")
+        monkeypatch.setattr(engine_keeper, "MAX_QUICK_DEATHS", 1)
+        await die(lambda: client._keeper.send(b"\xc1"), "exited with code 1")
         await until(lambda: client.gave_up)
         with pytest.raises(EngineDead, match="not started again"):
             await answer(client, [1, 2, 3], params)
@@ -319,7 +317,7 @@ def test_a_dead_engine_is_told_to_clients_at_once_and_started_again(
 def test_stop_lets_requests_end_and_leaves_nothing(folder: str, tmp_path: Path,
                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    served = Served(EngineConfig(model=folder, load_format="null", **LIMITS))
+    served = Served(folder, load_format="null", **LIMITS)
     client = served.client
     assert list(tmp_path.iterdir()) == []  # the socket has no name any more
 
@@ -327,12 +325,12 @@ def test_stop_lets_requests_end_and_leaves_nothing(folder: str, tmp_path: Path,
         task = asyncio.ensure_future(answer(client, [1, 2, 3], SamplingParams(max_tokens=150)))
         await asyncio.sleep(0)  # the task's first step hands the request over
         assert client.num_open == 1
-        stopping = asyncio.ensure_future(client.stop(10))
+        stopping = asyncio.ensure_future(client.close(10))
         await asyncio.sleep(0)
         with pytest.raises(EngineDead):
             await answer(client, [1], SamplingParams())
         assert (await task).num_output == 150
-        await asyncio.gather(stopping, client.stop(10), client.stop())
+        await asyncio.gather(stopping, client.close(10), client.close())
 
     served.run(drain())
     assert not psutil.pid_exists(client.info.pid)
@@ -347,19 +345,17 @@ def test_an_engine_that_cannot_start_says_why_in_its_own_sentence(folder: str, t
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = psutil.Process().children()
     with pytest.raises(SpilloverError, match="--max-model-len is 100,000; lower it to at most 256"):
-        Served(EngineConfig(model=folder, skip_tokenizer_init=True, max_model_len=100_000))
+        Served(folder, skip_tokenizer_init=True, max_model_len=100_000)
     assert list(tmp_path.iterdir()) == []
     assert psutil.Process().children() == before
 
 
 FRONT = """
 import asyncio, sys
-from spillover.engine.config import EngineConfig
-from spillover.server.engine_client import EngineClient
+from spillover import AsyncLLM
 
 async def main():
-    client = EngineClient(EngineConfig(model=sys.argv[1], load_format="null", skip_tokenizer_init=True), max_queue=1)
-    await client.start()
+    client = await AsyncLLM(sys.argv[1], load_format="null", skip_tokenizer_init=True).start()
     print(client.info.pid, flush=True)
     await asyncio.sleep(60)
 

@@ -16,7 +16,7 @@ from spillover.errors import SpilloverError
 if TYPE_CHECKING:
     from socket import socket
 
-    from spillover.server.engine_client import EngineClient
+    from spillover.server.async_llm import AsyncLLM
     from spillover.server.settings import ServerSettings
 
 
@@ -38,6 +38,12 @@ if TYPE_CHECKING:
               help="Let pages from this origin call the server; may be given more than once.")
 @click.option("--drain-seconds", default=30.0, show_default=True, type=click.FloatRange(min=0),
               help="How long running requests may take to end after Ctrl-C or SIGTERM.")
+@click.option("--engine-degraded-seconds", default=5.0, show_default=True, type=click.FloatRange(min=1),
+              help="After this long without a heartbeat of the engine, /health answers 503 and requests are refused.")
+@click.option("--engine-hang-seconds", default=30.0, show_default=True, type=click.FloatRange(min=1),
+              help="After this long without a heartbeat, the engine is killed and started again.")
+@click.option("--engine-step-seconds", default=900.0, show_default=True, type=click.FloatRange(min=1),
+              help="After this long in one step, the engine is killed and started again, though its heart beats.")
 @click.option("--log-requests/--no-log-requests", default=True, show_default=True, help="One line a request.")
 @click.option("--log-prompts", is_flag=True, help="Also log the text of prompts, which is private as a rule.")
 @click.option("--profiler-dir", default=None, metavar="DIR",
@@ -45,6 +51,7 @@ if TYPE_CHECKING:
 @engine_options()
 def serve(config: EngineConfig, host: str, port: int, api_keys: tuple[str, ...], names: tuple[str, ...],
           max_queue: int, max_request_bytes: str, cors_origins: tuple[str, ...], drain_seconds: float,
+          engine_degraded_seconds: float, engine_hang_seconds: float, engine_step_seconds: float,
           log_requests: bool, log_prompts: bool, profiler_dir: str | None) -> None:
     """Serve a model over HTTP, as OpenAI's API does.
 
@@ -56,6 +63,7 @@ def serve(config: EngineConfig, host: str, port: int, api_keys: tuple[str, ...],
       spill serve ./Llama-3.1-8B-Instruct --gpu-memory 12GB --port 9000
       spill serve --host 0.0.0.0 --api-key "$(openssl rand -hex 16)"
     """
+    from spillover.server.heartbeat import HangLimits
     from spillover.server.listen import address_of, listen
     from spillover.server.settings import ServerSettings
     from spillover.units import format_bytes, parse_bytes
@@ -75,7 +83,9 @@ def serve(config: EngineConfig, host: str, port: int, api_keys: tuple[str, ...],
             raise SpilloverError(f"--profiler-dir '{profiler_dir}' cannot be made: {error.strerror}") from error
     served = tuple(dict.fromkeys(" ".join(names).split())) or (_name(config.model),)
     settings = ServerSettings(host, port, served, api_keys, max_queue, limit, cors_origins, drain_seconds,
-                              log_requests, log_prompts, profiler_dir=profiler_dir and os.path.abspath(profiler_dir))
+                              log_requests, log_prompts,
+                              HangLimits(engine_degraded_seconds, engine_hang_seconds, engine_step_seconds),
+                              profiler_dir and os.path.abspath(profiler_dir))
     with listen(host, port) as listening:  # before anything slow: a port that is taken is known at once
         _run(config, settings, listening, address_of(listening, host))
 
@@ -98,7 +108,7 @@ def _run(config: EngineConfig, settings: ServerSettings, listening: socket, addr
     with contextlib.ExitStack() as bar:
         show = bar.enter_context(bytes_bar())
 
-        def announce(client: EngineClient) -> None:
+        def announce(client: AsyncLLM) -> None:
             bar.close()
             names = escape(", ".join(settings.served_model_names))
             empty = " with no model behind it (--load-format null)" if client.info.null_model else ""

@@ -8,9 +8,9 @@ from starlette.middleware.cors import CORSMiddleware
 import spillover
 from spillover.server import admin, chat, completions, responses
 from spillover.server.access import BodyLimit, RequestLog
+from spillover.server.async_llm import AsyncLLM
 from spillover.server.auth import ApiKeys
 from spillover.server.documents import describe
-from spillover.server.engine_client import EngineClient
 from spillover.server.errors import LastResort, add_error_handlers
 from spillover.server.front import Front
 from spillover.server.page_routes import add_metrics, add_page
@@ -30,7 +30,7 @@ BODIES = (CompletionRequest, ChatRequest, ResponsesRequest, TokenizeTextRequest,
           EmbeddingsRequest)
 
 
-def make_app(client: EngineClient, settings: ServerSettings) -> FastAPI:
+def make_app(client: AsyncLLM, settings: ServerSettings) -> FastAPI:
     app = FastAPI(title="Spillover", version=spillover.__version__, docs_url=None, redoc_url=None,
                   description="An OpenAI-compatible server for language models that do not fit.")
     recorder = Recorder(client, settings.served_model_names[0])

@@ -16,6 +16,8 @@ import threading
 
 import zmq
 
+from spillover.server.heartbeat import Pulse
+
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 FLUSH_MS = 2000  # for the last message to leave
 
@@ -29,6 +31,7 @@ def main() -> int:
         return 1
     launch = json.loads(line)
     _end_with(launch["parent"])
+    pulse = Pulse(launch["pulse"])
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.sndhwm = socket.rcvhwm = 0  # bounded by the requests that the front lets in
@@ -37,7 +40,7 @@ def main() -> int:
     try:
         from spillover.server.engine_service import serve
 
-        return serve(socket, line)
+        return serve(socket, line, pulse)
     finally:
         socket.close(linger=FLUSH_MS)
         context.term()

@@ -28,6 +28,7 @@ from spillover.engine.weights.traffic import WeightTraffic
 from spillover.errors import RequestError, SpilloverError
 from spillover.models.tokenizer import Tokenizer
 from spillover.plan.hardware import probe
+from spillover.server.heartbeat import CALL, IDLE, LOADING, STEP, Pulse
 from spillover.server.protocol import (
     Abort,
     Add,
@@ -56,7 +57,7 @@ STALLED_MS = 5  # waiting for a message when there is work but none of it can go
 PROGRESS_SECONDS = 0.1
 
 
-def serve(socket: zmq.Socket[bytes], line: bytes) -> int:
+def serve(socket: zmq.Socket[bytes], line: bytes, pulse: Pulse) -> int:
     """Builds what the launch line asks for and runs it until told to stop; returns the exit code."""
 
     def send(message: FromEngine) -> None:
@@ -64,13 +65,14 @@ def serve(socket: zmq.Socket[bytes], line: bytes) -> int:
 
     try:
         launch = msgspec.json.decode(line, type=Launch)
+        pulse.at(LOADING)
         started = time.monotonic()
         parts = assemble(launch.config, lambda plan: send(Planned(plan)), _throttled(send))
         gc.collect()
         gc.freeze()  # what is loaded stays; the collector need not look at it again
         send(Ready(os.getpid(), parts.config, str(parts.path), parts.model_config, parts.plan,
                    time.monotonic() - started))
-        service = EngineService(socket, parts)
+        service = EngineService(socket, parts, pulse)
         try:
             service.run()
         finally:
@@ -88,8 +90,9 @@ def serve(socket: zmq.Socket[bytes], line: bytes) -> int:
 
 
 class EngineService:
-    def __init__(self, socket: zmq.Socket[bytes], parts: Assembly) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], parts: Assembly, pulse: Pulse) -> None:
         self._socket = socket
+        self._pulse = pulse
         self._parts = parts
         self._engine = parts.engine
         self._scheduler = parts.engine.scheduler
@@ -124,6 +127,7 @@ class EngineService:
 
     def _step(self) -> None:
         steps = self._engine.num_steps
+        self._pulse.at(STEP, steps)
         changed = self._engine.step()
         self._profile.stepped(self._engine.num_steps - steps)
         self._stalled = not changed and self._engine.num_steps == steps
@@ -136,6 +140,7 @@ class EngineService:
         if self._sleeping or not self._engine.has_work:
             if not self._current:
                 self._tell([], now=True)
+            self._pulse.at(IDLE)
             self._poller.poll()
             self._current = False
         elif self._stalled:
@@ -200,6 +205,7 @@ class EngineService:
     # Calls
 
     def _call(self, message: Call) -> None:
+        self._pulse.at(CALL)
         try:
             reply = Reply(message.id, self._answer(message.method, message.argument))
         except (SpilloverError, MemoryError, RuntimeError) as error:  # RuntimeError: torch, of memory that ran out

@@ -13,8 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from spillover.errors import SpilloverError
-from spillover.server.engine_client import EngineDead, QueueFull
+from spillover.errors import EngineDead, QueueFull, SpilloverError
 
 log = logging.getLogger("spillover.server")
 

@@ -1,4 +1,4 @@
-"""What every route works with: the engine's client, the settings, the recorder, and threads for slow preparation."""
+"""What every route works with: the engine, the settings, the recorder, and threads for slow preparation."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 from starlette.requests import Request as HttpRequest
 
 from spillover.engine.output_processor import Answer
+from spillover.errors import EngineDead
 from spillover.models.tokenizer import Tokenizer
-from spillover.server.engine_client import EngineClient, EngineDead
+from spillover.server.async_llm import AsyncLLM
 from spillover.server.errors import ApiError
 from spillover.server.settings import ServerSettings
 from spillover.server.token_text import TokenTexts
@@ -32,7 +33,7 @@ class RequestRecorder(Protocol):
 
 @dataclass
 class Front:
-    client: EngineClient
+    client: AsyncLLM
     settings: ServerSettings
     recorder: RequestRecorder
     started: int = field(default_factory=lambda: int(time.time()))
@@ -54,7 +55,7 @@ class Front:
     def require_engine(self) -> None:
         """Called first by every route that needs the model's facts, which are known once the engine is up."""
         if not self.client.ready:
-            raise EngineDead(f"The engine is not ready ({self.client.engine_state}); try again in a moment.")
+            raise EngineDead(f"The engine is not ready ({self.client.engine_state}): {self.client.trouble}.")
 
     def check_length(self, characters: int) -> None:
         """Refuse a text that is too long whatever its tokens are, before time is spent on tokenising it."""

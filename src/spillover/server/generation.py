@@ -132,7 +132,7 @@ async def _run(front: Front, job: Job, kind: str, stream: bool) -> AsyncGenerato
     status = "aborted"
     front.recorder.started(record, kind)
     try:
-        async with aclosing(front.client.generate(job.requests, job.text, stream=stream)) as answers:
+        async with aclosing(front.client.answers(job.requests, job.text, stream=stream)) as answers:
             async for answer in answers:
                 yield answer
         status = "ok"

@@ -23,7 +23,7 @@ from spillover.server.tier_metrics import PREFIX, tier_families
 
 if TYPE_CHECKING:
     from spillover.engine.output_processor import Answer
-    from spillover.server.engine_client import EngineInfo
+    from spillover.server.engine_keeper import EngineInfo
 
 SOURCES = ("computed", "device", "host", "disk", "remote")
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -48,6 +48,7 @@ class Metrics:
         self.engine = EngineTotals()
         self._model = model_name
         self._running: tuple[TokenCounts, LiveStats, EngineInfo | None] = TokenCounts(), LiveStats(), None
+        self._heartbeat = (0.0, 0)  # its age in seconds, and engines that hung
 
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
             return Histogram(PREFIX + name, text, ["model_name"], registry=self.registry,
@@ -110,9 +111,11 @@ class Metrics:
         if steps > 0:
             self._step_tokens.add((after["step_tokens"] - before["step_tokens"]) / steps, steps)
 
-    def render(self, stats: LiveStats, info: EngineInfo | None, running: TokenCounts) -> bytes:
+    def render(self, stats: LiveStats, info: EngineInfo | None, running: TokenCounts, heartbeat_age: float = 0.0,
+               hangs: int = 0) -> bytes:
         """The text that Prometheus scrapes. `running`: tokens so far of requests that have not ended."""
         self.sample(stats, info)
+        self._heartbeat = heartbeat_age, hangs
         self._running = running, stats, info
         return generate_latest(self.registry)
 
@@ -159,6 +162,9 @@ class Metrics:
         yield self._counter("engine_steps", "Steps of the engine.", totals["steps"])
         yield self._counter("engine_restarts", "Engines that died and were started again.",
                             info.restarts if info is not None else 0)
+        age, hangs = self._heartbeat
+        yield self._gauge("engine_heartbeat_age_seconds", "Time since the engine last gave a sign of life.", age)
+        yield self._counter("engine_hangs", "Engines that were killed because they hung.", hangs)
         yield self._gaps.family("inter_token_latency_seconds", "Time between two tokens of a request; each of a "
                                 "request's gaps counts as their mean.", self._model)
         yield self._step_tokens.family("iteration_tokens_total", "Tokens computed in a step; steps of one second count "

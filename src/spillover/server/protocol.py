@@ -26,6 +26,7 @@ class Launch(msgspec.Struct):
     endpoint: str
     config: EngineConfig
     parent: int  # the front's process id
+    pulse: int  # file descriptor that the engine's heartbeat is written to
 
 
 # To the engine

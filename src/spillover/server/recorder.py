@@ -20,7 +20,8 @@ from spillover.memory.report import TierReport
 from spillover.server.metrics import Metrics, TokenCounts, finish_reason
 
 if TYPE_CHECKING:
-    from spillover.server.engine_client import EngineClient, EngineInfo
+    from spillover.server.async_llm import AsyncLLM
+    from spillover.server.engine_keeper import EngineInfo
 
 KEPT_REQUESTS = 200
 SHOWN_REQUESTS = 40
@@ -88,7 +89,7 @@ class Phases:
 class Recorder:
     """Told of every request's start and end; looks at the engine once a second while there are any."""
 
-    def __init__(self, client: EngineClient, model_name: str) -> None:
+    def __init__(self, client: AsyncLLM, model_name: str) -> None:
         self._client = client
         self._model_name = model_name
         self.metrics = Metrics(model_name)
@@ -121,7 +122,8 @@ class Recorder:
 
     def scrape(self) -> bytes:
         """The text of /metrics."""
-        return self.metrics.render(self._client.latest(), self._info(), TokenCounts.of(self._sequences()))
+        return self.metrics.render(self._client.latest(), self._info(), TokenCounts.of(self._sequences()),
+                                   self._client.heartbeat_age, self._client.hangs)
 
     def live(self) -> dict[str, Any]:
         """All that the page shows."""

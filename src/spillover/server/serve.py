@@ -16,7 +16,7 @@ import uvloop
 from spillover.engine.config import EngineConfig
 from spillover.plan.planner import Plan
 from spillover.server.app import make_app
-from spillover.server.engine_client import EngineClient
+from spillover.server.async_llm import AsyncLLM
 from spillover.server.settings import ServerSettings
 
 log = logging.getLogger("spillover.server")
@@ -26,7 +26,7 @@ _LAST_BYTES_SECONDS = 5  # for answers that are complete to reach clients that r
 
 def serve(config: EngineConfig, settings: ServerSettings, listening: socket.socket, *,
           on_plan: Callable[[Plan], None], on_progress: Callable[[str, int, int], None],
-          on_ready: Callable[[EngineClient], None]) -> None:
+          on_ready: Callable[[AsyncLLM], None]) -> None:
     """Until a signal ends it. SpilloverError if the engine cannot start."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(config, settings, listening, on_plan, on_progress, on_ready))
@@ -34,8 +34,9 @@ def serve(config: EngineConfig, settings: ServerSettings, listening: socket.sock
 
 async def _serve(config: EngineConfig, settings: ServerSettings, listening: socket.socket,
                  on_plan: Callable[[Plan], None], on_progress: Callable[[str, int, int], None],
-                 on_ready: Callable[[EngineClient], None]) -> None:
-    client = EngineClient(config, max_queue=settings.max_queue, on_plan=on_plan, on_progress=on_progress)
+                 on_ready: Callable[[AsyncLLM], None]) -> None:
+    client = AsyncLLM(**vars(config), max_queue=settings.max_queue, limits=settings.limits, on_plan=on_plan,
+                      on_progress=on_progress)
     app = make_app(client, settings)
     server = _HttpServer(uvicorn.Config(
         app, http="httptools", ws="none", lifespan="off", access_log=False, log_config=None, server_header=False,
@@ -60,19 +61,19 @@ async def _serve(config: EngineConfig, settings: ServerSettings, listening: sock
         app.state.front.close()
 
 
-async def _leave(client: EngineClient, server: _HttpServer, http: asyncio.Future[None], stop: _StopSignal,
+async def _leave(client: AsyncLLM, server: _HttpServer, http: asyncio.Future[None], stop: _StopSignal,
                  drain_seconds: float) -> None:
     """No new connections; what runs may end; then the engine stops, which ends every stream that is left."""
     server.should_exit = True
     if client.num_open:
         log.info("Stopping once %d running sequences have ended, in %.0f s at most; Ctrl-C again stops at once",
                  client.num_open, drain_seconds)
-    draining = asyncio.ensure_future(client.stop(drain_seconds))
+    draining = asyncio.ensure_future(client.close(drain_seconds))
     hurried = asyncio.ensure_future(stop.hurried.wait())
     await asyncio.wait((draining, hurried), return_when=asyncio.FIRST_COMPLETED)
     if not draining.done():
         server.force_exit = True
-        await client.stop(0)
+        await client.close(0)
     await asyncio.wait((draining,))
     hurried.cancel()
     with contextlib.suppress(asyncio.CancelledError):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from spillover.server.heartbeat import HangLimits
+
 DEFAULT_ALIAS = "default"  # always answers, whatever the model is called
 
 
@@ -19,6 +21,7 @@ class ServerSettings:
     drain_seconds: float = 30.0
     log_requests: bool = True
     log_prompts: bool = False
+    limits: HangLimits = field(default_factory=HangLimits)  # after which the engine is taken for hung
     profiler_dir: str | None = None  # for the traces of /start_profile; None: the route is off
 
     @property

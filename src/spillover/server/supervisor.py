@@ -18,6 +18,7 @@ import msgspec
 import zmq
 
 from spillover.engine.config import EngineConfig
+from spillover.server.heartbeat import Heartbeat
 from spillover.server.protocol import Failed, FromEngine, Launch, Stop
 from spillover.server.wire import decode_from_engine, encode
 
@@ -45,6 +46,7 @@ class EngineProcess:
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.linger = 0
         self._socket.sndhwm = self._socket.rcvhwm = 0
+        self.heartbeat = Heartbeat()
         endpoint = f"ipc://{self._folder / 'engine'}"
         try:
             self._socket.bind(endpoint)
@@ -53,13 +55,15 @@ class EngineProcess:
             environment = {"GOMP_SPINCOUNT": "10000", **os.environ}
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "spillover.server.engine_process"], stdin=subprocess.PIPE,
-                env=environment)
+                env=environment, pass_fds=(self.heartbeat.theirs,))
         except BaseException:
+            self.heartbeat.close()
             self._close_socket()
             raise
         self._fd = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._drain_soon)
-        launch = msgspec.json.encode(Launch(endpoint, config, os.getpid())) + b"\n"
+        launch = msgspec.json.encode(Launch(endpoint, config, os.getpid(), self.heartbeat.theirs)) + b"\n"
+        self.heartbeat.close_theirs()
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died at once; `exited` will tell
             self._process.stdin.write(launch)
@@ -109,6 +113,7 @@ class EngineProcess:
         if not self.exited.done():
             self._process.kill()
         self._loop.remove_reader(self._fd)
+        self.heartbeat.close()
         self._close_socket()
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
