@@ -11,7 +11,7 @@ from running_server import Server, running
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     """The default model."""
-    with running("--max-model-len", "1024") as started:
+    with running("--max-model-len", "1024", "--enable-admin-routes") as started:
         yield started
 
 
@@ -28,4 +28,13 @@ def guarded_server() -> Iterator[Server]:
     with running("--load-format", "null", "--api-key", "right", "--api-key", "other", "--served-model-name", "first",
                  "--served-model-name", "second", "--max-request-bytes", "100KB", "--log-prompts",
                  "--cors-origin", "http://page.example", key="right") as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def edge_server() -> Iterator[Server]:
+    """Few connections, little time, a host name of its own, another site let in, a key for the admin routes alone."""
+    with running("--load-format", "null", "--max-model-len", "1024", "--client-timeout", "1", "--max-connections", "16",
+                 "--allowed-host", "models.example", "--cors-origin", "http://page.example",
+                 "--admin-api-key", "admin") as started:
         yield started

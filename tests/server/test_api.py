@@ -229,8 +229,10 @@ def test_sleeping_requests_wait(http: httpx.Client, server: Server) -> None:
     try:
         assert http.post("/sleep").json() == {"is_sleeping": True}
         assert http.get("/is_sleeping").json() == {"is_sleeping": True}
+        assert http.get("/health").json()["error"]["code"] == "engine_sleeping"
         with server.http() as other, pytest.raises(httpx.ReadTimeout):
             other.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, timeout=0.5)
     finally:
         assert http.post("/wake_up").json() == {"is_sleeping": False}
+    assert http.get("/health").status_code == 200
     assert post(http, "/v1/completions", prompt="a", max_tokens=1)

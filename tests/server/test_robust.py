@@ -53,7 +53,15 @@ ABUSE: list[tuple[str, bytes, int, str]] = [
     (COMPLETIONS, b'{"prompt": "a", "prompt": "b"}', 400, "given twice"),
     (COMPLETIONS, b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}", 400, "not valid JSON"),
     (COMPLETIONS, body(metadata={"a": json.loads(deep(100))}), 200, ""),
-    (COMPLETIONS, b'{"prompt": "a", "metadata": ' + deep(200_000).encode() + b"}", 400, "nested"),
+    (COMPLETIONS, b'{"prompt": "a", "metadata": ' + deep(4_000).encode() + b"}", 400, "nested"),
+    (COMPLETIONS, b'{"prompt": "a", "metadata": ' + deep(200_000).encode() + b"}", 400, "objects and arrays"),
+    (COMPLETIONS, body(logit_bias={str(i): 1 for i in range(3000)}), 400, "an object has 3000 fields"),
+    (COMPLETIONS, body(metadata=[0] * 300_000), 400, "--max-json-values"),
+    (COMPLETIONS, body(metadata=[{str(i): 0 for i in range(600)}] * 100), 400, "60003 fields"),
+    (COMPLETIONS, body(guided_choice=[1] * 5000), 400, "guided_choice.0"),
+    (CHAT, chat(messages=[{"role": "user", "content": ""}] * 2049), 400, "--max-messages"),
+    (CHAT, chat(messages=[{"role": "user", "content": [1] * 5000}]), 400, "messages.0.content.0"),
+    ("/v1/responses", json.dumps({"input": [{"role": "user", "content": ""}] * 2049}).encode(), 400, "--max-messages"),
     (COMPLETIONS, body(temprature=1), 400, "did you mean 'temperature'"),
     (COMPLETIONS, body(stream_options={"include_use": True}), 400, "unknown field 'include_use' in stream_options"),
     (COMPLETIONS, body(stop=[""]), 400, "stop.0: String should have at least 1 character"),
@@ -71,8 +79,13 @@ ABUSE: list[tuple[str, bytes, int, str]] = [
     (COMPLETIONS, body(prompt=[2**70]), 400, "prompt"),
     (COMPLETIONS, body(prompt={"a": 1}), 400, "a list of strings"),
     (COMPLETIONS, body(prompt=[1] * 2000), 400, "1024"),
-    (COMPLETIONS, body(prompt="ab " * 2_000_000), 400, "at least"),
-    (CHAT, chat(messages=[{"role": "user", "content": "ab " * 2_000_000}]), 400, "at least"),
+    (COMPLETIONS, body(prompt="ab " * 1_000_000), 400, "at least"),
+    (COMPLETIONS, body(prompt="ab " * 2_000_000), 413, "--max-request-bytes"),
+    (CHAT, chat(messages=[{"role": "user", "content": "ab " * 1_000_000}]), 400, "at least"),
+    (CHAT, chat(tools=[{"type": "function", "function": {"name": "a", "description": "ab " * 1_000_000}}]), 400,
+     "at least"),
+    (CHAT, chat(messages=[{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [
+        {"function": {"name": "a", "arguments": json.dumps({"a": "ab " * 1_000_000})}}]}]), 400, "at least"),
     (COMPLETIONS, b'"' + b'\\"' * 1_000_000, 400, "not valid JSON"),
     (COMPLETIONS, body(prompt=["a"] * 1000, n=256), 400, "256000 sequences"),
     (COMPLETIONS, body(max_tokens=-1), 400, "max_tokens"),
@@ -186,7 +199,8 @@ def test_large_bodies_are_refused_with_the_limit_and_the_size(guarded_server: Se
 
 
 def test_a_full_queue_says_when_to_come_back_and_a_second_signal_hurries() -> None:
-    with running("--load-format", "null", "--max-queue", "2", "--max-num-seqs", "1") as busy, busy.http() as http:
+    with running("--load-format", "null", "--max-queue", "2", "--max-num-seqs", "1",
+                 "--enable-admin-routes") as busy, busy.http() as http:
         assert http.post("/sleep").status_code == 200  # so that requests wait
         streams = [http.stream("POST", COMPLETIONS, json={"prompt": "a", "stream": True}) for _ in range(3)]
         threads = [threading.Thread(target=_enter, args=(stream,)) for stream in streams]
@@ -197,7 +211,8 @@ def test_a_full_queue_says_when_to_come_back_and_a_second_signal_hurries() -> No
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["type"] == "rate_limit_error"
-        assert http.get("/health").status_code == 200
+        assert http.get("/health").status_code == 503
+        assert http.get("/health").json()["error"]["code"] == "engine_sleeping"
         busy.process.send_signal(signal.SIGINT)
         with pytest.raises(subprocess.TimeoutExpired):  # the first one waits for what runs
             busy.process.wait(0.5)

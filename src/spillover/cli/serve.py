@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -27,15 +27,30 @@ if TYPE_CHECKING:
               help="Port to listen on; 0 takes a free one.")
 @click.option("--api-key", "api_keys", multiple=True, metavar="KEY", envvar="SPILLOVER_API_KEY",
               help="Ask clients for this key; may be given more than once.  [env: SPILLOVER_API_KEY]")
-@click.option("--served-model-name", "names", multiple=True, metavar="NAME",
+@click.option("--admin-api-key", "admin_keys", multiple=True, metavar="KEY", envvar="SPILLOVER_ADMIN_API_KEY",
+              help="Enable the admin routes, for this key alone; may be given more than once.  "
+                   "[env: SPILLOVER_ADMIN_API_KEY]")
+@click.option("--enable-admin-routes", "admin_routes", is_flag=True,
+              help="Enable /sleep, /wake_up and /reset_prefix_cache.")
+@click.option("--served-model-name", "served_model_names", multiple=True, metavar="NAME",
               help="Name that requests use, instead of the model's own; may be given more than once. The name "
                    "'default' always works.")
 @click.option("--max-queue", default=1024, show_default=True, type=click.IntRange(min=1),
               help="Most sequences that wait; requests beyond it get 429.")
-@click.option("--max-request-bytes", default="16MiB", show_default=True, metavar="SIZE",
+@click.option("--max-request-bytes", default="4MiB", show_default=True, metavar="SIZE",
               help="Largest request body.")
+@click.option("--max-json-values", default=262_144, show_default=True, type=click.IntRange(min=1024),
+              help="Most JSON values in a request body; of fields an eighth of it, of objects and arrays a 32nd.")
+@click.option("--max-messages", default=2048, show_default=True, type=click.IntRange(min=1),
+              help="Most messages in a conversation.")
+@click.option("--max-connections", default=4096, show_default=True, type=click.IntRange(min=1),
+              help="Most connections at once; beyond it the longest idle one is closed.")
+@click.option("--client-timeout", default=30.0, show_default=True, type=click.FloatRange(min=0.1), metavar="SECONDS",
+              help="Longest time a request may take to arrive; a body may take 1 s more per 16 KiB.")
 @click.option("--cors-origin", "cors_origins", multiple=True, metavar="ORIGIN",
               help="Let pages from this origin call the server; may be given more than once.")
+@click.option("--allowed-host", "allowed_hosts", multiple=True, metavar="NAME",
+              help="Take requests for this host name too, besides addresses and this machine's names; * takes all.")
 @click.option("--drain-seconds", default=30.0, show_default=True, type=click.FloatRange(min=0),
               help="How long running requests may take to end after Ctrl-C or SIGTERM.")
 @click.option("--engine-degraded-seconds", default=5.0, show_default=True, type=click.FloatRange(min=1),
@@ -44,15 +59,12 @@ if TYPE_CHECKING:
               help="After this long without a heartbeat, the engine is killed and started again.")
 @click.option("--engine-step-seconds", default=900.0, show_default=True, type=click.FloatRange(min=1),
               help="After this long in one step, the engine is killed and started again, though its heart beats.")
-@click.option("--log-requests/--no-log-requests", default=True, show_default=True, help="One line a request.")
+@click.option("--log-requests/--no-log-requests", default=True, show_default=True, help="One line per request.")
 @click.option("--log-prompts", is_flag=True, help="Also log the text of prompts, which is private as a rule.")
 @click.option("--profiler-dir", default=None, metavar="DIR",
               help="Turn on POST /start_profile and /stop_profile, which write traces of the engine's steps to DIR.")
 @engine_options()
-def serve(config: EngineConfig, host: str, port: int, api_keys: tuple[str, ...], names: tuple[str, ...],
-          max_queue: int, max_request_bytes: str, cors_origins: tuple[str, ...], drain_seconds: float,
-          engine_degraded_seconds: float, engine_hang_seconds: float, engine_step_seconds: float,
-          log_requests: bool, log_prompts: bool, profiler_dir: str | None) -> None:
+def serve(config: EngineConfig, **options: Any) -> None:
     """Serve a model over HTTP, as OpenAI's API does.
 
     Prints what goes where in memory, loads the model, and answers until Ctrl-C. There is a page at the address.
@@ -63,31 +75,41 @@ def serve(config: EngineConfig, host: str, port: int, api_keys: tuple[str, ...],
       spill serve ./Llama-3.1-8B-Instruct --gpu-memory 12GB --port 9000
       spill serve --host 0.0.0.0 --api-key "$(openssl rand -hex 16)"
     """
-    from spillover.server.heartbeat import HangLimits
     from spillover.server.listen import address_of, listen
+
+    settings = _settings(config, options)
+    with listen(settings.host, settings.port) as listening:  # before anything slow: a port in use is known at once
+        _run(config, settings, listening, address_of(listening, settings.host))
+
+
+def _settings(config: EngineConfig, options: dict[str, Any]) -> ServerSettings:
+    """The command's own options, whose names are the settings', checked."""
+    from spillover.server.heartbeat import HangLimits
     from spillover.server.settings import ServerSettings
     from spillover.units import format_bytes, parse_bytes
 
-    if any(not key for key in api_keys):
+    if any(not key for key in (*options["api_keys"], *options["admin_keys"])):
         raise SpilloverError("an API key is empty; leave --api-key out to serve without one")
-    limit = parse_bytes(max_request_bytes)
+    limit = parse_bytes(options["max_request_bytes"])
     if limit < 1024:
         raise SpilloverError(f"--max-request-bytes must be at least 1 KiB; got {format_bytes(limit)}")
-    odd = next((origin for origin in cors_origins if origin != "*" and "://" not in origin), None)
+    odd = next((origin for origin in options["cors_origins"] if origin != "*" and "://" not in origin), None)
     if odd is not None:
         raise SpilloverError(f"--cors-origin is an origin such as https://example.org, or *; got '{odd}'")
+    profiler_dir = options["profiler_dir"]
     if profiler_dir is not None:
         try:
             os.makedirs(profiler_dir, exist_ok=True)
         except OSError as error:
             raise SpilloverError(f"--profiler-dir '{profiler_dir}' cannot be made: {error.strerror}") from error
-    served = tuple(dict.fromkeys(" ".join(names).split())) or (_name(config.model),)
-    settings = ServerSettings(host, port, served, api_keys, max_queue, limit, cors_origins, drain_seconds,
-                              log_requests, log_prompts,
-                              HangLimits(engine_degraded_seconds, engine_hang_seconds, engine_step_seconds),
-                              profiler_dir and os.path.abspath(profiler_dir))
-    with listen(host, port) as listening:  # before anything slow: a port that is taken is known at once
-        _run(config, settings, listening, address_of(listening, host))
+    odd = next((name for name in options["allowed_hosts"] if name != "*" and set(name) & set(":/*")), None)
+    if odd is not None:
+        raise SpilloverError(f"--allowed-host is a name such as models.example.org, without a port, or *; got '{odd}'")
+    served = tuple(dict.fromkeys(" ".join(options["served_model_names"]).split())) or (_name(config.model),)
+    limits = HangLimits(*(options.pop(f"engine_{name}_seconds") for name in ("degraded", "hang", "step")))
+    return ServerSettings(**(options | {"max_request_bytes": limit, "served_model_names": served, "limits": limits,
+                                        "profiler_dir": profiler_dir and os.path.abspath(profiler_dir),
+                                        "admin_routes": options["admin_routes"] or bool(options["admin_keys"])}))
 
 
 def _run(config: EngineConfig, settings: ServerSettings, listening: socket, address: str) -> None:

@@ -16,6 +16,11 @@ from spillover.units import format_bytes
 
 log = logging.getLogger("spillover.access")
 
+# How many bodies of the largest size may be held at once; smaller ones accordingly more. The first bytes of each are
+# not counted, so that usual requests are served whatever the large ones do.
+BODIES_AT_ONCE = 16
+_SMALL_BODY = 65_536
+
 # Asked for every second by dashboards and probes: not logged.
 _QUIET = ("/health", "/ping", "/metrics", "/live", "/page/", "/favicon.ico")
 
@@ -65,11 +70,13 @@ class RequestLog:
 
 
 class BodyLimit:
-    """Refuses a body that is too large; no more than the limit of it is held in memory."""
+    """Refuses a body that is too large, and any beyond what all bodies together may hold in memory at once."""
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
         self._app = app
         self._limit = limit
+        self._total_limit = BODIES_AT_ONCE * limit
+        self._total = 0  # bytes of all bodies that are being received, parsed or prepared
         # A client that is cut off in mid-body seldom reads the answer, so what is sent is taken in, up to a point.
         self._patience = 4 * limit
 
@@ -82,21 +89,43 @@ class BodyLimit:
         if expected > self._patience:
             await error_response(self._too_large(expected))(scope, receive, send)
             return
-        size = 0
+        size = held = 0
+
+        def release() -> None:
+            nonlocal held
+            self._total -= held
+            held = 0
 
         async def counted() -> Message:
-            nonlocal size
+            nonlocal size, held
             message = await receive()
             while message["type"] == "http.request":
-                size += len(message.get("body", b""))
+                length = len(message.get("body", b""))
+                size += length
                 if size <= self._limit:
+                    more = max(0, size - _SMALL_BODY) - held
+                    if more > 0 and self._total + more > self._total_limit:
+                        raise self._busy()
+                    held += more
+                    self._total += more
+                    scope["spillover.body_bytes"] = size
                     return message
+                release()  # the rest is only counted
                 if not message.get("more_body") or size > self._patience:
                     raise self._too_large(max(size, expected))
                 message = await receive()
             return message
 
-        await self._app(scope, counted, send)
+        scope["spillover.release_body"] = release
+        try:
+            await self._app(scope, counted, send)
+        finally:
+            release()
+
+    def _busy(self) -> ApiError:
+        return ApiError(429, f"Request bodies of {format_bytes(self._total_limit)} are being read and parsed already; "
+                             f"try again in a moment, or start the server with a larger --max-request-bytes.",
+                        code="bodies_busy", headers={"Connection": "close", "Retry-After": "1"})
 
     def _too_large(self, size: int) -> ApiError:
         return ApiError(413, f"The body has {format_bytes(size)} ({size} bytes), but at most "

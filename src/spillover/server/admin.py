@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query
@@ -10,11 +9,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 import spillover
-from spillover.server.conversation import num_characters, prompt_ids
+from spillover.server.conversation import prompt_ids
 from spillover.server.documents import body_of, refusals
 from spillover.server.errors import ApiError
-from spillover.server.front import Front, front_of
-from spillover.server.generation import prepare
+from spillover.server.front import Front, front_of, prepare
 from spillover.server.json_body import JsonBody
 from spillover.server.schemas_admin import (
     DetokenizeRequest,
@@ -44,8 +42,8 @@ class _TokenizeBody(JsonBody[Any]):
 
 
 _OPEN = refusals(statuses=(500, 503))
-_GUARDED = refusals(statuses=(401, 500, 503))
-_PROFILED = refusals(statuses=(400, 401, 404, 500, 503))
+_GUARDED = refusals(statuses=(401, 403, 500, 503))
+_PROFILED = refusals(statuses=(400, 401, 403, 404, 500, 503))
 
 
 @router.get("/v1/models", response_model=ModelList, responses=refusals(statuses=(401, 500)))
@@ -77,19 +75,17 @@ async def tokenize(http: HttpRequest,
     front = front_of(http)
     front.model_name(asked.model)
     front.require_engine()
-    tokenizer = front.tokenizer
-    work: Callable[[], list[int]]
+    return Response(await prepare(http, lambda: _tokenized(front, asked)), media_type="application/json")
+
+
+def _tokenized(front: Front, asked: TokenizeTextRequest | TokenizeChatRequest) -> bytes:
     if isinstance(asked, TokenizeTextRequest):
-        text, special = asked.prompt, asked.add_special_tokens
-        size, work = len(text), lambda: tokenizer.encode(text, special)
+        ids = front.tokenizer.encode(asked.prompt, asked.add_special_tokens)
     else:
-        conversation = asked
-        size = num_characters(asked.messages)
-        work = lambda: prompt_ids(tokenizer, conversation, conversation.tools or ())  # noqa: E731
-    ids = await prepare(front, size, work)
+        ids = prompt_ids(front, asked, asked.tools or ())
     strings = [front.texts.name(token) for token in ids] if asked.return_token_strs else None
-    return _json({"count": len(ids), "max_model_len": front.client.info.max_model_len, "tokens": ids,
-                  "token_strs": strings})
+    return encode({"count": len(ids), "max_model_len": front.client.info.max_model_len, "tokens": ids,
+                   "token_strs": strings})
 
 
 @router.post("/detokenize", response_model=DetokenizeResponse,
@@ -103,7 +99,7 @@ async def detokenize(http: HttpRequest,
     bad = next((token for token in body.tokens if token >= vocabulary), None)
     if bad is not None:
         raise ApiError(400, f"token id {bad} is not in the vocabulary of {vocabulary}", "tokens")
-    text = await prepare(front, len(body.tokens), lambda: front.tokenizer.decode(body.tokens, False))
+    text = await prepare(http, lambda: front.tokenizer.decode(body.tokens, False))
     return _json({"prompt": text})
 
 
@@ -111,6 +107,8 @@ async def detokenize(http: HttpRequest,
 async def health(http: HttpRequest) -> Response:
     front = front_of(http)
     front.require_engine()
+    if front.client.is_sleeping:
+        raise ApiError(503, "The engine sleeps: requests wait until POST /wake_up.", code="engine_sleeping")
     return _json({"status": front.client.engine_state})
 
 
@@ -127,21 +125,21 @@ async def version() -> Response:
 
 @router.post("/reset_prefix_cache", response_model=HealthResponse, responses=_GUARDED)
 async def reset_prefix_cache(http: HttpRequest) -> Response:
-    await _running(http).client.call("reset_prefix_cache")
+    await _admin(http).client.call("reset_prefix_cache")
     return _json({"status": "ok"})
 
 
-@router.post("/sleep", response_model=SleepingResponse, responses=refusals(statuses=(400, 401, 500, 503)))
+@router.post("/sleep", response_model=SleepingResponse, responses=refusals(statuses=(400, 401, 403, 500, 503)))
 async def sleep(http: HttpRequest, level: Annotated[int, Query(ge=1, le=1)] = 1) -> Response:
     """Move the weights to the host, keeping the KV cache. Requests wait until /wake_up."""
-    front = _running(http)
+    front = _admin(http)
     await front.client.call("sleep")
     return _json({"is_sleeping": front.client.is_sleeping})
 
 
 @router.post("/wake_up", response_model=SleepingResponse, responses=_GUARDED)
 async def wake_up(http: HttpRequest) -> Response:
-    front = _running(http)
+    front = _admin(http)
     await front.client.call("wake_up")
     return _json({"is_sleeping": front.client.is_sleeping})
 
@@ -172,6 +170,15 @@ def _profiler_dir(http: HttpRequest) -> str:
         raise ApiError(404, "This server does not profile: start it with --profiler-dir DIR, where traces go.",
                        code="unsupported")
     return folder
+
+
+def _admin(http: HttpRequest) -> Front:
+    """For the routes that change the server's state for everybody."""
+    front = front_of(http)
+    if not front.settings.admin_routes:
+        raise ApiError(403, f"POST {http.url.path} is off: start the server with --enable-admin-routes, or with "
+                            f"--admin-api-key KEY for a key of its own.", code="admin_routes_off")
+    return _running(http)
 
 
 def _running(http: HttpRequest) -> Front:

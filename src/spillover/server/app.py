@@ -13,6 +13,7 @@ from spillover.server.auth import ApiKeys
 from spillover.server.documents import describe
 from spillover.server.errors import LastResort, add_error_handlers
 from spillover.server.front import Front
+from spillover.server.origin import SameSite
 from spillover.server.page_routes import add_metrics, add_page
 from spillover.server.recorder import Recorder
 from spillover.server.schemas_admin import (
@@ -43,8 +44,10 @@ def make_app(client: AsyncLLM, settings: ServerSettings) -> FastAPI:
     describe(app, BODIES)
     # The last one added is the outermost.
     app.add_middleware(BodyLimit, limit=settings.max_request_bytes)
-    if settings.api_keys:
-        app.add_middleware(ApiKeys, keys=settings.api_keys)
+    if settings.api_keys or settings.admin_keys:
+        app.add_middleware(ApiKeys, keys=settings.api_keys, admin_keys=settings.admin_keys)
+    if not settings.api_keys:  # a page of another site does not know a key
+        app.add_middleware(SameSite, host=settings.host, origins=settings.cors_origins, hosts=settings.allowed_hosts)
     app.add_middleware(LastResort)
     add_metrics(app)  # counts what the layers before it answer too
     if settings.cors_origins:

@@ -14,15 +14,24 @@ OPEN_PATHS = frozenset(("/health", "/ping", "/version", "/", "/favicon.ico"))
 OPEN_PREFIX = "/page/"
 
 
+# What changes the state of the server for everybody.
+ADMIN_PATHS = frozenset(("/sleep", "/wake_up", "/reset_prefix_cache", "/start_profile", "/stop_profile"))
+
+
 class ApiKeys:
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
+    """Asks for a key: one of `keys` on most routes, one of `admin_keys` on those of ADMIN_PATHS if there are any."""
+
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...], admin_keys: tuple[str, ...]) -> None:
         self._app = app
         self._digests = [_digest(key.encode()) for key in keys]
+        self._admin_digests = [_digest(key.encode()) for key in admin_keys] or self._digests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not self._may_pass(scope):
-            error = ApiError(401, "An API key is needed: send the header Authorization: Bearer KEY, with one of the "
-                                  "keys the server was started with.", code="invalid_api_key",
+            admin = "the --admin-api-key" if scope["path"] in ADMIN_PATHS and self._admin_digests is not self._digests \
+                else "one of the keys"
+            error = ApiError(401, f"An API key is needed: send the header Authorization: Bearer KEY, with {admin} "
+                                  f"the server was started with.", code="invalid_api_key",
                              headers={"WWW-Authenticate": "Bearer"})
             await error_response(error)(scope, receive, send)
             return
@@ -30,13 +39,14 @@ class ApiKeys:
 
     def _may_pass(self, scope: Scope) -> bool:
         path: str = scope["path"]
-        if path in OPEN_PATHS or path.startswith(OPEN_PREFIX):
+        digests = self._admin_digests if path in ADMIN_PATHS else self._digests
+        if path in OPEN_PATHS or path.startswith(OPEN_PREFIX) or not digests:
             return True
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         kind, _, key = given.partition(b" ")
         digest = _digest(key.strip())
         # Every key is compared, whichever fits, so that the time taken says nothing.
-        fits = [hmac.compare_digest(digest, known) for known in self._digests]
+        fits = [hmac.compare_digest(digest, known) for known in digests]
         return kind.lower() == b"bearer" and any(fits)
 
 

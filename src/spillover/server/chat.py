@@ -12,11 +12,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from spillover.engine.output_processor import Answer
-from spillover.server.conversation import num_characters, prompt_ids
+from spillover.server.conversation import prompt_ids
 from spillover.server.documents import STREAMED, body_of, refusals
 from spillover.server.errors import ApiError
-from spillover.server.front import Front, front_of, wants_timings
-from spillover.server.generation import Job, changes, collect, prepare
+from spillover.server.front import Front, front_of, prepare, wants_timings
+from spillover.server.generation import Job, changes, collect
 from spillover.server.json_body import JsonBody
 from spillover.server.logprobs import chat_logprobs, prompt_rows
 from spillover.server.pieces import Cursor, Piece, note_counts, timings, usage
@@ -39,7 +39,7 @@ async def chat_completions(http: HttpRequest,
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     name = f"chatcmpl-{http.scope['request_id']}"
     use = tool_use(body, front.tokenizer.chat_template or "")
-    job = await prepare(front, num_characters(body.messages), lambda: _job(front, body, use, name))
+    job = await prepare(http, lambda: _job(front, body, use, name))
     note_counts(http.scope, [job])
     head = {"id": name, "created": int(time.time()), "model": model}
     writer = _Writer(front, body, use, job, head, wants_timings(http, body))
@@ -59,8 +59,7 @@ def _job(front: Front, body: ChatRequest, use: ToolUse | None, name: str) -> Job
         structured = use.constraint or structured
         if use.format == "mistral":  # its mark is a special token
             changes["skip_special_tokens"] = False
-    front.check_length(num_characters(body.messages))
-    ids = prompt_ids(front.tokenizer, body, use.tools if use is not None else ())
+    ids = prompt_ids(front, body, use.tools if use is not None else ())
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if asked == 0:
         raise ApiError(400, "max_tokens must be at least 1 for a chat", "max_tokens")

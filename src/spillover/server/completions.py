@@ -15,8 +15,8 @@ from spillover.engine.output_processor import Answer
 from spillover.engine.outputs import PositionLogprobs
 from spillover.server.documents import STREAMED, body_of, refusals
 from spillover.server.errors import ApiError
-from spillover.server.front import Front, front_of, wants_timings
-from spillover.server.generation import Job, changes, collect, prepare
+from spillover.server.front import Front, front_of, prepare, wants_timings
+from spillover.server.generation import Job, changes, collect
 from spillover.server.json_body import JsonBody
 from spillover.server.logprobs import legacy_logprobs, prompt_rows
 from spillover.server.pieces import Cursor, Piece, note_counts, timings, usage
@@ -41,9 +41,7 @@ async def completions(http: HttpRequest,
         raise ApiError(400, f"best_of ({body.best_of}) must be the same as n ({body.n or 1}): every sequence is "
                             f"returned", "best_of")
     name = f"cmpl-{http.scope['request_id']}"
-    size = len(body.prompt) if isinstance(body.prompt, str) else sum(
-        len(one) if isinstance(one, str | list) else 1 for one in body.prompt)
-    jobs = await prepare(front, size, lambda: _jobs(front, body, name))
+    jobs = await prepare(http, lambda: _jobs(front, body, name))
     note_counts(http.scope, jobs)
     writer = _Writer(front, body, jobs, {"id": name, "object": "text_completion", "created": int(time.time()),
                                          "model": model}, wants_timings(http, body))
@@ -66,7 +64,7 @@ def _jobs(front: Front, body: CompletionRequest, name: str) -> list[Job]:
     for index, prompt in enumerate(prompts):
         special = body.add_special_tokens is not False
         if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
-            front.check_length(len(prompt))
+            front.check_length(prompt)
         ids = front.tokenizer.encode(prompt, special) if isinstance(prompt, str) else prompt
         if body.truncate_prompt_tokens is not None:
             ids = ids[-body.truncate_prompt_tokens:]

@@ -9,16 +9,17 @@ from typing import Any
 from spillover.models.tokenizer import Tokenizer
 from spillover.server import tools as tool_calls
 from spillover.server.errors import ApiError
+from spillover.server.front import Front
 from spillover.server.schemas_chat import ChatMessage, ContentPart, ConversationFields, Tool
-from spillover.server.schemas_responses import InputMessage
 
 _RESERVED = ("messages", "tools", "add_generation_prompt", "tokenize", "chat_template", "self", "source")
 _END = "\ue0fe\ue0ffend of the final message\ue0ff "  # put behind a message that is to be continued, and cut at
 
 
-def prompt_ids(tokenizer: Tokenizer, body: ConversationFields, tools: Sequence[Tool] = ()) -> list[int]:
-    text = prompt_text(tokenizer, body, tools)
-    return tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
+def prompt_ids(front: Front, body: ConversationFields, tools: Sequence[Tool] = ()) -> list[int]:
+    text = prompt_text(front.tokenizer, body, tools)
+    front.check_length(text)
+    return front.tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
 
 
 def prompt_text(tokenizer: Tokenizer, body: ConversationFields, tools: Sequence[Tool] = ()) -> str:
@@ -40,10 +41,6 @@ def prompt_text(tokenizer: Tokenizer, body: ConversationFields, tools: Sequence[
         messages, tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools and knows_tools else None,
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message, **options)
     return _cut(text) if body.continue_final_message else text
-
-
-def num_characters(messages: Sequence[ChatMessage | InputMessage]) -> int:
-    return sum(len(joined(message.content)) for message in messages)
 
 
 def joined(content: str | list[ContentPart] | None) -> str:

@@ -16,7 +16,8 @@ _REF = "#/components/schemas/{model}"
 STREAMED: dict[int | str, Any] = {
     200: {"description": "The answer; with stream, server-sent events.",
           "content": {"text/event-stream": {}}}}
-_WORDS = {400: "The request cannot be served as asked.", 401: "An API key is needed.", 404: "No such model.",
+_WORDS = {400: "The request cannot be served as asked.", 401: "An API key is needed.",
+          403: "Refused for this origin or host, or the route is off.", 404: "No such model.",
           413: "The body is too large.", 415: "The body is not application/json.",
           429: "Too many requests are waiting; see Retry-After.", 500: "A fault in the server.",
           503: "The engine is not ready."}
@@ -30,7 +31,7 @@ def body_of(*models: type[BaseModel]) -> dict[str, Any]:
 
 
 def refusals(extra: dict[int | str, Any] | None = None,
-             statuses: tuple[int, ...] = (400, 401, 404, 413, 415, 429, 500, 503)) -> dict[int | str, Any]:
+             statuses: tuple[int, ...] = (400, 401, 403, 404, 413, 415, 429, 500, 503)) -> dict[int | str, Any]:
     described: dict[int | str, Any] = {status: {"model": ErrorResponse, "description": _WORDS[status]}
                                        for status in statuses}
     return described | (extra or {})

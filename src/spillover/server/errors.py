@@ -22,6 +22,11 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 _SENTENCES = {404: "There is no {method} {path} here; GET /openapi.json lists what there is.",
               405: "{path} does not take {method}; GET /openapi.json lists what it takes."}
 
+# The codes of what the server's limits and safety refuse, each counted in /metrics.
+REFUSALS = ("request_too_large", "too_many_values", "too_deep", "too_many_messages", "bodies_busy",
+            "unsupported_media_type", "foreign_origin", "unknown_host", "admin_routes_off", "headers_too_large",
+            "malformed_http", "client_timeout", "too_many_connections", "idle_connection")
+
 
 class ApiError(Exception):
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None,
@@ -96,7 +101,9 @@ def _is_form(part: int | str) -> bool:
 
 def add_error_handlers(app: FastAPI) -> None:
     async def expected(request: Request, error: Exception) -> Response:
-        return error_response(as_api_error(error, request.scope.get("request_id", "")))
+        told = as_api_error(error, request.scope.get("request_id", ""))
+        request.scope["spillover.refusal"] = told.code
+        return error_response(told)
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -132,5 +139,6 @@ class LastResort:
             await self._app(scope, receive, watched)
         except Exception as error:
             answer = as_api_error(error, scope.get("request_id", ""))
+            scope["spillover.refusal"] = answer.code
             if not started:
                 await error_response(answer)(scope, receive, send)

@@ -24,6 +24,9 @@ P = ParamSpec("P")
 Result = TypeVar("Result")
 
 _USUAL_CHARACTERS = 16  # more a token than any text has on average
+_PIECE_CHARACTERS = 65_536  # a text that may be too long is tokenised in pieces of this size until that is known
+_CUT_TOKENS = 16  # more than a cut through a text can add to its tokens
+INLINE_BYTES = 8192  # a larger body is parsed and prepared in a thread: it would hold up every stream
 
 
 class RequestRecorder(Protocol):
@@ -57,12 +60,17 @@ class Front:
         if not self.client.ready:
             raise EngineDead(f"The engine is not ready ({self.client.engine_state}): {self.client.trouble}.")
 
-    def check_length(self, characters: int) -> None:
-        """Refuse a text that is too long whatever its tokens are, before time is spent on tokenising it."""
-        context = self.client.info.max_model_len
+    def check_length(self, text: str) -> None:
+        """Refuse a text that is too long before time is spent on tokenising all of it."""
+        context, characters = self.client.info.max_model_len, len(text)
         if characters <= _USUAL_CHARACTERS * context:
             return
-        least = characters // self.texts.longest
+        least, counted = characters // self.texts.longest, 0
+        pieces = iter(range(0, characters, _PIECE_CHARACTERS))
+        while least < context and (start := next(pieces, None)) is not None:
+            piece = text[start:start + _PIECE_CHARACTERS]
+            counted += len(self.tokenizer.encode(piece, False)) - _CUT_TOKENS
+            least = max(least, counted)
         if least >= context:
             raise ApiError(400, f"This model's context holds {context} tokens, but a prompt of {characters} characters "
                                 f"has at least {least}. Shorten it, or start the server with a larger "
@@ -88,6 +96,16 @@ class Front:
 def front_of(request: HttpRequest) -> Front:
     front: Front = request.app.state.front
     return front
+
+
+async def prepare(request: HttpRequest, work: Callable[[], Result]) -> Result:
+    """Run parsing, checking or tokenising here if the request's body is small, else in a thread.
+
+    The one place that decides which. What takes long for a small body is limited by counts.
+    """
+    if request.scope.get("spillover.body_bytes", 0) <= INLINE_BYTES:
+        return work()
+    return await front_of(request).in_thread(work)
 
 
 def wants_timings(request: HttpRequest, body: Any) -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
@@ -15,8 +15,6 @@ from spillover.engine.request import Request
 from spillover.server.errors import ApiError
 from spillover.server.front import Front
 
-_INLINE_CHARACTERS = 4096  # longer texts are prepared in a thread: tokenising them would hold up every stream
-Made = TypeVar("Made")
 Grown = list[tuple[int, Answer]]  # prompts by their place in the request
 
 
@@ -37,13 +35,6 @@ class ClientGone(ApiError):  # noqa: N818
 
     def __init__(self) -> None:
         super().__init__(499, "the client closed the connection", code="client_closed")
-
-
-async def prepare(front: Front, size: int, work: Callable[[], Made]) -> Made:
-    """Run tokenising and checking here if it is short work, else in a thread."""
-    if size <= _INLINE_CHARACTERS:
-        return work()
-    return await front.in_thread(work)
 
 
 async def collect(front: Front, http: HttpRequest, jobs: Sequence[Job], kind: str) -> list[Answer]:

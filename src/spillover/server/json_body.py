@@ -1,4 +1,7 @@
-"""Request bodies: bytes to a checked model, with limits on what may come in. Nothing here knows what it means."""
+"""Request bodies: bytes to a checked model, with limits on what may come in. Nothing here knows what it means.
+
+Limits come first, at the speed of a byte count; a body larger than a few KiB is parsed off the event loop.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,14 @@ from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect, Request
 
 from spillover.server.errors import ApiError, field_path, validation_error
-from spillover.server.front import front_of
+from spillover.server.front import front_of, prepare
+from spillover.server.json_scan import check_shape
 
 Model = TypeVar("Model", bound=BaseModel)
 
-MAX_DEPTH = 128
-# Matches also a string that never ends, and never gives back: a search over any text takes time linear in it.
-_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-_BRACKET = re.compile(r"[\[\]{}]")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_LARGE = 256 * 1024  # bytes; parsing more than this is left to a thread
+MAX_FIELDS = 2048  # of one object: each may turn out to be unknown, and be told of
+_LISTS = ("messages", "input")  # of which each entry is a message
 
 
 class JsonBody(Generic[Model]):
@@ -33,23 +34,29 @@ class JsonBody(Generic[Model]):
         self.model = model
 
     async def read(self, request: Request) -> Model:
-        kind = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
+        kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
         if kind != "application/json":
             # Also keeps other sites' pages out: a browser sends this type across origins only after asking.
-            raise ApiError(415, f"the body must be application/json, not {kind or 'untyped'}; "
-                                f"send the header Content-Type: application/json")
+            raise ApiError(415, f"the body must be application/json, not {kind[:64] or 'untyped'}; send the header "
+                                f"Content-Type: application/json (curl -H 'Content-Type: application/json')",
+                           code="unsupported_media_type")
         try:
-            body = await request.body()
+            # Not kept by the request, so that the bytes are gone once they are parsed.
+            body = b"".join([chunk async for chunk in request.stream()])
         except ClientDisconnect:
             raise ApiError(499, "the client closed the connection", code="client_closed") from None
-        if len(body) <= _LARGE:
-            return self._parse(body)
-        return await front_of(request).in_thread(self._parse, body)
+        settings = front_of(request).settings
+        return await prepare(request, lambda: self._parse(body, settings.max_json_values, settings.max_messages))
 
-    def _parse(self, body: bytes) -> Model:
-        value = parse_json(body)
+    def _parse(self, body: bytes, max_values: int, max_messages: int) -> Model:
+        value = parse_json(body, max_values)
         if not isinstance(value, dict):
             raise ApiError(400, f"the body must be a JSON object, not {_kind(value)}")
+        for name in _LISTS:
+            entries = value.get(name)
+            if isinstance(entries, list) and len(entries) > max_messages:
+                raise ApiError(400, f"{name} has {len(entries)} entries; at most {max_messages} are taken "
+                                    f"(--max-messages)", name, "too_many_messages")
         model = self.model_for(value)
         try:
             return model.model_validate(value)
@@ -61,13 +68,13 @@ class JsonBody(Generic[Model]):
         return self.model
 
 
-def parse_json(body: bytes) -> Any:
+def parse_json(body: bytes, max_values: int = 2**31) -> Any:
     """Stricter than the standard library: no NaN or Infinity, no field twice, no lone surrogate, no deep nesting."""
+    check_shape(body, max_values)
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not valid UTF-8 (byte {error.start})") from None
-    check_depth(text)
     try:
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
@@ -78,14 +85,6 @@ def parse_json(body: bytes) -> Any:
         except UnicodeEncodeError:
             raise ApiError(400, "the body has half of a surrogate pair (\\ud800 to \\udfff alone)") from None
     return value
-
-
-def check_depth(text: str) -> None:
-    depth = 0
-    for match in _BRACKET.finditer(_STRING.sub("", text)):
-        depth += 1 if match[0] in "[{" else -1
-        if depth > MAX_DEPTH:
-            raise ApiError(400, f"the body is nested more than {MAX_DEPTH} deep")
 
 
 def nearest(name: str, names: list[str]) -> str:
@@ -105,6 +104,8 @@ def _unknown_field(problems: Sequence[ErrorDetails], model: type[BaseModel]) -> 
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > MAX_FIELDS:
+        raise ValueError(f"an object has {len(pairs)} fields; at most {MAX_FIELDS} are taken")
     made = dict(pairs)
     if len(made) != len(pairs):
         seen: set[str] = set()

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from spillover.engine.request import Request
 from spillover.memory.report import COUNTERS, TierReport
+from spillover.server.errors import REFUSALS
 from spillover.server.protocol import LiveStats
 from spillover.server.tier_metrics import PREFIX, tier_families
 
@@ -81,6 +82,9 @@ class Metrics:
         self._success = {reason: success.labels(model_name, reason) for reason in FINISH_REASONS}
         self._http = Counter(PREFIX + "http_requests", "HTTP requests, by route and status.", ["route", "status"],
                              registry=self.registry)
+        refused = Counter(PREFIX + "requests_refused", "Requests and connections refused for a limit or for safety.",
+                          ["reason"], registry=self.registry)
+        self._refused = {reason: refused.labels(reason) for reason in REFUSALS}
         self._gaps = WeightedHistogram(TOKEN_BUCKETS)
         self._step_tokens = WeightedHistogram(STEP_BUCKETS)
         self.registry.register(_Collected(self._collect))
@@ -102,6 +106,9 @@ class Metrics:
 
     def count_http(self, route: str, status: int) -> None:
         self._http.labels(route, str(status)).inc()
+
+    def count_refusal(self, reason: str) -> None:
+        self._refused[reason].inc()
 
     def sample(self, stats: LiveStats, info: EngineInfo | None) -> None:
         """Carry the engine's totals over; between two samples the mean step stands for each of them."""

@@ -14,6 +14,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from spillover.server.errors import REFUSALS
+
 if TYPE_CHECKING:
     from starlette.datastructures import State
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -94,3 +96,5 @@ class CountRequests:
         finally:
             recorder: Recorder = self._state.recorder
             recorder.count_http(getattr(scope.get("route"), "path", "unknown"), status)
+            if scope.get("spillover.refusal") in REFUSALS:
+                recorder.count_refusal(scope["spillover.refusal"])

@@ -72,8 +72,9 @@ def timings(jobs: Sequence[Job]) -> list[dict[str, Any]]:
 
 
 def note_counts(scope: MutableMapping[str, Any], jobs: Sequence[Job]) -> None:
-    """For the log line that ends the HTTP request."""
+    """For the log line that ends the HTTP request. Its prompts are tokens now: what the body held is given back."""
     scope["spillover.jobs"] = jobs
+    scope["spillover.release_body"]()
 
 
 def _sources(job: Job) -> TokenSources:

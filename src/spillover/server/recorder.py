@@ -118,6 +118,9 @@ class Recorder:
     def count_http(self, route: str, status: int) -> None:
         self.metrics.count_http(route, status)
 
+    def count_refusal(self, reason: str) -> None:
+        self.metrics.count_refusal(reason)
+
     # What is read
 
     def scrape(self) -> bytes:

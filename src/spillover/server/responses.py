@@ -12,11 +12,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from spillover.engine.sampling_params import SamplingParams, StructuredOutputs
-from spillover.server.conversation import num_characters, prompt_ids
+from spillover.server.conversation import prompt_ids
 from spillover.server.documents import STREAMED, body_of, refusals
 from spillover.server.errors import as_api_error
-from spillover.server.front import Front, front_of, wants_timings
-from spillover.server.generation import Job, changes, collect, prepare
+from spillover.server.front import Front, front_of, prepare, wants_timings
+from spillover.server.generation import Job, changes, collect
 from spillover.server.json_body import JsonBody
 from spillover.server.pieces import Cursor, note_counts, timings, usage
 from spillover.server.sampling import answer_room
@@ -35,9 +35,8 @@ async def responses(http: HttpRequest,
     model = front.model_name(body.model)
     front.require_engine()
     structured = _structured(body)
-    size = len(body.input) if isinstance(body.input, str) else num_characters(body.input)
     request_id = http.scope["request_id"]
-    job = await prepare(front, size, lambda: _job(front, body, structured, f"resp-{request_id}"))
+    job = await prepare(http, lambda: _job(front, body, structured, f"resp-{request_id}"))
     note_counts(http.scope, [job])
     writer = _Writer(front, body, job, model, request_id, wants_timings(http, body))
     if body.stream:
@@ -52,8 +51,7 @@ def _job(front: Front, body: ResponsesRequest, structured: StructuredOutputs | N
         messages.append(ChatMessage(role="user", content=body.input))
     else:
         messages += [ChatMessage(role=one.role, content=one.content) for one in body.input]
-    front.check_length(num_characters(messages))
-    ids = prompt_ids(front.tokenizer, ConversationFields(messages=messages))
+    ids = prompt_ids(front, ConversationFields(messages=messages))
     room = answer_room(len(ids), body.max_output_tokens, None, front.client.info.max_model_len, "max_output_tokens")
     params = SamplingParams(temperature=1.0 if body.temperature is None else body.temperature,
                             top_p=1.0 if body.top_p is None else body.top_p, top_k=body.top_k or 0, seed=body.seed,

@@ -30,6 +30,9 @@ class ContentPart(RequestModel):
     cache_control: Unused = None
 
 
+Content = str | Annotated[list[ContentPart], Field(max_length=4096, fail_fast=True)]
+
+
 def check_parts(content: Any) -> Any:
     for part in content if isinstance(content, list) else ():
         kind = part.get("type") if isinstance(part, dict) else None
@@ -53,9 +56,9 @@ class ToolCall(RequestModel):
 
 class ChatMessage(RequestModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: Content | None = None
     name: Text | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=256, fail_fast=True)] | None = None
     tool_call_id: Text | None = None
     # In what OpenAI's clients give back of an earlier answer.
     refusal: Unused = None
@@ -100,7 +103,7 @@ class ConversationFields(RequestModel):
     """A conversation and how to render it; also what /tokenize takes."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
-    tools: Annotated[list[Tool], Field(max_length=256)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=256, fail_fast=True)] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
@@ -118,7 +121,7 @@ class ChatRequest(SamplingFields, ConversationFields):
     reasoning_effort: Unused = None
     verbosity: Unused = None
     prediction: Unused = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=8)] | None = None
 
 
 class TopLogprob(AnswerModel):

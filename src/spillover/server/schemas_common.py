@@ -33,7 +33,12 @@ Stop = (Annotated[str, Field(min_length=1, max_length=4096)]
         | Annotated[list[Annotated[str, Field(min_length=1, max_length=4096)]], Field(max_length=64)])
 LogitBias = dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]]
 Off = Annotated[bool, AfterValidator(_must_be_off), WithJsonSchema({"type": "boolean", "const": False})]
-Unused = Annotated[Any, Field(description="Accepted, so that clients that send it work; not used.")]
+# Forgotten at once: whatever was sent must not be held for as long as the answer takes.
+Unused = Annotated[Any, AfterValidator(lambda value: None),
+                   Field(description="Accepted, so that clients that send it work; not used.")]
+
+
+Choices = Annotated[list[str], Field(max_length=4096, fail_fast=True)]
 
 
 class StructuredOutputsField(RequestModel):
@@ -42,7 +47,7 @@ class StructuredOutputsField(RequestModel):
     json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema.")
     json_object: bool | None = Field(None, description="Any JSON object.")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Choices | None = None
     grammar: str | None = Field(None, description="A Lark grammar.")
 
 
@@ -121,7 +126,7 @@ class SamplingFields(UnusedFields):
     structured_outputs: StructuredOutputsField | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Choices | None = None
     guided_grammar: str | None = None
     use_beam_search: Off | None = None
     length_penalty: Unused = None

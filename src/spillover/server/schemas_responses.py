@@ -6,14 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from spillover.server.schemas_chat import ContentPart, check_parts
+from spillover.server.schemas_chat import Content, check_parts
 from spillover.server.schemas_common import AnswerModel, Off, RequestModel, Text, Unused, UnusedFields
 
 
 class InputMessage(RequestModel):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPart]
+    content: Content
     id: Unused = None
     status: Unused = None
     phase: Unused = None
@@ -59,7 +59,9 @@ class ResponsesRequest(UnusedFields):
     tool_choice: Literal["none", "auto"] | None = None
     stream_options: Unused = None
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=8)] | None = None
+    metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = None
+    user: Annotated[str, Field(max_length=512)] | None = None
     reasoning: Unused = None
     parallel_tool_calls: Unused = None
     max_tool_calls: Unused = None

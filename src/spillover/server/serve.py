@@ -17,6 +17,7 @@ from spillover.engine.config import EngineConfig
 from spillover.plan.planner import Plan
 from spillover.server.app import make_app
 from spillover.server.async_llm import AsyncLLM
+from spillover.server.connection import Connections
 from spillover.server.settings import ServerSettings
 
 log = logging.getLogger("spillover.server")
@@ -38,9 +39,10 @@ async def _serve(config: EngineConfig, settings: ServerSettings, listening: sock
     client = AsyncLLM(**vars(config), max_queue=settings.max_queue, limits=settings.limits, on_plan=on_plan,
                       on_progress=on_progress)
     app = make_app(client, settings)
+    connections = Connections(settings.max_connections, settings.client_timeout, app.state.recorder.count_refusal)
     server = _HttpServer(uvicorn.Config(
-        app, http="httptools", ws="none", lifespan="off", access_log=False, log_config=None, server_header=False,
-        timeout_keep_alive=65,
+        app, http=connections.protocol(), ws="none", lifespan="off", access_log=False, log_config=None,
+        server_header=False, timeout_keep_alive=65,
         timeout_graceful_shutdown=math.ceil(settings.drain_seconds) + _LAST_BYTES_SECONDS))
     stop = _StopSignal()
     http = asyncio.ensure_future(server.serve(sockets=[listening]))

@@ -16,13 +16,20 @@ class ServerSettings:
     served_model_names: tuple[str, ...] = ()  # the first is the one that answers carry
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # empty: no key is asked for
     max_queue: int = 1024  # sequences waiting and running together
-    max_request_bytes: int = 16 * 1024 * 1024
+    max_request_bytes: int = 4 * 1024 * 1024
     cors_origins: tuple[str, ...] = ()
     drain_seconds: float = 30.0
     log_requests: bool = True
     log_prompts: bool = False
     limits: HangLimits = field(default_factory=HangLimits)  # after which the engine is taken for hung
     profiler_dir: str | None = None  # for the traces of /start_profile; None: the route is off
+    max_json_values: int = 262_144  # in one body
+    max_messages: int = 2048  # in one conversation
+    max_connections: int = 4096
+    client_timeout: float = 30.0  # seconds for a request to arrive whole, beside what its body's size takes
+    allowed_hosts: tuple[str, ...] = ()  # Host headers taken besides addresses and this machine's own names
+    admin_routes: bool = False  # /sleep, /wake_up and /reset_prefix_cache
+    admin_keys: tuple[str, ...] = field(default=(), repr=False)  # for these routes; empty: as for the others
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from spillover.lab.engines.base import EngineFailed, EngineSpec, Missing, Running
 from spillover.lab.engines.flags import FlagStyle, to_flags
@@ -13,6 +13,7 @@ from spillover.lab.engines.owned import OwnedEngine, beside, has_module, module_
 from spillover.lab.engines.process import HOST, is_foreign
 
 STYLE = FlagStyle(repeats=True)
+ADMIN: dict[str, Any] = {"enable-admin-routes": True}  # RESET is one of them
 _MAIN = "from spillover.cli.main import main; main()"
 
 
@@ -43,7 +44,8 @@ class SpilloverEngine(OwnedEngine):
     def command(self, port: int) -> list[str]:
         python = self.spec.python or sys.executable
         model = [] if self.spec.model is None else [self.spec.model]
-        return [*spill(python), "serve", *model, "--host", HOST, "--port", str(port), *to_flags(self.spec.args, STYLE)]
+        return [*spill(python), "serve", *model, "--host", HOST, "--port", str(port),
+                *to_flags(ADMIN | dict(self.spec.args), STYLE)]
 
     def start(self) -> Running:
         running = super().start()

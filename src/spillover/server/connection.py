@@ -1,0 +1,253 @@
+"""One client's connection: HTTP as uvicorn speaks it, with limits on what may come before a request is one.
+
+Nothing here is known of a client yet, not even its key: headers are bounded in bytes and count, a request must arrive
+within a time, those behind it wait as bytes and not as requests, and connections are bounded in number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from spillover.server.errors import ApiError, error_body
+
+MAX_HEADER_BYTES = 65_536  # request line and headers; also of the trailers of a chunked body
+MAX_HEADERS = 256
+MIN_BODY_RATE = 16_384  # bytes per second, beside --client-timeout, that a body must come at on average
+_SLICE = 4096  # bytes given to the parser at once: as many requests may stand in a queue as fit in it
+_MAX_WAITING_BYTES = 65_536  # of requests behind the one being served; then no more is read
+_FRAME_BYTES = 16  # more than the framing of the smallest chunk of a body takes, per byte of it
+_PROBE_SECONDS = 0.25  # between looks at whether a client that ended its half of the connection is still there
+
+
+@dataclass
+class Connections:
+    """What all connections of a server share: their limits, and which of them are idle, oldest first."""
+
+    max_connections: int
+    timeout: float  # seconds
+    refused: Callable[[str], None]  # told the reason of each refusal
+    idle: dict[Connection, None] = field(default_factory=dict)
+
+    def protocol(self) -> Callable[..., Connection]:
+        return lambda *args, **kwargs: Connection(self, *args, **kwargs)
+
+
+class Connection(HttpToolsProtocol):
+    def __init__(self, shared: Connections, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._shared = shared
+        self._waiting = bytearray()  # not parsed yet: a request is being served
+        self._refusal: ApiError | None = None  # why the parser was stopped
+        self._deadline: asyncio.TimerHandle | None = None  # of the request that is arriving
+        self._began = 0.0  # when its first byte came
+        self._messages = 0
+        self._running: RequestResponseCycle | None = None
+        self._ended_by_client = False
+        self._probe: asyncio.TimerHandle | None = None
+        self._in_message = False  # between the first byte of a request and the last of its body
+        self._overhead = 0  # bytes of the message that are no body: headers, framing, trailers
+        self._body_bytes = 0
+        self._header_bytes = 0
+
+    # From the transport
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._shared.max_connections:
+            # Whoever has nothing under way makes room, the one that has been so for longest first.
+            oldest = next(iter(self._shared.idle), None)
+            if oldest is None:
+                self._refuse(ApiError(503, f"The server has {self._shared.max_connections} connections, all of them in "
+                                           f"use (--max-connections); try again in a moment.",
+                                      code="too_many_connections", headers={"Retry-After": "1"}))
+                return
+            self._shared.refused("idle_connection")
+            oldest.transport.close()
+            self._shared.idle.pop(oldest, None)
+        self._rest()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._shared.idle.pop(self, None)
+        self._stop_timers()
+        self._unset_keepalive_if_required()
+        self._waiting.clear()
+        self.pipeline.clear()
+        if self._running is not None:  # not always the latest, which alone uvicorn tells
+            self._running.disconnected = self._running.disconnected or not self._running.response_complete
+            self._running.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        self._waiting += data
+        self._parse_waiting()
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """A client may end its half once it has sent its request, and still gets the answer."""
+        serving = self._serving()
+        if not serving or self._in_message or self.scheme == "https" or self.cycle.scope["http_version"] == "1.0":
+            return None
+        self._ended_by_client = True
+        if not self.cycle.response_started:
+            # Whether it reads on or has gone looks the same until something is sent. This, every client skips, and the
+            # system of one that has gone resets the connection.
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._probe = self.loop.call_later(_PROBE_SECONDS, self._look_for_client)
+        return True
+
+    # From the parser
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_message = True
+        self._messages += 1
+        self._overhead = self._body_bytes = self._header_bytes = 0
+        self._began = self.loop.time()
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(self._shared.timeout, self._look_at_deadline)
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count_header(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count_header(len(name) + len(value) + 4)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._shared.idle.pop(self, None)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_message = False
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        super().on_message_complete()
+
+    # From the response
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._serving():
+            return
+        if self.cycle.more_body and not self.transport.is_closing():
+            # Refused in mid-body: what is still to come is nobody's. The deadline of the message stands.
+            return
+        self._parse_waiting()
+        if self._ended_by_client and not self._serving():
+            self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """Called where the parser gave up: for a limit of this file, or because it is not HTTP."""
+        refusal, self._refusal = self._refusal, None
+        self._refuse(refusal or ApiError(400, "This is not a valid HTTP/1.1 request.", code="malformed_http"))
+
+    # Own
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _serving(self) -> bool:
+        """Some request that has come is not answered yet; `cycle` is the latest."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _parse_waiting(self) -> None:
+        """Parse what has come, up to the end of a request while one is being served."""
+        while self._waiting and not self.transport.is_closing() and not (
+                self._serving() and not self._in_message):
+            part = bytes(self._waiting[:_SLICE])
+            del self._waiting[:_SLICE]
+            body, message = self._body_bytes, self._messages
+            super().data_received(part)
+            if self._in_message and message == self._messages:
+                self._overhead += len(part) - (self._body_bytes - body)
+                if self._overhead > MAX_HEADER_BYTES + _FRAME_BYTES * self._body_bytes:
+                    self._refuse(_too_large())
+        if self.transport.is_closing():
+            self._waiting.clear()
+        elif len(self._waiting) > _MAX_WAITING_BYTES:
+            self.flow.pause_reading()
+        elif not self._serving() and not self._in_message:
+            self._rest()
+
+    def _rest(self) -> None:
+        """Nothing is under way: the connection is kept for a while, unless others need its place."""
+        self._shared.idle[self] = None
+        if self.timeout_keep_alive_task is None:
+            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive,
+                                                                self.timeout_keep_alive_handler)
+
+    def _count_header(self, nbytes: int) -> None:
+        self._header_bytes += nbytes
+        if self._header_bytes > MAX_HEADER_BYTES or len(self.headers) >= MAX_HEADERS:
+            self._refusal = _too_large()
+            raise self._refusal  # stops the parser, which then calls send_400_response
+
+    def _look_at_deadline(self) -> None:
+        """The time is up: unless the body has come at a fair rate, or nobody reads it here, the client is too slow."""
+        self._deadline = None
+        if not self._in_message or self.transport.is_closing():
+            return
+        now = self.loop.time()
+        until = self._began + self._shared.timeout + self._body_bytes / MIN_BODY_RATE
+        if self.flow.read_paused:
+            until = now + self._shared.timeout
+        if now < until:
+            self._deadline = self.loop.call_later(until - now, self._look_at_deadline)
+        else:
+            self._refuse(ApiError(408, f"The request did not arrive within {self._shared.timeout:g} s and the time "
+                                       f"that its size takes at {MIN_BODY_RATE // 1024} KiB/s (--client-timeout).",
+                                  code="client_timeout"))
+
+    def _look_for_client(self) -> None:
+        self._probe = None
+        if self.transport.is_closing():
+            return
+        connected: socket.socket = self.transport.get_extra_info("socket")
+        if connected.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        else:
+            self._probe = self.loop.call_later(_PROBE_SECONDS, self._look_for_client)
+
+    def _refuse(self, error: ApiError) -> None:
+        """The last thing this connection says, unless an answer is on its way: then that is the last one."""
+        assert error.code is not None
+        self._shared.refused(error.code)
+        self._waiting.clear()
+        self._in_message = False
+        if self._serving() and not self.cycle.more_body:
+            self.cycle.keep_alive = False
+            self.flow.pause_reading()
+            return
+        if self.pipeline or (self._serving() and self.cycle.response_started):
+            self.transport.close()
+            return
+        body = error_body(error)
+        headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close",
+                   **error.headers}
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self.transport.write(STATUS_LINE[error.status] + lines.encode() + b"\r\n" + body)
+        self.transport.close()
+
+    def _stop_timers(self) -> None:
+        for timer in (self._deadline, self._probe):
+            if timer is not None:
+                timer.cancel()
+        self._deadline = self._probe = None
+
+
+def _too_large() -> ApiError:
+    return ApiError(431, f"The request's headers are larger than {MAX_HEADER_BYTES // 1024} KiB, or more than "
+                         f"{MAX_HEADERS}.", code="headers_too_large")
