@@ -12,10 +12,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
+SOURCES = tuple(sorted(_FOLDER.glob("*.cpp")))
 # No -ffast-math: it would let the compiler reorder sums, and the kernels promise one order.
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-pthread", "-Wno-psabi")
 # A symbol that nothing defines fails the link, with its name, rather than the load.
@@ -44,7 +45,7 @@ def library_name(command: list[str]) -> str:
     """A file name that differs whenever anything differs that decides the library's code."""
     version = subprocess.run([command[0], "--version"], capture_output=True, check=False).stdout
     digest = hashlib.blake2b(version + "\0".join([*command, *LINK_FLAGS, _cpu()]).encode(), digest_size=10)
-    for source in sorted([*_FOLDER.glob("*.cpp"), *_FOLDER.glob("*.h")]):
+    for source in (*SOURCES, *sorted(_FOLDER.glob("*.h"))):
         digest.update(source.read_bytes())
     return f"kernels-{digest.hexdigest()}.so"
 
@@ -58,12 +59,11 @@ def cache_folder() -> Path:
     return folder
 
 
-def build(command: list[str], path: Path, tell: Progress) -> None:
+def build(command: list[str], path: Path, tell: Progress, sources: Sequence[Path] = SOURCES) -> None:
     """Write the library to `path`, unless another process does so first.
 
     A build that is interrupted removes its temporary folder; one that is killed leaves it to the next build.
     """
-    sources = sorted(_FOLDER.glob("*.cpp"))
     tell(0, len(sources))
     with _only_build(path, lambda done: tell(done, len(sources))) as alone:
         if alone:
@@ -82,7 +82,7 @@ def build(command: list[str], path: Path, tell: Progress) -> None:
             os.replace(linked, path)
 
 
-def _compile(command: list[str], sources: list[Path], folder: Path, tell: Progress) -> list[str]:
+def _compile(command: list[str], sources: Sequence[Path], folder: Path, tell: Progress) -> list[str]:
     """Compile into `folder`, at most as many sources at once as there are cores."""
     objects = [str(folder / f"{source.stem}.o") for source in sources]
     waiting = list(zip(sources, objects, strict=True))

@@ -1,0 +1,302 @@
+// Products with codes on ARM cores that multiply vectors of bytes (sdot), and more rows by matrices of bytes where the
+// cores have these (i8mm: smmla).
+//
+// A register has four channels ("a quad"), four codes each: sdot adds their products with four digits of one row to the
+// quad's sums. smmla has two channels of eight codes, and two rows of eight digits. Both multiply signed bytes. Codes of
+// four bits are taken as 0 to 15, so their sums start with what takes the centre away; codes of eight bits are signed.
+//
+// To make an integer a float takes as long as eight products do. So sums start 0x4b400000 higher: the bits of such a sum
+// are those of a float, 1.5 * 2^23 higher, as long as its magnitude is below 2^22, and 32 * 128 * 128 is.
+#pragma once
+#include <arm_neon.h>
+
+#include "coded.h"
+
+namespace {
+
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr bool kMatrices = true;
+#else
+constexpr bool kMatrices = false;
+#endif
+constexpr int64_t kRowStep = 2;                        // rows that smmla takes at once
+constexpr int64_t kDigitBytes = 1;
+constexpr int64_t kRowBytes = 1 << 19;                 // of x in digits, held in the second-level cache while panels pass
+constexpr int64_t kRecord = kDigits * kColumns;        // bytes of digits of a block of a row
+constexpr int64_t kQuads = kPanel / 4, kHalfQuads = kQuads / 2, kGroups = kColumns / 4;
+
+constexpr int32_t kMagicBits = 0x4b400000;
+constexpr float kMagic = 12582912.0f;
+
+struct Scale {
+    int32_t start[kDigits][4];  // of a digit's sums, the same in every lane
+    float unit;                 // that the lowest digit counts
+    float total;                // of its columns
+    float unused[2];
+};
+
+float from_half(uint16_t stored) {
+    return vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(stored))), 0);
+}
+
+template <class Form>
+constexpr int kCentre = Form::kOffset ? 8 : 0;
+
+// Whether a row is multiplied together with its neighbour.
+bool paired(int64_t row, int64_t rows) { return kMatrices && (row | 1) < rows; }
+
+// Digits lie as [blocks][rows][kDigits][32 columns]; those of a pair of rows as [kDigits][4][2 rows][8 columns].
+template <class Form>
+void split(const float* x, int64_t row, const Rows& rows) {
+    const char* o = Form::kOrder;
+    const uint8_t order[16] = {
+        uint8_t(o[0]),     uint8_t(o[1]),     uint8_t(o[2]),     uint8_t(o[3]),     uint8_t(o[4]),     uint8_t(o[5]),
+        uint8_t(o[6]),     uint8_t(o[7]),     uint8_t(8 + o[0]), uint8_t(8 + o[1]), uint8_t(8 + o[2]), uint8_t(8 + o[3]),
+        uint8_t(8 + o[4]), uint8_t(8 + o[5]), uint8_t(8 + o[6]), uint8_t(8 + o[7])};
+    const uint8x16_t places = vld1q_u8(order);
+    const bool pair = paired(row, rows.M);
+    const int64_t apart = pair ? 16 : 8;  // eight columns from the next eight
+    auto* out = reinterpret_cast<int8_t*>(rows.digits) + (pair ? row / 2 * 2 * kRecord + row % 2 * 8 : row * kRecord);
+    Scale* scale = rows.scales + row * rows.blocks;
+    for (int64_t b = 0; b < rows.blocks; b++, x += kColumns, out += rows.M * kRecord, scale++) {
+        int32x4_t rest[kGroups], largest = vdupq_n_s32(0);
+        for (int g = 0; g < kGroups; g++) {
+            // As integers: a comparison of numbers would pass over what is none.
+            largest = vmaxq_s32(largest, vreinterpretq_s32_f32(vabsq_f32(vld1q_f32(x + g * 4))));
+        }
+        scale->unit = unit_of(vmaxvq_s32(largest));
+        int32x4_t total = vdupq_n_s32(0);
+        for (int g = 0; g < kGroups; g++) {
+            rest[g] = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + g * 4), 1 / scale->unit));
+            total = vaddq_s32(total, rest[g]);
+        }
+        scale->total = static_cast<float>(vaddvq_s32(total)) * scale->unit;
+        for (int64_t d = 0; d < kDigits; d++) {
+            int32_t sum = 0;
+            for (int half = 0; half < 2; half++) {
+                const int32x4_t* four = rest + half * 4;
+                // A number's lowest byte, as a signed one, is the digit that leaves a multiple of 256.
+                const int16x8_t low = vcombine_s16(vmovn_s32(four[0]), vmovn_s32(four[1]));
+                const int16x8_t high = vcombine_s16(vmovn_s32(four[2]), vmovn_s32(four[3]));
+                const int8x16_t digits = vcombine_s8(vmovn_s16(low), vmovn_s16(high));
+                sum += vaddlvq_s8(digits);
+                const int8x16_t ordered = vqtbl1q_s8(digits, places);
+                vst1_s8(out + (d * 4 + half * 2) * apart, vget_low_s8(ordered));
+                vst1_s8(out + (d * 4 + half * 2 + 1) * apart, vget_high_s8(ordered));
+            }
+            vst1q_s32(scale->start[d], vdupq_n_s32(kMagicBits - kCentre<Form> * sum));
+            for (int g = 0; g < kGroups; g++) rest[g] = vrshrq_n_s32(rest[g], 8);
+        }
+    }
+}
+
+// Codes of a quad: of the eight columns that a vector of four bits has, the first or the last four of the form's order.
+inline int8x16_t low_codes(uint8x16_t stored) { return vreinterpretq_s8_u8(vandq_u8(stored, vdupq_n_u8(15))); }
+inline int8x16_t high_codes(uint8x16_t stored) { return vreinterpretq_s8_u8(vshrq_n_u8(stored, 4)); }
+
+// A quad's scales and offsets.
+template <class Form>
+struct Channels {
+    float32x4_t scale, offset;
+
+    Channels(const uint8_t* block, int64_t quad) {
+        const auto stored = [&](int64_t at) {
+            uint16_t halves[4];
+            __builtin_memcpy(halves, block + at + quad * 8, 8);
+            return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(halves)));
+        };
+        scale = stored(0);
+        if constexpr (Form::kOffset) offset = vfmaq_f32(stored(64), scale, vdupq_n_f32(kCentre<Form>));
+    }
+
+    // `products`: of the three digits with codes.
+    float32x4_t add(float32x4_t sum, const int32x4_t (&products)[kDigits], const Scale& x) const {
+        const auto number = [&](int d) {
+            return vsubq_f32(vreinterpretq_f32_s32(products[d]), vdupq_n_f32(kMagic));
+        };
+        // The lower two digits, to these the highest.
+        const float32x4_t lower = vfmaq_f32(number(0), number(1), vdupq_n_f32(256));
+        const float32x4_t all = vfmaq_f32(lower, number(2), vdupq_n_f32(65536));
+        sum = vfmaq_f32(sum, scale, vmulq_n_f32(all, x.unit));
+        if constexpr (Form::kOffset) sum = vfmaq_f32(sum, offset, vdupq_n_f32(x.total));
+        return sum;
+    }
+};
+
+// A block of a row, in registers.
+struct Digits {
+    int8x16_t digits[kDigits][2];
+
+    explicit Digits(const int8_t* from) {
+        for (int d = 0; d < kDigits; d++) {
+            for (int half = 0; half < 2; half++) digits[d][half] = vld1q_s8(from + d * kColumns + half * 16);
+        }
+    }
+
+    // products += those with four columns of a quad, the G-th four.
+    template <int G>
+    void add(int32x4_t (&products)[kDigits], int8x16_t codes) const {
+        for (int d = 0; d < kDigits; d++) products[d] = vdotq_laneq_s32(products[d], codes, digits[d][G / 4], G % 4);
+    }
+};
+
+void store(const Output& out, int64_t row, int64_t quad, float32x4_t sum) {
+    const int64_t n = quad * 4, left = out.width - n;
+    float* y = out.y + row * out.N + n;
+    if (left >= 4) {
+        vst1q_f32(y, out.bias ? vaddq_f32(sum, vld1q_f32(out.bias + n)) : sum);
+    } else {
+        for (int64_t i = 0; i < left; i++) y[i] = sum[i] + (out.bias ? out.bias[n + i] : 0.0f);
+    }
+}
+
+// What the sums of a block start with. The address is made new every time, for the compiler to load anew: it would copy
+// one register to another instead, and that takes the vector units' time.
+inline void start(const Scale& scale, int32x4_t (&products)[kDigits]) {
+    const int32_t* from = scale.start[0];
+    asm volatile("" : "+r"(from));
+    for (int d = 0; d < kDigits; d++) products[d] = vld1q_s32(from + d * 4);
+}
+
+template <class Form, int... V>
+void one_row(const uint8_t* block, const Rows& rows, const Output& out, std::integer_sequence<int, V...>) {
+    constexpr int kTogether = 2;  // quads: enough that no product waits for the one before it
+    float32x4_t sums[kQuads] = {};
+    const auto* digits = reinterpret_cast<const int8_t*>(rows.digits);
+    const Scale* scale = rows.scales;
+    for (int64_t b = 0; b < rows.blocks; b++, block += Form::kBytes, digits += kRecord, scale++) {
+        ask_ahead<Form>(block);
+        const Digits x(digits);
+#pragma GCC unroll 4
+        for (int64_t quad = 0; quad < kQuads; quad += kTogether) {
+            const uint8_t* codes = codes_of<Form>(block, quad / kHalfQuads) + quad % kHalfQuads * 16;
+            int32x4_t products[kTogether][kDigits];
+            for (auto& three : products) start(*scale, three);
+            const auto vector = [&](auto v) {
+                constexpr int kVector = decltype(v)::value;
+#pragma GCC unroll 2
+                for (int q = 0; q < kTogether; q++) {
+                    const uint8x16_t stored = vld1q_u8(codes + kVector * 64 + q * 16);
+                    if constexpr (Form::kVectors == kGroups) {
+                        x.add<kVector>(products[q], vreinterpretq_s8_u8(stored));
+                    } else {
+                        x.add<2 * kVector>(products[q], low_codes(stored));
+                        x.add<2 * kVector + 1>(products[q], high_codes(stored));
+                    }
+                }
+            };
+            (vector(std::integral_constant<int, V>{}), ...);
+#pragma GCC unroll 2
+            for (int q = 0; q < kTogether; q++) {
+                sums[quad + q] = Channels<Form>(block, quad + q).add(sums[quad + q], products[q], *scale);
+            }
+        }
+    }
+    for (int64_t quad = 0; quad < kQuads; quad++) store(out, 0, quad, sums[quad]);
+}
+
+// The codes of a quad, four columns a register.
+template <class Form>
+inline void load_quad(const uint8_t* from, int8x16_t (&codes)[kGroups]) {
+#pragma GCC unroll 8
+    for (int v = 0; v < Form::kVectors; v++) {
+        const uint8x16_t stored = vld1q_u8(from + v * 64);
+        if constexpr (Form::kVectors == kGroups) {
+            codes[v] = vreinterpretq_s8_u8(stored);
+        } else {
+            codes[2 * v] = low_codes(stored);
+            codes[2 * v + 1] = high_codes(stored);
+        }
+    }
+}
+
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+
+// The sums of two rows += their blocks times a quad's codes, as matrices.
+template <class Form>
+inline void add_pair(const int8_t* digits, const int8x16_t (&codes)[kGroups], const Channels<Form>& channels,
+                     const Scale& first, const Scale& second, float* first_sums, float* second_sums) {
+    int32x4_t sums[kDigits][2];  // of two channels each, [channel][row]
+#pragma GCC unroll 3
+    for (int d = 0; d < kDigits; d++) {
+        sums[d][0] = sums[d][1] = vzip1q_s32(vld1q_s32(first.start[d]), vld1q_s32(second.start[d]));
+#pragma GCC unroll 4
+        for (int g = 0; g < kGroups / 2; g++) {
+            const int8x16_t x = vld1q_s8(digits + (d * 4 + g) * 16);
+            sums[d][0] = vmmlaq_s32(sums[d][0], codes[2 * g], x);
+            sums[d][1] = vmmlaq_s32(sums[d][1], codes[2 * g + 1], x);
+        }
+    }
+    int32x4_t products[2][kDigits];
+    for (int d = 0; d < kDigits; d++) {
+        products[0][d] = vuzp1q_s32(sums[d][0], sums[d][1]);
+        products[1][d] = vuzp2q_s32(sums[d][0], sums[d][1]);
+    }
+    vst1q_f32(first_sums, channels.add(vld1q_f32(first_sums), products[0], first));
+    vst1q_f32(second_sums, channels.add(vld1q_f32(second_sums), products[1], second));
+}
+
+// The quad's first two channels, eight columns each, then the other two, for every eight columns.
+inline void as_matrices(const int8x16_t (&codes)[kGroups], int8x16_t (&out)[kGroups]) {
+#pragma GCC unroll 4
+    for (int g = 0; g < kGroups; g += 2) {
+        const int32x4_t low = vreinterpretq_s32_s8(codes[g]), high = vreinterpretq_s32_s8(codes[g + 1]);
+        out[g] = vreinterpretq_s8_s32(vzip1q_s32(low, high));
+        out[g + 1] = vreinterpretq_s8_s32(vzip2q_s32(low, high));
+    }
+}
+
+#endif
+
+template <class Form, int... G>
+void many_rows(const uint8_t* block, const Rows& rows, const Output& out, std::integer_sequence<int, G...>) {
+    alignas(64) float sums[kMostRows][kPanel];
+    for (int64_t row = 0; row < rows.M; row++) {
+        for (int64_t n = 0; n < kPanel; n++) sums[row][n] = 0;
+    }
+    const auto* digits = reinterpret_cast<const int8_t*>(rows.digits);
+    for (int64_t b = 0; b < rows.blocks; b++, block += Form::kBytes, digits += rows.M * kRecord) {
+        ask_ahead<Form>(block);
+        const Scale* scales = rows.scales + b;
+        for (int64_t quad = 0; quad < kQuads; quad++) {
+            int8x16_t codes[kGroups];
+            load_quad<Form>(codes_of<Form>(block, quad / kHalfQuads) + quad % kHalfQuads * 16, codes);
+            const Channels<Form> channels(block, quad);
+            int64_t row = 0;
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+            int8x16_t matrices[kGroups];
+            as_matrices(codes, matrices);
+            for (; row + 2 <= rows.M; row += 2) {
+                const Scale &first = scales[row * rows.blocks], &second = scales[(row + 1) * rows.blocks];
+                add_pair(digits + row * kRecord, matrices, channels, first, second, sums[row] + quad * 4,
+                         sums[row + 1] + quad * 4);
+            }
+#endif
+            for (; row < rows.M; row++) {
+                float* sum = sums[row] + quad * 4;
+                const Digits x(digits + row * kRecord);
+                int32x4_t products[kDigits];
+                start(scales[row * rows.blocks], products);
+                (x.add<G>(products, codes[G]), ...);
+                vst1q_f32(sum, channels.add(vld1q_f32(sum), products, scales[row * rows.blocks]));
+            }
+        }
+    }
+    for (int64_t row = 0; row < rows.M; row++) {
+        for (int64_t quad = 0; quad < kQuads; quad++) store(out, row, quad, vld1q_f32(sums[row] + quad * 4));
+    }
+}
+
+// Panels [first, end): panel(p) is where one lies, output(p) where its product goes.
+template <class Form, class Panel, class To>
+void multiply(const Rows& rows, int64_t first, int64_t end, Panel panel, To output) {
+    for (int64_t p = first; p < end; p++) {
+        if (rows.M == 1) {
+            one_row<Form>(panel(p), rows, output(p), std::make_integer_sequence<int, Form::kVectors>{});
+        } else {
+            many_rows<Form>(panel(p), rows, output(p), std::make_integer_sequence<int, kGroups>{});
+        }
+    }
+}
+
+}  // namespace

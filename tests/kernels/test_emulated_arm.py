@@ -1,0 +1,145 @@
+"""The native kernels as ARM cores run them, emulated: near the reference, the same bits in every batch, and with weights
+in codes the same bits as on this machine."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Iterator
+
+import pytest
+import torch
+from emulated import EmulatedLibrary, emulated, missing
+from gguf import GGMLQuantizationType as Kind
+from sequences import sequences
+from test_coded import KINDS, coded, room
+from torch import Tensor
+
+from spillover.kernels import native
+from spillover.kernels.activation import (
+    clamped_swiglu,
+    clamped_swiglu_reference,
+    silu_and_mul,
+    silu_and_mul_reference,
+)
+from spillover.kernels.attention import attention, attention_reference, store_kv, store_kv_reference
+from spillover.kernels.coded import CodedWeight, unpack_codes
+from spillover.kernels.kv_quant import KVCodec
+from spillover.kernels.linear import embedding, linear, pack, unpack
+from spillover.kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from spillover.kernels.rope import rope, rope_reference
+
+pytestmark = [
+    pytest.mark.skipif(platform.machine() in ("aarch64", "arm64"), reason="runs these kernels itself"),
+    pytest.mark.skipif(missing() is not None, reason=str(missing())),
+]
+
+ROWS = [1, 2, 3, 5, 17]
+SHAPES = [(70, 64), (33, 320)]  # of weights
+
+
+@pytest.fixture
+def neoverse() -> Iterator[EmulatedLibrary]:
+    """Cores that multiply vectors of bytes, and not matrices."""
+    with emulated("-mcpu=neoverse-n1", "activation", "attention", "kv_quant", "linear", "norm", "rope", "team") as found:
+        yield found
+
+
+def test_products_with_panels(neoverse: EmulatedLibrary) -> None:
+    for n, k in SHAPES:
+        x, plain, bias = torch.randn(max(ROWS), k), torch.randn(n, k), torch.randn(n)
+        packed = pack(plain)
+        assert torch.equal(unpack(packed), plain)
+        exact = x.double() @ plain.double().T + bias
+        magnitude = x.double().abs() @ plain.double().abs().T + bias.abs()
+        found = {rows: linear(x[:rows], packed, bias) for rows in ROWS}
+        assert ((found[17] - exact).abs() <= magnitude * (k + 1) * 2.0**-24).all()
+        assert all(torch.equal(found[rows], found[17][:rows]) for rows in ROWS)
+        ids = torch.randint(0, n, (20,))
+        assert torch.equal(embedding(ids, packed), plain[ids])
+
+
+@pytest.mark.parametrize("cores", ["-mcpu=neoverse-n1", "-march=armv8.6-a+i8mm"])
+def test_products_with_codes(cores: str) -> None:
+    weights: dict[tuple[Kind, int, int], tuple[CodedWeight, Tensor, Tensor]] = {}
+    here = {}
+    for kind in KINDS:
+        for n, k in SHAPES:
+            sizes = torch.exp2(torch.randint(-10, 10, (k,)))  # columns of very different sizes, as activations have them
+            weights[kind, n, k] = coded(kind, n, k), torch.randn(max(ROWS), k) * sizes, torch.randn(n)
+            if native.multiplies_codes():
+                here[kind, n, k] = linear(weights[kind, n, k][1], weights[kind, n, k][0], weights[kind, n, k][2])
+    with emulated(cores, "coded", "team") as library:
+        assert library.multiplies_codes() == 1
+        for key, (weight, x, bias) in weights.items():
+            found = {rows: linear(x[:rows], weight, bias) for rows in ROWS}
+            assert all(torch.equal(found[rows], found[17][:rows]) for rows in ROWS), key
+            plain = unpack_codes(weight)
+            error = (found[17].double() - x.double() @ plain.double().T - bias.double()).abs()
+            assert (error <= room(x, plain) + 1e-6 * found[17].abs()).all(), key
+            if key in here:
+                assert torch.equal(found[17], here[key]), key
+            ids = torch.randint(0, weight.out_features, (20,))
+            assert torch.equal(embedding(ids, weight), plain[ids])
+        weight, x, bias = weights[Kind.Q4_1, 70, 64]
+        expected = linear(x, weight, bias)
+        library.set_threads(3)
+        assert torch.equal(linear(x, weight, bias), expected)
+        for rows in (1, 2):
+            x = torch.randn(rows, 64)
+            x[0, 5] = math.nan
+            assert not linear(x, weight)[0].isfinite().any()
+
+
+def test_norms_activations_and_positions(neoverse: EmulatedLibrary) -> None:
+    for dim in (7, 64, 576):
+        x, residual, weight = torch.randn(3, dim) * 3, torch.randn(3, dim), torch.randn(dim)
+        torch.testing.assert_close(rms_norm(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5))
+        normed, total = add_rms_norm(x, residual, weight, 1e-5)
+        wanted, wanted_total = add_rms_norm_reference(x, residual, weight, 1e-5)
+        torch.testing.assert_close(normed, wanted)
+        assert torch.equal(total, wanted_total)
+    x = torch.cat((torch.randn(4, 96) * 30, torch.tensor([[0.0, -0.0, math.inf, -math.inf] * 24])))
+    torch.testing.assert_close(silu_and_mul(x), silu_and_mul_reference(x), equal_nan=True)
+    torch.testing.assert_close(clamped_swiglu(x[:4], 7.0), clamped_swiglu_reference(x[:4], 7.0))
+    angles = torch.randn(50, 16)
+    q, k, positions = torch.randn(5, 6, 32), torch.randn(5, 2, 32), torch.tensor([0, 3, 49, 7, 7])
+    wanted_q, wanted_k = rope_reference(q, k, angles.cos(), angles.sin(), positions)
+    found_q, found_k = rope(q.clone(), k.clone(), angles.cos(), angles.sin(), positions)
+    torch.testing.assert_close(found_q, wanted_q)
+    torch.testing.assert_close(found_k, wanted_k)
+
+
+@pytest.mark.parametrize("kind", ["auto", "fp8", "int8"])
+@pytest.mark.parametrize("window", [None, 40])
+def test_attention(neoverse: EmulatedLibrary, window: int | None, kind: str) -> None:
+    parts = [(0, 0, 70), (1, 29, 30), (2, 300, 333), (3, 0, 1)]
+    s = sequences([last for _, _, last in parts], kv_dtype=kind)
+    sinks = torch.randn(6)
+    for request, first, _ in parts:
+        if first:
+            s.run([(request, 0, first)], window)
+    batch, q, k, v = s.batch(parts)
+    pool = s.pool.clone()
+    store_kv(k, v, s.pool[:, 1], batch)
+    store_kv_reference(k, v, pool[:, 1], batch)
+    assert torch.equal(s.pool.view(torch.uint8), pool.view(torch.uint8))
+    found = attention(q, s.pool[:, 1], batch, 0.2, window, sinks)
+    torch.testing.assert_close(found, attention_reference(q, pool[:, 1], batch, 0.2, window, sinks), rtol=1e-4, atol=2e-5)
+    alone = s.run([parts[2]], window)
+    in_two = torch.cat((s.run([(2, 300, 320)], window), s.run([(2, 320, 333)], window)))
+    assert torch.equal(alone, in_two)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_quantised_blocks(neoverse: EmulatedLibrary, kind: str) -> None:
+    codec = KVCodec(2, 3, 16, 8, torch.float32, kind)
+    block = torch.randn(codec.block_bytes // 4).mul_(torch.exp2(torch.randint(-20, 20, (codec.block_bytes // 4,))))
+    stored = block.view(torch.uint8)
+    slot, again = torch.zeros(codec.slot_bytes, dtype=torch.uint8), torch.zeros_like(stored)
+    for tensor in (stored, slot, again):
+        tensor.data_ptr()  # for the emulator to know it
+    codec.encode(memoryview(stored.numpy()), memoryview(slot.numpy()))
+    assert torch.equal(slot, codec.encode_tensor(stored))
+    codec.decode(memoryview(slot.numpy()), memoryview(again.numpy()))
+    assert torch.equal(again, codec.decode_tensor(slot))
