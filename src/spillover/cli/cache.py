@@ -73,8 +73,9 @@ def ls(path: str, as_json: bool) -> None:
 @cache.command()
 @click.argument("path")
 @click.option("--identity", default=None, help="Only this one of those that `ls` shows; its beginning will do.")
+@click.option("--kv-store-key-file", default=None, metavar="FILE", help="The key that the blocks were written with.")
 @_JSON
-def verify(path: str, identity: str | None, as_json: bool) -> None:
+def verify(path: str, identity: str | None, kv_store_key_file: str | None, as_json: bool) -> None:
     """Read every block and compare checksums. Exits with 1 and names what is not as it was written: a record, or a
     whole segment file that cannot be read.
 
@@ -88,10 +89,11 @@ def verify(path: str, identity: str | None, as_json: bool) -> None:
 
     from spillover.cli.progress import bytes_bar
     from spillover.memory.tiers.inspect import verify as check
+    from spillover.memory.tiers.seal import read_seal
 
     bad, checked, nbytes = [], 0, 0
     with bytes_bar() as show:
-        for progress in check(_folder(path), identity):
+        for progress in check(_folder(path), identity, read_seal(kv_store_key_file)):
             checked, nbytes = progress.checked, progress.nbytes
             if checked:  # an unreadable segment comes before any record
                 show("Verifying", nbytes, nbytes * progress.total // checked)

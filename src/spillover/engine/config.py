@@ -63,6 +63,8 @@ class EngineConfig:
                              ("auto", "fp8", "int8"), {"fp8_e4m3": "fp8"})
     spill_admission: str = _flag("always", "Which blocks may enter the lower tiers: always, second-use (blocks that "
                                  "were asked for twice), or module:Class of your own.")
+    kv_store_key_file: str | None = _flag(None, "File with a key of 16 bytes or more for the KV on --disk and in "
+                                          "--remote: blocks that were not written with it are rejected.")
     max_model_len: int | None = _flag(None, "Longest prompt plus output, in tokens.")
     max_num_seqs: int | None = _flag(None, "Most requests in one step.")
     max_num_batched_tokens: int | None = _flag(None, "Most tokens in one step, prefill chunks and decodes together.")
@@ -194,6 +196,9 @@ class EngineConfig:
         if self.spill_admission not in ADMISSIONS and not _CLASS_NAME.fullmatch(self.spill_admission):
             raise SpilloverError("--spill-admission takes always, second-use or module:Class; got "
                                  f"'{self.spill_admission}'" + did_you_mean(self.spill_admission, ADMISSIONS))
+        if self.kv_store_key_file is not None and not self.disk and self.remote is None:
+            raise SpilloverError("--kv-store-key-file is for KV on a disk or in a remote store: give --disk or "
+                                 "--remote")
         given = next((_option(name) for name in ("host_memory", "disk", "remote") if getattr(self, name)), None)
         if given is None:
             for item in dataclasses.fields(self):

@@ -21,6 +21,7 @@ from spillover.memory.store import SpillStore
 from spillover.memory.tiers.base import Tier
 from spillover.memory.tiers.disk import DiskTier
 from spillover.memory.tiers.disks import Disks
+from spillover.memory.tiers.seal import read_seal
 from spillover.models.config import ModelConfig
 from spillover.plan.planner import Plan
 from spillover.plan.tiers import STAGING_BLOCKS, with_tier_rates
@@ -67,18 +68,20 @@ def _make_tiers(config: EngineConfig, plan: Plan, payload: int, identity: bytes,
                 wake: Callable[[], None]) -> list[Tier]:
     description = {"model": plan.model, "dtype": plan.dtype, "kv_cache_dtype": config.kv_cache_dtype,
                    "spill_dtype": config.spill_dtype, "block_size": str(plan.block_size), "layout": KV_LAYOUT}
+    seal = read_seal(config.kv_store_key_file)
     tiers: list[Tier] = []
     disks = []
     try:
         for text in config.disk:
             budget = parse_disk(text)
-            disks.append(DiskTier(budget.path, budget.capacity_bytes, payload, identity, description, wake))
+            disks.append(DiskTier(budget.path, budget.capacity_bytes, payload, identity, description, wake,
+                                  seal=seal))
         if disks:
             tiers.append(disks[0] if len(disks) == 1 else Disks(disks))
         if config.remote is not None:
             from spillover.memory.tiers.remote import RemoteTier  # its client library only where it is used
 
-            tiers.append(RemoteTier(config.remote, payload, identity, wake))
+            tiers.append(RemoteTier(config.remote, payload, identity, wake, seal=seal))
     except SpilloverError:
         for disk in disks:
             disk.close(0.0)

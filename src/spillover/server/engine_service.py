@@ -53,6 +53,7 @@ from spillover.units import format_bytes
 
 STATS_SECONDS = 0.25  # how old the front's view of the engine may be while it works
 COPYING_MS = 1  # waiting for a message while KV is on its way from another tier
+IDLE_TIERS_MS = 5000  # between two looks at tiers that nobody uses, whose disk or server may go or come back
 STALLED_MS = 5  # waiting for a message when there is work but none of it can go on
 PROGRESS_SECONDS = 0.1
 
@@ -141,7 +142,8 @@ class EngineService:
             if not self._current:
                 self._tell([], now=True)
             self._pulse.at(IDLE)
-            self._poller.poll()
+            store = self._scheduler.kv.store
+            self._poller.poll(IDLE_TIERS_MS if store is not None and store.tiers else None)
             self._current = False
         elif self._stalled:
             self._poller.poll(COPYING_MS if self._scheduler.kv.busy else STALLED_MS)

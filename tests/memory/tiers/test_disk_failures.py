@@ -10,11 +10,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from disk_calls import PAYLOAD, open_disk, some_blocks
-from tier_calls import block_key, close, get, has, put
+from tier_calls import IDENTITY, block_key, close, get, has, put
 
 from spillover.errors import SpilloverError
 from spillover.memory.tiers.folder import CacheFolder
@@ -100,7 +101,7 @@ import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
 from disk_calls import PAYLOAD, open_disk, some_blocks
-from tier_calls import block_key, close, get, has, put
+from tier_calls import IDENTITY, block_key, close, get, has, put
 tier = open_disk(Path({str(tmp_path)!r}), slots=4)
 results = [put(tier, some_blocks(number))[0] for number in range(9)]
 kept = [number for number in range(9) if has(tier, [block_key(number)])[0]]
@@ -117,19 +118,29 @@ close(tier)
     assert done.returncode == 0, done.stderr
 
 
-def test_folder_that_cannot_be_made(nobody_folder: Path, as_nobody: None, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        tier = open_disk(nobody_folder / "cache")
-    blocks = some_blocks(1, 2)
-    assert not tier.stats().available
-    assert put(tier, blocks) == [False, False]
-    assert has(tier, list(blocks)) == [False, False]
-    assert get(tier, list(blocks), PAYLOAD) == [None, None]
-    assert tier.stats().store_failures == 2
-    tier.clear()
-    assert tier.evict(3).result() == 0
+def test_folder_that_cannot_be_made_is_refused(nobody_folder: Path, as_nobody: None) -> None:
+    with pytest.raises(SpilloverError, match=rf"--disk {nobody_folder}/cache cannot be used: Permission denied"):
+        open_disk(nobody_folder / "cache")
+
+
+def test_folder_that_cannot_be_written_is_refused(nobody_folder: Path, as_nobody: None) -> None:
+    with pytest.raises(SpilloverError, match=rf"--disk {nobody_folder} cannot be used: Permission denied"):
+        open_disk(nobody_folder)
+
+
+def test_disk_without_space_for_a_block_is_refused_unless_blocks_are_there(small_disk: Path) -> None:
+    (small_disk / "big").write_bytes(bytes(72 << 10))
+    with pytest.raises(SpilloverError, match=r"cannot be used: .* is free there, and one block takes"):
+        open_disk(small_disk / "cache", payload_bytes=30_000, capacity_bytes=1 << 20)
+    (small_disk / "big").unlink()
+    tier = open_disk(small_disk / "cache")
+    put(tier, some_blocks(1))
     close(tier)
-    assert sum("Permission denied" in line.message for line in caplog.records) == 1
+    with suppress(OSError):
+        (small_disk / "big").write_bytes(bytes(1 << 20))  # as much as there is room for
+    tier = open_disk(small_disk / "cache")
+    assert get(tier, [block_key(1)], PAYLOAD) == list(some_blocks(1).values())
+    close(tier)
 
 
 @pytest.mark.parametrize("lock_stays", [True, False])
@@ -170,10 +181,48 @@ def test_folder_removed_under_a_running_tier(tmp_path: Path) -> None:
     shutil.rmtree(path)
     for key, loaded in zip(blocks, get(tier, list(blocks), PAYLOAD), strict=True):
         assert loaded in (None, blocks[key])
-    put(tier, some_blocks(10, 11, 12))
-    assert tier.stats().store_failures >= 1
+    assert put(tier, some_blocks(10, 11, 12)) == [True] * 3, "the folder is made again"
+    assert get(tier, [block_key(12)], PAYLOAD) == list(some_blocks(12).values())
     tier.check()
     close(tier)
+    tier = open_disk(path, slots=6)
+    shutil.rmtree(path)  # before the first of its segments is opened again
+    assert put(tier, some_blocks(20)) == [True]
+    close(tier)
+
+
+def test_planted_links_are_not_followed(tmp_path: Path) -> None:
+    """Somebody who may write to the folder cannot have another file of ours overwritten."""
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"precious" * 10_000)
+    path = tmp_path / "cache"
+    tier = open_disk(path, slots=12, rest_seconds=0.0)
+    folder = next(path.glob("*/description.json")).parent
+    for number in range(3):
+        (folder / f"{number:06}.kv").symlink_to(precious)
+    for name in ("recency.tmp", "description.json.tmp"):
+        (folder / name).symlink_to(precious)
+    put(tier, some_blocks(*range(12)))
+    close(tier)
+    assert precious.read_bytes() == b"precious" * 10_000
+    tier = open_disk(path, slots=12)  # segments that are links are no segments
+    assert put(tier, some_blocks(*range(4))) == [True] * 4
+    close(tier)
+    assert precious.read_bytes() == b"precious" * 10_000
+
+
+def test_lock_or_cache_folder_that_is_a_link(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    path = tmp_path / "cache"
+    path.mkdir()
+    (path / "lock").symlink_to(precious)
+    (path / IDENTITY.hex()).symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").mkdir()
+    with pytest.raises(SpilloverError, match="is a symbolic link"):
+        open_disk(path)
+    assert precious.read_text() == "precious"
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_segment_that_cannot_be_removed_stays_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

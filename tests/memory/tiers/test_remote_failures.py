@@ -302,3 +302,25 @@ def test_clear_while_the_server_is_away_is_done_when_it_is_back(valkey: Valkey) 
     assert has(tier, list(blocks)) == [False, False]
     assert valkey.client().dbsize() == 0
     close(tier)
+
+
+def test_a_server_that_nobody_asks_is_still_watched(valkey: Valkey) -> None:
+    """An idle tier notices by itself that its server has gone, hangs, and is back."""
+    tier = open_remote(valkey.url, probe_seconds=0.02, retry_seconds=0.02, lookup_timeout=0.2)
+
+    def becomes(available: bool) -> None:
+        deadline = time.monotonic() + 20
+        while tier.stats().available != available:
+            assert time.monotonic() < deadline, f"available is still {not available}"
+            time.sleep(0.01)
+
+    becomes(True)
+    valkey.kill()
+    becomes(False)
+    valkey.start()
+    becomes(True)
+    valkey.freeze()
+    becomes(False)
+    valkey.thaw()
+    becomes(True)
+    close(tier)

@@ -114,8 +114,11 @@ class _Job:
 class Lane:
     """Worker threads for one kind of work of one tier: first in, first out. Threads start when first needed."""
 
-    def __init__(self, name: str, threads: int, wake: Callable[[], None]) -> None:
+    def __init__(self, name: str, threads: int, wake: Callable[[], None],
+                 idle: tuple[float, Callable[[], None]] | None = None) -> None:
+        """`idle`: a worker without work does this whenever so many seconds have passed; it may not raise."""
         self._name = name
+        self._idle_work = idle
         self._max_threads = threads
         self._wake = wake
         self._state = threading.Condition()
@@ -197,14 +200,20 @@ class Lane:
             with self._state:
                 self._running.pop(me, None)
                 self._idle += 1
-                while not self._queue and not self._closed:
-                    self._state.wait()
+                timed_out = False
+                while not self._queue and not self._closed and not timed_out:
+                    timed_out = not self._state.wait(self._idle_work[0] if self._idle_work is not None else None)
                 self._idle -= 1
-                if not self._queue:
+                job = None
+                if self._queue:
+                    job = self._queue.popleft()
+                    self._running[me] = job.deadline
+                elif self._closed:
                     return
-                job = self._queue.popleft()
-                self._running[me] = job.deadline
-            self._do(job)
+            if job is not None:
+                self._do(job)
+            elif self._idle_work is not None:
+                self._idle_work[1]()
             del job  # its buffers are not held while this thread waits for the next
 
     @staticmethod

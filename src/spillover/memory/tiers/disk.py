@@ -7,6 +7,7 @@ stores and loads end without success, and nothing else.
 
 import errno
 import math
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +16,12 @@ from typing import Any
 
 from spillover.errors import SpilloverError
 from spillover.memory.policies import LRU, EvictionPolicy
-from spillover.memory.tiers.base import CorruptRecordError, Lane, Ticket, TierStats, checksum
+from spillover.memory.tiers.base import CorruptRecordError, Lane, Ticket, TierStats
 from spillover.memory.tiers.folder import CacheFolder, FolderLock, SegmentFile
 from spillover.memory.tiers.health import Health
 from spillover.memory.tiers.record import RecordHeader
 from spillover.memory.tiers.recovery import FIXED_BYTES, Recovery, recover, segment_cost, slots_that_fit
+from spillover.memory.tiers.seal import PLAIN, Seal
 from spillover.memory.tiers.segment import Segment, round_up
 from spillover.memory.tiers.slots import SlotTable
 from spillover.units import format_bytes
@@ -75,6 +77,7 @@ class DiskTier:
         segment_bytes: int | None = None,
         threads: int = 2,
         policy: EvictionPolicy | None = None,
+        seal: Seal = PLAIN,
     ) -> None:
         """`capacity_bytes` bounds everything this package keeps under `path`, whatever its identity.
 
@@ -95,7 +98,8 @@ class DiskTier:
             segment_bytes = max(SEGMENT_BYTES, capacity_bytes // MAX_SEGMENTS)
         self._segment_slots = max(1, segment_bytes // round_up(payload_bytes))
         self._store_seconds, self._load_seconds, self._rest_seconds = store_seconds, load_seconds, rest_seconds
-        self._folder = CacheFolder.of(self.path, identity)
+        self._seal = seal
+        self._folder = CacheFolder.of(self.path, seal.identity(identity))
         self._health = Health(f"disk cache at {path}")
         self._table = SlotTable(policy if policy is not None else LRU())
         self._segments: list[Segment] = []
@@ -280,30 +284,40 @@ class DiskTier:
     # Starting
 
     def _start(self, description: Mapping[str, str]) -> bool:
+        """Refuses a folder that cannot be used; what goes wrong later, or with blocks that are there, is borne."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
-            raise SpilloverError(f"the disk cache needs a folder, and {self.path} is, or lies in, a file") from None
+            raise self._refused("it is, or lies in, a file") from None
         except OSError as error:
-            self._health.failed(str(error))
-            return False
+            raise self._refused(error.strerror or str(error)) from None
         self._lock = FolderLock.acquire(self.path)
         try:
-            found = recover(self.path, self._folder, self.payload_bytes, self.capacity_bytes)
+            found = recover(self.path, self._folder, self.payload_bytes, self.capacity_bytes, self._seal)
+            self._make_folder(description, found)
         except OSError as error:
-            self._health.failed(str(error))
             self._let_go()
-            return False
-        try:
-            self._folder.path.mkdir(mode=0o700, exist_ok=True)  # prompts can be read out of it
-            self._folder.describe(description)
-        except OSError as error:
-            self._health.failed(str(error))  # read-only, perhaps: what was found can still be loaded
+            raise self._refused(error.strerror or str(error)) from None
         except SpilloverError:
             self._let_go()
             raise
         self._adopt(found)
         return True
+
+    def _make_folder(self, description: Mapping[str, str], found: Recovery) -> None:
+        try:
+            self._folder.make()
+            self._folder.describe(description)
+        except OSError as error:
+            if not found.records:
+                raise
+            self._health.failed(str(error))  # read-only, or full: what was found can still be loaded
+        needed, free = segment_cost(1, self.payload_bytes), shutil.disk_usage(self.path).free
+        if free < needed and not found.segments and not found.others:
+            raise self._refused(f"{format_bytes(free)} is free there, and one block takes {format_bytes(needed)}")
+
+    def _refused(self, reason: str) -> SpilloverError:
+        return SpilloverError(f"--disk {self.path} cannot be used: {reason}; give a folder that can be written")
 
     def _adopt(self, found: Recovery) -> None:
         self._segments = found.segments
@@ -343,8 +357,9 @@ class DiskTier:
         segment, index = place.segment, place.index
 
         def write() -> bool:
-            header = RecordHeader(key, self.payload_bytes, checksum(payload), store.sequence, time.time())
-            segment.write(index, header, payload)
+            sealed = self._seal.of_payload(payload)
+            header = RecordHeader(key, self.payload_bytes, sealed, store.sequence, time.time())
+            segment.write(index, header.pack(segment.identity, self._seal), payload)
             store.record = header
             return True
 
@@ -359,7 +374,7 @@ class DiskTier:
 
         def read() -> bool:
             segment.read(index, buffer)
-            if checksum(buffer) != record.payload_checksum:
+            if self._seal.of_payload(buffer) != record.payload_seal:
                 raise CorruptRecordError(f"{segment.path}, offset {segment.payload_offset(index)}: wrong checksum")
             return True
 

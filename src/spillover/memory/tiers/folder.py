@@ -10,7 +10,9 @@ Other files are nobody's here: neither counted nor touched.
 
 import fcntl
 import json
+import logging
 import os
+import stat
 import struct
 import time
 from collections.abc import Iterable, Mapping
@@ -21,6 +23,8 @@ from pathlib import Path
 from spillover.errors import SpilloverError
 from spillover.memory.tiers.base import checksum
 from spillover.memory.tiers.segment import MAX_IDENTITY_BYTES, SUFFIX, Segment
+
+log = logging.getLogger("spillover.memory")
 
 LOCK = "lock"
 DESCRIPTION = "description.json"
@@ -42,10 +46,10 @@ class FolderLock:
         """Raises SpilloverError if another holds it; None where the folder cannot be written, so nobody needs one."""
         path = folder / LOCK
         try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         except OSError:
             try:
-                file = os.open(path, os.O_RDONLY)
+                file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
             except OSError:
                 return None
         try:
@@ -99,13 +103,24 @@ class CacheFolder:
                     found.append(cache)
         return sorted(found, key=lambda folder: (folder.last_use(), folder.path))
 
+    def make(self) -> None:
+        """Makes the folder; raises SpilloverError where somebody has put a link there."""
+        self.path.mkdir(mode=0o700, exist_ok=True)  # prompts can be read out of it
+        found = self.path.lstat()
+        if stat.S_ISLNK(found.st_mode):
+            raise SpilloverError(f"--disk {self.path.parent} cannot be used: {self.path.name} in it is a symbolic "
+                                 "link; remove it")
+        if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            log.warning("disk cache at %s: others can write to it, and so decide what this server answers; give a "
+                        "folder of your own, or --kv-store-key-file", self.path)
+
     def segment_files(self) -> list[SegmentFile]:
         """Oldest first."""
         files = []
         for path in self._files(SUFFIX):
             with suppress(FileNotFoundError):
-                stat = path.stat()
-                files.append(SegmentFile(path, stat.st_size, stat.st_mtime))
+                found = path.lstat()
+                files.append(SegmentFile(path, found.st_size, found.st_mtime))
         return sorted(files, key=lambda file: (file.modified, file.path))
 
     def segments(self, writable: bool = False) -> list[Segment]:
@@ -201,7 +216,9 @@ class CacheFolder:
         """Atomically: a reader sees the old file or the new one."""
         temporary = self.path / (name + TEMPORARY)
         try:
-            temporary.write_bytes(data)
+            temporary.unlink(missing_ok=True)
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
+                file.write(data)
             os.replace(temporary, self.path / name)
         except OSError:
             with suppress(OSError):

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spillover.errors import SpilloverError
-from spillover.memory.tiers.base import checksum
 from spillover.memory.tiers.folder import CacheFolder
-from spillover.memory.tiers.record import EMPTY_HEADER, RecordHeader
+from spillover.memory.tiers.record import EMPTY_HEADER, RecordHeader, is_keyed
+from spillover.memory.tiers.seal import PLAIN, Seal
 from spillover.memory.tiers.segment import Segment
 
 SETTLE_SECONDS = 0.05  # in which a header that was being written is whole
@@ -47,14 +47,15 @@ def list_caches(path: str | Path) -> list[CacheInfo]:
         blocks = 0
         for segment in cache.segments():
             with suppress(OSError):
-                blocks += sum(header is not None for header in segment.headers())
+                blocks += sum(RecordHeader.read(raw, segment.identity) is not None for raw in segment.raw_headers())
             segment.close()
         found.append(CacheInfo(cache.identity.hex(), cache.description(), blocks, cache.nbytes(), cache.last_use()))
     return found
 
 
-def verify(path: str | Path, identity: str | None = None) -> Iterator[VerifyProgress]:
-    """Reads every record and compares its checksums. `identity` may be shortened, as long as only one begins so."""
+def verify(path: str | Path, identity: str | None = None, seal: Seal = PLAIN) -> Iterator[VerifyProgress]:
+    """Reads every record and compares its checksums, or what the key of `seal` makes of it. `identity` may be
+    shortened, as long as only one begins so."""
     found: list[tuple[Segment, int, bytes]] = []
     unreadable: list[BadRecord] = []
     for cache in find_caches(path, identity):
@@ -73,7 +74,10 @@ def verify(path: str | Path, identity: str | None = None) -> Iterator[VerifyProg
             except OSError as error:
                 reason = f"the segment cannot be read ({error.strerror or error})"
                 unreadable.append(BadRecord(file, 0, None, reason))
-    return _verify(found, unreadable)
+    if seal is PLAIN and any(is_keyed(raw) for _, _, raw in found):
+        raise SpilloverError(f"{path} has blocks that were written with a key; give it by --kv-store-key-file, or "
+                             "choose another cache by --identity")
+    return _verify(found, unreadable, seal)
 
 
 def _open(file: Path, identity: bytes) -> Segment | None:
@@ -84,7 +88,8 @@ def _open(file: Path, identity: bytes) -> Segment | None:
     return segment
 
 
-def _verify(found: list[tuple[Segment, int, bytes]], unreadable: list[BadRecord]) -> Iterator[VerifyProgress]:
+def _verify(found: list[tuple[Segment, int, bytes]], unreadable: list[BadRecord],
+            seal: Seal) -> Iterator[VerifyProgress]:
     for segment_file in unreadable:
         yield VerifyProgress(0, len(found), 0, segment_file)
     nbytes = 0
@@ -96,16 +101,16 @@ def _verify(found: list[tuple[Segment, int, bytes]], unreadable: list[BadRecord]
             current = segment
         bad = None
         with suppress(FileNotFoundError):  # a server has just made room
-            bad = _check(segment, slot, raw)
+            bad = _check(segment, slot, raw, seal if is_keyed(raw) else PLAIN)
             nbytes += segment.payload_bytes
         yield VerifyProgress(checked, len(found), nbytes, bad)
     if current is not None:
         current.close()
 
 
-def _check(segment: Segment, slot: int, raw: bytes) -> BadRecord | None:
+def _check(segment: Segment, slot: int, raw: bytes, seal: Seal) -> BadRecord | None:
     """A server may rewrite the slot meanwhile, but it zeroes the header first: the same header, the same payload."""
-    header = RecordHeader.unpack(raw, segment.identity)
+    header = RecordHeader.unpack(raw, segment.identity, seal)
     if header is None:
         time.sleep(SETTLE_SECONDS)
         if segment.raw_header(slot) != raw:
@@ -117,7 +122,7 @@ def _check(segment: Segment, slot: int, raw: bytes) -> BadRecord | None:
     payload = memoryview(bytearray(segment.payload_bytes))
     try:
         segment.read(slot, payload)
-        if checksum(payload) == header.payload_checksum:
+        if seal.of_payload(payload) == header.payload_seal:
             return None
         reason = "the checksum of the payload is wrong"
     except FileNotFoundError:

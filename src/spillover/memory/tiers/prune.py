@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from spillover.errors import SpilloverError
-from spillover.memory.tiers.base import checksum
 from spillover.memory.tiers.folder import DESCRIPTION, RECENCY_BYTES, CacheFolder, FolderLock
 from spillover.memory.tiers.inspect import find_caches
-from spillover.memory.tiers.record import EMPTY_HEADER, RecordHeader
+from spillover.memory.tiers.record import EMPTY_HEADER, RecordHeader, is_keyed
+from spillover.memory.tiers.seal import PLAIN
 from spillover.memory.tiers.segment import Segment
 
 
@@ -28,6 +28,7 @@ class Pruned:
 @dataclass(slots=True)
 class _Record:
     place: int  # slots counted through all segments of the cache
+    raw: bytes  # the header as it lies there
     header: RecordHeader
     used: float
 
@@ -97,12 +98,12 @@ def _read(folder: CacheFolder) -> _Cache:
         for slot, raw in enumerate(segment.raw_headers()):
             place = len(cache.places)
             cache.places.append((segment, slot))
-            header = RecordHeader.unpack(raw, segment.identity)
+            header = RecordHeader.read(raw, segment.identity)
             if header is None or header.payload_bytes != segment.payload_bytes:
                 if raw != EMPTY_HEADER:
                     cache.dropped.append(place)
                 continue
-            record = _Record(place, header, recency.get(header.sequence, header.written))
+            record = _Record(place, raw, header, recency.get(header.sequence, header.written))
             known = newest.get(header.key)
             if known is not None and known.header.sequence > header.sequence:
                 record, known = known, record
@@ -176,11 +177,11 @@ def _move_to_front(cache: _Cache) -> None:
         if record.place >= count:
             payload = memoryview(bytearray(segment.payload_bytes))
             segment.read(slot, payload)
-            if checksum(payload) != record.header.payload_checksum:
+            if not is_keyed(record.raw) and PLAIN.of_payload(payload) != record.header.payload_seal:
                 segment.erase([slot])
                 continue
             target, target_slot = cache.places[place := next(free)]
-            target.write(target_slot, record.header, payload)
+            target.write(target_slot, record.raw, payload)
             segment.erase([slot])
             record.place = place
         kept.append(record)

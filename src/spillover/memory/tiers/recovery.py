@@ -8,9 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from spillover.memory.tiers.base import checksum
 from spillover.memory.tiers.folder import MAX_DESCRIPTION_BYTES, RECENCY_BYTES, CacheFolder, SegmentFile
 from spillover.memory.tiers.record import EMPTY_HEADER, RecordHeader
+from spillover.memory.tiers.seal import Seal
 from spillover.memory.tiers.segment import PAGE, Segment, segment_size
 
 CHECKED_RECORDS = 8
@@ -51,7 +51,7 @@ class Recovery:
     others_bytes: int = 0  # of these, and of what nobody can remove
 
 
-def recover(root: Path, folder: CacheFolder, payload_bytes: int, capacity: int) -> Recovery:
+def recover(root: Path, folder: CacheFolder, payload_bytes: int, capacity: int, seal: Seal) -> Recovery:
     """Raises OSError only where the root itself cannot be listed."""
     found = Recovery()
     for cache in CacheFolder.all(root):
@@ -61,8 +61,8 @@ def recover(root: Path, folder: CacheFolder, payload_bytes: int, capacity: int) 
                 found.others.append((cache, file))
                 found.others_bytes += file.nbytes
     _open_segments(found, folder, payload_bytes)
-    _read_headers(found, payload_bytes, folder.recency())
-    _drop_torn(found, payload_bytes)
+    _read_headers(found, payload_bytes, folder.recency(), seal)
+    _drop_torn(found, payload_bytes, seal)
     _fit(found, payload_bytes, capacity)
     return found
 
@@ -81,7 +81,7 @@ def _open_segments(found: Recovery, folder: CacheFolder, payload_bytes: int) -> 
             found.others_bytes += file.nbytes
 
 
-def _read_headers(found: Recovery, payload_bytes: int, recency: dict[int, float]) -> None:
+def _read_headers(found: Recovery, payload_bytes: int, recency: dict[int, float], seal: Seal) -> None:
     newest: dict[bytes, FoundRecord] = {}
     for segment in list(found.segments):
         try:
@@ -92,7 +92,7 @@ def _read_headers(found: Recovery, payload_bytes: int, recency: dict[int, float]
             found.others_bytes += segment.nbytes
             continue
         for index, raw in enumerate(raws):
-            header = RecordHeader.unpack(raw, segment.identity)
+            header = RecordHeader.unpack(raw, segment.identity, seal)
             backed = segment.payload_offset(index) + payload_bytes <= size
             if header is None or header.payload_bytes != payload_bytes or not backed:
                 found.dropped += raw != EMPTY_HEADER
@@ -111,12 +111,12 @@ def _read_headers(found: Recovery, payload_bytes: int, recency: dict[int, float]
     found.records = sorted(newest.values(), key=lambda record: (record.used, record.header.sequence))
 
 
-def _drop_torn(found: Recovery, payload_bytes: int) -> None:
+def _drop_torn(found: Recovery, payload_bytes: int, seal: Seal) -> None:
     payload = memoryview(bytearray(payload_bytes))
     for record in sorted(found.records, key=lambda record: -record.header.sequence)[:CHECKED_RECORDS]:
         try:
             record.segment.read(record.index, payload)
-            whole = checksum(payload) == record.header.payload_checksum
+            whole = seal.of_payload(payload) == record.header.payload_seal
         except OSError:
             whole = False
         if not whole:

@@ -18,15 +18,17 @@ from redis.exceptions import RedisError, ResponseError
 from redis.retry import Retry
 
 from spillover.errors import SpilloverError
-from spillover.memory.tiers.base import CorruptRecordError, Lane, Ticket, TierStats, checksum
+from spillover.memory.tiers.base import CorruptRecordError, Lane, Ticket, TierStats
 from spillover.memory.tiers.health import Health
 from spillover.memory.tiers.record import HEADER_BYTES, RecordHeader
 from spillover.memory.tiers.remote_address import RemoteAddress
+from spillover.memory.tiers.seal import PLAIN, Seal
 from spillover.units import format_bytes
 
 TIMEOUT_SECONDS = 1.0
 LOOKUP_SHARE = 0.25  # of the timeout
 RETRY_SECONDS = 1.0
+PROBE_SECONDS = 5.0  # without a look-up, after which the server is asked whether it is there
 BATCH_BYTES = 4 << 20  # in one round trip
 READ_BYTES = 256 << 10  # at once from the socket; much faster than redis-py's 32 KiB
 FORGET_BATCH = 1000
@@ -107,13 +109,16 @@ class RemoteTier:
         timeout: float = TIMEOUT_SECONDS,
         lookup_timeout: float | None = None,
         retry_seconds: float = RETRY_SECONDS,
+        probe_seconds: float = PROBE_SECONDS,
         threads: int = 2,
+        seal: Seal = PLAIN,
     ) -> None:
         """`timeout=` in the address goes before the argument; `threads` work in each direction."""
         address = RemoteAddress.parse(url)
         self.payload_bytes = payload_bytes
         self._address = address
-        self._identity = identity
+        self._seal = seal
+        self._identity = identity = seal.identity(identity)
         self._prefix = b"spillover:" + identity.hex().encode() + b":"
         self._order = self._prefix + b"use"
         self._ttl_ms = math.ceil(address.ttl * 1000) if address.ttl is not None else 0
@@ -132,7 +137,8 @@ class RemoteTier:
         self._retry_seconds = retry_seconds
         self._client = self._connect(self._seconds)
         self._asking = self._connect(self._lookup_seconds)
-        self._lookups = Lane("remote-lookup", 1, wake)
+        self._lookups = Lane("remote-lookup", 1, wake, (probe_seconds, self._probe_idle))
+        self._probes: deque[Exception | None] = deque(maxlen=1)  # from an idle worker: how the last one ended
         self._reading = Lane("remote-read", threads, wake)
         self._writing = Lane("remote-write", threads, wake)
         self._work: dict[Ticket[Any], str] = {}
@@ -208,6 +214,8 @@ class RemoteTier:
                 # Cutting the connections frees the workers; a server that trickles would hold them for ever.
                 self._fail("no answer within the deadline")
                 self._disconnect()
+        if self._probes and "probe" not in self._work.values():
+            self._take_probe(self._probes.popleft())
         while self._accounts:
             self._blocks, evicted = self._accounts.popleft()
             self._evictions += evicted
@@ -297,8 +305,8 @@ class RemoteTier:
         if self._max_blocks is not None:
             pipe.eval(_ACCOUNT, 1, self._order, self._ttl_ms, self._max_blocks, *names)
         for name, (key, payload) in zip(names, items, strict=True):
-            header = RecordHeader(key, self.payload_bytes, checksum(payload), 0, time.time())
-            pipe.set(name, b"".join((header.pack(self._identity), payload)), px=self._ttl_ms or None)
+            header = RecordHeader(key, self.payload_bytes, self._seal.of_payload(payload), 0, time.time())
+            pipe.set(name, b"".join((header.pack(self._identity, self._seal), payload)), px=self._ttl_ms or None)
         try:
             replies = pipe.execute()
         except RedisConnectionError as error:
@@ -329,11 +337,11 @@ class RemoteTier:
         if not isinstance(value, bytes):
             return CorruptRecordError("no block lies under this name")
         view = memoryview(value)
-        header = RecordHeader.unpack(view[:HEADER_BYTES], self._identity)
+        header = RecordHeader.unpack(view[:HEADER_BYTES], self._identity, self._seal)
         payload = view[HEADER_BYTES:]
         if header is None or header.key != key or not header.payload_bytes == len(payload) == self.payload_bytes:
             return CorruptRecordError("the record has a wrong header or length")
-        if header.payload_checksum != checksum(payload):
+        if header.payload_seal != self._seal.of_payload(payload):
             return CorruptRecordError("wrong checksum")
         buffer[:] = payload
         return True
@@ -410,13 +418,29 @@ class RemoteTier:
         return ticket
 
     def _submit_probe(self) -> None:
-        def ping() -> bool:
-            try:
-                return bool(self._asking.ping())
-            except RedisError as error:
-                raise self._unavailable(error) from None
+        self._submit(self._lookups, "probe", self._ping, time.monotonic() + self._seconds)
 
-        self._submit(self._lookups, "probe", ping, time.monotonic() + self._seconds)
+    def _ping(self) -> bool:
+        try:
+            return bool(self._asking.ping())
+        except RedisError as error:
+            raise self._unavailable(error) from None
+
+    def _probe_idle(self) -> None:
+        """By a worker that nobody has asked for a while; poll() takes it in."""
+        try:
+            self._ping()
+        except Exception as error:
+            self._probes.append(error)
+        else:
+            self._probes.append(None)
+
+    def _take_probe(self, error: Exception | None) -> None:
+        if error is not None:
+            self._fail(self._address.hide(str(error)))
+        else:
+            self._down = False
+            self._health.succeeded()
 
     def _submit_batches(
         self,

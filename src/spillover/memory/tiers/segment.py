@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spillover.memory.tiers.base import checksum
-from spillover.memory.tiers.record import EMPTY_HEADER, HEADER_BYTES, RecordHeader
+from spillover.memory.tiers.record import EMPTY_HEADER, HEADER_BYTES
 
 PAGE = 4096
 _TITLE = struct.Struct("<8sIQH64s")
@@ -70,10 +70,6 @@ class Segment:
         segment._writable = writable
         return segment
 
-    def headers(self) -> list[RecordHeader | None]:
-        """One a slot; None where there is no whole header."""
-        return [RecordHeader.unpack(raw, self.identity) for raw in self.raw_headers()]
-
     def raw_headers(self) -> list[bytes]:
         table = bytearray(self.slots * HEADER_BYTES)
         _read(self._open(), memoryview(table), PAGE)
@@ -88,11 +84,11 @@ class Segment:
         """Reads the payload of a slot, whatever it is: the caller holds its header, and compares."""
         _read(self._open(), payload, self.payload_offset(slot))
 
-    def write(self, slot: int, header: RecordHeader, payload: memoryview) -> None:
+    def write(self, slot: int, header: bytes, payload: memoryview) -> None:
         file = self._open(create=True)
         _write(file, EMPTY_HEADER, self.header_offset(slot))
         _write(file, payload, self.payload_offset(slot))
-        _write(file, header.pack(self.identity), self.header_offset(slot))
+        _write(file, header, self.header_offset(slot))
 
     def erase(self, slots: Sequence[int] | None = None) -> None:
         """These slots, or all, hold no record from now on."""
@@ -143,15 +139,23 @@ class Segment:
     def _open(self, create: bool = False) -> int:
         with self._lock:
             if self._file is None:
-                if self._exists or not create:
-                    self._file = _open(self.path, self._writable)
-                else:
+                try:
+                    self._file = self._create() if create and not self._exists else _open(self.path, self._writable)
+                except FileNotFoundError:  # somebody has removed it
+                    if not create or not self._exists:
+                        raise
                     self._file = self._create()
                 self._exists = True
             return self._file
 
     def _create(self) -> int:
-        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        """Neither the file nor its folder is a link that somebody has put there to have another file overwritten."""
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # perhaps it was removed
+        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            file = os.open(self.path.name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder)
+        finally:
+            os.close(folder)
         try:
             os.ftruncate(file, self._data_start)
             fields = _TITLE.pack(_MAGIC, self.slots, self.payload_bytes, len(self.identity), self.identity)
@@ -165,11 +169,11 @@ class Segment:
 
 def _open(path: Path, writable: bool) -> int:
     try:
-        return os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+        return os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW)
     except OSError as error:
         if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise
-        return os.open(path, os.O_RDONLY)  # what is there can still be loaded
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)  # what is there can still be loaded
 
 
 def _read(file: int, buffer: memoryview, offset: int) -> None:
