@@ -5,7 +5,8 @@
 
 A clean server first answers every prompt, greedily. Then a server whose pools are far too small for the load, with host
 memory, a disk and a Redis server below them, answers the same prompts while faults are made one after the other
-(chaos_faults.py). A request that is told to come back (429, 503, an error in its stream) is sent again until its deadline.
+(chaos_faults.py). A request that is told to come back (429, 503, an error in its stream) is sent again until its
+deadline.
 What must hold: every answer is the known one, every request has one by its deadline, the server never closes a
 connection without a word, and afterwards no block, process, file, shared memory or descriptor is left and memory has
 not grown. The exit code says so.
@@ -20,6 +21,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -36,12 +38,12 @@ from spillover.bench.http_client import Call, Connection
 from spillover.bench.sse import events
 
 DOCUMENTS, QUESTIONS = 24, 6
-DOCUMENT_WORDS = (60, 160)
-OUTPUT_TOKENS = (4, 16)
-BLOCKS = 120  # on the device, of 16 tokens: about a third of what the load wants at once
-HOST_MEMORY, DISK, DISK_FREE, REMOTE = "48MB", "160MB", "192m", "300MB"
-WORDS = ("river stone winter engine letter garden silver morning bridge forest window market island paper thunder candle "
-         "harbour mountain copper village ribbon feather lantern meadow anchor orchard mirror saddle compass velvet").split()
+DOCUMENT_WORDS = (40, 120)
+OUTPUT_TOKENS = (2, 10)
+BLOCKS = 80  # on the device, of 16 tokens: about a third of what the load wants at once
+HOST_MEMORY, DISK, DISK_FREE, REMOTE = "32MB", "120MB", "144m", "200MB"
+WORDS = ["river", "stone", "winter", "engine", "letter", "garden", "silver", "morning", "bridge", "forest", "window",
+         "market", "island", "paper", "thunder", "candle", "harbour", "mountain", "copper", "village", "ribbon"]
 
 
 @dataclass(frozen=True)
@@ -215,9 +217,9 @@ async def chaos(server: ServerProcess, load: Load, faults: Faults, leaks: Leaks,
         passed = time.monotonic() - start
         left = max(0, round(seconds - passed))
         counts = load.counts
-        print(f"\r{left // 60:d}:{left % 60:02d} left, {counts.answers:,} answers ({counts.answers / passed:.1f} per second), "
-              f"{counts.wrong} wrong, {counts.late} late, {len(counts.problems)} problems; {faults.now:<24}", end="",
-              file=sys.stderr, flush=True)
+        print(f"\r{left // 60:d}:{left % 60:02d} left, {counts.answers:,} answers ({counts.answers / passed:.1f} per "
+              f"second), {counts.wrong} wrong, {counts.late} late, {len(counts.problems)} problems; {faults.now:<24}",
+              end="", file=sys.stderr, flush=True)
     breaking.result()
     load.stopped = True
     await running
@@ -236,6 +238,7 @@ def main() -> int:
     parser.add_argument("--faults", default=None, help="only these, separated by commas")
     parser.add_argument("--output-json", type=Path)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # servers, mounts and files go with it
     prompts = make_prompts(options.seed)
     scratch = Path(tempfile.mkdtemp(prefix="chaos-"))
     common = ("--max-model-len", "1024")
@@ -274,7 +277,8 @@ def report(options: argparse.Namespace, counts: Counts, faults: Faults, leaks: L
         "faults": dict(faults.made.most_common()), "not_possible_here": sorted(faults.impossible),
         "memory_mb": leaks.memory, "problems": counts.problems,
     }
-    print(json.dumps({name: value for name, value in result.items() if name not in ("problems", "memory_mb")}, indent=2))
+    shown = {name: value for name, value in result.items() if name not in ("problems", "memory_mb")}
+    print(json.dumps(shown, indent=2))
     for problem in counts.problems[:40]:
         print(f"PROBLEM {problem}", file=sys.stderr)
     print(f"{len(counts.problems)} problems")

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from spillover.memory.tiers.base import checksum
+from spillover.memory.tiers.base import CorruptRecordError, checksum
 from spillover.memory.tiers.record import EMPTY_HEADER, HEADER_BYTES
 
 PAGE = 4096
@@ -32,6 +32,10 @@ def round_up(nbytes: int) -> int:
 def segment_size(slots: int, payload_bytes: int) -> int:
     """Of the whole file, once its last slot has been written."""
     return PAGE + round_up(slots * HEADER_BYTES) + slots * round_up(payload_bytes)
+
+
+class CutOffError(CorruptRecordError, OSError):
+    """The file ends before the record does: somebody has made it shorter. It can be written again."""
 
 
 class Segment:
@@ -180,7 +184,7 @@ def _read(file: int, buffer: memoryview, offset: int) -> None:
     while buffer:
         count = os.preadv(file, [buffer], offset)
         if count == 0:
-            raise OSError(errno.EIO, "the file ends too early")
+            raise CutOffError(errno.EIO, "the file ends too early")
         buffer, offset = buffer[count:], offset + count
 
 
