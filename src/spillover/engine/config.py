@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
+from spillover.engine.vllm_flags import may_be_left_out
 from spillover.errors import SpilloverError, did_you_mean
 from spillover.memory.budgets import parse_disk
 from spillover.units import parse_bytes
@@ -88,13 +91,18 @@ class EngineConfig:
 
     @classmethod
     def from_flags(cls, **flags: Any) -> EngineConfig:
-        """As the constructor, but a mistyped name is answered with the nearest right one."""
-        names = [item.name for item in dataclasses.fields(cls)]
-        for flag in flags:
-            if flag not in names:
-                hint = did_you_mean(flag, names) or f"; there are {', '.join(names)}"
-                raise SpilloverError(f"There is no engine flag '{flag}'{hint}")
-        return cls(**flags)
+        """As the constructor, but a mistyped name is answered with the nearest right ones, and a value of the wrong
+        type with the right one."""
+        hints, kept = get_type_hints(cls), {}
+        for name, value in flags.items():
+            if name in hints:
+                kept[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
+                _check_type(name, kept[name], hints[name])
+            elif not may_be_left_out(name, value):
+                near = difflib.get_close_matches(name, hints, n=3, cutoff=0.5)
+                hint = f"did you mean {' or '.join(near)}?" if near else "`spill serve --help` lists those there are"
+                raise SpilloverError(f"There is no engine flag '{name}'; {hint}")
+        return cls(**kept)
 
     def __post_init__(self) -> None:
         self._settle()
@@ -216,6 +224,21 @@ WEIGHTS = ("auto", "resident", "demand", "sequential", "experts", "host-experts"
 POLICIES = ("static", "lru", "lfru", "next-layer")
 ADMISSIONS = ("always", "second-use")
 _CLASS_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def _check_type(name: str, value: Any, hint: Any) -> None:
+    allowed = get_args(hint) or (hint,)
+    if name == "disk":
+        allowed = (str, Sequence)
+    fine = isinstance(value, tuple(get_origin(kind) or kind for kind in allowed))
+    fine = fine or (float in allowed and isinstance(value, int))
+    if not fine or (isinstance(value, bool) and bool not in allowed):
+        wanted = ("a size such as '8GB'" if name in ("gpu_memory", "host_memory")
+                  else next(words for kind, words in _KINDS.items() if kind in allowed))
+        raise SpilloverError(f"{name} is {wanted}; got {value!r} ({type(value).__name__})")
+
+
+_KINDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a string"}
 
 
 def _option(name: str) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from os import PathLike
 from types import TracebackType
 from typing import Any
 
@@ -40,7 +41,7 @@ class LLM:
     Safe from any number of threads, whose requests run in one batch. `close` ends the requests of all of them.
     """
 
-    def __init__(self, model: str | None = None, *, on_plan: Callable[[Plan], None] | None = None,
+    def __init__(self, model: str | PathLike[str] | None = None, *, on_plan: Callable[[Plan], None] | None = None,
                  progress: Callable[[int, int, str], None] | None = None, **flags: Any) -> None:
         self._parts: Assembly = assemble(EngineConfig.from_flags(model=model, **flags), on_plan, progress)
         self.engine = self._parts.engine  # belongs to the thread while a call runs

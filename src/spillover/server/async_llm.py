@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from os import PathLike
 from types import TracebackType
 from typing import Any, Literal
 
@@ -71,7 +72,7 @@ class AsyncLLM:
     factory: RequestFactory  # from start() on; its make() checks and names requests, and takes long for long texts
     tokenizer: Tokenizer | None = None  # from start() on; None with skip_tokenizer_init
 
-    def __init__(self, model: str | None = None, *, max_queue: int = 1024, restart: bool = True,
+    def __init__(self, model: str | PathLike[str] | None = None, *, max_queue: int = 1024, restart: bool = True,
                  limits: HangLimits | None = None, on_plan: Callable[[Plan], None] | None = None,
                  on_progress: Callable[[str, int, int], None] | None = None, **flags: Any) -> None:
         """`max_queue` sequences may wait beyond those that run; `restart`: start again an engine that died or hung, as

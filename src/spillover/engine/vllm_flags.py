@@ -1,0 +1,71 @@
+"""Keywords of vLLM's `LLM` that this engine does not have: what means "off" is taken, the rest is answered with what to
+use instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from spillover.errors import SpilloverError
+
+_ONE_DEVICE = "more than one device is not supported yet; leave it out"
+_ADAPTERS = "LoRA adapters are not supported yet; leave it out, or give a model with the adapter merged"
+_TEXT = "models of text alone are supported; leave it out"
+_COMPILED = "kernels are compiled and captured by themselves; leave it out, or turn graphs off with enforce_eager=True"
+_NO_CODE = "no code of a checkpoint is ever run; leave it out"
+_FOLDER = "give the folder of that revision as the model"
+_GRAMMARS = "structured outputs have one backend; leave it out"
+_BY_ITSELF = "there is no such switch; leave it out"
+
+# Keyword -> the values that change nothing here, and what to say of others. None is always taken.
+_KNOWN: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "tensor_parallel_size": ((1,), _ONE_DEVICE),
+    "pipeline_parallel_size": ((1,), _ONE_DEVICE),
+    "data_parallel_size": ((1,), _ONE_DEVICE),
+    "enable_expert_parallel": ((False,), _ONE_DEVICE),
+    "distributed_executor_backend": (("uni",), _ONE_DEVICE),
+    "disable_custom_all_reduce": ((False, True), _ONE_DEVICE),
+    "gpu_memory_utilization": ((), "the budget is in bytes: use gpu_memory='20GB'"),
+    "kv_cache_memory_bytes": ((), "one budget holds weights and KV: use gpu_memory='20GB', or num_gpu_blocks_override"),
+    "swap_space": ((0,), "KV that leaves the device goes to host memory: use host_memory='8GB'"),
+    "kv_transfer_config": ((), "KV tiers are flags of their own: use host_memory='8GB', disk='/path:100GB' or "
+                               "remote='redis://host:6379'"),
+    "scheduling_policy": (("fcfs",), "use schedule_policy='priority'"),
+    "trust_remote_code": ((False,), _NO_CODE),
+    "quantization": ((), "quantised weights are recognised by their file; leave it out"),
+    "revision": (("main",), _FOLDER),
+    "tokenizer_revision": (("main",), _FOLDER),
+    "code_revision": (("main",), _FOLDER),
+    "tokenizer_mode": (("auto", "hf"), "the tokenizer is the model's tokenizer.json; leave it out"),
+    "download_dir": ((), "set the environment variable SPILLOVER_CACHE instead"),
+    "hf_overrides": (({},), "edit the model folder's config.json instead"),
+    "hf_token": ((), "set the environment variable HF_TOKEN instead"),
+    "enable_lora": ((False,), _ADAPTERS),
+    "max_loras": ((), _ADAPTERS),
+    "max_lora_rank": ((), _ADAPTERS),
+    "speculative_config": ((), "speculative decoding is not supported yet; leave it out"),
+    "limit_mm_per_prompt": (({},), _TEXT),
+    "mm_processor_kwargs": (({},), _TEXT),
+    "enable_sleep_mode": ((False, True), _BY_ITSELF),
+    "disable_log_stats": ((False, True), _BY_ITSELF),
+    "task": (("auto", "generate"), "text generation is the one task; leave it out"),
+    "runner": (("auto", "generate"), "text generation is the one task; leave it out"),
+    "compilation_config": (({}, 0), _COMPILED),
+    "max_seq_len_to_capture": ((), _COMPILED),
+    "cuda_graph_sizes": (([],), _COMPILED),
+    "guided_decoding_backend": (("auto", "guidance"), _GRAMMARS),
+    "structured_outputs_config": (({},), _GRAMMARS),
+    "logits_processors": (([],), "use logit_bias or structured_outputs of SamplingParams"),
+    "generation_config": (("auto", "vllm"), "sampling is set per request, by SamplingParams"),
+}
+
+
+def may_be_left_out(name: str, value: Any) -> bool:
+    """Whether this is a keyword of vLLM's with a value that says what is so anyway; SpilloverError if it asks for
+    something else."""
+    if name not in _KNOWN:
+        return False
+    harmless, instead = _KNOWN[name]
+    if value is not None and value not in harmless:
+        raise SpilloverError(f"vLLM's {name}={value!r} is not supported here: {instead}")
+    return True
