@@ -21,7 +21,8 @@ from spillover.lab.traffic import Measured, Progress
 
 def experiment(**changes: Any) -> Experiment:
     document = {"name": "made-up", "arms": {"a": {"engine": "spillover"}, "b": {"engine": "spillover"}},
-                "workloads": {"load": {"dataset-name": "random"}}, "warmups": 2, **changes}
+                "workloads": {"load": {"dataset-name": "random"}}, "warmups": 2,
+                **{key.replace("_", "-"): value for key, value in changes.items()}}
     return parse_experiment({key: value for key, value in document.items() if value is not None})
 
 

@@ -25,11 +25,11 @@ HITS = {"device": (70, 30, 0), "host": (21, 30, 49), "warm": (66, 30, 4)}  # com
 ARMS = tuple(SPEED)
 
 
-def write_results(folder: Path, arms: Sequence[str] = ARMS, rates: Sequence[float] = (1, 2, 4, 8), repeats: int = 4,
+def write_results(folder: Path, arms: Sequence[str] = ARMS, rates: Sequence[float] = (1, 2, 4, 8), blocks: int = 8,
                   passes: int | None = None, name: str = "made-up", about: str = "Made-up numbers.",
-                  crashing: str = "") -> Path:
+                  crashing: str = "", primary: str = "output_throughput") -> Path:
     """`passes`: stop after so many, as if it had been interrupted. `crashing`: an arm that runs out of memory."""
-    experiment = parse_experiment(document(arms, rates, repeats, name, about))
+    experiment = parse_experiment({**document(arms, rates, blocks, name, about), "primary": primary})
     kept = ResultFolder.open(folder, experiment)
     kept.begin({"date": "2026-11-15T08:00:00+00:00", "command": f"spill lab run {name}", "commit": "0" * 40,
                 "versions": {"python": "3.11.2", "spillover": "0.1.0"},
@@ -52,14 +52,14 @@ def write_results(folder: Path, arms: Sequence[str] = ARMS, rates: Sequence[floa
     return folder
 
 
-def document(arms: Sequence[str], rates: Sequence[float], repeats: int, name: str, about: str) -> dict[str, Any]:
+def document(arms: Sequence[str], rates: Sequence[float], blocks: int, name: str, about: str) -> dict[str, Any]:
     workloads: dict[str, Any] = {
         "chats": {"dataset-name": "multi-turn", "about": "16 chats over a pool that holds 4 of them",
                   "max-concurrency": 8, "offload": True}}
     if rates:
         workloads["rates"] = {"dataset-name": "random", "about": "256 in, 32 out", "offload": False,
                               "sweep": {"request-rate": list(rates)}}
-    return {"name": name, "about": about, "baseline": arms[0], "repeats": repeats, "order": "alternate",
+    return {"name": name, "about": about, "baseline": arms[0], "max-blocks": blocks, "order": "alternate",
             "slo": {"ttft": 500}, "workloads": workloads, "arms": {
                 arm: {"engine": {"vllm": "vllm", "slow": "llamacpp"}.get(arm, "spillover"), "about": f"The arm {arm}.",
                       "args": {"num-gpu-blocks-override": 96}, "env": {"OMP_NUM_THREADS": "2"} if arm == "host" else {}}
@@ -107,7 +107,7 @@ def write_visit(kept: ResultFolder, visit: Visit, experiment: Experiment, run: R
         "status": "ok", "reason": None, "started": run.start_unix, "seconds": run.duration, "metrics": metrics,
         "window_metrics": run_metrics(run, experiment.slo, run.window), "sources": sources or None, "counters": {},
         "faults": [fault.to_json() for fault in faults], "client": run.client.to_json(),
-        "limit": {"percent": 63.0, "bound": "memory", "text": "63% of memory"} if sources else {},
+        "limit": {"percent": 63.0, "bound": "memory", "text": "63% (memory)"} if sources else {},
         "workload_stats": {"count": 40, "prompt": {"mean": 256, "p50": 256, "max": 256}, "sharing": 0.28,
                            "output": {"mean": 32, "p50": 32, "max": 32}, "working_set_tokens": 15200},
         "spoilt": [Fault("client-saturated", "busy").to_json()] if visit.index == 0 else [],

@@ -38,9 +38,9 @@ workloads:
 primary: mean_ttft_ms
 metrics: [output_throughput, mean_ttft_ms]
 slo: {ttft: 500}
-repeats: 4
+max-blocks: 4
 scales:
-  gpu: {repeats: 6, arms: {host: {args: {host-memory: 64GB}}}, slo: null}
+  gpu: {max-blocks: 6, arms: {host: {args: {host-memory: 64GB}}}, slo: null}
 """
 
 
@@ -66,7 +66,7 @@ def test_a_document_becomes_arms_and_workloads() -> None:
 
 def test_sizes_are_laid_over_the_document() -> None:
     made = parse_experiment(scaled(parse_document(TEXT), "gpu"), "gpu")
-    assert (made.repeats, made.slo, made.scale) == (6, {}, "gpu")
+    assert (made.max_blocks, made.slo, made.scale) == (6, {}, "gpu")
     assert made.arm("host").spec.args == {"num-gpu-blocks-override": 96, "host-memory": "64GB"}
     assert scaled(parse_document(TEXT), "cpu") == scaled(parse_document(TEXT), None)
     with pytest.raises(SpilloverError, match="no size 'tpu'; there are cpu, gpu"):
@@ -74,7 +74,13 @@ def test_sizes_are_laid_over_the_document() -> None:
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"repeat": 3}, r"there is no 'repeat'; did you mean 'repeats'\?"),
+    ({"max-block": 3}, r"there is no 'max-block'; did you mean 'max-blocks'\?"),
+    ({"repeats": 3}, "there is no 'repeats': an experiment runs until it is decided"),
+    ({"equivalence": "little"}, "equivalence is 'little'; give a share such as 2%"),
+    ({"equivalence": "nan%"}, "equivalence is nan; give the largest difference"),
+    ({"equivalence": -1}, "equivalence is -1; give the largest difference"),
+    ({"time-limit": "soon"}, "time-limit is 'soon'; give a time such as 30min"),
+    ({"time-limit": 0}, "time-limit is 0 s; give a time"),
     ({"baseline": "hots"}, r"baseline is 'hots'; did you mean 'host'\?"),
     ({"primary": "mean_ttft"}, r"metric is 'mean_ttft'; did you mean"),
     ({"slo": None, "primary": "request_goodput"}, "needs objectives"),
@@ -85,8 +91,8 @@ def test_sizes_are_laid_over_the_document() -> None:
     ({"arms": {"a": {"engine": "url"}}, "baseline": "a"}, "give its address"),
     ({"arms": {"a b": {"engine": "vllm"}, "a/b": {"engine": "vllm"}}, "baseline": "a b"}, "would share a file"),
     ({"workloads": {}}, "needs 'workloads'"),
-    ({"repeats": 0}, "at least 1 block"),
-    ({"repeats": "many"}, "must be a number"),
+    ({"max-blocks": 0}, "at least 1 block"),
+    ({"max-blocks": "many"}, "must be a number"),
     ({"minimum-blocks": 1}, "says nothing about chance"),
     ({"confidence": 95}, "give a share"),
     ({"gates": {"drfit": False}}, r"did you mean 'drift'\?"),
@@ -133,9 +139,9 @@ def load(**value: Any) -> dict[str, Any]:
     ({"metrics": 5}, "metrics must be a list of names"),
     ({"metrics": "mean_ttft_ms"}, "metrics must be a list of names"),
     ({"metrics": [{"a": 1}]}, "metrics must be a list of names"),
-    ({"repeats": math.inf}, "repeats must be a number"),
-    ({"repeats": math.nan}, "repeats must be a number"),
-    ({"repeats": 10**400}, "repeats must be a number"),
+    ({"max-blocks": math.inf}, "max-blocks must be a number"),
+    ({"max-blocks": math.nan}, "max-blocks must be a number"),
+    ({"max-blocks": 10**400}, "max-blocks must be a number"),
     ({"warmups": -1}, "warmups is -1; give 0 or more"),
     ({"retries": -1}, "retries is -1; give 0 or more"),
     (load(sweep=5), "workload 'w': sweep must hold"),
@@ -210,10 +216,10 @@ def test_every_experiment_that_ships_can_be_read_at_every_size() -> None:
 def test_arms_and_workloads_can_be_picked_and_the_baseline_stays(tmp_path: Path) -> None:
     path = tmp_path / "tiers.yaml"
     path.write_text(TEXT)
-    made = load_experiment(str(path), arms=["host"], workloads=["load"], repeats=3, model="m")
+    made = load_experiment(str(path), arms=["host"], workloads=["load"], max_blocks=3, model="m")
     assert [arm.name for arm in made.arms] == ["off", "host"]
     assert [workload.group for workload in made.workloads] == ["load"] * 3
-    assert (made.repeats, made.arms[0].spec.model) == (3, "m")
+    assert (made.max_blocks, made.arms[0].spec.model) == (3, "m")
     with pytest.raises(SpilloverError, match="--arms is 'hosts'"):
         load_experiment(str(path), arms=["hosts"])
 
@@ -221,7 +227,7 @@ def test_arms_and_workloads_can_be_picked_and_the_baseline_stays(tmp_path: Path)
 @pytest.mark.parametrize("restart", ["per-visit", "never"])
 @pytest.mark.parametrize("order", ["abba", "alternate"])
 def test_no_arm_stands_earlier_than_another(restart: str, order: str) -> None:
-    made = experiment(restart=restart, order=order, repeats=4, arms={name: {"engine": "vllm"} for name in "abc"},
+    made = experiment(restart=restart, order=order, max_blocks=4, arms={name: {"engine": "vllm"} for name in "abc"},
                       workloads={name: {"dataset-name": "random"} for name in "wx"})
     planned = visits(made)
     assert Counter((visit.arm, visit.workload) for visit in planned) == {
@@ -231,32 +237,33 @@ def test_no_arm_stands_earlier_than_another(restart: str, order: str) -> None:
              for arm in "abc" for workload in "wx"}
     assert len(set(means.values())) == 1  # the same mean place: a steady drift cancels
     if order == "abba":
-        for block in range(made.repeats):
+        for block in range(made.max_blocks):
             here = [visit for visit in planned if visit.block == block]
             assert len({sum(visit.index for visit in here if visit.arm == arm) for arm in "abc"}) == 1
 
 
 def test_a_turn_serves_all_workloads_with_one_start() -> None:
-    made = experiment(workloads={name: {"dataset-name": "random"} for name in "wx"}, repeats=2)
+    made = experiment(workloads={name: {"dataset-name": "random"} for name in "wx"}, max_blocks=2)
     taken = turns(visits(made))
     assert all([visit.workload for visit in turn.visits] in (["w", "x"], ["x", "w"]) for turn in taken)
     assert [turn.arm for turn in taken] == ["a", "b", "b", "a"] * 2
-    side_by_side = experiment(workloads={name: {"dataset-name": "random"} for name in "wx"}, repeats=2, restart="never")
+    side_by_side = experiment(workloads={name: {"dataset-name": "random"} for name in "wx"}, max_blocks=2,
+                              restart="never")
     assert [(visit.workload, visit.arm) for visit in visits(side_by_side)][:4] == [
         ("w", "a"), ("w", "b"), ("x", "a"), ("x", "b")]
 
 
 def test_servers_are_started_as_often_as_asked_and_all_are_stopped(tmp_path: Path) -> None:
-    for restart, starts in (("per-visit", 8), ("never", 2)):
+    for restart, starts in (("per-visit", 8 + 1), ("never", 2)):  # both once before the first run; the first is kept
         FakeEngine.started, load = 0, FakeLoad()
-        run_experiment(experiment(restart=restart, repeats=2), tmp_path / restart, load.bench())
+        run_experiment(experiment(restart=restart, max_blocks=2), tmp_path / restart, load.bench())
         assert FakeEngine.started == starts
         assert all(engine._running is None for engine in load.engines.values())
 
 
 def test_all_arms_of_a_pass_get_the_same_prompts_and_no_two_passes_do(tmp_path: Path) -> None:
     load = FakeLoad()
-    run_experiment(experiment(repeats=2), tmp_path / "r", load.bench())
+    run_experiment(experiment(max_blocks=2), tmp_path / "r", load.bench())
     assert Counter(repeat for _, _, repeat in load.measured) == dict.fromkeys(range(4), 2)
 
 
@@ -268,7 +275,7 @@ def test_points_of_a_sweep_do_not_share_prompts() -> None:
 
 
 def test_an_interrupted_experiment_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    made, whole = experiment(repeats=3), FakeLoad(seed=7)
+    made, whole = experiment(max_blocks=3), FakeLoad(seed=7)
     run_experiment(made, tmp_path / "whole", whole.bench())
 
     def interrupt(_engine: FakeEngine, repeat: int) -> None:
@@ -292,7 +299,7 @@ def test_an_interrupted_experiment_goes_on_where_it_stopped(tmp_path: Path) -> N
 
 
 def test_an_interruption_leaves_no_half_written_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = experiment(repeats=1)
+    made = experiment(max_blocks=1)
     folder = ResultFolder.open(tmp_path / "r", made)
 
     def fail(*_: object) -> None:
@@ -306,19 +313,19 @@ def test_an_interruption_leaves_no_half_written_file(tmp_path: Path, monkeypatch
 
 
 def test_another_experiment_does_not_go_into_the_same_folder(tmp_path: Path) -> None:
-    run_experiment(experiment(repeats=1), tmp_path / "r", FakeLoad().bench())
-    with pytest.raises(SpilloverError, match=r"its 'repeats' was 1 and is now 2\. .* --fresh"):
-        run_experiment(experiment(repeats=2), tmp_path / "r", FakeLoad().bench())
+    run_experiment(experiment(max_blocks=1), tmp_path / "r", FakeLoad().bench())
+    with pytest.raises(SpilloverError, match=r"its 'confidence' was 0\.99 and is now 0\.95\. .* --fresh"):
+        run_experiment(experiment(max_blocks=1, confidence=0.95), tmp_path / "r", FakeLoad().bench())
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("mine")
     with pytest.raises(SpilloverError, match="is not empty"):
-        run_experiment(experiment(repeats=1), tmp_path / "full", FakeLoad().bench())
+        run_experiment(experiment(max_blocks=1), tmp_path / "full", FakeLoad().bench())
     with pytest.raises(SpilloverError, match="holds no results"):
         Results.open(tmp_path / "full")
 
 
 def test_what_was_measured_is_read_back_whole(tmp_path: Path) -> None:
-    results = run_experiment(experiment(repeats=1), tmp_path / "r", FakeLoad().bench())
+    results = run_experiment(experiment(max_blocks=1), tmp_path / "r", FakeLoad().bench())
     visit = results.visits[0]
     run = results.run(visit)
     assert run is not None
@@ -329,12 +336,12 @@ def test_what_was_measured_is_read_back_whole(tmp_path: Path) -> None:
 
 
 def test_running_out_of_memory_is_a_result(tmp_path: Path) -> None:
-    made = experiment(repeats=4, arms={"a": {"engine": "spillover"},
+    made = experiment(max_blocks=4, arms={"a": {"engine": "spillover"},
                                        "big": {"engine": "spillover", "args": {"fails": "start"}},
                                        "c": {"engine": "spillover", "args": {"slowdown": 1.5}}})
     FakeEngine.started = 0
     results = run_experiment(made, tmp_path / "r", FakeLoad().bench())
-    assert FakeEngine.started == 2 * 8 + 2  # it is not tried for ever
+    assert FakeEngine.started == 2 * 8 + 1 + 1  # c once more before the first run, and big then and never again
     cells = {cell["arm"]: cell for cell in analysis_of(results)["cells"]}
     assert (cells["big"]["status"], cells["big"]["valid"]) == ("failed", False)
     assert "out of memory: asked for 90 GB of 80" in cells["big"]["reason"]
@@ -350,7 +357,7 @@ def test_a_crash_during_a_run_keeps_what_was_measured(tmp_path: Path) -> None:
         if engine.spec.args.get("slowdown") and repeat == 2:
             engine.dead = EngineFailed("crash", "exit status 139", "Segmentation fault")
 
-    made = experiment(repeats=2, restart="never", arms={
+    made = experiment(max_blocks=2, restart="never", arms={
         "a": {"engine": "spillover"}, "b": {"engine": "spillover", "args": {"slowdown": 1.5}}})
     results = run_experiment(made, tmp_path / "r", FakeLoad(on_measure=crash).bench())
     failed = [visit for visit in results.visits if visit["status"] == "failed"]
@@ -366,7 +373,7 @@ def test_a_workload_that_an_arm_cannot_take_ends_that_arm_only(tmp_path: Path) -
         if engine.spec.args.get("slowdown"):
             raise SpilloverError("the prompt has 9000 tokens and the model takes 8192")
 
-    made = experiment(repeats=2, arms={"a": {"engine": "spillover"},
+    made = experiment(max_blocks=2, arms={"a": {"engine": "spillover"},
                                        "b": {"engine": "spillover", "args": {"slowdown": 2}}})
     results = run_experiment(made, tmp_path / "r", FakeLoad(on_measure=refuse).bench())
     assert {visit["status"] for visit in results.visits if visit["arm"] == "a"} == {"ok"}
@@ -384,19 +391,19 @@ def test_a_run_that_a_busy_moment_spoilt_is_run_again_with_other_prompts(tmp_pat
         return found
 
     load.measure = once_busy  # type: ignore[method-assign]
-    results = run_experiment(experiment(repeats=3), tmp_path / "r", load.bench())
+    results = run_experiment(experiment(max_blocks=3), tmp_path / "r", load.bench())
     assert len(load.measured) == 13
     first = results.visits[0]
     assert (first["faults"], [fault["gate"] for fault in first["spoilt"]]) == ([], ["client-saturated"])
     repeats = [repeat for _, _, repeat in load.measured]
-    assert (repeats[0], repeats[1], first["repeat"]) == (0, 6, 6)  # beyond those of all passes
+    assert (repeats[0], repeats[1], first["repeat"]) == (0, 1_000_000, 1_000_000)  # beyond those of all passes
     busy[:] = [True] * 100
-    invalid = analysis_of(run_experiment(experiment(repeats=3), tmp_path / "always", load.bench()))
+    invalid = analysis_of(run_experiment(experiment(max_blocks=3), tmp_path / "always", load.bench()))
     assert {verdict["verdict"] for verdict in invalid["verdicts"]} == {"no verdict"}
 
 
 def test_an_engine_that_is_not_installed_is_skipped_with_the_command(tmp_path: Path) -> None:
-    made = experiment(repeats=1, arms={"a": {"engine": "spillover"}, "v": {"engine": "vllm"}})
+    made = experiment(max_blocks=1, arms={"a": {"engine": "spillover"}, "v": {"engine": "vllm"}})
     missing = Missing("vLLM is not installed", "pip install vllm")
     bench = FakeLoad().bench(missing=lambda spec: missing if spec.kind == "vllm" else None)
     results = run_experiment(made, tmp_path / "r", bench)
@@ -421,7 +428,7 @@ def test_a_crash_on_one_workload_leaves_the_others_their_runs(tmp_path: Path) ->
             engine.dead = EngineFailed("crash", "exit status 139")
 
     load._on_measure = crash
-    made = experiment(repeats=2, workloads={name: {"dataset-name": "random"} for name in "wx"}, arms={
+    made = experiment(max_blocks=2, workloads={name: {"dataset-name": "random"} for name in "wx"}, arms={
         "a": {"engine": "spillover"}, "b": {"engine": "spillover", "args": {"slowdown": 1.5}}})
     results = run_experiment(made, tmp_path / "r", load.bench())
     statuses = {(cell["workload"], cell["arm"]): cell["status"] for cell in analysis_of(results)["cells"]}
@@ -431,7 +438,7 @@ def test_a_crash_on_one_workload_leaves_the_others_their_runs(tmp_path: Path) ->
 
 def test_a_run_without_warm_up_is_not_made_warm_by_running_it_again(tmp_path: Path) -> None:
     load = FakeLoad()
-    analysis = analysis_of(run_experiment(experiment(repeats=3, warmups=0), tmp_path / "r", load.bench()))
+    analysis = analysis_of(run_experiment(experiment(max_blocks=3, warmups=0), tmp_path / "r", load.bench()))
     assert len(load.measured) == 12
     assert all("answered no request before" in verdict["why"] for verdict in analysis["verdicts"])
 
@@ -440,7 +447,7 @@ def test_a_run_without_warm_up_is_not_made_warm_by_running_it_again(tmp_path: Pa
                                    lambda data: data[:20] + bytes(20) + data[40:], lambda data: gzip.compress(b"[1]"),
                                    lambda data: gzip.compress(b"{"), None])
 def test_a_run_that_cannot_be_read_is_named(tmp_path: Path, spoil: Callable[[bytes], bytes] | None) -> None:
-    made = experiment(repeats=1)
+    made = experiment(max_blocks=1)
     visit = visits(made)[0]
     ResultFolder.open(tmp_path, made).write_visit(visit, {}, make_run())
     results = Results.open(tmp_path)

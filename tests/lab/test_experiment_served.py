@@ -44,7 +44,7 @@ def set_speed(server: MockServer, factor: float) -> None:
 
 
 def document(servers: tuple[MockServer, MockServer], **changes: Any) -> dict[str, Any]:
-    return {"name": "mock", "about": "Mock servers.", "repeats": 3, "restart": "never", "warmups": 2,
+    return {"name": "mock", "about": "Mock servers.", "max-blocks": 3, "restart": "never", "warmups": 2,
             "gates": dict.fromkeys(("client-saturated", "cold-start", "rate"), False),  # of the machine this runs on
             "arms": {name: {"engine": "url", "url": server.url} for name, server in zip("ab", servers, strict=True)},
             "workloads": {"load": LOAD}, **changes}
@@ -54,7 +54,7 @@ def document(servers: tuple[MockServer, MockServer], **changes: Any) -> dict[str
 def test_a_server_that_is_slower_is_found(servers: tuple[MockServer, MockServer], tmp_path: Path) -> None:
     for server, factor in zip(servers, (5.0, 7.5), strict=True):  # 150 and 225 ms a request: long beside a busy core's
         set_speed(server, factor)
-    made = parse_experiment(document(servers, repeats=4))
+    made = parse_experiment(document(servers, **{"max-blocks": 10}))
     analysis = analysis_of(run_experiment(made, tmp_path / "r", Bench(ServedLoad(made), settle_seconds=0.0)))
     for server in servers:
         set_speed(server, 1.0)
@@ -66,7 +66,7 @@ def test_a_server_that_is_slower_is_found(servers: tuple[MockServer, MockServer]
 
 def test_every_run_of_a_server_has_prompts_of_its_own(tmp_path: Path) -> None:
     with MockServer(ttft=0.001, itl=0.001) as one, MockServer(ttft=0.001, itl=0.001) as other:
-        made = parse_experiment(document((one, other), repeats=1, workloads={
+        made = parse_experiment(document((one, other), **{"max-blocks": 1}, workloads={
             "load": {**LOAD, "max-concurrency": None, "sweep": {"request-rate": [200, 400]}}}))
         results = run_experiment(made, tmp_path / "r", Bench(ServedLoad(made), settle_seconds=0.0))
         prompts = [[tuple(entry["prompt"]) for entry in server.log() if len(entry["prompt"]) == 32]
@@ -78,7 +78,7 @@ def test_every_run_of_a_server_has_prompts_of_its_own(tmp_path: Path) -> None:
 
 
 def test_requests_that_fail_make_a_run_invalid(servers: tuple[MockServer, MockServer], tmp_path: Path) -> None:
-    made = parse_experiment(document(servers, repeats=1, workloads={
+    made = parse_experiment(document(servers, **{"max-blocks": 1}, workloads={
         "load": {**LOAD, "extra-body": {"mock": {"fail_at": 3}}}}))
     analysis = analysis_of(run_experiment(made, tmp_path / "r", Bench(ServedLoad(made), settle_seconds=0.0)))
     assert {fault["gate"] for cell in analysis["cells"] for fault in cell["faults"]} == {"errors", "samples"}
@@ -99,8 +99,12 @@ def written(servers: tuple[MockServer, MockServer], tmp_path: Path) -> Path:
 def test_a_dry_run_shows_the_plan_and_leaves_nothing(written: Path, tmp_path: Path) -> None:
     shown = spill("lab", "run", str(written), "--dry-run", "--out", str(tmp_path / "r"))
     assert shown.exit_code == 0, shown.output
-    assert "12 runs in 3 blocks, 2 starts of servers" in shown.output
-    assert "load:a load:b load:b load:a" in shown.output
+    told = " ".join(shown.output.split())
+    assert "A block is 4 runs: load:a load:b load:b load:a" in told
+    assert "start" not in told  # nobody starts a server that runs already
+    assert "(answers)" in told
+    assert "at least 4 blocks, at most 3 blocks or 1 h" in told
+    assert "There will be no verdict: max-blocks is 3, and 1 comparison at 0.99 confidence take at least 4" in told
     assert not (tmp_path / "r").exists()
 
 
@@ -127,7 +131,11 @@ def test_the_command_stopped_and_run_again_ends_in_a_report(written: Path, tmp_p
     assert (folder / results.visits[0]["monitors"]).stat().st_size > 0
     assert spill("lab", "report", str(folder)).exit_code == 0
     assert (folder / "report.html").stat().st_size > 1000
-    other = spill("lab", "run", str(written), "--out", str(folder), "--repeats", "4")
+    further = spill("lab", "run", str(written), "--out", str(folder), "--no-report", "--max-blocks", "4")
+    assert further.exit_code == 0, further.output
+    assert len(Results.open(folder).visits) == 16  # a limit may be raised: verdicts hold at whichever block it stops
+    written.write_text(written.read_text().replace('"warmups": 2', '"warmups": 3'))
+    other = spill("lab", "run", str(written), "--out", str(folder))
     assert other.exit_code == 2
     assert "holds results of another 'mock'" in other.output
 
@@ -153,7 +161,7 @@ def test_a_wrong_option_of_a_workload_is_refused_before_anything_is_started(
 
 def test_chats_are_sent_in_words_and_sampled_as_asked(tmp_path: Path) -> None:
     with MockServer(ttft=0.001, itl=0.001) as server:
-        made = parse_experiment({**document((server, server)), "repeats": 1, "arms": {
+        made = parse_experiment({**document((server, server)), "max-blocks": 1, "arms": {
             "a": {"engine": "url", "url": server.url}}, "workloads": {"load": {
                 "dataset-name": "sharegpt", "dataset-path": str(_talks(tmp_path)), "backend": "openai-chat",
                 "top-p": 0.5}}})

@@ -48,5 +48,5 @@ def test_the_share_is_of_what_had_to_be_computed() -> None:
 
 def test_what_is_not_known_is_a_dash() -> None:
     assert reached(make_run(), None).text == "-"
-    assert Reached(63.2, "memory").text == "63% of memory"
-    assert "and more" in Reached(108.0, "memory").text
+    assert Reached(63.2, "memory").text == "63% (memory)"
+    assert Reached(108.0, "compute").text == "108% (compute)"

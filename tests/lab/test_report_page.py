@@ -58,7 +58,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     evil = "Made-up numbers. </script><script>document.title = 'taken'</script>"
-    folder = write_results(tmp_path_factory.mktemp("lab") / "made-up", rates=(2, 8), repeats=3, about=evil)
+    folder = write_results(tmp_path_factory.mktemp("lab") / "made-up", rates=(2, 8), blocks=6, about=evil)
     report = read_report(folder)
     path = folder / "report.html"
     path.write_text(render(report, figures(report)))

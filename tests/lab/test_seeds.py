@@ -30,7 +30,7 @@ def test_it_can_be_run_as_it_is_written(name: str, scale: str | None) -> None:
     assert experiment.name == name
     assert experiment.about.endswith((".", "?"))
     assert set(experiment.metrics) <= set(metric_names(experiment.slo))
-    assert experiment.repeats >= experiment.minimum_blocks
+    assert experiment.max_blocks >= experiment.minimum_blocks
     assert all(arm.about for arm in experiment.arms)
 
 

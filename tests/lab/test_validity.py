@@ -129,7 +129,7 @@ def test_too_few_samples_take_the_verdict_of_their_metric_alone() -> None:
     wanted = ("output_throughput", "mean_ttft_ms", "p99_ttft_ms", "p90_itl_ms", "median_tpot_ms")
     fault = only(judge(sample(metrics=wanted), Gates()))
     assert (fault.gate, fault.metric) == ("samples", "p99_ttft_ms")
-    assert "20 requests; at least 500" in fault.reason
+    assert "20 requests per run, and at least 500 are needed" in fault.reason
     few = judge(sample(make_run(count=8), metrics=wanted), Gates())
     assert {found.metric for found in few} == {"p99_ttft_ms", "median_tpot_ms"}  # 56 gaps are enough for a p90
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -80,27 +81,102 @@ def paired_ratio(values: Sequence[float], base: Sequence[float], block: int = 1,
 
 def block_ratios(values: Sequence[float], base: Sequence[float], block: int = 1) -> list[float]:
     """What `paired_ratio` is the geometric mean of, one a block."""
-    return [math.exp(each) for each in _block_logs(values, base, block)]
+    ratios: list[float] = np.exp(_block_logs(values, base, block)).tolist()
+    return ratios
 
 
-def paired_p(values: Sequence[float], base: Sequence[float], block: int = 1) -> float | None:
-    """How often blocks of two equal things would differ by as much as these, by Student's test of the logarithms; None
-    for a single block, which says nothing about chance."""
-    blocks = _block_logs(values, base, block)
-    if blocks.size == 1:
-        return None
-    spread = float(blocks.std(ddof=1)) / math.sqrt(blocks.size)
-    middle = abs(float(blocks.mean()))
-    if spread == 0:
-        return 1.0 if middle == 0 else 0.0
-    return 1 - _student_within(middle / spread, blocks.size - 1)
+@dataclass(frozen=True)
+class Sequential:
+    """A ratio that is looked at after every block, as often as one likes and for as long as one likes."""
+
+    value: float
+    low: float | None  # None: too few blocks for this confidence
+    high: float | None
+    count: int
+    confidence: float
+    p: float  # chance that equal things ever look as different as these did, at whichever block one stops
+
+
+def sequential_ratio(values: Sequence[float], base: Sequence[float], block: int = 1, confidence: float = 0.95,
+                     first: int = 2) -> Sequential:
+    """An anytime-valid confidence sequence of the ratio, from block `first` on.
+
+    The intervals of all numbers of blocks hold the true ratio together with the given confidence, so that a run may
+    stop at whichever block decides it. Logarithms of block ratios are taken as normal with unknown variance; the bound
+    is a mixture of t tests (Lai 1976, Wang and Ramdas 2023), whose closed form is in `_reach`. As all intervals hold
+    together, so does what they have in common, which is what is returned.
+    """
+    logs = _block_logs(values, base, block)
+    count = np.arange(1, logs.size + 1)
+    moved = logs - logs[0]  # exact zeros where all blocks agree
+    mean = np.cumsum(moved) / count
+    squares = np.maximum(np.cumsum(moved**2) - count * mean**2, 0.0)  # about the mean
+    mean += logs[0]
+    looked = count >= max(first, least_blocks(confidence))
+    reach = np.sqrt(squares[looked] * np.array([_reach(int(n), confidence) for n in count[looked]]))
+    lows, highs = mean[looked] - reach, mean[looked] + reach
+    low = high = None
+    if lows.size:
+        low, high = float(lows.max()), float(highs.min())
+        if not low <= mean[-1] <= high:  # as when a machine changes half-way: the last interval holds as well
+            low, high = float(lows[-1]), float(highs[-1])
+    return Sequential(math.exp(float(mean[-1])), None if low is None else math.exp(low),
+                      None if high is None else math.exp(high), logs.size, confidence, _sequential_p(mean, squares))
+
+
+@lru_cache(maxsize=1_000)
+def least_blocks(confidence: float) -> int:
+    """The fewest blocks for which a confidence sequence has an interval at all."""
+    return next(n for n in range(2, 10_000) if math.isfinite(_reach(n, confidence)))
+
+
+def blocks_to_decide(ratio: float, spread: float, confidence: float, margin: float, most: int) -> int:
+    """About how many blocks it takes until an interval excludes 1 or lies within `margin` of it, if `ratio` and the
+    standard deviation `spread` of the blocks' logarithms are the true ones; `most` where that is not enough."""
+    away, room = abs(math.log(ratio)), math.log1p(margin)
+    for n in range(2, most):
+        reach = math.sqrt((n - 1) * _reach(n, confidence)) * spread
+        if reach < away or away + reach < room:
+            return n
+    return most
+
+
+SHRINK = 0.1  # differences of about 1 / sqrt(SHRINK), 3 standard deviations of a block, are decided soonest
+
+
+@lru_cache(maxsize=10_000)
+def _reach(count: int, confidence: float) -> float:
+    """The squared half width of an interval over the sum of squares about the mean; infinite for few blocks.
+
+    With n blocks of mean m and sum of squares S, r = SHRINK / (n + SHRINK) and d = m - u, the evidence against a true
+    mean of u is sqrt(r) * ((S + n d^2) / (S + r n d^2)) ** (n / 2): the ratio of likelihoods of a t test, mixed over
+    differences. If u is true it exceeds 1 / alpha, at whichever n, with a chance of at most alpha.
+    """
+    shrunk = SHRINK / (count + SHRINK)
+    power = -2 / count * (math.log1p(-confidence) + 0.5 * math.log(shrunk))
+    if power + math.log(shrunk) >= 0:
+        return math.inf
+    bound = math.exp(power)
+    return (bound - 1) / (count * (1 - bound * shrunk))
+
+
+def _sequential_p(mean: np.ndarray[Any, np.dtype[np.float64]], squares: np.ndarray[Any, np.dtype[np.float64]]) -> float:
+    count = np.arange(1, mean.size + 1)
+    shrunk = SHRINK / (count + SHRINK)
+    far = count * mean**2
+    share = np.divide(squares + far, squares + shrunk * far, out=np.ones_like(far), where=far > 0)
+    evidence = 0.5 * np.log(shrunk) + count / 2 * np.log(share)
+    return float(min(1.0, math.exp(-min(700.0, float(evidence.max())))))
 
 
 def _block_logs(values: Sequence[float], base: Sequence[float], block: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     if len(values) != len(base) or not values:
         raise ValueError(f"{len(values)} values do not pair with {len(base)}")
     logs = np.log(np.asarray(values, dtype=float) / np.asarray(base, dtype=float))
-    return np.array([logs[start : start + block].mean() for start in range(0, logs.size, block)])
+    if logs.size % block:  # the last block is cut short
+        return np.array([logs[start : start + block].mean() for start in range(0, logs.size, block)])
+    means: np.ndarray[Any, np.dtype[np.float64]] = logs.reshape(-1, block).mean(axis=1)
+    return means
 
 
 def student_quantile(share: float, freedom: int) -> float:

@@ -16,9 +16,22 @@ if TYPE_CHECKING:
 RESULTS = "lab-results"
 
 
+def time_option(_context: click.Context, parameter: click.Parameter, value: str | None) -> float | None:
+    from spillover.errors import SpilloverError
+    from spillover.units import parse_seconds
+
+    try:
+        seconds = None if value is None else parse_seconds(value)
+    except SpilloverError as error:
+        raise click.BadParameter(str(error)) from error
+    if seconds == 0:
+        raise click.BadParameter("give a time such as 30min or 2h")
+    return seconds
+
+
 @click.group()
 def lab() -> None:
-    """Compare engines and memory configurations, with a verdict that holds.
+    """Compare engines and memory configurations, with a verdict whose error rate is known.
 
     \b
     Examples:
@@ -51,17 +64,17 @@ def list_experiments(presets: bool) -> None:
                           preset.about)
         console.print(table)
         return
+    from spillover.cli.lab_run import duration
     from spillover.lab.document import read_document, shipped
     from spillover.lab.experiment import load_experiment
-    from spillover.lab.schedule import visits
-
     table = Table(title="Experiments: spill lab run NAME", title_justify="left")
-    for heading in ("name", "arms", "workloads", "runs", "sizes", "about"):
+    for heading in ("name", "arms", "workloads", "at most", "sizes", "about"):
         table.add_column(heading)
     for name in shipped():
         made, document = load_experiment(name), read_document(name)
         table.add_row(name, ", ".join(arm.name for arm in made.arms),
-                      ", ".join(dict.fromkeys(workload.group for workload in made.workloads)), f"{len(visits(made))}",
+                      ", ".join(dict.fromkeys(workload.group for workload in made.workloads)),
+                      duration(made.time_limit),
                       ", ".join(dict.fromkeys(["cpu", *(document.get("scales") or {})])), made.about)
     console.print(table)
 
@@ -73,32 +86,39 @@ def list_experiments(presets: bool) -> None:
 @click.option("--out", default=None, metavar="DIR", help=f"Folder of results; resumed if it holds this experiment. "
                                                          f"[default: {RESULTS}/NAME]")
 @click.option("--fresh", is_flag=True, help="A new folder, where the usual one is taken.")
-@click.option("--dry-run", is_flag=True, help="Show what would be run, and run nothing.")
-@click.option("--repeats", type=click.IntRange(min=1), default=None, help="Blocks, in place of the experiment's.")
+@click.option("--dry-run", is_flag=True, help="Show what would be run, what would be refused and how long it may take; "
+                                             "run nothing.")
+@click.option("--max-blocks", type=click.IntRange(min=1), default=None,
+              help="Stop after this many blocks even if undecided. [default: the experiment's, or 60]")
+@click.option("--time-limit", default=None, metavar="TIME", callback=time_option,
+              help="Begin no block that would end later than this, such as 30min or 2h; at least 3 blocks are run. "
+                   "[default: the experiment's, or 1h]")
 @click.option("--arms", default=None, callback=comma_list(click.STRING), metavar="NAME,...",
               help="Only these, and the baseline.")
 @click.option("--workloads", default=None, callback=comma_list(click.STRING), metavar="NAME,...", help="Only these.")
 @click.option("--model", default=None, help="In place of the experiment's, for all arms that name none.")
-@click.option("--retry-failed", is_flag=True, help="Run visits again that failed when the folder was last run.")
+@click.option("--retry-failed", is_flag=True, help="Repeat runs that failed when the folder was last run.")
 @click.option("--monitors/--no-monitors", default=True, show_default=True,
               help="Watch GPU, CPU, memory, disk and the engine's metrics beside every run.")
 @click.option("--report/--no-report", default=True, show_default=True, help="Write the report at the end.")
-def run(experiment: str, scale: str | None, out: str | None, fresh: bool, dry_run: bool, repeats: int | None,
-        arms: tuple[str, ...] | None, workloads: tuple[str, ...] | None, model: str | None, retry_failed: bool,
-        monitors: bool, report: bool) -> None:
+def run(experiment: str, scale: str | None, out: str | None, fresh: bool, dry_run: bool, max_blocks: int | None,
+        time_limit: float | None, arms: tuple[str, ...] | None, workloads: tuple[str, ...] | None, model: str | None,
+        retry_failed: bool, monitors: bool, report: bool) -> None:
     """Run EXPERIMENT, a name of `spill lab list` or a YAML file; the same command resumes it.
 
-    Arms take turns, every run is checked, and only arms whose runs are all valid are judged.
+    An arm is one of the configurations that are compared. Arms take turns in blocks; every run is checked, and only
+    arms whose runs are valid are judged. It ends when every comparison is decided (faster, slower or the same within
+    2%), or at a limit.
     """
     from spillover.cli.lab_run import run_in_terminal, show_plan
     from spillover.lab.experiment import load_experiment
 
-    made = load_experiment(experiment, scale, model, repeats, arms or (), workloads or ())
+    made = load_experiment(experiment, scale, model, max_blocks, arms or (), workloads or (), time_limit)
     console = make_console()
-    if dry_run:
-        show_plan(console, made)
-        return
     folder = results_folder(made, out, fresh)
+    if dry_run:
+        show_plan(console, made, folder)
+        return
     run_in_terminal(console, made, folder, monitors, retry_failed)
     if report:
         _report(folder)

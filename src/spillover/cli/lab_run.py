@@ -4,33 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import shlex
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from spillover.errors import SpilloverError
-from spillover.lab.analysis import analysis_of
+from spillover.lab.analysis import Stop, analysis_of
 from spillover.lab.engines import EngineSpec
 from spillover.lab.experiment import Arm, Experiment
+from spillover.lab.preflight import foreseen, sending_seconds, workload_stats
 from spillover.lab.run import Bench, Watcher, run_experiment
 from spillover.lab.schedule import Visit, turns, visits
 from spillover.lab.traffic import Progress as Figures
 from spillover.lab.traffic import ServedLoad
-from spillover.lab.verdict import FASTER, NO_VERDICT, SLOWER
+from spillover.lab.verdict import FASTER, NO_VERDICT, SAME, SLOWER
 
 if TYPE_CHECKING:
     from spillover.bench.load import Live
     from spillover.bench.target import Limits
+    from spillover.bench.workload_stats import WorkloadStats
     from spillover.lab.limits import LimitsOf
     from spillover.plan.rates import Rates
 
-COLOURS = {FASTER: "green", SLOWER: "red", NO_VERDICT: "yellow"}
+COLOURS = {FASTER: "green", SLOWER: "red", SAME: "cyan", NO_VERDICT: "yellow"}
 
 
 def run_in_terminal(console: Console, experiment: Experiment, folder: Path, monitors: bool,
@@ -42,27 +47,33 @@ def run_in_terminal(console: Console, experiment: Experiment, folder: Path, moni
     load = ServedLoad(experiment)
     for workload in experiment.workloads:
         load.check(workload)  # before anything is measured or fetched
+    show_foreseen(console, foreseen(experiment, workload_stats(experiment)))
     if retry_failed:
         forget_failed(folder)
-    planned = len(visits(experiment))
-    console.print(f"{experiment.name}: {planned} runs of {len(experiment.arms)} arms into {folder}", highlight=False)
+    console.print(f"{experiment.name}: {len(experiment.arms)} arms into {folder}, until decided; at most "
+                  f"{experiment.max_blocks} blocks or {duration(experiment.time_limit)}", highlight=False)
     bench = Bench(load, limits_of=limits_of(experiment, console),
-                  watch=Monitored(lambda note: console.print(f"not watched: {note}", highlight=False)) if monitors
+                  watch=Monitored(lambda note: console.print(f"monitoring off: {note}", highlight=False)) if monitors
                   else None)
-    with Shown(console, planned) as watcher:
+    with Shown(console, experiment) as watcher:
         results = run_experiment(experiment, folder, bench, watcher, provenance(dataclasses.asdict(probe())))
     show_verdicts(console, analysis_of(results))
 
 
 class Shown(Watcher):
-    """A bar with the figures of the run under way; one line for each that has ended."""
+    """What is being done, how far it is and how long it may still take: a bar over the runs of a block, a line for each
+    run and block that has ended, and a count-down while a server is waited for."""
 
-    def __init__(self, console: Console, total: int) -> None:
-        self._console = console
+    def __init__(self, console: Console, experiment: Experiment) -> None:
+        self._console, self._experiment = console, experiment
+        self._begun = time.monotonic()
+        self._left = ""  # how long it may still take, as last known
+        self._waited: set[str] = set()  # arms whose start was told in a line
+        self._seconds: list[float] = []  # of each block
         self._bar = Progress(TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
-                             TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[figures]}"),
+                             TimeElapsedColumn(), _CountDown(), TextColumn("{task.fields[figures]}"),
                              console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._bar.add_task("starting", total=total, figures="")
+        self._task = self._bar.add_task("starting", total=None, figures="", deadline=None)
 
     def __enter__(self) -> Shown:
         self._bar.start()
@@ -72,24 +83,80 @@ class Shown(Watcher):
         self._bar.stop()
 
     def arm_skipped(self, arm: Arm, why: str) -> None:
-        self._console.print(f"{arm.name}: {why}", style="yellow", highlight=False, markup=False)
+        self._tell(f"{arm.name}: {why}", "yellow")
 
-    def visit_begins(self, visit: Visit, done: int, total: int) -> None:
-        self._bar.update(self._task, completed=done, total=total, description=f"{visit.workload}: {visit.arm}",
-                         figures="")
+    def arm_failed(self, arm: Arm, why: str) -> None:
+        self._tell(f"{arm.name} cannot be started and is left out: {why}", "red")
+
+    def starting(self, arm: Arm) -> None:
+        what = f"waiting for {arm.spec.url} to answer" if arm.spec.kind == "url" else f"starting {arm.name}"
+        if arm.name not in self._waited:
+            self._waited.add(arm.name)
+            self._tell(f"{what}, at most {duration(arm.spec.ready_seconds)}")
+        self._bar.update(self._task, description=what, figures="", deadline=time.monotonic() + arm.spec.ready_seconds)
+
+    def block_begins(self, block: int, runs: int) -> None:
+        self._block = block + 1
+        self._bar.update(self._task, completed=0, total=runs)
+
+    def visit_begins(self, visit: Visit) -> None:
+        self._bar.update(self._task, description=f"block {visit.block + 1}, {visit.workload}: {visit.arm}",
+                         figures=self._left, deadline=None)
 
     def live(self) -> Figures:
         return self._figures
 
     def _figures(self, live: Live) -> None:
         rate = live.output_tokens / live.seconds if live.seconds > 0 else 0.0
-        self._bar.update(self._task, figures=f"{live.completed}/{live.total} requests, {rate:.0f} tok/s")
+        told = f"{live.completed}/{live.total} requests, {rate:.0f} tokens/s"
+        self._bar.update(self._task, figures=f"{told}; {self._left}" if self._left else told)
 
     def visit_ends(self, visit: Visit, told: Mapping[str, Any]) -> None:
         self._bar.advance(self._task)
         text, style = _line(told)
-        self._console.print(f"pass {visit.pass_ + 1}, {visit.workload}, {visit.arm}: {text}", style=style,
-                            highlight=False, markup=False)
+        self._tell(f"block {visit.block + 1}, {visit.workload}, {visit.arm}: {text}", style)
+
+    def block_ends(self, found: Stop, seconds: float) -> None:
+        self._seconds.append(seconds)
+        decided = len(found.verdicts) - len(found.undecided)
+        told = f"block {self._block} took {duration(seconds)}; {decided} of {len(found.verdicts)} comparisons decided"
+        if found.reason is None:
+            left = self._eta(found)
+            self._left = left
+            told += f"; {left}"
+        self._tell(told)
+
+    def _eta(self, found: Stop) -> str:
+        """From blocks until now; limits bound it."""
+        blocks = max((verdict.blocks_left(self._experiment.max_blocks) for verdict in found.undecided), default=0)
+        blocks = max(1, blocks, self._experiment.minimum_blocks - found.blocks)
+        least = self._experiment.rule.least_blocks(len(found.verdicts))
+        each = sum(self._seconds) / len(self._seconds)
+        limit = max(0.0, self._experiment.time_limit - (time.monotonic() - self._begun))
+        most = min(limit, each * (self._experiment.max_blocks - found.blocks))
+        if found.blocks < least - 1:  # too little is known of the spread
+            return f"at least {duration(each * (least - found.blocks))}, at most {duration(most)} left"
+        return f"about {duration(min(each * blocks, most))} left, at most {duration(most)}"
+
+    def _tell(self, text: str, style: str | None = None) -> None:
+        self._console.print(text, style=style, highlight=False, markup=False)
+
+
+class _CountDown(ProgressColumn):
+    """Seconds that a server still has to become ready."""
+
+    def render(self, task: Task) -> Text:
+        deadline = task.fields.get("deadline")
+        return Text("" if deadline is None else f"{max(0.0, deadline - time.monotonic()):.0f} s left")
+
+
+def duration(seconds: float) -> str:
+    """'45 s', '12 min', '2 h 5 min'."""
+    if seconds < 100:
+        return f"{math.ceil(seconds)} s"
+    minutes = round(seconds / 60)
+    hours, rest = divmod(minutes, 60)
+    return f"{minutes} min" if not hours else f"{hours} h" + (f" {rest} min" if rest else "")
 
 
 def _line(told: Mapping[str, Any]) -> tuple[str, str | None]:
@@ -97,16 +164,15 @@ def _line(told: Mapping[str, Any]) -> tuple[str, str | None]:
         return str(told["reason"]), "red"
     metrics = told["metrics"]
     shown = [f"{metrics[name]:.{digits}f} {unit}" for name, digits, unit in
-             (("output_throughput", 1, "tok/s"), ("median_ttft_ms", 0, "ms TTFT"), ("median_tpot_ms", 1, "ms TPOT"))
+             (("output_throughput", 1, "tokens/s"), ("median_ttft_ms", 0, "ms TTFT"), ("median_tpot_ms", 1, "ms TPOT"))
              if metrics.get(name) is not None]
     faults = [fault["reason"] for fault in told["faults"] if fault["fatal"]]
     return ", ".join(shown) + "".join(f"; not valid: {reason}" for reason in faults), "yellow" if faults else None
 
 
 def show_verdicts(console: Console, analysis: Mapping[str, Any]) -> None:
-    if not analysis["complete"]:
-        console.print(f"{analysis['visits_done']} of {analysis['visits_planned']} runs are done; the same command goes "
-                      "on with the rest", style="yellow", highlight=False)
+    console.print(analysis["stopped"]["text"], style=None if analysis["stopped"]["reason"] == "decided" else "yellow",
+                  highlight=False, markup=False)
     for verdict in analysis["verdicts"]:
         if verdict["primary"]:
             console.print(verdict["text"], style=COLOURS.get(verdict["verdict"]), highlight=False, markup=False)
@@ -116,12 +182,16 @@ def show_verdicts(console: Console, analysis: Mapping[str, Any]) -> None:
                           style="yellow", highlight=False, markup=False)
 
 
-def show_plan(console: Console, experiment: Experiment) -> None:
-    """What would be run: arms with their commands, workloads with their sizes, and the order."""
-    from spillover.bench.make_workload import make_workload
-    from spillover.bench.workload_options import WorkloadOptions
+def show_foreseen(console: Console, faults: Sequence[str]) -> None:
+    for fault in faults:
+        console.print(f"There will be no verdict: {fault}", style="yellow", highlight=False, markup=False)
+
+
+def show_plan(console: Console, experiment: Experiment, folder: Path) -> None:
+    """What would be run: arms with their commands, workloads with their sizes, the order, what will be refused and how
+    long it may take. Nothing is started; servers that should be running are asked once."""
     from spillover.lab.engines import make_engine, missing
-    from spillover.lab.traffic import workload_part
+    from spillover.lab.engines.process import status_of
 
     load = ServedLoad(experiment)
     for workload in experiment.workloads:
@@ -131,25 +201,59 @@ def show_plan(console: Console, experiment: Experiment) -> None:
         arms.add_column(heading, overflow="fold")
     for arm in experiment.arms:
         absent = missing(arm.spec)
-        command = shlex.join(make_engine(arm.spec).command(0)) or arm.spec.url or ""
-        arms.add_row(escape(arm.name), escape(command if absent is None else str(absent)))
+        command = shlex.join(make_engine(arm.spec).command(0)) if absent is None else str(absent)
+        if arm.spec.url is not None:
+            answers = status_of(f"{arm.spec.url.rstrip('/').removesuffix('/v1')}/v1/models", timeout=2.0)
+            command = f"{arm.spec.url} ({'answers' if answers == 200 else 'does not answer now'})"
+        arms.add_row(escape(arm.name), escape(command))
     console.print(arms)
-    loads = Table(title="Workloads of one run", title_justify="left")
+    stats = workload_stats(experiment)
+    loads = Table(title="Workloads, per run", title_justify="left")
     for heading in ("workload", "requests", "prompt tokens", "output tokens", "shared", "working set", "must spill"):
         loads.add_column(heading, justify="left" if heading == "workload" else "right")
     for workload in experiment.workloads:
-        stats = make_workload(WorkloadOptions.from_mapping(workload_part(workload.options)), None).stats()
-        loads.add_row(workload.name, f"{stats.count:,}", f"{stats.prompt.total:,}", f"{stats.output.total:,}",
-                      f"{stats.sharing:.0%}", f"{stats.working_set_tokens:,}", "yes" if workload.offload else "")
+        found = stats[workload.name]
+        loads.add_row(workload.name, f"{found.count:,}", f"{found.prompt.total:,}", f"{found.output.total:,}",
+                      f"{found.sharing:.0%}", f"{found.working_set_tokens:,}", "yes" if workload.offload else "")
     console.print(loads)
-    planned = visits(experiment)
-    starts = len(turns(planned)) if experiment.restart == "per-visit" else len(experiment.arms)
-    first = [f"{visit.workload}:{visit.arm}" for visit in planned if visit.block == 0]
-    console.print(f"{len(planned)} runs in {experiment.repeats} blocks, {starts} starts of servers. "
-                  f"First block: {' '.join(first)}", highlight=False)
-    console.print(f"Decides: {experiment.primary} at {experiment.confidence:.0%}, Holm over "
-                  f"{(len(experiment.arms) - 1) * len(experiment.workloads)} comparisons; a verdict takes "
-                  f"{experiment.minimum_blocks} blocks.", highlight=False)
+    show_foreseen(console, foreseen(experiment, stats))
+    for sentence in _plan_sentences(experiment, stats, folder):
+        console.print(sentence, highlight=False, markup=False)
+
+
+def _plan_sentences(experiment: Experiment, stats: Mapping[str, WorkloadStats], folder: Path) -> Iterator[str]:
+    block = [visit for visit in visits(experiment) if visit.block == 0]
+    ours = {arm.name for arm in experiment.arms if arm.spec.kind != "url"}
+    starts = sum(turn.arm in ours for turn in turns(block)) if experiment.restart == "per-visit" else 0
+    yield (f"A block is {len(block)} runs" + (f" and {starts} starts of servers" if starts else "") + ": "
+           + " ".join(f"{visit.workload}:{visit.arm}" for visit in block))
+    if ours:
+        yield f"Before the first block each of {len(ours)} servers is started once, to see that it can be"
+    comparisons = (len(experiment.arms) - 1) * len(experiment.workloads)
+    least = experiment.rule.least_blocks(comparisons)
+    yield (f"It runs until each of {comparisons} comparisons by {experiment.primary} is faster, slower or the same "
+           f"within {100 * experiment.equivalence:g}%, at {experiment.confidence:.4g} confidence for all together: "
+           f"at least {least} blocks, at most {experiment.max_blocks} blocks or {duration(experiment.time_limit)}")
+    known = [sending_seconds(workload, stats[workload.name]) for workload in experiment.workloads]
+    sending = sum(seconds or 0.0 for seconds in known) * len(block) / len(experiment.workloads)
+    seen = _seconds_per_block(folder, len(block))
+    if seen is not None:
+        yield f"A block took {duration(seen)} in {folder}: at least {duration(seen * least)} in all"
+    elif sending:
+        yield (f"Sending requests at the rates given takes {duration(sending)} per block, at least "
+               f"{duration(sending * least)} in all")
+    else:
+        yield "How long a block takes is told after the first one"
+
+
+def _seconds_per_block(folder: Path, runs: int) -> float | None:
+    """Where the experiment was begun already."""
+    from spillover.lab.store import Results
+
+    if not (folder / "experiment.json").exists():
+        return None
+    seconds = [visit["seconds"] for visit in Results.open(folder).visits if visit.get("seconds")]
+    return runs * sum(seconds) / len(seconds) if seconds else None
 
 
 def forget_failed(folder: Path) -> None:

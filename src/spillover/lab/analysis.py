@@ -1,19 +1,21 @@
-"""From visits to verdicts: what `analysis.json` holds. Reads results only; nothing is measured here."""
+"""From runs to verdicts: what `analysis.json` holds, and whether more blocks are needed. Reads results only; nothing is
+measured here."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spillover.bench.statistics import block_ratios, median_interval
 from spillover.lab.experiment import LAYOUT, ORDERS
 from spillover.lab.store import Results, read_json
 from spillover.lab.validity import ArmSample, Fault, Gates, across
-from spillover.lab.verdict import Comparison, Verdict, decide
+from spillover.lab.verdict import DECIDED, Comparison, Rule, Verdict, decide
 
 RESAMPLES = 400  # of intervals that are shown and decide nothing
+SPOILT = 0.2  # share of an arm's runs that busy moments may spoil, retries included, before the arm is not valid
 SPLIT = ("queue", "restore", "prefill", "decode")
 
 
@@ -26,24 +28,69 @@ def analysis_of(results: Results) -> Mapping[str, Any]:
 
 def analyse(results: Results) -> dict[str, Any]:
     experiment = results.experiment
-    cells = {(workload["name"], arm["name"]): _Cell.of(results, workload, arm["name"])
-             for workload in experiment["workloads"] for arm in experiment["arms"]}
-    judged = {key: _judged(results, cell, cells[key[0], experiment["baseline"]]) for key, cell in cells.items()}
-    comparisons = [_comparison(results, cells[workload["name"], arm["name"]],
-                               cells[workload["name"], experiment["baseline"]], judged, metric)
-                   for workload in experiment["workloads"] for arm in experiment["arms"]
-                   if arm["name"] != experiment["baseline"] for metric in experiment["metrics"]]
-    verdicts = decide(comparisons, experiment["confidence"], experiment["minimum_blocks"])
-    counted = [cell for cell in cells.values() if cell.status != "skipped"]
-    done, planned = sum(len(cell.visits) for cell in counted), experiment["passes"] * len(counted)
+    cells = _cells(results)
+    judged = _all_judged(results, cells, _gates(results))
+    verdicts = decide(_comparisons(results, cells, judged, experiment["metrics"]), _rule(results))
+    stopped = stop(results)
     return {
-        "layout": LAYOUT, "name": experiment["name"], "complete": done >= planned, "visits_done": done,
-        "visits_planned": planned,
+        "layout": LAYOUT, "name": experiment["name"], "complete": stopped.reason is not None,
+        "stopped": {"reason": stopped.reason, "text": stopped.text}, "blocks": stopped.blocks,
+        "visits_done": sum(len(cell.visits) for cell in cells.values() if cell.status != "skipped"),
         "headline": [verdict.text for verdict in verdicts if verdict.comparison.primary],
         "family": _family(verdicts, experiment["confidence"]),
         "cells": [_cell_json(cell, judged[key]) for key, cell in cells.items()],
         "verdicts": [verdict.to_json() for verdict in verdicts],
     }
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Whether an experiment has ended, and why. `verdicts`: those of the primary metric, as far as they are."""
+
+    blocks: int  # that are whole
+    verdicts: tuple[Verdict, ...]
+    reason: str | None  # "decided", "max-blocks" or "time-limit"; None: it has not ended
+
+    @property
+    def undecided(self) -> list[Verdict]:
+        return [verdict for verdict in self.verdicts if not verdict.final]
+
+    @property
+    def text(self) -> str:
+        blocks, left = f"{self.blocks} block{'s' * (self.blocks != 1)}", len(self.undecided)
+        open_ = f"{left} of {len(self.verdicts)} comparisons undecided"
+        if self.reason == "max-blocks":
+            return f"Stopped at its limit of {blocks} with {open_}; a larger --max-blocks goes on from here."
+        if self.reason == "time-limit":
+            return (f"Stopped at the time limit after {blocks} with {open_}; the same command goes on from here for "
+                    "as long again.")
+        if self.reason is None:
+            return f"Not finished: {blocks} done. The same command goes on from here."
+        if not self.blocks:
+            return "Nothing was run: no arm can be run on this machine."
+        if not self.verdicts:
+            return f"Stopped after {blocks}: there is nothing to compare."
+        if all(verdict.verdict in DECIDED for verdict in self.verdicts):
+            return f"Stopped after {blocks}: every comparison of the primary metric is decided."
+        return f"Stopped after {blocks}: every comparison of the primary metric is decided, or its arm is not valid."
+
+
+def stop(results: Results) -> Stop:
+    """Asked after every block. An arm that drifts, or that busy moments spoil, is measured on: that may pass."""
+    experiment, cells = results.experiment, _cells(results)
+    judged = _all_judged(results, cells, replace(_gates(results), drift=False), spoilt=0.5)
+    verdicts = tuple(decide(_comparisons(results, cells, judged, [experiment["primary"]]), _rule(results)))
+    size = ORDERS[experiment["order"]]
+    counts = [len(cell.visits) // size for cell in cells.values() if cell.status != "skipped"]
+    blocks = min(counts, default=0)
+    reason = None
+    if not counts or (blocks >= experiment["minimum_blocks"] and all(verdict.final for verdict in verdicts)):
+        reason = "decided"
+    elif blocks >= experiment["max_blocks"]:
+        reason = "max-blocks"
+    elif results.sessions and results.sessions[-1].get("stopped") == "time-limit":
+        reason = "time-limit"
+    return Stop(blocks, verdicts, reason)
 
 
 @dataclass(frozen=True)
@@ -62,7 +109,7 @@ class _Cell:
         visits = tuple(visit for visit in results.visits
                        if visit["arm"] == arm and visit["workload"] == workload["name"])
         window = "window_metrics" if results.experiment["window"] == "steady" else "metrics"
-        return cls(workload, arm, results.arms.get(arm), visits, results.experiment["passes"], window)
+        return cls(workload, arm, results.arms.get(arm), visits, _passes(results), window)
 
     @property
     def good(self) -> list[Mapping[str, Any]]:
@@ -90,13 +137,54 @@ class _Cell:
         return math.nan if value is None else float(value)
 
 
-def _judged(results: Results, cell: _Cell, base: _Cell) -> list[tuple[Fault, list[str]]]:
-    """Every fault of a cell once, with the visits it was found in."""
+def _cells(results: Results) -> dict[tuple[str, str], _Cell]:
+    return {(workload["name"], arm["name"]): _Cell.of(results, workload, arm["name"])
+            for workload in results.experiment["workloads"] for arm in results.experiment["arms"]}
+
+
+def _all_judged(results: Results, cells: Mapping[tuple[str, str], _Cell],
+                gates: Gates, spoilt: float = SPOILT) -> dict[tuple[str, str], list[tuple[Fault, list[str]]]]:
+    baseline = results.experiment["baseline"]
+    return {key: _judged(results, cell, cells[key[0], baseline], gates, spoilt) for key, cell in cells.items()}
+
+
+def _comparisons(results: Results, cells: Mapping[tuple[str, str], _Cell],
+                 judged: Mapping[tuple[str, str], Sequence[tuple[Fault, list[str]]]],
+                 metrics: Sequence[str]) -> list[Comparison]:
+    experiment = results.experiment
+    return [_comparison(results, cells[workload["name"], arm["name"]],
+                        cells[workload["name"], experiment["baseline"]], judged, metric)
+            for workload in experiment["workloads"] for arm in experiment["arms"]
+            if arm["name"] != experiment["baseline"] for metric in metrics]
+
+
+def _rule(results: Results) -> Rule:
+    experiment = results.experiment
+    return Rule(experiment["confidence"], experiment["minimum_blocks"], experiment["equivalence"])
+
+
+def _gates(results: Results) -> Gates:
+    return Gates.parse(results.experiment["gates"])
+
+
+def _passes(results: Results) -> int:
+    """Those that were begun."""
+    return 1 + max((int(visit["pass"]) for visit in results.visits), default=-1)
+
+
+def _judged(results: Results, cell: _Cell, base: _Cell, gates: Gates,
+            spoilt: float) -> list[tuple[Fault, list[str]]]:
+    """Every fault of a cell once, with the runs it was found in. What a busy moment spoilt is left out of the
+    comparison (`_blocks`) and does not count against the arm while it is rare."""
     found: dict[tuple[str, str | None], tuple[Fault, list[str]]] = {}
     for visit in cell.good:
         for item in visit["faults"]:
             fault = Fault.from_json(item)
             found.setdefault((fault.gate, fault.metric), (fault, []))[1].append(visit["key"])
+    for key, (fault, runs) in list(found.items()):
+        if fault.fatal and fault.transient and len(runs) <= spoilt * len(cell.good):
+            told = f"{fault.reason} ({len(runs)} of {len(cell.good)} runs, whose blocks are left out)"
+            found[key] = replace(fault, reason=told, fatal=False), runs
     blocks = _blocks(results, cell, base)
     pairs = [pair for block in blocks for pair in block]
     if pairs:
@@ -108,7 +196,7 @@ def _judged(results: Results, cell: _Cell, base: _Cell) -> list[tuple[Fault, lis
                   for what in ("input", "output")}
         sample = ArmSample(block_ratios(values, bases, size) if sound and cell.arm != base.arm else (), tokens,
                            [str(visit.get("version")) for visit in cell.good if visit.get("version")])
-        for fault in across(sample, Gates.parse(results.experiment["gates"])):
+        for fault in across(sample, gates):
             found[fault.gate, fault.metric] = fault, [visit["key"] for visit in cell.good]
     return list(found.values())
 
@@ -134,15 +222,20 @@ def _barred(cell: _Cell, judged: Sequence[tuple[Fault, list[str]]], metric: str)
 
 
 def _blocks(results: Results, cell: _Cell, base: _Cell) -> list[list[tuple[Mapping[str, Any], Mapping[str, Any]]]]:
-    """Pairs of visits of the same pass, block by block; only blocks of which nothing is missing."""
+    """Pairs of runs of the same pass, block by block; only blocks of which nothing is missing and which no busy moment
+    of the machine spoilt."""
     size = ORDERS[results.experiment["order"]]
-    mine, theirs = ({visit["pass"]: visit for visit in side.good} for side in (cell, base))
+    mine, theirs = ({visit["pass"]: visit for visit in side.good if not _spoilt(visit)} for side in (cell, base))
     blocks = []
-    for first in range(0, results.experiment["passes"], size):
+    for first in range(0, _passes(results), size):
         passes = range(first, first + size)
         if all(each in mine and each in theirs for each in passes):
             blocks.append([(mine[each], theirs[each]) for each in passes])
     return blocks
+
+
+def _spoilt(visit: Mapping[str, Any]) -> bool:
+    return any(fault["fatal"] and fault["transient"] for fault in visit["faults"])
 
 
 def _cell_json(cell: _Cell, judged: Sequence[tuple[Fault, list[str]]]) -> dict[str, Any]:
@@ -182,7 +275,7 @@ def _summaries(visits: Sequence[Mapping[str, Any]], which: str) -> dict[str, Any
 
 def _family(verdicts: Sequence[Verdict], confidence: float) -> dict[str, Any]:
     decided = [verdict.comparison.primary for verdict in verdicts if verdict.why is None]
-    return {"alpha": 1 - confidence, "method": "Holm", "primary_comparisons": sum(decided),
+    return {"alpha": 1 - confidence, "method": "simultaneous intervals", "primary_comparisons": sum(decided),
             "secondary_comparisons": len(decided) - sum(decided)}
 
 

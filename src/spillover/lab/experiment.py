@@ -10,7 +10,8 @@
       load: {dataset-name: random, sweep: {request-rate: [1, 2, 4]}}
     primary: output_throughput
 
-Everything that decides a verdict (metric, number of blocks, confidence) is fixed here before the first run.
+Everything that decides a verdict (metric, confidence, what counts as the same) is fixed here before the first run. How
+long it may run is not: a verdict may be looked for after every block (`verdict`).
 """
 
 from __future__ import annotations
@@ -28,11 +29,16 @@ from spillover.lab.document import read_document, scaled
 from spillover.lab.engines import KINDS, EngineSpec
 from spillover.lab.run_metrics import metric_names
 from spillover.lab.validity import Gates
+from spillover.lab.verdict import Rule
+from spillover.units import parse_seconds
 
-LAYOUT = 1  # of the result folder
-BLOCKS = 10  # find 5% nine times in ten and more, where runs of the same thing differ by 2 to 3%
+LAYOUT = 2  # of the result folder
+MAX_BLOCKS = 60  # where block ratios vary by 2.5%: 5% is found in 9, "same within 2%" in 37 on average
+TIME_LIMIT = 3600.0  # seconds
 MINIMUM_BLOCKS = 3
-CONFIDENCE = 0.99  # of 20 comparisons of equal things, 19 and more end in "no difference shown" 98 times in 100
+CONFIDENCE = 0.99
+EQUIVALENCE = 0.02
+URL_READY_SECONDS = 30.0  # of a server that should be running already
 ORDERS = {"abba": 2, "alternate": 1}  # passes that make a block
 RESTARTS = ("per-visit", "never")
 WINDOWS = ("whole", "steady")
@@ -87,7 +93,8 @@ class Experiment:
     about: str = ""
     seed: str | None = None
     scale: str = "cpu"
-    repeats: int = BLOCKS
+    max_blocks: int = MAX_BLOCKS
+    time_limit: float = TIME_LIMIT  # seconds; no block is begun that would probably end later
     order: str = "abba"
     restart: str = "per-visit"
     window: str = "whole"
@@ -95,6 +102,7 @@ class Experiment:
     retries: int = 1  # of a run that a busy moment of the machine spoilt
     confidence: float = CONFIDENCE
     minimum_blocks: int = MINIMUM_BLOCKS
+    equivalence: float = EQUIVALENCE  # the largest difference that counts as the same; 0: none does
     slo: Mapping[str, float] = field(default_factory=dict)  # ms
     gates: Gates = field(default_factory=Gates)
     document: Mapping[str, Any] = field(default_factory=dict)
@@ -110,7 +118,12 @@ class Experiment:
 
     @property
     def passes(self) -> int:
-        return self.repeats * self.passes_per_block
+        """At most."""
+        return self.max_blocks * self.passes_per_block
+
+    @property
+    def rule(self) -> Rule:
+        return Rule(self.confidence, self.minimum_blocks, self.equivalence)
 
     def arm(self, name: str) -> Arm:
         return next(arm for arm in self.arms if arm.name == name)
@@ -122,30 +135,36 @@ class Experiment:
         return {
             "layout": LAYOUT, "name": self.name, "about": self.about, "seed": self.seed, "scale": self.scale,
             "baseline": self.baseline, "primary": self.primary, "metrics": list(self.metrics),
-            "repeats": self.repeats, "passes": self.passes, "order": self.order, "restart": self.restart,
+            "max_blocks": self.max_blocks, "time_limit": self.time_limit, "order": self.order, "restart": self.restart,
             "window": self.window, "warmups": self.warmups, "retries": self.retries, "confidence": self.confidence,
-            "minimum_blocks": self.minimum_blocks, "slo": dict(self.slo), "gates": self.gates.to_json(),
+            "minimum_blocks": self.minimum_blocks, "equivalence": self.equivalence,
+            "slo": dict(self.slo), "gates": self.gates.to_json(),
             "arms": [arm.to_json() for arm in self.arms],
             "workloads": [workload.to_json() for workload in self.workloads],
             "document": dict(self.document),
         }
 
 
-def load_experiment(name: str, scale: str | None = None, model: str | None = None, repeats: int | None = None,
-                    arms: Iterable[str] = (), workloads: Iterable[str] = ()) -> Experiment:
+def load_experiment(name: str, scale: str | None = None, model: str | None = None, max_blocks: int | None = None,
+                    arms: Iterable[str] = (), workloads: Iterable[str] = (),
+                    time_limit: float | None = None) -> Experiment:
     """By a file's path or the name of one that ships. `arms` and `workloads`: only these; the baseline always stays."""
     document = read_document(name)
-    experiment = parse_experiment(scaled(document, scale), scale or "cpu", model, repeats)
+    experiment = parse_experiment(scaled(document, scale), scale or "cpu", model)
+    experiment = replace(experiment, max_blocks=max_blocks or experiment.max_blocks,
+                         time_limit=time_limit or experiment.time_limit)
     return _only(experiment, list(arms), list(workloads))
 
 
-def parse_experiment(document: Mapping[str, Any], scale: str = "cpu", model: str | None = None,
-                     repeats: int | None = None) -> Experiment:
+def parse_experiment(document: Mapping[str, Any], scale: str = "cpu", model: str | None = None) -> Experiment:
     """Refuses what it does not know: a misspelt setting must not be a setting that is not there."""
     where = f"experiment '{document.get('name', '')}'"
-    _check_names(where, document, {"name", "about", "seed", "model", "baseline", "arms", "workloads", "repeats",
-                                   "order", "restart", "window", "warmups", "retries", "primary", "metrics",
-                                   "confidence", "minimum-blocks", "slo", "gates", "scales"})
+    if "repeats" in document:
+        raise SpilloverError(f"{where}: there is no 'repeats': an experiment runs until it is decided. Give max-blocks "
+                             "or time-limit to end it earlier")
+    _check_names(where, document, {"name", "about", "seed", "model", "baseline", "arms", "workloads", "max-blocks",
+                                   "time-limit", "order", "restart", "window", "warmups", "retries", "primary",
+                                   "metrics", "confidence", "minimum-blocks", "equivalence", "slo", "gates", "scales"})
     name = _string(where, document, "name")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise SpilloverError(f"name: '{name}' becomes a folder's name; use letters, digits, '.', '_' and '-'")
@@ -166,13 +185,15 @@ def parse_experiment(document: Mapping[str, Any], scale: str = "cpu", model: str
         secondary=tuple(dict.fromkeys(metric for metric in metrics if metric != primary)),
         about=str(document.get("about") or "").strip(),
         seed=None if document.get("seed") is None else str(document["seed"]), scale=scale,
-        repeats=repeats if repeats is not None else _number(where, document, "repeats", int, BLOCKS),
+        max_blocks=_number(where, document, "max-blocks", int, MAX_BLOCKS),
+        time_limit=_seconds(where, document, "time-limit", TIME_LIMIT),
         order=_one_of(f"{where}: order", str(document.get("order", "abba")), ORDERS),
         restart=_one_of(f"{where}: restart", str(document.get("restart", RESTARTS[0])), RESTARTS),
         window=_one_of(f"{where}: window", str(document.get("window", WINDOWS[0])), WINDOWS),
         warmups=_number(where, document, "warmups", int, 4), retries=_number(where, document, "retries", int, 1),
         confidence=_number(where, document, "confidence", float, CONFIDENCE),
         minimum_blocks=_number(where, document, "minimum-blocks", int, MINIMUM_BLOCKS),
+        equivalence=_share(where, document, "equivalence", EQUIVALENCE),
         slo=_slo(where, _mapping(where, document, "slo")),
         gates=Gates.parse(_mapping(where, document, "gates"), where),
         document=document,
@@ -182,9 +203,9 @@ def parse_experiment(document: Mapping[str, Any], scale: str = "cpu", model: str
         if metric in ("request_goodput", "slo_attainment") and not experiment.slo:
             raise SpilloverError(f"{where}: {metric} needs objectives, such as slo: {{ttft: 500, tpot: 50}}")
         _one_of(f"{where}: metric", metric, names)
-    if experiment.repeats < 1:
-        raise SpilloverError(f"{where}: repeats is {experiment.repeats}; at least 1 block is run, and a verdict takes "
-                             f"{experiment.minimum_blocks}")
+    if experiment.max_blocks < 1:
+        raise SpilloverError(f"{where}: max-blocks is {experiment.max_blocks}; at least 1 block is run, and a verdict "
+                             f"takes {experiment.minimum_blocks}")
     for key in ("warmups", "retries"):
         if getattr(experiment, key) < 0:
             raise SpilloverError(f"{where}: {key} is {getattr(experiment, key)}; give 0 or more")
@@ -193,6 +214,11 @@ def parse_experiment(document: Mapping[str, Any], scale: str = "cpu", model: str
                              "about chance; give at least 2")
     if not 0.5 < experiment.confidence < 1:
         raise SpilloverError(f"{where}: confidence is {experiment.confidence}; give a share such as 0.95 or 0.99")
+    if not 0 <= experiment.equivalence < 1:
+        raise SpilloverError(f"{where}: equivalence is {experiment.equivalence:g}; give the largest difference that "
+                             "counts as the same, such as 2%, or 0 for none")
+    if experiment.time_limit <= 0:
+        raise SpilloverError(f"{where}: time-limit is {experiment.time_limit:g} s; give a time such as 30min or 2h")
     return experiment
 
 
@@ -230,7 +256,8 @@ def _arm(where: str, name: str, value: Any, model: str | None) -> Arm:
         args={key: item for key, item in args.items() if item is not None},  # null takes a preset's flag away
         env={**given["env"], **_environment(where, value)}, preset=_text(where, value, "preset"),
         python=_text(where, value, "python"), url=_text(where, value, "url"),
-        ready_seconds=_number(where, value, "ready-seconds", float, EngineSpec.ready_seconds))
+        ready_seconds=_number(where, value, "ready-seconds", float,
+                              URL_READY_SECONDS if kind == "url" else EngineSpec.ready_seconds))
     if kind == "url" and spec.url is None:
         raise SpilloverError(f"{where} drives a server that runs already: give its address, such as "
                              "url: http://127.0.0.1:8000")
@@ -334,6 +361,27 @@ def _number(where: str, document: Mapping[str, Any], key: str, kind: Callable[[A
             or kind(value) != value):
         raise SpilloverError(f"{where}: {key} must be a number; got '{value}'")
     return kind(value)
+
+
+def _seconds(where: str, document: Mapping[str, Any], key: str, default: float) -> float:
+    value = document.get(key)
+    if not isinstance(value, str):
+        return _number(where, document, key, float, default)
+    try:
+        return parse_seconds(value)
+    except (ValueError, SpilloverError) as error:
+        raise SpilloverError(f"{where}: {key} is '{value}'; give a time such as 30min or 2h") from error
+
+
+def _share(where: str, document: Mapping[str, Any], key: str, default: float) -> float:
+    """0.02 or 2%."""
+    value = document.get(key)
+    if not isinstance(value, str):
+        return _number(where, document, key, float, default)
+    try:
+        return float(value.strip().removesuffix("%")) / (100 if value.strip().endswith("%") else 1)
+    except ValueError:
+        raise SpilloverError(f"{where}: {key} is '{value}'; give a share such as 2% or 0.02") from None
 
 
 def _one_of(what: str, value: str, known: Iterable[str]) -> str:

@@ -28,8 +28,7 @@ class Reached:
     def text(self) -> str:
         if self.percent is None:
             return "-"
-        # Rates are measured once, before the first run: a machine that others used just then looks slower than it is.
-        return f"{self.percent:.0f}% of {self.bound}" if self.percent <= 100 else f"all of {self.bound}, and more"
+        return f"{self.percent:.0f}% ({self.bound})"
 
     def to_json(self) -> dict[str, Any]:
         return {"percent": self.percent, "bound": self.bound, "text": self.text}

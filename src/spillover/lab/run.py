@@ -1,8 +1,10 @@
-"""Runs an experiment: every visit in its turn, each written down as it ends.
+"""Runs an experiment: block after block until it is decided, every run written down as it ends.
 
-    for turn in turns(visits): start the arm's server, then for each visit: warm up, forget, measure, judge, write
+    start every arm once; then for each block, until a limit or a decision:
+        for turn in turns(block): start the arm's server, then for each visit: warm up, forget, measure, judge, write
 
 A server that is missing, does not start, crashes or runs out of memory is a result of its arm, and the rest goes on.
+Only a baseline that does not start, or a URL that does not answer, ends the experiment before its first run.
 """
 
 from __future__ import annotations
@@ -12,12 +14,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from spillover.errors import SpilloverError
 from spillover.lab import engines
-from spillover.lab.analysis import analyse
+from spillover.lab.analysis import Stop, analyse, stop
 from spillover.lab.engines import CacheReset, Engine, EngineFailed, EngineSpec, Missing, make_engine
 from spillover.lab.experiment import Arm, Experiment
 from spillover.lab.limits import LimitsOf, reached
@@ -27,6 +30,7 @@ from spillover.lab.traffic import Load, Measured, Progress, ServedLoad
 from spillover.lab.validity import Fault, Sample, cache_hits, judge
 
 GIVE_UP = 2  # times in a row that an arm may fail on a workload before its other visits there are left out
+ATTEMPT_PROMPTS = 1_000_000  # added to a visit's repeat for each attempt: prompts that no other run has
 SETTLE_SECONDS = 0.2  # after a reset and before a run: threads that took part before still spin
 
 # Monitors beside one visit, written to the file given; the lab's own unless a test brings others.
@@ -38,13 +42,24 @@ class Watcher:
 
     def arm_skipped(self, arm: Arm, why: str) -> None: ...
 
-    def visit_begins(self, visit: Visit, done: int, total: int) -> None: ...
+    def starting(self, arm: Arm) -> None:
+        """Its server is started, or waited for, until it is ready or `arm.spec.ready_seconds` have passed."""
+
+    def arm_failed(self, arm: Arm, why: str) -> None:
+        """It could not be started before the first run."""
+
+    def block_begins(self, block: int, runs: int) -> None: ...
+
+    def visit_begins(self, visit: Visit) -> None: ...
 
     def live(self) -> Progress | None:
         """Takes figures while a run is under way."""
         return None
 
     def visit_ends(self, visit: Visit, told: Mapping[str, Any]) -> None: ...
+
+    def block_ends(self, found: Stop, seconds: float) -> None:
+        """`found`: what is decided by now; `seconds`: that the block took."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +76,14 @@ class Bench:
 
 def run_experiment(experiment: Experiment, path: Path, bench: Bench | None = None, watcher: Watcher | None = None,
                    session: Mapping[str, Any] | None = None) -> Results:
-    """Does what is not done yet, then decides. The same call resumes."""
+    """Goes on until it is decided or at a limit. The same call resumes; the time limit counts from each call."""
     bench = bench or Bench(ServedLoad(experiment))
     for workload in experiment.workloads:
         bench.load.check(workload)
     folder = ResultFolder.open(path, experiment)
     folder.begin(session or {})
     try:
-        _Runner(experiment, folder, bench, watcher or Watcher()).run()
+        folder.end(_Runner(experiment, folder, bench, watcher or Watcher()).run())
     finally:
         results = Results.open(path)
         folder.write_analysis(analyse(results))
@@ -96,21 +111,63 @@ class _Runner:
         self._planned = visits(experiment)
         self._failures: dict[tuple[str, str], int] = {}  # of an arm on a workload, in a row
         self._open: dict[str, Engine] = {}
+        self._dead: dict[str, EngineFailed] = {}  # arms that could not be started before the first run
 
-    def run(self) -> None:
+    def run(self) -> str | None:
+        """Why it stopped; None where every block was run."""
         skipped = self._skip_missing()
+        begun = time.monotonic()
+        longest = 0.0  # seconds of a block of this session
+        found = stop(Results.open(self._folder.path))
         with ExitStack() as stack:
             stack.callback(self._close_all)
-            for turn in turns([visit for visit in self._planned
-                               if visit.arm not in skipped and not self._folder.done(visit)]):
-                self._take(turn)
+            for block, planned in groupby(self._planned, key=lambda visit: visit.block):
+                left = [visit for visit in planned if visit.arm not in skipped and not self._folder.done(visit)]
+                if not left:
+                    continue
+                if found.reason == "decided":
+                    return found.reason
+                late = time.monotonic() - begun + longest > self._experiment.time_limit
+                if late and found.blocks >= self._experiment.minimum_blocks:
+                    return "time-limit"
+                if not longest:
+                    self._try_all(skipped, left[0].arm)
+                since = time.monotonic()
+                self._watcher.block_begins(block, len(left))
+                for turn in turns(left):
+                    self._take(turn)
+                seconds = time.monotonic() - since
+                longest = max(longest, seconds)
+                found = stop(Results.open(self._folder.path))
+                self._watcher.block_ends(found, seconds)
+        return None
+
+    def _try_all(self, skipped: set[str], first: str) -> None:
+        """Starts every arm once, so that what cannot start is known before anything is measured. Servers that stay up
+        are kept, and so is that of `first`, whose turn comes next."""
+        arms = [arm for arm in self._experiment.arms if arm.name not in skipped]
+        for arm in sorted(arms, key=lambda arm: arm.name == first):
+            try:
+                self._engine(arm.name, "start")
+            except EngineFailed as failure:
+                if arm.name == self._experiment.baseline or arm.spec.kind == "url":
+                    role = "baseline" if arm.name == self._experiment.baseline else "arm"
+                    raise SpilloverError(f"{role} '{arm.name}' cannot be measured: {_why(failure)}") from failure
+                self._dead[arm.name] = failure
+                self._not_started(arm.name, failure)
+                self._watcher.arm_failed(arm, _why(failure))
+                continue
+            if self._experiment.restart == "per-visit" and arm.name != first:
+                self._close(arm.name)
 
     def _skip_missing(self) -> set[str]:
         """Arms whose engine is not here. Their visits are not written, so that installing it and resuming runs them."""
         skipped = set()
         for arm in self._experiment.arms:
             missing = self._bench.missing(arm.spec)
-            if missing is not None:
+            if missing is None:
+                self._folder.unskip(arm.name)
+            else:
                 skipped.add(arm.name)
                 self._folder.write_arm(arm.name, {"status": "skipped", "reason": missing.reason,
                                                   "install": missing.install})
@@ -122,10 +179,11 @@ class _Runner:
         while left:
             begun = time.time()
             try:
-                engine = self._engine(turn)
+                if turn.arm in self._dead:
+                    raise self._dead[turn.arm]
+                engine = self._engine(turn.arm, turn.log_name)
             except EngineFailed as failure:
-                self._folder.write_arm(turn.arm, {"status": "failed", "reason": _why(failure), "install": None,
-                                                  "log_tail": failure.log_tail})
+                self._not_started(turn.arm, failure)
                 for visit in left:
                     self._fail(visit, failure, begun)
                 return
@@ -135,7 +193,7 @@ class _Runner:
 
     def _visit(self, visit: Visit, engine: Engine) -> None:
         begun = time.time()
-        self._watcher.visit_begins(visit, self._done(), len(self._planned))
+        self._watcher.visit_begins(visit)
         visited = None
         try:
             visited = self._measure(visit, engine)
@@ -159,19 +217,24 @@ class _Runner:
                           "metrics": {}, "faults": []})
         return True
 
-    def _engine(self, turn: Turn) -> Engine:
+    def _not_started(self, arm: str, failure: EngineFailed) -> None:
+        self._folder.write_arm(arm, {"status": "failed", "reason": _why(failure), "install": None,
+                                     "log_tail": failure.log_tail})
+
+    def _engine(self, name: str, log_name: str) -> Engine:
         """Running already, or started now. One that died while it stood idle is started again: each visit judges its
         own server."""
-        if turn.arm in self._open:
+        if name in self._open:
             try:
-                self._open[turn.arm].check()
-                return self._open[turn.arm]
+                self._open[name].check()
+                return self._open[name]
             except EngineFailed:
-                self._close(turn.arm)
-        arm = self._experiment.arm(turn.arm)
-        engine = self._bench.make(arm.spec, self._folder.log_folder(turn.log_name))
+                self._close(name)
+        arm = self._experiment.arm(name)
+        engine = self._bench.make(arm.spec, self._folder.log_folder(log_name))
+        self._watcher.starting(arm)
         running = engine.start()
-        self._open[turn.arm] = engine
+        self._open[name] = engine
         self._folder.write_arm(arm.name, {
             "status": "ready", "reason": None, "install": None, "version": running.version,
             "command": list(running.command) or None, "model": running.model_name, "url": running.url,
@@ -192,7 +255,7 @@ class _Runner:
 
     def _once(self, visit: Visit, engine: Engine, attempt: int) -> _Visited:
         # Each attempt has prompts that no run before it had.
-        repeat = visit.repeat + attempt * self._experiment.passes * len(self._experiment.workloads)
+        repeat = visit.repeat + attempt * ATTEMPT_PROMPTS
         workload = self._experiment.workload(visit.workload)
         warmups = self._experiment.warmups
         if warmups:
@@ -242,9 +305,6 @@ class _Runner:
     def _end(self, visit: Visit, told: Mapping[str, Any], visited: _Visited | None = None) -> None:
         self._folder.write_visit(visit, told, None if visited is None else visited.measured.run)
         self._watcher.visit_ends(visit, told)
-
-    def _done(self) -> int:
-        return sum(self._folder.done(visit) for visit in self._planned)
 
     def _close(self, arm: str) -> None:
         self._open.pop(arm).stop()

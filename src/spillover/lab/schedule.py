@@ -43,6 +43,7 @@ class Turn:
 
 
 def visits(experiment: Experiment) -> tuple[Visit, ...]:
+    """All that may be run, up to the experiment's limit of blocks."""
     planned: list[Visit] = []
     # Points of a sweep are the same workload: with the same repeat, one would find the prompts of another cached.
     places = {workload.name: place for place, workload in enumerate(experiment.workloads)}

@@ -32,8 +32,9 @@ from spillover.errors import SpilloverError
 from spillover.lab.experiment import LAYOUT, Experiment, file_part
 from spillover.lab.schedule import Visit
 
-# What a run of the same experiment may say differently.
-INCIDENTAL = ("about", "document", "provenance")
+# What a run of the same experiment may say differently. Limits may: a verdict is valid at whichever block it stops.
+LIMITS = ("max_blocks", "time_limit")
+INCIDENTAL = ("about", "document", "provenance", *LIMITS)
 
 
 class ResultFolder:
@@ -56,6 +57,7 @@ class ResultFolder:
                 raise SpilloverError(
                     f"{path} holds results of another '{experiment.name}': {differs}. What decides a verdict is fixed "
                     "before the first run; give another folder with --out, or --fresh for a new one beside it")
+            write_json(described, {**read_json(described), **{key: asked[key] for key in LIMITS}})
         elif path.exists() and any(path.iterdir()) and not described.exists():
             raise SpilloverError(f"{path} is not empty and holds no experiment; give another folder with --out")
         else:
@@ -71,6 +73,12 @@ class ResultFolder:
             write_json(self.path / "experiment.json", {**read_json(self.path / "experiment.json"),
                                                        "provenance": dict(session)})
 
+    def end(self, stopped: str | None) -> None:
+        """Why this session ended; None where it was interrupted."""
+        path = self.path / "sessions.json"
+        *before, last = read_json(path)
+        write_json(path, [*before, {**last, "stopped": stopped}])
+
     def done(self, visit: Visit) -> bool:
         return (self.path / "visits" / f"{visit.key}.json").exists()
 
@@ -80,6 +88,12 @@ class ResultFolder:
 
     def write_arm(self, name: str, told: Mapping[str, Any]) -> None:
         write_json(self.path / "arms" / f"{file_part(name)}.json", {"name": name, **told})
+
+    def unskip(self, name: str) -> None:
+        """What was missing when the folder was last run is here now."""
+        path = self.path / "arms" / f"{file_part(name)}.json"
+        if path.exists() and read_json(path).get("status") == "skipped":
+            path.unlink()
 
     def write_visit(self, visit: Visit, told: Mapping[str, Any], run: Run | None = None) -> None:
         raw = None

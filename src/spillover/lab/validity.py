@@ -236,16 +236,22 @@ def offload(sample: Sample, limit: float) -> Fault | None:
 
 def too_few_samples(sample: Sample, least: float) -> list[Fault]:
     """A percentile with hardly any value beyond it is the luck of single requests. One fault a metric."""
+    requests = len(sample.completed)
+    return few_samples(sample.metrics, requests, sum(max(0, each.output_tokens - 1) for each in sample.completed),
+                       least)
+
+
+def few_samples(metrics: Sequence[str], requests: int, gaps: int, least: float) -> list[Fault]:
+    """`gaps`: between tokens, over all requests. Known beforehand from what a workload sends."""
     found = []
-    for metric in sample.metrics:
+    for metric in metrics:
         share = _beyond(metric)
         if share is None:
             continue
-        gaps = "itl" in metric
-        count = sum(max(0, record.output_tokens - 1) for record in sample.completed) if gaps else len(sample.completed)
+        count, what = (gaps, "gaps between tokens") if "itl" in metric else (requests, "requests")
         if count * share < least:
-            found.append(Fault("samples", f"{metric} rests on {count} {'gaps' if gaps else 'requests'}; at least "
-                                          f"{math.ceil(least / share)} are needed a run", count, least / share, metric))
+            found.append(Fault("samples", f"{metric} rests on {count} {what} per run, and at least "
+                                          f"{math.ceil(least / share)} are needed", count, least / share, metric))
     return found
 
 

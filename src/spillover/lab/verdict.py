@@ -1,13 +1,19 @@
-"""Faster, slower, or no difference shown: when the lab says which.
+"""Faster, slower, the same, or undecided: when the lab says which, and when it has seen enough.
 
 A comparison is an arm against the baseline on one workload and one metric. Its ratio is the geometric mean over blocks
-of neighbouring visits, its interval the wider of a bootstrap over blocks and Student's (`bench.statistics`).
+of neighbouring runs, its interval an anytime-valid confidence sequence over blocks (`bench.statistics`): looking after
+every block and stopping at the first that decides does not make a wrong verdict more likely.
 
-Many comparisons find a difference somewhere by chance. Two families are therefore corrected by Holm's step-down method,
-each to `1 - confidence` in all: the primary metric over arms and workloads, which gives the headline, and apart from it
-all secondary metrics. The interval that is shown is the one that decided: it lies to one side of 1 exactly where the
-verdict says faster or slower. No verdict is given for fewer than `minimum_blocks` blocks, nor for an arm or a baseline
-that is not valid.
+Many comparisons find a difference somewhere by chance. There are two families, the primary metric over arms and
+workloads, which gives the headline, and apart from it all secondary metrics. All intervals of a family hold at the same
+time with the experiment's confidence (each is made at `1 - confidence` over their number), and a verdict says only what
+its interval says:
+
+- faster, slower: the interval excludes 1;
+- same: the interval lies within `equivalence` of 1, whether or not it excludes 1;
+- no difference shown: neither, so far.
+
+No verdict is given for fewer than `minimum_blocks` blocks, nor for an arm or a baseline that is not valid.
 """
 
 from __future__ import annotations
@@ -17,10 +23,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from spillover.bench.statistics import block_ratios, paired_p, paired_ratio
+from spillover.bench.statistics import block_ratios, blocks_to_decide, least_blocks, sequential_ratio
 
-FASTER, SLOWER, NO_DIFFERENCE, NO_VERDICT = "faster", "slower", "no difference shown", "no verdict"
-
+FASTER, SLOWER, SAME = "faster", "slower", "same"
+NO_DIFFERENCE, NO_VERDICT = "no difference shown", "no verdict"
+DECIDED = (FASTER, SLOWER, SAME)
 
 # Beside all that ends in _ms. Of the same arrivals, a faster server has fewer requests under way at once.
 LOWER = frozenset({"duration", "failed", "max_concurrent_requests", "mean_concurrent_requests"})
@@ -48,6 +55,22 @@ class Comparison:
 
 
 @dataclass(frozen=True)
+class Rule:
+    """What decides, fixed before the first run. `equivalence`: the smallest difference that matters, as a share."""
+
+    confidence: float
+    minimum_blocks: int
+    equivalence: float = 0.0  # 0: never the same
+
+    def level(self, comparisons: int) -> float:
+        """The confidence of each interval of a family, so that all of them hold together with `confidence`."""
+        return 1 - (1 - self.confidence) / max(1, comparisons)
+
+    def least_blocks(self, comparisons: int) -> int:
+        return max(self.minimum_blocks, least_blocks(self.level(comparisons)))
+
+
+@dataclass(frozen=True)
 class Verdict:
     comparison: Comparison
     verdict: str
@@ -55,10 +78,21 @@ class Verdict:
     ratio: float | None = None  # arm over baseline
     low: float | None = None
     high: float | None = None
-    confidence: float | None = None  # of [low, high], after Holm's correction
-    p: float | None = None  # before it
+    confidence: float | None = None  # of [low, high], which is made for its whole family to hold
+    p: float | None = None  # anytime-valid, for this comparison alone
     blocks: int = 0
+    equivalence: float = 0.0
     block_ratios: tuple[float, ...] = field(default=())
+
+    @property
+    def final(self) -> bool:
+        """More blocks would not change it: it is decided, or can no longer be."""
+        return self.verdict in DECIDED or (self.verdict == NO_VERDICT and not self.early)
+
+    @property
+    def early(self) -> bool:
+        """There is no verdict only because there are too few blocks."""
+        return self.verdict == NO_VERDICT and self.comparison.barred is None and not _unsound(self.comparison)
 
     @property
     def times(self) -> float | None:
@@ -66,8 +100,13 @@ class Verdict:
         return None if self.ratio is None else max(self.ratio, 1 / self.ratio)
 
     @property
+    def word(self) -> str:
+        """The verdict as a person reads it."""
+        return f"same within {100 * self.equivalence:g}%" if self.verdict == SAME else self.verdict
+
+    @property
     def range_text(self) -> str:
-        """The interval as a person reads it, in the direction that the verdict names."""
+        """The interval as a person reads it: how many times better, or worse where the verdict is slower."""
         if self.low is None or self.high is None or self.ratio is None:
             return ""
         turned = (better(self.comparison.metric) == "lower") != (self.verdict == SLOWER)
@@ -80,72 +119,71 @@ class Verdict:
         what = f"{comparison.arm} against {comparison.baseline} on {comparison.workload}, {comparison.metric}"
         if self.verdict == NO_VERDICT:
             return f"{what}: no verdict: {self.why}"
-        level = f"{100 * (self.confidence or 0):.4g}% interval"
+        interval = f"{self.range_text}, {100 * (self.confidence or 0):.4g}% interval"
         if self.verdict == NO_DIFFERENCE:
-            return f"{what}: no difference shown ({self.range_text}, {level}, {self.blocks} blocks)"
+            return f"{what}: no difference shown, undecided after {self.blocks} blocks ({interval})"
+        if self.verdict == SAME:
+            return f"{what}: {self.word} after {self.blocks} blocks ({interval})"
         assert self.times is not None
-        return f"{what}: {_times(self.times)} {self.verdict} ({self.range_text}, {level}, {self.blocks} blocks)"
+        return f"{what}: {_times(self.times)} {self.verdict} after {self.blocks} blocks ({interval})"
+
+    def blocks_left(self, most: int) -> int:
+        """About how many more blocks will decide it, if they go as those until now; `most` counts from the first."""
+        if self.final:
+            return 0
+        known = [math.log(ratio) for ratio in self.block_ratios]
+        if len(known) < 2 or self.ratio is None or self.confidence is None:
+            return max(1, most - self.blocks)
+        middle = sum(known) / len(known)
+        spread = math.sqrt(sum((each - middle) ** 2 for each in known) / (len(known) - 1))
+        return max(1, blocks_to_decide(self.ratio, spread, self.confidence, self.equivalence, most) - self.blocks)
 
     def to_json(self) -> dict[str, Any]:
         comparison = self.comparison
         return {"workload": comparison.workload, "arm": comparison.arm, "baseline": comparison.baseline,
                 "metric": comparison.metric, "better": better(comparison.metric), "primary": comparison.primary,
-                "verdict": self.verdict, "why": self.why, "ratio": self.ratio, "low": self.low, "high": self.high,
-                "confidence": self.confidence, "p": self.p, "blocks": self.blocks, "times": self.times,
-                "text": self.text, "block_ratios": list(self.block_ratios)}
+                "verdict": self.verdict, "word": self.word, "why": self.why, "ratio": self.ratio, "low": self.low,
+                "high": self.high, "confidence": self.confidence, "p": self.p, "blocks": self.blocks,
+                "times": self.times, "equivalence": self.equivalence, "final": self.final, "text": self.text,
+                "block_ratios": list(self.block_ratios)}
 
 
-def decide(comparisons: Sequence[Comparison], confidence: float, minimum_blocks: int) -> list[Verdict]:
+def decide(comparisons: Sequence[Comparison], rule: Rule) -> list[Verdict]:
     """In the order given; the two families apart."""
     verdicts: dict[int, Verdict] = {}
     for primary in (True, False):
-        family = {}
-        for index, comparison in enumerate(comparisons):
-            if comparison.primary == primary:
-                verdicts[index] = _described(comparison, confidence, minimum_blocks)
-                if verdicts[index].why is None:
-                    family[index] = verdicts[index]
-        verdicts.update(_holm(family, 1 - confidence))
+        family = {index: each for index, each in enumerate(comparisons) if each.primary == primary}
+        judged = sum(each.barred is None for each in family.values())
+        verdicts.update({index: _decide(each, rule, judged) for index, each in family.items()})
     return [verdicts[index] for index in range(len(comparisons))]
 
 
-def _described(comparison: Comparison, confidence: float, minimum_blocks: int) -> Verdict:
-    """Ratio and interval for itself; with a reason where there can be no verdict. A ratio is told even then."""
+def _decide(comparison: Comparison, rule: Rule, family: int) -> Verdict:
+    """`family`: comparisons that are judged together. A ratio is told even where there can be no verdict."""
     why = comparison.barred
-    numbers = (*comparison.values, *comparison.base)
-    if not numbers:
+    if not comparison.values:
         return Verdict(comparison, NO_VERDICT, why or "no block in which both were measured")
-    if any(not math.isfinite(value) or value <= 0 for value in numbers):
+    if _unsound(comparison):
         return Verdict(comparison, NO_VERDICT, why or f"{comparison.metric} was 0 or missing in a run, which no ratio "
                                                        "describes")
-    ratio = paired_ratio(comparison.values, comparison.base, comparison.block, confidence)
-    if ratio.count < minimum_blocks:  # of so few, an interval would say nothing in many digits
-        ratio = replace(ratio, low=None, high=None)
-        why = why or f"{ratio.count} block{'s' * (ratio.count != 1)}, and at least {minimum_blocks} are needed"
-    return Verdict(comparison, NO_VERDICT, why, ratio.value, ratio.low, ratio.high,
-                   confidence if ratio.low is not None else None,
-                   paired_p(comparison.values, comparison.base, comparison.block), ratio.count,
-                   tuple(block_ratios(comparison.values, comparison.base, comparison.block)))
+    level, least = rule.level(family), rule.least_blocks(family)
+    found = sequential_ratio(comparison.values, comparison.base, comparison.block, level, rule.minimum_blocks)
+    if found.count < least:
+        why = why or (f"{found.count} block{'s' * (found.count != 1)}, and at least {least} are needed")
+    told = Verdict(comparison, NO_VERDICT, why, found.value, found.low, found.high, level, found.p, found.count,
+                   rule.equivalence, tuple(block_ratios(comparison.values, comparison.base, comparison.block)))
+    if why is not None or found.low is None or found.high is None:
+        return told
+    if 1 / (1 + rule.equivalence) < found.low and found.high < 1 + rule.equivalence:
+        return replace(told, verdict=SAME)
+    if found.low <= 1 <= found.high:
+        return replace(told, verdict=NO_DIFFERENCE)
+    good = (found.low > 1) == (better(comparison.metric) == "higher")
+    return replace(told, verdict=FASTER if good else SLOWER)
 
 
-def _holm(family: dict[int, Verdict], alpha: float) -> dict[int, Verdict]:
-    """The smallest p is held to alpha / m, the next to alpha / (m - 1), until one fails; the rest fail with it."""
-    decided: dict[int, Verdict] = {}
-    failed: float | None = None  # the level at which the first failed, which the rest are shown at
-    for rank, (index, verdict) in enumerate(sorted(family.items(), key=lambda item: item[1].p or 0.0)):
-        level = failed if failed is not None else alpha / (len(family) - rank)
-        comparison = verdict.comparison
-        ratio = paired_ratio(comparison.values, comparison.base, comparison.block, 1 - level)
-        assert ratio.low is not None
-        assert ratio.high is not None
-        shown = replace(verdict, low=ratio.low, high=ratio.high, confidence=1 - level, verdict=NO_DIFFERENCE)
-        if failed is None and not ratio.low <= 1 <= ratio.high:
-            good = (ratio.value > 1) == (better(comparison.metric) == "higher")
-            shown = replace(shown, verdict=FASTER if good else SLOWER)
-        else:
-            failed = level
-        decided[index] = shown
-    return decided
+def _unsound(comparison: Comparison) -> bool:
+    return any(not 0 < value < math.inf for value in (*comparison.values, *comparison.base))
 
 
 def _times(ratio: float) -> str:

@@ -17,7 +17,8 @@ from spillover.lab.store import Results
 
 PHASES = ("queue", "restore", "prefill", "decode")
 SOURCES = ("computed", "device", "host", "disk", "remote")
-PLAN = ("repeats", "passes", "order", "restart", "window", "confidence", "minimum_blocks", "warmups", "slo", "gates")
+PLAN = ("max_blocks", "time_limit", "order", "restart", "window", "confidence", "minimum_blocks", "equivalence",
+        "warmups", "slo", "gates")
 FORMATS = {"dummy": "random weights", "null": "no model"}  # a load format whose answers mean nothing
 
 
@@ -39,7 +40,8 @@ class Verdict:
     arm: str
     metric: str
     primary: bool
-    verdict: str  # "faster", "slower", "no difference shown" or "no verdict"
+    verdict: str  # "faster", "slower", "same", "no difference shown" or "no verdict"
+    word: str  # the verdict as it is read: "same within 2%"
     why: str = ""  # there is no verdict
     higher_is_better: bool = True
     ratio: float | None = None
@@ -153,7 +155,10 @@ class Report:
     visits: tuple[Visit, ...]
     verdicts: tuple[Verdict, ...]
     headline: tuple[str, ...]
-    plan: Mapping[str, Any]  # passes, order, restart, confidence ...: how it was run
+    plan: Mapping[str, Any]  # limits, order, restart, confidence ...: how it was run
+    blocks: int
+    stopped: str | None  # "decided", "max-blocks", "time-limit"; None: it goes on
+    stop_text: str
     family: Mapping[str, Any]
     provenance: Mapping[str, Any]
     document: Mapping[str, Any]
@@ -210,6 +215,9 @@ def read_report(folder: Path) -> Report:
         verdicts=tuple(_verdict(verdict) for verdict in analysis["verdicts"]),
         headline=tuple(analysis.get("headline") or ()),
         plan={key: experiment[key] for key in PLAN if experiment.get(key) is not None},
+        blocks=analysis["blocks"],
+        stopped=analysis["stopped"]["reason"],
+        stop_text=analysis["stopped"]["text"],
         family=analysis.get("family") or {},
         provenance=results.sessions[-1] if results.sessions else experiment.get("provenance") or {},
         document=experiment.get("document") or {},
@@ -301,6 +309,7 @@ def _verdict(written: Mapping[str, Any]) -> Verdict:
         metric=written["metric"],
         primary=bool(written["primary"]),
         verdict=written["verdict"],
+        word=written["word"],
         why=written.get("why") or "",
         higher_is_better=written.get("better") != "lower",
         ratio=written.get("ratio"),

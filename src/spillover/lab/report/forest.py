@@ -10,7 +10,7 @@ from spillover.lab.report import wording
 from spillover.lab.report.data import Report, Verdict, Workload
 from spillover.lab.report.tables import times
 
-TONES = {"faster": "good", "slower": "bad", "no difference shown": "none", "no verdict": "warn"}
+TONES = {"faster": "good", "slower": "bad", "same": "same", "no difference shown": "none", "no verdict": "warn"}
 # Marks of the axis, the most wanted first; one is left out where it would touch another.
 MARKS = (1, 2, 0.5, 5, 0.2, 10, 0.1, 1.5, 0.75, 3, 1.25, 20, 50, 100, 0.05, 0.02, 0.01, 1000, 0.9, 1.1, 0.95, 1.05)
 APART = 7.0  # percent of the width
@@ -71,6 +71,7 @@ class Group:
 class Forest:
     ticks: tuple[Tick, ...]
     groups: tuple[Group, ...]
+    band: tuple[float, float] = (0.0, 0.0)  # left and width of what counts as the same
 
     @property
     def intervals(self) -> bool:
@@ -95,7 +96,9 @@ def forest(report: Report) -> Forest:
     for mark in MARKS:
         if low <= mark <= high and all(abs(left(mark) - tick.left) >= APART for tick in ticks):
             ticks.append(Tick(left(mark), f"{mark:g}x"))
-    return Forest(tuple(ticks), tuple(group for group in groups if group.rows or group.lines))
+    margin = 1 + float(report.plan["equivalence"])
+    band = left(1 / margin), round(left(margin) - left(1 / margin), 3)
+    return Forest(tuple(ticks), tuple(group for group in groups if group.rows or group.lines), band)
 
 
 def _group(report: Report, name: str, workloads: Sequence[Workload], verdicts: Sequence[Verdict],
@@ -120,12 +123,12 @@ def _row(report: Report, verdict: Verdict, left: Callable[[float], float]) -> Ro
     tone, arm = TONES.get(verdict.verdict, "none"), report.arm(verdict.arm)
     values = wording.against(report, verdict)
     if verdict.gains is None or verdict.verdict == "no verdict":  # a number without a verdict would be read as one
-        return Row(verdict.arm, arm.label, verdict.verdict, tone, "", "", values, verdict.why, verdict.why)
+        return Row(verdict.arm, arm.label, verdict.word, tone, "", "", values, verdict.why, verdict.why)
     gain, low, high = verdict.gains
     interval = f"{times(low)} .. {times(high)}" if verdict.low is not None else f"{verdict.blocks} block"
-    title = "; ".join(part for part in (verdict.verdict, f"{times(gain)}x ({interval})", f"{verdict.blocks} blocks",
+    title = "; ".join(part for part in (verdict.word, f"{times(gain)}x ({interval})", f"{verdict.blocks} blocks",
                                         values, verdict.why) if part)
-    return Row(verdict.arm, arm.label, verdict.verdict, tone, f"{times(gain)}x", interval, values, verdict.why, title,
+    return Row(verdict.arm, arm.label, verdict.word, tone, f"{times(gain)}x", interval, values, verdict.why, title,
                left(gain), left(low), round(left(high) - left(low), 3), tuple(map(left, _blocks(verdict))))
 
 

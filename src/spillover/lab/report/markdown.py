@@ -29,7 +29,7 @@ def markdown(report: Report, plots: Sequence[str]) -> str:
     others = secondary(report)
     if others is not None:
         parts += ["## Other metrics", _table(others), others.about]
-    parts += ["## How it was run", f"```sh\n{wording.again(report)}\n```", wording.method(report)]
+    parts += ["## How it was run", f"```sh\n{wording.again(report)}\n```"]
     for arm in report.arms:
         told = f"{arm.engine} {arm.version}".strip() + (f", preset `{arm.preset}`" if arm.preset else "")
         parts += [f"### {arm.name} ({told})", *([arm.about] if arm.about else [])]
@@ -49,12 +49,13 @@ def _verdicts(report: Report) -> list[str]:
     if not verdicts:
         return [f"Nothing to compare: no arm ran beside {report.baseline}."]
     what = metric(report.primary)
-    rows = [tuple(map(TableCell, (verdict.workload, verdict.arm, f"**{verdict.verdict}**", gain_text(verdict),
+    rows = [tuple(map(TableCell, (verdict.workload, verdict.arm, f"**{verdict.word}**", gain_text(verdict),
                                   wording.against(report, verdict) or "-", str(verdict.blocks), verdict.why or "")))
             for verdict in verdicts]
     headings = ("workload", "arm", "verdict", f"times better than {report.baseline}", what.title, "blocks", "why")
     table = Table("", headings, tuple(rows), 3)
-    return [f"By {what.title}, {wording.confidence(report)} intervals over paired blocks.", _table(table)]
+    return [f"By {what.title}, {wording.confidence(report)} intervals over paired blocks. {report.stop_text}",
+            _table(table), wording.method(report)]
 
 
 def _validity(report: Report) -> list[str]:

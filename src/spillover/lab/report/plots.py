@@ -17,7 +17,7 @@ BASE = "#55554f"
 COLORS = ("#0d9488", "#3b6fd4", "#c2780c", "#8b5cf6", "#c0437a", "#5f8a1f", "#b3492e", "#0e7fae")
 PARTS = {"split": ("#a19a92", "#c2780c", "#3b6fd4", "#0d9488", "#9db7ea", "#86cac3"),
          "sources": ("#a19a92", "#0d9488", "#3b6fd4", "#8b5cf6", "#c0437a", "#86cac3")}
-TONES = {"faster": "#0b7a52", "slower": "#b3261e"}
+TONES = {"faster": "#0b7a52", "slower": "#b3261e", "same": "#2f5fb3"}
 STYLE: Any = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#ececea",
          "axes.edgecolor": "#c9c9c4", "axes.labelcolor": "#5f5f5a", "xtick.color": "#5f5f5a", "ytick.color": "#5f5f5a",
          "text.color": "#1a1a19", "axes.axisbelow": True, "font.size": 9, "axes.titlesize": 10,
@@ -72,7 +72,7 @@ def _overview(pyplot: Any, report: Report) -> Any:
             left.plot([low, high], [place, place], color=tone, linewidth=5, alpha=0.4, solid_capstyle="round")
             left.plot([gain], [place], "o", color=tone, markersize=6)
     left.axvline(1, color="#5f5f5a", linewidth=1)
-    left.set_yticks(range(len(verdicts)), [f"{_row_name(report, verdict.workload, verdict.arm)}\n{verdict.verdict}"
+    left.set_yticks(range(len(verdicts)), [f"{_row_name(report, verdict.workload, verdict.arm)}\n{verdict.word}"
                                            + ("" if verdict.verdict == "no verdict" else f", {gain_text(verdict)}")
                                            for verdict in verdicts], fontsize=7)
     left.set_ylim(-0.7, len(verdicts) - 0.3)

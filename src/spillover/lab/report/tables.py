@@ -88,7 +88,7 @@ def secondary(report: Report) -> Table | None:
             if any(verdicts) and arm.status != "skipped":
                 rows.append((TableCell(workload.name), TableCell(arm.name), *map(_verdict_cell, verdicts)))
     return Table("Other metrics", ("workload", "arm", *(metric(key).label for key in keys)), tuple(rows), 2,
-                 about="Times better than the baseline with its interval; a word where a difference was shown.")
+                 about="Times better than the baseline with its interval; a word where it is decided.")
 
 
 def sweeps(report: Report) -> list[Table]:
@@ -124,8 +124,12 @@ SWEEP_COLUMNS = {
 }
 
 
+# Of the primary metric, as in every verdict: above 1 the arm is better, whichever way the metric counts.
+TIMES_BETTER = ("times_better_than_baseline", "times_better_low", "times_better_high")
+
+
 def summary_rows(report: Report) -> list[dict[str, Any]]:
-    """summary.csv: one row for each arm and group of workloads."""
+    """summary.csv: one row for each arm and group of workloads; columns say what is divided by what."""
     rows = []
     for group, workloads in report.groups().items():
         for arm in report.arms:
@@ -142,14 +146,15 @@ def summary_rows(report: Report) -> list[dict[str, Any]]:
                 **{key: found.get(key) for key in SWEEP_COLUMNS},
                 **{key: _mean(cell.medians.get(key) for cell in cells)
                    for key in dict.fromkeys((*report.metrics, *USUAL)) if key not in SWEEP_COLUMNS},
-                "throughput_vs_baseline": _share(found.get("max_output_throughput"), base.get("max_output_throughput")),
+                "max_output_throughput_over_baseline": _share(found.get("max_output_throughput"),
+                                                              base.get("max_output_throughput")),
                 "of_limit_percent": _mean(cell.limit_percent for cell in cells),
                 "hit_rate": _mean(_hit_rate(cell) for cell in cells),
                 "requests": sum(cell.requests for cell in cells), "errors": sum(cell.errors for cell in cells),
                 "runs": sum(len(cell.visits) for cell in cells),
-                "verdicts": "; ".join(dict.fromkeys(verdict.verdict for verdict in verdicts)),
-                "ratio": one.ratio if one else None, "ratio_low": one.low if one else None,
-                "ratio_high": one.high if one else None,
+                "verdicts": "; ".join(dict.fromkeys(verdict.word for verdict in verdicts)),
+                "verdict_metric": report.primary,
+                **dict(zip(TIMES_BETTER, one.gains if one and one.gains else (None, None, None), strict=True)),
                 "faults": "; ".join(dict.fromkeys(f"{fault.gate}: {fault.reason}" for cell in cells
                                                   for fault in cell.faults if fault.fatal)),
             })
@@ -208,9 +213,9 @@ def _value(cell: Cell, key: str) -> TableCell:
 def _verdict_cell(verdict: Verdict | None) -> TableCell:
     if verdict is None:
         return TableCell(NOTHING)
-    tone = {"faster": "good", "slower": "bad"}.get(verdict.verdict, "soft")
+    tone = {"faster": "good", "slower": "bad", "same": "same"}.get(verdict.verdict, "soft")
     gain = verdict.gains[0] if verdict.gains else None
-    word = verdict.verdict if tone != "soft" else ""
+    word = verdict.word if tone != "soft" else ""
     if verdict.verdict == "no verdict":
         return TableCell("no verdict", tone="soft", title=verdict.why)
     return TableCell(gain_text(verdict), gain, word, tone, verdict.verdict)

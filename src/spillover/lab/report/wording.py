@@ -13,7 +13,7 @@ from spillover.lab.report.data import Arm, Report, Verdict, Workload
 from spillover.lab.report.metric import LATENCIES, RATES, metric, shown
 from spillover.units import format_bytes
 
-VERDICTS = ("faster", "slower", "no difference shown", "no verdict")
+VERDICTS = ("faster", "slower", "same", "no difference shown", "no verdict")
 # What a probe of the machine tells that no reader of a report asks for, or that stands among the versions.
 UNSHOWN = ("memlock", "process_bytes", "python_version", "torch_version", "memory_available")
 
@@ -45,12 +45,7 @@ def counts(report: Report) -> list[tuple[str, int]]:
 
 def warnings(report: Report) -> list[str]:
     """What a reader must know before any number."""
-    made = []
-    planned = int(report.plan.get("passes", 0)) * len(report.workloads) * sum(
-        arm.status != "skipped" for arm in report.arms)
-    if len(report.visits) < planned:
-        made.append(f"Not finished: {len(report.visits)} of {planned} runs are in. "
-                    "Running the experiment again goes on from here.")
+    made = [report.stop_text] if report.stopped != "decided" else []
     labelled = [arm for arm in report.arms if arm.label]
     if labelled:
         made.append("Not the numbers of a real model: " + ", ".join(f"{arm.name} ({arm.label})" for arm in labelled)
@@ -69,20 +64,17 @@ def against(report: Report, verdict: Verdict) -> str:
 
 
 def confidence(report: Report) -> str:
-    levels = {verdict.confidence for verdict in report.primary_verdicts() if verdict.confidence is not None}
-    level = levels or {report.plan.get("confidence", 0.95)}
-    texts = sorted({f"{100 * float(one):.4g}%" for one in level})
-    return texts[0] if len(texts) == 1 else f"{texts[0]} to {texts[-1]}"
+    return f"{100 * float(report.plan['confidence']):.4g}%"
 
 
 def method(report: Report) -> str:
-    family = report.family
-    if not family:
-        return ""
-    alpha, many = family.get("alpha"), family.get("primary_comparisons")
-    corrected = f", corrected for {many} comparisons ({family.get('method', 'Holm')})" if many and many > 1 else ""
-    return (f"A difference is shown where its interval excludes 1x at a level of {alpha:g}{corrected}; an arm that "
-            "fails a gate gets no verdict.")
+    many, margin = report.family.get("primary_comparisons") or 0, float(report.plan["equivalence"])
+    together = f"all {many} intervals hold together" if many > 1 else "the interval holds"
+    same = (f"; same within {100 * margin:g}%: it lies between {1 / (1 + margin):.3f}x and {1 + margin:.3f}x"
+            if margin else "")
+    return (f"With {confidence(report)} confidence {together}, at whichever block the experiment stops. Faster or "
+            f"slower: the interval excludes 1x{same}; no difference shown: undecided. An arm that fails a gate gets no "
+            "verdict.")
 
 
 def faults(report: Report) -> list[ShownFault]:
@@ -162,7 +154,7 @@ def machine_facts(report: Report) -> list[tuple[str, str]]:
              if value and name not in UNSHOWN]
     facts += [("commit", str(report.provenance["commit"])[:12])] if report.provenance.get("commit") else []
     facts += [(name, str(value)) for name, value in versions.items()]
-    plan = {"order": report.plan.get("order"), "passes": report.plan.get("passes"),
+    plan = {"order": report.plan.get("order"), "blocks": report.blocks,
             "servers restart": report.plan.get("restart"), "warm-up requests": report.plan.get("warmups")}
     facts += [(name, str(value)) for name, value in plan.items() if value is not None]
     slo = report.plan.get("slo") or {}
@@ -193,8 +185,11 @@ def definitions(report: Report) -> list[tuple[str, str]]:
     words += [
         ("steady state", "from when a tenth of the time of sending is over and as many requests run as at the median "
                          "of that time, to when the last request was due"),
+        ("arm", "one of the configurations that are compared; the others are compared with the baseline"),
         ("block", "runs of all arms beside each other (order abba: once forth and once back); each block gives one "
                   "ratio to the baseline, so that a machine whose speed drifts changes both alike"),
+        ("interval", "holds the true ratio with the confidence given, however often it is looked at: blocks are added "
+                     "until it decides"),
         ("could be shared", "share of prompt tokens that a prefix cache without limit could serve, blocks of 16"),
         ("failed requests", "are counted and shown, never averaged in"),
     ]
