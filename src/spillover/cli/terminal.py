@@ -1,0 +1,153 @@
+"""The terminal of a conversation: messages typed with line editing, answers wrapped at words, keys kept in between."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import unicodedata
+from collections.abc import Callable, Iterator
+
+FENCE = "```"  # code between two of these is not wrapped, so that it can be copied
+
+
+class LeaveError(Exception):
+    """Ctrl-C was pressed twice in a row at the prompt."""
+
+
+def typed_messages(notice: Callable[[str], None]) -> Iterator[str]:
+    """What is typed at the prompt, until Ctrl-D. Ctrl-C clears the line; a second one in a row raises LeaveError."""
+    _bind_keys()
+    warned = False
+    while True:
+        try:
+            message = _message()
+        except EOFError:
+            notice("")
+            return
+        except KeyboardInterrupt:
+            if warned:
+                raise LeaveError from None
+            warned = True
+            notice("\nCtrl-C again leaves, and so do Ctrl-D and /exit; /save FILE keeps the conversation.")
+            continue
+        warned = False
+        yield message
+
+
+def _message() -> str:
+    r"""One message: a line, several that end in \ but the last, or a block between two lines of triple quotes."""
+    line = input("> ")
+    if line.lstrip().startswith('"""'):
+        first, closed, _ = line.lstrip()[3:].partition('"""')
+        lines = [first]
+        while not closed:
+            line, closed, _ = input(". ").partition('"""')
+            lines.append(line)
+        return "\n".join(lines).strip("\n")
+    lines = []
+    while line.endswith("\\"):
+        lines.append(line[:-1])
+        line = input(". ")
+    return "\n".join([*lines, line])
+
+
+def _bind_keys() -> None:
+    with contextlib.suppress(ImportError):
+        import readline  # importing it gives input() editing and a history
+
+        if "libedit" not in (readline.__doc__ or ""):
+            readline.parse_and_bind(r'"\e\C-m": "\C-v\C-j"')  # Alt-Enter: a new line within the message
+
+
+@contextlib.contextmanager
+def keys_unseen() -> Iterator[None]:
+    """While an answer is written, keys are not echoed into it; they are kept for the next prompt."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    import termios
+
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    silent = termios.tcgetattr(terminal)
+    silent[3] &= ~termios.ECHO
+    termios.tcsetattr(terminal, termios.TCSADRAIN, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+
+
+def terminal_width() -> int:
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
+
+
+class WordWrap:
+    """Writes text that comes in pieces; a word that would cross the right edge goes to the next line as a whole.
+
+    A word is held back until it ends, so a text ends with a line break."""
+
+    def __init__(self, write: Callable[[str], None], width: Callable[[], int] = terminal_width) -> None:
+        self._write = write
+        self._width = width
+        self._column = 0
+        self._spaces = ""  # not yet written: dropped where the line breaks
+        self._word = ""  # as far as it has come
+        self._code = False
+
+    def write(self, text: str) -> None:
+        out = "".join(map(self._add, text))
+        if out:
+            self._write(out)
+
+    def _add(self, character: str) -> str:
+        if character == "\n":
+            out = self._take_word() + "\n"
+            self._spaces, self._column = "", 0
+            return out
+        if self._code and not (self._column == 0 and (self._word + character) in FENCE):
+            out = self._word + character
+            self._word = ""
+            self._column += 1  # only whether the line has begun matters
+            return out
+        if character.isspace():
+            out = self._take_word()
+            self._spaces += character
+            return out
+        wide = _columns(character) == 2  # CJK: lines may break between any two characters
+        out = self._take_word() if wide else ""
+        self._word += character
+        if wide:
+            return out + self._take_word()
+        if self._word == FENCE and self._column == 0 and not self._spaces:
+            self._code = not self._code
+            self._word, self._column = "", len(FENCE)
+            return FENCE
+        if len(self._word) >= self._width():  # no line holds it
+            out += self._take_word()
+        return out
+
+    def _take_word(self) -> str:
+        """The word that has ended, after the spaces before it, or after a line break in their place."""
+        if not self._word:
+            return ""
+        word, spaces = self._word, self._spaces
+        self._word = self._spaces = ""
+        length = sum(map(_columns, word))
+        if self._column + len(spaces) + length > self._width():
+            out = ("\n" if self._column else "") + word
+            self._column = length
+            return out
+        self._column += len(spaces) + length
+        return spaces + word
+
+
+def _columns(character: str) -> int:
+    """Columns that a character takes on a terminal."""
+    if unicodedata.combining(character) or unicodedata.category(character) in ("Cf", "Mn", "Me"):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in ("W", "F") else 1
