@@ -10,6 +10,8 @@ from collections.abc import Iterable
 class SpilloverError(Exception):
     """Bad input or an impossible request; its text is the whole answer."""
 
+    code: str | None = None  # for programs, where there is one
+
 
 class CheckpointError(SpilloverError):
     """A model folder or file that cannot be read; names the file and, where there is one, the tensor."""
@@ -21,6 +23,19 @@ class PlanError(SpilloverError):
 
 class RequestError(SpilloverError):
     """A request that cannot be served as asked (too long, a parameter out of range, a bad grammar)."""
+
+
+class GrammarRefused(RequestError):  # noqa: N818
+    """Structured output that cannot be compiled, or not within the limits."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        """`reason`: one of GRAMMAR_REASONS."""
+        super().__init__(message)
+        self.reason = reason
+        self.code = f"grammar_{reason}"
+
+
+GRAMMAR_REASONS = ("size", "invalid", "time", "memory", "crash", "unavailable")
 
 
 def did_you_mean(given: str, names: Iterable[str]) -> str:

@@ -13,8 +13,9 @@ import torch
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
+from spillover.engine.grammar_source import MAX_SCHEMA_DEPTH
 from spillover.engine.sampling_params import StructuredOutputs
-from spillover.engine.structured import MAX_SCHEMA_DEPTH, Grammar, GrammarCompiler
+from spillover.engine.structured import Grammar, GrammarCompiler
 from spillover.errors import RequestError
 from spillover.models.tokenizer import Tokenizer
 

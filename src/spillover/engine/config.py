@@ -87,6 +87,10 @@ class EngineConfig:
     deterministic: bool = _flag(False, "The same bits for a request whatever runs beside it, at some cost in speed; "
                                 "on a CPU that is always so.")
     watermark: float = _flag(0.01, "Share of KV blocks kept free when a request is admitted, against thrashing.")
+    grammar_timeout: float = _flag(3.0, "CPU seconds that compiling the grammar of one request's structured output may "
+                                   "take; one that takes longer is refused.")
+    grammar_memory: str = _flag("256MB", "Memory that compiling one grammar may take, and that all compiled grammars "
+                                "kept for reuse take together.")
     seed: int = _flag(0, "Seed of requests that bring none, and of dummy weights.")
 
     @classmethod
@@ -120,6 +124,10 @@ class EngineConfig:
             raise SpilloverError(f"--block-size must be a multiple of 8; got {self.block_size}")
         if not 0 <= self.watermark < 1:
             raise SpilloverError(f"--watermark is a share from 0 up to 1; got {self.watermark}")
+        if not 0.01 <= self.grammar_timeout <= 600:
+            raise SpilloverError(f"--grammar-timeout is from 0.01 to 600 seconds; got {self.grammar_timeout:g}")
+        if parse_bytes(self.grammar_memory) < 16 * 2**20:
+            raise SpilloverError(f"--grammar-memory must be at least 16MiB; got '{self.grammar_memory}'")
         if self.gpu_memory is not None and self.num_gpu_blocks_override is not None:
             raise SpilloverError("--gpu-memory and --num-gpu-blocks-override contradict each other: give one of them")
         if self.enforce_eager and self.graph_capture == "start":

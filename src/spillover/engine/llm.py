@@ -31,6 +31,7 @@ from spillover.engine.prompts import (
 from spillover.engine.request_factory import RequestFactory
 from spillover.engine.sampling_params import SamplingParams
 from spillover.engine.stats import EngineStats
+from spillover.engine.structured import GrammarLimits
 from spillover.models.tokenizer import Tokenizer
 from spillover.plan.planner import Plan
 
@@ -48,9 +49,10 @@ class LLM:
         self.plan = self._parts.plan
         self.config = self._parts.config
         self._factory = RequestFactory(self._parts.model_config, self._parts.tokenizer, self.plan.max_model_len,
-                                       self.config.seed)
+                                       self.config.seed, grammar_limits=GrammarLimits.of(self.config))
         self._thread = EngineThread(self.engine)
         weakref.finalize(self, self._thread.abandon)
+        weakref.finalize(self, self._factory.close)
 
     # Asking
 
@@ -107,6 +109,7 @@ class LLM:
     def close(self) -> None:
         """End the engine; requests that still run end with a SpilloverError. A second call does nothing."""
         self._thread.close()
+        self._factory.close()
 
     def __enter__(self) -> LLM:
         return self

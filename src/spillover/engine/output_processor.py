@@ -60,7 +60,7 @@ class Answer:
             if wanted else None,
             logprobs=list(request.logprobs) if wanted else None,
             finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
+            stop_reason=request.stop_reason if request.error is None else request.error,
         )
 
 

@@ -48,6 +48,7 @@ class Request:
     restore_ended: float = 0.0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: str | None = None  # a sentence for the person, where finish_reason is "error"
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     prompt_logprobs: list[PositionLogprobs | None] = field(default_factory=list)
     scheduled: float = 0.0

@@ -9,9 +9,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, SupportsIndex
 
+from spillover.engine.grammar_source import check_size
 from spillover.engine.request import Request
 from spillover.engine.sampling_params import SamplingParams
-from spillover.engine.structured import Grammar, GrammarCompiler
+from spillover.engine.structured import Grammar, GrammarCompiler, GrammarLimits
 from spillover.errors import RequestError
 from spillover.models.config import ModelConfig
 from spillover.models.tokenizer import Tokenizer
@@ -19,7 +20,7 @@ from spillover.models.tokenizer import Tokenizer
 
 class RequestFactory:
     def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None, max_model_len: int, seed: int,
-                 compile_grammars: bool = True) -> None:
+                 compile_grammars: bool = True, grammar_limits: GrammarLimits | None = None) -> None:
         """Without `compile_grammars` requests carry what they ask for, and who runs them compiles it."""
         self._config = config
         self._tokenizer = tokenizer
@@ -27,6 +28,7 @@ class RequestFactory:
         self._seed = seed
         self._names = itertools.count()
         self._compile_grammars = compile_grammars
+        self._grammar_limits = grammar_limits
         self._grammars: GrammarCompiler | None = None
         self._lock = threading.Lock()  # requests are made in several threads; one compiler serves them
         self._eos = frozenset(config.eos_token_ids) | frozenset(tokenizer.eos_token_ids if tokenizer else ())
@@ -66,6 +68,12 @@ class RequestFactory:
         text = tokenizer.apply_chat_template(messages, tools=tools, **options)
         return tokenizer.encode(text, add_special_tokens=False)
 
+    def close(self) -> None:
+        """End what compiles grammars."""
+        with self._lock:
+            if self._grammars is not None:
+                self._grammars.close()
+
     def _checked(self, token_ids: Sequence[SupportsIndex], params: SamplingParams) -> list[int]:
         """The prompt as plain integers, whatever kind of integers it was given in."""
         if not len(token_ids):
@@ -84,6 +92,8 @@ class RequestFactory:
         check_token_ids(params, self._config.vocab_size)
         if params.structured_outputs is not None or params.stop:
             self._need_tokenizer("structured output or a stop string")
+        if params.structured_outputs is not None:
+            check_size(params.structured_outputs)
         return plain
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
@@ -91,7 +101,7 @@ class RequestFactory:
             return None
         with self._lock:
             if self._grammars is None:
-                self._grammars = GrammarCompiler(self._need_tokenizer("structured output"))
+                self._grammars = GrammarCompiler(self._need_tokenizer("structured output"), self._grammar_limits)
         return self._grammars.compile(params.structured_outputs)
 
     def _need_tokenizer(self, what: str) -> Tokenizer:

@@ -420,7 +420,10 @@ class Scheduler:
         outputs = len(request.token_ids) - request.num_prompt
         if outputs == 1:
             request.first_token = now
-        if token in request.stop_ids and outputs >= request.params.min_tokens:
+        if request.grammar is not None and request.grammar.error is not None:
+            request.error = request.grammar.error
+            self.stop(request, "error")
+        elif token in request.stop_ids and outputs >= request.params.min_tokens:
             self.stop(request, "stop", token if token in request.params.stop_token_ids else None)
         elif request.grammar is not None and request.grammar.finished:
             self.stop(request, "stop")

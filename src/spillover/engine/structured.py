@@ -1,40 +1,61 @@
 """Structured output: which tokens may come next so that the whole output fits a schema, regex, grammar or choice.
 
-llguidance does the matching; here are its doors: compiling what a request asks for, and one matcher a sequence.
+llguidance does the matching. A grammar that has not been seen is first tried out in another process, within limits of
+time and memory (`grammar_trial`); only what passes is compiled here.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
 import threading
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+import time
+from collections import Counter, OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import llguidance
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher
 
+from spillover.engine.config import EngineConfig
+from spillover.engine.grammar_matcher import Vocabulary, compile_matcher, make_tokenizer
+from spillover.engine.grammar_process import SHORT_SECONDS, Verdict
+from spillover.engine.grammar_source import does_not_compile, kind_of, source_of
+from spillover.engine.grammar_trial import GrammarTrials
 from spillover.engine.sampling_params import StructuredOutputs
-from spillover.errors import RequestError
+from spillover.errors import GrammarRefused, RequestError
 from spillover.models.tokenizer import Tokenizer
+from spillover.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# llguidance compiles by recursion, and an exhausted stack ends the process. What these limits let through needs far
-# less than the stack that _with_deep_stack gives.
-MAX_SCHEMA_BYTES = 256 * 1024
-MAX_GRAMMAR_BYTES = 64 * 1024  # a rule is a few bytes here, and each may lead to the next
-MAX_REGEX_BYTES = 16 * 1024  # many optional parts take time that grows with their square
-MAX_SCHEMA_DEPTH = 64
-MAX_SCHEMA_REFERENCES = 512
-_STACK_BYTES = 128 * 1024 * 1024
-_CACHED_GRAMMARS = 64
+# What masks may cost a request, in CPU time: this at once, and so much more with each token. Usual grammars take well
+# under a millisecond a token.
+FIRST_SECONDS = 0.5
+TOKEN_SECONDS = 0.005
+REFUSALS_KEPT = 256
+LEAST_BYTES = 64 * 1024  # that a kept grammar counts for, however small
 
-# Without a bound a model may write blanks for ever.
-_JSON_BLANKS = r"[\x20\x0A\x0D\x09]{1,100}"
+
+@dataclass(frozen=True)
+class GrammarLimits:
+    seconds: float = 3.0  # of CPU time to compile one grammar: --grammar-timeout
+    nbytes: int = 256_000_000  # of memory for one grammar, and for all that are kept: --grammar-memory
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> GrammarLimits:
+        return cls(config.grammar_timeout, parse_bytes(config.grammar_memory))
+
+
+@dataclass(frozen=True)
+class GrammarStats:
+    """What a compiler has done so far."""
+
+    compiled: int = 0
+    reused: int = 0  # found among those that are kept
+    kept_bytes: int = 0
+    refused: tuple[tuple[str, int], ...] = ()  # by reason
 
 
 class Grammar:
@@ -46,6 +67,13 @@ class Grammar:
         self._mask_words = mask_words
         self._accepted = 0
         self._ends = 0  # end tokens after the matcher had stopped, which it does not count itself
+        self._seconds = 0.0  # of CPU time that masks and tokens took
+        self.error: str | None = None  # why the answer cannot go on under this grammar
+
+    def copy(self) -> Grammar:
+        """The same grammar for another sequence; only before its first token."""
+        assert not self._accepted
+        return Grammar(self._matcher.deep_copy(), self._eos, self._mask_words)
 
     def fill_mask(self, row: Tensor) -> None:
         """row [ceil(V/32)] int32 on the host: a bit a token, set where it may come next.
@@ -55,8 +83,10 @@ class Grammar:
         """
         words = np.zeros(self._mask_words, dtype=np.uint32)
         if not self.finished:
+            started = time.thread_time()
             self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        if self.finished:  # also where computing the mask ran into llguidance's limits
+            self._took(time.thread_time() - started)
+        if self.finished:
             words[:] = 0
             for token in self._eos:
                 words[token // 32] |= np.uint32(1 << token % 32)
@@ -71,15 +101,19 @@ class Grammar:
             if token_id not in self._eos:
                 return False
             self._ends += 1
-        elif self._matcher.try_consume_tokens([token_id]) != 1:
-            return False
+        else:
+            started = time.thread_time()
+            taken = self._matcher.try_consume_tokens([token_id])
+            self._took(time.thread_time() - started)
+            if taken != 1:
+                return False
         self._accepted += 1
         return True
 
     @property
     def finished(self) -> bool:
         """Nothing but an end token can follow."""
-        return bool(self._matcher.is_stopped())
+        return self.error is not None or bool(self._matcher.is_stopped())
 
     @property
     def complete(self) -> bool:
@@ -96,147 +130,158 @@ class Grammar:
         if count > ends:
             self._matcher.rollback(count - ends)
 
+    def _took(self, seconds: float) -> None:
+        """A grammar that costs too much per token ends its own request, as every other waits for its masks."""
+        self._seconds += seconds
+        if self._matcher.is_error():
+            reason = str(self._matcher.get_error()).strip().splitlines()[0][:160]
+            self.error = f"structured_outputs became too complex at output token {self._accepted}: {reason}"
+        elif self._seconds > FIRST_SECONDS + TOKEN_SECONDS * self._accepted:
+            self.error = (f"the grammar of structured_outputs took {self._seconds:.1f} s for {self._accepted} tokens, "
+                          f"but at most {FIRST_SECONDS:g} s and {1000 * TOKEN_SECONDS:g} ms per token are allowed; "
+                          "simplify it")
+
 
 class GrammarCompiler:
-    """Compiles for one tokenizer; keeps the last grammars, since requests tend to share them."""
+    """Compiles for one tokenizer; keeps the last grammars, since requests tend to share them. Safe from any thread."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._eos = frozenset(tokenizer.eos_token_ids)
-        if not self._eos:
+    def __init__(self, tokenizer: Tokenizer, limits: GrammarLimits | None = None) -> None:
+        if not tokenizer.eos_token_ids:
             raise RequestError("structured output needs a tokenizer with an end-of-sequence token")
-        self._tokenizer = LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer)), eos_token=list(tokenizer.eos_token_ids))
-        self._mask_words = (self._tokenizer.vocab_size + 31) // 32
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()
+        self._limits = limits or GrammarLimits()
+        eos = list(tokenizer.eos_token_ids)
+        self._vocabulary = Vocabulary([tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)],
+                                      sorted(tokenizer.special_ids | set(eos)), eos, tokenizer.bos_token_id)
+        self._tokenizer = make_tokenizer(self._vocabulary, lambda text: tokenizer.encode(text, False))
+        self._trials = GrammarTrials(self._vocabulary, self._limits.seconds, self._limits.nbytes)
+        # A grammar that compiles for seconds does not hold up small ones.
+        self._quick = ThreadPoolExecutor(1, "spillover-grammars")
+        self._slow = ThreadPoolExecutor(1, "spillover-large-grammars")
+        self._lock = threading.Lock()  # of all below
+        self._kept: OrderedDict[bytes, tuple[LLMatcher, int]] = OrderedDict()  # with the bytes that each holds
+        self._kept_bytes = 0
+        self._refusals: OrderedDict[bytes, GrammarRefused] = OrderedDict()
+        self._in_work: dict[bytes, Future[LLMatcher]] = {}
+        self._compiled = self._reused = 0
+        self._refused: Counter[str] = Counter()
 
     def compile(self, outputs: StructuredOutputs) -> Grammar:
-        source = _source(outputs)
+        return self.begin(outputs).result()
+
+    def begin(self, outputs: StructuredOutputs) -> Future[Grammar]:
+        """The grammar when it is ready, or GrammarRefused; the caller need not wait."""
+        made: Future[Grammar] = Future()
+
+        def ended(future: Future[LLMatcher]) -> None:
+            error = future.exception()
+            if error is None:
+                made.set_result(self._of(future.result()))
+                return
+            if isinstance(error, GrammarRefused):
+                with self._lock:
+                    self._refused[error.reason] += 1
+            made.set_exception(error)
+
+        def work() -> None:
+            try:
+                self._matcher(outputs).add_done_callback(ended)
+            except Exception as error:
+                failed: Future[LLMatcher] = Future()
+                failed.set_exception(error)
+                ended(failed)
+
+        try:
+            self._quick.submit(work)
+        except RuntimeError:  # the pool has been shut down
+            made.set_exception(GrammarRefused("the engine is closing", "unavailable"))
+        return made
+
+    def stats(self) -> GrammarStats:
         with self._lock:
-            matcher = self._compiled.pop(source, None) or _with_deep_stack(self._tokenizer, source)
+            return GrammarStats(self._compiled, self._reused, self._kept_bytes, tuple(sorted(self._refused.items())))
+
+    def close(self) -> None:
+        """End the process that tries grammars out; whoever waits for a grammar is refused."""
+        self._trials.close()
+        for pool in (self._quick, self._slow):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _of(self, matcher: LLMatcher) -> Grammar:
+        words = (self._tokenizer.vocab_size + 31) // 32
+        return Grammar(matcher.deep_copy(), frozenset(self._vocabulary.eos_ids), words)
+
+    def _matcher(self, outputs: StructuredOutputs) -> Future[LLMatcher]:
+        """Kept, or on its way for another request already, or tried out and compiled."""
+        source = source_of(outputs)
+        key = hashlib.blake2b(source.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        with self._lock:
+            future = self._in_work.get(key)
+            if future is not None:
+                return future
+            future = Future()
+            if (kept := self._kept.get(key)) is not None:
+                self._kept.move_to_end(key)
+                self._reused += 1
+                future.set_result(kept[0])
+                return future
+            if (refusal := self._refusals.get(key)) is not None:
+                self._refusals.move_to_end(key)
+                future.set_exception(refusal)
+                return future
+            self._in_work[key] = future
+        kind = kind_of(outputs)
+
+        def tried(trial: Future[Verdict]) -> None:
+            try:
+                verdict = trial.result()
+                self._check(kind, verdict)
+                pool = self._quick if verdict.seconds <= SHORT_SECONDS else self._slow
+                pool.submit(self._compile, key, kind, source, verdict.nbytes, future)
+            except Exception as error:
+                self._end(key, future, error)
+
+        self._trials.submit(source).add_done_callback(tried)
+        return future
+
+    def _check(self, kind: str, verdict: Verdict) -> None:
+        name, limits = f"structured_outputs.{kind}", self._limits
+        simpler = "simplify it, e.g. a smaller multipleOf, fewer properties, shorter repetitions"
+        match verdict.outcome:
+            case "invalid":
+                raise does_not_compile(kind, verdict.message)
+            case "time":
+                raise GrammarRefused(f"{name} takes more than {limits.seconds:g} s to compile (--grammar-timeout); "
+                                     f"{simpler}", "time")
+            case "memory":
+                raise GrammarRefused(f"{name} takes more than {format_bytes(limits.nbytes)} to compile "
+                                     f"(--grammar-memory); {simpler}", "memory")
+            case "crash":
+                raise GrammarRefused(f"{name} cannot be compiled: the compiler crashed on it; {simpler}", "crash")
+
+    def _compile(self, key: bytes, kind: str, source: str, nbytes: int, future: Future[LLMatcher]) -> None:
+        try:
+            matcher = compile_matcher(self._tokenizer, source)
             if matcher.is_error():
-                raise _refusal(_kind(outputs), matcher.get_error())
-            self._compiled[source] = matcher
-            if len(self._compiled) > _CACHED_GRAMMARS:
-                self._compiled.popitem(last=False)
-            return Grammar(matcher.deep_copy(), self._eos, self._mask_words)
+                raise does_not_compile(kind, str(matcher.get_error()))
+        except Exception as error:
+            self._end(key, future, error)
+            return
+        with self._lock:
+            self._compiled += 1
+            self._in_work.pop(key, None)
+            nbytes = max(nbytes, len(source), LEAST_BYTES)
+            self._kept[key] = matcher, nbytes
+            self._kept_bytes += nbytes
+            while self._kept_bytes > self._limits.nbytes:
+                self._kept_bytes -= self._kept.popitem(last=False)[1][1]
+        future.set_result(matcher)
 
-
-class _Vocabulary:
-    """A tokenizer as llguidance wants it: the bytes of every token, and text to tokens."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.eos_token_id = tokenizer.eos_token_ids[0]
-        self.bos_token_id = tokenizer.bos_token_id
-        self.special_token_ids = sorted(tokenizer.special_ids | set(tokenizer.eos_token_ids))
-        self.tokens: Sequence[bytes] = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        text = text.decode("utf-8", errors="replace") if isinstance(text, bytes) else text
-        return self._tokenizer.encode(text, add_special_tokens=False)
-
-
-def _kind(outputs: StructuredOutputs) -> str:
-    return next(name for name in ("json", "json_object", "regex", "grammar", "choice")
-                if getattr(outputs, name) not in (None, False))
-
-
-def _source(outputs: StructuredOutputs) -> str:
-    """What llguidance compiles, as its own JSON text."""
-    if outputs.json_object:
-        return _grammar_of_schema({"type": "object"})
-    if outputs.json is not None:
-        return _grammar_of_schema(_checked_schema(outputs.json))
-    if outputs.choice is not None:
-        text = "|".join("".join(f"\\x{{{ord(letter):x}}}" for letter in choice) for choice in outputs.choice)
-        _check_size("choice", "".join(outputs.choice), MAX_GRAMMAR_BYTES)
-        return str(LLMatcher.grammar_from_regex(f"(?:{text})"))
-    if outputs.regex is not None:
-        _check_size("regex", outputs.regex, MAX_REGEX_BYTES)
-        return str(LLMatcher.grammar_from_regex(outputs.regex))
-    assert outputs.grammar is not None
-    _check_size("grammar", outputs.grammar, MAX_GRAMMAR_BYTES)
-    try:
-        return str(llguidance.grammar_from("grammar", outputs.grammar))  # Lark or GBNF
-    except ValueError as error:
-        raise _refusal("grammar", str(error)) from error
-
-
-def _grammar_of_schema(schema: object) -> str:
-    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults={"whitespace_pattern": _JSON_BLANKS}))
-
-
-def _checked_schema(schema: str | dict[str, object]) -> object:
-    if isinstance(schema, str):
-        _check_size("json", schema, MAX_SCHEMA_BYTES)
-        try:
-            parsed: object = json.loads(schema)
-        except RecursionError:
-            raise _too_deep() from None
-        except ValueError as error:
-            raise RequestError(f"structured_outputs.json is not valid JSON: {error}") from error
-    else:
-        parsed = schema
-    if not isinstance(parsed, dict):
-        raise RequestError("structured_outputs.json must be a JSON schema object")
-    references = set()
-    for depth, key, value in _walk(parsed):
-        if depth > MAX_SCHEMA_DEPTH:
-            raise _too_deep()
-        if key in ("$ref", "$dynamicRef") and isinstance(value, str):
-            references.add(value)
-    if len(references) > MAX_SCHEMA_REFERENCES:
-        raise RequestError(f"structured_outputs.json refers to {len(references)} definitions; at most "
-                           f"{MAX_SCHEMA_REFERENCES} are allowed")
-    try:
-        _check_size("json", json.dumps(parsed), MAX_SCHEMA_BYTES)
-    except (TypeError, ValueError) as error:
-        raise RequestError(f"structured_outputs.json is not a JSON schema: {error}") from error
-    return parsed
-
-
-def _too_deep() -> RequestError:
-    return RequestError(f"structured_outputs.json is nested more than {MAX_SCHEMA_DEPTH} deep; "
-                        "move inner parts to $defs and refer to them with $ref")
-
-
-def _walk(schema: dict[str, object]) -> Iterator[tuple[int, object, object]]:
-    """Every (depth, key, value), without recursion."""
-    stack: list[tuple[int, object]] = [(1, schema)]
-    while stack:
-        depth, node = stack.pop()
-        pairs = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list | tuple) else ()
-        for key, value in pairs:
-            yield depth, key, value
-            stack.append((depth + 1, value))
-
-
-def _check_size(kind: str, text: str, limit: int) -> None:
-    if len(text) > limit:
-        raise RequestError(f"structured_outputs.{kind} has {len(text)} characters; at most {limit} are allowed")
-
-
-def _with_deep_stack(tokenizer: LLTokenizer, source: str) -> LLMatcher:
-    """Compile on a thread whose stack is deep enough for all that the limits let through."""
-    compiled: Future[LLMatcher] = Future()
-
-    def work() -> None:
-        try:
-            compiled.set_result(LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(verbose_errors=False)))
-        except BaseException as error:  # handed to the caller, who waits for it
-            compiled.set_exception(error)
-
-    usual = threading.stack_size(_STACK_BYTES)
-    try:
-        thread = threading.Thread(target=work, name="spillover-grammar")
-        thread.start()
-    finally:
-        threading.stack_size(usual)
-    thread.join()
-    return compiled.result()
-
-
-def _refusal(kind: str, message: str) -> RequestError:
-    """The compiler's message, without its long quotes from the source."""
-    lines = [line if len(line) <= 160 else line[:157] + "..." for line in message.strip().splitlines()[:8]]
-    return RequestError(f"structured_outputs.{kind} does not compile: " + "\n".join(lines))
+    def _end(self, key: bytes, future: Future[LLMatcher], error: Exception) -> None:
+        """Refused; remembered, so that the same grammar is not tried again, unless the fault was ours."""
+        with self._lock:
+            self._in_work.pop(key, None)
+            if isinstance(error, GrammarRefused) and error.reason != "unavailable":
+                self._refusals[key] = error
+                if len(self._refusals) > REFUSALS_KEPT:
+                    self._refusals.popitem(last=False)
+        future.set_exception(error)

@@ -12,7 +12,7 @@ import socket as sockets
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 import torch
@@ -23,7 +23,7 @@ from spillover.engine.outputs import TokenSources
 from spillover.engine.profile_session import ProfileSession
 from spillover.engine.request import Request, Status
 from spillover.engine.stats import tier_reports
-from spillover.engine.structured import GrammarCompiler
+from spillover.engine.structured import Grammar, GrammarCompiler, GrammarLimits, GrammarStats
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.errors import RequestError, SpilloverError
 from spillover.models.tokenizer import Tokenizer
@@ -97,7 +97,7 @@ class EngineService:
         self._parts = parts
         self._engine = parts.engine
         self._scheduler = parts.engine.scheduler
-        self._grammars = GrammarWorker(parts.tokenizer)
+        self._grammars = GrammarWorker(parts.tokenizer, GrammarLimits.of(parts.config))
         self._profile = ProfileSession(parts.plan.device)
         self._sequences: dict[int, Sequence] = {}  # of which the front still wants to hear
         self._compiling: set[int] = set()  # of those, not yet known to the scheduler
@@ -296,7 +296,12 @@ class EngineService:
         if away and not any(tier.name == "host" for tier in tiers):
             tiers.append(TierUse("host", weights, 0, 0, 0))
         moved = getattr(engine.runner, "weight_traffic", WeightTraffic)()
+        grammars = self._grammars.stats()
         return LiveStats(
+            grammars_compiled=grammars.compiled,
+            grammars_reused=grammars.reused,
+            grammars_refused=dict(grammars.refused),
+            grammar_bytes=grammars.kept_bytes,
             weight_bytes_moved=moved.bytes_moved,
             weight_disk_bytes=moved.disk_bytes,
             expert_hits=moved.expert_hits,
@@ -331,18 +336,19 @@ class EngineService:
 
 
 class GrammarWorker:
-    """Compiles grammars beside the loop, since one may take seconds; readable (`fileno`) when some are done."""
+    """Has grammars compiled beside the loop, since one may take seconds; readable (`fileno`) when some are done."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, limits: GrammarLimits) -> None:
         self._tokenizer = tokenizer
+        self._limits = limits
         self._compiler: GrammarCompiler | None = None
-        self._pool = ThreadPoolExecutor(1, "spillover-grammars")
+        self._pool = ThreadPoolExecutor(1, "spillover-grammar-worker")  # reading the vocabulary takes a while
         self._done: queue.SimpleQueue[tuple[list[Sequence], str | None]] = queue.SimpleQueue()
         self._bell, self._button = sockets.socketpair()
 
     def submit(self, sequences: list[Sequence]) -> None:
         """The siblings of one request; each gets a grammar of its own."""
-        self._pool.submit(self._compile, sequences)
+        self._pool.submit(self._begin, sequences)
 
     def finished(self) -> list[tuple[list[Sequence], str | None]]:
         """Sequences that are ready, or that cannot be and why."""
@@ -352,26 +358,38 @@ class GrammarWorker:
             self._bell.recv(1)
         return found
 
+    def stats(self) -> GrammarStats:
+        return self._compiler.stats() if self._compiler is not None else GrammarStats()
+
     def fileno(self) -> int:
         return self._bell.fileno()
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._compiler is not None:
+            self._compiler.close()
 
-    def _compile(self, sequences: list[Sequence]) -> None:
-        error = None
+    def _begin(self, sequences: list[Sequence]) -> None:
         try:
             if self._tokenizer is None:
                 raise RequestError("structured output needs a tokenizer, but the engine has none")
-            self._compiler = self._compiler or GrammarCompiler(self._tokenizer)
+            self._compiler = self._compiler or GrammarCompiler(self._tokenizer, self._limits)
+            wanted = sequences[0].request.params.structured_outputs
+            assert wanted is not None
+            self._compiler.begin(wanted).add_done_callback(lambda future: self._end(sequences, future))
+        except Exception as error:  # a grammar must never be the end of other people's requests
+            self._tell(sequences, str(error))
+
+    def _end(self, sequences: list[Sequence], future: Future[Grammar]) -> None:
+        error = future.exception()
+        if error is None:
             for sequence in sequences:
-                wanted = sequence.request.params.structured_outputs
-                assert wanted is not None
-                sequence.request.grammar = self._compiler.compile(wanted)
-        except RequestError as refusal:
-            error = str(refusal)
-        except Exception as unexpected:  # a grammar must never be the end of other people's requests
-            error = f"structured output could not be prepared: {unexpected}"
+                sequence.request.grammar = future.result().copy()
+        elif not isinstance(error, RequestError):
+            error = RequestError(f"structured output could not be prepared: {error}")
+        self._tell(sequences, None if error is None else str(error))
+
+    def _tell(self, sequences: list[Sequence], error: str | None) -> None:
         self._done.put((sequences, error))
         self._button.send(b"!")
 

@@ -25,7 +25,8 @@ _SENTENCES = {404: "There is no {method} {path} here; GET /openapi.json lists wh
 # The codes of what the server's limits and safety refuse, each counted in /metrics.
 REFUSALS = ("request_too_large", "too_many_values", "too_deep", "too_many_messages", "bodies_busy",
             "unsupported_media_type", "foreign_origin", "unknown_host", "admin_routes_off", "headers_too_large",
-            "malformed_http", "client_timeout", "too_many_connections", "idle_connection")
+            "malformed_http", "client_timeout", "too_many_connections", "idle_connection", "grammar_size",
+            "chat_template_limit")
 
 
 class ApiError(Exception):
@@ -59,7 +60,7 @@ def as_api_error(error: Exception, request_id: str) -> ApiError:
     if isinstance(error, EngineDead):
         return ApiError(503, str(error), code="engine_unavailable", headers={"Retry-After": str(error.retry_after)})
     if isinstance(error, SpilloverError):
-        return ApiError(400, str(error))
+        return ApiError(400, str(error), code=error.code)
     log.error("%s failed", request_id, exc_info=error)
     return ApiError(500, f"Something went wrong inside the server; its log has the cause under {request_id}.",
                     code="internal_error")

@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from spillover.engine.request import Request
+from spillover.errors import GRAMMAR_REASONS
 from spillover.memory.report import COUNTERS, TierReport
 from spillover.server.errors import REFUSALS
 from spillover.server.protocol import LiveStats
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 SOURCES = ("computed", "device", "host", "disk", "remote")
 FINISH_REASONS = ("stop", "length", "abort", "error")
+_REFUSED = "grammars_refused_"  # and the reason: names of totals
 
 # vLLM's layouts, so that its dashboards and recording rules keep their meaning.
 FIRST_TOKEN_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -176,7 +178,22 @@ class Metrics:
                                 "request's gaps counts as their mean.", self._model)
         yield self._step_tokens.family("iteration_tokens_total", "Tokens computed in a step; steps of one second count "
                                        "as their mean.", self._model)
+        yield from self._grammars(stats)
         yield from self._memory(stats, info)
+
+    def _grammars(self, stats: LiveStats) -> Iterator[Metric]:
+        totals = self.engine.values
+        yield self._counter("grammars_compiled", "Grammars of structured output that were compiled.",
+                            totals["grammars_compiled"])
+        yield self._counter("grammars_reused", "Requests whose grammar had been compiled before.",
+                            totals["grammars_reused"])
+        refused = CounterMetricFamily(PREFIX + "grammars_refused", "Requests whose grammar was refused, by reason: too "
+                                      "large, not valid, over --grammar-timeout or --grammar-memory.",
+                                      labels=["model_name", "reason"])
+        for reason in GRAMMAR_REASONS:
+            refused.add_metric([self._model, reason], totals[_REFUSED + reason])
+        yield refused
+        yield self._gauge("grammar_cache_bytes", "Memory of compiled grammars kept for reuse.", stats.grammar_bytes)
 
     def _memory(self, stats: LiveStats, info: EngineInfo | None) -> Iterator[Metric]:
         usage = GaugeMetricFamily(PREFIX + "kv_cache_usage_perc", "Share of KV blocks that requests hold, 0 to 1; "
@@ -264,7 +281,8 @@ class EngineTotals:
         "expert_misses": "Experts that had to be brought there.",
         "expert_hosted": "Experts that the host computed instead.",
     }
-    NAMES = ("steps", "preemptions", "prefix_queries", "prefix_hits", "evictions", "step_tokens", *WEIGHTS)
+    NAMES = ("steps", "preemptions", "prefix_queries", "prefix_hits", "evictions", "step_tokens", *WEIGHTS,
+             "grammars_compiled", "grammars_reused", *(_REFUSED + reason for reason in GRAMMAR_REASONS))
 
     def __init__(self) -> None:
         self.values = dict.fromkeys(self.NAMES, 0)
@@ -277,7 +295,9 @@ class EngineTotals:
 
     def update(self, stats: LiveStats, started: float) -> dict[str, int]:
         """`started`: when the engine that runs now was ready; older stats are still those of the one before it."""
-        seen = {name: getattr(stats, name) for name in self.NAMES if name != "step_tokens"}
+        seen = {name: getattr(stats, name) for name in self.NAMES
+                if name != "step_tokens" and not name.startswith(_REFUSED)}
+        seen |= {_REFUSED + reason: stats.grammars_refused.get(reason, 0) for reason in GRAMMAR_REASONS}
         seen["step_tokens"] = stats.output_tokens + stats.sources.computed
         moved = {(tier.name, name): getattr(tier, name) for tier in stats.kv_tiers for name in COUNTERS}
         is_new = started != self._started and stats.time >= started

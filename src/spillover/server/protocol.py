@@ -164,6 +164,11 @@ class LiveStats(msgspec.Struct, array_like=True, frozen=True):
     expert_hits: int = 0  # experts that a step asked for: on the device,
     expert_misses: int = 0  # brought there,
     expert_hosted: int = 0  # or computed by the host
+    # Grammars of structured output.
+    grammars_compiled: int = 0
+    grammars_reused: int = 0  # requests whose grammar was there already
+    grammars_refused: dict[str, int] = {}  # by reason
+    grammar_bytes: int = 0  # of those that are kept
     tiers: tuple[TierUse, ...] = ()
     kv_tiers: tuple[TierReport, ...] = ()  # below the device, one a name
 

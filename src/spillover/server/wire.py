@@ -88,6 +88,7 @@ class Sequence:
             update.times = (request.scheduled, request.first_token, request.finished, request.restore_started,
                             request.restore_ended)
             update.finish_reason, update.stop_reason = request.finish_reason, request.stop_reason
+            update.error = request.error
         return update
 
 
