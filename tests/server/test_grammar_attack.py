@@ -18,7 +18,7 @@ BOMBS: list[dict[str, Any]] = [
 
 def test_bombs_are_refused_while_others_are_served() -> None:
     with (running("--load-format", "null", "--max-model-len", "512", "--grammar-timeout", "0.3") as server,
-          server.http(timeout=300) as http, ThreadPoolExecutor(len(BOMBS)) as pool):
+          server.http() as http, ThreadPoolExecutor(len(BOMBS)) as pool):
 
         def ask(**fields: Any) -> Any:
             return http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2, **fields}, timeout=300)
