@@ -10,7 +10,7 @@ PYTHON ?= $(shell for python in python3.12 python3.11 python3.13 python3; do \
 
 GPU_WORKERS ?= 4  # of test-gpu, each with less than 5 GB of the device
 
-.PHONY: help demo test test-gpu test-clients soak chaos bench browser valkey venv clean
+.PHONY: help demo test test-gpu test-clients soak chaos attack bench browser valkey venv clean
 
 help:
 	@echo "make demo      set up, then see it work on the default model"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-clients  openai, lm_eval, guidellm, vllm bench and aiperf against the server (installs 6 GB)"
 	@echo "make soak      10,000 random requests at once against the server"
 	@echo "make chaos     half an hour of faults under load, against known answers"
+	@echo "make attack    what would stall or take over the server, tried, with /health watched meanwhile"
 	@echo "make bench     the tables of docs/benchmarks.md, measured here"
 	@echo "make venv      set up only"
 	@echo "make clean     remove the virtual environments and caches"
@@ -49,6 +50,9 @@ soak: venv
 
 chaos: venv valkey
 	$(BIN)/python benchmarks/chaos.py --minutes 30 --requests-at-least 5000 --output-json benchmarks/results/chaos.json
+
+attack: venv
+	$(BIN)/python benchmarks/attack.py --output-json benchmarks/results/attack.json
 
 bench: venv
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash benchmarks/cpu.sh

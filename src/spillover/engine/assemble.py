@@ -127,7 +127,8 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
     """`on_plan` sees the plan before anything is loaded; `progress` follows the weights."""
     path = resolve(config.model)
     # Before the plan is made, which counts what the process holds by then.
-    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer or path)
+    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer or path,
+                                                                              config.chat_template)
     planned = plan_model(config)
     if on_plan is not None:
         on_plan(planned.plan)

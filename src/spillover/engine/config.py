@@ -27,6 +27,7 @@ class EngineConfig:
 
     model: str | None = _flag(None, "Model: a name from `spill pull`, a Hugging Face folder, a GGUF file or a hub id.")
     tokenizer: str | None = _flag(None, "Tokenizer folder or GGUF file, if not the model's own.")
+    chat_template: str | None = _flag(None, "Chat template, if not the model's own: a file, or a Jinja text.")
     skip_tokenizer_init: bool = _flag(False, "Take and give token ids only; no tokenizer is loaded.")
     load_format: str = _flag("auto", "auto reads the checkpoint; dummy makes random weights of the true shape; null "
                              "has no model and answers at once with meaningless words, to measure all the rest.",

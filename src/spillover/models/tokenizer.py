@@ -27,9 +27,16 @@ MOST_TOKENS = 1 << 24
 _SHORT = 2048  # characters, which are encoded before another thread would miss it
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """From a model folder's tokenizer.json, or from a GGUF file's metadata."""
-    path = Path(path).expanduser()
+def load_tokenizer(path: str | Path, chat_template: str | None = None) -> Tokenizer:
+    """From a model folder's tokenizer.json, or from a GGUF file's metadata; with another chat template if one is given,
+    as a file or as its text."""
+    tokenizer = _load(Path(path).expanduser())
+    if chat_template is not None:
+        tokenizer.set_chat_template(_template_text(chat_template))
+    return tokenizer
+
+
+def _load(path: Path) -> Tokenizer:
     if path.is_dir():
         return _from_folder(path)
     if path.suffix == ".gguf" and path.is_file():
@@ -57,6 +64,14 @@ class Tokenizer:
         own_eos = self._special_id("eos_token")
         self.eos_token_ids = tuple(dict.fromkeys([*([] if own_eos is None else [own_eos]), *eos_token_ids]))
         self.eos_token_id = self.eos_token_ids[0] if self.eos_token_ids else None
+
+    def set_chat_template(self, text: str) -> None:
+        """In place of all of the model's own. CheckpointError if it cannot be compiled."""
+        try:
+            self._compiled = {text: self._environment.from_string(text)}
+        except TemplateError as error:
+            raise CheckpointError(f"the chat template cannot be read: {error}") from error
+        self._templates = {"default": text}
 
     @property
     def chat_template(self) -> str | None:
@@ -160,6 +175,17 @@ def _byte_of_letter() -> dict[str, bytes]:
 
 
 _BYTE_OF = _byte_of_letter()
+
+
+def _template_text(given: str) -> str:
+    """What stands in a file of this name, or what was given where it looks like a template itself."""
+    if "{%" in given or "{{" in given:
+        return given
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise CheckpointError(f"the chat template '{given[:256]}' cannot be read ({error}); give a file, or the text "
+                              "of a Jinja template") from None
 
 
 def _from_gguf(path: Path) -> Tokenizer:

@@ -106,7 +106,8 @@ class AsyncLLM:
             launched = asyncio.ensure_future(self._keeper.start())
             try:
                 if not self._config.skip_tokenizer_init:
-                    self.tokenizer = await asyncio.to_thread(load_tokenizer, self._config.tokenizer or path)
+                    self.tokenizer = await asyncio.to_thread(load_tokenizer, self._config.tokenizer or path,
+                                                             self._config.chat_template)
                 await launched
             finally:
                 launched.cancel()

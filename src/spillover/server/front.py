@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request as HttpRequest
 
@@ -20,12 +19,12 @@ from spillover.server.errors import ApiError
 from spillover.server.settings import ServerSettings
 from spillover.server.token_text import TokenTexts
 
-P = ParamSpec("P")
 Result = TypeVar("Result")
 
 _USUAL_CHARACTERS = 16  # more a token than any text has on average
 _PIECE_CHARACTERS = 65_536  # a text that may be too long is tokenised in pieces of this size until that is known
 _CUT_TOKENS = 16  # more than a cut through a text can add to its tokens
+LARGE_BYTES = 65_536  # larger bodies are worked on one at a time
 INLINE_BYTES = 8192  # a larger body is parsed and prepared in a thread: it would hold up every stream
 
 
@@ -42,10 +41,9 @@ class Front:
     started: int = field(default_factory=lambda: int(time.time()))
     # Two: one long text must not hold up every other request, and more would take the engine's cores.
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "spillover-prepare"))
+    # One for the large: parsing holds the interpreter for tens of milliseconds, and two would do so in turn.
+    large: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "spillover-large"))
     _texts: TokenTexts | None = None
-
-    async def in_thread(self, work: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self.threads, partial(work, *args, **kwargs))
 
     def model_name(self, asked: str | None) -> str:
         """The name an answer carries; 404 for one that is not served."""
@@ -90,7 +88,8 @@ class Front:
         return self._texts
 
     def close(self) -> None:
-        self.threads.shutdown(wait=False, cancel_futures=True)
+        for pool in (self.threads, self.large):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def front_of(request: HttpRequest) -> Front:
@@ -103,9 +102,11 @@ async def prepare(request: HttpRequest, work: Callable[[], Result]) -> Result:
 
     The one place that decides which. What takes long for a small body is limited by counts.
     """
-    if request.scope.get("spillover.body_bytes", 0) <= INLINE_BYTES:
+    nbytes, front = request.scope.get("spillover.body_bytes", 0), front_of(request)
+    if nbytes <= INLINE_BYTES:
         return work()
-    return await front_of(request).in_thread(work)
+    pool = front.threads if nbytes <= LARGE_BYTES else front.large
+    return await asyncio.get_running_loop().run_in_executor(pool, work)
 
 
 def wants_timings(request: HttpRequest, body: Any) -> bool:

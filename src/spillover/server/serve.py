@@ -8,6 +8,7 @@ import logging
 import math
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 
 import uvicorn
@@ -22,6 +23,8 @@ from spillover.server.settings import ServerSettings
 
 log = logging.getLogger("spillover.server")
 
+# A thread that parses gives the interpreter up to the event loop this soon, where it can.
+_SWITCH_SECONDS = 0.001
 _LAST_BYTES_SECONDS = 5  # for answers that are complete to reach clients that read slowly
 
 
@@ -29,6 +32,7 @@ def serve(config: EngineConfig, settings: ServerSettings, listening: socket.sock
           on_plan: Callable[[Plan], None], on_progress: Callable[[str, int, int], None],
           on_ready: Callable[[AsyncLLM], None]) -> None:
     """Until a signal ends it. SpilloverError if the engine cannot start."""
+    sys.setswitchinterval(_SWITCH_SECONDS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(config, settings, listening, on_plan, on_progress, on_ready))
 
