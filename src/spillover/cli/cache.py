@@ -87,12 +87,12 @@ def verify(path: str, identity: str | None, kv_store_key_file: str | None, as_js
     """
     import json
 
-    from spillover.cli.progress import bytes_bar
     from spillover.memory.tiers.inspect import verify as check
     from spillover.memory.tiers.seal import read_seal
+    from spillover.progress import stages
 
     bad, checked, nbytes = [], 0, 0
-    with bytes_bar() as show:
+    with stages() as show:
         for progress in check(_folder(path), identity, read_seal(kv_store_key_file)):
             checked, nbytes = progress.checked, progress.nbytes
             if checked:  # an unreadable segment comes before any record

@@ -47,18 +47,17 @@ def demo(config: EngineConfig) -> None:
     from spillover.bench.workloads import Vocabulary
     from spillover.cli.demo_chats import show_chats
     from spillover.cli.demo_lab import show_comparison
-    from spillover.cli.loading import look_at, open_llm
+    from spillover.cli.loading import look_at, open_llm, timed_rates
     from spillover.cli.measuring import CODES_NOTE
     from spillover.cli.plan import print_plan
     from spillover.cli.targets import EngineTarget, RooflineLimits
     from spillover.plan.hardware import probe
-    from spillover.plan.measure import measure_rates
     from spillover.plan.roofline import Roofline
     from spillover.plan.shapes import model_shape
 
     console = Console()
     planned = look_at(config)
-    rates = measure_rates(planned.plan.device)
+    rates = timed_rates(planned.plan.device)
     _heading(console, "This machine")
     _print_machine(console, probe(), rates)
     _heading(console, "The plan")

@@ -41,14 +41,14 @@ def show_chats(console: Console, config: EngineConfig) -> None:
     from spillover.cli.loading import open_llm
 
     starved = _starved(config)
-    with console.status("eight chats, with spilling"), open_llm(starved) as llm:
+    with open_llm(starved) as llm, console.status("eight chats, with spilling"):
         chats = [[{"role": "user", "content": FIRST.format(name=name, text=_documentation(llm, name))}]
                  for name in MODULES]
         for chat in chats:
             answer = _ask(llm, chat, ANSWER_TOKENS[0])
             chat += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": SECOND}]
         spilled = [_ask(llm, chat, ANSWER_TOKENS[1]) for chat in chats]
-    with console.status("the same without"), open_llm(bare(starved)) as llm:
+    with open_llm(bare(starved)) as llm, console.status("the same without"):
         computed = [_ask(llm, chat, ANSWER_TOKENS[1]) for chat in chats]
     console.print(_table(computed, spilled))
     same = sum(ours.text == theirs.text for ours, theirs in zip(spilled, computed, strict=True))

@@ -10,10 +10,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from spillover.cli.loading import timed_rates
 from spillover.kernels import native
 from spillover.plan.hardware import Machine, probe
-from spillover.plan.measure import measure_rates
 from spillover.plan.rates import Rates
+from spillover.progress import COMPILING, stages
 from spillover.units import format_bytes, format_rate
 
 LOW_MEMLOCK = 1 << 30
@@ -24,8 +25,10 @@ LOW_DISK = 5 << 30
 def run_doctor(console: Console, as_json: bool, disk: Path | None = None) -> None:
     machine = probe()
     devices = ["cpu", "cuda"] if machine.cuda else ["cpu"]
-    rates = [measure_rates(device, disk=disk if device == "cpu" else None) for device in devices]
-    has_kernels = native.library() is not None
+    rates = [timed_rates(device, disk if device == "cpu" else None) for device in devices]
+    with stages() as show:
+        native.on_build(lambda done, total: show(COMPILING, done, total))
+        has_kernels = native.library() is not None
     kernels = native.describe()
     found = warnings(machine, has_kernels, has_nvidia_driver())
     if as_json:

@@ -7,33 +7,50 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spillover.cli.progress import bytes_bar
 from spillover.engine.config import EngineConfig
 from spillover.models.store import resolve
 from spillover.plan.planner import Plan
+from spillover.progress import IMPORTING, MEASURING, Show, stages
 
 if TYPE_CHECKING:
     from spillover.engine.assemble import PlannedModel
     from spillover.engine.llm import LLM
+    from spillover.plan.rates import Rates
 
 
 def look_at(config: EngineConfig) -> PlannedModel:
     """Find the model, fetching it if it is not here yet, and plan for it; loads nothing."""
-    from spillover.engine.assemble import plan_model
+    with stages() as show:
+        resolve(config.model, show)
+        show(IMPORTING, 0, 0)
+        from spillover.engine.assemble import plan_model
 
-    fetch(config.model)
-    return plan_model(config)
+        return plan_model(config, progress=_stage_last(show))
 
 
 def open_llm(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None) -> LLM:
-    from spillover.engine.llm import LLM
+    with stages() as show:
+        resolve(config.model, show)
+        show(IMPORTING, 0, 0)
+        from spillover.engine.llm import LLM
 
-    fetch(config.model)
-    flags = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
-    with bytes_bar() as show:
-        return LLM(**flags, on_plan=on_plan, progress=lambda done, total, _weight: show("Loading weights", done, total))
+        flags = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
+        return LLM(**flags, on_plan=on_plan, progress=_stage_last(show))
 
 
 def fetch(model: str | None) -> Path:
-    with bytes_bar() as show:
+    with stages() as show:
         return resolve(model, show)
+
+
+def timed_rates(device: str, disk: Path | None = None) -> Rates:
+    """Measure how fast this machine is; takes two seconds or more."""
+    with stages() as show:
+        show(MEASURING, 0, 0)
+        from spillover.plan.measure import measure_rates
+
+        return measure_rates(device, disk=disk)
+
+
+def _stage_last(show: Show) -> Callable[[int, int, str], None]:
+    return lambda done, total, what: show(what, done, total)

@@ -33,13 +33,13 @@ def make_console() -> Console:
 def measure_limits(planned: PlannedModel, console: Console) -> RooflineLimits:
     """Measured once a command, before anything is loaded, so that every row is held to the same rates."""
     from spillover.bench.report import print_limits
+    from spillover.cli.loading import timed_rates
     from spillover.cli.targets import RooflineLimits
-    from spillover.plan.measure import measure_rates
     from spillover.plan.roofline import Roofline
     from spillover.plan.shapes import model_shape
 
     shape = model_shape(planned.model_config, planned.specs, planned.plan.dtype, kv_dtype=planned.plan.kv_cache_dtype)
-    limits = RooflineLimits(Roofline(shape, measure_rates(planned.plan.device)))
+    limits = RooflineLimits(Roofline(shape, timed_rates(planned.plan.device)))
     print_limits(console, limits)
     if planned.in_codes:
         console.print(CODES_NOTE, highlight=False)

@@ -40,8 +40,8 @@ def pull(source: str | None, name: str | None, listing: bool, verify: bool, remo
         raise SpilloverError("--list shows every model; leave out the name")
     if (verify or remove) and source is None:
         raise SpilloverError(f"--{'verify' if verify else 'remove'} needs the name of a model; see spill pull --list")
-    from spillover.cli.progress import bytes_bar
     from spillover.models import store
+    from spillover.progress import stages
 
     if listing:
         _print_list(store.list_models(), str(store.models_folder()))
@@ -49,11 +49,11 @@ def pull(source: str | None, name: str | None, listing: bool, verify: bool, remo
         model = store.remove(str(source))
         click.echo(f"removed {model.name}, {format_bytes(model.nbytes)}")
     elif verify:
-        with bytes_bar() as show:
+        with stages() as show:
             model = store.verify(str(source), show)
         click.echo(f"{model.name} is whole: every file has its hash")
     else:
-        with bytes_bar() as show:
+        with stages() as show:
             model = store.pull(source or store.DEFAULT_MODEL, name, show)
         click.echo(f"{model.name}, {format_bytes(model.nbytes)}, {model.format}, in {model.path}")
 

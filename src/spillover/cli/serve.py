@@ -118,7 +118,7 @@ def _run(config: EngineConfig, settings: ServerSettings, listening: socket, addr
 
     from spillover.cli.loading import fetch
     from spillover.cli.plan import print_plan
-    from spillover.cli.progress import bytes_bar
+    from spillover.progress import stages
     from spillover.server.serve import serve as run
 
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
@@ -128,7 +128,7 @@ def _run(config: EngineConfig, settings: ServerSettings, listening: socket, addr
     console = Console()
     fetch(config.model)
     with contextlib.ExitStack() as bar:
-        show = bar.enter_context(bytes_bar())
+        show = bar.enter_context(stages())
 
         def announce(client: AsyncLLM) -> None:
             bar.close()

@@ -34,7 +34,6 @@ from spillover.models.checkpoint import read_config
 from spillover.models.config import ModelConfig
 from spillover.models.fingerprint import model_fingerprint
 from spillover.models.layers import KVViews
-from spillover.models.loader import Progress
 from spillover.models.registry import Architecture, read_architecture
 from spillover.models.store import DEFAULT_MODEL, resolve
 from spillover.models.tokenizer import Tokenizer, load_tokenizer
@@ -44,9 +43,12 @@ from spillover.plan.measure import quick_rates
 from spillover.plan.planner import Plan, PlanRequest, make_plan, where
 from spillover.plan.rates import Rates
 from spillover.plan.workspace import Workspace
+from spillover.progress import CAPTURING, COMPILING, PLANNING, TOKENIZER, WEIGHTS
 from spillover.units import parse_bytes
 
 log = logging.getLogger("spillover.engine")
+
+Progress = Callable[[int, int, str], None]  # done, in all, the stage; 0 in all: nobody knows
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,11 @@ class Assembly:
     tokenizer: Tokenizer | None
 
 
-def plan_model(config: EngineConfig, rates: Rates | None = None) -> PlannedModel:
+def plan_model(config: EngineConfig, rates: Rates | None = None, progress: Progress | None = None) -> PlannedModel:
     """Everything that can be said before a weight is read."""
+    show = progress or _quiet
+    native.on_build(lambda done, total: show(done, total, COMPILING))
+    show(0, 0, PLANNING)
     check_policies(config)
     path = resolve(config.model)
     hf_config = read_config(path)
@@ -124,19 +129,20 @@ def plan_model(config: EngineConfig, rates: Rates | None = None) -> PlannedModel
 
 def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None,
              progress: Progress | None = None) -> Assembly:
-    """`on_plan` sees the plan before anything is loaded; `progress` follows the weights."""
-    path = resolve(config.model)
+    """`on_plan` sees the plan before anything is loaded; `progress(done, total, stage)` says what is being done."""
+    show = progress or _quiet
+    path = resolve(config.model, lambda what, done, total: show(done, total, what))
+    show(0, 0, TOKENIZER)
     # Before the plan is made, which counts what the process holds by then.
-    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer or path,
-                                                                              config.chat_template)
-    planned = plan_model(config)
+    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer or path, config.chat_template)
+    planned = plan_model(config, progress=progress)
     if on_plan is not None:
         on_plan(planned.plan)
     else:
         for note in planned.plan.notes:
             log.warning("%s", note)
     config, plan = planned.config, planned.plan
-    runner = _make_runner(planned, tokenizer, progress)
+    runner = _make_runner(planned, tokenizer, show)
     identity = _identity(planned)
     store = None
     if plan.tiers and isinstance(runner, Runner):
@@ -162,6 +168,10 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
                     Engine(scheduler, runner, config.async_scheduling), tokenizer)
 
 
+def _quiet(done: int, total: int, stage: str) -> None:
+    """Nobody asked."""
+
+
 def _lender(runner: Runner, plan: Plan) -> SlotLender | None:
     """Slots of experts that KV may take as contexts grow."""
     weights, placement = runner.weights, plan.placement
@@ -173,14 +183,15 @@ def _lender(runner: Runner, plan: Plan) -> SlotLender | None:
                       runner.kv.pool[0].nbytes, runner.in_order)
 
 
-def _make_runner(planned: PlannedModel, tokenizer: Tokenizer | None, progress: Progress | None) -> StepRunner:
+def _make_runner(planned: PlannedModel, tokenizer: Tokenizer | None, show: Progress) -> StepRunner:
     config, plan, model_config = planned.config, planned.plan, planned.model_config
     decode = (lambda token: tokenizer.decode([token], False)) if tokenizer is not None else None
     if config.load_format == "null":
         return NullRunner(ordinary_tokens(model_config.vocab_size, tokenizer, model_config.eos_token_ids), decode)
     device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
     model = planned.architecture.build(model_config, device, dtype, plan.max_model_len)
-    weights = load(config, plan, model_config, planned.specs, planned.path, progress)
+    weights = load(config, plan, model_config, planned.specs, planned.path,
+                   lambda done, total, _: show(done, total, WEIGHTS))
     trim_heap()  # what loading left behind
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -197,7 +208,7 @@ def _make_runner(planned: PlannedModel, tokenizer: Tokenizer | None, progress: P
         runner = CudaRunner(model, weights, views, plan.block_size, device, limits, decode, plan.kv_cache_dtype, stage,
                             not config.enforce_eager, config.deterministic)
         if config.graph_capture == "start":
-            runner.capture()
+            runner.capture(lambda done, total: show(done, total, CAPTURING))
         return runner
     return Runner(model, weights, views, plan.block_size, device, decode, plan.kv_cache_dtype, stage)
 

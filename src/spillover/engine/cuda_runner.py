@@ -136,7 +136,7 @@ class CudaRunner(Runner):
         with torch.inference_mode(), torch.cuda.stream(self._queue):
             return self._launch(batch)
 
-    def capture(self) -> None:
+    def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Record the graphs of plain steps now, on padding alone; the largest first, whose memory all share."""
         if self._graphs is None:
             return
@@ -145,7 +145,9 @@ class CudaRunner(Runner):
         keys = [Key(size, True) for size in sizes if self.weights.epoch(size) == 0]
         keys += [Key(size, False, True) for size in self._graphs.prompt_sizes]
         with torch.inference_mode(), torch.cuda.stream(self._queue):
-            for key in sorted(keys, reverse=True):
+            for done, key in enumerate(sorted(keys, reverse=True)):
+                if progress is not None:
+                    progress(done, len(keys))
                 self.weights.begin_step(key.rows)
                 places = self._write_padding(self._prompt_shape(key.rows) if key.prompts else _decode_shape(key.rows))
                 self._inputs.send()

@@ -34,17 +34,22 @@ from spillover.engine.stats import EngineStats
 from spillover.engine.structured import GrammarLimits
 from spillover.models.tokenizer import Tokenizer
 from spillover.plan.planner import Plan
+from spillover.progress import stages
 
 
 class LLM:
     """A model, loaded and ready; every engine flag is a keyword (`max_num_batched_tokens=48`).
 
+    While it loads, a bar on stderr says what is being done; `progress(done, total, stage)` replaces it.
     Safe from any number of threads, whose requests run in one batch. `close` ends the requests of all of them.
     """
 
     def __init__(self, model: str | PathLike[str] | None = None, *, on_plan: Callable[[Plan], None] | None = None,
                  progress: Callable[[int, int, str], None] | None = None, **flags: Any) -> None:
-        self._parts: Assembly = assemble(EngineConfig.from_flags(model=model, **flags), on_plan, progress)
+        config = EngineConfig.from_flags(model=model, **flags)
+        with stages() as show:
+            self._parts: Assembly = assemble(config, on_plan, progress or (
+                lambda done, total, stage: show(stage, done, total)))
         self.engine = self._parts.engine  # belongs to the thread while a call runs
         self.plan = self._parts.plan
         self.config = self._parts.config

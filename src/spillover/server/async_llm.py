@@ -76,8 +76,8 @@ class AsyncLLM:
                  limits: HangLimits | None = None, on_plan: Callable[[Plan], None] | None = None,
                  on_progress: Callable[[str, int, int], None] | None = None, **flags: Any) -> None:
         """`max_queue` sequences may wait beyond those that run; `restart`: start again an engine that died or hung, as
-        `limits` say; `on_plan` sees the plan before anything is loaded, `on_progress` (stage, bytes done, bytes in all)
-        follows the loading.
+        `limits` say; `on_plan` sees the plan before anything is loaded, `on_progress` (stage, done, in all)
+        follows the start.
         """
         self.max_queue = max_queue
         self._config = EngineConfig.from_flags(model=model, **flags)

@@ -46,7 +46,8 @@ def main() -> int:
         context.term()
 
 
-STARTING = b"\x94\xa8progress\xa8starting\x00\x00"  # a Progress message, said before msgspec and torch are imported
+# A Progress message, said before msgspec and torch are imported.
+STARTING = b"\x94\xa8progress\xbbStarting the engine process\x00\x00"
 
 
 def _end_with(parent: int) -> None:

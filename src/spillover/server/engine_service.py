@@ -395,13 +395,13 @@ class GrammarWorker:
 
 
 def _throttled(send: Callable[[FromEngine], None]) -> Callable[[int, int, str], None]:
-    last = 0.0
+    last, current = 0.0, ""
 
-    def progress(done: int, total: int, _weight: str) -> None:
-        nonlocal last
+    def progress(done: int, total: int, stage: str) -> None:
+        nonlocal last, current
         now = time.monotonic()
-        if now - last >= PROGRESS_SECONDS or done == total:
-            last = now
-            send(Progress("loading", done, total))
+        if now - last >= PROGRESS_SECONDS or done == total or stage != current:
+            last, current = now, stage
+            send(Progress(stage, done, total))
 
     return progress

@@ -81,7 +81,7 @@ class Progress(msgspec.Struct, array_like=True, tag="progress"):
     """A sign of life while starting."""
 
     stage: str
-    done: int = 0  # bytes
+    done: int = 0  # bytes, or pieces
     total: int = 0
 
 

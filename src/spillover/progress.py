@@ -1,0 +1,93 @@
+"""What a wait is for, how far it has come and how long it will still take: a moving bar on a terminal, lines elsewhere.
+
+Knows nothing but text and numbers, so that the command line and `LLM` show the same.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from spillover.units import format_bytes
+
+Show = Callable[[str, int, int], None]  # what is being done, done, in all; 0 in all: nobody knows
+COMPILING = "Compiling native CPU kernels (first run)"
+CAPTURING = "Compiling and capturing GPU kernels"
+IMPORTING = "Importing torch"
+PLANNING = "Planning the memory"
+TOKENIZER = "Reading the tokenizer"
+WEIGHTS = "Loading weights"
+MEASURING = "Measuring this machine's memory and matrix rates"
+_COUNTED = (COMPILING, CAPTURING)  # in pieces; everything else is in bytes
+_LONG = ("Compiling", "Downloading", "Waiting", "Exporting")  # worth a line at once where there is no bar
+_LINE_SECONDS = 10.0  # between lines where there is no bar
+
+
+@contextmanager
+def stages(console: Console | None = None) -> Iterator[Show]:
+    """Gives a function to call with each stage and its progress. Appears with the first call; leaves nothing behind."""
+    console = console or Console(stderr=True)
+    if not console.is_terminal:
+        yield _Lines(console)
+        return
+    bar = Progress(TextColumn("{task.description}"), BarColumn(bar_width=24), _Done(), TimeElapsedColumn(), _Left(),
+                   console=console, transient=True)
+    task = bar.add_task("", total=None, start=False)
+    lock = threading.Lock()
+    shown = ""
+
+    def show(what: str, done: int, total: int) -> None:
+        nonlocal shown
+        with lock:
+            if what != shown:  # a new stage: its time begins now
+                bar.reset(task, description=what, total=total or None, completed=done)
+                shown = what
+            if not bar.live.is_started:
+                bar.start()
+            bar.update(task, completed=done, total=total or None)
+
+    try:
+        yield show
+    finally:
+        bar.stop()
+
+
+class _Done(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        if not task.total:
+            return Text("")
+        if task.description in _COUNTED:
+            return Text(f"{task.completed:.0f}/{task.total:.0f}")
+        return Text(f"{format_bytes(task.completed)} of {format_bytes(task.total)}")
+
+
+class _Left(TimeRemainingColumn):
+    def render(self, task: Task) -> Text:
+        if not task.total or task.time_remaining is None:
+            return Text("")
+        return Text(f"{task.time_remaining:.0f} s left")
+
+
+class _Lines:
+    """For logs and pipes: a line when something long begins, and now and then while it goes on."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._what = ""
+        self._said = time.monotonic()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        begins = what != self._what and what.startswith(_LONG)
+        if what != self._what:
+            self._what, self._said = what, self._said if begins else time.monotonic()
+        if not begins and time.monotonic() - self._said < _LINE_SECONDS:
+            return
+        self._said = time.monotonic()
+        share = f": {done / total:.0%}" if total and done else ""
+        self._console.print(f"{what}{share}", highlight=False, markup=False, soft_wrap=True)
