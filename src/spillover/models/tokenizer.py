@@ -32,7 +32,7 @@ def load_tokenizer(path: str | Path, chat_template: str | None = None) -> Tokeni
     as a file or as its text."""
     tokenizer = _load(Path(path).expanduser())
     if chat_template is not None:
-        tokenizer.set_chat_template(_template_text(chat_template))
+        tokenizer.set_chat_template(_given_template(chat_template))
     return tokenizer
 
 
@@ -177,15 +177,9 @@ def _byte_of_letter() -> dict[str, bytes]:
 _BYTE_OF = _byte_of_letter()
 
 
-def _template_text(given: str) -> str:
-    """What stands in a file of this name, or what was given where it looks like a template itself."""
-    if "{%" in given or "{{" in given:
-        return given
-    try:
-        return Path(given).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise CheckpointError(f"the chat template '{given[:256]}' cannot be read ({error}); give a file, or the text "
-                              "of a Jinja template") from None
+def _given_template(given: str) -> str:
+    """Return what stands in a file of this name, or what was given where it is a template itself."""
+    return given if "{%" in given or "{{" in given else _template_text(Path(given).expanduser())
 
 
 def _from_gguf(path: Path) -> Tokenizer:
@@ -268,7 +262,7 @@ def _template_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} is not a readable text ({error})") from error
+        raise CheckpointError(f"the chat template {str(file)[:256]} cannot be read ({error})") from error
 
 
 def _optional_json(file: Path) -> dict[str, Any]:
