@@ -9,7 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import msgspec
 import psutil
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
@@ -246,6 +248,56 @@ def test_the_recorder_keeps_phases_but_no_text() -> None:
     assert live["sources"].keys() == set(SOURCES)
     assert live["tiers"][0] == {"name": "device", "total": 1000, "used": 100, "kept": 200, "weights": 500}
     assert live["tiers"][3]["total"] == 0
+
+
+@given(st.lists(st.sampled_from(["queued", "prefilling", "decoding", "ended"]), max_size=12), st.integers(0, 12))
+@settings(max_examples=60, deadline=None)
+def test_as_many_requests_are_drawn_as_queued_as_wait(states: list[str], more: int) -> None:
+    """The engine tells when a request left the queue with its first token only."""
+    waiting = min(states.count("queued"), more)
+
+    async def scenario() -> dict[str, Any]:
+        client = StubClient()
+        client.stats = msgspec.structs.replace(client.stats, num_waiting=waiting)
+        recorder = Recorder(client, "m")  # type: ignore[arg-type]
+        for place, state in enumerate(states):
+            answer = make_answer(reason="stop" if state == "ended" else None)
+            (request,) = answer.requests
+            request.request_id, request.arrived = str(place), time.monotonic() - 5 + 0.1 * place
+            if state in ("queued", "prefilling"):
+                request.scheduled = request.first_token = request.finished = 0.0
+            recorder.started(answer, "chat")
+            if state == "ended":
+                recorder.finished(answer, 200)
+        return recorder.live()
+
+    live = asyncio.run(scenario())
+    unknown = [row for row in live["requests"] if states[int(row["id"])] in ("queued", "prefilling")]
+    assert sum(row["queue"] > 0 for row in unknown) == live["waiting"] == waiting
+    assert all(row["queue"] + row["prefill"] == pytest.approx(row["age"]) for row in unknown)
+
+
+def test_failures_refusals_and_percentiles_are_told() -> None:
+    async def scenario() -> dict[str, Any]:
+        recorder = Recorder(StubClient(), "m")  # type: ignore[arg-type]
+        for place in range(100):
+            answer = make_answer()
+            answer.requests[0].first_token = answer.requests[0].arrived + (place + 1) / 100
+            recorder.started(answer, "chat")
+            recorder.finished(answer, 200)
+        broken = make_answer(reason=None)
+        recorder.started(broken, "chat")
+        recorder.finished(broken, "error")
+        for status in (200, 400, 429, 503, 499, 500):
+            recorder.count_http("/v1/chat/completions", status)
+        recorder.count_http("unknown", 404)
+        return recorder.live()
+
+    live = asyncio.run(scenario())
+    assert (live["refused"], live["failed"]) == (3, 2)
+    assert live["latency"]["ttft"] == pytest.approx({"p50": 0.505, "p99": 0.99})
+    assert live["latency"]["tpot"].keys() == {"p50", "p99"}
+    assert len(live["prefill_rate"]) == len(live["generation_rate"])
 
 
 async def get(*paths: str) -> list[httpx.Response]:

@@ -185,6 +185,9 @@ def test_numbers_move_while_a_request_runs_and_nothing_comes_from_elsewhere(brow
     thread.join()
     browser.wait("document.getElementById('running').textContent === '0'")
     browser.wait("!document.querySelector('#rows .lane.live') && document.querySelector('#rows .lane .decode')")
+    assert browser.evaluate("document.querySelector('#rows .lane.ended') !== null")
+    assert browser.text("#cached") + " from cache" == browser.text("#sources-note").split(", ")[-1]
+    assert "p99" in browser.text("#ttft-note")
     assert browser.text("#rows .row .num:nth-child(4)").replace(",", "") == str(LONG)
     assert browser.problems == []
     assert {httpx.URL(address).port for address in browser.addresses} == {httpx.URL(server_url).port}
@@ -215,6 +218,20 @@ def test_the_chat_streams_stops_and_goes_on(browser: Chromium, server_url: str) 
     assert browser.evaluate("document.querySelectorAll('#log .message').length") == 4
     browser.evaluate("document.getElementById('clear').click()")
     assert browser.evaluate("document.querySelectorAll('#log .message').length") == 0
+    assert browser.problems == []
+
+
+def test_the_chat_folds_away_and_stays_so(browser: Chromium) -> None:
+    with stub_server(StubClient()) as url:
+        browser.open(url)
+        wide = browser.evaluate("document.querySelector('.memory').offsetWidth")
+        browser.evaluate("document.getElementById('fold').click()")
+        assert not browser.evaluate("document.getElementById('prompt').checkVisibility()")
+        assert browser.evaluate("document.querySelector('.memory').offsetWidth") > wide
+        browser.open(url)
+        assert browser.text("#fold") == "Show"
+        browser.evaluate("document.getElementById('fold').click()")
+        assert browser.evaluate("document.getElementById('prompt').checkVisibility()")
     assert browser.problems == []
 
 

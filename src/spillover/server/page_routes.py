@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from spillover.server.errors import REFUSALS
+from spillover.server.recorder import CLIENT_LEFT
 
 if TYPE_CHECKING:
     from starlette.datastructures import State
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     from spillover.server.recorder import Recorder
 
-CLIENT_LEFT = 499  # counted for a request that ended before it had an answer
 MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "

@@ -6,6 +6,7 @@ No text of a prompt or an answer is kept here.
 from __future__ import annotations
 
 import asyncio
+import math
 import statistics
 import time
 from collections import deque
@@ -27,6 +28,8 @@ KEPT_REQUESTS = 200
 SHOWN_REQUESTS = 40
 HISTORY_SECONDS = 120
 SAMPLE_SECONDS = 1.0
+CLIENT_LEFT = 499  # counted for a request that ended before it had an answer
+UNAVAILABLE = 503
 TIERS = ("device", "host", "disk", "remote")
 
 
@@ -65,10 +68,11 @@ class Phases:
             cached_tokens=leader.sources.cached if leader.sources is not None else None,
         )
 
-    def row(self, now: float) -> dict[str, Any]:
-        """`age` and the lengths of its phases, in seconds; a phase that has not begun has none."""
+    def row(self, now: float, waits: bool = True) -> dict[str, Any]:
+        """`age` and the lengths of its phases, in seconds; a phase that has not begun has none. The time at which a
+        request left the queue is known with its first token: until then `waits` says whether it is still there."""
         end = self.finished or now
-        scheduled = min(self.scheduled or end, end)
+        scheduled = min(self.scheduled or (end if waits or self.finished else self.arrived), end)
         first = min(self.first_token or end, end)
         return {
             "id": self.id,
@@ -97,6 +101,8 @@ class Recorder:
         self._running: dict[int, tuple[Answer, str]] = {}  # by the answer's id()
         self._latest: deque[Phases] = deque(maxlen=KEPT_REQUESTS)
         self._rate = RateHistory(HISTORY_SECONDS, self._started)
+        self._prefill_rate = RateHistory(HISTORY_SECONDS, self._started)
+        self._refused = self._failed = 0
         self._sampling: asyncio.Task[None] | None = None
 
     # What the routes call
@@ -113,9 +119,13 @@ class Recorder:
         if kind is not None:
             word = _word(answer, status)
             self._latest.append(Phases.of(answer, kind, word))
+            self._failed += status == "error"  # a stream that began well; others are counted by their HTTP status
             self.metrics.observe(answer, failed=word == "error")
 
     def count_http(self, route: str, status: int) -> None:
+        if route.startswith("/v1/"):
+            self._refused += status == UNAVAILABLE or (400 <= status < 500 and status != CLIENT_LEFT)
+            self._failed += status >= 500 and status != UNAVAILABLE
         self.metrics.count_http(route, status)
 
     def count_refusal(self, reason: str) -> None:
@@ -137,6 +147,10 @@ class Recorder:
         shown += reversed(self._latest)
         shown.sort(key=lambda phases: phases.arrived, reverse=True)
         up = self._client.ready
+        waiting = stats.num_waiting if up else 0
+        # Those that came last wait.
+        unscheduled = [phases.id for phases in shown if phases.status == "running" and not phases.scheduled]
+        queued = set(unscheduled[:waiting])
         return {
             "version": spillover.__version__,
             "model": self._model_name,
@@ -147,16 +161,18 @@ class Recorder:
             "blocks": stats.blocks_total,
             "block_size": stats.block_size or (info.plan.block_size if info is not None else 0),
             "running": stats.num_running if up else 0,
-            "waiting": stats.num_waiting if up else 0,
+            "waiting": waiting,
             "generation_rate": self._rate.seconds(),
+            "prefill_rate": self._prefill_rate.seconds(),
+            "refused": self._refused,
+            "failed": self._failed,
             "prompt_tokens": tokens.prompt,
             "generation_tokens": tokens.output,
             "sources": tokens.sources,
-            "prefix_cache": {"queries": totals["prefix_queries"], "hits": totals["prefix_hits"]},
             "preemptions": totals["preemptions"],
             "latency": _latency(self._latest),
             "tiers": [self._tier(name) for name in TIERS],
-            "requests": [phases.row(now) for phases in shown[:SHOWN_REQUESTS]],
+            "requests": [phases.row(now, phases.id in queued) for phases in shown[:SHOWN_REQUESTS]],
         }
 
     def _tier(self, name: str) -> dict[str, Any]:
@@ -179,6 +195,7 @@ class Recorder:
     def _sample(self) -> TokenCounts:
         tokens = self.metrics.ended.plus(TokenCounts.of(self._sequences()))
         self._rate.update(tokens.output, time.monotonic())
+        self._prefill_rate.update(tokens.sources["computed"], time.monotonic())
         self.metrics.sample(self._client.latest(), self._info())
         return tokens
 
@@ -245,10 +262,17 @@ def _traffic(report: TierReport) -> dict[str, Any]:
 
 
 def _latency(latest: Iterable[Phases]) -> dict[str, Any]:
-    """Medians over the requests kept that ended well."""
+    """Median and 99th percentile over the requests kept that ended well."""
     done = [phases for phases in latest if phases.status == "ok" and phases.first_token]
     ttft = [phases.first_token - phases.arrived for phases in done]
     tpot = [(phases.finished - phases.first_token) / (phases.output_tokens - 1)
             for phases in done if phases.output_tokens > 1]
-    return {"count": len(done), "ttft": statistics.median(ttft) if ttft else None,
-            "tpot": statistics.median(tpot) if tpot else None}
+    return {"count": len(done), "ttft": _spread(ttft), "tpot": _spread(tpot)}
+
+
+def _spread(values: list[float]) -> dict[str, float] | None:
+    """The 99th percentile is the nearest rank: a value that was really seen."""
+    if not values:
+        return None
+    ranked = sorted(values)
+    return {"p50": statistics.median(ranked), "p99": ranked[math.ceil(0.99 * len(ranked)) - 1]}

@@ -161,5 +161,18 @@ $("clear").addEventListener("click", () => {
   $("prompt").focus();
 });
 
+const FOLDED = "spillover-chat-folded";
+
+function fold(folded) {
+  document.querySelector("main").classList.toggle("folded", folded);
+  $("fold").setAttribute("aria-expanded", String(!folded));
+  setText("fold", folded ? "Show" : "Hide");
+  if (folded) sessionStorage.setItem(FOLDED, "1");
+  else sessionStorage.removeItem(FOLDED);
+}
+
+$("fold").addEventListener("click", () => fold(!document.querySelector("main").classList.contains("folded")));
+if (sessionStorage.getItem(FOLDED)) fold(true);
+
 $("key").value = sessionStorage.getItem(KEY) || "";
 $("key").addEventListener("input", () => sessionStorage.setItem(KEY, $("key").value.trim()));

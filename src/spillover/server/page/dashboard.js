@@ -61,17 +61,30 @@ function showTiles(live) {
   setText("running-note", live.max_num_seqs ? "of " + format.count(live.max_num_seqs) + " at once" : "requests");
   setText("waiting", format.count(live.waiting));
   setText("waiting-note", live.preemptions ? format.count(live.preemptions) + " preempted so far" : "in the queue");
-  const recent = live.generation_rate.slice(-6, -1); // the newest second is not over yet
-  setText("rate", format.rate(recent.reduce((sum, value) => sum + value, 0) / recent.length));
-  const median = live.latency.count ? "median of " + live.latency.count : "no request has ended yet";
+  setText("rate", format.rate(lately(live.generation_rate)));
+  setText("prefill", format.rate(lately(live.prefill_rate)));
   for (const name of ["ttft", "tpot"]) {
-    const value = live.latency[name];
-    setText(name, value === null ? "–" : format.seconds(value));
-    setText(name + "-note", median);
+    const spread = live.latency[name];
+    setText(name, spread ? format.seconds(spread.p50) : "–");
+    setText(name + "-note", spread ? "p50; p99 " + format.seconds(spread.p99) : "no request has ended yet");
   }
-  const { queries, hits } = live.prefix_cache;
-  setText("hits", queries ? format.share(hits / queries) : "–");
-  setText("hits-note", queries ? format.count(hits) + " of " + format.count(queries) : "nothing looked up yet");
+  const { total, cached } = fromCache(live.sources);
+  setText("cached", total ? format.share(cached / total) : "–");
+  setText("cached-note", total ? "of " + format.count(total) + " tokens" : "no prompt yet");
+  setText("failed", format.count(live.failed));
+  $("failed").classList.toggle("bad", live.failed > 0);
+  setText("failed-note", format.count(live.refused) + " refused");
+}
+
+// Mean of the last 5 seconds that are over.
+function lately(rates) {
+  const recent = rates.slice(-6, -1);
+  return recent.reduce((sum, value) => sum + value, 0) / recent.length;
+}
+
+function fromCache(sources) {
+  const total = SOURCES.reduce((sum, name) => sum + sources[name], 0);
+  return { total, cached: total - sources.computed };
 }
 
 // Tokens per second
@@ -167,13 +180,12 @@ function segment(name, share) {
 const SOURCES = ["computed", "device", "host", "disk", "remote"];
 
 function showSources(sources) {
-  const total = SOURCES.reduce((sum, name) => sum + sources[name], 0);
+  const { total, cached } = fromCache(sources);
   $("sources").replaceChildren(...SOURCES.filter((name) => sources[name]).map((name) => segment(name, sources[name] / total)));
   $("sources-legend").replaceChildren(...SOURCES.map((name) => element("li", {},
     element("i", { class: "key " + name }), name, element("b", {}, total ? format.share(sources[name] / total) : "–"),
     sources[name] ? format.count(sources[name]) : "")));
-  const cached = total ? (total - sources.computed) / total : 0;
-  setText("sources-note", total ? format.count(total) + " tokens, " + format.share(cached) + " not computed again" : "no prompt yet");
+  setText("sources-note", total ? format.count(total) + " tokens, " + format.share(cached / total) + " from cache" : "no prompt yet");
   $("sources").setAttribute("aria-label", total
     ? SOURCES.map((name) => name + " " + format.share(sources[name] / total)).join(", ") : "no prompt tokens yet");
 }
@@ -211,7 +223,8 @@ const NAMES = { chat: "chat", completion: "completion", completions: "completion
 
 function requestRow(row, end, span) {
   const total = duration(row);
-  const lane = element("span", { role: "cell", class: "lane" + (row.running ? " live" : "") });
+  const failed = row.status !== "ok" && row.status !== "running";
+  const lane = element("span", { role: "cell", class: "lane " + (row.running ? "live" : failed ? "failed" : "ended") });
   let at = row.age; // seconds ago
   const spoken = [];
   for (const phase of PHASES) {
@@ -229,8 +242,7 @@ function requestRow(row, end, span) {
   }
   if (!lane.childElementCount) lane.append(element("small", {}, row.age - total > end + span ? format.span(row.age) + " ago" : ""));
   lane.setAttribute("aria-label", spoken.join(", "));
-  const failed = row.status !== "ok" && row.status !== "running";
-  const made = element("div", { role: "row", class: "row", title: row.id + "\n" + spoken.join(", ") + (failed ? "\n" + row.status : "") },
+  const made = element("div", { role: "row", class: "row", title: row.id + "\n" + spoken.join(", ") + "\n" + (row.running ? "running" : failed ? row.status : "ended") },
     element("span", { role: "cell", class: "who" }, element("span", failed ? { class: "failed" } : {}, failed ? row.status : NAMES[row.kind] || row.kind),
       element("code", {}, row.id.slice(-8))),
     cell(format.count(row.prompt_tokens)), cell(row.cached_tokens === null ? "–" : format.count(row.cached_tokens)),
