@@ -1,4 +1,4 @@
-"""The native kernels built for other cores and run by an emulator, behind the same names as the library of this machine.
+"""The native kernels built for other cores and run by an emulator, behind the names of the library of this machine.
 
 A call sends the memory of all tensors that its pointers point into, and writes back what the kernel left there. So
 pointers that lie in memory themselves are not followed: kernels that take tables of them cannot be called.
@@ -44,7 +44,8 @@ def emulated(cores: str, *names: str) -> Iterator[EmulatedLibrary]:
                        check=True)
     # All features that the emulator knows; the library was built for those that are to be tested.
     started = [EMULATOR, "-cpu", "max", "-L", "/usr/aarch64-linux-gnu", str(caller), str(library)]
-    with subprocess.Popen(started, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process, pytest.MonkeyPatch.context() as patch:
+    with (subprocess.Popen(started, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process,
+          pytest.MonkeyPatch.context() as patch):
         found = EmulatedLibrary(process)
         patch.setattr(torch.Tensor, "data_ptr", found.data_ptr)
         patch.setattr(native, "_load", lambda: native._Loaded(found, "emulated"))  # type: ignore[arg-type]
@@ -90,7 +91,8 @@ class EmulatedLibrary:
                 sent.append(struct.pack("<qq", ord("i"), int(value or 0)))
         sizes = [self._storages[base][0] for base in used]
         to, back = self._process.stdin, self._process.stdout
-        assert to is not None and back is not None
+        assert to is not None
+        assert back is not None
         to.write(struct.pack("<q", len(name)) + name.encode() + struct.pack("<q", len(used)))
         for base, size in zip(used, sizes, strict=True):
             to.write(struct.pack("<q", size) + ctypes.string_at(base, size))

@@ -1,5 +1,5 @@
-"""The native kernels as ARM cores run them, emulated: near the reference, the same bits in every batch, and with weights
-in codes the same bits as on this machine."""
+"""The native kernels as ARM cores run them, emulated: near the reference, the same bits in every batch, and with
+weights in codes the same bits as on this machine."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ from spillover.kernels.kv_quant import KVCodec
 from spillover.kernels.linear import embedding, linear, pack, unpack
 from spillover.kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from spillover.kernels.rope import rope, rope_reference
+from spillover.models import llama
+from spillover.models.config import ModelConfig
+from spillover.models.loader import dummy_weights
+from spillover.plan.hardware import probe
+from spillover.plan.planner import PlanRequest, make_plan
 
 pytestmark = [
     pytest.mark.skipif(platform.machine() in ("aarch64", "arm64"), reason="runs these kernels itself"),
@@ -41,7 +46,8 @@ SHAPES = [(70, 64), (33, 320)]  # of weights
 @pytest.fixture
 def neoverse() -> Iterator[EmulatedLibrary]:
     """Cores that multiply vectors of bytes, and not matrices."""
-    with emulated("-mcpu=neoverse-n1", "activation", "attention", "kv_quant", "linear", "norm", "rope", "team") as found:
+    names = ("activation", "attention", "kv_quant", "linear", "norm", "rope", "team")
+    with emulated("-mcpu=neoverse-n1", *names) as found:
         yield found
 
 
@@ -59,13 +65,22 @@ def test_products_with_panels(neoverse: EmulatedLibrary) -> None:
         assert torch.equal(embedding(ids, packed), plain[ids])
 
 
+def test_the_planner_counts_panels_as_these_cores_pack_them(neoverse: EmulatedLibrary) -> None:
+    config = ModelConfig("LlamaForCausalLM", vocab_size=100, hidden_size=48, num_layers=2, num_heads=3, num_kv_heads=1,
+                         head_dim=16, intermediate_size=72, rms_norm_eps=1e-5, rope_theta=1e4, max_position=64)
+    specs = llama.weight_specs(config)
+    plan = make_plan(PlanRequest(device="cpu", dtype="float32", max_model_len=64), config, specs, probe())
+    weights = dummy_weights(config, specs, torch.float32, torch.device("cpu"))
+    assert plan.weight_bytes == sum(w.nbytes for part in weights.parts.values() for w in part.values())
+
+
 @pytest.mark.parametrize("cores", ["-mcpu=neoverse-n1", "-march=armv8.6-a+i8mm"])
 def test_products_with_codes(cores: str) -> None:
     weights: dict[tuple[Kind, int, int], tuple[CodedWeight, Tensor, Tensor]] = {}
     here = {}
     for kind in KINDS:
         for n, k in SHAPES:
-            sizes = torch.exp2(torch.randint(-10, 10, (k,)))  # columns of very different sizes, as activations have them
+            sizes = torch.exp2(torch.randint(-10, 10, (k,)))  # columns differ in size, as activations do
             weights[kind, n, k] = coded(kind, n, k), torch.randn(max(ROWS), k) * sizes, torch.randn(n)
             if native.multiplies_codes():
                 here[kind, n, k] = linear(weights[kind, n, k][1], weights[kind, n, k][0], weights[kind, n, k][2])
@@ -125,7 +140,8 @@ def test_attention(neoverse: EmulatedLibrary, window: int | None, kind: str) -> 
     store_kv_reference(k, v, pool[:, 1], batch)
     assert torch.equal(s.pool.view(torch.uint8), pool.view(torch.uint8))
     found = attention(q, s.pool[:, 1], batch, 0.2, window, sinks)
-    torch.testing.assert_close(found, attention_reference(q, pool[:, 1], batch, 0.2, window, sinks), rtol=1e-4, atol=2e-5)
+    wanted = attention_reference(q, pool[:, 1], batch, 0.2, window, sinks)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-5)
     alone = s.run([parts[2]], window)
     in_two = torch.cat((s.run([(2, 300, 320)], window), s.run([(2, 320, 333)], window)))
     assert torch.equal(alone, in_two)

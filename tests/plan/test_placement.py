@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from plan_shapes import CPU, GIB, GPT_OSS, GPU, RATES, SMOLLM2, SMOLLM2_SPECS, TINY
 
 from spillover.errors import PlanError
+from spillover.kernels import native
 from spillover.models import gpt_oss, llama, qwen3_moe
 from spillover.models.config import ModelConfig
 from spillover.models.loader import dummy_weights
@@ -96,7 +97,8 @@ def test_a_plan_keeps_to_its_budgets_and_places_each_unit_once(flags: dict[str, 
 
 
 def check_units(placed: WeightPlan, plan: Plan, config: ModelConfig, specs: Any) -> None:
-    units = weight_units(config, specs, plan.dtype, 32 if plan.device == "cpu" and plan.dtype == "float32" else 1)
+    units = weight_units(config, specs, plan.dtype,
+                         max(1, native.panel_width()) if plan.device == "cpu" and plan.dtype == "float32" else 1)
     assert list(placed.parts) == list(specs)
     assert set(placed.experts) == set(units.stacks)
     assert set(placed.parts.values()) <= {"resident", "streamed", "demand"}
@@ -412,7 +414,7 @@ def test_units_are_counted_as_they_will_lie(kind: str, packed: bool) -> None:
                          qk_norm=kind != "mxfp4")
         specs = (gpt_oss if kind == "mxfp4" else qwen3_moe).weight_specs(config)
     weights = dummy_weights(config, specs, torch.float32, torch.device("cpu"), pack=packed)
-    units = weight_units(config, specs, "float32", 32 if packed else 1)
+    units = weight_units(config, specs, "float32", max(1, native.panel_width()) if packed else 1)
     for part, held in weights.parts.items():
         common, experts = split_experts(held)
         assert Record.of(common).nbytes == units.records[part]

@@ -114,7 +114,7 @@ def plan_model(config: EngineConfig, rates: Rates | None = None, progress: Progr
     keeps = config.load_format == "auto" and config.weight_codes == "keep" and native.multiplies_codes()
     if keeps and where(request, model_config, machine) == ("cpu", "float32"):
         specs = in_codes(specs, hf_config.get("code_bits", {}))
-    plan = make_plan(request, model_config, specs, machine, rates, native.library() is not None, measure=quick_rates)
+    plan = make_plan(request, model_config, specs, machine, rates, measure=quick_rates)
     if plan.device == "cuda" and plan.block_size & (plan.block_size - 1):
         raise SpilloverError(f"--block-size on CUDA is a power of two, such as 16, 32 or 64; got {plan.block_size}")
     if null:  # the planned blocks are counted but never held

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from spillover.errors import PlanError
+from spillover.kernels.native import panel_width
 from spillover.models.config import ModelConfig
 from spillover.models.weight_specs import ITEMSIZE, WeightSpecs
 from spillover.plan.fit import STEPS_IN_FLIGHT as STEPS_IN_FLIGHT
@@ -36,8 +37,6 @@ from spillover.plan.shapes import ModelShape, kv_layer_bytes, model_shape
 from spillover.plan.tiers import TierPlan, check_host_memory, host_bytes, plan_tiers, slot_stride
 from spillover.plan.units import weight_units
 from spillover.plan.workspace import Workspace
-
-PANEL_ROWS = 32  # native kernels pack matrices in panels of up to this many rows
 
 
 @dataclass(frozen=True)
@@ -133,14 +132,13 @@ def make_plan(
     specs: WeightSpecs,
     machine: Machine,
     rates: Rates | None = None,
-    native: bool = True,
     measure: Callable[[str], Rates] | None = None,
 ) -> Plan:
-    """`native`: whether the CPU kernels serve float32; without them attention needs room for its scores. `measure`:
-    times the device, asked only for a model that does not fit and whose rates are not given."""
+    """`measure` times the device, asked only for a model that does not fit and whose rates are not given."""
     device, dtype = where(request, config, machine)
-    native = native and device == "cpu" and dtype == "float32"
-    panel = PANEL_ROWS if native else 1
+    # Without the native kernels, which serve float32 on a CPU, attention needs room for its scores.
+    panel = panel_width() if device == "cpu" and dtype == "float32" else 0
+    native, panel = panel > 0, max(1, panel)
     shape = model_shape(config, specs, dtype, panel, request.kv_cache_dtype)
     slot_bytes = _slot_bytes(request, config, shape, dtype)
     check_host_memory(request.host_memory, machine, device, size_flag(request.host_memory or 0),

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 
+from spillover.kernels.extents import CODE_PANEL
 from spillover.models.config import ModelConfig
 from spillover.models.groups import layer_groups
 from spillover.models.weight_specs import ITEMSIZE, WeightSpec, WeightSpecs
@@ -132,6 +133,7 @@ def padded(spec: WeightSpec, panel: int) -> WeightSpec:
     if not spec.packable:
         return spec
     *stack, rows, columns = spec.shape
+    panel = CODE_PANEL if spec.code_bits else panel
     return replace(spec, shape=(*stack, -(-rows // panel) * panel, columns))
 
 
