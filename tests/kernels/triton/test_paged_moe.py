@@ -130,6 +130,8 @@ def host(there: Paged, mail: Mail) -> Iterator[list[int]]:
     """A thread that answers the mail; the layers it was asked about."""
     layers: list[int] = []
     stop = threading.Event()
+    # Before the thread starts: a copy from the device would wait for the kernel that waits for this thread's answer.
+    cpu = [Experts(each.values.cpu(), None, None) for each in there.whole]
 
     def work() -> None:
         turn = 0
@@ -142,7 +144,6 @@ def host(there: Paged, mail: Mail) -> Iterator[list[int]]:
             layers.append(int(mail.header[places.LAYER]))
             pairs = mail.pairs[:count]
             rows = torch.zeros(count, mail.x.shape[1])
-            cpu = [Experts(each.values.cpu(), None, None) for each in there.whole]
             everyone = torch.arange(EXPERTS, dtype=torch.int32)
             experts_reference(mail.x[:tokens][pairs[:, 0].long()], pairs[:, 1:2], everyone, *cpu, there.limit, rows)
             mail.out[:count] = rows
