@@ -157,8 +157,10 @@ def _told(loaded: ctypes.CDLL | None) -> ctypes.CDLL | None:
     return loaded
 
 
-def _tell(done: int, total: int) -> None:
-    """Say nothing, until on_build() has another callback."""
+def _say_nothing(done: int, total: int) -> None: ...
+
+
+_tell: Progress = _say_nothing  # until on_build() has another callback
 
 
 @cache

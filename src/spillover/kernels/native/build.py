@@ -91,11 +91,10 @@ def _compile(command: list[str], sources: Sequence[Path], folder: Path, tell: Pr
         while waiting or running:
             while waiting and len(running) < _cores():
                 source, target = waiting.pop(0)
-                complaints = folder / f"{source.stem}.log"
-                with complaints.open("wb") as log:
+                log = folder / f"{source.stem}.log"
+                with log.open("wb") as stderr:
                     arguments = [*command, "-c", str(source), "-o", target]
-                    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=log)
-                running.append((process, complaints))
+                    running.append((subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=stderr), log))
             ended = [(process, log) for process, log in running if process.poll() is not None]
             for process, log in ended:
                 running.remove((process, log))
