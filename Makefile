@@ -10,7 +10,7 @@ PYTHON ?= $(shell for python in python3.12 python3.11 python3.13 python3; do \
 
 GPU_WORKERS ?= 4  # of test-gpu, each with less than 5 GB of the device
 
-.PHONY: help demo test test-gpu test-clients soak chaos attack bench browser valkey venv clean
+.PHONY: help demo test test-gpu test-clients soak chaos attack bench browser valkey cross venv clean
 
 help:
 	@echo "make demo      set up, then see it work on the default model"
@@ -27,7 +27,7 @@ help:
 demo: venv
 	$(BIN)/spill demo
 
-test: venv browser valkey
+test: venv browser valkey cross
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
@@ -71,6 +71,13 @@ valkey:
 		&& { DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends valkey-server >/dev/null 2>&1 \
 		|| DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends redis-server >/dev/null; }; } \
 		|| echo "no Valkey or Redis server: the tests of the remote KV tier will be skipped"
+
+# For the tests of the ARM kernels on x86_64; without it they are skipped, saying so. ARM machines run them as they are.
+cross:
+	@test "$$(uname -m)" != x86_64 || { command -v aarch64-linux-gnu-g++ && command -v qemu-aarch64-static; } >/dev/null \
+		|| { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq \
+		&& DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends g++-aarch64-linux-gnu \
+		qemu-user-static >/dev/null 2>&1; } || echo "no cross compiler and emulator: the tests of the ARM kernels will be skipped"
 
 venv: $(STAMP)
 

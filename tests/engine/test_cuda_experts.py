@@ -34,8 +34,8 @@ def rounding(x: Tensor, scores: Tensor, first: Experts, second: Experts, k: int,
              limit: float | None) -> Tensor:
     """[T, H]: how far roundings move a mixture, whatever the order of its sums, which is the width of vectors.
 
-    The roundings of n products that are added up, of either sign, come to UNIT * sqrt(n) times the root of the products'
-    squares. What one linear is off by the next one multiplies; errors that do not know of each other add in squares.
+    The roundings of n products that are added up, of either sign, come to UNIT * sqrt(n) times the root of the
+    products' squares. What one linear is off by the next one multiplies; independent errors add in squares.
     """
     best, ids = scores.double().topk(k)
     shares = best.softmax(-1) if renormalize else scores.double().softmax(-1).gather(-1, ids)

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import math
 import platform
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from emulated import EmulatedLibrary, emulated, missing
+from emulated import COMPILER, EmulatedLibrary, emulated, missing
 from gguf import GGMLQuantizationType as Kind
 from sequences import sequences
 from test_coded import KINDS, coded, room
@@ -26,6 +28,7 @@ from spillover.kernels.attention import attention, attention_reference, store_kv
 from spillover.kernels.coded import CodedWeight, unpack_codes
 from spillover.kernels.kv_quant import KVCodec
 from spillover.kernels.linear import embedding, linear, pack, unpack
+from spillover.kernels.native.build import FLAGS, SOURCES
 from spillover.kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from spillover.kernels.rope import rope, rope_reference
 from spillover.models import llama
@@ -39,6 +42,7 @@ pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
 ]
 
+EMULATED = ("activation", "attention", "kv_quant", "linear", "norm", "rope", "team")
 ROWS = [1, 2, 3, 5, 17]
 SHAPES = [(70, 64), (33, 320)]  # of weights
 
@@ -46,9 +50,14 @@ SHAPES = [(70, 64), (33, 320)]  # of weights
 @pytest.fixture
 def neoverse() -> Iterator[EmulatedLibrary]:
     """Cores that multiply vectors of bytes, and not matrices."""
-    names = ("activation", "attention", "kv_quant", "linear", "norm", "rope", "team")
-    with emulated("-mcpu=neoverse-n1", *names) as found:
+    with emulated("-mcpu=neoverse-n1", *EMULATED) as found:
         yield found
+
+
+@pytest.mark.parametrize("source", [source for source in SOURCES if source.stem not in (*EMULATED, "coded")],
+                         ids=lambda source: source.stem)
+def test_the_others_compile(source: Path) -> None:
+    subprocess.run([COMPILER, "-mcpu=neoverse-n1", *FLAGS, "-Werror", "-fsyntax-only", str(source)], check=True)
 
 
 def test_products_with_panels(neoverse: EmulatedLibrary) -> None:
