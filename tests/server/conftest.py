@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 from running_server import Server, running
 
+from valkey import valkey, valkey_program  # noqa: F401
+
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:

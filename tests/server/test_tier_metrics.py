@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from running_server import Server, running, until
+from running_server import SPILL, Server, running, until
+
+from valkey import Valkey
 
 POOL = 24  # blocks of 16 tokens, of which each conversation below takes 8
 CONVERSATIONS = 6
@@ -69,3 +73,23 @@ def test_restored_tokens_are_counted_by_tier_with_bytes_rates_and_share_of_link(
         assert tiers["host"]["traffic"]["in"]["bytes"] == moved["host in"]
         assert tiers["disk"]["traffic"]["available"]
         assert "traffic" not in tiers["remote"]
+
+
+def test_a_remote_store_that_dies_while_nobody_asks_is_told(valkey: Valkey) -> None:
+    with running("--max-model-len", "256", "--remote", valkey.url) as server:
+        until(lambda: tier_values(server, "kv_tier_available") == {"remote": 1})
+        valkey.kill()
+        until(lambda: tier_values(server, "kv_tier_available") == {"remote": 0}, seconds=60)
+        valkey.start()
+        until(lambda: tier_values(server, "kv_tier_available") == {"remote": 1}, seconds=60)
+
+
+@pytest.mark.parametrize("where", ["FOLDER/file", "FOLDER/file/kv", "/proc/nowhere/kv"])
+def test_a_disk_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path, where: str) -> None:
+    (tmp_path / "file").touch()
+    path = where.replace("FOLDER", str(tmp_path))
+    ended = subprocess.run([*SPILL, "serve", "--port", "0", "--disk", f"{path}:100MB"], capture_output=True, text=True,
+                           timeout=100)
+    assert ended.returncode == 2
+    assert f"--disk {path} cannot be used: " in " ".join(ended.stderr.split())
+    assert "Traceback" not in ended.stderr

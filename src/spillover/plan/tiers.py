@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +41,7 @@ def plan_tiers(host_memory: int | None, disks: tuple[DiskBudget, ...], remote: s
         tiers.append(TierPlan("host", "pinned RAM" if device == "cuda" else "RAM", host_memory, blocks))
     for disk in disks:
         least = FIXED_BYTES + segment_cost(1, slot_bytes)
+        _check_usable(disk.path)
         _check_holds_one(f"--disk {disk.path}", disk.capacity_bytes, disk.capacity_bytes // least, least)
         blocks = max(1, (disk.capacity_bytes - FIXED_BYTES - 2 * PAGE) // (segment_cost(16, slot_bytes) // 16))
         tiers.append(TierPlan("disk", str(disk.path), disk.capacity_bytes, blocks, note=_shortage(disk)))
@@ -105,6 +107,18 @@ def _check_holds_one(flag: str, given: int, blocks: int, least: int) -> None:
     if blocks < 1:
         raise PlanError(f"{flag} of {format_bytes(given)} holds no KV block; give it at least {format_bytes(least)} "
                         f"({least} bytes)")
+
+
+def _check_usable(path: Path) -> None:
+    """Before a model is loaded; what only a write can show is found when the tier is opened."""
+    folder = _existing(path)
+    reason = None
+    if folder != path and os.path.lexists(folder / path.relative_to(folder).parts[0]):
+        reason = "it is, or lies in, a file"
+    elif not os.access(folder, os.W_OK | os.X_OK) and (folder != path or not any(path.iterdir())):
+        reason = f"this user may not write to {folder}"
+    if reason is not None:
+        raise PlanError(f"--disk {path} cannot be used: {reason}; give a folder that can be written")
 
 
 def _shortage(disk: DiskBudget) -> str:
