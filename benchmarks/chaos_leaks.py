@@ -86,5 +86,11 @@ class Leaks:
                 text = answer.read().decode()
         except OSError:
             return {"metrics": -1.0}
-        return {name: sum(map(float, re.findall(rf"^spillover:{name}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)))
-                for name in names}
+        values = {}
+        for name in names:
+            samples = re.findall(rf"^spillover:{name}(\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
+            if not samples:
+                raise ValueError(f"/metrics has no {name}")
+            # Tiers below the device keep blocks that nobody holds.
+            values[name] = sum(float(value) for labels, value in samples if 'tier="' not in labels or "device" in labels)
+        return values
