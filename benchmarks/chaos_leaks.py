@@ -92,5 +92,6 @@ class Leaks:
             if not samples:
                 raise ValueError(f"/metrics has no {name}")
             # Tiers below the device keep blocks that nobody holds.
-            values[name] = sum(float(value) for labels, value in samples if 'tier="' not in labels or "device" in labels)
+            values[name] = sum(float(value) for labels, value in samples
+                               if 'tier="' not in labels or 'tier="device"' in labels)
         return values
