@@ -10,6 +10,7 @@ from os import PathLike
 from types import TracebackType
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from spillover.engine.assemble import Assembly, assemble
@@ -57,6 +58,8 @@ class LLM:
                                        self.config.seed, grammar_limits=GrammarLimits.of(self.config))
         self._thread = EngineThread(self.engine)
         weakref.finalize(self, self._thread.abandon)
+        if self.plan.device == "cuda":
+            self._thread.run(torch.cuda.synchronize)  # makes its context current in that thread
         weakref.finalize(self, self._factory.close)
 
     # Asking
