@@ -25,7 +25,7 @@ HITS = {"device": (70, 30, 0), "host": (21, 30, 49), "warm": (66, 30, 4)}  # com
 ARMS = tuple(SPEED)
 
 
-def write_results(folder: Path, arms: Sequence[str] = ARMS, rates: Sequence[float] = (1, 2, 4, 8), blocks: int = 8,
+def write_results(folder: Path, arms: Sequence[str] = ARMS, rates: Sequence[float] = (1, 2, 4, 8), blocks: int = 6,
                   passes: int | None = None, name: str = "made-up", about: str = "Made-up numbers.",
                   crashing: str = "", primary: str = "output_throughput") -> Path:
     """`passes`: stop after so many, as if it had been interrupted. `crashing`: an arm that runs out of memory."""

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from made_up_results import write_results
 
 from spillover.lab.report.data import read_report
-from spillover.lab.report.figures import figures
+from spillover.lab.report.figures import Figure, Line, LineFigure, Panel, figures
 from spillover.lab.report.html import render
 
 sys.path.append(str(Path(__file__).parents[1] / "server"))
@@ -58,7 +59,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     evil = "Made-up numbers. </script><script>document.title = 'taken'</script>"
-    folder = write_results(tmp_path_factory.mktemp("lab") / "made-up", rates=(2, 8), blocks=6, about=evil)
+    folder = write_results(tmp_path_factory.mktemp("lab") / "made-up", rates=(2, 8), blocks=5, about=evil)
     report = read_report(folder)
     path = folder / "report.html"
     path.write_text(render(report, figures(report)))
@@ -166,6 +167,74 @@ def test_text_can_be_read_and_controls_have_names(browser: Chromium, page: Path,
                 if node.get("role", {}).get("value") in ("button", "combobox", "link", "image")]
     assert len(controls) > 20
     assert all(node.get("name", {}).get("value") for node in controls)
+
+
+# In every line plot: how far texts leave the picture, and how far lines leave the marks of the axis, in pixels.
+OUTSIDE = """(() => [...document.querySelectorAll("figure svg")].map((svg) => {
+  const frame = svg.getBoundingClientRect();
+  const texts = [...svg.querySelectorAll("text")].map((text) => text.getBoundingClientRect());
+  const beyond = Math.max(...texts.flatMap((box) => [frame.left - box.left, box.right - frame.right,
+                                                      frame.top - box.top]));
+  const ends = [...svg.querySelectorAll("line.grid")].map((line) => [line.y1.baseVal.value, line.y2.baseVal.value]);
+  const heights = ends.filter(([from, to]) => from === to).map(([from]) => from);
+  const shapes = [...svg.querySelectorAll("g > path, g > circle")].map((shape) => shape.getBBox());
+  const above = Math.max(...shapes.map((box) => Math.min(...heights) - box.y - (box.width < 9 ? box.height / 2 : 0)));
+  return [svg.ariaLabel, beyond, above];
+}))()"""
+
+
+def scaled(figure: Figure, factor: float) -> Figure:
+    """The same picture of a machine with other numbers; shares stay shares."""
+    if not isinstance(figure, LineFigure):
+        return figure
+    def line(one: Line, panel: Panel) -> Line:
+        x, y = (1.0 if axis.unit not in ("ms", "tok/s", "B") else factor for axis in (panel.x, panel.y))
+        return replace(one, points=tuple((x * px, y * py) for px, py in one.points),
+                       upper=tuple(y * value for value in one.upper))
+
+    return replace(figure, panels=tuple(replace(panel, lines=tuple(line(one, panel) for one in panel.lines))
+                                        for panel in figure.panels))
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_lines_stay_on_their_axes_and_marks_in_the_picture(browser: Chromium, page: Path, tmp_path: Path,
+                                                           width: int) -> None:
+    report = read_report(page.parent)
+    drawn = figures(report)
+    seen = set()
+    for factor in (0.013, 1.0, 10_000 / 5_600, 4_321.0):
+        path = tmp_path / "scaled.html"
+        path.write_text(render(report, [scaled(figure, factor) for figure in drawn]))
+        open_page(browser, path, width=width)
+        for label, beyond, above in browser.wait(OUTSIDE):
+            assert beyond <= 0.5, (factor, label)
+            assert above <= 1.5, (factor, label)
+        seen.update(browser.evaluate("[...document.querySelectorAll('#ttft svg text')].map((text) => "
+                                     "text.textContent)"))
+    assert "10,000" in seen
+
+
+def test_every_plot_names_what_it_draws(browser: Chromium, page: Path) -> None:
+    open_page(browser, page)
+    browser.wait("[...document.querySelectorAll('figure .plot')].every((plot) => plot.childElementCount)")
+    legends = browser.evaluate("[...document.querySelectorAll('figure')].map((figure) => [figure.id, "
+                               "[...figure.querySelectorAll('.legend li')].map((item) => item.textContent)])")
+    assert len(legends) == 8
+    for key, names in legends:
+        if key not in ("split", "sources"):
+            assert names == ["device (baseline)", "host", "warm", "slow"], key
+    browser.evaluate("document.querySelector('.arm[data-arm=host]').click()")
+    assert "host" not in browser.text("#rate .legend")
+
+
+def test_a_table_that_is_wider_than_the_window_says_so(browser: Chromium, page: Path) -> None:
+    hints = "[...document.querySelectorAll('.scroll')].filter((box) => box.checkVisibility()).map((box) => " \
+            "[box.scrollWidth > box.clientWidth + 1, box.previousElementSibling.checkVisibility()])"
+    for width, scrolls in ((400, True), (1400, False)):
+        open_page(browser, page, width=width)
+        found = browser.wait(hints)
+        assert any(wide for wide, _ in found) == scrolls
+        assert all(wide == told for wide, told in found)
 
 
 @pytest.mark.parametrize("width", [400, 800, 1400])

@@ -58,7 +58,7 @@ class Stop:
     @property
     def text(self) -> str:
         blocks, left = f"{self.blocks} block{'s' * (self.blocks != 1)}", len(self.undecided)
-        open_ = f"{left} of {len(self.verdicts)} comparisons undecided"
+        open_ = f"{left} comparison{'s' * (left != 1)} undecided"
         if self.reason == "max-blocks":
             return f"Stopped at its limit of {blocks} with {open_}; a larger --max-blocks goes on from here."
         if self.reason == "time-limit":

@@ -42,9 +42,9 @@ def render(report: Report, figures: Sequence[Figure]) -> str:
                        "figures": [as_json(figure) for figure in figures]}),
         facts=wording.top_facts(report),
         warnings=wording.warnings(report),
-        counts=[(word, count, TONES[word]) for word, count in wording.counts(report) if count],
+        counts=[(wording.verdict_word(report, word), count, TONES[word]) for word, count in wording.counts(report)
+                if count],
         forest=forest(report),
-        confidence=wording.confidence(report),
         method=wording.method(report),
         sweep_tables=sweeps(report),
         measured=[{"name": name, "facts": wording.short_facts(workloads[0]),

@@ -43,6 +43,11 @@ def counts(report: Report) -> list[tuple[str, int]]:
     return [(word, found[word]) for word in VERDICTS]
 
 
+def verdict_word(report: Report, verdict: str) -> str:
+    """As it is read: "same within 2%"."""
+    return f"same within {100 * float(report.plan['equivalence']):g}%" if verdict == "same" else verdict
+
+
 def warnings(report: Report) -> list[str]:
     """What a reader must know before any number."""
     made = [report.stop_text] if report.stopped != "decided" else []

@@ -5,7 +5,8 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const tip = document.querySelector(".tip");
 const off = new Set();
 const drawings = [];
-const MARGIN = { top: 26, right: 14, bottom: 38, left: 54 };
+const MARGIN = { top: 26, right: 14, bottom: 38 };
+const textWidth = (text) => 6.4 * text.length;  // of 11 px digits, rounded up
 const color = (arm) => data.colors[arm] ?? "var(--soft)";
 
 function node(tag, attributes = {}, ...children) {
@@ -42,10 +43,18 @@ function ticks(low, high, axis, count) {
   const base = axis.unit === "B" ? 2 : 10;
   const rough = (high - low) / count || 1;
   const power = base ** Math.floor(Math.log(rough) / Math.log(base));
-  const step = base === 2 ? power : [1, 2, 2.5, 5, 10].map((by) => by * power).find((by) => by >= rough * 0.999);
+  const step = base === 2 ? (rough > power ? 2 * power : power) : [1, 2, 2.5, 5, 10].map((by) => by * power).find((by) => by >= rough * 0.999);
   const found = [];
   for (let tick = Math.ceil(low / step - 1e-9) * step; tick <= high + step * 1e-9; tick += step) found.push(Math.round(tick / step) * step + 0);
   return found;
+}
+
+// An axis begins and ends at a mark, so that no line leaves it; from 0 where a line could be read as a share of it.
+function whole(low, high, axis, cut) {
+  const found = ticks(low, high, axis, 5);
+  if (found.length < 2) return [low, high];
+  const step = found[1] - found[0];
+  return [cut || low < 0 ? Math.floor(low / step + 1e-9) * step : low, Math.ceil(high / step - 1e-9) * step];
 }
 
 // Marks of one axis have the same digits; the axis names the unit unless it is bytes or percent.
@@ -134,13 +143,19 @@ class LinePlot {
     const [x, y, box] = this.axes(lines, width, height);
     const svg = node("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `${figure.title}, ${panel.workload}: ${panel.y.label} by ${panel.x.label}` });
     const clip = `clip-${figure.key}`;
-    svg.append(node("clipPath", { id: clip }, node("rect", { x: box.left - 5, y: box.top - 5, width: box.right - box.left + 10, height: box.bottom - box.top + 10 })));
+    const over = figure.style === "line" || figure.style === "steps" ? 1 : 5;  // room for dots on the edge
+    svg.append(node("clipPath", { id: clip }, node("rect", { x: box.left - over, y: box.top - over, width: box.right - box.left + 2 * over, height: box.bottom - box.top + 2 * over })));
     this.grid(svg, x, y, box);
     const inside = node("g", { "clip-path": `url(#${clip})` });
     for (const line of lines) this.line(inside, line, x, y, lines.length);
     svg.append(inside);
     this.pointing(svg, lines, x, y, box);
-    plot.replaceChildren(svg);
+    plot.replaceChildren(svg, this.legend(lines));
+  }
+
+  legend(lines) {
+    const dots = this.figure.style === "dots";
+    return node("ul", { class: "legend" }, ...lines.map(({ arm }) => node("li", {}, node("i", { class: `key ${dots ? "round" : arm === data.baseline ? "dashes" : "dash"}`, style: `color:${color(arm)}` }), arm, ...(arm === data.baseline ? [" (baseline)"] : []))));
   }
 
   axes(lines, width, height) {
@@ -161,11 +176,14 @@ class LinePlot {
     }
     if (panel.x.log) left = Math.max(left, right / 1e6, 1e-9);
     if (right <= left) right = left + 1;
-    const box = { left: MARGIN.left + (panel.y.unit === "B" ? 14 : 0), right: width - MARGIN.right, top: MARGIN.top, bottom: height - MARGIN.bottom };
+    const log = this.log() && low > 0;
+    if (!log && !(panel.y.unit === "%" && figure.style === "steps")) [low, high] = whole(low, high, panel.y, figure.style === "dots");
+    const widest = Math.max(...marks(ticks(low, high, { ...panel.y, log }, 5), { ...panel.y, log }).map(textWidth));
+    const box = { left: Math.max(40, Math.ceil(widest) + 12), right: width - MARGIN.right, top: MARGIN.top, bottom: height - MARGIN.bottom };
     const x = scale(left, right, box.left, box.right, panel.x.log);
-    const y = scale(low, high, box.bottom, box.top, this.log() && low > 0);
+    const y = scale(low, high, box.bottom, box.top, log);
     Object.assign(x, { low: left, high: right });
-    Object.assign(y, { low, high, log: this.log() && low > 0 });
+    Object.assign(y, { low, high, log });
     return [x, y, box];
   }
 
@@ -181,13 +199,13 @@ class LinePlot {
     for (const [index, tick] of across.entries()) {
       if (this.figure.style === "dots" && !Number.isInteger(tick)) continue;
       svg.append(node("line", { class: "grid", x1: x(tick), x2: x(tick), y1: box.top, y2: box.bottom }),
-        node("text", { x: x(tick), y: box.bottom + 15, "text-anchor": "middle" }, acrossMarks[index]));
+        node("text", { x: Math.min(x(tick), box.right + MARGIN.right - textWidth(acrossMarks[index]) / 2), y: box.bottom + 15, "text-anchor": "middle" }, acrossMarks[index]));
     }
     const named = (axis) => axis.unit && !["%", "B", "B/s"].includes(axis.unit) ? `${axis.label}, ${axis.unit}` : axis.label;
     const better = panel.better === "lower" ? " (lower is better)" : panel.better === "higher" ? " (higher is better)" : "";
     svg.append(node("line", { class: "axis", x1: box.left, x2: box.right, y1: box.bottom, y2: box.bottom }),
       node("text", { x: box.right, y: box.bottom + 32, "text-anchor": "end" }, named(panel.x)),
-      node("text", { x: 2, y: 9 }, named(panel.y) + better));
+      node("text", { x: 2, y: 11 }, named(panel.y) + better));
   }
 
   line(inside, line, x, y, count) {
@@ -355,6 +373,15 @@ for (const button of document.querySelectorAll(".sort")) {
     const rows = [...table.tBodies[0].rows].sort((a, b) => order(value(a), value(b)));
     table.tBodies[0].append(...(down ? rows.reverse() : rows));
   });
+}
+
+// A table that is wider than its place says so.
+for (const box of document.querySelectorAll(".scroll")) {
+  const hint = node("p", { class: "hint" }, "Scroll sideways to see all columns \u2192");
+  box.before(hint);
+  const tell = () => { hint.hidden = box.scrollWidth <= box.clientWidth + 1; };
+  new ResizeObserver(tell).observe(box);
+  tell();
 }
 
 for (const button of document.querySelectorAll(".copy")) {
