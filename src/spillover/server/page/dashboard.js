@@ -18,7 +18,7 @@ function show(live) {
 // Header
 
 const STATES = {
-  ready: "ready", starting: "starting", sleeping: "asleep", dead: "engine down", away: "not reachable",
+  ready: "ready", starting: "starting", sleeping: "asleep", hung: "engine hung", dead: "engine down", away: "not reachable",
 };
 
 function showHeader(live) {
@@ -41,10 +41,11 @@ function showHeader(live) {
 function showBanner(live) {
   const asked = {
     dead: "The engine is down: requests are refused until it is back. The server's log says why it stopped.",
+    hung: "The engine gives no sign of life: requests are refused until it does, or has been started again.",
     starting: "The engine is starting. Requests are answered when the model is loaded.",
     sleeping: "The engine is asleep: its weights are out of device memory. POST /wake_up brings them back; requests wait until then.",
   };
-  banner(asked[live.state], live.state === "dead" ? "bad" : "warn");
+  banner(asked[live.state], live.state === "dead" || live.state === "hung" ? "bad" : "warn");
 }
 
 function banner(text, kind) {
