@@ -223,7 +223,7 @@ def token_gaps(report: Report) -> LineFigure | None:
                                 tuple(lines), "lower"))
     return _lines("itl", "Gaps between tokens over time",
                   "The line is the median of all streams in a moment, thin strokes reach to the longest gap. "
-                  "The run in the middle of each arm.", "line", panels)
+                  "For each arm, its run with the median result.", "line", panels)
 
 
 def token_rate(report: Report) -> LineFigure | None:
@@ -240,7 +240,7 @@ def token_rate(report: Report) -> LineFigure | None:
         if lines:
             panels.append(Panel(workload, "", Axis("time in the run", "s"), Axis("output", "tok/s"), tuple(lines),
                                 "higher"))
-    return _lines("rate", "Output tokens over time", "The run in the middle of each arm.", "line", panels)
+    return _lines("rate", "Output tokens over time", "For each arm, its run with the median result.", "line", panels)
 
 
 def machine(report: Report) -> LineFigure | None:
@@ -264,8 +264,8 @@ def machine(report: Report) -> LineFigure | None:
     order = {name: index for index, name in enumerate(dict.fromkeys(panel.choice for panel in panels))}
     panels.sort(key=lambda panel: order[panel.choice])
     return _lines("machine", "Memory and machine over time",
-                  "Sampled beside the run on the same clock; time 0 is when the load began. The run in the middle of "
-                  "each arm.", "line", panels)
+                  "Sampled beside the run on the same clock; time 0 is when the load began. For each arm, its run "
+                  "with the median result.", "line", panels)
 
 
 def gaps_over_time(run: Run) -> tuple[Any, Any]:

@@ -16,22 +16,22 @@ LATENCIES = {
     "ttft": ("TTFT", "time from sending a request to the first chunk that carries text or token ids"),
     "ttft_scheduled": ("TTFT from schedule", "as TTFT, but from when the request should have been sent: waiting in "
                                              "the client counts"),
-    "tpot": ("TPOT", "(last token - first token) / (tokens - 1), one value a request"),
+    "tpot": ("TPOT", "(last token - first token) / (tokens - 1), one value per request"),
     "itl": ("ITL", "gaps between tokens, pooled over requests; a chunk of k tokens counts as k gaps of 1/k"),
     "e2el": ("E2EL", "time from sending a request to its last token"),
 }
 RATES = {
-    "request_throughput": ("requests", "req/s", "finished requests a second"),
-    "request_goodput": ("goodput", "req/s", "requests a second that met every objective"),
-    "output_throughput": ("output", "tok/s", "output tokens a second"),
-    "total_token_throughput": ("in + out", "tok/s", "prompt and output tokens a second"),
+    "request_throughput": ("requests", "req/s", "finished requests per second"),
+    "request_goodput": ("goodput", "req/s", "requests per second that met every objective"),
+    "output_throughput": ("output", "tok/s", "output tokens per second"),
+    "total_token_throughput": ("in + out", "tok/s", "prompt and output tokens per second"),
     "max_output_tokens_per_s": ("peak output", "tok/s", "output tokens in the best second"),
 }
 OTHERS = {
     "duration": ("duration", "s", "first request sent to last one done"),
     "max_concurrent_requests": ("peak concurrency", "", "most requests at once"),
     "hit_rate": ("prefix hits", "%", "share of prompt tokens that were not computed"),
-    "of_limit": ("of limit", "%", "the least time that the machine's measured rates allow, of the time it took"),
+    "of_limit": ("of limit", "%", "the shortest time that the machine's measured rates allow, over the time it took"),
 }
 
 

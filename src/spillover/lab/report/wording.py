@@ -148,7 +148,7 @@ def env_prefix(arm: Arm) -> str:
 def top_facts(report: Report) -> list[tuple[str, str]]:
     hardware = report.provenance.get("hardware") or {}
     date = str(report.provenance.get("date") or "")[:16].replace("T", " ")
-    facts = [("measured", date), ("on", _device(hardware)), ("seed", report.seed),
+    facts = [("measured", date), ("on", _device(hardware)), ("document", report.seed),
              ("scale", report.scale), ("runs", f"{len(report.visits)}")]
     return [(name, value) for name, value in facts if value]
 
