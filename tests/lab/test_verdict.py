@@ -1,7 +1,7 @@
 """Experiments that run until they are decided are seldom wrong, however often they look; words agree with numbers.
 
-The noise of simulated runs is that of A/A runs of a real machine: 2.5% from run to run, and a slow walk that all arms
-share. Two ABBA pairs make a block, so that block ratios vary by 2.5% as well. benchmarks/lab_stopping.py has more.
+Simulated runs vary by 2.5%, and a slow walk is shared by all arms; two ABBA pairs make a block, so that block ratios
+vary by 2.5% as well. That is a quiet machine: benchmarks/lab_stopping.py has other spreads.
 """
 
 from __future__ import annotations
