@@ -147,6 +147,9 @@ def _switch(given: dict[str, Any], name: str, sweep: bool) -> Any:
 
 
 def _model(option: str | None, argument: str | None) -> str | None:
+    source = click.get_current_context(silent=True)
+    if source is not None and source.get_parameter_source("model") is click.core.ParameterSource.DEFAULT_MAP:
+        option = None if argument is not None else option  # a file's, which the command line overrides
     if option is not None and argument is not None:
         raise SpilloverError(f"the model was given twice, as '{argument}' and as --model {option}: give it once")
     return option if option is not None else argument

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from spillover.cli.config_file import config_file_option
 from spillover.cli.options import engine_options
 from spillover.engine.config import EngineConfig
 from spillover.errors import SpilloverError
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
+@config_file_option
 @click.option("--host", default="127.0.0.1", show_default=True,
               help="Address to listen on; 0.0.0.0 lets other machines in.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535),
@@ -51,6 +52,11 @@ if TYPE_CHECKING:
               help="Let pages from this origin call the server; may be given more than once.")
 @click.option("--allowed-host", "allowed_hosts", multiple=True, metavar="NAME",
               help="Take requests for this host name too, besides addresses and this machine's names; * takes all.")
+@click.option("--ssl-certfile", default=None, metavar="FILE", help="Serve HTTPS with this certificate (PEM).")
+@click.option("--ssl-keyfile", default=None, metavar="FILE",
+              help="The certificate's key (PEM), if it is not in the same file.")
+@click.option("--special-tokens-in-user-text/--no-special-tokens-in-user-text", default=True, show_default=True,
+              help="Whether a special token written in a message, as <|im_end|>, becomes that token or stays text.")
 @click.option("--drain-seconds", default=30.0, show_default=True, type=click.FloatRange(min=0),
               help="How long running requests may take to end after Ctrl-C or SIGTERM.")
 @click.option("--engine-degraded-seconds", default=5.0, show_default=True, type=click.FloatRange(min=1),
@@ -60,6 +66,8 @@ if TYPE_CHECKING:
 @click.option("--engine-step-seconds", default=900.0, show_default=True, type=click.FloatRange(min=1),
               help="After this long in one step, the engine is killed and started again, though its heart beats.")
 @click.option("--log-requests/--no-log-requests", default=True, show_default=True, help="One line per request.")
+@click.option("--log-format", default="text", show_default=True, type=click.Choice(("text", "json")),
+              help="How log lines are written to stderr.")
 @click.option("--log-prompts", is_flag=True, help="Also log the text of prompts, which is private as a rule.")
 @click.option("--profiler-dir", default=None, metavar="DIR",
               help="Turn on POST /start_profile and /stop_profile, which write traces of the engine's steps to DIR.")
@@ -79,7 +87,7 @@ def serve(config: EngineConfig, **options: Any) -> None:
 
     settings = _settings(config, options)
     with listen(settings.host, settings.port) as listening:  # before anything slow: a port in use is known at once
-        _run(config, settings, listening, address_of(listening, settings.host))
+        _run(config, settings, listening, address_of(listening, settings.host, settings.ssl_certfile is not None))
 
 
 def _settings(config: EngineConfig, options: dict[str, Any]) -> ServerSettings:
@@ -105,11 +113,27 @@ def _settings(config: EngineConfig, options: dict[str, Any]) -> ServerSettings:
     odd = next((name for name in options["allowed_hosts"] if name != "*" and set(name) & set(":/*")), None)
     if odd is not None:
         raise SpilloverError(f"--allowed-host is a name such as models.example.org, without a port, or *; got '{odd}'")
+    _check_certificate(options["ssl_certfile"], options["ssl_keyfile"])
     served = tuple(dict.fromkeys(" ".join(options["served_model_names"]).split())) or (_name(config.model),)
     limits = HangLimits(*(options.pop(f"engine_{name}_seconds") for name in ("degraded", "hang", "step")))
     return ServerSettings(**(options | {"max_request_bytes": limit, "served_model_names": served, "limits": limits,
                                         "profiler_dir": profiler_dir and os.path.abspath(profiler_dir),
                                         "admin_routes": options["admin_routes"] or bool(options["admin_keys"])}))
+
+
+def _check_certificate(certificate: str | None, key: str | None) -> None:
+    import ssl
+
+    if certificate is None:
+        if key is not None:
+            raise SpilloverError("--ssl-keyfile needs --ssl-certfile, the certificate it belongs to")
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        raise SpilloverError(f"--ssl-certfile {certificate}{f' with --ssl-keyfile {key}' if key else ''} cannot be "
+                             f"used: {reason}; both are PEM files without a password") from None
 
 
 def _run(config: EngineConfig, settings: ServerSettings, listening: socket, address: str) -> None:
@@ -119,12 +143,10 @@ def _run(config: EngineConfig, settings: ServerSettings, listening: socket, addr
     from spillover.cli.loading import fetch
     from spillover.cli.plan import print_plan
     from spillover.progress import stages
+    from spillover.server.logs import set_up_logging
     from spillover.server.serve import serve as run
 
-    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
-    logging.getLogger("spillover").setLevel(logging.INFO)
-    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # what it would tell is told by the server's own log
-
+    set_up_logging(settings.log_format)
     console = Console()
     fetch(config.model)
     with contextlib.ExitStack() as bar:

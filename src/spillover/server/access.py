@@ -50,23 +50,27 @@ class RequestLog:
             await self._app(scope, receive, named)
         finally:
             if self._front.settings.log_requests and not scope["path"].startswith(_QUIET):
-                log.info("%s", self._line(scope, request_id, status, time.monotonic() - start))
+                fields = self._fields(scope, request_id, status, time.monotonic() - start)
+                log.info("%s", _line(fields), extra={"fields": fields})
 
-    def _line(self, scope: Scope, request_id: str, status: int, seconds: float) -> str:
+    def _fields(self, scope: Scope, request_id: str, status: int, seconds: float) -> dict[str, Any]:
         path = scope["path"][:128].encode("unicode_escape").decode()
-        line = f"{scope['method']} {path} {status} {seconds * 1e3:.0f} ms id={request_id}"
+        fields: dict[str, Any] = {"method": scope["method"], "path": path, "status": status,
+                                  "milliseconds": round(seconds * 1e3), "id": request_id}
         jobs: list[Job] = scope.get("spillover.jobs") or []
         if not jobs:
-            return line
+            return fields
         requests = [request for job in jobs for request in job.requests]
         first = min((r.first_token for r in requests if r.first_token), default=0.0)
         reasons = sorted({request.finish_reason or "aborted" for request in requests})
-        line += (f" prompt={sum(job.num_prompt for job in jobs)}"
-                 f" cached={sum(job.requests[0].sources.cached for job in jobs if job.requests[0].sources)}"
-                 f" output={sum(len(r.token_ids) - r.num_prompt for r in requests)} ended={'+'.join(reasons)}")
+        fields |= {"prompt": sum(job.num_prompt for job in jobs),
+                   "cached": sum(job.requests[0].sources.cached for job in jobs if job.requests[0].sources),
+                   "output": sum(len(r.token_ids) - r.num_prompt for r in requests), "ended": "+".join(reasons)}
         if first:
-            line += f" ttft={(first - min(r.arrived for r in requests)) * 1e3:.0f} ms"
-        return line + (_prompts(self._front, jobs) if self._front.settings.log_prompts else "")
+            fields["ttft_milliseconds"] = round((first - min(r.arrived for r in requests)) * 1e3)
+        if self._front.settings.log_prompts:
+            fields["prompt_text"] = _prompts(self._front, jobs)
+        return fields
 
 
 class BodyLimit:
@@ -133,10 +137,17 @@ class BodyLimit:
                         code="request_too_large", headers={"Connection": "close"})
 
 
+def _line(fields: dict[str, Any]) -> str:
+    line = "{method} {path} {status} {milliseconds} ms id={id}".format_map(fields)
+    line += "".join(f" {name}={fields[name]}" for name in ("prompt", "cached", "output", "ended") if name in fields)
+    line += f" ttft={fields['ttft_milliseconds']} ms" if "ttft_milliseconds" in fields else ""
+    return line + (f" prompt_text={fields['prompt_text']}" if "prompt_text" in fields else "")
+
+
 def _prompts(front: Front, jobs: list[Job]) -> str:
     def shown(job: Job) -> Any:
         ids = job.requests[0].prompt_token_ids
         return job.text if job.text is not None else (
             front.client.tokenizer.decode(ids, False) if front.client.tokenizer is not None else ids)
 
-    return " prompt_text=" + " | ".join(repr(shown(job)) for job in jobs)
+    return " | ".join(repr(shown(job)) for job in jobs)

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from spillover.server.errors import ApiError, error_response
 
 # What a load balancer needs to see, and the page itself; what the page shows is asked for with the key.
-OPEN_PATHS = frozenset(("/health", "/ping", "/version", "/", "/favicon.ico"))
+OPEN_PATHS = frozenset(("/health", "/ping", "/version", "/", "/docs", "/openapi.json", "/favicon.ico"))
 OPEN_PREFIX = "/page/"
 
 

@@ -10,6 +10,7 @@ import asyncio
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -34,8 +35,9 @@ class Connections:
     refused: Callable[[str], None]  # told the reason of each refusal
     idle: dict[Connection, None] = field(default_factory=dict)
 
-    def protocol(self) -> Callable[..., Connection]:
-        return lambda *args, **kwargs: Connection(self, *args, **kwargs)
+    def protocol(self) -> Any:
+        """What uvicorn calls for each connection."""
+        return partial(Connection, self)
 
 
 class Connection(HttpToolsProtocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from spillover.models.tokenizer import Tokenizer
@@ -17,12 +17,16 @@ _END = "\ue0fe\ue0ffend of the final message\ue0ff "  # put behind a message tha
 
 
 def prompt_ids(front: Front, body: ConversationFields, tools: Sequence[Tool] = ()) -> list[int]:
-    text = prompt_text(front.tokenizer, body, tools)
+    literal = front.literal_text
+    text = prompt_text(front.tokenizer, body, tools, literal.mark if literal is not None else None)
     front.check_length(text)
-    return front.tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
+    encode = front.tokenizer.encode if literal is None else literal.encode
+    return encode(text, body.add_special_tokens)
 
 
-def prompt_text(tokenizer: Tokenizer, body: ConversationFields, tools: Sequence[Tool] = ()) -> str:
+def prompt_text(tokenizer: Tokenizer, body: ConversationFields, tools: Sequence[Tool] = (),
+                mark: Callable[[Any], Any] | None = None) -> str:
+    """`mark` is applied to all that others wrote, before the template sees it."""
     template = tokenizer.chat_template or ""
     knows_tools = tool_calls.knows_tools(template)
     messages = [_as_dict(message, template, knows_tools) for message in body.messages]
@@ -37,8 +41,12 @@ def prompt_text(tokenizer: Tokenizer, body: ConversationFields, tools: Sequence[
                        "continue_final_message")
     if body.continue_final_message:
         messages[-1]["content"] += _END if messages[-1]["content"].strip() else ""
+    described = [tool.model_dump(exclude_none=True) for tool in tools] if tools and knows_tools else None
+    if mark is not None:
+        messages = [mark(message) | {"role": message["role"]} for message in messages]
+        described = mark(described)
     text = tokenizer.apply_chat_template(
-        messages, tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools and knows_tools else None,
+        messages, tools=described,
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message, **options)
     return _cut(text) if body.continue_final_message else text
 

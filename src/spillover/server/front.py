@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from starlette.requests import Request as HttpRequest
 
 from spillover.engine.output_processor import Answer
 from spillover.errors import EngineDead
+from spillover.models.literal_text import LiteralText
 from spillover.models.tokenizer import Tokenizer
 from spillover.server.async_llm import AsyncLLM
 from spillover.server.errors import ApiError
@@ -44,6 +46,8 @@ class Front:
     # One for the large: parsing holds the interpreter for tens of milliseconds, and two would do so in turn.
     large: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "spillover-large"))
     _texts: TokenTexts | None = None
+    _literal: tuple[Tokenizer, LiteralText] | None = None
+    _making_literal: threading.Lock = field(default_factory=threading.Lock)
 
     def model_name(self, asked: str | None) -> str:
         """The name an answer carries; 404 for one that is not served."""
@@ -80,6 +84,16 @@ class Front:
             raise ApiError(400, "this needs a tokenizer, but the server was started with --skip-tokenizer-init; "
                                 "send token ids to /v1/completions")
         return self.client.tokenizer
+
+    @property
+    def literal_text(self) -> LiteralText | None:
+        """What encodes conversations where messages may not hold special tokens; None where they may."""
+        if self.settings.special_tokens_in_user_text:
+            return None
+        with self._making_literal:
+            if self._literal is None or self._literal[0] is not self.tokenizer:
+                self._literal = self.tokenizer, LiteralText(self.tokenizer)
+            return self._literal[1]
 
     @property
     def texts(self) -> TokenTexts:

@@ -32,10 +32,10 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def address_of(listening: socket.socket, host: str) -> str:
+def address_of(listening: socket.socket, host: str, tls: bool = False) -> str:
     port = listening.getsockname()[1]
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{shown}:{port}"
+    return f"{'https' if tls else 'http'}://{shown}:{port}"
 
 
 def _refusal(host: str, port: int, error: OSError) -> str:

@@ -34,7 +34,7 @@ PAGE_HEADERS = {
 
 
 def add_page(app: FastAPI) -> None:
-    """`/`, `/page/*` and `/live`; needs app.state.recorder."""
+    """`/`, `/docs`, `/page/*` and `/live`; needs app.state.recorder."""
     files = {file.name: file.read_bytes() for file in resources.files("spillover.server").joinpath("page").iterdir()
              if "." + file.name.rpartition(".")[2] in MEDIA_TYPES}
 
@@ -44,6 +44,10 @@ def add_page(app: FastAPI) -> None:
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
         return respond("index.html")
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return respond("docs.html")
 
     @app.get("/page/{name}", include_in_schema=False)
     async def page_file(name: str) -> Response:

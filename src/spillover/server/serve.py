@@ -46,7 +46,8 @@ async def _serve(config: EngineConfig, settings: ServerSettings, listening: sock
     connections = Connections(settings.max_connections, settings.client_timeout, app.state.recorder.count_refusal)
     server = _HttpServer(uvicorn.Config(
         app, http=connections.protocol(), ws="none", lifespan="off", access_log=False, log_config=None,
-        server_header=False, timeout_keep_alive=65,
+        server_header=False, timeout_keep_alive=65, ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
         timeout_graceful_shutdown=math.ceil(settings.drain_seconds) + _LAST_BYTES_SECONDS))
     stop = _StopSignal()
     http = asyncio.ensure_future(server.serve(sockets=[listening]))

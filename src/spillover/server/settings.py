@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from spillover.server.heartbeat import HangLimits
+from spillover.server.logs import LogFormat
 
 DEFAULT_ALIAS = "default"  # always answers, whatever the model is called
 
@@ -21,6 +22,10 @@ class ServerSettings:
     drain_seconds: float = 30.0
     log_requests: bool = True
     log_prompts: bool = False
+    log_format: LogFormat = "text"
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    special_tokens_in_user_text: bool = True  # False: what messages hold is text, whatever it looks like
     limits: HangLimits = field(default_factory=HangLimits)  # after which the engine is taken for hung
     profiler_dir: str | None = None  # for the traces of /start_profile; None: the route is off
     max_json_values: int = 262_144  # in one body
