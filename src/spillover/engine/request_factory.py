@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import operator
 import threading
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,8 @@ from spillover.engine.structured import Grammar, GrammarCompiler, GrammarLimits
 from spillover.errors import RequestError
 from spillover.models.config import ModelConfig
 from spillover.models.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class RequestFactory:
@@ -31,6 +34,8 @@ class RequestFactory:
         self._grammar_limits = grammar_limits
         self._grammars: GrammarCompiler | None = None
         self._lock = threading.Lock()  # requests are made in several threads; one compiler serves them
+        if tokenizer is not None and (trouble := tokenizer.template_trouble()) is not None:
+            logger.warning("chats will be refused; %s", trouble)
         self._eos = frozenset(config.eos_token_ids) | frozenset(tokenizer.eos_token_ids if tokenizer else ())
 
     def make(self, text: str | None, token_ids: Sequence[SupportsIndex] | None, params: SamplingParams,

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import tokenizers
-from jinja2 import Template, TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateError
 
 from spillover.errors import CheckpointError, RequestError
+from spillover.models.chat_template import ChatTemplates, TemplateLimit
 from spillover.models.config import shown
 from spillover.models.gguf_config import end_token_ids
 from spillover.models.gguf_header import read_header
@@ -52,7 +49,7 @@ class Tokenizer:
         self._special_tokens = dict(special_tokens)
         self._templates = dict(chat_templates)
         self._source = source
-        self._compiled: dict[str, Template] = {}
+        self._renderer = ChatTemplates()
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
         if self.vocab_size > MOST_TOKENS:
@@ -68,8 +65,8 @@ class Tokenizer:
     def set_chat_template(self, text: str) -> None:
         """In place of all of the model's own. CheckpointError if it cannot be compiled."""
         try:
-            self._compiled = {text: self._environment.from_string(text)}
-        except TemplateError as error:
+            self._renderer.compile(text)
+        except (TemplateError, TemplateLimit) as error:
             raise CheckpointError(f"the chat template cannot be read: {error}") from error
         self._templates = {"default": text}
 
@@ -113,27 +110,19 @@ class Tokenizer:
         source = source or self.chat_template
         if source is None:
             raise RequestError(f"{self._source} has no chat template; send a plain prompt, or use an instruct model")
-        try:
-            if source not in self._compiled:
-                self._compiled[source] = self._environment.from_string(source)
-            return self._compiled[source].render(
-                messages=messages, tools=tools, documents=variables.pop("documents", None),
-                add_generation_prompt=add_generation_prompt, **(self._special_tokens | variables))
-        except TemplateError as error:
-            raise RequestError(f"the chat template refused these messages: {error}") from error
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError) as error:
-            raise RequestError(f"the chat template cannot render these messages ({error}); each needs a 'role' and a "
-                               "'content'") from error
+        return self._renderer.render(source, {
+            "messages": messages, "tools": tools, "documents": variables.pop("documents", None),
+            "add_generation_prompt": add_generation_prompt, **self._special_tokens, **variables})
 
-    @cached_property
-    def _environment(self) -> ImmutableSandboxedEnvironment:
-        """As transformers sets it up, so that a template renders to the same bytes."""
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                                    extensions=[_GenerationBlock, loopcontrols])
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-        return environment
+    def template_trouble(self) -> str | None:
+        """Why no chat can be rendered, found by rendering a short one; None if it can, or if there is no template."""
+        if self.chat_template is None:
+            return None
+        try:
+            self.apply_chat_template([{"role": "user", "content": "Hello"}])
+        except RequestError as error:
+            return f"{self._source}: {error}"
+        return None
 
     @cached_property
     def _byte_level(self) -> bool:
@@ -144,26 +133,6 @@ class Tokenizer:
         token = self._special_tokens.get(role)
         index: int | None = None if token is None else self.backend.token_to_id(token)
         return index
-
-
-class _GenerationBlock(Extension):
-    """{% generation %} marks what the assistant wrote, for training; here it renders as if it were not there."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None,
-             separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
-    """Without the escapes for HTML that jinja's own filter makes."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
 
 
 def _byte_of_letter() -> dict[str, bytes]:

@@ -75,7 +75,8 @@ async def tokenize(http: HttpRequest,
     front = front_of(http)
     front.model_name(asked.model)
     front.require_engine()
-    return Response(await prepare(http, lambda: _tokenized(front, asked)), media_type="application/json")
+    renders = isinstance(asked, TokenizeChatRequest)
+    return Response(await prepare(http, lambda: _tokenized(front, asked), renders), media_type="application/json")
 
 
 def _tokenized(front: Front, asked: TokenizeTextRequest | TokenizeChatRequest) -> bytes:

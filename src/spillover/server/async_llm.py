@@ -170,7 +170,7 @@ class AsyncLLM:
             ids = self.factory.render(messages, tools, **template_options)
             return None, self.factory.make(None, ids, params, priority, cache_salt, request_id)
 
-        return self._outputs(sum(len(str(message)) for message in messages), make, request_id)
+        return self._outputs(None, make, request_id)  # a chat template's time is bounded, but not short
 
     async def abort(self, request_id: str) -> None:
         """End a request that `generate` or `chat` was given this id for; its last result says "abort"."""
@@ -301,10 +301,11 @@ class AsyncLLM:
 
     # One request
 
-    async def _outputs(self, size: int, make: Callable[[], tuple[str | None, list[Request]]],
+    async def _outputs(self, size: int | None, make: Callable[[], tuple[str | None, list[Request]]],
                        request_id: str | None) -> AsyncGenerator[RequestOutput, None]:
         self._check_serving()
-        text, requests = make() if size <= INLINE_CHARACTERS else await asyncio.to_thread(make)
+        inline = size is not None and size <= INLINE_CHARACTERS
+        text, requests = make() if inline else await asyncio.to_thread(make)
         async with aclosing(self.answers(requests, text, name=request_id)) as answers:
             async for answer in answers:
                 yield answer.output()

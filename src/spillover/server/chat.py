@@ -39,7 +39,7 @@ async def chat_completions(http: HttpRequest,
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     name = f"chatcmpl-{http.scope['request_id']}"
     use = tool_use(body, front.tokenizer.chat_template or "")
-    job = await prepare(http, lambda: _job(front, body, use, name))
+    job = await prepare(http, lambda: _job(front, body, use, name), renders=True)
     note_counts(http.scope, [job])
     head = {"id": name, "created": int(time.time()), "model": model}
     writer = _Writer(front, body, use, job, head, wants_timings(http, body))

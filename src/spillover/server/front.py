@@ -111,13 +111,14 @@ def front_of(request: HttpRequest) -> Front:
     return front
 
 
-async def prepare(request: HttpRequest, work: Callable[[], Result]) -> Result:
+async def prepare(request: HttpRequest, work: Callable[[], Result], renders: bool = False) -> Result:
     """Run parsing, checking or tokenising here if the request's body is small, else in a thread.
 
-    The one place that decides which. What takes long for a small body is limited by counts.
+    The one place that decides which. What takes long for a small body is limited by counts; but work that `renders` a
+    chat template is never done here, as the time of a template is bounded, not short.
     """
     nbytes, front = request.scope.get("spillover.body_bytes", 0), front_of(request)
-    if nbytes <= INLINE_BYTES:
+    if nbytes <= INLINE_BYTES and not renders:
         return work()
     pool = front.threads if nbytes <= LARGE_BYTES else front.large
     return await asyncio.get_running_loop().run_in_executor(pool, work)

@@ -36,7 +36,7 @@ async def responses(http: HttpRequest,
     front.require_engine()
     structured = _structured(body)
     request_id = http.scope["request_id"]
-    job = await prepare(http, lambda: _job(front, body, structured, f"resp-{request_id}"))
+    job = await prepare(http, lambda: _job(front, body, structured, f"resp-{request_id}"), renders=True)
     note_counts(http.scope, [job])
     writer = _Writer(front, body, job, model, request_id, wants_timings(http, body))
     if body.stream:
