@@ -20,11 +20,14 @@ if TYPE_CHECKING:
     from spillover.engine.outputs import RequestOutput
 
 
+FALLBACK = {"temperature": 0.7, "top_p": 0.95}  # where neither the person nor the model says how to sample
+
+
 @click.command()
 @click.option("--system", default=None, metavar="TEXT", help="Instructions that the conversation begins with.")
 @click.option("--line", "by_line", is_flag=True,
               help="Of piped input, take each line as a message or a command. Without it all of it is one message.")
-@sampling_options(max_tokens=512, temperature=0.7, top_p=0.95)
+@sampling_options(max_tokens=512, temperature=None, top_p=None, top_k=None, min_p=None, repetition_penalty=None)
 @engine_options()
 def chat(config: EngineConfig, sampling: dict[str, Any], system: str | None, by_line: bool) -> None:
     """Talk to a model in the terminal.
@@ -46,11 +49,12 @@ def chat(config: EngineConfig, sampling: dict[str, Any], system: str | None, by_
     typed = sys.stdin.isatty()
     if by_line and typed:
         raise SpilloverError("--line is for piped input, as in: spill chat --line < messages.txt")
-    params = SamplingParams(**sampling)
+    SamplingParams(**sampling)  # refuses what is out of range before the model is loaded
     message = "" if typed or by_line else sys.stdin.read().strip()
     if not (typed or by_line or message):
         raise SpilloverError('nothing was piped in; as in: echo "Hello" | spill chat')
     with open_llm(config) as llm:
+        params = SamplingParams(**(FALLBACK | llm.sampling_defaults | sampling))
         shown = sys.stdout.isatty()
         conversation = Conversation(llm, params, system, write=WordWrap(_write).write if shown else _write,
                                     notice=_notice, refuse=_refuse, quiet=answering,

@@ -35,8 +35,8 @@ def sampling_options(**defaults: Any) -> Callable[[Command], Command]:
                                     help="End before this text; may be given more than once.")(with_sampling)
         for name, kind, text in reversed(_OPTIONS):
             default = defaults.get(name, DEFAULTS[name])
-            wrapped = click.option("--" + name.replace("_", "-"), name, type=kind, default=default, show_default=True,
-                                   help=text)(wrapped)
+            wrapped = click.option("--" + name.replace("_", "-"), name, type=kind, default=default,
+                                   show_default=True if default is not None else "the model's own", help=text)(wrapped)
         decorated: Command = wrapped
         return decorated
 

@@ -88,6 +88,9 @@ class EngineConfig:
     deterministic: bool = _flag(False, "The same bits for a request whatever runs beside it, at some cost in speed; "
                                 "on a CPU that is always so.")
     watermark: float = _flag(0.01, "Share of KV blocks kept free when a request is admitted, against thrashing.")
+    generation_config: str = _flag("auto", "Sampling of requests that leave it out: auto is the model's own "
+                                   "generation_config.json, none is vLLM's neutral defaults; or a folder that has one.",
+                                   aliases={"vllm": "none"})
     grammar_timeout: float = _flag(3.0, "CPU seconds that compiling the grammar of one request's structured output may "
                                    "take; one that takes longer is refused.")
     grammar_memory: str = _flag("256MB", "Memory that compiling one grammar may take, and that all compiled grammars "

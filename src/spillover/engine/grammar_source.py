@@ -34,6 +34,14 @@ def check_size(outputs: StructuredOutputs) -> None:
         _check_length("grammar", len(outputs.grammar), MAX_GRAMMAR_BYTES)
 
 
+def renamed(refusal: GrammarRefused, outputs: StructuredOutputs) -> GrammarRefused:
+    """The refusal with the name that the person used for this field."""
+    if outputs.sent_as is None:
+        return refusal
+    own = f"structured_outputs.{kind_of(outputs)}"
+    return GrammarRefused(str(refusal).replace(own, outputs.sent_as), refusal.reason)
+
+
 def source_of(outputs: StructuredOutputs) -> str:
     """What llguidance compiles, as its own JSON text."""
     if outputs.json is not None:

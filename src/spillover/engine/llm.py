@@ -33,6 +33,7 @@ from spillover.engine.request_factory import RequestFactory
 from spillover.engine.sampling_params import SamplingParams
 from spillover.engine.stats import EngineStats
 from spillover.engine.structured import GrammarLimits
+from spillover.models.generation_config import sampling_defaults
 from spillover.models.tokenizer import Tokenizer
 from spillover.plan.planner import Plan
 from spillover.progress import stages
@@ -55,7 +56,9 @@ class LLM:
         self.plan = self._parts.plan
         self.config = self._parts.config
         self._factory = RequestFactory(self._parts.model_config, self._parts.tokenizer, self.plan.max_model_len,
-                                       self.config.seed, grammar_limits=GrammarLimits.of(self.config))
+                                       self.config.seed, grammar_limits=GrammarLimits.of(self.config),
+                                       sampling_defaults=sampling_defaults(self._parts.path,
+                                                                           self.config.generation_config))
         self._thread = EngineThread(self.engine)
         weakref.finalize(self, self._thread.abandon)
         if self.plan.device == "cuda":
@@ -68,7 +71,8 @@ class LLM:
                  priority: Sequence[int] | None = None, cache_salt: str | None = None) -> list[RequestOutput]:
         """Return one result per prompt, in their order. Every prompt is checked before the first one runs."""
         items = prompt_list(prompts)
-        asked = zip(items, params_for(len(items), sampling_params), priorities_for(len(items), priority), strict=True)
+        params = params_for(len(items), sampling_params, self.get_default_sampling_params())
+        asked = zip(items, params, priorities_for(len(items), priority), strict=True)
         answers = [self._answer(prompt, params, important, cache_salt) for prompt, params, important in asked]
         bar = tqdm(total=len(answers), desc="Requests", unit="req", dynamic_ncols=True, disable=not use_tqdm)
         with closing(bar), closing(self._thread.answers(answers)) as complete:
@@ -90,7 +94,8 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Give the growing answer to one prompt, a result whenever it has grown; closing the iterator ends the
         request."""
-        return self._thread.outputs(self._answer(prompt, params_for(1, sampling_params)[0], 0, None))
+        params = params_for(1, sampling_params, self.get_default_sampling_params())[0]
+        return self._thread.outputs(self._answer(prompt, params, 0, None))
 
     def stream_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None,
                     **template_options: Any) -> Iterator[RequestOutput]:
@@ -102,6 +107,15 @@ class LLM:
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self._parts.tokenizer
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """What the model's generation config says of sampling: fields of SamplingParams."""
+        return self._factory.sampling_defaults
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a call without sampling_params uses: the model's generation config over SamplingParams()."""
+        return SamplingParams(**self._factory.sampling_defaults)
 
     def get_tokenizer(self) -> Tokenizer | None:
         return self.tokenizer

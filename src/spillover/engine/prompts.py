@@ -44,10 +44,10 @@ def prompt_parts(prompt: Prompt) -> tuple[str | None, list[int] | None]:
     return None, _ids(prompt)
 
 
-def params_for(count: int, params: Params) -> Sequence[SamplingParams]:
-    """One SamplingParams for each of `count` prompts."""
+def params_for(count: int, params: Params, default: SamplingParams) -> Sequence[SamplingParams]:
+    """One SamplingParams for each of `count` prompts; `default` where none is given."""
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+        return [params or default] * count
     wrong = params if isinstance(params, str | Mapping) or not isinstance(params, Sequence) else next(
         (each for each in params if not isinstance(each, SamplingParams)), None)
     if wrong is not None:

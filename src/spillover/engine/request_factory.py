@@ -10,11 +10,11 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, SupportsIndex
 
-from spillover.engine.grammar_source import check_size
+from spillover.engine.grammar_source import check_size, renamed
 from spillover.engine.request import Request
 from spillover.engine.sampling_params import SamplingParams
 from spillover.engine.structured import Grammar, GrammarCompiler, GrammarLimits
-from spillover.errors import RequestError
+from spillover.errors import GrammarRefused, RequestError
 from spillover.models.config import ModelConfig
 from spillover.models.tokenizer import Tokenizer
 
@@ -23,8 +23,12 @@ logger = logging.getLogger(__name__)
 
 class RequestFactory:
     def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None, max_model_len: int, seed: int,
-                 compile_grammars: bool = True, grammar_limits: GrammarLimits | None = None) -> None:
-        """Without `compile_grammars` requests carry what they ask for, and who runs them compiles it."""
+                 compile_grammars: bool = True, grammar_limits: GrammarLimits | None = None,
+                 sampling_defaults: Mapping[str, float] | None = None) -> None:
+        """Without `compile_grammars` requests carry what they ask for, and who runs them compiles it.
+
+        `sampling_defaults`: fields of SamplingParams for whoever does not say how to sample."""
+        self.sampling_defaults: dict[str, Any] = dict(sampling_defaults or {})
         self._config = config
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
@@ -98,7 +102,10 @@ class RequestFactory:
         if params.structured_outputs is not None or params.stop:
             self._need_tokenizer("structured output or a stop string")
         if params.structured_outputs is not None:
-            check_size(params.structured_outputs)
+            try:
+                check_size(params.structured_outputs)
+            except GrammarRefused as refusal:
+                raise renamed(refusal, params.structured_outputs) from None
         return plain
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:

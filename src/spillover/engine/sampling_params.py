@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from spillover.errors import RequestError
+from spillover.errors import RequestError, did_you_mean
 
 GREEDY_EPSILON = 1e-5  # a temperature below this means argmax
 _WHOLE = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")  # numbers, or None
@@ -17,21 +18,62 @@ _WHOLE = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_
 class StructuredOutputs:
     """Constrain the output to exactly one of: a JSON schema, any JSON object, a regex, a Lark grammar, a choice."""
 
-    json: str | dict[str, object] | None = None
+    json: str | dict[str, object] | None = None  # a schema, as a dict or as text; a pydantic model class is taken too
     json_object: bool = False
     regex: str | None = None
     grammar: str | None = None
     choice: tuple[str, ...] | None = None
+    sent_as: str | None = None  # the caller's own name for it, where that is another one
 
     def __post_init__(self) -> None:
         given = [self.json is not None, self.json_object, self.regex is not None, self.grammar is not None,
                  self.choice is not None]
         if sum(given) != 1:
             raise RequestError("structured_outputs takes exactly one of json, json_object, regex, grammar and choice")
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema(self.json))
+        for name in ("regex", "grammar"):
+            if not isinstance(getattr(self, name), str | None):
+                raise RequestError(f"structured_outputs.{name} is a string; got {_shown(getattr(self, name))}")
         if self.choice is not None:
+            if isinstance(self.choice, str) or not isinstance(self.choice, Iterable):
+                raise RequestError("structured_outputs.choice is a list of strings, such as ['yes', 'no']; got "
+                                   f"{_shown(self.choice)}")
             object.__setattr__(self, "choice", tuple(self.choice))
-            if not self.choice or not all(self.choice):
-                raise RequestError("structured_outputs.choice needs at least one non-empty string")
+            if not self.choice or not all(isinstance(text, str) and text for text in self.choice):
+                raise RequestError("structured_outputs.choice needs at least one non-empty string, and nothing else")
+
+    @classmethod
+    def of(cls, given: object) -> StructuredOutputs:
+        """From what a caller may pass: a StructuredOutputs, or a dict of its fields."""
+        if isinstance(given, cls):
+            return given
+        if not isinstance(given, Mapping):
+            raise RequestError("structured_outputs is a StructuredOutputs or a dict such as {'json': schema} or "
+                               f"{{'choice': ['yes', 'no']}}; got {_shown(given)}")
+        names = [item.name for item in dataclasses.fields(cls) if item.name != "sent_as"]
+        for name in given:
+            if name not in names:
+                raise RequestError(f"structured_outputs has no field {name!r}"
+                                   f"{did_you_mean(str(name), names) or '; it takes one of ' + ', '.join(names)}")
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+
+def _schema(given: object) -> object:
+    """A JSON schema as text or a dict; also that of a pydantic model."""
+    if isinstance(given, str):
+        return given
+    if isinstance(given, Mapping):
+        return dict(given)
+    schema = getattr(given, "model_json_schema", None)  # pydantic's
+    if isinstance(given, type) and callable(schema):
+        return schema()
+    raise RequestError("structured_outputs.json is a JSON schema as a dict or a string, or a pydantic model class; got "
+                       f"{_shown(given)}")
+
+
+def _shown(value: object) -> str:
+    return value.__name__ if isinstance(value, type) else f"{type(value).__name__} {str(value)[:60]!r}"
 
 
 @dataclass(frozen=True)
@@ -56,7 +98,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: StructuredOutputs | None = None  # a dict of its fields is taken too
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -70,6 +112,8 @@ class SamplingParams:
                     raise RequestError(f"{name} must be a whole number, got {value!r}") from None
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
+        if self.structured_outputs is not None:
+            object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
         self._check()
 
     @property

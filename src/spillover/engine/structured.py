@@ -20,7 +20,7 @@ from llguidance import LLMatcher
 from spillover.engine.config import EngineConfig
 from spillover.engine.grammar_matcher import Vocabulary, compile_matcher, make_tokenizer
 from spillover.engine.grammar_process import SHORT_SECONDS, Verdict
-from spillover.engine.grammar_source import does_not_compile, kind_of, source_of
+from spillover.engine.grammar_source import does_not_compile, kind_of, renamed, source_of
 from spillover.engine.grammar_trial import GrammarTrials
 from spillover.engine.sampling_params import StructuredOutputs
 from spillover.errors import GrammarRefused, RequestError
@@ -180,6 +180,7 @@ class GrammarCompiler:
             if isinstance(error, GrammarRefused):
                 with self._lock:
                     self._refused[error.reason] += 1
+                error = renamed(error, outputs)
             made.set_exception(error)
 
         def work() -> None:

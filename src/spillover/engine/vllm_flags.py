@@ -56,7 +56,6 @@ _KNOWN: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "guided_decoding_backend": (("auto", "guidance"), _GRAMMARS),
     "structured_outputs_config": (({},), _GRAMMARS),
     "logits_processors": (([],), "use logit_bias or structured_outputs of SamplingParams"),
-    "generation_config": (("auto", "vllm"), "sampling is set per request, by SamplingParams"),
 }
 
 

@@ -11,7 +11,7 @@ import hashlib
 import os
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +37,7 @@ class WheelModel:
     file: str
     nbytes: int
     sha256: str
+    sampling: Mapping[str, float]  # as its authors recommend; its file says nothing of it
 
 
 MODEL = WheelModel(
@@ -49,6 +50,7 @@ MODEL = WheelModel(
     file="SmolLM2-135M-Instruct.Q4_1.gguf",
     nbytes=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    sampling={"temperature": 0.2, "top_p": 0.9},
 )
 
 

@@ -29,6 +29,7 @@ from spillover.engine.request import Request
 from spillover.engine.request_factory import RequestFactory
 from spillover.engine.sampling_params import SamplingParams
 from spillover.errors import EngineDead, QueueFull, RequestError, SpilloverError
+from spillover.models.generation_config import sampling_defaults
 from spillover.models.store import resolve
 from spillover.models.tokenizer import Tokenizer, load_tokenizer
 from spillover.plan.planner import Plan
@@ -86,6 +87,7 @@ class AsyncLLM:
                                     on_progress=on_progress)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stats = LiveStats()
+        self._default_params = SamplingParams()  # until the model has been found
         self._ids = itertools.count(1)
         self._open: dict[int, tuple[_Open, Request]] = {}
         self._named: dict[str, _Open] = {}  # of generate() and chat(), by request_id
@@ -116,7 +118,9 @@ class AsyncLLM:
             await self.close()
             raise
         self.factory = RequestFactory(self.info.model_config, self.tokenizer, self.info.max_model_len,
-                                      self._config.seed, compile_grammars=False)
+                                      self._config.seed, compile_grammars=False,
+                                      sampling_defaults=sampling_defaults(path, self._config.generation_config))
+        self._default_params = SamplingParams(**self.factory.sampling_defaults)
         return self
 
     async def close(self, drain_seconds: float = 0.0) -> None:
@@ -152,7 +156,7 @@ class AsyncLLM:
         does `abort(request_id)`. Raises RequestError for a request that cannot be served, QueueFull, and EngineDead
         if the engine is not there or dies meanwhile, whereupon it can be asked again.
         """
-        params = params_for(1, sampling_params)[0]
+        params = params_for(1, sampling_params, self.get_default_sampling_params())[0]
         text, ids = prompt_parts(prompt)
 
         def make() -> tuple[str | None, list[Request]]:
@@ -164,13 +168,18 @@ class AsyncLLM:
              request_id: str | None = None, *, tools: Sequence[Mapping[str, Any]] | None = None, priority: int = 0,
              cache_salt: str | None = None, **template_options: Any) -> AsyncGenerator[RequestOutput, None]:
         """Answer messages through the model's chat template; otherwise as `generate`."""
-        params, messages = params_for(1, sampling_params)[0], conversation(messages)
+        params = params_for(1, sampling_params, self.get_default_sampling_params())[0]
+        messages = conversation(messages)
 
         def make() -> tuple[str | None, list[Request]]:
             ids = self.factory.render(messages, tools, **template_options)
             return None, self.factory.make(None, ids, params, priority, cache_salt, request_id)
 
         return self._outputs(None, make, request_id)  # a chat template's time is bounded, but not short
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a request without sampling_params uses: the model's generation config over SamplingParams()."""
+        return self._default_params
 
     async def abort(self, request_id: str) -> None:
         """End a request that `generate` or `chat` was given this id for; its last result says "abort"."""

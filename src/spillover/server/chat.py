@@ -60,12 +60,14 @@ def _job(front: Front, body: ChatRequest, use: ToolUse | None, name: str) -> Job
         if use.format == "mistral":  # its mark is a special token
             changes["skip_special_tokens"] = False
     ids = prompt_ids(front, body, use.tools if use is not None else ())
-    asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    asked: int | None = getattr(body, limit)
     if asked == 0:
-        raise ApiError(400, "max_tokens must be at least 1 for a chat", "max_tokens")
-    room = answer_room(len(ids), asked, None, front.client.info.max_model_len, "max_completion_tokens")
-    params = sampling_params(body, room, (body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs,
-                             structured, **changes)
+        raise ApiError(400, f"{limit} must be at least 1 for a chat", limit)
+    room = answer_room(front.context, len(ids), asked, None, limit, "messages")
+    params = sampling_params(body, front.client.factory.sampling_defaults, room,
+                             (body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs, structured,
+                             **changes)
     return Job(front.client.factory.make(None, ids, params, body.priority or 0, body.cache_salt, name), None)
 
 

@@ -68,8 +68,9 @@ def _jobs(front: Front, body: CompletionRequest, name: str) -> list[Job]:
         ids = front.tokenizer.encode(prompt, special) if isinstance(prompt, str) else prompt
         if body.truncate_prompt_tokens is not None:
             ids = ids[-body.truncate_prompt_tokens:]
-        room = answer_room(len(ids), body.max_tokens, DEFAULT_MAX_TOKENS, front.client.info.max_model_len, "max_tokens")
-        params = sampling_params(body, max(room, 1), body.logprobs, max(scored, default=None), structured)
+        room = answer_room(front.context, len(ids), body.max_tokens, DEFAULT_MAX_TOKENS, "max_tokens", "prompt")
+        params = sampling_params(body, front.client.factory.sampling_defaults, max(room, 1), body.logprobs,
+                                 max(scored, default=None), structured)
         jobs.append(Job(front.client.factory.make(None, ids, params, body.priority or 0, body.cache_salt,
                                                   name if len(prompts) == 1 else f"{name}-{index}"),
                         prompt if isinstance(prompt, str) and body.truncate_prompt_tokens is None else None))

@@ -18,6 +18,7 @@ from spillover.models.literal_text import LiteralText
 from spillover.models.tokenizer import Tokenizer
 from spillover.server.async_llm import AsyncLLM
 from spillover.server.errors import ApiError
+from spillover.server.sampling import Context
 from spillover.server.settings import ServerSettings
 from spillover.server.token_text import TokenTexts
 
@@ -62,6 +63,11 @@ class Front:
         if not self.client.ready:
             raise EngineDead(f"The engine is not ready ({self.client.engine_state}): {self.client.trouble}.")
 
+    @property
+    def context(self) -> Context:
+        info = self.client.info
+        return Context(info.max_model_len, info.model_config.max_position)
+
     def check_length(self, text: str) -> None:
         """Refuse a text that is too long before time is spent on tokenising all of it."""
         context, characters = self.client.info.max_model_len, len(text)
@@ -75,8 +81,7 @@ class Front:
             least = max(least, counted)
         if least >= context:
             raise ApiError(400, f"This model's context holds {context} tokens, but a prompt of {characters} characters "
-                                f"has at least {least}. Shorten it, or start the server with a larger "
-                                f"--max-model-len.", code="context_length_exceeded")
+                                f"has at least {least}. {self.context.advice}", code="context_length_exceeded")
 
     @property
     def tokenizer(self) -> Tokenizer:

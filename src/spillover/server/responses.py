@@ -52,9 +52,9 @@ def _job(front: Front, body: ResponsesRequest, structured: StructuredOutputs | N
     else:
         messages += [ChatMessage(role=one.role, content=one.content) for one in body.input]
     ids = prompt_ids(front, ConversationFields(messages=messages))
-    room = answer_room(len(ids), body.max_output_tokens, None, front.client.info.max_model_len, "max_output_tokens")
-    params = SamplingParams(temperature=1.0 if body.temperature is None else body.temperature,
-                            top_p=1.0 if body.top_p is None else body.top_p, top_k=body.top_k or 0, seed=body.seed,
+    room = answer_room(front.context, len(ids), body.max_output_tokens, None, "max_output_tokens", "input")
+    sent = {name: value for name in ("temperature", "top_p", "top_k") if (value := getattr(body, name)) is not None}
+    params = SamplingParams(**(front.client.factory.sampling_defaults | sent), seed=body.seed,
                             ignore_eos=bool(body.ignore_eos), max_tokens=room, structured_outputs=structured)
     return Job(front.client.factory.make(None, ids, params, body.priority or 0, body.cache_salt, name), None)
 
@@ -62,8 +62,8 @@ def _job(front: Front, body: ResponsesRequest, structured: StructuredOutputs | N
 def _structured(body: ResponsesRequest) -> StructuredOutputs | None:
     asked = body.text.format if body.text is not None else None
     if isinstance(asked, NamedSchema):
-        return StructuredOutputs(json=asked.schema_)
-    return StructuredOutputs(json_object=True) if isinstance(asked, JsonObject) else None
+        return StructuredOutputs(json=asked.schema_, sent_as="text.format")
+    return StructuredOutputs(json_object=True, sent_as="text.format") if isinstance(asked, JsonObject) else None
 
 
 class _Writer:
@@ -82,8 +82,7 @@ class _Writer:
             "id": f"resp_{request_id}", "object": "response", "created_at": int(time.time()), "status": "in_progress",
             "model": model, "output": [], "usage": None, "error": None, "incomplete_details": None,
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
-            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "temperature": job.requests[0].params.temperature, "top_p": job.requests[0].params.top_p,
             "text": {"format": asked.model_dump(by_alias=True, exclude_none=True) if asked else {"type": "text"}},
             "tools": [], "tool_choice": body.tool_choice or "auto", "parallel_tool_calls": False,
             "previous_response_id": None, "truncation": "disabled", "store": False, "background": False,

@@ -64,11 +64,12 @@ class ToolUse:
         if self.forced is None:
             return None
         if isinstance(self.forced, str):
-            return StructuredOutputs(json=_parameters(next(t for t in self.tools if t.function.name == self.forced)))
+            return StructuredOutputs(json=_parameters(next(t for t in self.tools if t.function.name == self.forced)),
+                                     sent_as="tools")
         calls = [{"type": "object", "properties": {"name": {"const": tool.function.name},
                                                    "arguments": _parameters(tool)},
                   "required": ["name", "arguments"], "additionalProperties": False} for tool in self.tools]
-        return StructuredOutputs(json=calls[0] if len(calls) == 1 else {"anyOf": calls})
+        return StructuredOutputs(json=calls[0] if len(calls) == 1 else {"anyOf": calls}, sent_as="tools")
 
     def reader(self) -> Reader:
         if isinstance(self.forced, str):
