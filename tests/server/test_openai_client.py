@@ -202,7 +202,7 @@ def test_what_is_not_here_is_refused_in_words(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="'SmolLM2-135M-Instruct', 'default'") as wrong:
         client.chat.completions.create(model="gpt-4", messages=QUESTION)
     assert wrong.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError, match="keeps no responses"):
+    with pytest.raises(openai.BadRequestError, match="is stored here"):
         client.responses.create(model=MODEL, input="more", previous_response_id="resp_1")
     with pytest.raises(openai.BadRequestError, match="suffix"):
         client.completions.create(model=MODEL, prompt="a", suffix="b")

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
               help="Most JSON values in a request body; of fields an eighth of it, of objects and arrays a 32nd.")
 @click.option("--max-messages", default=2048, show_default=True, type=click.IntRange(min=1),
               help="Most messages in a conversation.")
+@click.option("--response-store-bytes", default="64MiB", show_default=True, metavar="SIZE",
+              help="Memory for responses that /v1/responses keeps for previous_response_id; 0 keeps none.")
 @click.option("--max-connections", default=4096, show_default=True, type=click.IntRange(min=1),
               help="Most connections at once; beyond it the longest idle one is closed.")
 @click.option("--client-timeout", default=30.0, show_default=True, type=click.FloatRange(min=0.1), metavar="SECONDS",
@@ -116,7 +118,9 @@ def _settings(config: EngineConfig, options: dict[str, Any]) -> ServerSettings:
     _check_certificate(options["ssl_certfile"], options["ssl_keyfile"])
     served = tuple(dict.fromkeys(" ".join(options["served_model_names"]).split())) or (_name(config.model),)
     limits = HangLimits(*(options.pop(f"engine_{name}_seconds") for name in ("degraded", "hang", "step")))
-    return ServerSettings(**(options | {"max_request_bytes": limit, "served_model_names": served, "limits": limits,
+    stored = parse_bytes(options["response_store_bytes"])
+    return ServerSettings(**(options | {"max_request_bytes": limit, "response_store_bytes": stored,
+                                        "served_model_names": served, "limits": limits,
                                         "profiler_dir": profiler_dir and os.path.abspath(profiler_dir),
                                         "admin_routes": options["admin_routes"] or bool(options["admin_keys"])}))
 

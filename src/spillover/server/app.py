@@ -16,6 +16,7 @@ from spillover.server.front import Front
 from spillover.server.origin import SameSite
 from spillover.server.page_routes import add_metrics, add_page
 from spillover.server.recorder import Recorder
+from spillover.server.response_store import ResponseStore
 from spillover.server.schemas_admin import (
     DetokenizeRequest,
     EmbeddingsRequest,
@@ -37,6 +38,7 @@ def make_app(client: AsyncLLM, settings: ServerSettings) -> FastAPI:
     recorder = Recorder(client, settings.served_model_names[0])
     front = Front(client, settings, recorder)
     app.state.front, app.state.client, app.state.recorder = front, client, recorder
+    app.state.responses = ResponseStore(settings.response_store_bytes)
     for family in (completions, chat, responses, admin):
         app.include_router(family.router)
     add_page(app)

@@ -1,12 +1,19 @@
-"""/v1/responses: what it takes and gives. Text only: no tools, no state kept between calls."""
+"""/v1/responses: what it takes and gives. Text, and calls of the client's functions."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Discriminator, Field, Tag, field_validator
 
-from spillover.server.schemas_chat import Content, check_parts
+from spillover.server.schemas_chat import (
+    Content,
+    FunctionDefinition,
+    NamedFunction,
+    NamedToolChoice,
+    Tool,
+    check_parts,
+)
 from spillover.server.schemas_common import AnswerModel, Off, RequestModel, Text, Unused, UnusedFields
 
 
@@ -19,6 +26,56 @@ class InputMessage(RequestModel):
     phase: Unused = None
 
     _text_only = field_validator("content", mode="before")(check_parts)
+
+
+class FunctionCallItem(RequestModel):
+    """A call that an earlier response made."""
+
+    type: Literal["function_call"]
+    call_id: Text
+    name: Text
+    arguments: str
+    id: Unused = None
+    status: Unused = None
+    parsed_arguments: Unused = None
+
+
+class FunctionCallOutput(RequestModel):
+    """What the client's function gave."""
+
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: Content
+    id: Unused = None
+    status: Unused = None
+
+    _text_only = field_validator("output", mode="before")(check_parts)
+
+
+def _item_type(item: Any) -> str:
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    return kind if kind in ("function_call", "function_call_output") else "message"
+
+
+InputItem = Annotated[Annotated[InputMessage, Tag("message")] | Annotated[FunctionCallItem, Tag("function_call")]
+                      | Annotated[FunctionCallOutput, Tag("function_call_output")], Discriminator(_item_type)]
+
+
+class FunctionTool(RequestModel):
+    type: Literal["function"]
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def as_tool(self) -> Tool:
+        return Tool(type="function", function=FunctionDefinition(
+            name=self.name, description=self.description, parameters=self.parameters, strict=self.strict))
+
+
+class NamedFunctionChoice(RequestModel):
+    type: Literal["function"]
+    name: Text
 
 
 class PlainFormat(RequestModel):
@@ -44,7 +101,7 @@ class TextSettings(RequestModel):
 
 class ResponsesRequest(UnusedFields):
     model: Text | None = None
-    input: str | Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)]
+    input: str | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -52,18 +109,20 @@ class ResponsesRequest(UnusedFields):
     stream: bool | None = None
     text: TextSettings | None = None
     truncation: Literal["disabled"] | None = None
-    previous_response_id: Annotated[None, Field(description="No response is kept: send all as input.")] = None
+    previous_response_id: Annotated[str, Field(max_length=128)] | None = Field(
+        None, description="A stored response whose conversation goes on here; its instructions do not.")
+    store: bool | None = Field(None, description="Keep the response for previous_response_id; on unless false.")
     conversation: Annotated[None, Field(description="No conversation is kept: send it as input.")] = None
     background: Off | None = None
-    tools: Annotated[list[Any], Field(max_length=0, description="/v1/chat/completions serves tools.")] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=256, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionChoice | None = None
     stream_options: Unused = None
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=8)] | None = None
     metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
     reasoning: Unused = None
-    parallel_tool_calls: Unused = None
+    parallel_tool_calls: bool | None = None
     max_tool_calls: Unused = None
     # Of vLLM's extra fields, those that change nothing about the answer's shape.
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
@@ -73,19 +132,29 @@ class ResponsesRequest(UnusedFields):
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     return_timings: bool | None = None
 
-    @field_validator("previous_response_id", "conversation", mode="before")
+    @field_validator("conversation", mode="before")
     @classmethod
-    def _stateless(cls, value: Any) -> Any:
+    def _no_conversations(cls, value: Any) -> Any:
         if value is not None:
-            raise ValueError("this server keeps no responses; send the whole conversation as input")
+            raise ValueError("this server keeps no conversations; use previous_response_id, or send it as input")
         return value
 
     @field_validator("tools", mode="before")
     @classmethod
-    def _no_tools(cls, value: Any) -> Any:
-        if isinstance(value, list) and value:
-            raise ValueError("tools are served by /v1/chat/completions, not here")
+    def _functions_only(cls, value: Any) -> Any:
+        for tool in value if isinstance(value, list) else ():
+            kind = tool.get("type") if isinstance(tool, dict) else None
+            if isinstance(kind, str) and kind != "function":
+                raise ValueError(f"only tools of type 'function' are served here, not '{kind[:64]}'")
         return value
+
+    def chat_tools(self) -> list[Tool]:
+        return [tool.as_tool() for tool in self.tools or ()]
+
+    def chat_tool_choice(self) -> str | NamedToolChoice | None:
+        if isinstance(self.tool_choice, NamedFunctionChoice):
+            return NamedToolChoice(function=NamedFunction(name=self.tool_choice.name))
+        return self.tool_choice
 
 
 class OutputText(AnswerModel):
@@ -101,6 +170,21 @@ class OutputMessage(AnswerModel):
     status: Literal["in_progress", "completed", "incomplete"]
     role: Literal["assistant"]
     content: list[OutputText]
+
+
+class OutputFunctionCall(AnswerModel):
+    type: Literal["function_call"]
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+class DeletedResponse(AnswerModel):
+    id: str
+    object: Literal["response"]
+    deleted: bool
 
 
 class InputTokensDetails(AnswerModel):
@@ -125,7 +209,7 @@ class ResponsesAnswer(AnswerModel):
     created_at: int
     status: Literal["in_progress", "completed", "incomplete", "failed"]
     model: str
-    output: list[OutputMessage]
+    output: list[OutputMessage | OutputFunctionCall]
     usage: ResponsesUsage | None
     error: dict[str, Any] | None
     incomplete_details: dict[str, Any] | None
@@ -135,9 +219,10 @@ class ResponsesAnswer(AnswerModel):
     top_p: float
     text: dict[str, Any]
     tools: list[Any]
-    tool_choice: str
+    tool_choice: str | dict[str, Any]
     parallel_tool_calls: bool
-    previous_response_id: None
+    previous_response_id: str | None
+    store: bool
     truncation: str
     metadata: dict[str, Any] | None
     timings: list[dict[str, Any]] | None = None

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 from spillover.engine.sampling_params import StructuredOutputs
 from spillover.server.errors import ApiError
-from spillover.server.schemas_chat import ChatRequest, NamedToolChoice, Tool
+from spillover.server.schemas_chat import NamedToolChoice, Tool
 
 Format = Literal["hermes", "llama", "mistral"]
 
@@ -85,15 +85,16 @@ class ToolUse:
         return "call_" + "".join(secrets.choice(letters) for _ in range(24))
 
 
-def tool_use(body: ChatRequest, template: str) -> ToolUse | None:
-    choice = body.tool_choice
-    if not body.tools:
+def tool_use(tools: Sequence[Tool] | None, choice: str | NamedToolChoice | None, parallel: bool | None,
+             template: str) -> ToolUse | None:
+    """`choice` and `parallel` as in a chat request; None where there are no tools to use."""
+    if not tools:
         if choice == "required" or isinstance(choice, NamedToolChoice):
             raise ApiError(400, "tool_choice needs tools to choose from", "tool_choice")
         return None
     if choice == "none":
         return None
-    names = [tool.function.name for tool in body.tools]
+    names = [tool.function.name for tool in tools]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ApiError(400, f"two tools are called '{twice}'", "tools")
@@ -102,7 +103,7 @@ def tool_use(body: ChatRequest, template: str) -> ToolUse | None:
         forced = choice.function.name
         if forced not in names:
             raise ApiError(400, f"tool_choice names '{forced}', but the tools are {', '.join(names)}", "tool_choice")
-    return ToolUse(format_of(template), forced, tuple(body.tools), body.parallel_tool_calls is False)
+    return ToolUse(format_of(template), forced, tuple(tools), parallel is False)
 
 
 def format_of(template: str) -> Format:
