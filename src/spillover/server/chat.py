@@ -38,13 +38,8 @@ async def chat_completions(http: HttpRequest,
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     name = f"chatcmpl-{http.scope['request_id']}"
-<<<<<<< HEAD
-    use = tool_use(body, front.tokenizer.chat_template or "")
-    job = await prepare(http, lambda: _job(front, body, use, name), renders=True)
-=======
     use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, front.tokenizer.chat_template or "")
-    job = await prepare(http, lambda: _job(front, body, use, name))
->>>>>>> a0f978f (server: /v1/responses calls functions and goes on from stored responses)
+    job = await prepare(http, lambda: _job(front, body, use, name), renders=True)
     note_counts(http.scope, [job])
     head = {"id": name, "created": int(time.time()), "model": model}
     writer = _Writer(front, body, use, job, head, wants_timings(http, body))

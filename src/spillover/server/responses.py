@@ -47,11 +47,7 @@ async def responses(http: HttpRequest,
     use = tool_use(body.chat_tools(), body.chat_tool_choice(), body.parallel_tool_calls,
                    front.tokenizer.chat_template or "")
     request_id = http.scope["request_id"]
-<<<<<<< HEAD
-    job = await prepare(http, lambda: _job(front, body, structured, f"resp-{request_id}"), renders=True)
-=======
-    job, messages = await prepare(http, lambda: _job(front, body, use, before, f"resp-{request_id}"))
->>>>>>> a0f978f (server: /v1/responses calls functions and goes on from stored responses)
+    job, messages = await prepare(http, lambda: _job(front, body, use, before, f"resp-{request_id}"), renders=True)
     note_counts(http.scope, [job])
     store = _store(http) if body.store is not False and _store(http).enabled else None
     writer = _Writer(front, body, use, job, model, request_id, wants_timings(http, body), store is not None)
@@ -113,15 +109,6 @@ def _job(front: Front, body: ResponsesRequest, use: ToolUse | None, before: Stor
     if isinstance(body.input, str):
         messages.append(ChatMessage(role="user", content=body.input))
     else:
-<<<<<<< HEAD
-        messages += [ChatMessage(role=one.role, content=one.content) for one in body.input]
-    ids = prompt_ids(front, ConversationFields(messages=messages))
-    room = answer_room(front.context, len(ids), body.max_output_tokens, None, "max_output_tokens", "input")
-    sent = {name: value for name in ("temperature", "top_p", "top_k") if (value := getattr(body, name)) is not None}
-    params = SamplingParams(**(front.client.factory.sampling_defaults | sent), seed=body.seed,
-                            ignore_eos=bool(body.ignore_eos), max_tokens=room, structured_outputs=structured)
-    return Job(front.client.factory.make(None, ids, params, body.priority or 0, body.cache_salt, name), None)
-=======
         messages += as_messages([item.model_dump() for item in body.input])
     if len(messages) > front.settings.max_messages:
         raise ApiError(400, f"the conversation has {len(messages)} messages; at most {front.settings.max_messages} are "
@@ -135,13 +122,12 @@ def _job(front: Front, body: ResponsesRequest, use: ToolUse | None, before: Stor
         structured = use.constraint or structured
         skip_special = use.format != "mistral"  # its mark is a special token
     ids = prompt_ids(front, ConversationFields(messages=[*system, *messages]), use.tools if use is not None else ())
-    room = answer_room(len(ids), body.max_output_tokens, None, front.client.info.max_model_len, "max_output_tokens")
-    params = SamplingParams(temperature=1.0 if body.temperature is None else body.temperature,
-                            top_p=1.0 if body.top_p is None else body.top_p, top_k=body.top_k or 0, seed=body.seed,
+    room = answer_room(front.context, len(ids), body.max_output_tokens, None, "max_output_tokens", "input")
+    sent = {name: value for name in ("temperature", "top_p", "top_k") if (value := getattr(body, name)) is not None}
+    params = SamplingParams(**(front.client.factory.sampling_defaults | sent), seed=body.seed,
                             ignore_eos=bool(body.ignore_eos), max_tokens=room, structured_outputs=structured,
                             skip_special_tokens=skip_special)
     return Job(front.client.factory.make(None, ids, params, body.priority or 0, body.cache_salt, name), None), messages
->>>>>>> a0f978f (server: /v1/responses calls functions and goes on from stored responses)
 
 
 def _structured(body: ResponsesRequest) -> StructuredOutputs | None:
