@@ -22,7 +22,6 @@ from spillover.lab.engines import (
 from spillover.lab.engines.llamacpp import LlamaCppEngine
 from spillover.lab.engines.metrics_text import counters_from, label_of, labels_of, parse_metrics, total
 from spillover.lab.engines.needs import needs_of
-from spillover.lab.engines.sglang import SglangEngine
 from spillover.lab.engines.vllm import VllmEngine
 
 # As vLLM 0.32 wrote it on a CPU after two requests of the same 300 tokens, less most lines and labels.
@@ -193,12 +192,6 @@ def test_the_environment_variable_names_the_interpreter(tmp_path: Path, monkeypa
     monkeypatch.setenv("SPILLOVER_VLLM_PYTHON", stub_python(tmp_path / "env", module="vllm.stub"))
     assert VllmEngine.installed(EngineSpec("vllm", "m")) is None
     assert VllmEngine(EngineSpec("vllm", "m")).command(1)[1:3] == ["-m", "vllm.entrypoints.cli.main"]
-
-
-def test_engines_that_need_a_model_say_so() -> None:
-    for adapter in (VllmEngine, SglangEngine):
-        with pytest.raises(SpilloverError, match="needs a model"):
-            adapter(EngineSpec(adapter.kind)).command(1)
 
 
 def test_a_mistyped_kind_is_answered_with_the_nearest() -> None:

@@ -16,6 +16,7 @@ from spillover.cli.bench import bench
 from spillover.cli.cache import cache
 from spillover.cli.chat import chat
 from spillover.cli.demo import demo
+from spillover.cli.export import export
 from spillover.cli.generate import generate
 from spillover.cli.lab import lab
 from spillover.cli.planning import doctor, plan
@@ -77,7 +78,7 @@ def main() -> None:
     """
 
 
-for command in (demo, serve, chat, generate, plan, doctor, pull, cache, bench, lab):
+for command in (demo, serve, chat, generate, plan, doctor, pull, export, cache, bench, lab):
     main.add_command(command)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from spillover.errors import CheckpointError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from spillover.kernels.coded import Codes
@@ -24,6 +25,8 @@ class Checkpoint(Protocol):
     def names(self) -> set[str]: ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> torch.dtype: ...  # that `read` gives
 
     def file(self, name: str) -> Path: ...  # that holds the tensor
 

@@ -46,6 +46,7 @@ class _View:
 
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
+    dtype: torch.dtype
     code_bits: int = 0  # 0: it cannot be read as codes
     read_codes: Callable[[], Codes] | None = None
 
@@ -76,6 +77,9 @@ class GGUFCheckpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._view(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._view(name).dtype
 
     def file(self, name: str) -> Path:
         return self.path
@@ -141,7 +145,8 @@ class GGUFCheckpoint:
 
     def _plain(self, tensor: GGUFTensor) -> _View:
         bits = code_bits(tensor.kind) if len(tensor.shape) == 2 else 0
-        return _View(tensor.shape, lambda: self._load(tensor), bits, (lambda: self._codes(tensor)) if bits else None)
+        return _View(tensor.shape, lambda: self._load(tensor), self._dtype(tensor), bits,
+                     (lambda: self._codes(tensor)) if bits else None)
 
     def _rotary(self, tensor: GGUFTensor, kind: str) -> _View:
         """llama.cpp rotates neighbours (0, 1) where HF rotates halves (0, D/2): rows go back to HF's order."""
@@ -158,7 +163,8 @@ class GGUFCheckpoint:
             return Codes(ordered(stored.values), ordered(stored.scales), offsets)
 
         plain = self._plain(tensor)
-        return _View(tensor.shape, lambda: ordered(plain.read()), plain.code_bits, codes if plain.code_bits else None)
+        return _View(tensor.shape, lambda: ordered(plain.read()), plain.dtype, plain.code_bits,
+                     codes if plain.code_bits else None)
 
     def _experts(self, tensors: dict[str, GGUFTensor]) -> dict[str, _View]:
         """Both ways HF names them: stacked as its modules hold them, and one by one as its files do."""
@@ -171,7 +177,7 @@ class GGUFCheckpoint:
             stacked[:, inner:] = self._load(up)
             return stacked
 
-        views = {"mlp.experts.gate_up_proj": _View((experts, 2 * inner, hidden), read_gate_up),
+        views = {"mlp.experts.gate_up_proj": _View((experts, 2 * inner, hidden), read_gate_up, self._dtype(gate)),
                  "mlp.experts.down_proj": self._plain(down)}
         prefix, names = (("block_sparse_moe.experts", ("w1", "w3", "w2")) if self._mixtral
                          else ("mlp.experts", ("gate_proj", "up_proj", "down_proj")))
@@ -203,7 +209,8 @@ class GGUFCheckpoint:
 
     def _expert(self, tensor: GGUFTensor, expert: int) -> _View:
         rows = tensor.shape[1]
-        return _View(tensor.shape[1:], lambda: self._load_rows(tensor, expert * rows, rows).reshape(tensor.shape[1:]))
+        return _View(tensor.shape[1:], lambda: self._load_rows(tensor, expert * rows, rows).reshape(tensor.shape[1:]),
+                     self._dtype(tensor))
 
     def _gpt_oss_experts(self, tensors: dict[str, GGUFTensor]) -> dict[str, _View]:
         """HF interleaves the rows: gate 0, up 0, gate 1, up 1 and so on."""
@@ -213,23 +220,25 @@ class GGUFCheckpoint:
         if "ffn_gate_exps.bias" in tensors:
             gate_bias, up_bias = tensors["ffn_gate_exps.bias"], tensors["ffn_up_exps.bias"]
             views["mlp.experts.gate_up_proj_bias"] = _View(
-                (experts, 2 * inner), lambda: _interleave(self._load(gate_bias), self._load(up_bias)))
+                (experts, 2 * inner), lambda: _interleave(self._load(gate_bias), self._load(up_bias)),
+                self._dtype(gate_bias))
             views["mlp.experts.down_proj_bias"] = self._plain(tensors["ffn_down_exps.bias"])
         if not self._mxfp4:
             # Unquantised, HF holds them [experts, in, out].
             views["mlp.experts.gate_up_proj"] = _View(
                 (experts, hidden, 2 * inner),
-                lambda: _interleave(self._load(gate), self._load(up)).transpose(1, 2).contiguous())
+                lambda: _interleave(self._load(gate), self._load(up)).transpose(1, 2).contiguous(), self._dtype(gate))
             views["mlp.experts.down_proj"] = _View(
-                (experts, inner, hidden), lambda: self._load(down).transpose(1, 2).contiguous())
+                (experts, inner, hidden), lambda: self._load(down).transpose(1, 2).contiguous(), self._dtype(down))
             return views
         for part, load in (("blocks", self._mxfp4_blocks), ("scales", self._mxfp4_scales)):
             tail = (16,) if part == "blocks" else ()
             views[f"mlp.experts.gate_up_proj_{part}"] = _View(
                 (experts, 2 * inner, hidden // MXFP4_GROUP, *tail),
-                lambda load=load: _interleave(load(gate), load(up)))  # type: ignore[misc]
+                lambda load=load: _interleave(load(gate), load(up)), torch.uint8)  # type: ignore[misc]
             views[f"mlp.experts.down_proj_{part}"] = _View(
-                (experts, hidden, inner // MXFP4_GROUP, *tail), lambda load=load: load(down))  # type: ignore[misc]
+                (experts, hidden, inner // MXFP4_GROUP, *tail), lambda load=load: load(down),  # type: ignore[misc]
+                torch.uint8)
         return views
 
     def _mxfp4_groups(self, tensor: GGUFTensor) -> Tensor:

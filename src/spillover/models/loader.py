@@ -111,6 +111,12 @@ def _dummy(
     return torch.empty(shape, dtype=dtype, device=device).normal_(std=DUMMY_STD, generator=generator)
 
 
+def checkpoint_tensors(checkpoint: Checkpoint, config: ModelConfig, specs: WeightSpecs) -> list[str]:
+    """The names of the checkpoint's tensors that make these weights, in their order; checks that all are there."""
+    reader = _Reader(checkpoint, config)
+    return [name for listed in specs.values() for spec in listed for name, _ in _tensors(spec, reader.choose(spec))]
+
+
 class PartReader:
     """Reads parts, and single experts, whenever they are asked for: weights whose home is the checkpoint itself."""
 

@@ -16,6 +16,7 @@ from spillover.models.config import MOST, named, shown
 from spillover.units import format_bytes
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from spillover.kernels.coded import Codes
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1,
           "BOOL": 1}  # bytes of a value
+TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+               "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"}
 MAX_HEADER = 100_000_000  # as safetensors itself allows
 
 
@@ -44,6 +47,12 @@ class SafetensorsCheckpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entry(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        import torch
+
+        found: torch.dtype = getattr(torch, TORCH_NAMES[self._entry(name).dtype])
+        return found
 
     def file(self, name: str) -> Path:
         return self._entry(name).file

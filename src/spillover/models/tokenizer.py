@@ -71,6 +71,16 @@ class Tokenizer:
         self._templates = {"default": text}
 
     @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """By role, such as "bos_token"."""
+        return self._special_tokens
+
+    @property
+    def chat_templates(self) -> Mapping[str, str]:
+        """By name."""
+        return self._templates
+
+    @property
     def chat_template(self) -> str | None:
         return self._templates.get("default")
 

@@ -6,8 +6,8 @@ import os
 import sys
 from typing import Any, ClassVar
 
-from spillover.errors import SpilloverError
 from spillover.lab.engines.base import EngineSpec, Missing
+from spillover.lab.engines.exported import absent, model_argument
 from spillover.lab.engines.flags import FlagStyle, to_flags
 from spillover.lab.engines.metrics_text import total
 from spillover.lab.engines.owned import OwnedEngine, has_module, module_version, not_found
@@ -34,15 +34,13 @@ class SglangEngine(OwnedEngine):
     def installed(cls, spec: EngineSpec) -> Missing | None:
         python = interpreter(spec)
         if has_module(python, "sglang"):
-            return None
+            return absent(spec.model)
         return not_found(python, "SGLang", 'pip install "sglang[all]"', VARIABLE)
 
     def command(self, port: int) -> list[str]:
-        if self.spec.model is None:
-            raise SpilloverError("SGLang needs a model: a Hugging Face folder or hub id; give 'model:' in the arm")
         args = TELLING | dict(self.spec.args)
-        return [interpreter(self.spec), "-m", "sglang.launch_server", "--model-path", self.spec.model, "--host", HOST,
-                "--port", str(port), *to_flags(args, STYLE)]
+        return [interpreter(self.spec), "-m", "sglang.launch_server", "--model-path",
+                model_argument(self.spec.model, port), "--host", HOST, "--port", str(port), *to_flags(args, STYLE)]
 
     def version(self) -> str:
         told = self._server_info().get("version")

