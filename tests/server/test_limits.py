@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import select
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -16,9 +18,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from running_server import Server, until
+from starlette.requests import Request as HttpRequest
+from stub_client import StubClient
 
+from spillover.server.app import make_app
 from spillover.server.errors import ApiError
+from spillover.server.front import INLINE_BYTES, LARGE_BYTES, prepare
 from spillover.server.json_scan import MAX_DEPTH, VALUES_PER_CONTAINER, VALUES_PER_FIELD, check_shape
+from spillover.server.settings import ServerSettings
 
 SMALL = {"prompt": "a", "max_tokens": 1}
 ADMIN = {"Authorization": "Bearer admin"}
@@ -110,11 +117,24 @@ def test_nesting_is_counted_outside_strings_only(depth: int, wide: int, text: st
         check_shape(body, 10**9)
 
 
-# While a large body is worked on
+# Large bodies
 
 
-def test_health_answers_while_the_largest_bodies_are_refused(null_server: Server) -> None:
-    """None of them holds the event loop: probes are answered meanwhile, many for each body."""
+@pytest.mark.parametrize("nbytes", [0, INLINE_BYTES, INLINE_BYTES + 1, LARGE_BYTES, LARGE_BYTES + 1, 4 * MiB])
+def test_only_small_bodies_are_worked_on_by_the_event_loop(nbytes: int) -> None:
+    app = make_app(StubClient(), ServerSettings(served_model_names=("m",)))  # type: ignore[arg-type]
+    request = HttpRequest({"type": "http", "app": app, "spillover.body_bytes": nbytes})
+
+    async def thread_names() -> list[str]:
+        return await asyncio.gather(*(prepare(request, lambda: threading.current_thread().name) for _ in range(8)))
+
+    names = set(asyncio.run(thread_names()))
+    app.state.front.close()
+    assert (names == {threading.current_thread().name}) == (nbytes <= INLINE_BYTES)
+    assert nbytes <= LARGE_BYTES or len(names) == 1  # the largest one at a time
+
+
+def test_the_largest_bodies_are_refused_within_a_bound_of_memory(null_server: Server) -> None:
     largest = 4 * MiB - 1024
     message, call = '{"role":"user","content":""},', '{"function":{"name":"a","arguments":"{}"}},'
     bodies = [
@@ -127,12 +147,11 @@ def test_health_answers_while_the_largest_bodies_are_refused(null_server: Server
         ("/v1/completions", json.dumps({"prompt": '"' * (largest // 2 - 100)})),
     ]
     memory = psutil.Process(null_server.process.pid).memory_info
-    with null_server.http() as http, null_server.http() as probe:
+    with null_server.http() as http:
         before = memory().rss
         for path, content in bodies:
             answer = http.post(path, content=content.encode(), headers={"Content-Type": "application/json"})
             assert answer.status_code == 400, answer.text
-            assert probe.get("/health").status_code == 200
         assert memory().rss - before < 300 * MiB
 
 
