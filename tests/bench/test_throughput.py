@@ -42,6 +42,15 @@ def test_no_repeat_is_answered_from_the_cache_of_another() -> None:
     assert all(run.sources == {"computed": 96, "device": 0, "host": 0, "disk": 0, "remote": 0} for run in result.runs)
 
 
+def test_a_target_that_compiles_for_shapes_meets_them_all_before_it_is_measured() -> None:
+    made: list[FakeTarget] = []
+    measure(Setting({}, into(made)), WORKLOAD, num_iters=2, compiles=True)
+    warm, *measured = made[0].calls
+    assert [(len(request.prompt_token_ids), request.output_len) for request in warm] == [
+        (len(request.prompt_token_ids), request.output_len) for request in measured[0]]
+    assert not {request.prompt_token_ids for request in warm} & {request.prompt_token_ids for request in measured[0]}
+
+
 def test_the_json_has_vllms_keys_and_ours(tmp_path: Path) -> None:
     result = measure(Setting({"block-size": "16"}, into([])), WORKLOAD, num_iters=2)
     file = tmp_path / "result.json"

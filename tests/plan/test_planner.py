@@ -14,7 +14,7 @@ from plan_shapes import CPU, GIB, GPT_OSS, GPT_OSS_SPECS, GPU, RATES, SMOLLM2, S
 
 from spillover.errors import PlanError
 from spillover.memory.kv_cache import KVCache
-from spillover.plan.planner import STEPS_IN_FLIGHT, Plan, PlanRequest, make_plan, size_flag
+from spillover.plan.planner import RUNTIME_BYTES, STEPS_IN_FLIGHT, Plan, PlanRequest, make_plan, size_flag
 from spillover.units import parse_bytes
 
 MB = 10**6
@@ -115,7 +115,7 @@ def test_the_defaults_of_a_cpu() -> None:
     assert GIB - plan.block_bytes < plan.kv_bytes <= GIB
     assert plan.token_capacity == plan.num_blocks * 16
     assert plan.max_concurrency == plan.num_blocks / 512
-    assert plan.base_bytes == CPU.process_bytes
+    assert plan.base_bytes == CPU.process_bytes + RUNTIME_BYTES
 
 
 def test_a_cpu_short_of_memory_gives_half_of_what_is_left_to_kv() -> None:
@@ -177,7 +177,7 @@ def test_costs_come_from_measured_rates() -> None:
 def test_weights_that_do_not_fit() -> None:
     sentence = refusal(gpu_memory=400 * MB)
     assert sentence.startswith("SmolLM2 needs 513 MiB of weights + ")
-    assert "but --gpu-memory is 400MB; raise --gpu-memory to at least" in sentence
+    assert "but --gpu-memory is 382MiB; raise --gpu-memory to at least" in sentence
     least = sentence.split("at least ")[1]
     plan = plan_smollm2(gpu_memory=parse_bytes(least))
     assert plan.max_model_len >= 256
@@ -196,8 +196,8 @@ def test_a_length_that_does_not_fit() -> None:
 
 def test_a_budget_above_the_machine() -> None:
     sentence = refusal(gpu_memory=64 * 10**9)
-    assert sentence == ("--gpu-memory is 64.0GB but 20.0 GiB of the 24.0 GiB of RAM are available; "
-                        "lower it to at most 21.4GB")
+    assert sentence == ("--gpu-memory is 59.7GiB but 20.0 GiB of the 24.0 GiB of RAM are available; "
+                        "lower it to at most 20.0GiB")
     limited = replace(CPU, memory_limit=4 * GIB, memory_available=3 * GIB)
     assert "3.0 GiB of the 4.0 GiB of RAM allowed by the cgroup are available" in refusal(limited, gpu_memory=8 * GIB)
     assert "20.0 GiB of the 24.0 GiB on A GPU are free" in refusal(GPU, gpu_memory=64 * 10**9)

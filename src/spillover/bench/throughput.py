@@ -117,10 +117,12 @@ class ThroughputResult:
         }
 
 
-def measure(setting: Setting, workload: Workload, num_iters: int = 1, progress: bool = False) -> ThroughputResult:
+def measure(setting: Setting, workload: Workload, num_iters: int = 1, progress: bool = False,
+            compiles: bool = False) -> ThroughputResult:
+    """`compiles`: the target compiles kernels and captures graphs for the shapes of steps as it meets them."""
     target = setting.make()
     try:
-        warm_up(target, workload)
+        warm_up(target, workload, whole=compiles)
         runs = tuple(run_once(target, workload.requests(repeat), progress) for repeat in range(num_iters))
         result = ThroughputResult(setting.coordinates, runs, None, target.planned_bytes)
         if target.limits is None:
@@ -134,9 +136,14 @@ def measure(setting: Setting, workload: Workload, num_iters: int = 1, progress: 
         give_back_memory()
 
 
-def warm_up(target: Generates, workload: Workload) -> None:
-    """First-use costs (kernels, allocators, thread pools) are paid here, on prompts that never come again."""
-    requests = workload.requests(WARMUP)[:WARMUP_REQUESTS]
+def warm_up(target: Generates, workload: Workload, whole: bool = False) -> None:
+    """First-use costs (kernels, allocators, thread pools) are paid here, on prompts that never come again. `whole`: in
+    an iteration of full size, so that every shape of a step has been met."""
+    requests = workload.requests(WARMUP)
+    if whole:
+        target.generate(requests)
+        return
+    requests = requests[:WARMUP_REQUESTS]
     target.generate([BenchRequest(request.prompt_token_ids, min(request.output_len, WARMUP_OUTPUT))
                      for request in requests])
 

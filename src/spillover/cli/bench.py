@@ -115,7 +115,8 @@ def throughput(configs: list[EngineConfig], **options: Any) -> None:
     settings = _settings(configs, planned, measure_limits(planned, console), options)
     results = []
     for setting in settings:
-        results.append(measure(setting, workload, options["num_iters"], progress=sys.stderr.isatty()))
+        results.append(measure(setting, workload, options["num_iters"], progress=sys.stderr.isatty(),
+                               compiles=planned.plan.device == "cuda"))
         report.print_throughput(console, results[-1])
     console.print(report.throughput_table(results))
     for line in report.comparison(results):
