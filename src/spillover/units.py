@@ -10,14 +10,37 @@ for _power, _letter in enumerate("KMGTP", start=1):
     _UNITS[_letter + "B"] = 1000**_power
 
 
-def parse_bytes(text: str | int | float) -> int:
-    """'8GB' -> 8_000_000_000, '8GiB' or '8G' -> 8 * 1024**3; a plain number is bytes."""
+UNITS_HELP = "GB is 1000**3 bytes, GiB or G 1024**3"
+_LEAST = 4096  # a budget below this is a number without its unit
+
+
+def parse_bytes(text: str | int | float, flag: str = "") -> int:
+    """'8GB' -> 8_000_000_000, '8GiB' or '8G' -> 8 * 1024**3; a plain number is bytes. `flag`: that it was given to."""
     if isinstance(text, int | float):
         return int(text)
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
-        raise SpilloverError(f"'{text}' is not a size; write one like 8GB, 512MiB or 1073741824")
+        given = f"{flag} '{text}'".strip()
+        raise SpilloverError(f"{given} is not a size; write one like 8GB, 512MiB or 1073741824 ({UNITS_HELP})")
     return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def parse_budget(text: str, flag: str, whole: int | None = None) -> int:
+    """A size, or a share of a tier that has `whole` bytes ('90%'). Without `whole` a share is only checked, as 0."""
+    share = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*%\s*", text)
+    if share is not None:
+        if not 0 < float(share[1]) <= 100:
+            raise SpilloverError(f"{flag} {text} is no share of a tier; write more than 0% and at most 100%")
+        return int((whole or 0) * float(share[1]) / 100)
+    size = parse_bytes(text, flag)
+    if size <= 0 and not re.search(r"[1-9]", text):
+        raise SpilloverError(f"{flag} must be above 0; got '{text}'")
+    if size < _LEAST and re.fullmatch(r"[\s0-9.]*", text):
+        typed = text.strip()
+        share_of = f"{100 * float(typed):g}%" if 0 < float(typed) <= 1 else "90%"
+        raise SpilloverError(f"{flag} {typed} is read as {typed} bytes; for a share of the tier write {share_of}, for "
+                             f"a size 8GB or 512MiB ({UNITS_HELP})")
+    return size
 
 
 def parse_seconds(text: str) -> float:

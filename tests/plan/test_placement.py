@@ -142,16 +142,16 @@ def test_what_a_refusal_names_works_and_less_does_not(flags: dict[str, Any], mod
     except PlanError as error:
         sentence = str(error)
     assert "\n" not in sentence
-    least = re.search(r"--gpu-memory to at least ([0-9.]+[MG]B)", sentence)
+    least = re.search(r"--gpu-memory to at least ([0-9.]+[MG]iB)", sentence)
     if least is not None:
         budget = parse_bytes(least[1])
         planned(flags | {"gpu_memory": budget}, model, machine)
         with pytest.raises(PlanError):
-            planned(flags | {"gpu_memory": budget - 2 * MB}, model, machine)
+            planned(flags | {"gpu_memory": budget - 3 * MB}, model, machine)
     other = re.search(r"use --weights ([a-z-]+), which fits", sentence)
     if other is not None:
         planned(flags | {"weights": other[1]}, model, machine)
-    host = re.search(r"--host-memory to at least ([0-9.]+[MG]B)", sentence)
+    host = re.search(r"--host-memory to at least ([0-9.]+[MG]iB)", sentence)
     if host is not None and least is None:
         with pytest.raises(PlanError, match=r"--gpu-memory is|--max-model-len"):
             planned(flags | {"host_memory": parse_bytes(host[1]), "gpu_memory": MB}, model, machine)

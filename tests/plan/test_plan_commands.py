@@ -89,7 +89,7 @@ def test_a_folder_with_a_config_is_enough(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("as_json", [True, False])
 def test_the_doctor_fits_on_one_screen(monkeypatch: pytest.MonkeyPatch, as_json: bool) -> None:
     monkeypatch.setattr(doctor, "probe", lambda: CPU)
-    monkeypatch.setattr(doctor, "measure_rates", lambda device, disk: replace(RATES, disk_read=2e9))
+    monkeypatch.setattr(doctor, "timed_rates", lambda device, disk: replace(RATES, disk_read=2e9))
     console = paper()
     doctor.run_doctor(console, as_json)
     page = text(console)

@@ -111,7 +111,7 @@ def test_a_cpu_plan_and_its_host_tier_fit_the_same_ram(host: int, budget: int | 
 
 def test_host_memory_above_the_machine() -> None:
     assert refusal(host_memory=64 * 10**9) == (
-        "--host-memory is 64.0GB but 20.0 GiB of the 24.0 GiB of RAM are available; lower it to at most 21.4GB")
+        "--host-memory is 59.7GiB but 20.0 GiB of the 24.0 GiB of RAM are available; lower it to at most 20.0GiB")
     limited = replace(GPU, memory_limit=4 * GIB, memory_available=3 * GIB)
     assert "3.0 GiB of the 4.0 GiB of RAM allowed by the cgroup" in refusal(limited, host_memory=8 * GIB)
 
@@ -134,7 +134,7 @@ def test_host_memory_that_leaves_too_little_for_the_model() -> None:
     assert "beside --host-memory" in sentence
     most = parse_bytes(sentence.split("lower --host-memory to at most ")[1])
     assert planned(host_memory=most).max_model_len >= 256
-    assert "beside --host-memory 10.0GB" in refusal(host_memory=10 * 10**9, gpu_memory=15 * 10**9)
+    assert "beside --host-memory 9537MiB" in refusal(host_memory=10 * 10**9, gpu_memory=15 * 10**9)
     assert "lower --host-memory to at most" in refusal(host_memory=int(19.9 * GIB), num_gpu_blocks_override=100)
 
 

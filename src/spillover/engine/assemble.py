@@ -44,7 +44,7 @@ from spillover.plan.planner import Plan, PlanRequest, make_plan, where
 from spillover.plan.rates import Rates
 from spillover.plan.workspace import Workspace
 from spillover.progress import CAPTURING, COMPILING, PLANNING, TOKENIZER, WEIGHTS
-from spillover.units import parse_bytes
+from spillover.units import parse_budget
 
 log = logging.getLogger("spillover.engine")
 
@@ -90,11 +90,13 @@ def plan_model(config: EngineConfig, rates: Rates | None = None, progress: Progr
     arch, model_config = read_architecture(hf_config, path)
     null = config.load_format == "null"
     machine = probe()
+    on_card = bool(machine.cuda) and not null and config.device in ("auto", "cuda")
+    whole = machine.cuda[0].total if on_card else machine.memory
     request = PlanRequest(
         model=config.model or DEFAULT_MODEL,
         device="cpu" if null else config.device,
         dtype=config.dtype,
-        gpu_memory=None if config.gpu_memory is None else parse_bytes(config.gpu_memory),
+        gpu_memory=None if config.gpu_memory is None else parse_budget(str(config.gpu_memory), "--gpu-memory", whole),
         block_size=config.block_size,
         num_gpu_blocks_override=config.num_gpu_blocks_override,
         max_model_len=config.max_model_len,
@@ -103,7 +105,8 @@ def plan_model(config: EngineConfig, rates: Rates | None = None, progress: Progr
         enable_chunked_prefill=config.enable_chunked_prefill,
         kv_cache_dtype=config.kv_cache_dtype,
         spill_dtype=config.spill_dtype,
-        host_memory=None if config.host_memory is None else parse_bytes(config.host_memory),
+        host_memory=None if config.host_memory is None else parse_budget(str(config.host_memory), "--host-memory",
+                                                                         machine.memory),
         disks=tuple(parse_disk(text) for text in config.disk),
         remote=config.remote,
         weights="resident" if null else config.weights,

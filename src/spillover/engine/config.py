@@ -13,7 +13,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from spillover.engine.vllm_flags import may_be_left_out
 from spillover.errors import SpilloverError, did_you_mean
 from spillover.memory.budgets import parse_disk
-from spillover.units import parse_bytes
+from spillover.units import UNITS_HELP, parse_budget
 
 
 def _flag(default: Any, text: str, choices: tuple[str, ...] = (), aliases: Mapping[str, str] | None = None) -> Any:
@@ -38,7 +38,8 @@ class EngineConfig:
                               "them so where the CPU can, widen makes them numbers of the compute type.",
                               ("keep", "widen"))
     device: str = _flag("auto", "Where to compute.", ("auto", "cpu", "cuda"))
-    gpu_memory: str | None = _flag(None, "Budget of the device tier, e.g. 8GB, for weights, KV and workspace.")
+    gpu_memory: str | None = _flag(None, "Budget of the device tier for weights, KV and workspace: a size "
+                                   f"such as 8GB ({UNITS_HELP}), or a share of the tier such as 90%.")
     weights: str = _flag("auto", "How weights that do not fit on the device are held: auto keeps all there if they fit "
                          "and else takes what measured rates predict to be fastest; resident refuses; demand copies at "
                          "use; sequential streams layers ahead; experts pages them through slots; host-experts[:N] "
@@ -49,8 +50,8 @@ class EngineConfig:
                         "next-layer, or module:Class of your own.")
     paged_tokens: int | None = _flag(None, "Tokens of the largest step whose missing experts the device fetches by "
                                      "itself; larger steps stream them.")
-    host_memory: str | None = _flag(None, "Host memory for weights and KV that leave the device, in all, e.g. 64GB; "
-                                    "pinned on CUDA. Weights come first.")
+    host_memory: str | None = _flag(None, "Host memory for weights and KV that leave the device, in all, e.g. 64GB or "
+                                    "50%; pinned on CUDA. Weights come first.")
     disk: tuple[str, ...] = _flag((), "PATH:SIZE, a folder for KV on disk and the most it may hold, e.g. "
                                   "/nvme/kv:200GB; may be given more than once.")
     remote: str | None = _flag(None, "Redis or Valkey server that keeps KV for several engines, e.g. "
@@ -200,8 +201,9 @@ class EngineConfig:
             raise SpilloverError("--load-format null has no weights: leave --weights and --cpu-offload-gb out")
 
     def _check_tiers(self) -> None:
-        if self.host_memory is not None and parse_bytes(self.host_memory) <= 0:
-            raise SpilloverError(f"--host-memory must be above 0; got '{self.host_memory}'")
+        for name in ("gpu_memory", "host_memory"):
+            if getattr(self, name) is not None:
+                parse_budget(str(getattr(self, name)), _option(name))
         folders = [parse_disk(text).path for text in self.disk]
         for folder in folders:
             if folders.count(folder) > 1:

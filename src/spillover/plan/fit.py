@@ -280,8 +280,11 @@ def supply(machine: Machine, sizes: Sizes, available: int) -> str:
 
 
 def size_flag(count: int, up: bool = True) -> str:
-    """A size as one would type it: 960MB, 12.4GB; rounded up for a least and down for a most."""
-    unit, name, digits = (10**9, "GB", 1) if count >= 10 * 10**9 else (10**6, "MB", 0)
+    """A size as one would type it: 960MiB, 12.4GiB; rounded up for a least and down for a most. In the units of every
+    other size in a sentence."""
+    unit, name, digits = (1 << 30, "GiB", 1) if count >= 10 << 30 else (1 << 20, "MiB", 0)
+    if count < unit:
+        return f"{count}B"
     scaled = count * 10**digits / unit
     rounded = (math.ceil(scaled) if up else math.floor(scaled)) / 10**digits
     return f"{rounded:.{digits}f}{name}"
