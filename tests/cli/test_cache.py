@@ -82,7 +82,7 @@ def test_verify_finds_nothing_wrong_also_beside_a_server(tmp_path: Path) -> None
         result = spill("verify", str(tmp_path))
         assert result.exit_code == 0
         assert f"{BLOCKS} records" in result.stdout
-        assert "all as they were written" in result.stdout
+        assert "all checksums match" in result.stdout
     finally:
         close(tier)
 

@@ -219,7 +219,7 @@ def test_a_length_above_the_machine() -> None:
 
 def test_positions_the_model_does_not_know() -> None:
     assert refusal(max_model_len=10_000) == (
-        "SmolLM2 knows 8,192 positions but --max-model-len is 10,000; lower it to at most 8192"
+        "SmolLM2 supports at most 8,192 tokens but --max-model-len is 10,000; lower it to at most 8192"
     )
 
 

@@ -139,7 +139,7 @@ def test_the_tables_say_what_lies_where_and_what_binds() -> None:
     for words in ("Weights, experts", f"4 paged: {placed.quota} slots each for 64 experts", "transit", "3.2 GiB",
                   "link and host", "Uniform routing is assumed", "Prefill, 512 tokens", "60.0 GB/s"):
         assert words in page
-    assert "Cost at least" not in page  # which is of a model that lies on the device
+    assert "Best case" not in page  # which is of a model that lies on the device
 
 
 def test_a_cpu_plan_counts_what_is_at_home_in_its_ram() -> None:
@@ -149,14 +149,14 @@ def test_a_cpu_plan_counts_what_is_at_home_in_its_ram() -> None:
     console = Console(file=io.StringIO(), width=140)
     print_plan(console, plan, RATES)
     assert isinstance(console.file, io.StringIO)
-    assert "Weights at home" in console.file.getvalue()
+    assert "Weights off the device" in console.file.getvalue()
 
 
 def test_a_disk_that_was_not_timed_is_said_to_be_assumed() -> None:
     console = Console(file=io.StringIO(), width=140)
     print_plan(console, planned("experts", host_memory=GIB)[0], CARD)
     assert isinstance(console.file, io.StringIO)
-    assert "The disk was not timed and is taken for 1.0 GB/s" in " ".join(console.file.getvalue().split())
+    assert "The disk was not timed and is assumed to read at 1.0 GB/s" in " ".join(console.file.getvalue().split())
 
 
 def test_the_json_and_the_wire_carry_the_whole_plan() -> None:

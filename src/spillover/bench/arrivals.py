@@ -37,7 +37,7 @@ class Arrivals:
 
     def __post_init__(self) -> None:
         if not self.rate > 0:
-            raise SpilloverError("--request-rate is requests a second above 0, or inf for all at once; got "
+            raise SpilloverError("--request-rate is requests per second above 0, or inf for all at once; got "
                                  f"{self.rate}")
         if not self.burstiness > 0:
             raise SpilloverError("--burstiness is above 0: 1 for Poisson, less for bursts, inf for even gaps; got "

@@ -196,7 +196,7 @@ def _receive(pipe: Any) -> tuple[str, Any]:
     try:
         kind, value = pipe.recv()
     except (EOFError, ConnectionError):
-        raise SpilloverError("a client process ended by itself; its own words stand above") from None
+        raise SpilloverError("a client process ended by itself; its error is printed above") from None
     if kind == "error":
         raise SpilloverError(value)
     return kind, value

@@ -68,7 +68,7 @@ def comparison(results: Sequence[ThroughputResult]) -> list[str]:
         return []
     best, reference = (max(group, key=lambda result: result.output_rate.median) for group in (ours, theirs))
     ratio = best.output_rate.median / reference.output_rate.median
-    return [f"{ratio:.2f}x the output tokens a second of transformers.generate at its best here "
+    return [f"{ratio:.2f}x the output tokens per second of transformers.generate at its best here "
             f"({best.output_rate.median:,.1f} against {reference.output_rate.median:,.1f})"]
 
 

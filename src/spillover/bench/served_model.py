@@ -77,7 +77,7 @@ class ServerTokenizer:
         words = " ".join(map("".join, itertools.product(string.ascii_lowercase, repeat=3)))
         plain = set(self._tokens(_tokenize_body(self._model, words, self._llamacpp, special=False)))
         if len(plain) < LEAST_VOCABULARY:
-            raise SpilloverError(f"the server's /tokenize knows only {len(plain)} tokens for letters, too few for "
+            raise SpilloverError(f"the server's /tokenize has only {len(plain)} tokens for letters, too few for "
                                  "random prompts; give --tokenizer, a model folder or GGUF file")
         return Vocabulary(max(plain) + 1, frozenset(range(max(plain) + 1)) - plain)
 

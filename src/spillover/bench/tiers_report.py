@@ -79,7 +79,7 @@ def restart_table(results: Sequence[RestartResult], title: str) -> Table:
     used = [source for source in SOURCES if any(stage.sources[source] for result in results
                                                 for stage in result.stages)]
     table = _table(title, "block", "stage", "mean TTFT ms", "tok/s", "x cold", *(f"{source} tok" for source in used),
-                   "ready after", "blocks on disk", "bytes on disk", "a block")
+                   "ready after", "blocks on disk", "bytes on disk", "per block")
     for result in results:
         cold = result.stages[0]
         for stage in result.stages:

@@ -43,7 +43,7 @@ class WorkloadOptions:
     dataset_name: str | None = _flag(None, f"Where requests come from: {', '.join(DATASETS)}. [default: by the file of "
                                      "--dataset-path, .json sharegpt, .jsonl custom; without one random]")
     dataset_path: str | None = _flag(None, "File of conversations (ShareGPT JSON), prompts (JSONL) or a trace.", *FILES)
-    num_prompts: int = _flag(1000, "How many requests; for conversations, lines and traces at most.", *COUNTED)
+    num_prompts: int = _flag(1000, "Number of requests; for conversations, lines and traces the maximum.", *COUNTED)
     seed: int = _flag(0, "Seed of lengths, tokens and arrivals.")
     tokenizer: str | None = _flag(None, "Model folder or GGUF file whose tokenizer to use. [default: the server's]")
     input_len: int | None = _flag(None, "Prompt tokens: short for the dataset's own option.", *INPUT_LEN)
@@ -51,56 +51,59 @@ class WorkloadOptions:
     disable_shuffle: bool = _flag(False, "Keep the order of the file, or of the prefixes.",
                                   SHAREGPT, CUSTOM, PREFIX_REPETITION)
 
-    random_input_len: int = _flag(1024, "Prompt tokens, the shared prefix not counted.", RANDOM)
-    random_output_len: int = _flag(128, "Output tokens.", RANDOM)
-    random_range_ratio: float = _flag(0.0, "Lengths vary uniformly by this share either way.", RANDOM)
-    random_prefix_len: int = _flag(0, "Tokens that all prompts (mixed: every second one) begin with.", RANDOM, MIXED)
+    random_input_len: int = _flag(1024, "Prompt tokens per request, the shared prefix not counted.", RANDOM)
+    random_output_len: int = _flag(128, "Output tokens per request.", RANDOM)
+    random_range_ratio: float = _flag(0.0, "Vary lengths uniformly by up to this fraction either way.", RANDOM)
+    random_prefix_len: int = _flag(0, "Length of the prefix that all prompts (mixed: every second one) share.", RANDOM,
+                                  MIXED)
 
     mixed_input_range: tuple[int, ...] = _flag((16, 512), "Prompt tokens LOW,HIGH, log-uniform.", MIXED)
     mixed_output_range: tuple[int, ...] = _flag((8, 128), "Output tokens LOW,HIGH, log-uniform.", MIXED)
 
     sharegpt_output_len: int | None = _flag(None, "Output tokens in place of the recorded answer's.", SHAREGPT)
-    sharegpt_turns: int = _flag(1, "Most turns of a conversation; above 1 it is a session.", SHAREGPT)
+    sharegpt_turns: int = _flag(1, "Maximum turns per conversation; above 1 it is a session.", SHAREGPT)
 
     custom_output_len: int | None = _flag(None, 'Output tokens in place of the file\'s; a line without "output_tokens" '
                                           "has 256.", CUSTOM)
     skip_chat_template: bool = _flag(False, "Send the text as it is, not as a message of a user.", CUSTOM)
 
-    gsp_num_groups: int = _flag(64, "System prompts.", GSP)
-    gsp_prompts_per_group: int = _flag(16, "Questions to each.", GSP)
-    gsp_system_prompt_len: int = _flag(2048, "Tokens of a system prompt.", GSP)
-    gsp_question_len: int = _flag(128, "Tokens of a question.", GSP)
-    gsp_output_len: int = _flag(256, "Output tokens.", GSP)
+    gsp_num_groups: int = _flag(64, "Number of system prompts.", GSP)
+    gsp_prompts_per_group: int = _flag(16, "Questions per system prompt.", GSP)
+    gsp_system_prompt_len: int = _flag(2048, "Tokens per system prompt.", GSP)
+    gsp_question_len: int = _flag(128, "Tokens per question.", GSP)
+    gsp_output_len: int = _flag(256, "Output tokens per request.", GSP)
     gsp_range_ratio: float = _flag(1.0, "Lengths are uniform from this share up to the whole, as in SGLang.", GSP)
     gsp_num_turns: int = _flag(1, "Turns; above 1 each question opens a session.", GSP)
-    gsp_ordered: bool = _flag(False, "Group after group, not mixed.", GSP)
+    gsp_ordered: bool = _flag(False, "Send group after group, not mixed.", GSP)
 
-    prefix_repetition_prefix_len: int = _flag(256, "Tokens of a prefix.", PREFIX_REPETITION)
-    prefix_repetition_suffix_len: int = _flag(256, "Tokens after it.", PREFIX_REPETITION)
-    prefix_repetition_num_prefixes: int = _flag(10, "Prefixes, each used equally often.", PREFIX_REPETITION)
-    prefix_repetition_output_len: int = _flag(128, "Output tokens.", PREFIX_REPETITION)
+    prefix_repetition_prefix_len: int = _flag(256, "Tokens per prefix.", PREFIX_REPETITION)
+    prefix_repetition_suffix_len: int = _flag(256, "Prompt tokens after the prefix.", PREFIX_REPETITION)
+    prefix_repetition_num_prefixes: int = _flag(10, "Number of prefixes, each used equally often.", PREFIX_REPETITION)
+    prefix_repetition_output_len: int = _flag(128, "Output tokens per request.", PREFIX_REPETITION)
 
     multi_turn_num_sessions: int = _flag(32, "Sessions.", MULTI_TURN)
-    multi_turn_num_turns: int = _flag(4, "Turns of each.", MULTI_TURN)
-    multi_turn_shared_len: int = _flag(0, "Tokens that all sessions begin with.", MULTI_TURN)
-    multi_turn_prefix_len: int = _flag(512, "Tokens of a session's own that follow.", MULTI_TURN)
+    multi_turn_num_turns: int = _flag(4, "Turns per session.", MULTI_TURN)
+    multi_turn_shared_len: int = _flag(0, "Length of the prefix that all sessions share.", MULTI_TURN)
+    multi_turn_prefix_len: int = _flag(512, "Length of each session's own prefix after it.", MULTI_TURN)
     multi_turn_input_len: int = _flag(64, "Tokens that each turn adds.", MULTI_TURN)
-    multi_turn_output_len: int = _flag(64, "Output tokens of each turn.", MULTI_TURN)
-    multi_turn_range_ratio: float = _flag(0.0, "Turns' lengths vary uniformly by this share either way.", MULTI_TURN)
+    multi_turn_output_len: int = _flag(64, "Output tokens per turn.", MULTI_TURN)
+    multi_turn_range_ratio: float = _flag(0.0, "Vary turn lengths uniformly by up to this fraction either way.",
+                                          MULTI_TURN)
     multi_turn_think_time: float = _flag(0.0, "Mean seconds between an answer and the next turn, exponential.",
                                          MULTI_TURN)
 
-    prefill_mix_long_share: float = _flag(0.1, "Share of requests with a long prompt.", PREFILL_MIX)
-    prefill_mix_long_input_len: int = _flag(2048, "Prompt tokens of those.", PREFILL_MIX)
-    prefill_mix_long_output_len: int = _flag(16, "Output tokens of those.", PREFILL_MIX)
-    prefill_mix_short_input_len: int = _flag(64, "Prompt tokens of the others.", PREFILL_MIX)
-    prefill_mix_short_output_len: int = _flag(128, "Output tokens of the others.", PREFILL_MIX)
+    prefill_mix_long_share: float = _flag(0.1, "Fraction of requests with a long prompt.", PREFILL_MIX)
+    prefill_mix_long_input_len: int = _flag(2048, "Prompt tokens of the long requests.", PREFILL_MIX)
+    prefill_mix_long_output_len: int = _flag(16, "Output tokens of the long requests.", PREFILL_MIX)
+    prefill_mix_short_input_len: int = _flag(64, "Prompt tokens of the other requests.", PREFILL_MIX)
+    prefill_mix_short_output_len: int = _flag(128, "Output tokens of the other requests.", PREFILL_MIX)
 
     variable_output_lens: tuple[int, ...] = _flag((16, 32, 64, 256, 512), "Output tokens, each equally often.",
                                                   VARIABLE_OUTPUT)
-    variable_output_input_len: int = _flag(256, "Prompt tokens.", VARIABLE_OUTPUT)
+    variable_output_input_len: int = _flag(256, "Prompt tokens per request.", VARIABLE_OUTPUT)
 
-    trace_limit: int | None = _flag(None, "Play only so many requests, from the first; also --num-prompts.", *TRACES)
+    trace_limit: int | None = _flag(None, "Play at most this many requests, from the first; also --num-prompts.",
+                                    *TRACES)
     trace_speedup: float = _flag(1.0, "Play the trace this many times as fast.", *TRACES)
     trace_length_scale: float = _flag(1.0, "Multiply prompt and output lengths, to fit a smaller model.", *TRACES)
     trace_model: str | None = _flag(None, "Only requests to this model, such as GPT-4.", "burstgpt")

@@ -33,8 +33,8 @@ class SyntheticWorkload:
 
     def requests(self, repeat: int) -> list[ServeRequest]:
         if self.vocabulary is None:
-            raise SpilloverError(f"the workload {self.name} has no vocabulary to draw tokens from: give --tokenizer, a "
-                                 "model folder or GGUF file, or a server that answers /tokenize")
+            raise SpilloverError(f"the workload {self.name} has no vocabulary to sample tokens from: give --tokenizer, "
+                                 "a model folder or GGUF file, or a server that answers /tokenize")
         tokens = _Tokens(self.vocabulary, [self.seed, repeat + 1, self._salt], self.shapes)
         return [ServeRequest(tokens.prompt(shape.parts), shape.prompt_len, shape.output_len, at=shape.at,
                              session=shape.session, turn=shape.turn, think=shape.think) for shape in self.shapes]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @click.group()
 def bench() -> None:
-    """Measure speed, beside its limit.
+    """Measure speed, and show it beside the hardware limit.
 
     \b
     Examples:
@@ -56,32 +56,35 @@ def _range(_ctx: click.Context, param: click.Parameter, value: str) -> tuple[int
 _WORKLOAD_OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--backend", default="spillover", callback=comma_list(click.Choice(["spillover", "hf"])),
                  metavar="[spillover|hf],...",
-                 help="hf is transformers.generate with static padding. [default: spillover]"),
+                 help="Engine to measure; hf is transformers.generate with static padding. [default: spillover]"),
     click.option("--dataset-name", default=None, type=click.Choice(["random", "mixed", "sharegpt"]),
                  help="Where requests come from. [default: sharegpt with --dataset-path, else random]"),
     click.option("--dataset-path", "--dataset", "dataset_path", default=None,
                  help="A JSON file in the ShareGPT format."),
-    click.option("--num-prompts", default=64, show_default=True, help="How many requests, all sent at once."),
-    click.option("--input-len", type=int, default=None, help="Prompt tokens; short for --random-input-len."),
-    click.option("--output-len", type=int, default=None, help="Output tokens, also in place of the dataset's own."),
-    click.option("--random-input-len", type=int, default=None, help="Prompt tokens, the shared prefix not counted. "
-                                                                    "[default: 256]"),
-    click.option("--random-output-len", type=int, default=None, help="Output tokens. [default: 64]"),
+    click.option("--num-prompts", default=64, show_default=True, help="Number of requests, all sent at once."),
+    click.option("--input-len", type=int, default=None, help="Prompt tokens per request; short for "
+                                                             "--random-input-len."),
+    click.option("--output-len", type=int, default=None, help="Output tokens per request, in place of the dataset's "
+                                                              "own too."),
+    click.option("--random-input-len", type=int, default=None, help="Prompt tokens per request, the shared prefix not "
+                                                                    "counted. [default: 256]"),
+    click.option("--random-output-len", type=int, default=None, help="Output tokens per request. [default: 64]"),
     click.option("--random-range-ratio", default=0.0, show_default=True,
-                 help="Lengths vary uniformly by this share either way."),
+                 help="Vary lengths uniformly by up to this fraction either way."),
     click.option("--random-prefix-len", "--prefix-len", "prefix_len", default=0, show_default=True,
-                 help="Tokens that all prompts (mixed: every second one) begin with."),
+                 help="Length of the prefix that all prompts (mixed: every second one) share."),
     click.option("--mixed-input-range", default="16,512", show_default=True, callback=_range, metavar="LOW,HIGH",
                  help="Prompt tokens of the mixed workload, log-uniform."),
     click.option("--mixed-output-range", default="8,128", show_default=True, callback=_range, metavar="LOW,HIGH",
                  help="Output tokens of the mixed workload, log-uniform."),
     click.option("--num-iters", default=1, show_default=True,
-                 help="Repeats, each on fresh prompts; the median is shown."),
+                 help="Number of repeats, each on fresh prompts; the median is shown."),
     click.option("--hf-max-batch-size", default="16", show_default=True, callback=comma_list(click.INT),
-                 metavar="INT,...", help="Batch of --backend hf."),
-    click.option("--temperature", default=0.0, show_default=True, help="0 is greedy."),
-    click.option("--disable-detokenize", is_flag=True, help="Leave turning tokens into text out of the measurement."),
-    click.option("--output-json", default=None, metavar="FILE", help="Write everything measured, repeats included."),
+                 metavar="INT,...", help="Batch size of --backend hf."),
+    click.option("--temperature", default=0.0, show_default=True, help="Sampling temperature; 0 is greedy."),
+    click.option("--disable-detokenize", is_flag=True, help="Leave detokenization out of the measurement."),
+    click.option("--output-json", default=None, metavar="FILE", help="Write all measurements to a JSON file, repeats "
+                                                                     "included."),
 ]
 
 
@@ -95,7 +98,8 @@ def _workload_options(command: Any) -> Any:
 @_workload_options
 @engine_sweep_options()
 def throughput(configs: list[EngineConfig], **options: Any) -> None:
-    """Requests a second when all are sent at once. Comma lists in options make a table, one row a combination.
+    """Measure requests per second when all are sent at once. Comma lists in options make a table, one row per
+    combination.
 
     \b
     Examples:
@@ -127,20 +131,21 @@ def throughput(configs: list[EngineConfig], **options: Any) -> None:
 @bench.command()
 @click.option("--batch-size", default="8", show_default=True, callback=comma_list(click.INT), metavar="INT,...",
               help="Requests in the batch.")
-@click.option("--input-len", default=32, show_default=True, help="Prompt tokens of each.")
-@click.option("--output-len", default=128, show_default=True, help="Output tokens of each.")
-@click.option("--num-iters-warmup", default=1, show_default=True, help="Iterations before the first that counts.")
-@click.option("--num-iters", default=5, show_default=True, help="Iterations that count.")
-@click.option("--temperature", default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--disable-detokenize", is_flag=True, help="Leave turning tokens into text out of the measurement.")
-@click.option("--output-json", default=None, metavar="FILE", help="Write everything measured, each iteration included.")
+@click.option("--input-len", default=32, show_default=True, help="Prompt tokens per request.")
+@click.option("--output-len", default=128, show_default=True, help="Output tokens per request.")
+@click.option("--num-iters-warmup", default=1, show_default=True, help="Warm-up iterations, not measured.")
+@click.option("--num-iters", default=5, show_default=True, help="Measured iterations.")
+@click.option("--temperature", default=0.0, show_default=True, help="Sampling temperature; 0 is greedy.")
+@click.option("--disable-detokenize", is_flag=True, help="Leave detokenization out of the measurement.")
+@click.option("--output-json", default=None, metavar="FILE", help="Write all measurements to a JSON file, each "
+                                                                  "iteration included.")
 @click.option("--profile", default=None, metavar="DIR",
-              help="Profile one more iteration: a trace for Perfetto in DIR, and where the time went.")
+              help="Profile one more iteration: write a trace for Perfetto to DIR and print where the time went.")
 @engine_options(defaults={"enable_prefix_caching": False})
 def latency(config: EngineConfig, batch_size: tuple[int, ...], input_len: int, output_len: int, num_iters_warmup: int,
             num_iters: int, temperature: float, disable_detokenize: bool, output_json: str | None,
             profile: str | None) -> None:
-    """Time of one batch run alone: prefill (to the first token) and decode apart, each beside its limit.
+    """Measure the time of one batch alone: prefill (to the first token) and decode apart, each beside its limit.
 
     \b
     Example:

@@ -31,17 +31,18 @@ LIFE_SECONDS = 600.0  # that the engine which is killed may take
 
 
 @click.command()
-@click.option("--num-prompts", default=4, show_default=True, help="Requests, one after the other.")
-@click.option("--prefix-len", default=256, show_default=True, help="Tokens that all prompts begin with.")
-@click.option("--input-len", default=1024, show_default=True, help="Prompt tokens after those.")
-@click.option("--output-len", default=8, show_default=True, help="Output tokens.")
-@click.option("--kill", is_flag=True, help="The first engine runs in a process of its own, writes blocks down at once "
-                                           "and ends by SIGKILL; else it is closed and writes them then.")
-@click.option("--output-json", default=None, metavar="FILE", help="Write everything measured, each request included.")
+@click.option("--num-prompts", default=4, show_default=True, help="Number of requests, sent one after the other.")
+@click.option("--prefix-len", default=256, show_default=True, help="Length of the prefix that all prompts share.")
+@click.option("--input-len", default=1024, show_default=True, help="Prompt tokens after the shared prefix.")
+@click.option("--output-len", default=8, show_default=True, help="Output tokens per request.")
+@click.option("--kill", is_flag=True, help="Run the first engine in a process of its own, which stores blocks eagerly "
+                                           "and is killed by SIGKILL; otherwise it is closed, and stores them then.")
+@click.option("--output-json", default=None, metavar="FILE", help="Write all measurements to a JSON file, each "
+                                                                  "request included.")
 @engine_sweep_options(defaults={"block_size": BLOCK_SIZES, "disk": (f"{tempfile.gettempdir()}:4GB",)})
 def restart(configs: list[EngineConfig], num_prompts: int, prefix_len: int, input_len: int, output_len: int,
             kill: bool, output_json: str | None) -> None:
-    """The same prompts cold, warm, and after a restart on the same disk; one row a block size.
+    """Measure the same prompts cold, warm, and after a restart on the same disk; one row per block size.
 
     A block is the unit that is stored and found again. All stages must give the same greedy tokens (exit code 1 if
     not). --disk PATH:SIZE names the disk, on which a new folder is used and removed; else it is where temporary files
@@ -137,7 +138,7 @@ def _killed(config: EngineConfig, vocabulary: Vocabulary, requests: list[BenchRe
                                  "prompts")
         stages: list[Stage] = ours.recv()
     except EOFError:
-        raise SpilloverError("the first engine ended by itself; its own words stand above") from None
+        raise SpilloverError("the first engine ended by itself; its error is printed above") from None
     finally:
         process.kill()
         process.join()

@@ -49,33 +49,35 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
 @click.option("--burstiness", type=Rate(), default=1.0, show_default=True,
               help="Shape of the gamma distribution of gaps: 1 is Poisson, less is burstier, inf is even.")
 @click.option("--max-concurrency", default=None, callback=comma_list(click.INT), metavar="INT,...",
-              help="Requests under way at once; others wait in the client.")
+              help="Maximum concurrent requests; others wait in the client.")
 @click.option("--ramp-up-strategy", type=click.Choice(["linear", "exponential"]), default=None)
-@click.option("--ramp-up-start-rps", type=float, default=0.0, help="Rate of the first request.")
-@click.option("--ramp-up-end-rps", type=float, default=0.0, help="Rate of the last.")
+@click.option("--ramp-up-start-rps", type=float, default=0.0, help="Requests per second at the first request.")
+@click.option("--ramp-up-end-rps", type=float, default=0.0, help="Requests per second at the last request.")
 @click.option("--self-timed/--no-self-timed", default=True, show_default=True,
               help="Keep a trace's own times, unless --request-rate is given.")
-@click.option("--max-seconds", type=float, default=None, help="Send nothing after so long.")
+@click.option("--max-seconds", type=float, default=None, help="Stop sending after this many seconds.")
 @click.option("--goodput", multiple=True, metavar="NAME:MS",
-              help="Objectives in milliseconds, such as `--goodput ttft:500 tpot:50`.")
+              help="Latency objectives in milliseconds, such as `--goodput ttft:500 tpot:50`.")
 @click.option("--percentile-metrics", default="ttft,tpot,itl", show_default=True,
-              help=f"Which latencies to print: {', '.join(METRICS)}.")
-@click.option("--metric-percentiles", default="99", show_default=True, help="Which percentiles, such as 25,50,99.")
+              help=f"Print these latencies: {', '.join(METRICS)}.")
+@click.option("--metric-percentiles", default="99", show_default=True, help="Print these percentiles, such as "
+                                                                            "25,50,99.")
 @click.option("--save-result", is_flag=True, help="Write the result as JSON.")
-@click.option("--save-detailed", is_flag=True, help="With every request's events and text.")
-@click.option("--append-result", is_flag=True, help="Add it to the file as one more line.")
+@click.option("--save-detailed", is_flag=True, help="Include every request's events and text in the result.")
+@click.option("--append-result", is_flag=True, help="Append the result to the file as one line.")
 @click.option("--result-dir", default=None, metavar="DIR")
 @click.option("--result-filename", default=None, metavar="FILE",
               help="[default: made from label, rate, model and date]")
 @click.option("--label", default=None, help="Name of the result. [default: the backend's]")
-@click.option("--metadata", multiple=True, metavar="KEY=VALUE", help="Kept in the result; may be repeated.")
+@click.option("--metadata", multiple=True, metavar="KEY=VALUE", help="Add this pair to the result; may be given more "
+                                                                     "than once.")
 @click.option("--profile", is_flag=True, help="Have the server profile itself meanwhile (POST /start_profile and "
                                               "/stop_profile; `spill serve` needs --profiler-dir).")
-@click.option("--disable-tqdm", is_flag=True, help="No progress bar.")
+@click.option("--disable-tqdm", is_flag=True, help="Hide the progress bar.")
 @server_options
 @workload_options()
 def serve(workload: WorkloadOptions, server: ServerOptions, **options: Any) -> None:
-    """Load on a running server. Flags, console block and JSON keys are those of `vllm bench serve`.
+    """Put load on a running server. Flags, console block and JSON keys are those of `vllm bench serve`.
 
     Comma lists in --request-rate and --max-concurrency make a run each, on fresh prompts, and a table of all.
 
@@ -182,7 +184,7 @@ def _asked(server: ServerOptions, workload: WorkloadOptions, options: dict[str, 
 
 @contextlib.contextmanager
 def live_bar(total: int, disabled: bool = False, what: str = "requests") -> Iterator[Callable[[Live], None]]:
-    """Done, running, failed, tokens a second and the mean TTFT so far; silent where stderr is a file."""
+    """Done, running, failed, tokens per second and the mean TTFT so far; silent where stderr is a file."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -29,23 +29,26 @@ if TYPE_CHECKING:
 
 @click.command(cls=SeveralValues)
 @click.option("--steps", default=10, show_default=True,
-              help="Rates in all: one at a time, as many at once as allowed, and evenly between the two.")
-@click.option("--max-concurrency", default=256, show_default=True, help="Requests at once in the second step.")
-@click.option("--max-seconds", default=30.0, show_default=True, help="Send nothing more after so long in a step.")
+              help="Number of rates: one request at a time, as many at once as allowed, and rates spaced evenly "
+                   "between the two.")
+@click.option("--max-concurrency", default=256, show_default=True, help="Concurrent requests in the second step.")
+@click.option("--max-seconds", default=30.0, show_default=True, help="Stop sending after this many seconds per step.")
 @click.option("--burstiness", type=Rate(), default=1.0, show_default=True,
-              help="Of the rates between: 1 is Poisson, inf is even.")
+              help="Shape of the gamma distribution of gaps in open loop: 1 is Poisson, inf is even.")
 @click.option("--goodput", multiple=True, metavar="NAME:MS",
-              help="Objectives, such as `--goodput ttft:500 tpot:50`: finds the highest rate that keeps them.")
-@click.option("--attainment", default=0.99, show_default=True, help="Share of requests that must meet the objectives.")
-@click.option("--refine", default=2, show_default=True, help="More steps, to close in on that rate.")
+              help="Latency objectives in milliseconds, such as `--goodput ttft:500 tpot:50`: find the highest rate "
+                   "that meets them.")
+@click.option("--attainment", default=0.99, show_default=True, help="Fraction of requests that must meet the "
+                                                                    "objectives.")
+@click.option("--refine", default=2, show_default=True, help="Extra steps that close in on that rate.")
 @click.option("--save-result", default=None, metavar="FILE", help="Write every step as JSON.")
-@click.option("--disable-tqdm", is_flag=True, help="No progress bar.")
+@click.option("--disable-tqdm", is_flag=True, help="Hide the progress bar.")
 @server_options
 @workload_options()
 def sweep(workload: WorkloadOptions, server: ServerOptions, steps: int, max_concurrency: int, max_seconds: float,
           burstiness: float, goodput: tuple[str, ...], attainment: float, refine: int, save_result: str | None,
           disable_tqdm: bool) -> None:
-    """Rates from one request at a time to saturation; stops early where requests pile up.
+    """Measure rates from one request at a time to saturation; stop early where requests pile up.
 
     \b
     Examples:
@@ -122,7 +125,7 @@ def sweep_lines(result: SweepResult) -> list[str]:
     lines = [f"Max throughput: {found['max_output_throughput']:,.1f} output tokens/s, at {best.name}; "
              f"{found['max_request_throughput']:.2f} requests/s"]
     if result.saturation_rate is not None:
-        lines.append(f"Over-saturated from {result.saturation_rate:.3g} requests/s on")
+        lines.append(f"Over-saturated from {result.saturation_rate:.3g} requests/s upward")
     if result.plan.goodput:
         goals = ", ".join(f"{name} {limit * 1e3:g} ms" for name, limit in result.plan.goodput.items())
         share = f"{result.plan.attainment:.0%} of requests within {goals}"

@@ -58,7 +58,7 @@ def size_later(flags: dict[str, Any], given: dict[str, Any]) -> None:
 
 @click.command()
 @click.option("--arms", default=",".join(ARMS), show_default=True, callback=comma_list(click.Choice(ARMS)),
-              metavar=f"[{'|'.join(ARMS)}],...", help="What to compare; the first is what the others are held against.")
+              metavar=f"[{'|'.join(ARMS)}],...", help="Configurations to compare; the first is the baseline.")
 @click.option("--workload", default=",".join(WORKLOADS), show_default=True,
               callback=comma_list(click.Choice(WORKLOADS)), metavar=f"[{'|'.join(WORKLOADS)}],...",
               help="Prompts that never come again, chats that go on, or both.")
@@ -66,23 +66,25 @@ def size_later(flags: dict[str, Any], given: dict[str, Any]) -> None:
 @click.option("--input-len", default=256, show_default=True, help="no-reuse: prompt tokens.")
 @click.option("--output-len", default=64, show_default=True, help="no-reuse: output tokens.")
 @click.option("--repeats", default=4, show_default=True,
-              help="no-reuse: turns of each arm, in alternating order; two make one pair of the confidence range.")
-@click.option("--conversations", default=12, show_default=True, help="multi-turn: chats.")
+              help="no-reuse: repeats of each arm, in alternating order; two make one pair for the confidence "
+                   "interval.")
+@click.option("--conversations", default=12, show_default=True, help="multi-turn: number of chats.")
 @click.option("--rounds", default=8, show_default=True, help="multi-turn: questions to each chat.")
 @click.option("--prefix-len", default=1024, show_default=True, help="multi-turn: tokens that each chat begins with.")
 @click.option("--question-len", default=16, show_default=True, help="multi-turn: tokens of a question.")
 @click.option("--answer-len", default=4, show_default=True, help="multi-turn: tokens of an answer.")
 @click.option("--pool-share", default="10%", show_default=True, callback=_share, metavar="SHARE",
-              help="multi-turn: of the KV of all chats, what the device holds.")
+              help="multi-turn: fraction of all chats' KV that the device holds.")
 @click.option("--host-share", default="30%", show_default=True, callback=_share, metavar="SHARE",
-              help="multi-turn: of the KV of all chats, what host memory holds where there is a tier below it.")
+              help="multi-turn: fraction of all chats' KV that host memory holds where there is a tier below it.")
 @click.option("--off-rounds", default=2, show_default=True,
-              help="multi-turn: rounds of the first arm, which computes every prompt again.")
-@click.option("--output-json", default=None, metavar="FILE", help="Write everything measured, repeats included.")
+              help="multi-turn: rounds of the baseline, which computes every prompt again.")
+@click.option("--output-json", default=None, metavar="FILE", help="Write all measurements to a JSON file, repeats "
+                                                                  "included.")
 @engine_options(complete=size_later)
 def tiers(config: EngineConfig, arms: tuple[str, ...], workload: tuple[str, ...], output_json: str | None,
           **options: Any) -> None:
-    """KV tiers side by side: what they cost where nothing is reused, what they save where everything is.
+    """Compare KV tiers: what they cost where nothing is reused, what they save where everything is.
 
     Arms take turns in one run, all on the same prompts, and must give the same greedy tokens (exit code 1 if not).
     Tiers are sized from the workload unless --host-memory, --disk or --remote are given; a Valkey or Redis server is
@@ -180,7 +182,7 @@ class Setup:
             needed += plan.total_bytes - plan.base_bytes
             arms.append(Arm(name, self._maker(config), config.host_memory or ""))
         if arms[0].make is None:
-            raise SpilloverError(f"--arms begins with {arms[0].name}, which others are held against: {arms[0].note}")
+            raise SpilloverError(f"--arms begins with {arms[0].name}, the baseline, which cannot run: {arms[0].note}")
         available = plan.available_bytes if plan.device == "cuda" else probe().memory_available
         return arms, needed <= 0.9 * available
 

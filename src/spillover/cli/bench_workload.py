@@ -14,12 +14,13 @@ from spillover.errors import SpilloverError
 
 @click.command()
 @click.option("--base-url", default=None, metavar="URL",
-              help="A server whose tokenizer and longest request to go by; it is asked nothing else.")
-@click.option("--max-model-len", type=int, default=None, help="Longest prompt plus output, if there is no server.")
+              help="Server whose tokenizer and context length to use; nothing else is asked of it.")
+@click.option("--max-model-len", type=int, default=None, help="Maximum length of prompt plus output in tokens, if "
+                                                              "there is no server.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @workload_options()
 def workload(workload: WorkloadOptions, base_url: str | None, max_model_len: int | None, as_json: bool) -> None:
-    """Lengths, prefix sharing and working set of a workload.
+    """Show lengths, prefix sharing and working set of a workload.
 
     Conversations and prompts in text are counted with --tokenizer or by the server at --base-url, and guessed from
     their characters without.

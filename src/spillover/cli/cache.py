@@ -16,7 +16,7 @@ DAMAGED = 1  # exit code of `verify` that found something
 
 @click.group()
 def cache() -> None:
-    """Look after the KV on a disk tier.
+    """Inspect, check and prune the KV of a disk tier.
 
     \b
     Examples:
@@ -72,12 +72,12 @@ def ls(path: str, as_json: bool) -> None:
 
 @cache.command()
 @click.argument("path")
-@click.option("--identity", default=None, help="Only this one of those that `ls` shows; its beginning will do.")
+@click.option("--identity", default=None, help="Check only this cache, by its identity in `ls` or the beginning of it.")
 @click.option("--kv-store-key-file", default=None, metavar="FILE", help="The key that the blocks were written with.")
 @_JSON
 def verify(path: str, identity: str | None, kv_store_key_file: str | None, as_json: bool) -> None:
-    """Read every block and compare checksums. Exits with 1 and names what is not as it was written: a record, or a
-    whole segment file that cannot be read.
+    """Read every block and compare checksums. Exits with 1 and names each record that does not match its checksum and
+    each segment file that cannot be read.
 
     Reads only; a server may be using the folder, and never loads a damaged block anyway.
 
@@ -108,16 +108,18 @@ def verify(path: str, identity: str | None, kv_store_key_file: str | None, as_js
             key = "" if record.key is None else f", block {record.key.hex()}"
             click.echo(f"{record.file} at byte {record.offset:,}{key}: {record.reason}")
         click.echo(f"{checked:,} records, {format_bytes(nbytes)} read: "
-                   + (f"{len(bad):,} damaged" if bad else "all as they were written"))
+                   + (f"{len(bad):,} damaged" if bad else "all checksums match"))
     if bad:
         click.get_current_context().exit(DAMAGED)
 
 
 @cache.command()
 @click.argument("path")
-@click.option("--size", default=None, metavar="SIZE", help="Drop the least recently used blocks until so much is left.")
-@click.option("--older-than", default=None, metavar="TIME", help="Drop blocks that were not used for so long, e.g. 7d.")
-@click.option("--identity", default=None, help="Only this one of those that `ls` shows; alone, all of it goes.")
+@click.option("--size", default=None, metavar="SIZE", help="Drop the least recently used blocks until this size is "
+                                                           "left.")
+@click.option("--older-than", default=None, metavar="TIME", help="Drop blocks not used for this long, e.g. 7d.")
+@click.option("--identity", default=None, help="Prune only this cache, by its identity in `ls`; without --size and "
+                                               "--older-than, drop all of it.")
 @_JSON
 def prune(path: str, size: str | None, older_than: str | None, identity: str | None, as_json: bool) -> None:
     """Drop blocks and give their space back to the disk. Refused while a server uses the folder.
@@ -132,7 +134,7 @@ def prune(path: str, size: str | None, older_than: str | None, identity: str | N
     from spillover.memory.tiers.prune import prune as drop
 
     if size is None and older_than is None and identity is None:
-        raise SpilloverError("nothing was said to prune; give --size, --older-than or --identity")
+        raise SpilloverError("there is nothing to prune by; give --size, --older-than or --identity")
     pruned = drop(_folder(path), size=None if size is None else parse_bytes(size),
                   older_than=None if older_than is None else parse_seconds(older_than), identity=identity)
     if as_json:

@@ -60,7 +60,7 @@ def warm(config: EngineConfig, place: str, prompts: str, as_json: bool) -> None:
                    f"written, {result.blocks:,} blocks ({result.block_tokens:,} tokens) in {place.rpartition(':')[0]}")
     if result.failures:
         raise SpilloverError(f"{result.failures:,} blocks could not be written to {place.rpartition(':')[0]}; "
-                             "see what the disk has to say, then warm again: what is there is not computed twice")
+                             "check the disk and run this again: blocks already stored are not computed again")
 
 
 @dataclass(frozen=True)

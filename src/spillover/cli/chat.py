@@ -26,7 +26,7 @@ FALLBACK = {"temperature": 0.7, "top_p": 0.95}  # where neither the person nor t
 @click.command()
 @click.option("--system", default=None, metavar="TEXT", help="Instructions that the conversation begins with.")
 @click.option("--line", "by_line", is_flag=True,
-              help="Of piped input, take each line as a message or a command. Without it all of it is one message.")
+              help="Read piped input as one message or command per line, instead of one message in all.")
 @sampling_options(max_tokens=512, temperature=None, top_p=None, top_k=None, min_p=None, repetition_penalty=None)
 @engine_options()
 def chat(config: EngineConfig, sampling: dict[str, Any], system: str | None, by_line: bool) -> None:

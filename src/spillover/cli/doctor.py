@@ -45,7 +45,7 @@ def run_doctor(console: Console, as_json: bool, disk: Path | None = None) -> Non
     for sentence in found:
         console.print(f"[yellow]![/yellow] {escape(sentence)}")
     if not found:
-        console.print("[green]Nothing stands in the way.[/green]")
+        console.print("[green]No problems found.[/green]")
 
 
 def has_nvidia_driver() -> bool:

@@ -96,31 +96,36 @@ _OPTIONS: list[Callable[[Any], Any]] = [
                  metavar="[openai|openai-chat]",
                  help="openai is /v1/completions with prompts of token ids; openai-chat sends text. Engines' names "
                       "mean openai."),
-    click.option("--base-url", default=None, metavar="URL", help="In place of --host and --port."),
+    click.option("--base-url", default=None, metavar="URL", help="Address of the server, in place of --host and "
+                                                                 "--port."),
     click.option("--host", default="127.0.0.1", show_default=True),
     click.option("--port", type=int, default=8000, show_default=True),
     click.option("--endpoint", default=None, metavar="PATH", help="[default: as the backend has it]"),
-    click.option("--model", default=None, help="A name the server knows. [default: the first it serves]"),
+    click.option("--model", default=None, help="Model name to send. [default: the first that the server serves]"),
     click.option("--served-model-name", default=None, help="The name to send, where it is not --model."),
     click.option("--api-key", default=None, help="[default: OPENAI_API_KEY of the environment]"),
-    click.option("--header", multiple=True, metavar="KEY=VALUE", help="Sent with every request; may be repeated."),
+    click.option("--header", multiple=True, metavar="KEY=VALUE", help="Send this header with every request; may be "
+                                                                      "given more than once."),
     click.option("--insecure", is_flag=True, help="Do not check the server's certificate."),
     click.option("--ready-check-timeout-sec", type=float, default=None,
                  help="Wait at most this many seconds until the server is ready; 0 does not wait. [default: 600 for a "
                       "server that is starting, 30 where nothing listens]"),
     click.option("--num-warmups", default=1, show_default=True,
-                 help="Requests before the measured ones, with prompts that none of those has."),
+                 help="Warm-up requests, whose prompts are not measured."),
     click.option("--ignore-eos/--no-ignore-eos", default=None,
-                 help="Answers have exactly the length asked for. [default: as the workload says]"),
+                 help="Ignore the end-of-sequence token, so that answers have exactly the length asked for. [default: "
+                      "as the workload says]"),
     click.option("--return-token-ids", is_flag=True,
                  help="Ask for the ids of each chunk, which counts its tokens exactly (spillover, vLLM)."),
-    click.option("--logprobs", type=int, default=None, help="Ask for so many of each token."),
-    click.option("--extra-body", default=None, metavar="JSON", help="More fields of every request."),
+    click.option("--logprobs", type=int, default=None, help="Ask for the log probabilities of this many alternatives "
+                                                            "per token."),
+    click.option("--extra-body", default=None, metavar="JSON", help="Add these fields to every request."),
     *(click.option("--" + name.replace("_", "-"), name, type=int if name == "top_k" else float, default=None,
-                   help="Sent with every request; left to the server if not given.") for name in SAMPLING),
+                   help="Send this with every request; the server's default otherwise.") for name in SAMPLING),
     click.option("--client-processes", type=int, default=None,
-                 help="Processes that send and read. [default: as the rate asks for]"),
-    click.option("--request-timeout", default=21600.0, show_default=True, help="Seconds after which one has failed."),
+                 help="Number of client processes that send and read. [default: by the request rate]"),
+    click.option("--request-timeout", default=21600.0, show_default=True, help="Seconds after which a request counts "
+                                                                               "as failed."),
 ]
 
 

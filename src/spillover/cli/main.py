@@ -74,7 +74,7 @@ def main() -> None:
       spill demo                      see it work, in under three minutes
       spill chat                      talk to a model
       spill serve                     an OpenAI-compatible server, with a page at its address
-      spill plan MODEL                what would go where, and how fast it could run
+      spill plan MODEL                the memory plan, and how fast it could run
     """
 
 

@@ -83,7 +83,7 @@ def _memory_table(plan: Plan) -> Table:
     table.add_column("What")
     table.add_column("Bytes", justify="right")
     table.add_column("Share", justify="right")
-    table.add_column("Of it")
+    table.add_column("Details")
 
     def row(name: str, count: int, detail: str = "", style: str | None = None) -> None:
         table.add_row(name, format_bytes(count), f"{100 * count / plan.total_bytes:.1f}%", detail, style=style)
@@ -100,11 +100,11 @@ def _memory_table(plan: Plan) -> Table:
     row("Device tier", plan.device_bytes, given, "bold")
     if plan.device == "cpu":
         if plan.host_weight_bytes:
-            row("Weights at home", plan.host_weight_bytes, "of the same RAM: those that do not stay on the device")
+            row("Weights off the device", plan.host_weight_bytes, "in the same RAM")
         if plan.host_bytes:
-            row("Host tier", plan.host_bytes, "of the same RAM, taken as it is needed")
-        row("Process", plan.base_bytes, "Python, torch and what they load; besides the budget")
-        row("All", plan.total_bytes, "the process, once it serves", "bold")
+            row("Host tier", plan.host_bytes, "in the same RAM, allocated as it is needed")
+        row("Process", plan.base_bytes, "Python, torch and what they load; not counted in the budget")
+        row("Total", plan.total_bytes, "the process, once loaded", "bold")
     return table
 
 
@@ -136,10 +136,10 @@ def _limits_table(plan: Plan) -> Table:
     table.add_column(justify="right")
     table.add_column()
     table.add_row("--max-model-len", f"{plan.max_model_len:,}", _length_detail(plan))
-    table.add_row("--max-num-seqs", f"{plan.max_num_seqs:,}", "requests in a step")
-    table.add_row("--max-num-batched-tokens", f"{plan.max_num_batched_tokens:,}", "tokens in a step")
+    table.add_row("--max-num-seqs", f"{plan.max_num_seqs:,}", "requests per step")
+    table.add_row("--max-num-batched-tokens", f"{plan.max_num_batched_tokens:,}", "tokens per step")
     table.add_row("KV cache", f"{plan.token_capacity:,}", "tokens")
-    table.add_row("At full length", f"{plan.max_concurrency:.1f}", "sequences of --max-model-len at once")
+    table.add_row("Concurrency", f"{plan.max_concurrency:.1f}", "sequences of --max-model-len at once")
     return table
 
 
@@ -155,7 +155,7 @@ def _costs_table(plan: Plan, rates: Rates | None) -> Table:
     if rates is not None:
         caption = (f"At {format_rate(rates.memory_read, 'B/s')} of memory read and "
                    f"{format_rate(rates.flops(plan.dtype), 'FLOP/s')} in matrix products, measured now.")
-    table = Table(title="Cost at least", title_justify="left", caption=caption, caption_justify="left")
+    table = Table(title="Best case (hardware limit)", title_justify="left", caption=caption, caption_justify="left")
     table.add_column("Step")
     table.add_column("Time", justify="right")
     table.add_column("Rate", justify="right")

@@ -47,13 +47,13 @@ def placement_table(plan: WeightPlan) -> Table:
 
 def predicted_table(predicted: Predicted, rates: Rates | None = None) -> Table:
     """Each step's share of the roof that binds it, and what the others take."""
-    table = Table(title="Predicted at best", title_justify="left", caption=_assumed(predicted, rates),
+    table = Table(title="Predicted (best case)", title_justify="left", caption=_assumed(predicted, rates),
                   caption_justify="left")
     table.add_column("Step")
     table.add_column("Time", justify="right")
     table.add_column("Rate", justify="right")
     table.add_column("Bound by")
-    table.add_column("Of it")
+    table.add_column("Details")
 
     def row(name: str, tokens: int, rate: float, roof: str, parts: tuple[tuple[str, float], ...], moved: int) -> None:
         seconds = tokens / rate
@@ -78,9 +78,9 @@ def _caption(plan: WeightPlan) -> str | None:
         said.append(f"The host computes its experts in steps of up to {plan.paged_tokens} tokens; larger ones stream "
                     "them.")
     if plan.pinned:
-        said.append(f"{plan.pinned} slots of each layer never change.")
+        said.append(f"{plan.pinned} slots of each layer keep their experts for good.")
     if plan.spare_slots:
-        said.append(f"KV may take {plan.spare_slots:,} slots back.")
+        said.append(f"The KV cache may take back up to {plan.spare_slots:,} slots.")
     return " ".join(said) or None
 
 
@@ -90,7 +90,7 @@ def _assumed(predicted: Predicted, rates: Rates | None) -> str:
         said.append(f"Uniform routing is assumed: {predicted.assumed_hit_rate:.0%} of the experts asked for lie in a "
                     "slot; real routing repeats itself and hits more often.")
     if rates is not None and rates.disk_read is None and dict(predicted.decode_seconds).get("disk"):
-        said.append(f"The disk was not timed and is taken for {format_rate(UNKNOWN_DISK, 'B/s')}.")
+        said.append(f"The disk was not timed and is assumed to read at {format_rate(UNKNOWN_DISK, 'B/s')}.")
     if rates is not None:
         named = {"link": rates.host_to_device, "link, read by a kernel": rates.kernel_read,
                  "host memory": rates.host_read, "device memory": rates.memory_read}

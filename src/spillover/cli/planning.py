@@ -14,7 +14,7 @@ from spillover.engine.config import EngineConfig
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @engine_options()
 def plan(config: EngineConfig, as_json: bool) -> None:
-    """Show what would go where, and what it would cost.
+    """Show the memory plan, and how fast the model could run.
 
     Splits the given budget between weights, KV cache and workspace, or says what would fit. A model larger than the
     budget is placed by --weights: what stays, what moves, and how fast that would be. Loads nothing.
@@ -36,7 +36,7 @@ def plan(config: EngineConfig, as_json: bool) -> None:
 @click.option("--disk", type=click.Path(path_type=Path), default=None, metavar="DIR",
               help="Also measure the disk that this folder is on.")
 def doctor(as_json: bool, disk: Path | None) -> None:
-    """Say what this machine is, and how fast.
+    """Show what this machine is, and how fast.
 
     Devices, memory and the limits on it, measured memory bandwidth, links and matrix rates, on one screen.
 

@@ -37,37 +37,39 @@ if TYPE_CHECKING:
               help="Name that requests use, instead of the model's own; may be given more than once. The name "
                    "'default' always works.")
 @click.option("--max-queue", default=1024, show_default=True, type=click.IntRange(min=1),
-              help="Most sequences that wait; requests beyond it get 429.")
+              help="Maximum sequences that wait; further requests get 429.")
 @click.option("--max-request-bytes", default="4MiB", show_default=True, metavar="SIZE",
-              help="Largest request body.")
+              help="Maximum size of a request body.")
 @click.option("--max-json-values", default=262_144, show_default=True, type=click.IntRange(min=1024),
-              help="Most JSON values in a request body; of fields an eighth of it, of objects and arrays a 32nd.")
+              help="Maximum JSON values in a request body; an eighth of it for fields, a 32nd of it for objects and "
+                   "arrays.")
 @click.option("--max-messages", default=2048, show_default=True, type=click.IntRange(min=1),
-              help="Most messages in a conversation.")
+              help="Maximum messages in a conversation.")
 @click.option("--response-store-bytes", default="64MiB", show_default=True, metavar="SIZE",
               help="Memory for responses that /v1/responses keeps for previous_response_id; 0 keeps none.")
 @click.option("--max-connections", default=4096, show_default=True, type=click.IntRange(min=1),
-              help="Most connections at once; beyond it the longest idle one is closed.")
+              help="Maximum open connections; beyond it the longest idle one is closed.")
 @click.option("--client-timeout", default=30.0, show_default=True, type=click.FloatRange(min=0.1), metavar="SECONDS",
-              help="Longest time a request may take to arrive; a body may take 1 s more per 16 KiB.")
+              help="Maximum time that a request may take to arrive; a body may take 1 s more per 16 KiB.")
 @click.option("--cors-origin", "cors_origins", multiple=True, metavar="ORIGIN",
               help="Let pages from this origin call the server; may be given more than once.")
 @click.option("--allowed-host", "allowed_hosts", multiple=True, metavar="NAME",
-              help="Take requests for this host name too, besides addresses and this machine's names; * takes all.")
+              help="Accept requests for this host name, in addition to IP addresses and this machine's names; * "
+                   "accepts all.")
 @click.option("--ssl-certfile", default=None, metavar="FILE", help="Serve HTTPS with this certificate (PEM).")
 @click.option("--ssl-keyfile", default=None, metavar="FILE",
               help="The certificate's key (PEM), if it is not in the same file.")
 @click.option("--special-tokens-in-user-text/--no-special-tokens-in-user-text", default=True, show_default=True,
               help="Whether a special token written in a message, as <|im_end|>, becomes that token or stays text.")
 @click.option("--drain-seconds", default=30.0, show_default=True, type=click.FloatRange(min=0),
-              help="How long running requests may take to end after Ctrl-C or SIGTERM.")
+              help="Maximum time that running requests may take to end after Ctrl-C or SIGTERM.")
 @click.option("--engine-degraded-seconds", default=5.0, show_default=True, type=click.FloatRange(min=1),
-              help="After this long without a heartbeat of the engine, /health answers 503 and requests are refused.")
+              help="Answer 503 to /health and refuse requests after this long without a heartbeat of the engine.")
 @click.option("--engine-hang-seconds", default=30.0, show_default=True, type=click.FloatRange(min=1),
-              help="After this long without a heartbeat, the engine is killed and started again.")
+              help="Kill the engine and start it again after this long without a heartbeat.")
 @click.option("--engine-step-seconds", default=900.0, show_default=True, type=click.FloatRange(min=1),
-              help="After this long in one step, the engine is killed and started again, though its heart beats.")
-@click.option("--log-requests/--no-log-requests", default=True, show_default=True, help="One line per request.")
+              help="Kill the engine and start it again after this long in one step, even if it sends heartbeats.")
+@click.option("--log-requests/--no-log-requests", default=True, show_default=True, help="Log one line per request.")
 @click.option("--log-format", default="text", show_default=True, type=click.Choice(("text", "json")),
               help="How log lines are written to stderr.")
 @click.option("--log-prompts", is_flag=True, help="Also log the text of prompts, which is private as a rule.")
@@ -75,9 +77,9 @@ if TYPE_CHECKING:
               help="Turn on POST /start_profile and /stop_profile, which write traces of the engine's steps to DIR.")
 @engine_options()
 def serve(config: EngineConfig, **options: Any) -> None:
-    """Serve a model over HTTP, as OpenAI's API does.
+    """Serve a model over OpenAI's HTTP API.
 
-    Prints what goes where in memory, loads the model, and answers until Ctrl-C. There is a page at the address.
+    Prints the memory plan, loads the model, and answers until Ctrl-C. There is a page at the address.
 
     \b
     Examples:
@@ -163,7 +165,7 @@ def _run(config: EngineConfig, settings: ServerSettings, listening: socket, addr
             console.print(f"[bold]{names}[/bold] is served at {address}/v1{empty}", highlight=False, soft_wrap=True)
             console.print(f"Page: {address}/   Ctrl-C stops.", highlight=False, soft_wrap=True)
             if not settings.api_keys and settings.host not in ("127.0.0.1", "localhost", "::1"):
-                console.print("Whoever can reach this machine can use it; --api-key asks them for a key.",
+                console.print("Anyone who can reach this machine can use the server; --api-key requires a key.",
                               style="yellow", highlight=False, soft_wrap=True)
 
         run(config, settings, listening, on_plan=lambda plan: print_plan(console, plan), on_progress=show,

@@ -28,67 +28,73 @@ class EngineConfig:
     model: str | None = _flag(None, "Model: a name from `spill pull`, a Hugging Face folder, a GGUF file or a hub id.")
     tokenizer: str | None = _flag(None, "Tokenizer folder or GGUF file, if not the model's own.")
     chat_template: str | None = _flag(None, "Chat template, if not the model's own: a file, or a Jinja text.")
-    skip_tokenizer_init: bool = _flag(False, "Take and give token ids only; no tokenizer is loaded.")
-    load_format: str = _flag("auto", "auto reads the checkpoint; dummy makes random weights of the true shape; null "
-                             "has no model and answers at once with meaningless words, to measure all the rest.",
+    skip_tokenizer_init: bool = _flag(False, "Accept and return token ids only, and load no tokenizer.")
+    load_format: str = _flag("auto", "Where weights come from: auto reads the checkpoint; dummy makes random weights "
+                                     "of the true shape; null has no model and answers at once with meaningless "
+                                     "words, to measure everything else.",
                              ("auto", "dummy", "null"))
     dtype: str = _flag("auto", "Compute type; auto is float32 on a CPU and the stored type on a GPU.",
                        ("auto", "float32", "bfloat16", "float16"))
-    weight_codes: str = _flag("keep", "Weights that a GGUF file has in codes of 4 or 8 bits: keep holds and multiplies "
-                              "them so where the CPU can, widen makes them numbers of the compute type.",
+    weight_codes: str = _flag("keep", "How to hold weights that a GGUF file stores in codes of 4 or 8 bits: keep "
+                                      "computes with the codes where the CPU can; widen dequantises them to the "
+                                      "compute type.",
                               ("keep", "widen"))
-    device: str = _flag("auto", "Where to compute.", ("auto", "cpu", "cuda"))
-    gpu_memory: str | None = _flag(None, "Budget of the device tier for weights, KV and workspace: a size "
-                                   f"such as 8GB ({UNITS_HELP}), or a share of the tier such as 90%.")
-    weights: str = _flag("auto", "How weights that do not fit on the device are held: auto keeps all there if they fit "
-                         "and else takes what measured rates predict to be fastest; resident refuses; demand copies at "
-                         "use; sequential streams layers ahead; experts pages them through slots; host-experts[:N] "
-                         "computes those of the first N layers on the host; pinned keeps a fixed part.")
-    cpu_offload_gb: float | None = _flag(None, "Keep at least so many GiB of weights off the device, layer by layer "
-                                         "from the first, copied at use; as in vLLM.")
-    policy: str = _flag("lru", "Which expert leaves its slot, and which comes ahead of need: static, lru, lfru, "
-                        "next-layer, or module:Class of your own.")
-    paged_tokens: int | None = _flag(None, "Tokens of the largest step whose missing experts the device fetches by "
-                                     "itself; larger steps stream them.")
-    host_memory: str | None = _flag(None, "Host memory for weights and KV that leave the device, in all, e.g. 64GB or "
-                                    "50%; pinned on CUDA. Weights come first.")
-    disk: tuple[str, ...] = _flag((), "PATH:SIZE, a folder for KV on disk and the most it may hold, e.g. "
-                                  "/nvme/kv:200GB; may be given more than once.")
+    device: str = _flag("auto", "Device to compute on.", ("auto", "cpu", "cuda"))
+    gpu_memory: str | None = _flag(None, "Memory budget of the device tier for weights, KV cache and workspace: a size "
+                                         f"such as 8GB ({UNITS_HELP}), or a share of the tier such as 90%.")
+    weights: str = _flag("auto", "How to hold weights that do not fit on the device: auto keeps all of them there if "
+                                 "they fit, otherwise takes what measured rates predict to be fastest; resident "
+                                 "refuses such a model; demand copies weights when they are used; sequential streams "
+                                 "layers ahead of use; experts pages experts through slots; host-experts[:N] computes "
+                                 "the experts of the first N layers on the host; pinned keeps a fixed set of experts "
+                                 "on the device.")
+    cpu_offload_gb: float | None = _flag(None, "Keep at least this many GiB of weights off the device, whole layers "
+                                               "from the first, copied when they are used; as in vLLM.")
+    policy: str = _flag("lru", "Which expert to evict from its slot, and which to prefetch: static, lru, lfru, "
+                               "next-layer, or module:Class of your own.")
+    paged_tokens: int | None = _flag(None, "Largest step, in tokens, for which the device fetches missing experts by "
+                                           "itself; larger steps stream them.")
+    host_memory: str | None = _flag(None, "Memory budget of the host tier, e.g. 64GB or 50%, for weights and KV off the "
+                                          "device; pinned on CUDA. Weights come first.")
+    disk: tuple[str, ...] = _flag((), "PATH:SIZE, a folder for KV on disk and its maximum size, e.g. /nvme/kv:200GB; "
+                                      "may be given more than once.")
     remote: str | None = _flag(None, "Redis or Valkey server that keeps KV for several engines, e.g. "
                                "redis://user:password@host:6379/0; rediss:// is with TLS, unix:// a socket; ?size=20GB "
                                "and ?ttl=SECONDS bound it.")
     kv_offloading_size: float | None = _flag(None, "vLLM's name for --host-memory, in GiB.")
-    spill: str = _flag("evict", "When KV is written to the lower tiers: as it is evicted from the device, or at once.",
+    spill: str = _flag("evict", "When to write KV to the lower tiers: when it is evicted from the device, or eagerly.",
                        ("evict", "eager"))
-    restore: str = _flag("auto", "KV found in a lower tier: auto loads or computes it again, or both at once, "
-                         "whichever measured rates say is faster.", ("auto", "always", "never"))
-    kv_cache_dtype: str = _flag("auto", "KV on the device; auto is the compute type, fp8 (e4m3) and int8 have a scale "
-                                "for each token and head.", ("auto", "fp8", "int8"), {"fp8_e4m3": "fp8"})
-    spill_dtype: str = _flag("auto", "KV in the lower tiers; auto keeps it as it is on the device.",
+    restore: str = _flag("auto", "What to do with KV found in a lower tier: auto loads it, recomputes it, or does "
+                                 "both at once, whichever measured rates say is faster.", ("auto", "always", "never"))
+    kv_cache_dtype: str = _flag("auto", "Type of the KV cache on the device: auto is the compute type; fp8 (e4m3) and "
+                                        "int8 have a scale per token and head.", ("auto", "fp8", "int8"),
+                                {"fp8_e4m3": "fp8"})
+    spill_dtype: str = _flag("auto", "Type of KV in the lower tiers; auto keeps the type that it has on the device.",
                              ("auto", "fp8", "int8"), {"fp8_e4m3": "fp8"})
     spill_admission: str = _flag("always", "Which blocks may enter the lower tiers: always, second-use (blocks that "
                                  "were asked for twice), or module:Class of your own.")
     kv_store_key_file: str | None = _flag(None, "File with a key of 16 bytes or more for the KV on --disk and in "
                                           "--remote: blocks that were not written with it are rejected.")
-    max_model_len: int | None = _flag(None, "Longest prompt plus output, in tokens.")
-    max_num_seqs: int | None = _flag(None, "Most requests in one step.")
-    max_num_batched_tokens: int | None = _flag(None, "Most tokens in one step, prefill chunks and decodes together.")
-    block_size: int = _flag(16, "Tokens in a KV block; a multiple of 8.")
+    max_model_len: int | None = _flag(None, "Maximum length of prompt plus output, in tokens.")
+    max_num_seqs: int | None = _flag(None, "Maximum requests per step.")
+    max_num_batched_tokens: int | None = _flag(None, "Maximum tokens per step, prefill chunks and decodes together.")
+    block_size: int = _flag(16, "Tokens per KV block; a multiple of 8.")
     num_gpu_blocks_override: int | None = _flag(None, "Use exactly this many KV blocks on the device.")
     enable_prefix_caching: bool = _flag(True, "Reuse the KV blocks of prompts that share a prefix.")
     enable_chunked_prefill: bool = _flag(True, "Split long prompts over steps so that decodes are not held up.")
-    batching: str = _flag("continuous", "continuous admits requests at every step; static waits for the batch to end.",
+    batching: str = _flag("continuous", "When to admit requests: continuous admits them at every step; static waits "
+                                        "for the batch to end.",
                           ("continuous", "static"))
     schedule_policy: str = _flag("fcfs", "Order of the waiting queue: first come, longest prefix match, prefix "
                                  "subtree weight, or the request's priority.",
                                  ("fcfs", "lpm", "dfs-weight", "priority"))
     async_scheduling: bool = _flag(True, "Prepare the next step while the current one runs.")
-    enforce_eager: bool = _flag(False, "Launch every kernel of a step anew rather than record CUDA graphs.")
-    graph_capture: str = _flag("lazy", "When CUDA graphs are recorded: lazy, each when a step of its size is met, or "
-                               "all at the start.", ("lazy", "start"))
-    deterministic: bool = _flag(False, "The same bits for a request whatever runs beside it, at some cost in speed; "
-                                "on a CPU that is always so.")
-    watermark: float = _flag(0.01, "Share of KV blocks kept free when a request is admitted, against thrashing.")
+    enforce_eager: bool = _flag(False, "Launch every kernel by itself rather than capture CUDA graphs.")
+    graph_capture: str = _flag("lazy", "When to capture CUDA graphs: lazy, each when a step of its size first runs, "
+                                       "or all at the start.", ("lazy", "start"))
+    deterministic: bool = _flag(False, "Give a request the same bits whatever runs in its batch, at some cost in "
+                                       "speed; a CPU always does.")
+    watermark: float = _flag(0.01, "Fraction of KV blocks to keep free when a request is admitted, against thrashing.")
     generation_config: str = _flag("auto", "Sampling of requests that leave it out: auto is the model's own "
                                    "generation_config.json, none is vLLM's neutral defaults; or a folder that has one.",
                                    aliases={"vllm": "none"})
@@ -96,7 +102,7 @@ class EngineConfig:
                                    "take; one that takes longer is refused.")
     grammar_memory: str = _flag("256MB", "Memory that compiling one grammar may take, and that all compiled grammars "
                                 "kept for reuse take together.")
-    seed: int = _flag(0, "Seed of requests that bring none, and of dummy weights.")
+    seed: int = _flag(0, "Seed of requests that have none, and of dummy weights.")
 
     @classmethod
     def from_flags(cls, **flags: Any) -> EngineConfig:
@@ -214,7 +220,7 @@ class EngineConfig:
             RemoteAddress.parse(self.remote)
         if "auto" not in (self.kv_cache_dtype, self.spill_dtype) and self.kv_cache_dtype != self.spill_dtype:
             raise SpilloverError(f"--spill-dtype {self.spill_dtype} and --kv-cache-dtype {self.kv_cache_dtype} "
-                                 "contradict each other: KV is narrowed once, so give one of them")
+                                 "contradict each other: KV is quantised once, so give one of them")
         if self.spill_admission not in ADMISSIONS and not _CLASS_NAME.fullmatch(self.spill_admission):
             raise SpilloverError("--spill-admission takes always, second-use or module:Class; got "
                                  f"'{self.spill_admission}'" + did_you_mean(self.spill_admission, ADMISSIONS))

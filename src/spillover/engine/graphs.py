@@ -119,7 +119,8 @@ class Graphs:
         grown = torch.cuda.memory_reserved(self._device) - before
         self.stats = GraphStats(self.stats.graphs + 1, self.stats.seconds + time.perf_counter() - start,
                                 self.stats.nbytes + grown)
-        log.info("recorded the %s step of %d rows; %s", "prompt" if key.prompts else "decode", key.rows, self.stats)
+        log.info("captured a CUDA graph of the %s step of %d rows; %s", "prompt" if key.prompts else "decode",
+                 key.rows, self.stats)
         return _Recorded(graph, None if key.draws else hidden)
 
 

@@ -237,7 +237,7 @@ def parse_windows(hf: Mapping[str, Any], layer_types: Sequence[str]) -> tuple[in
             raise CheckpointError(f"config.json: layer type {shown(kind)} is not supported, only full_attention and "
                                   "sliding_attention")
     if len(layer_types) != require(hf, "num_hidden_layers"):
-        raise CheckpointError(f"config.json: layer_types has {len(layer_types)} entries, not one a layer")
+        raise CheckpointError(f"config.json: layer_types has {len(layer_types)} entries, not one per layer")
     if "sliding_attention" not in layer_types:
         return (None,) * len(layer_types)
     window = require(hf, "sliding_window")

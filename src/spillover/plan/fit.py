@@ -225,7 +225,7 @@ def check_flags(request: PlanRequest, config: ModelConfig, sizes: Sizes) -> None
     length = request.max_model_len
     if length is not None and length > config.max_position:
         raise PlanError(
-            f"{request.model} knows {config.max_position:,} positions but --max-model-len is {length:,}; "
+            f"{request.model} supports at most {config.max_position:,} tokens but --max-model-len is {length:,}; "
             f"lower it to at most {config.max_position}"
         )
     if length is not None and length > longest_allowed(request, sizes):
