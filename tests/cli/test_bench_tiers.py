@@ -30,7 +30,7 @@ RANDOM = ("--num-prompts", "2", "--input-len", "40", "--output-len", "6", "--rep
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "SETTLE_SECONDS", 0.0)
-    monkeypatch.setattr(measure, "measure_rates", lambda *_: Rates("cpu", 1e10, 1e11))
+    monkeypatch.setattr(measure, "measure_rates", lambda *_, **__: Rates("cpu", 1e10, 1e11))
 
 
 @pytest.fixture

@@ -102,7 +102,7 @@ def _settings(config: EngineConfig, options: dict[str, Any]) -> ServerSettings:
 
     if any(not key for key in (*options["api_keys"], *options["admin_keys"])):
         raise SpilloverError("an API key is empty; leave --api-key out to serve without one")
-    limit = parse_bytes(options["max_request_bytes"])
+    limit = parse_bytes(options["max_request_bytes"], "--max-request-bytes")
     if limit < 1024:
         raise SpilloverError(f"--max-request-bytes must be at least 1 KiB; got {format_bytes(limit)}")
     odd = next((origin for origin in options["cors_origins"] if origin != "*" and "://" not in origin), None)
@@ -120,7 +120,7 @@ def _settings(config: EngineConfig, options: dict[str, Any]) -> ServerSettings:
     _check_certificate(options["ssl_certfile"], options["ssl_keyfile"])
     served = tuple(dict.fromkeys(" ".join(options["served_model_names"]).split())) or (_name(config.model),)
     limits = HangLimits(*(options.pop(f"engine_{name}_seconds") for name in ("degraded", "hang", "step")))
-    stored = parse_bytes(options["response_store_bytes"])
+    stored = parse_bytes(options["response_store_bytes"], "--response-store-bytes")
     return ServerSettings(**(options | {"max_request_bytes": limit, "response_store_bytes": stored,
                                         "served_model_names": served, "limits": limits,
                                         "profiler_dir": profiler_dir and os.path.abspath(profiler_dir),

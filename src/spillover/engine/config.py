@@ -13,7 +13,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from spillover.engine.vllm_flags import may_be_left_out
 from spillover.errors import SpilloverError, did_you_mean
 from spillover.memory.budgets import parse_disk
-from spillover.units import UNITS_HELP, parse_budget
+from spillover.units import UNITS_HELP, parse_budget, parse_bytes
 
 
 def _flag(default: Any, text: str, choices: tuple[str, ...] = (), aliases: Mapping[str, str] | None = None) -> Any:
@@ -54,8 +54,8 @@ class EngineConfig:
                                "next-layer, or module:Class of your own.")
     paged_tokens: int | None = _flag(None, "Largest step, in tokens, for which the device fetches missing experts by "
                                            "itself; larger steps stream them.")
-    host_memory: str | None = _flag(None, "Memory budget of the host tier, e.g. 64GB or 50%, for weights and KV off the "
-                                          "device; pinned on CUDA. Weights come first.")
+    host_memory: str | None = _flag(None, "Memory budget of the host tier, e.g. 64GB or 50%, for weights and KV off "
+                                          "the device; pinned on CUDA. Weights come first.")
     disk: tuple[str, ...] = _flag((), "PATH:SIZE, a folder for KV on disk and its maximum size, e.g. /nvme/kv:200GB; "
                                       "may be given more than once.")
     remote: str | None = _flag(None, "Redis or Valkey server that keeps KV for several engines, e.g. "
@@ -137,7 +137,7 @@ class EngineConfig:
             raise SpilloverError(f"--watermark is a share from 0 up to 1; got {self.watermark}")
         if not 0.01 <= self.grammar_timeout <= 600:
             raise SpilloverError(f"--grammar-timeout is from 0.01 to 600 seconds; got {self.grammar_timeout:g}")
-        if parse_bytes(self.grammar_memory) < 16 * 2**20:
+        if parse_bytes(self.grammar_memory, "--grammar-memory") < 16 * 2**20:
             raise SpilloverError(f"--grammar-memory must be at least 16MiB; got '{self.grammar_memory}'")
         if self.gpu_memory is not None and self.num_gpu_blocks_override is not None:
             raise SpilloverError("--gpu-memory and --num-gpu-blocks-override contradict each other: give one of them")
