@@ -37,13 +37,13 @@ def rounding(x: Tensor, scores: Tensor, first: Experts, second: Experts, k: int,
     The roundings of n products that are added up, of either sign, come to UNIT * sqrt(n) times the root of the
     products' squares. What one linear is off by the next one multiplies; independent errors add in squares.
     """
-    best, ids = scores.double().topk(k)
-    shares = best.softmax(-1) if renormalize else scores.double().softmax(-1).gather(-1, ids)
+    best, ids = scores.topk(k)
+    shares = best.softmax(-1) if renormalize else scores.softmax(-1).gather(-1, ids)
 
     def product(rows: Tensor, stack: Experts, index: int, parts: int) -> tuple[Tensor, Tensor, Tensor]:
         """The product, its rounding squared, and the weights squared."""
-        weight = stack.expert(index, torch.float32, parts).double()
-        bias = torch.zeros(len(weight)).double() if stack.bias is None else stack.bias[index].double()
+        weight = stack.expert(index, torch.float32, parts)
+        bias = torch.zeros(len(weight)) if stack.bias is None else stack.bias[index]
         squares = rows.square() @ weight.square().T + bias.square()
         return rows @ weight.T + bias, UNIT**2 * rows.shape[1] * squares, weight.square()
 
@@ -63,7 +63,7 @@ def rounding(x: Tensor, scores: Tensor, first: Experts, second: Experts, k: int,
         out, error, weight = product(h, second, index, 1)
         return error + off @ weight.T + (UNIT * out).square() * (k + 2)
 
-    return moe(x.double(), ids, shares.square(), expert).sqrt()
+    return moe(x, ids, shares.square(), expert).sqrt()
 
 
 class Model:
