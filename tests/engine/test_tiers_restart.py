@@ -156,3 +156,17 @@ def test_a_bit_that_flips_on_disk_is_computed_again(tiny: Tiny, tmp_path: Path) 
     with load(tiny.path, disk=(f"{folder}:50MB",)) as llm:
         for prompt in asked:
             ask(llm, tiny, prompt)
+
+
+def test_a_key_keeps_out_what_was_not_written_with_it(tiny: Tiny, tmp_path: Path) -> None:
+    disk, (prompt,) = f"{tmp_path / 'kv'}:2GB", prompts(1)
+    for name in ("ours", "theirs"):
+        (tmp_path / name).write_text(f"a key of {name}, long enough")
+        (tmp_path / name).chmod(0o600)
+    ours, theirs = {"kv_store_key_file": str(tmp_path / "ours")}, {"kv_store_key_file": str(tmp_path / "theirs")}
+    found = []
+    for flags in (ours, theirs, {}, ours, theirs, {}):
+        with load(tiny.path, disk=(disk,), spill="eager", **flags) as llm:
+            assert "long enough" not in repr(llm.config) + repr(llm.plan)
+            found.append(ask(llm, tiny, prompt)["disk"])
+    assert found == [0, 0, 0, 112, 112, 112]
