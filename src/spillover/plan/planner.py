@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from spillover.errors import PlanError
-from spillover.kernels.native import panel_width
 from spillover.models.config import ModelConfig
 from spillover.models.weight_specs import ITEMSIZE, WeightSpecs
 from spillover.plan.fit import STEPS_IN_FLIGHT as STEPS_IN_FLIGHT
@@ -140,6 +139,8 @@ def make_plan(
 ) -> Plan:
     """`measure` times the device, asked only for a model that does not fit and whose rates are not given."""
     device, dtype = where(request, config, machine)
+    from spillover.kernels.native import panel_width  # imports torch, which who only reads a plan does without
+
     # Without the native kernels, which serve float32 on a CPU, attention needs room for its scores.
     panel = panel_width() if device == "cpu" and dtype == "float32" else 0
     native, panel = panel > 0, max(1, panel)
