@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from spillover import LLM
 from spillover.errors import PlanError, SpilloverError
 from spillover.models.loader import dummy_weights
 from spillover.models.registry import architecture
+from spillover.units import parse_bytes
 
 STRATEGIES = ["demand", "sequential", "experts", "host-experts", "pinned", "auto"]
 _resident: dict[str, Any] = {}
@@ -35,8 +37,8 @@ def least(folder: str, strategy: str) -> int:
     """The smallest budget, which the refusal of a smaller one names."""
     with pytest.raises(PlanError) as refusal:
         starved.answer(folder, [], weights=strategy, gpu_memory="1MB")
-    named = str(refusal.value).split("at least ")[-1].split("MB")[0].split(" ")[-1]
-    return int(float(named) * 1e6)
+    named = re.findall(r"at least ([0-9.]+[KMG]iB)", str(refusal.value))
+    return parse_bytes(named[-1])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -59,7 +59,7 @@ def test_a_plan_is_within_its_budget_and_serves_its_longest_sequence(given_flags
     except PlanError:
         assume(False)
     assert plan.device_bytes <= given_flags["gpu_memory"]
-    assert plan.total_bytes == plan.device_bytes + CPU.process_bytes
+    assert plan.total_bytes == plan.device_bytes + CPU.process_bytes + RUNTIME_BYTES
     # No whole block is left lying.
     assert plan.device_bytes + plan.block_bytes > given_flags["gpu_memory"]
     assert plan.kv_bytes == (plan.num_blocks + 1) * plan.block_bytes
