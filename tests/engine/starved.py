@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from spillover import LLM, SamplingParams
 from spillover.engine.weights.placed import PlacedWeights
 from spillover.engine.weights.traffic import WeightTraffic
+from spillover.errors import PlanError
 from spillover.plan.planner import Plan
+from spillover.units import parse_bytes
 
 VOCABULARY = 512
 _COMMON: dict[str, Any] = {
@@ -72,3 +77,10 @@ def answer(folder: str, asked: list[list[int]], tokens: int = 10, **flags: Any) 
         return Answers([list(output.outputs[0].token_ids) for output in outputs], llm.plan, weights,
                        weights.traffic() if placed else WeightTraffic(), weights.nbytes,
                        weights.host_bytes if placed else 0)
+
+
+def least(folder: str, **flags: Any) -> int:
+    """Return the smallest budget, which the refusal of a smaller one names."""
+    with pytest.raises(PlanError) as refusal:
+        answer(folder, [], gpu_memory="1MB", **flags)
+    return parse_bytes(re.findall(r"at least ([0-9.]+[KMG]iB)", str(refusal.value))[-1])

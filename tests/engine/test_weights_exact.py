@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from spillover import LLM
 from spillover.errors import PlanError, SpilloverError
 from spillover.models.loader import dummy_weights
 from spillover.models.registry import architecture
-from spillover.units import parse_bytes
 
 STRATEGIES = ["demand", "sequential", "experts", "host-experts", "pinned", "auto"]
 _resident: dict[str, Any] = {}
@@ -33,14 +31,6 @@ def resident(name: str, folder: str) -> starved.Answers:
     return _resident[name]
 
 
-def least(folder: str, strategy: str) -> int:
-    """The smallest budget, which the refusal of a smaller one names."""
-    with pytest.raises(PlanError) as refusal:
-        starved.answer(folder, [], weights=strategy, gpu_memory="1MB")
-    named = re.findall(r"at least ([0-9.]+[KMG]iB)", str(refusal.value))
-    return parse_bytes(named[-1])
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_tokens_are_those_of_a_model_that_fits(model: tuple[str, str], strategy: str) -> None:
     name, folder = model
@@ -49,7 +39,7 @@ def test_tokens_are_those_of_a_model_that_fits(model: tuple[str, str], strategy:
             starved.answer(folder, [], weights=strategy, gpu_memory="20MB")
         return
     whole = resident(name, folder)
-    smallest, all_of_it = least(folder, strategy), whole.plan.weight_bytes + whole.plan.workspace_bytes
+    smallest, all_of_it = starved.least(folder, weights=strategy), whole.plan.weight_bytes + whole.plan.workspace_bytes
     rng = random.Random(f"{name}{strategy}")
     for budget in (smallest, rng.randint(smallest, all_of_it), int(all_of_it * 0.9)):
         budget = max(budget, smallest)
@@ -68,7 +58,7 @@ def test_tokens_are_those_of_a_model_that_fits(model: tuple[str, str], strategy:
 def test_no_policy_changes_a_token(name: str, policy: str, tmp_path: Path) -> None:
     folder = starved.write_config(tmp_path, name)
     whole = resident(name, folder)
-    budget = (least(folder, "experts") + whole.plan.weight_bytes + whole.plan.workspace_bytes) // 2
+    budget = (starved.least(folder, weights="experts") + whole.plan.weight_bytes + whole.plan.workspace_bytes) // 2
     found = starved.answer(folder, starved.prompts(), weights="experts", policy=policy, gpu_memory=str(budget))
     assert found.tokens == whole.tokens
     assert found.traffic.expert_misses > 0
@@ -93,7 +83,7 @@ def test_what_host_memory_has_no_room_for_is_read_from_disk(name: str, strategy:
     folder = starved.write_config(tmp_path, name)
     write_checkpoint(tmp_path, name)
     whole = starved.answer(folder, starved.prompts(2), tokens=4, load_format="auto")
-    budget = (least(folder, strategy) + whole.plan.weight_bytes + whole.plan.workspace_bytes) // 2
+    budget = (starved.least(folder, weights=strategy) + whole.plan.weight_bytes + whole.plan.workspace_bytes) // 2
     found = starved.answer(folder, starved.prompts(2), tokens=4, load_format="auto", weights=strategy,
                               gpu_memory=str(budget), host_memory="1MB")
     assert found.plan.placement is not None
@@ -106,7 +96,7 @@ def test_what_host_memory_has_no_room_for_is_read_from_disk(name: str, strategy:
 def test_made_up_weights_have_no_disk(tmp_path: Path) -> None:
     folder = starved.write_config(tmp_path, "qwen3-moe")
     with pytest.raises(Exception, match="dummy"):
-        starved.answer(folder, [], weights="experts", gpu_memory=str(least(folder, "experts") + 10**6),
+        starved.answer(folder, [], weights="experts", gpu_memory=str(starved.least(folder, weights="experts") + 10**6),
                           host_memory="1MB")
 
 

@@ -13,8 +13,6 @@ import pytest
 import starved
 import torch
 
-from spillover.errors import PlanError
-
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
@@ -30,13 +28,6 @@ def resident(name: str, folder: str) -> starved.Answers:
     return _resident[name]
 
 
-def least(folder: str, flags: dict[str, Any]) -> int:
-    """The smallest budget, which the refusal of a smaller one names."""
-    with pytest.raises(PlanError) as refusal:
-        starved.answer(folder, [], gpu_memory="1MB", **flags)
-    return int(float(str(refusal.value).split("at least ")[-1].split("MB")[0].split(" ")[-1]) * 1e6)
-
-
 @pytest.mark.parametrize("strategy", ["demand", "sequential", "experts", "pinned", "host-experts", "experts-lfru"])
 @pytest.mark.parametrize("name", list(starved.MODELS))
 def test_tokens_are_those_of_a_model_that_fits(name: str, strategy: str, tmp_path: Path) -> None:
@@ -46,7 +37,7 @@ def test_tokens_are_those_of_a_model_that_fits(name: str, strategy: str, tmp_pat
         pytest.skip("a dense model has no experts")
     whole = resident(name, folder)
     flags = {**FLAGS, "weights": strategy, **({"policy": f"l{policy}"} if policy else {})}
-    smallest, most = least(folder, flags), whole.plan.weight_bytes + whole.plan.workspace_bytes
+    smallest, most = starved.least(folder, **flags), whole.plan.weight_bytes + whole.plan.workspace_bytes
     for budget in (smallest, (smallest + most) // 2):
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
@@ -62,7 +53,7 @@ def test_tokens_are_those_of_a_model_that_fits(name: str, strategy: str, tmp_pat
 def test_graphs_change_no_token(tmp_path: Path) -> None:
     folder = starved.write_config(tmp_path, "gpt-oss")
     flags = {**FLAGS, "deterministic": False, "weights": "experts"}
-    flags["gpu_memory"] = str(least(folder, flags) + 2 * 10**6)
+    flags["gpu_memory"] = str(starved.least(folder, **flags) + 2 * 10**6)
     eager = starved.answer(folder, starved.prompts(1), tokens=60, enforce_eager=True, **flags)
     graphs = starved.answer(folder, starved.prompts(1), tokens=60, **flags)
     assert graphs.tokens == eager.tokens
