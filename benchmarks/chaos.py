@@ -18,8 +18,8 @@ import argparse
 import asyncio
 import dataclasses
 import json
-import os
 import random
+import shlex
 import shutil
 import signal
 import sys
@@ -286,9 +286,8 @@ def report(options: argparse.Namespace, counts: Counts, faults: Faults, leaks: L
         from spillover.bench.provenance import provenance
         from spillover.plan.hardware import probe
 
-        command = f"python {os.path.relpath(sys.argv[0])} " + " ".join(sys.argv[1:])
-        made = provenance(dataclasses.asdict(probe()))
-        options.output_json.write_text(json.dumps({"command": command} | result | made, indent=2) + "\n")
+        made = provenance(dataclasses.asdict(probe())) | {"command": shlex.join(["python", *sys.argv])}
+        options.output_json.write_text(json.dumps(made | result, indent=2) + "\n")
     return 1 if counts.problems else 0
 
 

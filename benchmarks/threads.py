@@ -13,14 +13,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import platform
 import random
+import shlex
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, closing, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -234,9 +235,13 @@ def main() -> None:
     by_tasks, task_seconds = asyncio.run(in_tasks())
     print(f"{task_seconds:.1f} s, {dict(by_tasks)}")
     if options.output_json is not None:
+        from spillover.bench.provenance import provenance
+        from spillover.plan.hardware import probe
+
         options.output_json.write_text(json.dumps({
+            **provenance(asdict(probe())), "command": shlex.join(["python", *sys.argv]),
             "model": options.model or "SmolLM2-135M-Instruct", "load_format": options.load_format,
-            "machine": platform.machine(), "threads": options.threads, "seed": options.seed,
+            "threads": options.threads, "seed": options.seed,
             "LLM": {"requests": by_threads.total(), "seconds": round(thread_seconds, 1), "ended": dict(by_threads),
                     "preemptions": preemptions, "told_of_the_close": closed, "wrong": 0, "left_open": 0},
             "AsyncLLM": {"requests": by_tasks.total(), "seconds": round(task_seconds, 1), "ended": dict(by_tasks),
