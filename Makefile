@@ -49,7 +49,7 @@ soak: venv
 	$(BIN)/python benchmarks/soak.py --requests 1000
 
 chaos: venv valkey
-	$(BIN)/python benchmarks/chaos.py --minutes 30 --requests-at-least 5000 --output-json benchmarks/results/chaos.json
+	$(BIN)/python benchmarks/chaos.py --minutes 30 --clients 24 --pause 6 --requests-at-least 5000 --output-json benchmarks/results/chaos.json
 
 attack: venv
 	$(BIN)/python benchmarks/attack.py --output-json benchmarks/results/attack.json
