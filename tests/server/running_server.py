@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import openai
 
-START_SECONDS = 60
+START_SECONDS = 240.0  # loading the default model takes 40 s alone on a slow machine, and several servers start at once
 SPILL = [sys.executable, "-c", "from spillover.cli.main import main; main()"]
 
 
