@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import re
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
+import msgspec
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect, Request
@@ -22,7 +22,8 @@ from spillover.server.json_scan import check_shape
 
 Model = TypeVar("Model", bound=BaseModel)
 
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_NAMED_BYTES = 65_536  # in a larger body a field that is given twice is not looked for by its name
 MAX_FIELDS = 2048  # of one object: each may turn out to be unknown, and be told of
 _LISTS = ("messages", "input")  # of which each entry is a message
 
@@ -69,22 +70,42 @@ class JsonBody(Generic[Model]):
 
 
 def parse_json(body: bytes, max_values: int = 2**31) -> Any:
-    """Stricter than the standard library: no NaN or Infinity, no field twice, no lone surrogate, no deep nesting."""
-    check_shape(body, max_values)
+    """Return the value of a body; refuse NaN, a field given twice, a lone surrogate and deep nesting too."""
+    shape = check_shape(body, max_values)
     try:
-        text = body.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ApiError(400, f"the body is not valid UTF-8 (byte {error.start})") from None
-    try:
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}") from None
-    if _SURROGATE.search(text):
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise ApiError(400, "the body has half of a surrogate pair (\\ud800 to \\udfff alone)") from None
+        value = msgspec.json.decode(body)
+    except UnicodeDecodeError:
+        raise ApiError(400, "the body is not valid UTF-8") from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {_reason(str(error), body)}") from None
+    if _num_fields(value, shape.containers) != shape.fields:
+        raise ApiError(400, f"the body is not valid JSON: {_given_twice(body)} is given twice")
     return value
+
+
+def _reason(error: str, body: bytes) -> str:
+    """Say why a body is not JSON: what the parser says, and the text where it says it."""
+    where = re.search(r"\(byte (\d+)\)", error)
+    text = body[int(where[1]):][:16].decode(errors="replace") if where else ""
+    pair = "; is there half of a surrogate pair (\\ud800 to \\udfff alone)?" if _SURROGATE.search(body) else ""
+    return error.removeprefix("JSON is malformed: ") + (f", at '{text}'" if text else "") + pair
+
+
+def _num_fields(value: Any, containers: int) -> int:
+    """Return the fields of all objects in a value of this many objects and arrays."""
+    found, seen, n = [value], 1, 0
+    while found:
+        one = found.pop()
+        if isinstance(one, dict):
+            if len(one) > MAX_FIELDS:
+                raise ApiError(400, f"an object has {len(one)} fields; at most {MAX_FIELDS} are taken")
+            n += len(one)
+        if seen < containers:
+            inner = [entry for entry in (one.values() if isinstance(one, dict) else one)
+                     if isinstance(entry, dict | list)]
+            found += inner
+            seen += len(inner)
+    return n
 
 
 def nearest(name: str, names: list[str]) -> str:
@@ -103,26 +124,18 @@ def _unknown_field(problems: Sequence[ErrorDetails], model: type[BaseModel]) -> 
     return None
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(pairs) > MAX_FIELDS:
-        raise ValueError(f"an object has {len(pairs)} fields; at most {MAX_FIELDS} are taken")
-    made = dict(pairs)
-    if len(made) != len(pairs):
+def _given_twice(body: bytes) -> str:
+    """Name a field that one object of the body has twice."""
+    if len(body) > _NAMED_BYTES:
+        return "a field"
+    names: list[str] = []
+
+    def look(pairs: list[tuple[str, Any]]) -> None:
         seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"the field '{twice[:64]}' is given twice")
-    return made
+        names.extend(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
 
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if math.isinf(value):
-        raise ValueError(f"the number {text[:32]} is too large")
-    return value
+    json.loads(body, object_pairs_hook=look)
+    return f"the field '{names[0][:64]}'"
 
 
 def _kind(value: Any) -> str:

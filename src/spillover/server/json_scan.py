@@ -1,7 +1,11 @@
-"""The shape of a JSON body, checked before it is parsed, at the speed of `bytes.count`. Knows nothing of its fields."""
+"""The shape of a JSON body, checked before it is parsed, at the speed of `bytes.count`. Knows nothing of its fields.
+
+A body is looked at in chunks, as each call into C holds up every other thread until it is done.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import accumulate
 
 from spillover.server.errors import ApiError
@@ -12,42 +16,65 @@ MAX_DEPTH = 128
 VALUES_PER_FIELD = 8
 VALUES_PER_CONTAINER = 32
 
+_CHUNK_BYTES = 256 << 10
 _BRACKETS = b"[]{}"
 _NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in _BRACKETS)
 _STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 
-def check_shape(body: bytes, max_values: int) -> None:
-    """Raise ApiError for a body of too many values or of too deep nesting; what is inside strings does not count.
+@dataclass
+class Shape:
+    """What a body holds outside its strings. Of bytes that are not JSON the counts are upper bounds."""
 
-    Whether it is JSON is for the parser to say: of other bytes the counts are upper bounds.
+    containers: int = 0  # objects and arrays
+    fields: int = 0  # of all objects
+    commas: int = 0
+    depth: int = 0  # at the end of what has been looked at
+    deepest: int = 0
+
+    @property
+    def values(self) -> int:
+        return self.containers + self.commas + 1
+
+    def add(self, outside: bytes) -> None:
+        self.containers += outside.count(b"{") + outside.count(b"[")
+        self.fields += outside.count(b":")
+        self.commas += outside.count(b",")
+        steps = map(_STEP.__getitem__, outside.translate(None, _NOT_BRACKETS))
+        depths = list(accumulate(steps, initial=self.depth))
+        self.depth, self.deepest = depths[-1], max(self.deepest, *depths)
+
+
+def check_shape(body: bytes, max_values: int) -> Shape:
+    """Return the shape of a body; raise ApiError for one of too many values or of too deep nesting.
+
+    Whether it is JSON is for the parser to say.
     """
-    containers = body.count(b"{") + body.count(b"[")
-    if containers <= MAX_DEPTH and len(body) <= max_values // VALUES_PER_CONTAINER:
-        return
-    if b"\\" in body:
-        # A run of backslashes escapes from its left end on: pairs first, then what escapes a quote.
-        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    strings = body.count(b'"') // 2
-    if strings > 2 * max_values:  # each is a value or the name of one
-        raise _too_many(strings // 2, max_values)
-    outside = b"".join(body.split(b'"')[::2])
-    containers = outside.count(b"{") + outside.count(b"[")
-    values = containers + outside.count(b",") + 1
-    if values > max_values:
-        raise _too_many(values, max_values)
-    for found, kind, share in ((containers, "objects and arrays", VALUES_PER_CONTAINER),
-                               (outside.count(b":"), "fields", VALUES_PER_FIELD)):
+    shape, start, in_string = Shape(), 0, False
+    while start < len(body):
+        chunk = body[start:start + _CHUNK_BYTES]
+        if chunk.endswith(b"\\") and (len(chunk) - len(chunk.rstrip(b"\\"))) % 2:
+            chunk = body[start:start + _CHUNK_BYTES + 1]  # with the character that the last backslash escapes
+        start += len(chunk)
+        if b"\\" in chunk:
+            # A run of backslashes escapes from its left end on: pairs first, then what escapes a quote.
+            chunk = chunk.replace(b"\\\\", b"").replace(b'\\"', b"")
+        parts = chunk.split(b'"')
+        shape.add(b" ".join(parts[in_string::2]))
+        in_string ^= len(parts) % 2 == 0
+        _check(shape, max_values)
+    return shape
+
+
+def _check(shape: Shape, max_values: int) -> None:
+    if shape.values > max_values:
+        raise ApiError(400, f"the body has at least {shape.values} JSON values; at most {max_values} are taken "
+                            f"(--max-json-values)", code="too_many_values")
+    for found, kind, share in ((shape.containers, "objects and arrays", VALUES_PER_CONTAINER),
+                               (shape.fields, "fields", VALUES_PER_FIELD)):
         limit = max(1, max_values // share)
         if found > limit:
-            raise ApiError(400, f"the body has {found} {kind}; at most {limit} are taken (1/{share} of "
+            raise ApiError(400, f"the body has at least {found} {kind}; at most {limit} are taken (1/{share} of "
                                 f"--max-json-values)", code="too_many_values")
-    if containers > MAX_DEPTH:
-        steps = map(_STEP.__getitem__, outside.translate(None, _NOT_BRACKETS))
-        if max(accumulate(steps), default=0) > MAX_DEPTH:
-            raise ApiError(400, f"the body is nested more than {MAX_DEPTH} deep", code="too_deep")
-
-
-def _too_many(found: int, limit: int) -> ApiError:
-    return ApiError(400, f"the body has at least {found} JSON values; at most {limit} are taken (--max-json-values)",
-                    code="too_many_values")
+    if shape.deepest > MAX_DEPTH:
+        raise ApiError(400, f"the body is nested more than {MAX_DEPTH} deep", code="too_deep")
