@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def llm(folder: str) -> Iterator[LLM]:
     """So few blocks that requests are preempted."""
     with LLM(folder, load_format="dummy", skip_tokenizer_init=True, max_num_seqs=16, max_num_batched_tokens=64,
-             num_gpu_blocks_override=40, block_size=8, max_model_len=256) as made:
+             num_gpu_blocks_override=24, block_size=8, max_model_len=160) as made:
         yield made
 
 

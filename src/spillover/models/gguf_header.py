@@ -7,9 +7,9 @@ opened twice (weights and tokenizer), so the head is parsed here and the package
 from __future__ import annotations
 
 import math
+import mmap
 import struct
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ _SCALARS = {
     GGUFValueType.UINT32: "I", GGUFValueType.INT32: "i", GGUFValueType.FLOAT32: "f", GGUFValueType.BOOL: "?",
     GGUFValueType.UINT64: "Q", GGUFValueType.INT64: "q", GGUFValueType.FLOAT64: "d",
 }
+_LENGTH = struct.Struct("<Q")
 _ARRAYS = "BbHhIifQqd"  # codes that the array module knows too, with the same sizes
 
 
@@ -91,7 +92,8 @@ def _read_one(path: Path) -> GGUFHeader:
             size = path.stat().st_size
             if stream.read(4) != MAGIC:
                 raise CheckpointError(f"{path} is not a GGUF file (it does not begin with GGUF)")
-            return _parse(_Cursor(stream.read, path, size), path, size)
+            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                return _parse(_Cursor(content, path, size), path, size)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error})") from error
     except (ValueError, KeyError, OverflowError, MemoryError, ZeroDivisionError) as error:
@@ -136,22 +138,40 @@ def _parse(cursor: _Cursor, path: Path, size: int) -> GGUFHeader:
 class _Cursor:
     """Reads values one after another; no length is believed that exceeds the file."""
 
-    def __init__(self, read: Callable[[int], bytes], path: Path, size: int) -> None:
-        self._read, self._path, self._size = read, path, size
+    def __init__(self, content: mmap.mmap, path: Path, size: int) -> None:
+        self._content, self._path, self._size = content, path, size
         self.position = len(MAGIC)
 
     def take(self, count: int) -> bytes:
-        if self.position + count > self._size:
-            raise CheckpointError(f"{self._path} is truncated or corrupt: its header runs past its {self._size:,} "
-                                  "bytes; download it again")
+        start = self.position
         self.position += count
-        return self._read(count)
+        if self.position > self._size:
+            raise self._truncated()
+        return self._content[start:self.position]
 
     def scalar(self, code: str) -> Any:
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
 
     def string(self) -> str:
         return self.take(self.scalar("Q")).decode("utf-8", errors="replace")
+
+    def strings(self, count: int) -> list[str]:
+        """Return what `string` gives `count` times; a vocabulary has hundreds of thousands."""
+        content, size, start, found = self._content, self._size, self.position, []
+        for _ in range(count):
+            if start + 8 > size:
+                raise self._truncated()
+            end = start + 8 + _LENGTH.unpack_from(content, start)[0]
+            if end > size:
+                raise self._truncated()
+            found.append(content[start + 8:end])
+            start = end
+        self.position = start
+        return [text.decode("utf-8", errors="replace") for text in found]
+
+    def _truncated(self) -> CheckpointError:
+        return CheckpointError(f"{self._path} is truncated or corrupt: its header runs past its {self._size:,} bytes; "
+                               "download it again")
 
     def value(self, kind: GGUFValueType, depth: int = 0) -> Any:
         if kind == GGUFValueType.STRING:
@@ -167,4 +187,6 @@ class _Cursor:
             return numbers.tolist()
         if count > self._size:
             raise ValueError(f"an array of {count} entries")
+        if item == GGUFValueType.STRING:
+            return self.strings(count)
         return [self.value(item, depth + 1) for _ in range(count)]
