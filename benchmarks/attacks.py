@@ -104,7 +104,7 @@ class Target:
             yield ""
 
 
-def _refused(target: Target, path: str, content: bytes, n: int = 8) -> Steps:
+def _refused(target: Target, path: str, content: bytes, n: int = 32) -> Steps:
     expected = (400, 413, 429)
     yield from target.many(n, lambda: target.post(path, content))
     odd = {status: count for status, count in target.statuses.items() if status not in expected}
@@ -124,7 +124,7 @@ def many_messages(target: Target) -> Steps:
 @attack("most-messages", "chats of the most messages that are taken, answered")
 def most_messages(target: Target) -> Steps:
     content = b'{"max_tokens":1,"messages":[' + _MESSAGE * 2047 + _MESSAGE[:-1] + b"]}"
-    yield from target.many(16, lambda: target.post(CHAT, content))
+    yield from target.many(48, lambda: target.post(CHAT, content))
 
 
 @attack("many-input-messages", "the same for /v1/responses")
@@ -155,13 +155,13 @@ def brackets(target: Target) -> Steps:
 
 @attack("oversized", "bodies of 12 MB, beyond --max-request-bytes")
 def oversized(target: Target) -> Steps:
-    yield from _refused(target, CHAT, b'{"messages":[' + _MESSAGE * 400_000 + _MESSAGE[:-1] + b"]}", n=6)
+    yield from _refused(target, CHAT, b'{"messages":[' + _MESSAGE * 400_000 + _MESSAGE[:-1] + b"]}", n=24)
 
 
 @attack("long-prompt", "a prompt of 4 MB of text, and of escapes")
 def long_prompt(target: Target) -> Steps:
     for text in ("ab " * (LARGEST // 3), '"' * (LARGEST // 2), "\n" * (LARGEST // 2), "é😀" * (LARGEST // 18)):
-        yield from _refused(target, COMPLETIONS, json.dumps({"prompt": text}).encode(), n=3)
+        yield from _refused(target, COMPLETIONS, json.dumps({"prompt": text}).encode(), n=12)
 
 
 @attack("many-values", "as many values as are taken, all of them wrong")
@@ -171,9 +171,9 @@ def many_values(target: Target) -> Steps:
                         {"prompt": "a"} | {f"unknown_{i}": 1 for i in range(2000)},
                         {"prompt": "a", "stop": [1] * 262_000}]
     for body in wrong:
-        yield from _refused(target, COMPLETIONS, json.dumps(body).encode(), n=3)
+        yield from _refused(target, COMPLETIONS, json.dumps(body).encode(), n=12)
     parts = {"messages": [{"role": "user", "content": [{"type": "text", "txt": ""}] * 8000}]}
-    yield from _refused(target, CHAT, json.dumps(parts).encode(), n=3)
+    yield from _refused(target, CHAT, json.dumps(parts).encode(), n=12)
 
 
 @attack("endless-bodies", "bodies of the largest size that stop just before their end, for as long as they may")

@@ -25,6 +25,7 @@ Model = TypeVar("Model", bound=BaseModel)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _NAMED_BYTES = 65_536  # in a larger body a field that is given twice is not looked for by its name
 MAX_FIELDS = 2048  # of one object: each may turn out to be unknown, and be told of
+MAX_PROBLEMS = 256  # of a body, that are looked through for the one to tell of
 _LISTS = ("messages", "input")  # of which each entry is a message
 
 
@@ -62,7 +63,7 @@ class JsonBody(Generic[Model]):
         try:
             return model.model_validate(value)
         except ValidationError as error:
-            problems = error.errors(include_url=False, include_context=False, include_input=False)
+            problems = error.errors(include_url=False, include_context=False, include_input=False)[:MAX_PROBLEMS]
             raise _unknown_field(problems, model) or validation_error(problems) from None
 
     def model_for(self, value: dict[str, Any]) -> type[Model]:

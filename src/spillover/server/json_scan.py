@@ -36,13 +36,16 @@ class Shape:
     def values(self) -> int:
         return self.containers + self.commas + 1
 
-    def add(self, outside: bytes) -> None:
+    def count(self, outside: bytes) -> None:
         self.containers += outside.count(b"{") + outside.count(b"[")
         self.fields += outside.count(b":")
         self.commas += outside.count(b",")
+
+    def follow(self, outside: bytes) -> None:
+        """Follow the brackets; called once their number is known to be within limits."""
         steps = map(_STEP.__getitem__, outside.translate(None, _NOT_BRACKETS))
         depths = list(accumulate(steps, initial=self.depth))
-        self.depth, self.deepest = depths[-1], max(self.deepest, *depths)
+        self.depth, self.deepest = depths[-1], max(self.deepest, max(depths))
 
 
 def check_shape(body: bytes, max_values: int) -> Shape:
@@ -60,9 +63,13 @@ def check_shape(body: bytes, max_values: int) -> Shape:
             # A run of backslashes escapes from its left end on: pairs first, then what escapes a quote.
             chunk = chunk.replace(b"\\\\", b"").replace(b'\\"', b"")
         parts = chunk.split(b'"')
-        shape.add(b" ".join(parts[in_string::2]))
+        outside = b" ".join(parts[in_string::2])
         in_string ^= len(parts) % 2 == 0
+        shape.count(outside)
         _check(shape, max_values)
+        shape.follow(outside)
+        if shape.deepest > MAX_DEPTH:
+            raise ApiError(400, f"the body is nested more than {MAX_DEPTH} deep", code="too_deep")
     return shape
 
 
@@ -76,5 +83,3 @@ def _check(shape: Shape, max_values: int) -> None:
         if found > limit:
             raise ApiError(400, f"the body has at least {found} {kind}; at most {limit} are taken (1/{share} of "
                                 f"--max-json-values)", code="too_many_values")
-    if shape.deepest > MAX_DEPTH:
-        raise ApiError(400, f"the body is nested more than {MAX_DEPTH} deep", code="too_deep")

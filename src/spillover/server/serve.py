@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import math
 import signal
@@ -57,6 +58,8 @@ async def _serve(config: EngineConfig, settings: ServerSettings, listening: sock
         await asyncio.wait((http, starting, asked), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
+            gc.collect()
+            gc.freeze()  # what is loaded stays, and looking it through again would hold up every request for 80 ms
             on_ready(client)
             await asyncio.wait((http, asked), return_when=asyncio.FIRST_COMPLETED)
         else:
