@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -43,11 +42,15 @@ def demo(config: EngineConfig) -> None:
     """
     from rich.console import Console
 
+    from spillover.cli.loading import look_at, open_llm, timed_rates
+
+    console = Console()
+    planned = look_at(config)  # imports torch, with a bar; what is imported below needs it
+
     from spillover.bench.latency import measure
     from spillover.bench.workloads import Vocabulary
     from spillover.cli.demo_chats import show_chats
     from spillover.cli.demo_lab import show_comparison
-    from spillover.cli.loading import look_at, open_llm, timed_rates
     from spillover.cli.measuring import CODES_NOTE
     from spillover.cli.plan import print_plan
     from spillover.cli.targets import EngineTarget, RooflineLimits
@@ -55,8 +58,6 @@ def demo(config: EngineConfig) -> None:
     from spillover.plan.roofline import Roofline
     from spillover.plan.shapes import model_shape
 
-    console = Console()
-    planned = look_at(config)
     rates = timed_rates(planned.plan.device)
     _heading(console, "This machine")
     _print_machine(console, probe(), rates)
@@ -138,7 +139,8 @@ def _serve_load(console: Console, target: EngineTarget, limits: Limits,
     from spillover.bench.workloads import MixedWorkload
 
     workload = MixedWorkload(vocabulary, LOAD_REQUESTS, LOAD_INPUTS, LOAD_OUTPUTS, LOAD_PREFIX)
-    run = run_once(target, workload.requests(0), progress=sys.stderr.isatty())
+    with console.status(f"answering {LOAD_REQUESTS} requests"):
+        run = run_once(target, workload.requests(0), progress=False)
     sources = ", ".join(f"{count:,} {name}" for name, count in run.sources.items() if count)
     console.print(f"{run.prompt_tokens:,} prompt and {run.output_tokens:,} output tokens in {run.elapsed:.1f} s, "
                   f"{run.counters.steps} steps, {run.counters.preemptions} preemptions", highlight=False)

@@ -27,4 +27,6 @@ def show_comparison(console: Console, config: EngineConfig) -> None:
     experiment = load_experiment("demo", model=config.model)
     folder = results_folder(experiment, fresh=True)
     run_in_terminal(console, experiment, folder, monitors=True)
-    console.print(f"report: [bold]{write_report(folder).html}[/]", highlight=False)
+    with console.status("writing the report"):
+        written = write_report(folder)
+    console.print(f"report: [bold]{written.html}[/]", highlight=False)

@@ -183,7 +183,10 @@ def results_folder(made: Experiment, out: str | None = None, fresh: bool = False
 
 
 def _report(folder: Path) -> None:
-    from spillover.lab.report import write_report
+    from rich.console import Console
 
-    written = write_report(folder)
+    with Console(stderr=True).status("writing the report"):
+        from spillover.lab.report import write_report
+
+        written = write_report(folder)
     click.echo(f"report: {written.html}")
