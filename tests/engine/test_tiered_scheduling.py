@@ -230,8 +230,8 @@ def test_a_sequence_longer_than_the_device(place: str, overlap: bool) -> None:
     long = world.ask(prompt(1, 350), max_tokens=40)  # 98 blocks of 4, 80 there are
     assert long.finish_reason == "length"
     assert len(long.output_token_ids) == 40
-    assert any(item.cold for batch in world.runner.batches for item in batch.items)
-    assert all(len(batch.items) == 1 for batch in world.runner.batches if any(item.cold for item in batch.items))
+    assert any(item.host_blocks for step in world.runner.steps for item in step.items)
+    assert all(len(step.items) == 1 for step in world.runner.steps if any(item.host_blocks for item in step.items))
     assert world.ask(prompt(3, 30)).output_token_ids == short.output_token_ids
     world.close()
 
@@ -242,7 +242,7 @@ def test_a_sequence_that_grows_past_the_device_while_others_wait() -> None:
     world.run()
     for request in (long, *others):
         assert request.output_token_ids == expected_tokens(request, LENGTH)
-    assert any(item.cold for batch in world.runner.batches for item in batch.items)
+    assert any(item.host_blocks for step in world.runner.steps for item in step.items)
     assert world.kv.stats.protected == 0
     world.close()
 
@@ -336,7 +336,7 @@ def test_prompts_put_copies_off_while_there_is_room() -> None:
 
     def counted() -> None:
         nonlocal during
-        during += any(item.count > 1 for item in world.runner.batches[-1].items)
+        during += world.runner.steps[-1].has_prefill
         poll()
 
     chat = world.request(prompt(1, 20), 300)
@@ -350,7 +350,7 @@ def test_prompts_put_copies_off_while_there_is_room() -> None:
             world.scheduler.check()
             time.sleep(0.0005)  # a step takes no time here, and would outrun every copy
     world.run()
-    mixed = sum(any(item.count > 1 for item in batch.items) for batch in world.runner.batches)
+    mixed = sum(step.has_prefill for step in world.runner.steps)
     assert during < mixed / 4
     assert world.store.spilled_blocks > 100
     assert chat.output_token_ids == expected_tokens(chat, LENGTH)

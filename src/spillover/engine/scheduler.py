@@ -7,16 +7,17 @@ that touches it has ended, so no block is reused under a running step.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import deque
 from dataclasses import dataclass, replace
 
-from spillover.engine.batch import Batch, ScheduledRequest, StepResult
-from spillover.engine.outputs import PositionLogprobs, TokenSources
+from spillover.engine.outputs import TokenSources
 from spillover.engine.queue_policy import POLICIES
 from spillover.engine.request import Request, Status
 from spillover.engine.restore_plan import first_to_load
+from spillover.engine.step import NewRequest, Phase, Step, StepItem, StepResult
 from spillover.memory.kv_cache import KVCache
 
 SHRINK_STEPS = 32  # between two looks whether blocks on loan can go back
@@ -49,20 +50,24 @@ class Scheduler:
         self._policy = POLICIES[config.policy]
         self._leaving: set[Request] = set()  # out of `running`, with a step still in flight
         self._ended: list[Request] = []  # by schedule() itself, and not told yet
+        self._run_ids = itertools.count(1)
+        self._by_run_id: dict[int, Request] = {}  # those that the runner knows
+        self._new: list[NewRequest] = []  # for the runner to be told with the next step, as are ...
+        self._gone: list[int] = []  # ... those that will not run again under their id
         self._watermark_blocks = int(config.watermark * kv.num_total)
         self._steps = 0
         self._chunk = 2 * config.max_num_batched_tokens  # with overlap, two steps lie between a chunk and its commit
         self._forming = True  # static batching: the batch still takes requests in
         self._park_unit = max(1, 256 // kv.block_size)  # whole splits of attention (kernels.attention.split_blocks)
 
-    def learn(self, batch: Batch, seconds: float) -> None:
+    def learn(self, step: Step, seconds: float) -> None:
         """A step took that long. A faster prefill counts at once: the slower ones before it were held up by something,
         such as their first use of a kernel."""
-        tokens = sum(item.count for item in batch.items if item.count > 1)
+        tokens = sum(item.count for item in step.items if item.phase is Phase.PREFILL)
         if tokens:
             self.step_seconds = min(self.step_seconds, seconds)
         if tokens >= LEARN_TOKENS:
-            seconds /= batch.num_tokens
+            seconds /= step.num_tokens
             known = self.prefill_seconds
             self.prefill_seconds = seconds if known is None or seconds < known else known + 0.1 * (seconds - known)
 
@@ -72,9 +77,9 @@ class Scheduler:
         self.waiting.append(request)
         self._seek(request)
 
-    def schedule(self) -> Batch:
+    def schedule(self) -> Step:
         """Decodes first, then prefills already begun, then new requests, until the token budget is used up."""
-        items: list[ScheduledRequest] = []
+        items: list[StepItem] = []
         budget = self.config.max_num_batched_tokens
         if self.kv.store is not None:
             self.kv.poll_loads()
@@ -92,14 +97,18 @@ class Scheduler:
                 items.append(self._take(request, count))
                 budget -= count
         self._admit(items, budget)
-        return Batch(tuple(items))
+        if not items:  # what the runner is to be told waits for a step that runs
+            return Step(())
+        step = Step(tuple(items), tuple(self._new), tuple(self._gone))
+        self._new.clear()
+        self._gone.clear()
+        return step
 
-    def tend(self, batch: Batch) -> None:
-        """Looks after the cache's copies while this batch, just launched, is computed. Beside one that only decodes
+    def tend(self, step: Step) -> None:
+        """Looks after the cache's copies while this step, just launched, is computed. Beside one that only decodes
         there is time; one with part of a prompt has kept the host busy launching it, and there is none to lose."""
         if self.kv.store is not None:
-            hurried = any(item.count > 1 for item in batch.items)
-            if hurried and self.kv.put_off():
+            if step.has_prefill and self.kv.put_off():
                 self.kv.poll_loads()
             else:
                 self.kv.poll()
@@ -110,23 +119,23 @@ class Scheduler:
         ended, self._ended = self._ended, []
         return ended
 
-    def finish(self, batch: Batch, result: StepResult) -> list[Request]:
+    def finish(self, step: Step, result: StepResult) -> list[Request]:
         """Take in what a step brought; returns the requests that have a new token or have ended."""
         changed = []
         now = time.monotonic()
-        for item, token, logprobs, prompt_logprobs in zip(
-            batch.items, result.token_ids, result.logprobs, result.prompt_logprobs, strict=True
+        for item, tokens, logprobs, prompt_logprobs in zip(
+            step.items, result.token_ids, result.logprobs, result.prompt_logprobs, strict=True
         ):
-            request = item.request
+            request = self._by_run_id[item.id]
             request.in_flight -= 1
-            if item.samples:
-                request.pending -= 1
+            request.pending -= item.num_samples
             if request.status is not Status.FINISHED:
-                self.kv.commit(request.request_id, request.token_ids, item.start + item.count)
+                self.kv.commit(request.request_id, request.token_ids, item.end)
                 if prompt_logprobs is not None:
                     request.prompt_logprobs.extend(prompt_logprobs)
-                if token is not None:
-                    self._append(request, token, logprobs, now)
+                if tokens:
+                    request.logprobs.extend(logprobs)
+                    self._append(request, tokens[0], now)
                     changed.append(request)
             if request.in_flight == 0 and request in self._leaving:
                 self._leave(request)
@@ -195,26 +204,44 @@ class Scheduler:
         at_end = request.num_tokens >= self.config.max_model_len or (limit is not None and request.num_output >= limit)
         return not at_end
 
-    def _take(self, request: Request, count: int) -> ScheduledRequest:
+    def _take(self, request: Request, count: int) -> StepItem:
+        """Put the request's next `count` tokens into the step."""
         start = request.num_computed
         end = start + count
         samples = end == request.num_tokens
-        item = ScheduledRequest(
-            request=request,
+        phase = Phase.DECODE if samples and count == 1 else Phase.PREFILL
+        if not request.run_id:
+            self._announce(request)
+        # While a prompt is computed or restored, and where blocks lie in host memory, entries change anywhere.
+        changed = phase is Phase.PREFILL or request.restoring or request.long
+        first = 0 if changed else request.blocks_sent
+        tables = [self.kv.table(request.request_id, group) for group in range(self.config.num_groups)]
+        item = StepItem(
+            id=request.run_id,
+            phase=phase,
             start=start,
             count=count,
-            samples=samples,
-            tables=tuple(self.kv.table(request.request_id, group) for group in range(self.config.num_groups)),
-            step=request.num_output,
-            pending=end > len(request.token_ids),
-            cold=self.kv.cold(request.request_id) if request.long else (),
+            num_samples=int(samples),
+            first_block=first,
+            new_blocks=tuple(tuple(table[first:]) for table in tables),
+            mask=request.grammar.mask() if samples and request.grammar is not None else b"",
+            score_prompt=start < request.num_prompt - 1 and _needs_prompt_logits(request),
+            host_blocks=self.kv.cold(request.request_id) if request.long else (),
         )
+        request.blocks_sent = len(tables[0])
         request.num_computed = end
         request.in_flight += 1
         request.pending += samples
         return item
 
-    def _make_room(self, request: Request, num_tokens: int, items: list[ScheduledRequest]) -> bool:
+    def _announce(self, request: Request) -> None:
+        """Tell the runner of a request that it does not know, or knows no more."""
+        request.run_id, request.blocks_sent = next(self._run_ids), 0
+        self._by_run_id[request.run_id] = request
+        self._new.append(NewRequest(request.run_id, tuple(request.token_ids), request.num_prompt, request.params,
+                                    request.seed, tuple(request.stop_ids), request.grammar is not None))
+
+    def _make_room(self, request: Request, num_tokens: int, items: list[StepItem]) -> bool:
         """Blocks for the request's first `num_tokens`, preempting later ones where they are short."""
         urgent = bool(request.num_output)
         while not self.kv.extend(request.request_id, num_tokens, urgent):
@@ -229,8 +256,8 @@ class Scheduler:
             if len(self.running) == 1 and self.kv.store is not None:
                 self._lengthen(request)
                 return False
-            taken = {item.request for item in items}
-            victim = next(r for r in self._by_importance(reverse=True) if r not in taken)
+            taken = {item.id for item in items}
+            victim = next(r for r in self._by_importance(reverse=True) if r.run_id not in taken)
             assert victim is not request or len(self.running) > 1, "one request alone must always fit"
             self.preempt(victim)
             if victim is request:
@@ -243,7 +270,7 @@ class Scheduler:
             order.sort(key=lambda r: r.priority)
         return order[::-1] if reverse else order
 
-    def _admit(self, items: list[ScheduledRequest], budget: int) -> None:
+    def _admit(self, items: list[StepItem], budget: int) -> None:
         if not self.waiting or not self._may_admit():
             return
         outstanding = sum(self.kv.blocks_needed(r.request_id, r.num_tokens) for r in self.running)
@@ -411,10 +438,8 @@ class Scheduler:
 
     # Taking in results, and leaving
 
-    def _append(self, request: Request, token: int, logprobs: PositionLogprobs | None, now: float) -> None:
+    def _append(self, request: Request, token: int, now: float) -> None:
         request.token_ids.append(token)
-        if logprobs is not None:
-            request.logprobs.append(logprobs)
         if request.grammar is not None:
             request.grammar.accept(token)
         outputs = len(request.token_ids) - request.num_prompt
@@ -439,6 +464,10 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         self._leaving.discard(request)
         self.kv.release(request.request_id)
+        if request.run_id:
+            del self._by_run_id[request.run_id]
+            self._gone.append(request.run_id)
+            request.run_id = 0
         if request.status is Status.PREEMPTED:
             request.status = Status.WAITING
             request.num_computed = 0

@@ -348,9 +348,9 @@ class KVCache:
         self.reset_prefix_cache(stored=False)
         return True
 
-    def cold(self, seq: str) -> tuple[memoryview, ...]:
-        """Host memory that holds the sequence's leading blocks; their table entries are 0."""
-        return self._get(seq).cold_views
+    def cold(self, seq: str) -> tuple[int, ...]:
+        """Return the addresses in host memory of the sequence's leading blocks, whose table entries are 0."""
+        return self._get(seq).cold_addresses
 
     def begin_copy(self, block: int) -> None:
         """A copy to or from another tier starts: the block is neither reused, freed nor evicted until end_copy."""

@@ -56,7 +56,7 @@ class Parking:
             return
         if all(entry.ready for entry in sequence.parking):
             sequence.cold += sequence.parking
-            sequence.cold_views += tuple(self._store.view(entry) for entry in sequence.parking)
+            sequence.cold_addresses += tuple(self._store.address(entry) for entry in sequence.parking)
             for i in range(start, end):
                 self._tree.unref(table[i])
                 table[i] = 0

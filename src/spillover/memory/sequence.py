@@ -33,7 +33,7 @@ class SequenceBlocks:
     held: dict[int, list[int]] = field(default_factory=dict)
     restore: Restore | None = None  # blocks that come from other tiers
     cold: list[Entry] = field(default_factory=list)  # leading blocks that the device has no room for: in host memory
-    cold_views: tuple[memoryview, ...] = ()  # of these; a block's is the same object in every step
+    cold_addresses: tuple[int, ...] = ()  # of these
     parking: list[Entry] = field(default_factory=list)  # those that follow, on their way there
     failed_parks: int = 0
     asked: int = 0  # tokens that were looked for in the tree

@@ -202,8 +202,9 @@ class SpillStore:
         """Gives the slot up, at once or when the copy into it has ended."""
         self._unpin(entry)
 
-    def view(self, entry: Entry) -> memoryview:
-        return self._host.slots.view(entry.slot)
+    def address(self, entry: Entry) -> int:
+        """Return where the block lies in host memory."""
+        return self._host.slots.address(entry.slot)
 
     # Time passing
 

@@ -24,7 +24,6 @@ from spillover.engine.profile_session import ProfileSession
 from spillover.engine.request import Request, Status
 from spillover.engine.stats import tier_reports
 from spillover.engine.structured import Grammar, GrammarCompiler, GrammarLimits, GrammarStats
-from spillover.engine.weights.traffic import WeightTraffic
 from spillover.errors import RequestError, SpilloverError
 from spillover.models.tokenizer import Tokenizer
 from spillover.plan.hardware import probe
@@ -295,7 +294,7 @@ class EngineService:
         ) for report in reports]
         if away and not any(tier.name == "host" for tier in tiers):
             tiers.append(TierUse("host", weights, 0, 0, 0))
-        moved = getattr(engine.runner, "weight_traffic", WeightTraffic)()
+        moved = engine.runner.weight_traffic()
         grammars = self._grammars.stats()
         return LiveStats(
             grammars_compiled=grammars.compiled,
