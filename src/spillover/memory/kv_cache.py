@@ -19,6 +19,7 @@ from spillover.memory.restore import Restore, Restorer
 from spillover.memory.sequence import CacheStats, SequenceBlocks
 from spillover.memory.spiller import Spiller
 from spillover.memory.store import SpillStore
+from spillover.memory.windows import first_seen, usable_blocks
 
 MAX_PUT_OFF = 8  # times in a row that poll() may be, while there are enough blocks to be had
 READY_SHARE = 8  # one in so many blocks can be had without a copy, at least
@@ -134,7 +135,7 @@ class KVCache:
             # What the parent's window has passed may still be in the tree.
             cached = path[i + 1].blocks if path else [None] * len(self.windows)
             blocks.append([table[i] or kept for table, kept in zip(source.tables, cached, strict=True)])
-        del blocks[self._usable(blocks) :]
+        del blocks[usable_blocks(blocks, self.windows, self.block_size) :]
         sequence = self._start(child, blocks)
         if path:
             sequence.node = path[len(blocks)]
@@ -190,7 +191,7 @@ class KVCache:
             sequence.restore = None
         for group, window in self._window_groups:
             table = sequence.tables[group]
-            for i in range(sequence.first[group], self._first_seen(num_computed, window)):
+            for i in range(sequence.first[group], first_seen(num_computed, window, size)):
                 self._tree.unref(table[i])
                 table[i] = 0
                 sequence.first[group] = i + 1
@@ -309,7 +310,7 @@ class KVCache:
         assert self.restorer is not None
         sequence = self._get(seq)
         have, end = len(sequence.tables[0]), first + len(sources)
-        seen = [self._first_seen(end * self.block_size, window) for window in self.windows]
+        seen = [first_seen(end * self.block_size, window, self.block_size) for window in self.windows]
         if not self._make_room(sum(end - max(have, start) for start in seen), urgent=False):
             return False
         for group, start in enumerate(seen):
@@ -393,7 +394,8 @@ class KVCache:
                 end = sequence.num_computed
                 if sequence.restore is not None:
                     end = max(end, sequence.restore.end * self.block_size)
-                assert first == max(len(sequence.cold), self._first_seen(end, self.windows[group]))
+                seen = first_seen(end, self.windows[group], self.block_size)
+                assert first == max(len(sequence.cold), seen)
                 for block in table[first:]:
                     refs[block] += 1
             for held in sequence.held.values():
@@ -429,25 +431,12 @@ class KVCache:
             if len(nodes) == limit:
                 break
             nodes.append(node)
-        return nodes[: self._usable([node.blocks for node in nodes])]
-
-    def _usable(self, blocks: Sequence[Sequence[int | None]]) -> int:
-        """How many leading blocks can be shared: the most at whose end every group still has all that it sees."""
-        usable = 0
-        run = [0] * len(self.windows)  # per group: blocks present without a gap up to here
-        for count, row in enumerate(blocks, start=1):
-            enough = True
-            for group, window in enumerate(self.windows):
-                run[group] = run[group] + 1 if row[group] else 0
-                enough = enough and run[group] >= count - self._first_seen(count * self.block_size, window)
-            if enough:
-                usable = count
-        return usable
+        return nodes[: usable_blocks([node.blocks for node in nodes], self.windows, self.block_size)]
 
     def _start(self, seq: str, blocks: Sequence[Sequence[int | None]]) -> SequenceBlocks:
         """A new sequence that holds these complete blocks, of a window group only what the next position sees."""
         computed = len(blocks) * self.block_size
-        first = [self._first_seen(computed, window) for window in self.windows]
+        first = [first_seen(computed, window, self.block_size) for window in self.windows]
         tables: list[list[int]] = [[0] * len(blocks) for _ in self.windows]
         for group, table in enumerate(tables):
             for i in range(first[group], len(blocks)):
@@ -457,10 +446,6 @@ class KVCache:
                 table[i] = block
         self._live[seq] = sequence = SequenceBlocks(tables, first, computed, len(blocks))
         return sequence
-
-    def _first_seen(self, position: int, window: int | None) -> int:
-        """The index of the first block that a query at `position` sees."""
-        return 0 if window is None else max(0, position - window + 1) // self.block_size
 
     def _make_room(self, blocks: int, urgent: bool = True) -> bool:
         if self.num_free < blocks:

@@ -14,6 +14,7 @@ from itertools import count
 from spillover.memory.digest import block_key, prefix_digests
 from spillover.memory.loads import Load, LoadState, Search
 from spillover.memory.store import SpillStore
+from spillover.memory.windows import usable_blocks
 
 TIERS = ("host", "disk", "remote")  # nearest first
 
@@ -149,7 +150,7 @@ class Restorer:
             if not any(row):
                 break
             rows.append(row)
-        usable = self._usable(rows, have)
+        usable = usable_blocks(rows, self._windows, self._block_size, have)
         return [max((tier for tier in row if tier), key=TIERS.index) for row in rows[:usable]]
 
     def forget(self, seq: str) -> None:
@@ -191,18 +192,3 @@ class Restorer:
         room = self._store.prefetch_room - sum(len(loads) for loads in self._prefetches.values())
         if wanted and room > 0:
             self._prefetches[seq] = self._store.open(wanted[:room])
-
-    def _usable(self, sources: Sequence[Sequence[str | None]], have: int) -> int:
-        """The most blocks after which every group has all that the next position sees."""
-        usable = 0
-        run = [have] * len(self._windows)  # per group: blocks there without a gap up to here
-        for number, row in enumerate(sources, start=1):
-            position = (have + number) * self._block_size
-            enough = True
-            for group, window in enumerate(self._windows):
-                run[group] = run[group] + 1 if row[group] else 0
-                seen = 0 if window is None else max(0, position - window + 1) // self._block_size
-                enough = enough and run[group] >= have + number - seen
-            if enough:
-                usable = number
-        return usable
