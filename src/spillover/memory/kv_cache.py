@@ -200,11 +200,10 @@ class KVCache:
         """Ends a sequence (finished, aborted or preempted): what is in the tree becomes evictable, the rest free."""
         sequence = self._get(seq)
         del self._live[seq]
-        if self.store is not None:
+        if self._parking is not None:
             if sequence.restore is not None:
                 sequence.restore.drop()
-            for entry in sequence.cold + sequence.parking:
-                self.store.unpark(entry)
+            self._parking.release(sequence)
         # Tail first: the end of a prefix is the least likely to be asked for again.
         for i in reversed(range(len(sequence.tables[0]))):
             for group in self._group_order:
@@ -243,17 +242,14 @@ class KVCache:
             return
         self._put_off = 0
         self.store.poll()
-        self._take_loads()
-        self._spiller.take_spilled()
         if self._parking:
-            self._parking.take(self._live.values())
+            self._parking.poll()
         self._spiller.poll()
 
     def poll_loads(self) -> None:
         """Of poll(), what requests wait for: a small part of its work, and the rest may be put off a while."""
         if self.store is not None:
             self.store.poll_loads()
-            self._take_loads()
 
     def put_off(self) -> bool:
         """Whether poll() can wait for another step; asked instead of calling it."""
@@ -321,7 +317,7 @@ class KVCache:
             sequence.first[group] = max(sequence.first[group], start)
             table.extend([0] * (start - have))
             table.extend([self._pool.allocate() for _ in range(end - len(table))])
-        sequence.restore = self.restorer.start(seq, sequence.tables, sources, first, have < first)
+        sequence.restore = self.restorer.start(seq, sequence.tables, sources, first, have < first, self._tree.end_copy)
         for block in sequence.restore.blocks():
             self._tree.begin_copy(block)
         self.restorer.send(sequence.restore)
@@ -405,13 +401,6 @@ class KVCache:
             assert refs[block] == self._pool.refs(block), (
                 f"block {block} has {self._pool.refs(block)} references, {refs[block]} holders"
             )
-
-    def _take_loads(self) -> None:
-        if self.store is not None and self.store.loaded:
-            for load in self.store.loaded:
-                if load.block is not None:
-                    self._tree.end_copy(load.block)
-            self.store.loaded.clear()
 
     def _get(self, seq: str) -> SequenceBlocks:
         try:

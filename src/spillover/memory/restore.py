@@ -7,7 +7,7 @@ prefix can be computed from the front while it is loaded from the back, until th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -22,12 +22,15 @@ TIERS = ("host", "disk", "remote")  # nearest first
 class Restore:
     """The loads of one sequence, by block."""
 
-    def __init__(self, first: int, end: int, windowed: bool, store: SpillStore) -> None:
+    def __init__(self, first: int, end: int, windowed: bool, store: SpillStore,
+                 end_copy: Callable[[int], None]) -> None:
+        """`end_copy` is told of each device block that no load touches any more."""
         self.end = end  # the block after the last that is loaded
         self.skipped: dict[str, int] = {}  # blocks taken over so far, by tier
         self._first = first
         self._windowed = windowed
         self._store = store
+        self._end_copy = end_copy
         self._loads: dict[int, list[tuple[Load, int]]] = {}  # block index -> loads and the device blocks they go to
         self._left = 0  # loads that have not ended
         self._failed = False
@@ -40,10 +43,9 @@ class Restore:
         self._failed |= load.state is LoadState.FAILED
         self._deadline = max(self._deadline, load.deadline)
 
-    def blocks(self) -> Iterator[int]:
-        for pairs in self._loads.values():
-            for _, block in pairs:
-                yield block
+    def blocks(self) -> list[int]:
+        """Those that loads go to; of loads that have failed at once, none."""
+        return [block for load, block in self.pairs() if load.pending]
 
     def pairs(self) -> Iterator[tuple[Load, int]]:
         for pairs in self._loads.values():
@@ -84,6 +86,8 @@ class Restore:
     def _on_end(self, load: Load) -> None:
         self._left -= 1
         self._failed |= load.state is LoadState.FAILED
+        assert load.block is not None
+        self._end_copy(load.block)
 
 
 @dataclass(frozen=True)
@@ -160,10 +164,11 @@ class Restorer:
             self._store.drop(load)
 
     def start(self, seq: str, tables: Sequence[list[int]], sources: Sequence[str], first: int,
-              backwards: bool) -> Restore:
+              backwards: bool, end_copy: Callable[[int], None]) -> Restore:
         """The loads of blocks first .. first + len(sources), not sent yet."""
         end = first + len(sources)
-        restore = Restore(first, end, any(window is not None for window in self._windows), self._store)
+        restore = Restore(first, end, any(window is not None for window in self._windows), self._store,
+                          end_copy)
         order = range(end - 1, first - 1, -1) if backwards else range(first, end)
         wanted = [(index, group) for index in order for group, table in enumerate(tables) if table[index]]
         sought = self._sought[seq]
@@ -177,8 +182,6 @@ class Restorer:
         for load, block in restore.pairs():
             if load.pending:
                 self._store.send(load, block)
-            else:
-                load.block = block  # failed at once: the block is given back with the others
         self._store.flush_copies()
 
     def _prefetch(self, seq: str) -> None:
