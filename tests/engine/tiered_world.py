@@ -15,6 +15,7 @@ from spillover.engine.request import Request
 from spillover.engine.sampling_params import SamplingParams
 from spillover.engine.scheduler import Scheduler, SchedulerConfig
 from spillover.memory.kv_cache import KVCache
+from spillover.memory.loans import BlockLender
 from spillover.memory.store import SpillStore
 from spillover.memory.tiers.base import Tier
 
@@ -30,7 +31,7 @@ class World:
                  tiers: Sequence[Callable[[Callable[[], None]], Tier]] = (), restore: str = "always",
                  eager: bool = False, overlap: bool = True, fault: Callable[[], bool] = lambda: False,
                  tokens: int = 32, prefill_seconds: float = 1e-3, staging: int = 8,
-                 margin: int = 4, most_blocks: int | None = None,
+                 margin: int = 4, most_blocks: int | None = None, lender: BlockLender | None = None,
                  **options: object) -> None:
         self.runner = SimulatedRunner(SIZE, windows)
         self.link = SimulatedLink(self.runner, fault)
@@ -38,7 +39,7 @@ class World:
         self.tiers = [make(self.wake.set) for make in tiers]
         self.store = SpillStore(self.link, self.tiers, host, staging, eager, wake=self.wake, **options)
         self.kv = KVCache(num_blocks, SIZE, windows, store=self.store, margin=margin,
-                          most_blocks=most_blocks)
+                          most_blocks=most_blocks, lender=lender)
         self.scheduler = Scheduler(SchedulerConfig(8, tokens, LENGTH, len(windows), restore=restore,
                                                    prefill_seconds=prefill_seconds), self.kv)
         self.engine = Engine(self.scheduler, self.runner, overlap)

@@ -153,9 +153,7 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
     margin = 2 * -(-plan.max_num_batched_tokens // plan.block_size) * len(plan.windows)
     most = None if isinstance(runner, NullRunner) else len(runner.kv.pool) - 1
     kv = KVCache(plan.num_blocks, plan.block_size, plan.windows, config.enable_prefix_caching, identity, store=store,
-                 margin=margin, most_blocks=most)
-    if not isinstance(runner, NullRunner):
-        kv.loans.lender = _lender(runner, plan)
+                 margin=margin, most_blocks=most, lender=_lender(runner, plan))
     scheduler = Scheduler(SchedulerConfig(
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
@@ -171,10 +169,13 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
                     Engine(scheduler, runner, config.async_scheduling), tokenizer)
 
 
-def _lender(runner: ModelRunner, plan: Plan) -> SlotLender | None:
+def _lender(runner: NullRunner | ModelRunner, plan: Plan) -> SlotLender | None:
     """Slots of experts that KV may take as contexts grow."""
-    weights, placement = runner.weights, plan.placement
-    if not isinstance(weights, PlacedWeights) or placement is None or not placement.spare_slots:
+    placement = plan.placement
+    if isinstance(runner, NullRunner) or placement is None or not placement.spare_slots:
+        return None
+    weights = runner.weights
+    if not isinstance(weights, PlacedWeights):
         return None
     if weights.memory is None or weights.experts is None:
         return None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from spillover.errors import SpilloverError
 from spillover.memory.blocks import BlockPool
 from spillover.memory.digest import root_digest
-from spillover.memory.loans import Loans
+from spillover.memory.loans import BlockLender, Loans
 from spillover.memory.parking import Parking
 from spillover.memory.policies import LRU, EvictionPolicy
 from spillover.memory.prefix_tree import Node, PrefixTree
@@ -37,10 +37,11 @@ class KVCache:
         store: SpillStore | None = None,
         margin: int = 32,
         most_blocks: int | None = None,
+        lender: BlockLender | None = None,
     ) -> None:
         """`windows` has one entry a layer group, None for full attention; `identity` digests model, dtype, layout.
         `store` is what lies below the device, and `margin` how many blocks, at least, are kept ready to be
-        overwritten. `most_blocks`: the highest number of a block that a lender may bring."""
+        overwritten. `lender` brings more blocks where it can, of numbers up to `most_blocks`."""
         if num_blocks < 1 or block_size < 1:
             raise SpilloverError(f"a KV cache of {num_blocks} blocks of {block_size} tokens cannot hold a single token")
         if not windows or any(window is not None and window < 1 for window in windows):
@@ -51,15 +52,15 @@ class KVCache:
         self._identity = identity
         self._pool = BlockPool(num_blocks, most_blocks)
         self._tree = PrefixTree(self._pool, self.windows, policy if policy is not None else LRU(), identity)
-        self.loans = Loans(self._pool, self._tree)
         self.store = store if prefix_caching else None
         self._spiller = self.restorer = self._parking = None
         if self.store is not None:
             margin = min(max(margin, num_blocks // READY_SHARE), num_blocks // 2)
             self._spiller = Spiller(self._pool, self._tree, self.store, margin)
-            self.loans.may_go = self._spiller.may_go
             self.restorer = Restorer(self.store, block_size, self.windows)
             self._parking = Parking(self._tree, self.store, lambda: self.reset_prefix_cache(stored=False))
+        may_go = self._spiller.may_go if self._spiller is not None else lambda blocks: True
+        self.loans = Loans(self._pool, self._tree, lender, may_go)
         self._put_off = 0
         self._live: dict[str, SequenceBlocks] = {}
         # Full-attention groups first: of two blocks released together, the one that stands for its node is the older.
