@@ -104,20 +104,20 @@ def test_loans_come_and_go_under_any_sequence_of_requests(seed: int, windows: tu
             name = rng.choice(sorted(live))
             tokens = live[name]
             needed = kv.blocks_needed(name, len(tokens))
-            if not kv.extend(name, len(tokens)) and kv.loans.grow(needed - kv.num_free):
+            if not kv.extend(name, len(tokens)) and kv.grow(needed - kv.num_free):
                 kv.extend(name, len(tokens))
             if kv.blocks_needed(name, len(tokens)) == 0:
                 kv.commit(name, tokens, len(tokens))
             if rng.random() < 0.6:
                 kv.release(name)
                 del live[name]
-        kv.loans.shrink()
+        kv.shrink()
         kv.check()
         assert kv.loans.blocks + sum(len(loan) for loan in lender.here) == 42
         assert kv.num_total == 12 + kv.loans.blocks
     for name in live:
         kv.release(name)
-    while kv.loans.shrink():
+    while kv.shrink():
         kv.check()
     assert kv.loans.blocks == 0
 

@@ -12,6 +12,7 @@ from spillover.engine.queue_policy import POLICIES
 from spillover.engine.request import Request, Status
 from spillover.engine.sampling_params import SamplingParams
 from spillover.engine.scheduler import Scheduler, SchedulerConfig
+from spillover.memory.connector import NullConnector
 from spillover.memory.kv_cache import KVCache
 
 
@@ -19,7 +20,7 @@ def make_engine(num_blocks: int = 64, block_size: int = 8, windows: tuple[int | 
                 prefix_caching: bool = True, overlap: bool = True, **config: object) -> Engine:
     options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 96, **config}
     kv = KVCache(num_blocks, block_size, windows, prefix_caching=prefix_caching)
-    scheduler = Scheduler(SchedulerConfig(num_groups=len(windows), **options), kv)
+    scheduler = Scheduler(SchedulerConfig(num_groups=len(windows), **options), kv, NullConnector())
     return Engine(scheduler, SimulatedRunner(block_size, windows), overlap)
 
 

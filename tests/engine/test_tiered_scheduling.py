@@ -117,7 +117,7 @@ def test_a_long_prefix_is_computed_from_the_front_and_loaded_from_the_back() -> 
     world.ask(text)
     for seed in range(2, 6):
         world.ask(prompt(seed, 200))
-    world.scheduler.prefill_seconds = 1e-3 / SIZE  # as if it took as long as loading does
+    world.connector.cost.token_seconds = 1e-3 / SIZE  # as if it took as long as loading does
     world.store.rates["disk"] = SIZE * 6 / 1e-3
     again = world.ask(text)
     assert again.sources is not None
@@ -256,7 +256,7 @@ def test_a_long_sequence_survives_a_failing_link_or_ends_cleanly() -> None:
         expected = expected_tokens(request, LENGTH)
         assert request.output_token_ids == expected[: len(request.output_token_ids)]
         assert request.finish_reason == "length"
-        world.kv.check()
+        world.check()
         world.close()
 
 
@@ -269,8 +269,8 @@ def test_a_preempted_request_takes_its_blocks_up_again(windows: tuple[int | None
     while world.engine.has_work:
         world.engine.step()
         world.scheduler.check()
-        while world.kv.settling:  # a step takes no time here, and would outrun every copy
-            world.kv.poll()
+        while world.kv.num_in_flight:  # a step takes no time here, and would outrun every copy
+            world.connector.poll()
             world.engine.wait(0.002)
             assert time.monotonic() < deadline, "a copy hangs"
     for request in requests:
@@ -299,13 +299,13 @@ def test_copies_leave_blocks_to_those_that_decode(decoding: int) -> None:
     assert kv.extend("old", 32)
     kv.commit("old", tokens, 32)
     kv.release("old")  # eight blocks that may go, the last of them first
-    kv.keep_ready(decoding)
+    world.connector.reserve(decoding)
     kv.admit("prompt", prompt(2, 32))
     assert kv.extend("prompt", 16, urgent=False) == (decoding == 0)
-    kv.poll()  # copies begin, and none ends
+    world.connector.poll()  # copies begin, and none ends
     kv.admit("decode", prompt(3, 4))
     assert kv.extend("decode", 4) == (decoding > 0)
-    kv.check()
+    world.check()
     gate.set()
     for seq in ("prompt", "decode"):
         kv.release(seq)
@@ -332,7 +332,7 @@ def test_blocks_that_were_lost_are_told() -> None:
 def test_prompts_put_copies_off_while_there_is_room() -> None:
     """A step with part of a prompt leaves copies to those that only decode, unless blocks run short."""
     world = World(200, host=400, tokens=36, margin=100)
-    poll, during = world.kv.poll, 0
+    poll, during = world.store.poll, 0
 
     def counted() -> None:
         nonlocal during
@@ -342,7 +342,7 @@ def test_prompts_put_copies_off_while_there_is_room() -> None:
     chat = world.request(prompt(1, 20), 300)
     while not chat.output_token_ids:
         world.engine.step()
-    world.kv.poll = counted  # type: ignore[method-assign]
+    world.store.poll = counted  # type: ignore[method-assign]
     for seed in range(2, 30):
         world.request(prompt(seed, 100), 1)
         for _ in range(8):

@@ -140,10 +140,10 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def settle(world: World) -> None:
     deadline = time.monotonic() + 20
-    while world.kv.busy or world.kv.settling:
-        world.kv.poll()
+    while world.connector.busy or world.kv.num_in_flight:
+        world.connector.poll()
         world.engine.wait(0.001)
-        world.kv.check()
+        world.check()
         assert time.monotonic() < deadline, "copies do not end"
     stats = world.kv.stats
     assert stats.free + stats.evictable + stats.protected + stats.in_flight == stats.total

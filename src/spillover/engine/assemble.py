@@ -29,7 +29,9 @@ from spillover.kernels.arena import Arena
 from spillover.kernels.attention import KV_LAYOUT
 from spillover.kernels.kv_quant import QUANT_LAYOUT, head_bytes
 from spillover.memory.budgets import parse_disk
+from spillover.memory.connector import KVConnector, NullConnector
 from spillover.memory.kv_cache import KVCache
+from spillover.memory.tiered_connector import TieredConnector
 from spillover.models.checkpoint import read_config
 from spillover.models.config import ModelConfig
 from spillover.models.fingerprint import model_fingerprint
@@ -147,13 +149,14 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
     config, plan = planned.config, planned.plan
     runner = make_runner(planned, tokenizer, show)
     identity = _identity(planned)
-    store = None
+    most = None if isinstance(runner, NullRunner) else len(runner.kv.pool) - 1
+    kv = KVCache(plan.num_blocks, plan.block_size, plan.windows, config.enable_prefix_caching, identity,
+                 most_blocks=most, lender=_lender(runner, plan))
+    connector: KVConnector = NullConnector()
     if plan.tiers and not isinstance(runner, NullRunner):
         store = make_store(config, plan, planned.model_config, runner.kv.pool, identity)
-    margin = 2 * -(-plan.max_num_batched_tokens // plan.block_size) * len(plan.windows)
-    most = None if isinstance(runner, NullRunner) else len(runner.kv.pool) - 1
-    kv = KVCache(plan.num_blocks, plan.block_size, plan.windows, config.enable_prefix_caching, identity, store=store,
-                 margin=margin, most_blocks=most, lender=_lender(runner, plan))
+        margin = 2 * -(-plan.max_num_batched_tokens // plan.block_size) * len(plan.windows)
+        connector = TieredConnector(kv, store, margin, config.restore)
     scheduler = Scheduler(SchedulerConfig(
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
@@ -163,8 +166,7 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
         static_batching=config.batching == "static",
         policy=config.schedule_policy,
         watermark=config.watermark,
-        restore=config.restore,
-    ), kv)
+    ), kv, connector)
     return Assembly(config, planned.path, planned.model_config, planned.specs, plan,
                     Engine(scheduler, runner, config.async_scheduling), tokenizer)
 

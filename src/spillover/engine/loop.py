@@ -95,10 +95,10 @@ class Engine:
     def sleep(self) -> None:
         """Device memory is given back; what is in it waits on the host until `wake_up`. No step may run."""
         kv, deadline = self.scheduler.kv, time.monotonic() + FLUSH_SECONDS
-        while kv.settling and time.monotonic() < deadline:
-            kv.poll()
+        while kv.num_in_flight and time.monotonic() < deadline:
+            self.scheduler.connector.poll()
             self.wait(0.01)
-        if kv.settling:
+        if kv.num_in_flight:
             raise SpilloverError("KV is still on its way to or from another tier, which does not answer")
         self.runner.sleep(kv.used_blocks())
 
@@ -107,13 +107,12 @@ class Engine:
 
     def wait(self, seconds: float) -> None:
         """Until a copy from another tier may have ended; called when a step found nothing to do."""
-        if self.scheduler.kv.store is not None:
-            self.scheduler.kv.store.wait(seconds)
+        self.scheduler.connector.wait(seconds)
 
     @property
     def settling(self) -> bool:
         """Whether a step runs, or the device's blocks are being copied."""
-        return not self.failed and (self._launched is not None or self.scheduler.kv.settling)
+        return not self.failed and (self._launched is not None or self.scheduler.kv.num_in_flight > 0)
 
     @property
     def has_work(self) -> bool:
@@ -156,6 +155,6 @@ class Engine:
         except Exception as error:
             logger.warning("the last step failed, whose requests are dropped: %s", error)
         try:
-            self.scheduler.kv.close(time.monotonic() + FLUSH_SECONDS)
+            self.scheduler.connector.close(time.monotonic() + FLUSH_SECONDS)
         finally:
             self.runner.close()

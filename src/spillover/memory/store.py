@@ -69,7 +69,7 @@ class SpillStore:
         self._to_host, self._to_device = Meter(), Meter()
         self._hits: dict[str, int] = {}
         self._failures = 0
-        self._parked = 0
+        self._offloaded = 0
         self._short = 0  # blocks that lately found no slot
         self._batch = max(1, int(COPY_SECONDS * self.rates.get("host", LINK_RATE) / link.slot_bytes))
 
@@ -174,14 +174,14 @@ class SpillStore:
         slowest = min(self.rates.get(name, 1e9) for name in {tier, "host"})
         return blocks * self.link.slot_bytes / slowest
 
-    # Parking: blocks of a live sequence that the device has no room for
+    # Blocks of a live sequence that the device has no room for
 
-    def park(self, blocks: Sequence[int], on_end: CopyEnd) -> list[Entry] | None:
-        """Copies blocks to slots that stay theirs until unpark; None if there are not enough."""
+    def offload(self, blocks: Sequence[int], on_end: CopyEnd) -> list[Entry] | None:
+        """Copies blocks to slots that stay theirs until release; None if there are not enough."""
         entries: list[Entry] = []
         for _ in blocks:
-            self._parked += 1
-            entry = self._host.reserve(b"parked" + self._parked.to_bytes(8, "little"))
+            self._offloaded += 1
+            entry = self._host.reserve(b"offloaded" + self._offloaded.to_bytes(8, "little"))
             if entry is None:
                 for taken in entries:
                     taken.pins = 0  # none of them is ready
@@ -193,9 +193,10 @@ class SpillStore:
         self._copy_out(blocks, entries, on_end)
         return entries
 
-    def unpark(self, entry: Entry) -> None:
-        """Gives the slot up, at once or when the copy into it has ended."""
-        self._unpin(entry)
+    def release(self, entries: Sequence[Entry]) -> None:
+        """Gives offloaded blocks' slots up, each at once or when the copy into it has ended."""
+        for entry in entries:
+            self._unpin(entry)
 
     def address(self, entry: Entry) -> int:
         """Return where the block lies in host memory."""
