@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faulty_tier import FaultRates, FaultyTier
 from hf_reference import VOCAB, save_checkpoint, tiny_model
 
 from spillover import LLM, SamplingParams
@@ -16,7 +17,6 @@ from spillover.engine import tiers as engine_tiers
 from spillover.engine.request import Request, Status
 from spillover.memory.tiered_connector import TieredConnector
 from spillover.memory.tiers.base import Tier
-from spillover.memory.tiers.faulty import FaultRates, FaultyTier
 
 BLOCK = 8
 POOL = 40  # blocks, and a tenth of what the conversations come to

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
+from faulty_tier import FaultRates, FaultyTier
 from simulated_tiers import DictTier
 from tiered_world import SIZE, World, prompt
 
@@ -21,7 +22,6 @@ from spillover.memory import spiller, store
 from spillover.memory.policies.admission import SecondUse
 from spillover.memory.tiers.base import Tier
 from spillover.memory.tiers.disk import DiskTier
-from spillover.memory.tiers.faulty import FaultRates, FaultyTier
 from spillover.memory.tiers.recovery import FIXED_BYTES, segment_cost
 from spillover.memory.tiers.remote import RemoteTier
 from valkey import Valkey
