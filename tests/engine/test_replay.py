@@ -1,4 +1,4 @@
-"""A run written down as steps gives the same tokens when a runner in another process plays them, without a scheduler."""
+"""A run written down as steps gives the same tokens when another process plays them, without a scheduler."""
 
 from __future__ import annotations
 
