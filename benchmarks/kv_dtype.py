@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from hellaswag import Choice, Task, accuracy, choose, encode, read_tasks
-from torch import Tensor
 
 from spillover import LLM, SamplingParams
 from spillover.bench.provenance import provenance
@@ -40,10 +40,10 @@ class Forced:
     def __init__(self, token_ids: list[int]) -> None:
         self._left = token_ids[::-1]
 
-    def fill_mask(self, row: Tensor) -> None:
-        row.zero_()
-        bit = 1 << self._left[-1] % 32
-        row[self._left[-1] // 32] = bit - (1 << 32) if bit >> 31 else bit
+    def mask(self) -> bytes:
+        words = np.zeros(self._left[-1] // 32 + 1, dtype=np.uint32)
+        words[-1] = 1 << self._left[-1] % 32
+        return words.tobytes()
 
     def accept(self, token_id: int) -> bool:
         return self._left.pop() == token_id

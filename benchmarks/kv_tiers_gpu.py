@@ -31,9 +31,10 @@ import torch
 from gpu_workload import MODELS, RESULTS, Figure, opened, roofline, write
 
 from spillover import LLM, SamplingParams
-from spillover.engine import restore_plan
 from spillover.engine.outputs import RequestOutput
 from spillover.engine.request import Request
+from spillover.memory import restore_plan
+from spillover.memory.tiered_connector import TieredConnector
 from spillover.plan.measure import measure_disk, measure_link, measure_rates
 from spillover.plan.rates import LinkRates
 from spillover.plan.roofline import Roofline
@@ -202,18 +203,18 @@ def _measure_prefix(llm: LLM, length: int, seed: int, visits: dict[tuple[int, st
     prompt = _prompt(length, seed)
 
     def ask(way: str, restore: str = "always", share: float = restore_plan.SHARE) -> None:
-        scheduler = llm.engine.scheduler
-        scheduler.config = dataclasses.replace(scheduler.config, restore=restore)
+        connector = _connector(llm)
+        connector.restore = restore
         usual = restore_plan.SHARE, restore_plan.WORTH
         restore_plan.SHARE = share
-        step = scheduler.step_seconds
+        step = connector.cost.step_seconds
         if way == "split":
-            scheduler.step_seconds, restore_plan.WORTH = 0.0, 1.0  # whatever it costs
+            connector.cost.step_seconds, restore_plan.WORTH = 0.0, 1.0  # whatever it costs
         try:
             visits.setdefault((length, way), []).append(_ask(llm, prompt))
         finally:
             restore_plan.SHARE, restore_plan.WORTH = usual
-            scheduler.step_seconds = min(step, scheduler.step_seconds) if way != "split" else step
+            connector.cost.step_seconds = min(step, connector.cost.step_seconds) if way != "split" else step
 
     ask("cold")
     ask("device")
@@ -280,7 +281,16 @@ def _ask(llm: LLM, prompt: list[int]) -> Visit:
 
 
 def _forget(llm: LLM, stored: bool = True, external: bool = False) -> None:
-    llm.engine.scheduler.kv.reset_prefix_cache(stored, external)
+    if stored:
+        llm.engine.scheduler.reset_prefix_cache(external)
+    else:
+        llm.engine.scheduler.kv.reset_prefix_cache()
+
+
+def _connector(llm: LLM) -> TieredConnector:
+    connector = llm.engine.scheduler.connector
+    assert isinstance(connector, TieredConnector)
+    return connector
 
 
 def _prompt(length: int, seed: int) -> list[int]:
@@ -336,8 +346,7 @@ def measure_decodes(name: str, sizes: Sizes, repeats: int, deadline: float, repo
                 print(f"{name}: no time for more than {repeat} repeats of the decodes", flush=True)
                 break
             for arm in list(arms)[:: -1 if repeat % 2 else 1]:
-                store = tiers.engine.scheduler.kv.store
-                assert store is not None
+                store = _connector(tiers).store
                 before = store.spilled_blocks
                 gaps[arm].append(_decode_load(arms[arm], sizes, seed=1 + repeat))
                 if arm == "spilling":

@@ -138,7 +138,7 @@ def block_copies(block_bytes: int, total: int, repeats: int, limit: dict[str, fl
     count = total // block_bytes
     pool = torch.zeros(count + 1, block_bytes, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
-    link = CudaLink(pool, None, lambda: None)
+    link = CudaLink(pool, None)
     slots = []
     for _ in range(0, total, SLAB):
         slab = link.allocate(SLAB)
@@ -172,7 +172,7 @@ def narrow_copies(kind: str, total: int, repeats: int) -> list[dict[str, object]
     count = total // codec.block_bytes
     pool = torch.randn(count + 1, 32, 2, 8, 16 * 128, device="cuda", dtype=torch.bfloat16)
     torch.cuda.synchronize()
-    link = CudaLink(pool, codec, lambda: None)
+    link = CudaLink(pool, codec)
     slots = [link.allocate(codec.slot_bytes) for _ in range(count)]
     blocks, size = list(range(1, count + 1)), (64 << 20) // codec.block_bytes
     rows: list[dict[str, object]] = []

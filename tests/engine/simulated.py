@@ -6,11 +6,12 @@ early or a stale prefix shows as a wrong token.
 
 from __future__ import annotations
 
+import ctypes
 import struct
 import zlib
 
-from spillover.engine.batch import Batch, ScheduledRequest, StepResult
 from spillover.engine.request import Request
+from spillover.engine.step import Step, StepItem, StepResult, decode_step, encode_step
 
 VOCAB = 50
 SLOT = struct.Struct("<bbI")  # a cache slot in host memory: whether it was ever written, group, prefix
@@ -41,60 +42,68 @@ def expected_tokens(request: Request, max_model_len: int) -> list[int]:
 
 
 class SimulatedStep:
-    def __init__(self, batch: Batch, tokens: list[int | None]) -> None:
-        self.batch = batch
+    def __init__(self, step: Step, tokens: list[tuple[int, ...]]) -> None:
+        self.step = step
         self._tokens = tokens
 
     def result(self) -> StepResult:
-        nothing = [None] * len(self._tokens)
-        return StepResult(self._tokens, list(nothing), list(nothing))
+        return StepResult(self._tokens, [()] * len(self._tokens), [None] * len(self._tokens))
 
 
 class SimulatedRunner:
-    """Executes at launch, in order, as a stream would."""
+    """Executes at launch, in order, as a stream would. It knows requests from the messages alone, as any runner does:
+    each step is written down as bytes and read back before it is run."""
 
     def __init__(self, block_size: int, windows: tuple[int | None, ...]) -> None:
         self.block_size = block_size
         self.windows = windows
         self.slots: dict[tuple[int, int], tuple[int, int]] = {}  # (block, offset) -> (group, prefix)
-        self.drawn: dict[str, int] = {}
-        self.batches: list[Batch] = []
+        self.token_ids: dict[int, list[int]] = {}
+        self.tables: dict[int, list[list[int]]] = {}
+        self.steps: list[Step] = []
+        self.prompts: dict[int, tuple[int, ...]] = {}  # of all requests there ever were
 
-    def launch(self, batch: Batch) -> SimulatedStep:
-        self.batches.append(batch)
-        tokens: list[int | None] = []
-        drawn: dict[str, int] = {}
-        for item in batch.items:
-            request = item.request
-            ids = list(request.token_ids)
-            if item.pending:
-                assert item.start + item.count == len(ids) + 1
-                ids.append(self.drawn[request.request_id])
+    def launch(self, step: Step) -> SimulatedStep:
+        step = decode_step(encode_step(step))
+        self.steps.append(step)
+        for id in step.ended:
+            del self.token_ids[id], self.tables[id]
+        for new in step.new:
+            assert new.id not in self.token_ids
+            self.token_ids[new.id] = list(new.token_ids)
+            self.prompts[new.id] = new.token_ids[:new.num_prompt]
+            self.tables[new.id] = [[] for _ in self.windows]
+        tokens: list[tuple[int, ...]] = []
+        for item in step.items:
+            ids, tables = self.token_ids[item.id], self.tables[item.id]
+            assert item.end <= len(ids)
             prefixes = [0]
-            for token in ids[: item.start + item.count]:
+            for token in ids[: item.end]:
                 prefixes.append(chain(prefixes[-1], token))
             for group, window in enumerate(self.windows):
-                table = item.tables[group]
-                for position in range(item.start, item.start + item.count):
+                table = tables[group]
+                assert item.first_block <= len(table)
+                table[item.first_block:] = item.new_blocks[group]
+                for position in range(item.start, item.end):
                     block = table[position // self.block_size]
                     assert block != 0, "a row is stored into the dummy block"
                     self.slots[block, position % self.block_size] = (group, prefixes[position + 1])
                 first = max(0, item.start - window + 1) if window is not None else 0
-                for position in range(first, item.start + item.count):
+                for position in range(first, item.end):
                     found = self._read(item, table, position)
                     assert found == (group, prefixes[position + 1]), "attention would read other KV"
-            token = draw(prefixes[-1]) if item.samples else None
-            tokens.append(token)
-            if token is not None:
-                drawn[request.request_id] = token
-        self.drawn = drawn
-        return SimulatedStep(batch, tokens)
+            drawn = (draw(prefixes[-1]),) if item.num_samples else ()
+            assert bool(drawn) == (item.end == len(ids)), "the newest token, and no other, is sampled from"
+            ids.extend(drawn)
+            tokens.append(drawn)
+        return SimulatedStep(step, tokens)
 
-    def _read(self, item: ScheduledRequest, table: list[int], position: int) -> tuple[int, int] | None:
+    def _read(self, item: StepItem, table: list[int], position: int) -> tuple[int, int] | None:
         index, offset = divmod(position, self.block_size)
-        if index < len(item.cold):
+        if index < len(item.host_blocks):
             assert table[index] == 0, "a block is both in host memory and on the device"
-            _, group, prefix = SLOT.unpack_from(item.cold[index], offset * SLOT.size)
+            slot = ctypes.string_at(item.host_blocks[index] + offset * SLOT.size, SLOT.size)
+            _, group, prefix = SLOT.unpack(slot)
             return group, prefix
         return self.slots.get((table[index], offset))
 

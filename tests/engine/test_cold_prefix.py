@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -15,9 +14,11 @@ from torch import Tensor
 
 from spillover.engine import cold_prefix
 from spillover.engine.cold_prefix import ColdStage
+from spillover.engine.step import Phase, StepItem
 from spillover.kernels import native
 from spillover.kernels.extents import split_blocks
 from spillover.kernels.kv_quant import KVCodec, decode_blocks, encode_blocks, head_bytes
+from spillover.memory.link import address_of
 from spillover.models.registry import architecture
 from spillover.plan.workspace import staging_bytes
 
@@ -29,14 +30,9 @@ LLAMA = {
 }
 
 
-@dataclass
-class Item:
-    """As much of a ScheduledRequest as a stage looks at."""
-
-    start: int
-    count: int
-    tables: tuple[list[int], ...]
-    cold: tuple[memoryview, ...]
+def make_item(start: int, count: int, table: list[int], payloads: list[memoryview]) -> StepItem:
+    return StepItem(id=1, phase=Phase.PREFILL, start=start, count=count, num_samples=1, first_block=0,
+                    new_blocks=(tuple(table),), host_blocks=tuple(address_of(payload) for payload in payloads))
 
 
 def payloads_of(blocks: Tensor) -> list[memoryview]:
@@ -79,8 +75,8 @@ def test_every_layer_sees_all_cold_blocks_in_order(
                 made = decode_blocks(codes, block_size, kind, dtype)
                 payloads, wanted = payloads[:kept] + payloads_of(codes), torch.cat((wanted[:kept], made))
             table = [0] * count + [2, 1]
-            item = Item(count * block_size + 3, block_size - 2, (table,), tuple(payloads))
-            prefix = stage.prefix(item)  # type: ignore[arg-type]
+            item = make_item(count * block_size + 3, block_size - 2, table, payloads)
+            prefix = stage.prefix(item)
             assert (prefix.num_blocks, prefix.length) == (count, item.start + item.count)
             assert prefix.resident.tolist() == [2, 1][: -(-(item.count + 3) // block_size)]
             for layer in range(layers):
@@ -101,7 +97,8 @@ def test_a_copy_that_fails_fails_the_step(monkeypatch: pytest.MonkeyPatch) -> No
     failed: Future[None] = Future()
     failed.set_exception(RuntimeError("the copy failed"))
     monkeypatch.setattr(stage._copier._thread, "submit", lambda *_: failed)  # type: ignore[union-attr]
-    prefix = stage.prefix(Item(8, 1, ([0, 1],), (memoryview(bytearray(512)),)))  # type: ignore[arg-type]
+    payload = memoryview(bytearray(512))
+    prefix = stage.prefix(make_item(8, 1, [0, 1], [payload]))
     with pytest.raises(RuntimeError, match="the copy failed"):
         next(prefix.segments(0))
     stage.close()

@@ -15,6 +15,7 @@ import pytest
 from spillover import LLM, SamplingParams
 from spillover.engine.output_processor import Answer
 from spillover.errors import PlanError, RequestError, SpilloverError
+from spillover.memory.tiered_connector import TieredConnector
 from spillover.memory.tiers.segment import Segment
 
 LLAMA = {
@@ -101,7 +102,7 @@ def test_a_sequence_may_outgrow_the_device_after_a_restore(folder: str) -> None:
 
 def test_a_request_that_ends_between_steps_is_told_of(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with made(folder, num_gpu_blocks_override=32, max_model_len=1024, host_memory=str(32 * BLOCK_BYTES)) as llm:
-        monkeypatch.setattr(llm.engine.scheduler.kv, "park", lambda seq, unit: False)  # host memory has gone
+        monkeypatch.setattr(llm.engine.scheduler.connector, "offload", lambda *_: False)  # host memory has gone
         request = begin(llm, drawn(0, 200), 800).requests[0]
         told: list[object] = []
         while llm.engine.has_work:
@@ -160,9 +161,10 @@ def test_an_answer_does_not_wait_for_a_disk_that_hangs(folder: str, tmp_path: Pa
         output = llm.generate([drawn(0, 400)], greedy(2), use_tqdm=False)[0]
         assert len(output.outputs[0].token_ids) == 2
         assert time.monotonic() - started < 30
-        assert llm.engine.scheduler.kv.store is not None
-        llm.engine.scheduler.kv.store.poll()
-        assert llm.engine.scheduler.kv.busy
+        connector = llm.engine.scheduler.connector
+        assert isinstance(connector, TieredConnector)
+        connector.store.poll()
+        assert connector.busy
     finally:
         go_on.set()
         llm.close()
@@ -177,11 +179,11 @@ def test_nothing_is_found_after_a_reset_though_it_is_being_written(folder: str, 
     with made(folder, max_model_len=512, max_num_batched_tokens=512, host_memory=str(128 * BLOCK_BYTES),
               disk=(f"{tmp_path / 'kv'}:20MB",), spill="eager", restore="always") as llm:
         try:
-            store = llm.engine.scheduler.kv.store
-            assert store is not None
+            connector = llm.engine.scheduler.connector
+            assert isinstance(connector, TieredConnector)
             llm.generate([prompt], greedy(2), use_tqdm=False)
-            llm.engine.scheduler.kv.poll()
-            assert len(store._writes) > 0
+            connector.poll()
+            assert len(connector.store._writes) > 0
             llm.reset_prefix_cache()
             again = llm.generate([prompt], greedy(2), use_tqdm=False)[0]
             assert (again.sources.computed, again.sources.host) == (400, 0)

@@ -17,11 +17,13 @@ if torch.cuda.is_available():
     pytest.skip("the interpreter is off where there is a GPU; tests/gpu runs this on it", allow_module_level=True)
 
 from spillover import LLM, SamplingParams
-from spillover.engine import assemble, cuda_runner, graphs, sampler
-from spillover.engine.cuda_runner import CudaRunner, StepLimits
-from spillover.engine.decode_form import DecodeForm
+from spillover.engine import assemble, graphs, sampler
+from spillover.engine.cuda_runner import CudaRunner
+from spillover.engine.decode_inputs import DecodeInputs
 from spillover.engine.outputs import RequestOutput
-from spillover.engine.step_inputs import StepInputs
+from spillover.engine.runner import StepLimits
+from spillover.engine.step_inputs import HEADER, Places, StepInputs, StepShape
+from spillover.engine.step_layout import ARRAYS
 from spillover.kernels.triton import block as on_device
 from spillover.models import layers
 
@@ -51,7 +53,7 @@ class PaddedSteps:
 
     def __init__(self) -> None:
         self.keys: list[graphs.Key] = []
-        self.places: dict[graphs.Key, list[Any]] = {}
+        self.places: dict[graphs.Key, Places] = {}
 
     def size(self, rows: int) -> int:
         return 4
@@ -62,8 +64,7 @@ class PaddedSteps:
     def run(self, key: graphs.Key, step: Any, at_once: bool = False) -> Any:
         self.keys.append(key)
         places, _ = step.args
-        recorded = [value for name, value in vars(places).items() if name != "samples" or key.draws]
-        assert self.places.setdefault(key, recorded) == recorded
+        assert self.places.setdefault(key, places) == places
         hidden = step()
         assert not hidden.isnan().any()
         return None if key.draws else hidden
@@ -74,14 +75,14 @@ def use_the_device(monkeypatch: pytest.MonkeyPatch, deterministic: bool = False)
     steps: list[Any] = []
 
     class Watched(CudaRunner):
-        def __init__(self, model: Any, weights: Any, kv: Any, block_size: int, device: torch.device,
-                     decode: Any, kv_dtype: str, stage: Any) -> None:
-            super().__init__(model, weights, kv, block_size, device, StepLimits(4, 16, 64, 16), decode, kv_dtype, stage,
-                             graphs=False, deterministic=deterministic)
+        def __init__(self, model: Any, weights: Any, kv: Any, block_size: int, limits: Any, decode: Any, kv_dtype: str,
+                     stage: Any) -> None:
+            super().__init__(model, weights, kv, block_size, torch.device("cpu"), StepLimits(4, 16, 64, 16), decode,
+                             kv_dtype, stage, graphs=False, deterministic=deterministic)
             self._graphs = PaddedSteps()
 
-        def _prepare(self, batch: Any) -> Any:
-            work = super()._prepare(batch)
+        def _prepare(self, step: Any) -> Any:
+            work = super()._prepare(step)
             steps.append(work)
             return work
 
@@ -91,53 +92,49 @@ def use_the_device(monkeypatch: pytest.MonkeyPatch, deterministic: bool = False)
     return steps
 
 
-def check_forms(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """From now on what a decode form sends is held against the same step written as any other; returns their rows."""
+def check_templates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """From now on what a template sends is held against the same step written as any other; returns their rows."""
     rows: list[int] = []
     runners: list[CudaRunner] = []
-    sent, made = DecodeForm.send, CudaRunner._form
+    sent, made = DecodeInputs.send, CudaRunner._template
 
-    def form(runner: CudaRunner, shape: Any) -> DecodeForm:
+    def template(runner: CudaRunner, shape: Any) -> DecodeInputs:
         runners[:] = [runner]
         return made(runner, shape)
 
-    def send(form: DecodeForm, items: Any, slots: Any, starts: Any, turn: int, updates: Any) -> int | None:
-        place = sent(form, items, slots, starts, turn, updates)
+    def send(template: DecodeInputs, items: Any, turn: int, updates: Any) -> int | None:
+        place = sent(template, items, turn, updates)
         inputs, runner = runners[0]._inputs, runners[0]
         found = inputs._device.numpy().copy()
         if place is not None:
             assert found[place:place + updates.nbytes].tobytes() == updates.tobytes()
         inputs.begin()
-        shape = cuda_runner._decode_shape(form.places.rows)
-        places = runner._write(items, slots, np.ones_like(slots), starts, list(range(len(items))), shape, slots)
-        assert places == form.places
-        wanted, size = inputs._host[inputs.turn], places.rows
+        places, _ = runner._write(items, template.places.shape)
+        assert places == template.places
+        pinned, buffer = inputs.pinned, inputs.buffer
         inputs.begin()  # back to the buffer before
 
-        def arrays(at: int, dtype: Any, count: int = size) -> tuple[Any, Any]:
-            end = at + count * np.dtype(dtype).itemsize
-            return found[at:end].view(dtype), wanted[at:end].view(dtype)
+        def both(at: int, count: int, dtype: Any = np.int32) -> tuple[Any, Any]:
+            return found[at:at + count * np.dtype(dtype).itemsize].view(dtype), pinned.array(buffer, at, count, dtype)
 
-        for at, dtype in ((places.positions, np.int64), (places.sources, np.int32), (places.row_of, np.int32),
-                          (places.query_start, np.int32), (places.seq_lens, np.int32), (places.slots, np.int32),
-                          (places.temperature, np.float32)):
-            np.testing.assert_array_equal(*arrays(at, dtype))
-        np.testing.assert_array_equal(*arrays(places.sample_rows, np.int64, len(items)))
-        assert arrays(places.turn, np.int32, 1)[0][0] == turn
-        known = arrays(places.sources, np.int32)[1] < 0
-        warm = arrays(places.temperature, np.float32)[1] > 0
-        for (mine, theirs), read in ((arrays(places.token_ids, np.int64), known),
-                                     (arrays(places.uniform, np.float64), warm)):
-            np.testing.assert_array_equal(mine[read], theirs[read])
-        np.testing.assert_array_equal(*arrays(places.tiles, np.int32, 2 * places.num_tiles))
-        for at in places.items:
-            count = arrays(at, np.int32, 1)[1][0]
-            np.testing.assert_array_equal(*arrays(at, np.int32, 4 + 8 * count))
-        rows.append(len(items))
+        known = both(places.arrays["sources"], places.shape.rows)[1] < 0
+        warm = both(places.arrays["temperature"], places.shape.rows, np.float32)[1] > 0
+        for name, at in places.arrays.items():
+            mine, theirs = both(at, places.size(name), ARRAYS[name][0])
+            if name == "sample_rows":
+                mine, theirs = mine[:len(items.items)], theirs[:len(items.items)]
+            read = {"token_ids": known, "uniform": warm}.get(name, slice(None))
+            np.testing.assert_array_equal(mine[read], theirs[read], name)
+        assert both(places.turn, 1)[0][0] == turn
+        np.testing.assert_array_equal(*both(places.tiles, 2 * places.shape.tiles))
+        for at in places.work:
+            count = both(at, 1)[1][0]
+            np.testing.assert_array_equal(*both(at, HEADER + 8 * count))
+        rows.append(len(items.items))
         return place
 
-    monkeypatch.setattr(DecodeForm, "send", send)
-    monkeypatch.setattr(CudaRunner, "_form", form)
+    monkeypatch.setattr(DecodeInputs, "send", send)
+    monkeypatch.setattr(CudaRunner, "_template", template)
     return rows
 
 
@@ -157,7 +154,7 @@ def test_tokens_and_logprobs_are_those_of_the_plain_runner(tmp_path: Path, monke
     flags = {"num_gpu_blocks_override": 14}  # too few for all: some are preempted
     expected = generate(tmp_path, prompts, params, **flags)
     steps = use_the_device(monkeypatch)
-    rows = check_forms(monkeypatch)
+    rows = check_templates(monkeypatch)
     found = generate(tmp_path, prompts, params, **flags)
     assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in expected]
     assert len(set(rows)) > 2
@@ -180,7 +177,7 @@ def test_the_deterministic_runner_too(tmp_path: Path, monkeypatch: pytest.Monkey
     params = [SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)] * 2
     expected = generate(tmp_path, prompts, params)
     steps = use_the_device(monkeypatch, deterministic=True)
-    rows = check_forms(monkeypatch)
+    rows = check_templates(monkeypatch)
     found = generate(tmp_path, prompts, params)
     assert rows
     assert any(step.decodes for step in steps)
@@ -208,16 +205,24 @@ def test_slots_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert all(len(one.outputs[0].token_ids) == 2 for one in found)
 
 
-def test_inputs_put_in_the_same_order_lie_in_the_same_place() -> None:
-    inputs = StepInputs(4096, torch.device("cpu"))
-    places = []
-    for values in ([1, 2, 3], [7]):
-        inputs.begin()
-        places.append((inputs.put(values, torch.int64, room=5), inputs.put([0.5], torch.float32)))
-        inputs.send()
-        assert inputs.view(places[-1][0], torch.int64, len(values)).tolist() == values
-        assert inputs.view(places[-1][1], torch.float32, 1).tolist() == [0.5]
-    assert places[0] == places[1]
+def test_arrays_of_one_shape_lie_in_the_same_places_and_do_not_overlap() -> None:
+    inputs = StepInputs(1 << 16, torch.device("cpu"))
+    places = Places.of(StepShape(rows=7, requests=3, samples=2, tiles=2), groups=2, longest=64)
+    assert places == Places.of(StepShape(rows=7, requests=3, samples=2, tiles=2), groups=2, longest=64)
+    inputs.begin()
+    for value, array in enumerate(vars(inputs.pinned.arrays(inputs.buffer, places)).values(), 1):
+        array[:] = value
+    inputs.pinned.array(inputs.buffer, places.turn, 1)[:] = 77
+    inputs.pinned.array(inputs.buffer, places.tiles, 4)[:] = 88
+    for group, place in enumerate(places.work):
+        inputs.pinned.array(inputs.buffer, place, places.work_size)[:] = 90 + group
+    inputs.send(inputs.pinned, places.end)
+    fields = list(vars(inputs.pinned.arrays(inputs.buffer, places)))
+    for name in places.arrays:
+        assert inputs.array(places, name).tolist() == [fields.index(name) + 1] * places.size(name)
+    assert inputs.view(places.turn, torch.int32, 1).tolist() == [77]
+    assert inputs.view(places.tiles, torch.int32, 4).tolist() == [88] * 4
+    assert [inputs.view(place, torch.int32, 1).item() for place in places.work] == [90, 91]
 
 
 def test_the_ladder_of_graphs_ends_at_the_largest_batch() -> None:

@@ -15,7 +15,7 @@ from tiered_world import SIZE, World, prompt
 
 from spillover import LLM, SamplingParams
 from spillover.engine.request import Status
-from spillover.engine.weights.elastic import ElasticMemory
+from spillover.engine.weights.elastic import ElasticMemory, SlotLender
 from spillover.memory.kv_cache import KVCache
 
 
@@ -31,8 +31,9 @@ def test_contexts_that_outgrow_their_blocks_take_slots(name: str, caching: bool,
         whole = [output.outputs[0].token_ids for output in llm.generate(asked, params, use_tqdm=False)]
         budget = int((0.6 if name == "qwen3-moe" else 0.9) * (llm.plan.weight_bytes + llm.plan.workspace_bytes))
     with LLM(folder, weights="experts", gpu_memory=str(budget), **flags) as llm:
-        loans, lender = llm.engine.scheduler.kv.loans, llm.engine.scheduler.kv.loans.lender
-        assert lender is not None
+        loans = llm.engine.scheduler.kv.loans
+        lender = loans.lender
+        assert isinstance(lender, SlotLender)
         most, lend = [0], lender.lend
         lender.lend = lambda blocks: _noted(lend(blocks), most, lender)
         found = [output.outputs[0].token_ids for output in llm.generate(asked, params, use_tqdm=False)]
@@ -91,8 +92,8 @@ class Lender:
 @pytest.mark.parametrize("windows", [(None,), (None, 16)])
 def test_loans_come_and_go_under_any_sequence_of_requests(seed: int, windows: tuple[int | None, ...]) -> None:
     rng = random.Random(seed)
-    kv = KVCache(12, 4, windows, most_blocks=60)
-    lender = kv.loans.lender = Lender([range(start, start + 7) for start in range(13, 55, 7)])
+    lender = Lender([range(start, start + 7) for start in range(13, 55, 7)])
+    kv = KVCache(12, 4, windows, most_blocks=60, lender=lender)
     live: dict[str, list[int]] = {}
     for step in range(300):
         if rng.random() < 0.5 and len(live) < 4:
@@ -103,20 +104,20 @@ def test_loans_come_and_go_under_any_sequence_of_requests(seed: int, windows: tu
             name = rng.choice(sorted(live))
             tokens = live[name]
             needed = kv.blocks_needed(name, len(tokens))
-            if not kv.extend(name, len(tokens)) and kv.loans.grow(needed - kv.num_free):
+            if not kv.extend(name, len(tokens)) and kv.grow(needed - kv.num_free):
                 kv.extend(name, len(tokens))
             if kv.blocks_needed(name, len(tokens)) == 0:
                 kv.commit(name, tokens, len(tokens))
             if rng.random() < 0.6:
                 kv.release(name)
                 del live[name]
-        kv.loans.shrink()
+        kv.shrink()
         kv.check()
         assert kv.loans.blocks + sum(len(loan) for loan in lender.here) == 42
         assert kv.num_total == 12 + kv.loans.blocks
     for name in live:
         kv.release(name)
-    while kv.loans.shrink():
+    while kv.shrink():
         kv.check()
     assert kv.loans.blocks == 0
 
@@ -125,8 +126,8 @@ def test_loans_come_and_go_under_any_sequence_of_requests(seed: int, windows: tu
 def test_prefixes_in_a_loan_are_spilled_before_it_goes_back(seed: int) -> None:
     """Blocks that only lay in borrowed bytes are found in the tier below, and none was lost on the way."""
     rng = random.Random(seed)
-    world = World(24, host=200, tokens=64, most_blocks=70)
-    lender = world.kv.loans.lender = Lender([range(start, start + 7) for start in range(25, 67, 7)])
+    lender = Lender([range(start, start + 7) for start in range(25, 67, 7)])
+    world = World(24, host=200, tokens=64, most_blocks=70, lender=lender)
     asked = [prompt(rng.randrange(10**6), rng.randrange(20, 80)) for _ in range(8)]
     lent = 0
     for start in range(0, 8, 4):

@@ -11,9 +11,9 @@ import pytest
 from hf_reference import VOCAB, save_checkpoint, tiny_model
 
 from spillover import LLM, SamplingParams
-from spillover.engine.batch import ScheduledRequest
 from spillover.engine.cold_prefix import ColdStage, StagedPrefix
 from spillover.engine.outputs import RequestOutput
+from spillover.engine.step import StepItem
 from spillover.models.store import resolve
 
 KINDS = ["fp8", "int8"]
@@ -104,8 +104,8 @@ def test_a_sequence_longer_than_the_pool_has_the_same_bits(block_size: int, kind
     cold: list[int] = []
     original = ColdStage.prefix
 
-    def prefix(stage: ColdStage, item: ScheduledRequest) -> StagedPrefix:
-        cold.append(len(item.cold))
+    def prefix(stage: ColdStage, item: StepItem) -> StagedPrefix:
+        cold.append(len(item.host_blocks))
         assert stage.in_place
         stage.in_place = in_place
         made = original(stage, item)

@@ -12,6 +12,7 @@ from spillover.engine.queue_policy import POLICIES
 from spillover.engine.request import Request, Status
 from spillover.engine.sampling_params import SamplingParams
 from spillover.engine.scheduler import Scheduler, SchedulerConfig
+from spillover.memory.connector import NullConnector
 from spillover.memory.kv_cache import KVCache
 
 
@@ -19,7 +20,7 @@ def make_engine(num_blocks: int = 64, block_size: int = 8, windows: tuple[int | 
                 prefix_caching: bool = True, overlap: bool = True, **config: object) -> Engine:
     options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 96, **config}
     kv = KVCache(num_blocks, block_size, windows, prefix_caching=prefix_caching)
-    scheduler = Scheduler(SchedulerConfig(num_groups=len(windows), **options), kv)
+    scheduler = Scheduler(SchedulerConfig(num_groups=len(windows), **options), kv, NullConnector())
     return Engine(scheduler, SimulatedRunner(block_size, windows), overlap)
 
 
@@ -142,7 +143,7 @@ def test_a_step_keeps_to_the_token_budget_and_the_batch_limit() -> None:
     for index in range(30):
         engine.scheduler.add(request(f"r{index}", [index] * 30, max_tokens=5))
     drain(engine)
-    sizes = [(batch.num_tokens, len(batch.items)) for batch in engine.runner.batches]
+    sizes = [(step.num_tokens, len(step.items)) for step in engine.runner.steps]
     assert max(tokens for tokens, _ in sizes) == 19
     assert max(count for _, count in sizes) <= 5
 
@@ -152,7 +153,7 @@ def test_without_chunking_a_prompt_runs_in_one_step() -> None:
     for index in range(6):
         engine.scheduler.add(request(f"r{index}", [index] * 50, max_tokens=5))
     drain(engine)
-    prefills = [item.count for batch in engine.runner.batches for item in batch.items if item.start == 0]
+    prefills = [item.count for step in engine.runner.steps for item in step.items if item.start == 0]
     assert prefills == [50] * 6
 
 
@@ -163,10 +164,11 @@ def test_static_batching_admits_only_when_the_batch_has_ended() -> None:
     drain(engine)
     first_seen: dict[str, int] = {}
     last_seen: dict[str, int] = {}
-    for step, batch in enumerate(engine.runner.batches):
-        for item in batch.items:
-            first_seen.setdefault(item.request.request_id, step)
-            last_seen[item.request.request_id] = step
+    for number, step in enumerate(engine.runner.steps):
+        for item in step.items:
+            name = f"r{engine.runner.prompts[item.id][0]}"
+            first_seen.setdefault(name, number)
+            last_seen[name] = number
     for index in range(10):
         group = index // 4
         if group:
@@ -176,11 +178,11 @@ def test_static_batching_admits_only_when_the_batch_has_ended() -> None:
 
 def test_continuous_batching_fills_a_place_as_soon_as_it_is_free() -> None:
     engine = make_engine(num_blocks=500, max_num_seqs=2, overlap=False)
-    for name, tokens in (("short", 2), ("long", 30), ("next", 2)):
-        engine.scheduler.add(request(name, [3, 4, 5], max_tokens=tokens))
+    for name, length, tokens in (("short", 3, 2), ("long", 4, 30), ("next", 5, 2)):
+        engine.scheduler.add(request(name, [7] * length, max_tokens=tokens))
     drain(engine)
-    steps = {item.request.request_id: i for i, b in enumerate(engine.runner.batches) for item in b.items}
-    assert steps["next"] < steps["long"]
+    last = {len(engine.runner.prompts[item.id]): i for i, step in enumerate(engine.runner.steps) for item in step.items}
+    assert last[5] < last[4]
 
 
 def test_policies_order_the_queue() -> None:
@@ -211,7 +213,7 @@ def test_siblings_share_the_prompt_and_compute_it_once() -> None:
         for each in (leader, *siblings):
             engine.scheduler.add(each)
         drain(engine)
-        rows = sum(item.count for b in engine.runner.batches for item in b.items if item.start < 40)
+        rows = sum(item.count for step in engine.runner.steps for item in step.items if item.start < 40)
         assert rows == 40 + 3 * 8  # each sibling computes only its last block
         assert all(r.output_token_ids == leader.output_token_ids for r in siblings)
 
@@ -219,9 +221,10 @@ def test_siblings_share_the_prompt_and_compute_it_once() -> None:
 def test_a_full_prefix_hit_still_computes_one_token() -> None:
     for length in (15, 16, 17, 32, 33):
         engine = make_engine(num_blocks=100)
-        for name in ("first", "again"):
-            engine.scheduler.add(request(name, list(range(length)), max_tokens=3))
+        both = [request(name, list(range(length)), max_tokens=3) for name in ("first", "again")]
+        for one in both:
+            engine.scheduler.add(one)
             drain(engine)
-        again = [item for b in engine.runner.batches for item in b.items if item.request.request_id == "again"]
+        again = [item for step in engine.runner.steps for item in step.items if item.id == 2]
         assert again[0].start == (length - 1) // 8 * 8
-        assert again[0].request.sources.device == again[0].start
+        assert both[1].sources.device == again[0].start

@@ -15,6 +15,8 @@ from tokenizers import Tokenizer as Backend
 
 from spillover.engine.grammar_source import MAX_SCHEMA_DEPTH
 from spillover.engine.sampling_params import StructuredOutputs
+from spillover.engine.step import Phase, StepItem
+from spillover.engine.step_result import step_masks
 from spillover.engine.structured import Grammar, GrammarCompiler
 from spillover.errors import RequestError
 from spillover.models.tokenizer import Tokenizer
@@ -56,10 +58,17 @@ def compiled(**outputs: object) -> Grammar:
 
 
 def allowed(grammar: Grammar, tokenizer: Tokenizer) -> list[int]:
-    row = torch.full(((tokenizer.vocab_size + 95) // 32,), -1, dtype=torch.int32)  # wider, as a padded vocabulary
-    grammar.fill_mask(row)
+    row = model_mask(grammar, tokenizer.vocab_size + 64)  # wider, as a padded vocabulary
     bits = ((row.unsqueeze(1) >> torch.arange(32)) & 1).flatten()
     return bits.nonzero().flatten().tolist()
+
+
+def model_mask(grammar: Grammar, vocab_size: int) -> torch.Tensor:
+    item = StepItem(id=1, phase=Phase.DECODE, start=0, count=1, num_samples=1, first_block=0, new_blocks=((),),
+                    mask=grammar.mask())
+    masks = step_masks(item, vocab_size)
+    assert masks is not None
+    return masks[0]
 
 
 def walk(grammar: Grammar, tokenizer: Tokenizer, seed: int, patience: int = 60) -> str:
@@ -170,9 +179,8 @@ def test_rollback_returns_to_any_earlier_state() -> None:
 
 
 def test_a_model_with_fewer_tokens_than_the_tokenizer_gets_a_shorter_mask() -> None:
-    row = torch.full((3,), -1, dtype=torch.int32)
-    compiled(regex="[ -~]").fill_mask(row[:2])
-    assert row[2] == -1
+    row = model_mask(compiled(regex="[ -~]"), 64)
+    assert len(row) == 2
     assert row[1] != 0
 
 

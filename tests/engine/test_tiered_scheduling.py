@@ -117,7 +117,7 @@ def test_a_long_prefix_is_computed_from_the_front_and_loaded_from_the_back() -> 
     world.ask(text)
     for seed in range(2, 6):
         world.ask(prompt(seed, 200))
-    world.scheduler.prefill_seconds = 1e-3 / SIZE  # as if it took as long as loading does
+    world.connector.cost.token_seconds = 1e-3 / SIZE  # as if it took as long as loading does
     world.store.rates["disk"] = SIZE * 6 / 1e-3
     again = world.ask(text)
     assert again.sources is not None
@@ -230,8 +230,8 @@ def test_a_sequence_longer_than_the_device(place: str, overlap: bool) -> None:
     long = world.ask(prompt(1, 350), max_tokens=40)  # 98 blocks of 4, 80 there are
     assert long.finish_reason == "length"
     assert len(long.output_token_ids) == 40
-    assert any(item.cold for batch in world.runner.batches for item in batch.items)
-    assert all(len(batch.items) == 1 for batch in world.runner.batches if any(item.cold for item in batch.items))
+    assert any(item.host_blocks for step in world.runner.steps for item in step.items)
+    assert all(len(step.items) == 1 for step in world.runner.steps if any(item.host_blocks for item in step.items))
     assert world.ask(prompt(3, 30)).output_token_ids == short.output_token_ids
     world.close()
 
@@ -242,7 +242,7 @@ def test_a_sequence_that_grows_past_the_device_while_others_wait() -> None:
     world.run()
     for request in (long, *others):
         assert request.output_token_ids == expected_tokens(request, LENGTH)
-    assert any(item.cold for batch in world.runner.batches for item in batch.items)
+    assert any(item.host_blocks for step in world.runner.steps for item in step.items)
     assert world.kv.stats.protected == 0
     world.close()
 
@@ -256,7 +256,7 @@ def test_a_long_sequence_survives_a_failing_link_or_ends_cleanly() -> None:
         expected = expected_tokens(request, LENGTH)
         assert request.output_token_ids == expected[: len(request.output_token_ids)]
         assert request.finish_reason == "length"
-        world.kv.check()
+        world.check()
         world.close()
 
 
@@ -269,8 +269,8 @@ def test_a_preempted_request_takes_its_blocks_up_again(windows: tuple[int | None
     while world.engine.has_work:
         world.engine.step()
         world.scheduler.check()
-        while world.kv.settling:  # a step takes no time here, and would outrun every copy
-            world.kv.poll()
+        while world.kv.num_in_flight:  # a step takes no time here, and would outrun every copy
+            world.connector.poll()
             world.engine.wait(0.002)
             assert time.monotonic() < deadline, "a copy hangs"
     for request in requests:
@@ -299,13 +299,13 @@ def test_copies_leave_blocks_to_those_that_decode(decoding: int) -> None:
     assert kv.extend("old", 32)
     kv.commit("old", tokens, 32)
     kv.release("old")  # eight blocks that may go, the last of them first
-    kv.keep_ready(decoding)
+    world.connector.reserve(decoding)
     kv.admit("prompt", prompt(2, 32))
     assert kv.extend("prompt", 16, urgent=False) == (decoding == 0)
-    kv.poll()  # copies begin, and none ends
+    world.connector.poll()  # copies begin, and none ends
     kv.admit("decode", prompt(3, 4))
     assert kv.extend("decode", 4) == (decoding > 0)
-    kv.check()
+    world.check()
     gate.set()
     for seq in ("prompt", "decode"):
         kv.release(seq)
@@ -332,17 +332,17 @@ def test_blocks_that_were_lost_are_told() -> None:
 def test_prompts_put_copies_off_while_there_is_room() -> None:
     """A step with part of a prompt leaves copies to those that only decode, unless blocks run short."""
     world = World(200, host=400, tokens=36, margin=100)
-    poll, during = world.kv.poll, 0
+    poll, during = world.store.poll, 0
 
     def counted() -> None:
         nonlocal during
-        during += any(item.count > 1 for item in world.runner.batches[-1].items)
+        during += world.runner.steps[-1].has_prefill
         poll()
 
     chat = world.request(prompt(1, 20), 300)
     while not chat.output_token_ids:
         world.engine.step()
-    world.kv.poll = counted  # type: ignore[method-assign]
+    world.store.poll = counted  # type: ignore[method-assign]
     for seed in range(2, 30):
         world.request(prompt(seed, 100), 1)
         for _ in range(8):
@@ -350,7 +350,7 @@ def test_prompts_put_copies_off_while_there_is_room() -> None:
             world.scheduler.check()
             time.sleep(0.0005)  # a step takes no time here, and would outrun every copy
     world.run()
-    mixed = sum(any(item.count > 1 for item in batch.items) for batch in world.runner.batches)
+    mixed = sum(step.has_prefill for step in world.runner.steps)
     assert during < mixed / 4
     assert world.store.spilled_blocks > 100
     assert chat.output_token_ids == expected_tokens(chat, LENGTH)

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faulty_tier import FaultRates, FaultyTier
 from hf_reference import VOCAB, save_checkpoint, tiny_model
 
 from spillover import LLM, SamplingParams
 from spillover.engine import tiers as engine_tiers
 from spillover.engine.request import Request, Status
+from spillover.memory.tiered_connector import TieredConnector
 from spillover.memory.tiers.base import Tier
-from spillover.memory.tiers.faulty import FaultRates, FaultyTier
 
 BLOCK = 8
 POOL = 40  # blocks, and a tenth of what the conversations come to
@@ -133,9 +134,8 @@ def test_conversations(model: str, resident: LLM, place: str, mode: str, tmp_pat
              **flags) as llm:
         run = Run(llm, seed=hash_of(place, mode), aborts=0.01)
         run.talk(CONVERSATIONS if mode == "faults" else CONVERSATIONS // 4, 3)
-        store = llm.engine.scheduler.kv.store
-        assert store is not None
-        moved = {report.name: (report.bytes_in, report.bytes_out) for report in store.reports()}
+        reports = llm.engine.scheduler.connector.reports()
+        moved = {report.name: (report.bytes_in, report.bytes_out) for report in reports}
     check_tokens(run, resident)
     assert len(run.asked) > CONVERSATIONS // 4
     for tier in ("host", "disk", "remote") if place == "all" else (place,):
@@ -160,15 +160,15 @@ def test_a_prefix_computed_from_the_front_and_loaded_from_the_back(resident: LLM
     expected = resident.generate(asked, params(8), use_tqdm=False)
     with LLM(model, skip_tokenizer_init=True, block_size=BLOCK, max_model_len=192, max_num_batched_tokens=32,
              num_gpu_blocks_override=30, disk=(f"{tmp_path}:100MB",)) as llm:
-        scheduler = llm.engine.scheduler
+        connector = llm.engine.scheduler.connector
+        assert isinstance(connector, TieredConnector)
         for prompt in asked:
             llm.generate(prompt, params(1), use_tqdm=False)
-        assert scheduler.kv.store is not None
         both = 0
         for prompt, right in zip(asked, expected, strict=True):
-            scheduler.step_seconds = 0.0
-            scheduler.prefill_seconds = 1e-3  # as long as it takes to load a block's share of them
-            scheduler.kv.store.rates["disk"] = scheduler.kv.store.link.slot_bytes / (BLOCK * 1e-3)
+            connector.cost.step_seconds = 0.0
+            connector.cost.token_seconds = 1e-3  # as long as it takes to load a block's share of them
+            connector.store.rates["disk"] = connector.store.link.slot_bytes / (BLOCK * 1e-3)
             output = llm.generate(prompt, params(8), use_tqdm=False)[0]
             assert output.outputs[0].token_ids == right.outputs[0].token_ids
             both += output.sources.disk > 0 and output.sources.computed > 2 * BLOCK

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
+from faulty_tier import FaultRates, FaultyTier
 from simulated_tiers import DictTier
 from tiered_world import SIZE, World, prompt
 
@@ -21,7 +22,6 @@ from spillover.memory import spiller, store
 from spillover.memory.policies.admission import SecondUse
 from spillover.memory.tiers.base import Tier
 from spillover.memory.tiers.disk import DiskTier
-from spillover.memory.tiers.faulty import FaultRates, FaultyTier
 from spillover.memory.tiers.recovery import FIXED_BYTES, segment_cost
 from spillover.memory.tiers.remote import RemoteTier
 from valkey import Valkey
@@ -140,10 +140,10 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def settle(world: World) -> None:
     deadline = time.monotonic() + 20
-    while world.kv.busy or world.kv.settling:
-        world.kv.poll()
+    while world.connector.busy or world.kv.num_in_flight:
+        world.connector.poll()
         world.engine.wait(0.001)
-        world.kv.check()
+        world.check()
         assert time.monotonic() < deadline, "copies do not end"
     stats = world.kv.stats
     assert stats.free + stats.evictable + stats.protected + stats.in_flight == stats.total

@@ -50,7 +50,7 @@ class Asked:
             assert output.outputs[0].token_ids == answer
             cached += LENGTH - output.sources.computed
             deadline = time.monotonic() + 30
-            while engine.scheduler.kv.busy:
+            while engine.scheduler.connector.busy:
                 engine.step()
                 engine.wait(0.001)
                 assert time.monotonic() < deadline

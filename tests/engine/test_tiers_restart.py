@@ -128,7 +128,7 @@ def test_two_engines_share_a_remote_store(tiny: Tiny, valkey: Valkey) -> None:
     prompt, other = prompts(2, seed=77)
     with load(tiny.path, remote=valkey.url, spill="eager") as one, load(tiny.path, remote=valkey.url) as two:
         ask(one, tiny, prompt, "tenant")
-        wait_for(lambda: not one.engine.scheduler.kv.busy or one.engine.step() is None)
+        wait_for(lambda: not one.engine.scheduler.connector.busy or one.engine.step() is None)
         assert ask(two, tiny, prompt, "tenant")["remote"] == 112
         assert ask(two, tiny, prompt, "another")["remote"] == 0
         assert ask(two, tiny, other, "tenant")["remote"] == 0

@@ -15,7 +15,9 @@ from spillover.engine.request import Request
 from spillover.engine.sampling_params import SamplingParams
 from spillover.engine.scheduler import Scheduler, SchedulerConfig
 from spillover.memory.kv_cache import KVCache
+from spillover.memory.loans import BlockLender
 from spillover.memory.store import SpillStore
+from spillover.memory.tiered_connector import TieredConnector
 from spillover.memory.tiers.base import Tier
 
 SIZE = 4
@@ -30,17 +32,16 @@ class World:
                  tiers: Sequence[Callable[[Callable[[], None]], Tier]] = (), restore: str = "always",
                  eager: bool = False, overlap: bool = True, fault: Callable[[], bool] = lambda: False,
                  tokens: int = 32, prefill_seconds: float = 1e-3, staging: int = 8,
-                 margin: int = 4, most_blocks: int | None = None,
+                 margin: int = 4, most_blocks: int | None = None, lender: BlockLender | None = None,
                  **options: object) -> None:
         self.runner = SimulatedRunner(SIZE, windows)
         self.link = SimulatedLink(self.runner, fault)
         self.wake = threading.Event()
         self.tiers = [make(self.wake.set) for make in tiers]
         self.store = SpillStore(self.link, self.tiers, host, staging, eager, wake=self.wake, **options)
-        self.kv = KVCache(num_blocks, SIZE, windows, store=self.store, margin=margin,
-                          most_blocks=most_blocks)
-        self.scheduler = Scheduler(SchedulerConfig(8, tokens, LENGTH, len(windows), restore=restore,
-                                                   prefill_seconds=prefill_seconds), self.kv)
+        self.kv = KVCache(num_blocks, SIZE, windows, most_blocks=most_blocks, lender=lender)
+        self.connector = TieredConnector(self.kv, self.store, margin, restore, prefill_seconds)
+        self.scheduler = Scheduler(SchedulerConfig(8, tokens, LENGTH, len(windows)), self.kv, self.connector)
         self.engine = Engine(self.scheduler, self.runner, overlap)
         self.made = 0
 
@@ -67,6 +68,10 @@ class World:
         assert request.sources is not None
         assert request.sources.total == len(prompt)
         return request
+
+    def check(self) -> None:
+        self.kv.check()
+        self.connector.check()
 
     def close(self) -> None:
         self.engine.close()

@@ -339,7 +339,7 @@ def test_block_names_are_the_same_in_every_process() -> None:
     cache = KVCache(8, 4, [None], identity=b"model,bf16,layout")
     tokens = list(range(9))
     run(cache, "a", tokens, salt="s")
-    names = [cache._tree.key(block) for block in cache.table("a")[:2]]
+    names = [cache.tree.key(block) for block in cache.table("a")[:2]]
     root = root_digest(b"model,bf16,layout", "s")
     assert names == [block_key(digest, 0) for digest in prefix_digests(tokens, 4, root)]
     assert names[1].hex() == "ca73bce32215e09ab999cab2f9c588c66fd87e1e08d7d9aa0fc14bbdbb24e190" + "00"

@@ -224,7 +224,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def store(self, data: st.DataObject) -> None:
         """A copy to another tier reads a complete block, in use or evictable."""
-        pool = self.cache._pool
+        pool = self.cache.pool
         complete = [b for b in range(1, pool.num_blocks + 1) if pool.state(b) is READY or pool.cached(b)]
         complete = [b for b in complete if b not in self.in_flight]
         if complete:
@@ -269,7 +269,7 @@ class CacheMachine(RuleBasedStateMachine):
         type(self).steps += 1
         self.cache.check()
         for block in self.in_flight:
-            assert self.cache._pool.state(block) is IN_FLIGHT
+            assert self.cache.pool.state(block) is IN_FLIGHT
         for name, model in self.live.items():
             ids = self.prefix_ids(model)
             for group, window in enumerate(self.windows):
@@ -279,7 +279,7 @@ class CacheMachine(RuleBasedStateMachine):
                     assert (block == 0) == ((i + 1) * self.size <= seen), f"{name}, group {group}, entry {i}"
                     if block == 0:
                         continue
-                    assert self.cache._pool.state(block) is not FREE
+                    assert self.cache.pool.state(block) is not FREE
                     for position in range(i * self.size, min((i + 1) * self.size, model.written)):
                         assert self.slots[block, position % self.size] == (group, ids[position])
 

@@ -168,24 +168,6 @@ def test_memory_outlives_the_link_while_someone_looks_at_it() -> None:
     assert ctypes.string_at(address_of(memory), 4) == b"here"
 
 
-def test_a_copy_waits_for_the_steps_before_it() -> None:
-    pool, ended, copied = make_pool(2), threading.Event(), threading.Event()
-    link = make_link(pool, fence=lambda: ended.wait(30))
-    slot = link.allocate(BLOCK)
-
-    def copy() -> None:
-        link.copy_out([1], [slot])
-        copied.set()
-
-    thread = threading.Thread(target=copy, daemon=True)
-    thread.start()
-    assert not copied.wait(0.05)
-    pool[1] = 9  # the step's last write
-    ended.set()
-    assert copied.wait(30)
-    assert bytes(slot) == bytes([9]) * BLOCK
-
-
 def test_other_threads_run_while_bytes_move() -> None:
     """So many bytes take far longer than the interpreter's switch interval; a counter must not stand still."""
     size = 64 << 20

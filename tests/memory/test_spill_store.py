@@ -84,21 +84,22 @@ def key(block: int) -> bytes:
     return bytes([block]) * 16
 
 
-def spill(store: SpillStore, blocks: Sequence[int]) -> int:
-    return store.spill([(key(block), block) for block in blocks])
+def spill(store: SpillStore, blocks: Sequence[int], ended: list[int]) -> int:
+    return store.spill([(key(block), block) for block in blocks], lambda block, _: ended.append(block))
 
 
 def test_a_slot_that_a_block_arrives_in_is_no_room() -> None:
+    ended: list[int] = []
     with stored(8) as (store, link, tier):
-        assert spill(store, range(6)) == 6
-        until(store, lambda: len(store.spilled) == 6)
+        assert spill(store, range(6), ended) == 6
+        until(store, lambda: len(ended) == 6)
         assert not tier.blocks  # two slots are free, as they should be
         link.open.clear()
-        assert spill(store, [6, 7]) == 2
+        assert spill(store, [6, 7], ended) == 2
         until(store, lambda: len(tier.blocks) >= 2)  # while these are on their way, others are written down
-        assert spill(store, [8, 9]) == 2
+        assert spill(store, [8, 9], ended) == 2
         link.open.set()
-        until(store, lambda: len(store.spilled) == 10)
+        until(store, lambda: len(ended) == 10)
         assert all(store.holds(key(block)) for block in range(10))
         assert store.reports()[0].dropped == 0
 
@@ -107,8 +108,9 @@ def crowded(store: SpillStore, tier: SlowTier) -> Load:
     """A load while all four slots have blocks that no tier has, and the tier takes none."""
     tier.blocks[b"below"] = b"x" * BYTES
     tier.open.clear()
-    assert spill(store, range(4)) == 4
-    until(store, lambda: len(store.spilled) == 4)
+    ended: list[int] = []
+    assert spill(store, range(4), ended) == 4
+    until(store, lambda: len(ended) == 4)
     (load,) = store.open([(b"below", "disk")])
     return load
 

@@ -141,11 +141,11 @@ def _warm(llm: LLM, prompts: list[Any]) -> Warmed:
 
 
 def _finish_writing(llm: LLM) -> None:
-    kv, deadline = llm.engine.scheduler.kv, time.monotonic() + WRITE_SECONDS
-    kv.poll()
-    while kv.busy and time.monotonic() < deadline:
-        llm.engine.wait(0.05)
-        kv.poll()
+    connector, deadline = llm.engine.scheduler.connector, time.monotonic() + WRITE_SECONDS
+    connector.poll()
+    while connector.busy and time.monotonic() < deadline:
+        connector.wait(0.05)
+        connector.poll()
 
 
 def _disk(llm: LLM) -> TierReport:

@@ -79,9 +79,8 @@ class EngineTarget:
                         preemptions=stats.preemptions, slots_held=stats.slots_held, slots_wasted=stats.slots_wasted)
 
     def tiers(self) -> tuple[TierTraffic, ...]:
-        store = self._llm.engine.scheduler.kv.store
         tiers = []
-        for report in by_name(store.reports()) if store is not None else ():
+        for report in by_name(self._llm.engine.scheduler.connector.reports()):
             link_in, link_out = self._links.get(report.name, (report.link_in, report.link_out))
             tiers.append(TierTraffic(report.name, report.blocks, report.bytes_in, report.bytes_out, report.seconds_in,
                                      report.seconds_out, report.failures, link_in, link_out))

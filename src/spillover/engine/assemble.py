@@ -15,9 +15,9 @@ import torch
 from spillover.engine.cold_prefix import ColdStage, spill_codec
 from spillover.engine.config import EngineConfig
 from spillover.engine.effects import check_policies, without_effect
-from spillover.engine.loop import Engine, StepRunner
+from spillover.engine.loop import Engine, ModelRunner
 from spillover.engine.null_runner import NullRunner, ordinary_tokens
-from spillover.engine.runner import Runner
+from spillover.engine.runner import Runner, StepLimits
 from spillover.engine.scheduler import Scheduler, SchedulerConfig
 from spillover.engine.tiers import make_store
 from spillover.engine.weights.elastic import ElasticMemory, SlotLender
@@ -29,7 +29,9 @@ from spillover.kernels.arena import Arena
 from spillover.kernels.attention import KV_LAYOUT
 from spillover.kernels.kv_quant import QUANT_LAYOUT, head_bytes
 from spillover.memory.budgets import parse_disk
+from spillover.memory.connector import KVConnector, NullConnector
 from spillover.memory.kv_cache import KVCache
+from spillover.memory.tiered_connector import TieredConnector
 from spillover.models.checkpoint import read_config
 from spillover.models.config import ModelConfig
 from spillover.models.fingerprint import model_fingerprint
@@ -145,17 +147,16 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
         for note in planned.plan.notes:
             log.warning("%s", note)
     config, plan = planned.config, planned.plan
-    runner = _make_runner(planned, tokenizer, show)
+    runner = make_runner(planned, tokenizer, show)
     identity = _identity(planned)
-    store = None
-    if plan.tiers and isinstance(runner, Runner):
+    most = None if isinstance(runner, NullRunner) else len(runner.kv.pool) - 1
+    kv = KVCache(plan.num_blocks, plan.block_size, plan.windows, config.enable_prefix_caching, identity,
+                 most_blocks=most, lender=_lender(runner, plan))
+    connector: KVConnector = NullConnector()
+    if plan.tiers and not isinstance(runner, NullRunner):
         store = make_store(config, plan, planned.model_config, runner.kv.pool, identity)
-    margin = 2 * -(-plan.max_num_batched_tokens // plan.block_size) * len(plan.windows)
-    most = len(runner.kv.pool) - 1 if isinstance(runner, Runner) else None
-    kv = KVCache(plan.num_blocks, plan.block_size, plan.windows, config.enable_prefix_caching, identity, store=store,
-                 margin=margin, most_blocks=most)
-    if isinstance(runner, Runner):
-        kv.loans.lender = _lender(runner, plan)
+        margin = 2 * -(-plan.max_num_batched_tokens // plan.block_size) * len(plan.windows)
+        connector = TieredConnector(kv, store, margin, config.restore)
     scheduler = Scheduler(SchedulerConfig(
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
@@ -165,20 +166,18 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
         static_batching=config.batching == "static",
         policy=config.schedule_policy,
         watermark=config.watermark,
-        restore=config.restore,
-    ), kv)
+    ), kv, connector)
     return Assembly(config, planned.path, planned.model_config, planned.specs, plan,
                     Engine(scheduler, runner, config.async_scheduling), tokenizer)
 
 
-def _quiet(done: int, total: int, stage: str) -> None:
-    """Nobody asked."""
-
-
-def _lender(runner: Runner, plan: Plan) -> SlotLender | None:
+def _lender(runner: NullRunner | ModelRunner, plan: Plan) -> SlotLender | None:
     """Slots of experts that KV may take as contexts grow."""
-    weights, placement = runner.weights, plan.placement
-    if not isinstance(weights, PlacedWeights) or placement is None or not placement.spare_slots:
+    placement = plan.placement
+    if isinstance(runner, NullRunner) or placement is None or not placement.spare_slots:
+        return None
+    weights = runner.weights
+    if not isinstance(weights, PlacedWeights):
         return None
     if weights.memory is None or weights.experts is None:
         return None
@@ -186,7 +185,13 @@ def _lender(runner: Runner, plan: Plan) -> SlotLender | None:
                       runner.kv.pool[0].nbytes, runner.in_order)
 
 
-def _make_runner(planned: PlannedModel, tokenizer: Tokenizer | None, show: Progress) -> StepRunner:
+def _quiet(done: int, total: int, stage: str) -> None:
+    """Nobody asked."""
+
+
+def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None,
+                show: Progress = _quiet) -> NullRunner | ModelRunner:
+    """Load the weights and make room for the KV cache."""
     config, plan, model_config = planned.config, planned.plan, planned.model_config
     decode = (lambda token: tokenizer.decode([token], False)) if tokenizer is not None else None
     if config.load_format == "null":
@@ -204,16 +209,16 @@ def _make_runner(planned: PlannedModel, tokenizer: Tokenizer | None, show: Progr
     stage = None
     if plan.cold_blocks:
         stage = ColdStage(pool, plan.block_size, spill_codec(config, model_config, pool, plan.block_size))
+    limits = StepLimits(plan.max_num_seqs, plan.max_num_batched_tokens, plan.max_model_len, plan.recorded_rows)
     if device.type == "cuda":
-        from spillover.engine.cuda_runner import CudaRunner, StepLimits  # needs Triton
+        from spillover.engine.cuda_runner import CudaRunner  # needs Triton
 
-        limits = StepLimits(plan.max_num_seqs, plan.max_num_batched_tokens, plan.max_model_len, plan.recorded_rows)
         runner = CudaRunner(model, weights, views, plan.block_size, device, limits, decode, plan.kv_cache_dtype, stage,
                             not config.enforce_eager, config.deterministic)
         if config.graph_capture == "start":
             runner.capture(lambda done, total: show(done, total, CAPTURING))
         return runner
-    return Runner(model, weights, views, plan.block_size, device, decode, plan.kv_cache_dtype, stage)
+    return Runner(model, weights, views, plan.block_size, limits, decode, plan.kv_cache_dtype, stage)
 
 
 def _make_pool(plan: Plan, config: ModelConfig, layers: int, dtype: torch.dtype, device: torch.device,

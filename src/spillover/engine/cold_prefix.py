@@ -13,13 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spillover.engine.batch import ScheduledRequest
 from spillover.engine.config import EngineConfig
+from spillover.engine.step import StepItem
 from spillover.kernels.extents import SEGMENTS, segment_blocks
 from spillover.kernels.kv_quant import KVCodec
 from spillover.kernels.stage import stage_blocks
 from spillover.memory.cuda_driver import cuda_driver
-from spillover.memory.link import address_of
 from spillover.models.config import ModelConfig
 
 
@@ -41,32 +40,25 @@ class ColdStage:
         self.in_place = pool.is_cpu and codec is None
         self.buffers = torch.zeros(SEGMENTS, self.segment_blocks, *pool.shape[2:], dtype=pool.dtype, device=pool.device)
         self._copier = _CudaCopier(self.buffers, codec) if pool.is_cuda else _CpuCopier(codec)
-        self._payloads: tuple[memoryview, ...] = ()
-        self._addresses = np.empty(0, dtype=np.int64)
+        self._addresses: tuple[int, ...] = ()
 
-    def prefix(self, item: ScheduledRequest) -> StagedPrefix:
-        """The cold blocks of a request that runs alone, for one step."""
-        length, cold = item.start + item.count, len(item.cold)
-        resident = torch.tensor(item.tables[0][cold : -(-length // self.block_size)])
+    def prefix(self, item: StepItem) -> StagedPrefix:
+        """Return the cold blocks of a request that runs alone, for one step."""
+        cold = len(item.host_blocks)
+        resident = torch.tensor(item.new_blocks[0][cold : -(-item.end // self.block_size)])
         if self.buffers.is_cuda:
             resident = resident.pin_memory().to(self.buffers.device, non_blocking=True)
-        return StagedPrefix(self, self._copier, self._find(item.cold), length, resident)
+        return StagedPrefix(self, self._copier, self._find(item.host_blocks), item.end, resident)
 
     def close(self) -> None:
         self._copier.close()
 
-    def _find(self, payloads: tuple[memoryview, ...]) -> Tensor:
-        """Addresses; those known from the step before are not asked for again."""
-        same = 0
-        for same, (old, new) in enumerate(zip(self._payloads, payloads, strict=False), 1):
-            if old is not new:
-                same -= 1
-                break
-        fresh = [address_of(payload) for payload in payloads[same:]]
-        self._copier.prepare(fresh)
-        self._payloads = payloads
-        self._addresses = np.concatenate((self._addresses[:same], np.array(fresh, dtype=np.int64)))
-        return torch.from_numpy(self._addresses)
+    def _find(self, addresses: tuple[int, ...]) -> Tensor:
+        """Return the addresses as a tensor, once those that were not there the step before have been prepared."""
+        known = len(self._addresses) if addresses[:len(self._addresses)] == self._addresses else 0
+        self._copier.prepare(addresses[known:])
+        self._addresses = addresses
+        return torch.tensor(addresses, dtype=torch.int64)
 
 
 class StagedPrefix:

@@ -124,7 +124,7 @@ class LLM:
         return self._thread.run(lambda: EngineStats.of(self.engine))
 
     def reset_prefix_cache(self) -> None:
-        self._thread.run(self.engine.scheduler.kv.reset_prefix_cache)
+        self._thread.run(self.engine.scheduler.reset_prefix_cache)
 
     # Leaving
 

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
-from spillover.engine.batch import Batch, StepResult
 from spillover.engine.request import Request
 from spillover.engine.scheduler import Scheduler
+from spillover.engine.step import Step, StepResult
+from spillover.engine.weights.traffic import WeightTraffic
 from spillover.errors import SpilloverError
+from spillover.models.layers import KVViews
+from spillover.models.weights import ResidentWeights
 
 logger = logging.getLogger(__name__)
+
+Changed = TypeVar("Changed")
 
 
 class LaunchedStep(Protocol):
     @property
-    def batch(self) -> Batch: ...
+    def step(self) -> Step: ...
 
     def result(self) -> StepResult: ...  # waits for the step
 
 
 class StepRunner(Protocol):
-    """What computes a step: `engine.runner` with a model, `engine.null_runner` without one."""
+    """What computes a step: `engine.runner` and `engine.cuda_runner` with a model, `engine.null_runner` without."""
 
-    def launch(self, batch: Batch) -> LaunchedStep: ...
+    def launch(self, step: Step) -> LaunchedStep: ...
 
     def sleep(self, blocks: Sequence[int]) -> None: ...  # weights and these KV blocks to the host, until wake_up
 
@@ -34,7 +39,21 @@ class StepRunner(Protocol):
     @property
     def weight_bytes(self) -> int: ...
 
+    def weight_traffic(self) -> WeightTraffic: ...
+
     def close(self) -> None: ...
+
+
+class ModelRunner(StepRunner, Protocol):
+    """A runner that has a model, with its weights and KV in device memory."""
+
+    @property
+    def weights(self) -> ResidentWeights: ...
+
+    @property
+    def kv(self) -> KVViews: ...
+
+    def in_order(self, change: Callable[[], Changed]) -> Changed: ...  # after the steps launched, before those to come
 
 
 FLUSH_SECONDS = 10.0  # at the end, for writing stored blocks to the tiers that outlive the process
@@ -58,10 +77,10 @@ class Engine:
 
         With overlap, step N+1 is scheduled and launched before the results of N are taken in.
         """
-        batch = self.scheduler.schedule()
+        step = self.scheduler.schedule()
         now = time.monotonic()
-        launched = self._launch(batch) if batch else None
-        self.scheduler.tend(batch)
+        launched = self._launch(step) if step else None
+        self.scheduler.tend(step)
         ended, self._launched = (self._launched, launched) if self._overlap else (launched, None)
         started, self._launched_at = (self._launched_at, now) if self._overlap else (now, now)
         if launched is not None:
@@ -76,10 +95,10 @@ class Engine:
     def sleep(self) -> None:
         """Device memory is given back; what is in it waits on the host until `wake_up`. No step may run."""
         kv, deadline = self.scheduler.kv, time.monotonic() + FLUSH_SECONDS
-        while kv.settling and time.monotonic() < deadline:
-            kv.poll()
+        while kv.num_in_flight and time.monotonic() < deadline:
+            self.scheduler.connector.poll()
             self.wait(0.01)
-        if kv.settling:
+        if kv.num_in_flight:
             raise SpilloverError("KV is still on its way to or from another tier, which does not answer")
         self.runner.sleep(kv.used_blocks())
 
@@ -88,13 +107,12 @@ class Engine:
 
     def wait(self, seconds: float) -> None:
         """Until a copy from another tier may have ended; called when a step found nothing to do."""
-        if self.scheduler.kv.store is not None:
-            self.scheduler.kv.store.wait(seconds)
+        self.scheduler.connector.wait(seconds)
 
     @property
     def settling(self) -> bool:
         """Whether a step runs, or the device's blocks are being copied."""
-        return not self.failed and (self._launched is not None or self.scheduler.kv.settling)
+        return not self.failed and (self._launched is not None or self.scheduler.kv.num_in_flight > 0)
 
     @property
     def has_work(self) -> bool:
@@ -109,15 +127,15 @@ class Engine:
             self.failed = True
             raise
         now = time.monotonic()
-        self.scheduler.learn(ended.batch, now - max(started, self._ended_at))
+        self.scheduler.learn(ended.step, now - max(started, self._ended_at))
         self._ended_at = now
-        return self.scheduler.finish(ended.batch, result)
+        return self.scheduler.finish(ended.step, result)
 
-    def _launch(self, batch: Batch) -> LaunchedStep:
+    def _launch(self, step: Step) -> LaunchedStep:
         if self.failed:
             raise SpilloverError("the engine has failed in an earlier step, whose tokens are lost; start a new one")
         try:
-            return self.runner.launch(batch)
+            return self.runner.launch(step)
         except Exception:
             self.failed = True
             raise
@@ -137,6 +155,6 @@ class Engine:
         except Exception as error:
             logger.warning("the last step failed, whose requests are dropped: %s", error)
         try:
-            self.scheduler.kv.close(time.monotonic() + FLUSH_SECONDS)
+            self.scheduler.connector.close(time.monotonic() + FLUSH_SECONDS)
         finally:
             self.runner.close()

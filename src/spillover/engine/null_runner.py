@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from spillover.engine.batch import Batch, ScheduledRequest, StepResult
 from spillover.engine.outputs import Logprob, PositionLogprobs
+from spillover.engine.step import NewRequest, Step, StepItem, StepResult
+from spillover.engine.weights.traffic import WeightTraffic
 from spillover.models.tokenizer import Tokenizer
 
 CYCLE = 512  # different tokens that it draws
 
 
 class NullStep:
-    def __init__(self, batch: Batch, result: StepResult) -> None:
-        self.batch = batch
+    def __init__(self, step: Step, result: StepResult) -> None:
+        self.step = step
         self._result = result
 
     def result(self) -> StepResult:
@@ -27,13 +28,17 @@ class NullRunner:
     def __init__(self, token_ids: Sequence[int], decode: Callable[[int], str] | None = None) -> None:
         self._token_ids = list(token_ids)
         self._decode = decode
+        self._requests: dict[int, NewRequest] = {}
 
-    def launch(self, batch: Batch) -> NullStep:
-        tokens = [self._draw(item) if item.samples else None for item in batch.items]
-        return NullStep(batch, StepResult(
+    def launch(self, step: Step) -> NullStep:
+        for id in step.ended:
+            del self._requests[id]
+        self._requests.update((request.id, request) for request in step.new)
+        tokens = [self._draw(item) for item in step.items]
+        return NullStep(step, StepResult(
             tokens,
-            [self._logprobs(item, token) for item, token in zip(batch.items, tokens, strict=True)],
-            [self._prompt_logprobs(item) for item in batch.items],
+            [self._logprobs(item, drawn) for item, drawn in zip(step.items, tokens, strict=True)],
+            [self._prompt_logprobs(item) for item in step.items],
         ))
 
     def sleep(self, blocks: Sequence[int]) -> None:
@@ -46,22 +51,30 @@ class NullRunner:
     def weight_bytes(self) -> int:
         return 0
 
+    def weight_traffic(self) -> WeightTraffic:
+        return WeightTraffic()
+
     def close(self) -> None:
         pass
 
-    def _draw(self, item: ScheduledRequest) -> int:
+    def _draw(self, item: StepItem) -> tuple[int, ...]:
         """Every request begins elsewhere in the cycle, at a place its prompt decides."""
-        prompt = item.request.prompt_token_ids
-        return self._token_ids[(prompt[-1] + len(prompt) + item.step) % len(self._token_ids)]
+        if not item.num_samples:
+            return ()
+        request = self._requests[item.id]
+        first = request.token_ids[request.num_prompt - 1] + item.end
+        return (self._token_ids[first % len(self._token_ids)],)
 
-    def _logprobs(self, item: ScheduledRequest, token: int | None) -> PositionLogprobs | None:
-        return None if token is None or item.request.params.logprobs is None else self._certain(token)
+    def _logprobs(self, item: StepItem, tokens: tuple[int, ...]) -> tuple[PositionLogprobs, ...]:
+        asked = self._requests[item.id].params.logprobs is not None
+        return tuple(self._certain(token) for token in tokens) if asked else ()
 
-    def _prompt_logprobs(self, item: ScheduledRequest) -> list[PositionLogprobs] | None:
-        request = item.request
-        if request.params.prompt_logprobs is None or len(request.prompt_logprobs) >= request.num_prompt - 1:
+    def _prompt_logprobs(self, item: StepItem) -> list[PositionLogprobs] | None:
+        request = self._requests[item.id]
+        if not item.score_prompt:
             return None
-        return [self._certain(t) for t in request.prompt_token_ids[item.start + 1:item.start + item.count + 1]]
+        scored = request.token_ids[item.start + 1:min(item.end + 1, request.num_prompt)]
+        return [self._certain(token) for token in scored]
 
     def _certain(self, token: int) -> PositionLogprobs:
         return {token: Logprob(0.0, 1, self._decode(token) if self._decode is not None else None)}

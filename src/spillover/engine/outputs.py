@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 
 @dataclass
@@ -33,6 +34,11 @@ class TokenSources:
     @property
     def total(self) -> int:
         return self.computed + self.cached
+
+    def restored(self, tokens: Mapping[str, int]) -> TokenSources:
+        """Counts so many tokens by tier as loaded instead of computed."""
+        return replace(self, computed=self.computed - sum(tokens.values()),
+                       **{tier: getattr(self, tier) + count for tier, count in tokens.items()})
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,8 @@ class Request:
     pending: int = 0  # 1 while the newest token is known only to the device
     num_computed: int = 0  # tokens whose KV is in the cache once every launched step has ended
     in_flight: int = 0  # launched steps that have not ended
+    run_id: int = 0  # what steps name it by from its admission on; 0: no step has been told of it
+    blocks_sent: int = 0  # entries of its block tables that steps have been told of
     sources: TokenSources | None = None
     num_preemptions: int = 0
     restoring: bool = False  # blocks of its prefix are on their way from other tiers

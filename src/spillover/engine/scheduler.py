@@ -7,20 +7,19 @@ that touches it has ended, so no block is reused under a running step.
 
 from __future__ import annotations
 
-import math
+import itertools
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from spillover.engine.batch import Batch, ScheduledRequest, StepResult
-from spillover.engine.outputs import PositionLogprobs, TokenSources
+from spillover.engine.outputs import TokenSources
 from spillover.engine.queue_policy import POLICIES
 from spillover.engine.request import Request, Status
-from spillover.engine.restore_plan import first_to_load
+from spillover.engine.step import NewRequest, Phase, Step, StepItem, StepResult
+from spillover.memory.connector import KVConnector
 from spillover.memory.kv_cache import KVCache
 
-SHRINK_STEPS = 32  # between two looks whether blocks on loan can go back
-LEARN_TOKENS = 64  # a step that prefills this many tells how long a token takes
+SHRINK_STEPS = 32  # between two looks whether borrowed blocks can go back
 
 
 @dataclass(frozen=True)
@@ -33,112 +32,108 @@ class SchedulerConfig:
     static_batching: bool = False
     policy: str = "fcfs"
     watermark: float = 0.01
-    restore: str = "auto"  # "auto" | "always" | "never": stored blocks of other tiers, or computing them again
-    prefill_seconds: float | None = None  # a token, until steps have been seen; None: not known
 
 
 class Scheduler:
-    def __init__(self, config: SchedulerConfig, kv: KVCache) -> None:
+    def __init__(self, config: SchedulerConfig, kv: KVCache, connector: KVConnector) -> None:
         self.config = config
         self.kv = kv
+        self.connector = connector
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in the order of admission; the last is the first to be preempted
         self.num_preemptions = 0
-        self.prefill_seconds = config.prefill_seconds  # a token, as lately measured
-        self.step_seconds = math.inf  # of the shortest step that had part of a prompt
         self._policy = POLICIES[config.policy]
         self._leaving: set[Request] = set()  # out of `running`, with a step still in flight
         self._ended: list[Request] = []  # by schedule() itself, and not told yet
+        self._run_ids = itertools.count(1)
+        self._by_run_id: dict[int, Request] = {}  # those that the runner knows
+        self._new: list[NewRequest] = []  # for the runner to be told with the next step, as are ...
+        self._gone: list[int] = []  # ... those that will not run again under their id
         self._watermark_blocks = int(config.watermark * kv.num_total)
         self._steps = 0
         self._chunk = 2 * config.max_num_batched_tokens  # with overlap, two steps lie between a chunk and its commit
         self._forming = True  # static batching: the batch still takes requests in
-        self._park_unit = max(1, 256 // kv.block_size)  # whole splits of attention (kernels.attention.split_blocks)
-
-    def learn(self, batch: Batch, seconds: float) -> None:
-        """A step took that long. A faster prefill counts at once: the slower ones before it were held up by something,
-        such as their first use of a kernel."""
-        tokens = sum(item.count for item in batch.items if item.count > 1)
-        if tokens:
-            self.step_seconds = min(self.step_seconds, seconds)
-        if tokens >= LEARN_TOKENS:
-            seconds /= batch.num_tokens
-            known = self.prefill_seconds
-            self.prefill_seconds = seconds if known is None or seconds < known else known + 0.1 * (seconds - known)
+        # Blocks offloaded at a time: whole splits of attention (kernels.attention.split_blocks).
+        self._offload_unit = max(1, 256 // kv.block_size)
 
     # What the engine calls
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
-        self._seek(request)
+        self._lookup(request)
 
-    def schedule(self) -> Batch:
+    def schedule(self) -> Step:
         """Decodes first, then prefills already begun, then new requests, until the token budget is used up."""
-        items: list[ScheduledRequest] = []
+        items: list[StepItem] = []
         budget = self.config.max_num_batched_tokens
-        if self.kv.store is not None:
-            self.kv.poll_loads()
-            for request in [r for r in self.running if r.restoring]:
-                self._take_over(request)
+        self.connector.poll_loads()
+        for request in [r for r in self.running if r.restoring]:
+            self._progress(request)
         order = self._by_importance()  # who is served may push out who is not yet
         decodes = [r for r in order if r.num_tokens - r.num_computed == 1]
         prefills = [r for r in order if r.num_tokens - r.num_computed > 1]
-        self.kv.keep_ready(len(decodes) * self.config.num_groups)
+        self.connector.reserve(len(decodes) * self.config.num_groups)
         for request in decodes + prefills:
             if request.status is not Status.RUNNING or not self._ready(request) or budget == 0:
                 continue
-            count = min(request.num_tokens - request.num_computed, budget, self._to_compute(request))
+            end = self.connector.limit(request.request_id, request.num_computed, request.num_tokens)
+            count = min(end - request.num_computed, budget)
             if count and self._make_room(request, request.num_computed + count, items):
                 items.append(self._take(request, count))
                 budget -= count
         self._admit(items, budget)
-        return Batch(tuple(items))
+        if not items:  # what the runner is to be told waits for a step that runs
+            return Step(())
+        step = Step(tuple(items), tuple(self._new), tuple(self._gone))
+        self._new.clear()
+        self._gone.clear()
+        return step
 
-    def tend(self, batch: Batch) -> None:
-        """Looks after the cache's copies while this batch, just launched, is computed. Beside one that only decodes
+    def tend(self, step: Step) -> None:
+        """Looks after the cache's copies while this step, just launched, is computed. Beside one that only decodes
         there is time; one with part of a prompt has kept the host busy launching it, and there is none to lose."""
-        if self.kv.store is not None:
-            hurried = any(item.count > 1 for item in batch.items)
-            if hurried and self.kv.put_off():
-                self.kv.poll_loads()
-            else:
-                self.kv.poll()
-                self._give_back()
+        self.connector.poll(hurried=step.has_prefill)
+        self._give_back()
+
+    def learn(self, step: Step, seconds: float) -> None:
+        """Note how long a step took."""
+        prefill_tokens = sum(item.count for item in step.items if item.phase is Phase.PREFILL)
+        self.connector.observe(prefill_tokens, step.num_tokens, seconds)
 
     def take_ended(self) -> list[Request]:
         """Requests that have ended without a step since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
-    def finish(self, batch: Batch, result: StepResult) -> list[Request]:
+    def finish(self, step: Step, result: StepResult) -> list[Request]:
         """Take in what a step brought; returns the requests that have a new token or have ended."""
         changed = []
         now = time.monotonic()
-        for item, token, logprobs, prompt_logprobs in zip(
-            batch.items, result.token_ids, result.logprobs, result.prompt_logprobs, strict=True
+        for item, tokens, logprobs, prompt_logprobs in zip(
+            step.items, result.token_ids, result.logprobs, result.prompt_logprobs, strict=True
         ):
-            request = item.request
+            request = self._by_run_id[item.id]
             request.in_flight -= 1
-            if item.samples:
-                request.pending -= 1
+            request.pending -= item.num_samples
             if request.status is not Status.FINISHED:
-                self.kv.commit(request.request_id, request.token_ids, item.start + item.count)
+                self.kv.commit(request.request_id, request.token_ids, item.end)
                 if prompt_logprobs is not None:
                     request.prompt_logprobs.extend(prompt_logprobs)
-                if token is not None:
-                    self._append(request, token, logprobs, now)
+                if tokens:
+                    request.logprobs.extend(logprobs)
+                    self._append(request, tokens[0], now)
                     changed.append(request)
             if request.in_flight == 0 and request in self._leaving:
                 self._leave(request)
         self._steps += 1
         if self._steps % SHRINK_STEPS == 0:
-            self.kv.loans.shrink()
+            self.kv.shrink()
         self._give_back()
         return changed
 
     def _give_back(self) -> None:
-        """Blocks on loan, as soon as nobody needs them."""
-        while not self.running and not self.waiting and self.kv.loans.shrink():
+        """Returns borrowed blocks as soon as nobody needs them."""
+        while not self.running and not self.waiting and self.kv.shrink():
             pass
 
     def stop(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
@@ -153,7 +148,7 @@ class Scheduler:
         was, request.status = request.status, Status.FINISHED
         if was is Status.WAITING:
             self.waiting.remove(request)
-            self._forget(request)
+            self.connector.forget(request.request_id)
         elif was is Status.RUNNING:
             self.running.remove(request)
             self._leave_when_idle(request)
@@ -166,9 +161,14 @@ class Scheduler:
         self.running.remove(request)
         self._leave_when_idle(request)
 
+    def reset_prefix_cache(self, external: bool = False) -> None:
+        """Forgets every prefix, on the device and in host memory; `external`: also on disk and in a remote store."""
+        self.connector.clear(external)
+        self.kv.reset_prefix_cache()
+
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running or self._leaving or self.kv.busy)
+        return bool(self.waiting or self.running or self._leaving or self.connector.busy)
 
     def slots(self) -> tuple[int, int]:
         """Token slots in the blocks of running requests, and how many have a token once launched steps end."""
@@ -178,6 +178,7 @@ class Scheduler:
     def check(self) -> None:
         """Assert what must hold between any two steps."""
         self.kv.check()
+        self.connector.check()
         assert len(self.running) <= self.config.max_num_seqs
         assert all(r.status is Status.RUNNING for r in self.running)
         assert all(r.status is Status.WAITING and r.in_flight == 0 for r in self.waiting)
@@ -195,43 +196,60 @@ class Scheduler:
         at_end = request.num_tokens >= self.config.max_model_len or (limit is not None and request.num_output >= limit)
         return not at_end
 
-    def _take(self, request: Request, count: int) -> ScheduledRequest:
+    def _take(self, request: Request, count: int) -> StepItem:
+        """Put the request's next `count` tokens into the step."""
         start = request.num_computed
         end = start + count
         samples = end == request.num_tokens
-        item = ScheduledRequest(
-            request=request,
+        phase = Phase.DECODE if samples and count == 1 else Phase.PREFILL
+        if not request.run_id:
+            self._announce(request)
+        # While a prompt is computed or restored, and where blocks lie in host memory, entries change anywhere.
+        changed = phase is Phase.PREFILL or request.restoring or request.long
+        first = 0 if changed else request.blocks_sent
+        tables = [self.kv.table(request.request_id, group) for group in range(self.config.num_groups)]
+        item = StepItem(
+            id=request.run_id,
+            phase=phase,
             start=start,
             count=count,
-            samples=samples,
-            tables=tuple(self.kv.table(request.request_id, group) for group in range(self.config.num_groups)),
-            step=request.num_output,
-            pending=end > len(request.token_ids),
-            cold=self.kv.cold(request.request_id) if request.long else (),
+            num_samples=int(samples),
+            first_block=first,
+            new_blocks=tuple(tuple(table[first:]) for table in tables),
+            mask=request.grammar.mask() if samples and request.grammar is not None else b"",
+            score_prompt=start < request.num_prompt - 1 and _needs_prompt_logits(request),
+            host_blocks=self.connector.host_blocks(request.request_id) if request.long else (),
         )
+        request.blocks_sent = len(tables[0])
         request.num_computed = end
         request.in_flight += 1
         request.pending += samples
         return item
 
-    def _make_room(self, request: Request, num_tokens: int, items: list[ScheduledRequest]) -> bool:
+    def _announce(self, request: Request) -> None:
+        """Tell the runner of a request that it does not know, or knows no more."""
+        request.run_id, request.blocks_sent = next(self._run_ids), 0
+        self._by_run_id[request.run_id] = request
+        self._new.append(NewRequest(request.run_id, tuple(request.token_ids), request.num_prompt, request.params,
+                                    request.seed, tuple(request.stop_ids), request.grammar is not None))
+
+    def _make_room(self, request: Request, num_tokens: int, items: list[StepItem]) -> bool:
         """Blocks for the request's first `num_tokens`, preempting later ones where they are short."""
         urgent = bool(request.num_output)
         while not self.kv.extend(request.request_id, num_tokens, urgent):
             needed = self.kv.blocks_needed(request.request_id, num_tokens)
-            if self.kv.loans.grow(needed - self.kv.num_free):
+            if self.kv.grow(needed - self.kv.num_free):
                 continue
-            coming = self.kv.settling or needed <= self.kv.num_free
+            coming = self.kv.num_in_flight or needed <= self.kv.num_free
             if self._leaving or coming:  # blocks are about to come free: wait for them rather than preempt more
                 return False
-            if len(self.running) == 1 and self.kv.let_go_of_twins(request.request_id):
-                continue
-            if len(self.running) == 1 and self.kv.store is not None:
-                self._lengthen(request)
+            if len(self.running) == 1:
+                if self.kv.drop_duplicates(request.request_id):
+                    continue
+                self._offload(request)
                 return False
-            taken = {item.request for item in items}
-            victim = next(r for r in self._by_importance(reverse=True) if r not in taken)
-            assert victim is not request or len(self.running) > 1, "one request alone must always fit"
+            taken = {item.id for item in items}
+            victim = next(r for r in self._by_importance(reverse=True) if r.run_id not in taken)
             self.preempt(victim)
             if victim is request:
                 return False
@@ -243,7 +261,7 @@ class Scheduler:
             order.sort(key=lambda r: r.priority)
         return order[::-1] if reverse else order
 
-    def _admit(self, items: list[ScheduledRequest], budget: int) -> None:
+    def _admit(self, items: list[StepItem], budget: int) -> None:
         if not self.waiting or not self._may_admit():
             return
         outstanding = sum(self.kv.blocks_needed(r.request_id, r.num_tokens) for r in self.running)
@@ -252,39 +270,35 @@ class Scheduler:
                 return
             if len(self.running) + len(self._leaving) >= self.config.max_num_seqs:
                 break
-            if self._waits_for_leader(request) or self._is_sought(request):
+            if self._waits_for_leader(request) or not self._lookup(request):
                 continue
             covered = self._begin(request)
             count = min(request.num_tokens - covered, budget)
             whole = self.config.chunked_prefill or count == request.num_tokens - covered
-            needed = min(self.kv.blocks_needed(request.request_id, request.num_tokens),
-                         self.kv.peak_blocks(request.num_tokens, self._chunk))
-            if not self.running:  # a sequence longer than the device goes alone, and what does not fit is moved out
-                needed = min(needed, self.kv.num_total)
-            spare = self.kv.num_free - outstanding - (self._watermark_blocks if self.running else 0)
-            if whole and needed > spare and self.kv.loans.grow(needed - spare):
-                spare = self.kv.num_free - outstanding - (self._watermark_blocks if self.running else 0)
-            if not whole or needed > spare:
-                self.kv.release(request.request_id)
+            end = self._load(request) if whole and self._fits(request, outstanding) else None
+            if end is None or not self.kv.extend(request.request_id, min(covered + count, end), urgent=False):
+                self._release(request)
                 break
-            stored = self._restore(request, covered)
-            if stored is None:
-                self.kv.release(request.request_id)
-                break
-            count = min(count, stored - covered) if request.restoring else count
-            if not self.kv.extend(request.request_id, covered + count, urgent=False):
-                self.kv.release(request.request_id)
-                request.restoring = False
-                break
-            self._forget(request)
+            count = min(count, end - covered)
             self.waiting.remove(request)
             self.running.append(request)
-            self._enter(request, covered)
+            self._enter(request, covered, end)
             if count:
                 items.append(self._take(request, count))
             outstanding += self.kv.blocks_needed(request.request_id, request.num_tokens)
             budget -= count
         self._forming = False
+
+    def _fits(self, request: Request, outstanding: int) -> bool:
+        """Whether there are blocks for a request just begun, besides the outstanding ones of those that run."""
+        needed = min(self.kv.blocks_needed(request.request_id, request.num_tokens),
+                     self.kv.peak_blocks(request.num_tokens, self._chunk))
+        if not self.running:  # a sequence longer than the device goes alone, and what does not fit is moved out
+            needed = min(needed, self.kv.num_total)
+        needed += outstanding + (self._watermark_blocks if self.running else 0)
+        if needed > self.kv.num_free:
+            self.kv.grow(needed - self.kv.num_free)
+        return needed <= self.kv.num_free
 
     def _may_admit(self) -> bool:
         """Static batching takes requests in only while it forms a batch, and forms one only when the last has ended."""
@@ -312,9 +326,20 @@ class Scheduler:
             return self.kv.fork(leader.request_id, request.request_id, request.num_prompt - 1)
         return self.kv.admit(request.request_id, request.token_ids, request.cache_salt)
 
-    def _enter(self, request: Request, covered: int) -> None:
+    def _load(self, request: Request) -> int | None:
+        """Starts loading stored blocks; returns up to which token to compute meanwhile, None if there is no room."""
+        if request.computes_all or _needs_prompt_logits(request):
+            return request.num_tokens
+        return self.connector.begin(request.request_id, request.token_ids, request.cache_salt)
+
+    def _enter(self, request: Request, covered: int, end: int) -> None:
+        """Starts running the request, which is computed from `covered` up to `end` while what follows is loaded."""
+        self.connector.forget(request.request_id)
         request.status = Status.RUNNING
         request.num_computed = covered
+        if end < request.num_tokens:
+            request.restoring = True
+            request.restore_started = time.monotonic()
         if request.sources is None:  # a preempted request keeps the count of its first admission
             self.kv.count_query(request.request_id)
             hit = min(covered, request.num_prompt)
@@ -323,98 +348,39 @@ class Scheduler:
 
     # Blocks in other tiers
 
-    def _seek(self, request: Request) -> None:
-        """Asks the other tiers for a request's blocks while it waits, and starts to bring them nearer."""
-        if self.config.restore != "never" and not _needs_prompt_logits(request):
-            self.kv.seek(request.request_id, request.token_ids, request.cache_salt)
+    def _lookup(self, request: Request) -> bool:
+        """Whether it is known which of the request's blocks are stored; until then others go first."""
+        return _needs_prompt_logits(request) or self.connector.lookup(
+            request.request_id, request.token_ids, request.cache_salt)
 
-    def _is_sought(self, request: Request) -> bool:
-        """Whether a tier has still to say what it holds; others go first."""
-        restorer = self.kv.restorer
-        return restorer is not None and not restorer.ready(request.request_id, time.monotonic())
-
-    def _forget(self, request: Request) -> None:
-        if self.kv.restorer is not None:
-            self.kv.restorer.forget(request.request_id)
-
-    def _restore(self, request: Request, covered: int) -> int | None:
-        """Starts loading what is worth it; returns up to which token the request is to be computed meanwhile, or None
-        if there is no room yet."""
-        store, size = self.kv.store, self.kv.block_size
-        if store is None or self.config.restore == "never" or request.computes_all or _needs_prompt_logits(request):
-            return request.num_tokens
-        have = covered // size
-        sources = self.kv.stored(request.request_id, request.token_ids, request.cache_salt)
-        room = self.kv.num_total // len(self.kv.windows) - have - 1
-        sources = sources[:max(0, room)]
-        plain = all(window is None for window in self.kv.windows)
-        mode = self.config.restore if self.prefill_seconds is not None else "always"
-        first = first_to_load(sources, mode, store.seconds, (self.prefill_seconds or 0.0) * size, self.step_seconds,
-                              plain)
-        if first == len(sources):
-            return request.num_tokens
-        if not self.kv.restore(request.request_id, sources[first:], have + first):
-            return None
-        request.restoring = True
-        request.restore_started = time.monotonic()
-        return covered + first * size
-
-    def _take_over(self, request: Request) -> None:
-        """What has been loaded so far counts as computed; a restore that cannot end is given up."""
-        now = time.monotonic()
-        restore = self.kv.restoring(request.request_id)
-        if restore is None:
-            request.restoring = False
-            return
-        if restore.broken(now):
+    def _progress(self, request: Request) -> None:
+        """Counts what has been loaded so far as computed; gives a restore up that cannot end."""
+        progress = self.connector.progress(request.request_id, request.num_computed)
+        if progress is None:
             request.computes_all = True
             self.preempt(request)
             return
-        size = self.kv.block_size
-        if request.num_computed % size == 0:
-            before = dict(restore.skipped)
-            request.num_computed = restore.skip(request.num_computed // size) * size
-            for tier, blocks in restore.skipped.items():
-                self._count_source(request, tier, (blocks - before.get(tier, 0)) * size)
-        if not restore.pending and request.restore_ended == 0.0:
-            request.restore_ended = now
-        if request.num_computed >= restore.end * size:
-            request.restoring = False
+        request.num_computed = progress.num_computed
+        request.restoring = not progress.ended
+        if not progress.loading and request.restore_ended == 0.0:
+            request.restore_ended = time.monotonic()
+        if progress.sources and request.num_preemptions == 0 and request.sources is not None:
+            request.sources = request.sources.restored(progress.sources)
 
-    def _count_source(self, request: Request, tier: str, tokens: int) -> None:
-        if not tokens:
-            return
-        assert self.kv.store is not None
-        self.kv.store.count_hit(tier, tokens)
-        if request.num_preemptions == 0 and request.sources is not None:
-            sources = request.sources
-            request.sources = replace(sources, computed=sources.computed - tokens,
-                                      **{tier: getattr(sources, tier) + tokens})
-
-    def _to_compute(self, request: Request) -> int:
-        """Tokens up to the next block that is loaded, or may yet be."""
-        if not request.restoring:
-            return request.num_tokens
-        restore = self.kv.restoring(request.request_id)
-        limit = restore.limit(request.num_computed // self.kv.block_size) if restore is not None else None
-        return request.num_tokens if limit is None else max(0, limit * self.kv.block_size - request.num_computed)
-
-    def _lengthen(self, request: Request) -> None:
-        """The only request there is has outgrown the device: its oldest blocks move to host memory."""
+    def _offload(self, request: Request) -> None:
+        """Moves the oldest blocks of the only request there is, which has outgrown the device, to host memory."""
         if request.in_flight:
             return
         request.long = True
         self.kv.commit(request.request_id, request.token_ids, request.num_computed)  # what was restored is ready too
-        if not self.kv.park(request.request_id, self._park_unit):
+        if not self.connector.offload(request.request_id, self._offload_unit):
             self.stop(request, "length")
             self._ended.append(request)
 
     # Taking in results, and leaving
 
-    def _append(self, request: Request, token: int, logprobs: PositionLogprobs | None, now: float) -> None:
+    def _append(self, request: Request, token: int, now: float) -> None:
         request.token_ids.append(token)
-        if logprobs is not None:
-            request.logprobs.append(logprobs)
         if request.grammar is not None:
             request.grammar.accept(token)
         outputs = len(request.token_ids) - request.num_prompt
@@ -438,7 +404,11 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         self._leaving.discard(request)
-        self.kv.release(request.request_id)
+        self._release(request)
+        if request.run_id:
+            del self._by_run_id[request.run_id]
+            self._gone.append(request.run_id)
+            request.run_id = 0
         if request.status is Status.PREEMPTED:
             request.status = Status.WAITING
             request.num_computed = 0
@@ -446,7 +416,11 @@ class Scheduler:
             if _needs_prompt_logits(request):
                 request.prompt_logprobs.clear()  # its prefill starts over
             self.waiting.appendleft(request)
-            self._seek(request)
+            self._lookup(request)
+
+    def _release(self, request: Request) -> None:
+        self.connector.end(request.request_id)
+        self.kv.release(request.request_id)
 
 
 def _needs_prompt_logits(request: Request) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spillover.engine.loop import Engine
-from spillover.memory.kv_cache import KVCache
 from spillover.memory.report import TierReport, by_name
 from spillover.memory.sequence import CacheStats
 
@@ -35,10 +34,5 @@ class EngineStats:
             preemptions=scheduler.num_preemptions,
             slots_held=engine.slots_held,
             slots_wasted=engine.slots_wasted,
-            tiers=tier_reports(scheduler.kv),
+            tiers=by_name(scheduler.connector.reports()),
         )
-
-
-def tier_reports(kv: KVCache) -> tuple[TierReport, ...]:
-    """One a name; none where nothing lies below the device."""
-    return () if kv.store is None else by_name(kv.store.reports())

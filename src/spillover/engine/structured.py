@@ -12,7 +12,6 @@ import time
 from collections import Counter, OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from llguidance import LLMatcher
@@ -26,9 +25,6 @@ from spillover.engine.sampling_params import StructuredOutputs
 from spillover.errors import GrammarRefused, RequestError
 from spillover.models.tokenizer import Tokenizer
 from spillover.units import format_bytes, parse_bytes
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # What masks may cost a request, in CPU time: this at once, and so much more with each token. Usual grammars take well
 # under a millisecond a token.
@@ -75,11 +71,10 @@ class Grammar:
         assert not self._accepted
         return Grammar(self._matcher.deep_copy(), self._eos, self._mask_words)
 
-    def fill_mask(self, row: Tensor) -> None:
-        """row [ceil(V/32)] int32 on the host: a bit a token, set where it may come next.
+    def mask(self) -> bytes:
+        """Return a bit per token of the tokenizer, in 32-bit words, set where it may come next.
 
-        The end tokens are set only where the output would be complete. V is the model's, which may have fewer tokens
-        than the tokenizer, or more.
+        The end tokens are set only where the output would be complete.
         """
         words = np.zeros(self._mask_words, dtype=np.uint32)
         if not self.finished:
@@ -90,10 +85,7 @@ class Grammar:
             words[:] = 0
             for token in self._eos:
                 words[token // 32] |= np.uint32(1 << token % 32)
-        shared = min(len(words), len(row))
-        bits = row.numpy()
-        bits[:shared] = words[:shared].view(np.int32)
-        bits[shared:] = 0
+        return words.tobytes()
 
     def accept(self, token_id: int) -> bool:
         """Advance by a token; False, and unchanged, where the grammar does not allow it."""

@@ -59,8 +59,7 @@ def _make_link(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tenso
     if pool.device.type == "cuda":
         from spillover.memory.link_cuda import CudaLink
 
-        # No fence: a block is copied only after the host has seen the end of every step that touched it.
-        return CudaLink(pool, codec, lambda: None)
+        return CudaLink(pool, codec)
     return CpuLink(pool.view(-1).view(torch.uint8).numpy().data, block_bytes, codec)
 
 

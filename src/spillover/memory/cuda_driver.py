@@ -135,10 +135,6 @@ class CudaDriver:
         assert event.value is not None
         return event.value
 
-    def wait_event(self, stream: int, event: int) -> None:
-        """The stream does."""
-        _check("cuStreamWaitEvent", self._library.cuStreamWaitEvent(stream, event, 0))
-
     def finish(self, stream: int, event: int) -> None:
         """Sleeps until all that is in the stream now has run."""
         _check("cuEventRecord", self._library.cuEventRecord(event, stream))

@@ -53,6 +53,9 @@ class Slots:
         slab, place = divmod(slot, self._per_slab)
         return self._slabs[slab][place * self._stride : place * self._stride + self.slot_bytes]
 
+    def address(self, slot: int) -> int:
+        return int(self._addresses[slot])
+
     def views(self, slots: list[int]) -> SlotViews:
         return SlotViews(self.view, slots, self._addresses[slots], self.slot_bytes)
 

@@ -21,8 +21,7 @@ PAGE = 4096
 class DeviceLink(Protocol):
     """Blocks of a device pool, to and from slots of host memory. copy_* block, and may be called on several threads.
 
-    A copy waits by itself for the steps that were launched before it, which may still write what is copied out or read
-    what is overwritten.
+    A link does not wait for steps: whoever starts a copy has seen the end of every step that touches its blocks.
     """
 
     block_bytes: int  # on the device

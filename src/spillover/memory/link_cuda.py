@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -38,15 +38,12 @@ class TensorCodec(Protocol):
 class CudaLink:
     """Copies of one direction share a stream; a thread that waits for its own does not keep the next from starting."""
 
-    def __init__(self, pool: Tensor, codec: TensorCodec | None,
-                 fence: Callable[[], torch.cuda.Event | None]) -> None:
-        """`pool` [num_blocks + 1, ...]. `fence` is the event behind the last step launched, if there was one: it is
-        recorded by whoever launches, since an event recorded from here could fall into a graph being captured."""
+    def __init__(self, pool: Tensor, codec: TensorCodec | None) -> None:
+        """`pool` [num_blocks + 1, ...]."""
         if not (pool.is_cuda and pool.is_contiguous()):
             raise ValueError("a contiguous pool on a CUDA device is needed")
         self._pool = pool.view(pool.shape[0], -1).view(torch.uint8)  # [num_blocks + 1, block_bytes]
         self._codec = codec
-        self._fence = fence
         self.block_bytes = self._pool.shape[1]
         self.slot_bytes = self.block_bytes if codec is None else codec.slot_bytes
         self._slots = SlotMap(pool.shape[0] - 1, self.slot_bytes)
@@ -69,29 +66,25 @@ class CudaLink:
 
     def copy_out(self, blocks: Sequence[int], slots: Sequence[memoryview]) -> None:
         runs = self._slots.runs(blocks, slots)
-        fence = self._fence()
         if self._codec is None:
-            self._copy(runs, self._places(runs), self._out, fence, inwards=False)
+            self._copy(runs, self._places(runs), self._out, inwards=False)
             return
         with torch.cuda.stream(self._out), torch.inference_mode():
             for part in self._parts(blocks, slots):
-                if fence is not None:
-                    self._out.wait_event(fence)
                 codes = self._codec.encode_pool(self._pool, torch.tensor(part[0], device=self._pool.device))
                 runs = self._slots.runs(*part)
-                self._copy(runs, _rows(codes, runs), self._out, None, inwards=False)
+                self._copy(runs, _rows(codes, runs), self._out, inwards=False)
 
     def copy_in(self, slots: Sequence[memoryview], blocks: Sequence[int]) -> None:
         runs = self._slots.runs(blocks, slots)
-        fence = self._fence()
         if self._codec is None:
-            self._copy(runs, self._places(runs), self._in, fence, inwards=True)
+            self._copy(runs, self._places(runs), self._in, inwards=True)
             return
         with torch.cuda.stream(self._in), torch.inference_mode():
             for part in self._parts(blocks, slots):
                 runs = self._slots.runs(*part)
                 codes = torch.empty(len(part[0]), self.slot_bytes, dtype=torch.uint8, device=self._pool.device)
-                self._copy(runs, _rows(codes, runs), self._in, fence, inwards=True)
+                self._copy(runs, _rows(codes, runs), self._in, inwards=True)
                 self._codec.decode_pool(codes, self._pool, torch.tensor(part[0], device=self._pool.device))
                 self._driver.finish(self._in.cuda_stream, self._event())
 
@@ -102,24 +95,20 @@ class CudaLink:
             self._driver.disown(address)
         self._memory.clear()
 
-    def _copy(self, runs: Runs, device: Addresses, stream: torch.cuda.Stream, fence: torch.cuda.Event | None,
-              inwards: bool) -> None:
+    def _copy(self, runs: Runs, device: Addresses, stream: torch.cuda.Stream, inwards: bool) -> None:
         """Returns when the bytes are there."""
         host, sizes = runs.addresses.astype(np.uint64), (runs.counts * self.slot_bytes).astype(np.uint64)
         targets, sources = (device, host) if inwards else (host, device)
         done = self._event()
         pinned = self._driver.pin(runs.addresses)
-        event = 0 if fence is None else int(fence.cuda_event)
         library = native.library()
         if library is not None:
-            code = library.cuda_copy(ctypes.byref(self._table), self._context, event or None, targets.ctypes.data,
+            code = library.cuda_copy(ctypes.byref(self._table), self._context, None, targets.ctypes.data,
                                      sources.ctypes.data, sizes.ctypes.data, len(sizes), stream.cuda_stream, done,
                                      pinned)
             if code:
                 raise RuntimeError(f"a copy over the link failed with CUDA error {code}")
             return
-        if event:
-            self._driver.wait_event(stream.cuda_stream, event)
         self._driver.copy(targets, sources, sizes, stream.cuda_stream, pinned)
         self._driver.finish(stream.cuda_stream, done)
 

@@ -38,14 +38,28 @@ class Load:
         return self.state not in (LoadState.DONE, LoadState.FAILED)
 
 
+# Told of a device block and its slot's entry once the copy out has ended; the entry has no slot if it was not kept.
+# It may not start copies itself.
+CopyEnd = Callable[[int, Entry], None]
+
+
 @dataclass(frozen=True)
-class Copy:
-    """One job on the link."""
+class CopyOut:
+    """One job on the link, from the device."""
 
     ticket: Ticket[float]
-    entries: list[Entry]
     blocks: list[int]
-    loads: list[Load]  # empty for a copy out
+    entries: list[Entry]
+    on_end: CopyEnd
+
+
+@dataclass(frozen=True)
+class CopyIn:
+    """One job on the link, to the device."""
+
+    ticket: Ticket[float]
+    blocks: list[int]
+    loads: list[Load]
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,11 @@ class BlockLender(Protocol):
 
 
 class Loans:
-    def __init__(self, pool: BlockPool, tree: PrefixTree) -> None:
-        self.lender: BlockLender | None = None
-        # Whether these blocks of the tree may be forgotten now; if not, copies to a tier below begin.
-        self.may_go: Callable[[Sequence[int]], bool] = lambda blocks: True
+    def __init__(self, pool: BlockPool, tree: PrefixTree, lender: BlockLender | None,
+                 may_go: Callable[[Sequence[int]], bool]) -> None:
+        """`may_go`: whether these blocks of the tree may be forgotten now; if not, copies to a tier below begin."""
+        self.lender = lender
+        self._may_go = may_go
         self._pool = pool
         self._tree = tree
         self._taken: list[Sequence[int]] = []
@@ -64,6 +65,6 @@ class Loans:
         if not all(self._pool.cached(block) for block in kept):
             return False
         goes = self._tree.below(kept)
-        if any(self._pool.state(block) is not EVICTABLE for block in goes) or not self.may_go(goes):
+        if any(self._pool.state(block) is not EVICTABLE for block in goes) or not self._may_go(goes):
             return False
         return all(self._pool.state(block) is FREE or self._tree.drop(block) for block in kept)

@@ -69,6 +69,16 @@ class Listener(Protocol):
     def on_gone(self, block: int) -> None: ...  # left the tree
 
 
+class Evictor(Protocol):
+    """Frees blocks of the tree: the tree itself, or whoever first copies them to other tiers."""
+
+    def make_room(self, blocks: int, urgent: bool) -> bool:
+        """Frees blocks until that many are free; False if some are not to be had, or better not yet."""
+
+    def may_go(self, blocks: Sequence[int]) -> bool:
+        """Whether these blocks, which nobody holds, may leave the device as they are."""
+
+
 class PrefixTree:
     """All references to blocks are taken and dropped here, in the tree or not, so that the policy hears of each."""
 
@@ -155,6 +165,16 @@ class PrefixTree:
         node = self._home[victim]
         whole = self._lead is not None and node.blocks[self._lead] == victim
         return [block for block in node.blocks if block is not None] if whole else [victim]
+
+    def make_room(self, blocks: int, urgent: bool) -> bool:
+        """Evicts until that many blocks are free; False if what is left lies above a block in flight."""
+        while self._pool.free < blocks:
+            if not self.evict():
+                return False
+        return True
+
+    def may_go(self, blocks: Sequence[int]) -> bool:
+        return True
 
     def victim(self) -> int | None:
         return self._policy.victim()

@@ -7,46 +7,58 @@ prefix can be computed from the front while it is loaded from the back, until th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 from spillover.memory.digest import block_key, prefix_digests
+from spillover.memory.kv_cache import KVCache
 from spillover.memory.loads import Load, LoadState, Search
 from spillover.memory.store import SpillStore
+from spillover.memory.windows import usable_blocks
 
 TIERS = ("host", "disk", "remote")  # nearest first
+
+
+class StoredBlock(NamedTuple):
+    """A block of a prompt that can be loaded."""
+
+    tier: str  # the farthest that one of its layer groups lies in
+    keys: list[bytes]  # one a group
 
 
 class Restore:
     """The loads of one sequence, by block."""
 
-    def __init__(self, first: int, end: int, windowed: bool, store: SpillStore) -> None:
-        self.end = end  # the block after the last that is loaded
-        self.skipped: dict[str, int] = {}  # blocks taken over so far, by tier
-        self._first = first
-        self._windowed = windowed
+    def __init__(self, kv: KVCache, store: SpillStore, seq: str, first: int, stored: Sequence[StoredBlock],
+                 backwards: bool) -> None:
+        """Starts loading the sequence's blocks from `first` on, which its tables cover."""
+        self.end = first + len(stored)  # the block after the last that is loaded
+        self._kv = kv
         self._store = store
-        self._loads: dict[int, list[tuple[Load, int]]] = {}  # block index -> loads and the device blocks they go to
+        self._first = first
+        self._windowed = any(window is not None for window in kv.windows)
+        self._loads: dict[int, list[Load]] = {}  # by block index
         self._left = 0  # loads that have not ended
         self._failed = False
         self._deadline = 0.0
-
-    def add(self, index: int, load: Load, block: int) -> None:
-        self._loads.setdefault(index, []).append((load, block))
-        load.on_end = self._on_end
-        self._left += load.pending
-        self._failed |= load.state is LoadState.FAILED
-        self._deadline = max(self._deadline, load.deadline)
-
-    def blocks(self) -> Iterator[int]:
-        for pairs in self._loads.values():
-            for _, block in pairs:
-                yield block
-
-    def pairs(self) -> Iterator[tuple[Load, int]]:
-        for pairs in self._loads.values():
-            yield from pairs
+        tables = [kv.table(seq, group) for group in range(len(kv.windows))]
+        order = range(self.end - 1, first - 1, -1) if backwards else range(first, self.end)
+        wanted = [(index, group) for index in order for group, table in enumerate(tables) if table[index]]
+        loads = store.open([(stored[index - first].keys[group], stored[index - first].tier) for index, group in wanted])
+        for (index, group), load in zip(wanted, loads, strict=True):
+            self._loads.setdefault(index, []).append(load)
+            self._deadline = max(self._deadline, load.deadline)
+            if not load.pending:  # it has failed at once
+                self._failed = True
+                continue
+            self._left += 1
+            load.on_end = self._on_end
+            kv.begin_copy(tables[group][index])
+            store.send(load, tables[group][index])
+        store.flush_copies()
 
     @property
     def pending(self) -> bool:
@@ -56,37 +68,38 @@ class Restore:
         """Whether the sequence had better start over: a copy does not end, or a window misses what it must see."""
         return (self._left > 0 and now > self._deadline) or (self._windowed and self._failed)
 
-    def skip(self, index: int) -> int:
-        """The first block from `index` on that is not loaded; what lies between is taken over, and counted."""
+    def loaded(self, index: int) -> Iterator[str]:
+        """Yields the tier of each block from `index` on that has been loaded, up to the first that has not."""
         if self._windowed and (self._left or self._failed):
-            return index
-        while index < self.end and (pairs := self._loads.get(index)):
-            if any(load.state is not LoadState.DONE for load, _ in pairs):
-                break
-            tier = max((load.tier for load, _ in pairs), key=TIERS.index)
-            self.skipped[tier] = self.skipped.get(tier, 0) + 1
+            return
+        while index < self.end and (loads := self._loads.get(index)):
+            if any(load.state is not LoadState.DONE for load in loads):
+                return
+            yield max((load.tier for load in loads), key=TIERS.index)
             index += 1
-        return index
 
     def limit(self, index: int) -> int | None:
-        """The first block from `index` on that need not be computed, because it is loaded or may be soon."""
+        """Returns the first block from `index` on that need not be computed, because it is loaded or may be soon."""
         for at in range(max(index, self._first), self.end):
-            pairs = self._loads.get(at)
-            if pairs and all(load.state is not LoadState.FAILED for load, _ in pairs):
+            loads = self._loads.get(at)
+            if loads and all(load.state is not LoadState.FAILED for load in loads):
                 return at
         return None
 
     def drop(self) -> None:
-        for load, _ in self.pairs():
-            self._store.drop(load)
+        for loads in self._loads.values():
+            for load in loads:
+                self._store.drop(load)
 
     def _on_end(self, load: Load) -> None:
         self._left -= 1
         self._failed |= load.state is LoadState.FAILED
+        assert load.block is not None
+        self._kv.end_copy(load.block)
 
 
 @dataclass(frozen=True)
-class _Sought:
+class _Lookup:
     """What is asked for a waiting sequence: the blocks from `start` on, which the device did not have."""
 
     start: int
@@ -104,105 +117,65 @@ class _Sought:
         return self.keys[index]
 
 
-class Restorer:
-    """Finds and starts restores. One search a waiting sequence, made when it is queued."""
+class Lookups:
+    """What the tiers hold of prompts that wait. One search a sequence, made when it is queued."""
 
-    def __init__(self, store: SpillStore, block_size: int, windows: Sequence[int | None]) -> None:
+    def __init__(self, kv: KVCache, store: SpillStore) -> None:
+        self._kv = kv
         self._store = store
-        self._block_size = block_size
-        self._windows = tuple(windows)
-        self._sought: dict[str, _Sought] = {}
+        self._lookups: dict[str, _Lookup] = {}
         self._prefetches: dict[str, list[Load]] = {}
 
-    def seek(self, seq: str, tokens: Sequence[int], start: int, digest: bytes) -> None:
-        """Asks the tiers for the blocks of a prompt of which the device has the first `start`, the last of them with
-        this digest, and brings those that lie far away nearer."""
-        tail = tokens[start * self._block_size : len(tokens) - 1]  # one token is always left to compute
-        groups = range(len(self._windows))
-        rest = ([block_key(each, group) for group in groups] for each in prefix_digests(tail, self._block_size, digest))
-        # Host memory answers at once whenever it is asked; the other tiers are asked for all before it matters.
-        keys = list(rest) if self._store.tiers else []
-        self._sought[seq] = _Sought(start, keys, rest, self._store.search([key for row in keys for key in row]))
-        self._prefetch(seq)
+    def ask(self, seq: str, tokens: Sequence[int], salt: str | None) -> bool:
+        """Asks the tiers for what the device does not have of a prompt, and brings what lies far away nearer; returns
+        whether every tier has answered, or had its time to."""
+        if seq not in self._lookups:
+            self._start(seq, tokens, salt)
+        return self._lookups[seq].search.ready(time.monotonic())
 
-    def covers(self, seq: str, have: int) -> bool:
-        """Whether all after the first `have` blocks has been asked for."""
-        return seq in self._sought and self._sought[seq].start <= have
-
-    def ready(self, seq: str, now: float) -> bool:
-        """Whether every tier has answered, or had its time to."""
-        sought = self._sought.get(seq)
-        return sought is None or sought.search.ready(now)
-
-    def found(self, seq: str, have: int) -> list[str]:
-        """The tiers of the blocks after the first `have`, as far as they can be restored."""
-        sought = self._sought[seq]
-        width = len(self._windows)
-        rows: list[list[str | None]] = []
-        for index in count(have - sought.start):
-            keys = sought.row(index)
+    def found(self, seq: str, tokens: Sequence[int], salt: str | None, have: int) -> list[StoredBlock]:
+        """Returns the blocks after the first `have`, as far as they can be restored."""
+        if seq not in self._lookups or self._lookups[seq].start > have:  # the device has lost some of its blocks since
+            self.forget(seq)
+            self._start(seq, tokens, salt)
+        lookup = self._lookups[seq]
+        width = len(self._kv.windows)
+        rows: list[tuple[list[str | None], list[bytes]]] = []
+        for index in count(have - lookup.start):
+            keys = lookup.row(index)
             if keys is None:
                 break
-            row = sought.search.sources[index * width : (index + 1) * width] or [None] * width
+            row = lookup.search.sources[index * width : (index + 1) * width] or [None] * width
             if None in row:  # not asked for, or it has left the device since
                 row = [tier or self._store.near(key) for tier, key in zip(row, keys, strict=True)]
             if not any(row):
                 break
-            rows.append(row)
-        usable = self._usable(rows, have)
-        return [max((tier for tier in row if tier), key=TIERS.index) for row in rows[:usable]]
+            rows.append((row, keys))
+        usable = usable_blocks([row for row, _ in rows], self._kv.windows, self._kv.block_size, have)
+        return [StoredBlock(max((tier for tier in row if tier), key=TIERS.index), keys) for row, keys in rows[:usable]]
 
     def forget(self, seq: str) -> None:
-        """The sequence is admitted, or no longer waits."""
-        self._sought.pop(seq, None)
+        self._lookups.pop(seq, None)
         for load in self._prefetches.pop(seq, ()):
             self._store.drop(load)
 
-    def start(self, seq: str, tables: Sequence[list[int]], sources: Sequence[str], first: int,
-              backwards: bool) -> Restore:
-        """The loads of blocks first .. first + len(sources), not sent yet."""
-        end = first + len(sources)
-        restore = Restore(first, end, any(window is not None for window in self._windows), self._store)
-        order = range(end - 1, first - 1, -1) if backwards else range(first, end)
-        wanted = [(index, group) for index in order for group, table in enumerate(tables) if table[index]]
-        sought = self._sought[seq]
-        loads = self._store.open([(sought.keys[index - sought.start][group], sources[index - first])
-                                  for index, group in wanted])
-        for (index, group), load in zip(wanted, loads, strict=True):
-            restore.add(index, load, tables[group][index])
-        return restore
+    def _start(self, seq: str, tokens: Sequence[int], salt: str | None) -> None:
+        start, digest = self._kv.cached_prefix(tokens, salt)
+        size, groups = self._kv.block_size, range(len(self._kv.windows))
+        tail = tokens[start * size : len(tokens) - 1]  # one token is always left to compute
+        rest = ([block_key(each, group) for group in groups] for each in prefix_digests(tail, size, digest))
+        # Host memory answers at once whenever it is asked; the other tiers are asked for all before it matters.
+        keys = list(rest) if self._store.tiers else []
+        search = self._store.search([key for row in keys for key in row])
+        self._lookups[seq] = lookup = _Lookup(start, keys, rest, search)
+        if self._store.keeps and self._store.tiers:
+            self._prefetch(seq, lookup)
 
-    def send(self, restore: Restore) -> None:
-        for load, block in restore.pairs():
-            if load.pending:
-                self._store.send(load, block)
-            else:
-                load.block = block  # failed at once: the block is given back with the others
-        self._store.flush_copies()
-
-    def _prefetch(self, seq: str) -> None:
+    def _prefetch(self, seq: str, lookup: _Lookup) -> None:
         """Brings what is on disk or in a remote store to host memory while the request waits, within half of it."""
-        if not self._store.keeps or not self._store.tiers:
-            return
-        sought = self._sought[seq]
-        flat = (key for row in sought.keys for key in row)
-        wanted = [(key, tier) for key, tier in zip(flat, sought.search.sources, strict=True)
+        flat = (key for row in lookup.keys for key in row)
+        wanted = [(key, tier) for key, tier in zip(flat, lookup.search.sources, strict=True)
                   if tier is not None and tier != "host"]
         room = self._store.prefetch_room - sum(len(loads) for loads in self._prefetches.values())
         if wanted and room > 0:
             self._prefetches[seq] = self._store.open(wanted[:room])
-
-    def _usable(self, sources: Sequence[Sequence[str | None]], have: int) -> int:
-        """The most blocks after which every group has all that the next position sees."""
-        usable = 0
-        run = [have] * len(self._windows)  # per group: blocks there without a gap up to here
-        for number, row in enumerate(sources, start=1):
-            position = (have + number) * self._block_size
-            enough = True
-            for group, window in enumerate(self._windows):
-                run[group] = run[group] + 1 if row[group] else 0
-                seen = 0 if window is None else max(0, position - window + 1) // self._block_size
-                enough = enough and run[group] >= have + number - seen
-            if enough:
-                usable = number
-        return usable

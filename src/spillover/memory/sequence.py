@@ -2,9 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from spillover.memory.host import Entry
 from spillover.memory.prefix_tree import Node
-from spillover.memory.restore import Restore
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +29,6 @@ class SequenceBlocks:
     node: Node | None = None  # of the last ready block; None: this sequence adds nothing to the tree
     # Block index -> the tree's blocks for tokens that this sequence computed as well: held, though in no table.
     held: dict[int, list[int]] = field(default_factory=dict)
-    restore: Restore | None = None  # blocks that come from other tiers
-    cold: list[Entry] = field(default_factory=list)  # leading blocks that the device has no room for: in host memory
-    cold_views: tuple[memoryview, ...] = ()  # of these; a block's is the same object in every step
-    parking: list[Entry] = field(default_factory=list)  # those that follow, on their way there
-    failed_parks: int = 0
+    load_end: int = 0  # blocks that the tables cover since the last extend_to_load
+    num_offloaded: int = 0  # leading blocks that the device has no room for
     asked: int = 0  # tokens that were looked for in the tree

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from spillover.memory.blocks import EVICTABLE, FILLING, FREE, IN_FLIGHT, BlockPool
+from spillover.memory.host import Entry
 from spillover.memory.prefix_tree import PrefixTree
 from spillover.memory.store import SpillStore
 
@@ -79,23 +80,6 @@ class Spiller:
             if short >= self._least:
                 self._spill(min(short, max(4, len(self._idle) // 2), AHEAD))
 
-    def take_spilled(self) -> None:
-        """Takes in the ends of copies that were begun here; others are left where they are."""
-        others = []
-        for block in self._store.spilled:
-            if block not in self._copying:
-                others.append(block)
-                continue
-            self._copying.remove(block)
-            self._tree.end_copy(block)
-            if self._pool.state(block) is EVICTABLE:  # perhaps let go of while it was in flight
-                self._idle.add(block)
-        for block in self._store.unstored:
-            if self._pool.cached(block) and not self._store.holds(self._tree.key(block)):
-                self._failed.add(block)
-        self._store.spilled = others
-        self._store.unstored.clear()
-
     @property
     def low(self) -> bool:
         """Whether few blocks are left that can be had without a copy, those counted whose copy is under way."""
@@ -110,7 +94,6 @@ class Spiller:
             self._served(urgent)
             return True
         self._store.take_spilled()  # what has been copied by now need not be lost, nor waited for
-        self.take_spilled()
         if self._evict(wanted, impatient):
             self._served(urgent)
             return True
@@ -201,10 +184,19 @@ class Spiller:
                 self._unwanted.add(block)
             else:
                 items.append((key, block))
-        accepted = [block for _, block in items[: store.spill(items, lossy)]] if items else []
+        accepted = [block for _, block in items[: store.spill(items, self._spilled, lossy)]] if items else []
         for block in settled:
             del self._dirty[block]
         for block in accepted:
             del self._dirty[block]
             self._tree.begin_copy(block)
         self._copying.update(accepted)
+
+    def _spilled(self, block: int, entry: Entry) -> None:
+        """Takes in the end of a copy. A block that host memory did not get, or has let go of again, has failed."""
+        self._copying.remove(block)
+        self._tree.end_copy(block)
+        if self._pool.state(block) is EVICTABLE:  # perhaps let go of while it was in flight
+            self._idle.add(block)
+        if entry.slot < 0 and self._pool.cached(block) and not self._store.holds(self._tree.key(block)):
+            self._failed.add(block)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from spillover.memory.below import Below
 from spillover.memory.host import Entry, HostCache, Slots
 from spillover.memory.link import DeviceLink
-from spillover.memory.loads import Copy, Fetch, Load, LoadState, Search
+from spillover.memory.loads import CopyEnd, CopyIn, CopyOut, Fetch, Load, LoadState, Search
 from spillover.memory.policies.admission import AdmissionPolicy, Always
 from spillover.memory.report import TierReport
 from spillover.memory.store_report import HostReport, Meter, tier_reports
@@ -49,9 +49,6 @@ class SpillStore:
         self.tiers = tuple(tiers)
         self.eager = eager
         self.keeps = host_blocks > 0
-        self.spilled: list[int] = []  # device blocks whose copy out has ended; the cache takes them from here
-        self.unstored: list[int] = []  # those of them that host memory did not get, or has let go of again
-        self.loaded: list[Load] = []  # loads that no longer touch their device block; likewise
         self.rates = dict(rates or {})
         self.spilled_blocks = 0
         self.dropped = 0  # blocks that left the device before they could be copied
@@ -61,8 +58,8 @@ class SpillStore:
         self._wake = wake or threading.Event()
         self._out = Lane("spill", 1, self._wake.set)
         self._in = Lane("restore", 2, self._wake.set)  # one hands over a copy while the other waits for its own
-        self._copies_out: list[Copy] = []
-        self._copies_in: list[Copy] = []
+        self._copies_out: list[CopyOut] = []
+        self._copies_in: list[CopyIn] = []
         self._fetches: list[Fetch] = []
         self._below = Below(self.tiers, self._found_below)
         self._writes = WriteDown(self._host, self.tiers, self._admission, self._below.offered, self._unpin)
@@ -72,7 +69,7 @@ class SpillStore:
         self._to_host, self._to_device = Meter(), Meter()
         self._hits: dict[str, int] = {}
         self._failures = 0
-        self._parked = 0
+        self._offloaded = 0
         self._short = 0  # blocks that lately found no slot
         self._batch = max(1, int(COPY_SECONDS * self.rates.get("host", LINK_RATE) / link.slot_bytes))
 
@@ -98,9 +95,9 @@ class SpillStore:
         if not self._below.has(key):
             self._found_below(key, False)
 
-    def spill(self, items: Sequence[tuple[bytes, int]], lossy: bool = False) -> int:
+    def spill(self, items: Sequence[tuple[bytes, int]], on_end: CopyEnd, lossy: bool = False) -> int:
         """Starts copies of device blocks, in order; returns how many of them found a slot. A block stays as it is until
-        it appears in `spilled`. `lossy`: older blocks in host memory that no tier below has may go for it."""
+        `on_end` is told of it. `lossy`: older blocks in host memory that no tier below has may go for it."""
         entries: list[Entry] = []
         for key, _ in items:
             entry = self._host.reserve(key, lossy or not self.tiers)
@@ -108,7 +105,7 @@ class SpillStore:
                 break
             entries.append(entry)
         self._short = len(items) - len(entries)
-        self._copy_out([block for _, block in items[: len(entries)]], entries)
+        self._copy_out([block for _, block in items[: len(entries)]], entries, on_end)
         return len(entries)
 
     def wanted(self, key: bytes) -> bool:
@@ -143,13 +140,13 @@ class SpillStore:
         return loads
 
     def send(self, load: Load, block: int) -> None:
-        """The load goes to this device block, which stays in flight until the load appears in `loaded`."""
+        """The load goes to this device block, which stays in flight until the load's `on_end`."""
         load.block = block
         if load.state is LoadState.HELD:
             self._copyable.append(load)
 
     def drop(self, load: Load) -> None:
-        """Nobody wants the load any more. One that is being copied ends by itself; any other is `loaded` at once."""
+        """Nobody wants the load any more. One that is being copied ends by itself; any other ends at once."""
         if load.pending and load.state is not LoadState.COPYING:
             self._end(load, LoadState.FAILED)
 
@@ -161,8 +158,7 @@ class SpillStore:
             blocks = [load.block for load in loads if load.block is not None]
             for load in loads:
                 load.state = LoadState.COPYING
-            self._copies_in.append(Copy(self._submit(self._in, self.link.copy_in, blocks, entries), entries, blocks,
-                                         loads))
+            self._copies_in.append(CopyIn(self._submit(self._in, self.link.copy_in, blocks, entries), blocks, loads))
         self._copyable.clear()
 
     @property
@@ -178,15 +174,14 @@ class SpillStore:
         slowest = min(self.rates.get(name, 1e9) for name in {tier, "host"})
         return blocks * self.link.slot_bytes / slowest
 
-    # Parking: blocks of a live sequence that the device has no room for
+    # Blocks of a live sequence that the device has no room for
 
-    def park(self, blocks: Sequence[int]) -> list[Entry] | None:
-        """Copies blocks to slots that stay theirs until unpark; None if there are not enough. They appear in `spilled`
-        when they are there."""
+    def offload(self, blocks: Sequence[int], on_end: CopyEnd) -> list[Entry] | None:
+        """Copies blocks to slots that stay theirs until release; None if there are not enough."""
         entries: list[Entry] = []
         for _ in blocks:
-            self._parked += 1
-            entry = self._host.reserve(b"parked" + self._parked.to_bytes(8, "little"))
+            self._offloaded += 1
+            entry = self._host.reserve(b"offloaded" + self._offloaded.to_bytes(8, "little"))
             if entry is None:
                 for taken in entries:
                     taken.pins = 0  # none of them is ready
@@ -195,15 +190,17 @@ class SpillStore:
             entry.private = True
             self._host.pin(entry)  # beside the copy's own
             entries.append(entry)
-        self._copy_out(blocks, entries)
+        self._copy_out(blocks, entries, on_end)
         return entries
 
-    def unpark(self, entry: Entry) -> None:
-        """Gives the slot up, at once or when the copy into it has ended."""
-        self._unpin(entry)
+    def release(self, entries: Sequence[Entry]) -> None:
+        """Gives offloaded blocks' slots up, each at once or when the copy into it has ended."""
+        for entry in entries:
+            self._unpin(entry)
 
-    def view(self, entry: Entry) -> memoryview:
-        return self._host.slots.view(entry.slot)
+    def address(self, entry: Entry) -> int:
+        """Return where the block lies in host memory."""
+        return self._host.slots.address(entry.slot)
 
     # Time passing
 
@@ -268,7 +265,7 @@ class SpillStore:
             tier.close(deadline)
         self._out.close(deadline)
         self._in.close(deadline)
-        if all(copy.ticket.done() for copy in self._copies_out + self._copies_in):
+        if all(copy.ticket.done() for copies in (self._copies_out, self._copies_in) for copy in copies):
             self.link.close()
 
     def reports(self) -> list[TierReport]:
@@ -319,10 +316,10 @@ class SpillStore:
 
         return lane.submit(work, time.monotonic() + LINK_SECONDS)
 
-    def _copy_out(self, blocks: Sequence[int], entries: Sequence[Entry]) -> None:
+    def _copy_out(self, blocks: Sequence[int], entries: Sequence[Entry], on_end: CopyEnd) -> None:
         for start in range(0, len(entries), self._batch):
             part, to = list(blocks[start : start + self._batch]), list(entries[start : start + self._batch])
-            self._copies_out.append(Copy(self._submit(self._out, self.link.copy_out, part, to), to, part, []))
+            self._copies_out.append(CopyOut(self._submit(self._out, self.link.copy_out, part, to), part, to, on_end))
 
     def _go_on(self) -> None:
         """Takes loads as far as they can go."""
@@ -337,7 +334,7 @@ class SpillStore:
             self._start_loads()
         self.flush_copies()
 
-    def _take_in(self, copy: Copy) -> bool:
+    def _take_in(self, copy: CopyIn) -> bool:
         """Whether a copy to the device has ended; then it is taken note of."""
         if not copy.ticket.done():
             return False
@@ -348,18 +345,18 @@ class SpillStore:
             self._end(load, LoadState.FAILED if seconds is None else LoadState.DONE)
         return True
 
-    def _take_out(self, copy: Copy) -> bool:
+    def _take_out(self, copy: CopyOut) -> bool:
         """Likewise, from the device."""
         if not copy.ticket.done():
             return False
         ok = self._count_copy(copy, self._to_host) is not None
-        self.spilled += copy.blocks
         self.spilled_blocks += len(copy.blocks) if ok else 0
         self._arrived(copy.entries, ok, safe=not self.tiers)
-        self.unstored += [block for block, entry in zip(copy.blocks, copy.entries, strict=True) if entry.slot < 0]
+        for block, entry in zip(copy.blocks, copy.entries, strict=True):
+            copy.on_end(block, entry)
         return True
 
-    def _count_copy(self, copy: Copy, meter: Meter) -> float | None:
+    def _count_copy(self, copy: CopyIn | CopyOut, meter: Meter) -> float | None:
         seconds = copy.ticket.result()
         if seconds is None:
             self._failures += len(copy.blocks)
@@ -438,7 +435,6 @@ class SpillStore:
         if load.entry is not None:
             entry, load.entry = load.entry, None
             self._unpin(entry)
-        self.loaded.append(load)
 
     def _start_loads(self) -> None:
         """In order, as far as there are slots."""

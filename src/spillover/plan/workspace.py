@@ -87,8 +87,8 @@ def staging_bytes(
 def _cuda_bytes(config: ModelConfig, dtype: str, recorded: int, rows: int, positions: int) -> int:
     """What attention's pieces leave for each other, block tables by slot, and the memory that recorded graphs keep."""
     items = most_items(rows + 1, positions)
-    scratch = scratch_bytes(items, 2 * rows + 1, config.num_heads, config.num_kv_heads, config.head_dim)
-    tables = (2 * rows + 1) * len(layer_groups(config)) * -(-positions // SMALLEST_BLOCK) * 4
+    scratch = scratch_bytes(items, rows + 1, config.num_heads, config.num_kv_heads, config.head_dim)
+    tables = (rows + 1) * len(layer_groups(config)) * -(-positions // SMALLEST_BLOCK) * 4
     graphs = max(rows, recorded) * _row_bytes(config, dtype, False)
     graphs += rows * (config.hidden_size * ITEMSIZE[dtype] + config.vocab_size * (ITEMSIZE[dtype] + 1))
     return scratch + tables + graphs

@@ -22,10 +22,9 @@ from spillover.engine.assemble import Assembly, assemble
 from spillover.engine.outputs import TokenSources
 from spillover.engine.profile_session import ProfileSession
 from spillover.engine.request import Request, Status
-from spillover.engine.stats import tier_reports
 from spillover.engine.structured import Grammar, GrammarCompiler, GrammarLimits, GrammarStats
-from spillover.engine.weights.traffic import WeightTraffic
 from spillover.errors import RequestError, SpilloverError
+from spillover.memory.report import by_name
 from spillover.models.tokenizer import Tokenizer
 from spillover.plan.hardware import probe
 from spillover.server.heartbeat import CALL, IDLE, LOADING, STEP, Pulse
@@ -142,11 +141,10 @@ class EngineService:
             if not self._current:
                 self._tell([], now=True)
             self._pulse.at(IDLE)
-            store = self._scheduler.kv.store
-            self._poller.poll(IDLE_TIERS_MS if store is not None and store.tiers else None)
+            self._poller.poll(IDLE_TIERS_MS if self._scheduler.connector.tiers else None)
             self._current = False
         elif self._stalled:
-            self._poller.poll(COPYING_MS if self._scheduler.kv.busy else STALLED_MS)
+            self._poller.poll(COPYING_MS if self._scheduler.connector.busy else STALLED_MS)
         while not self._stopped:
             try:
                 message = self._socket.recv(zmq.NOBLOCK)
@@ -221,7 +219,7 @@ class EngineService:
             case "stop_profile":
                 return self._profile.stop()
             case "reset_prefix_cache":
-                self._scheduler.kv.reset_prefix_cache()
+                self._scheduler.reset_prefix_cache()
             case "sleep":
                 self._sleep()
             case "wake_up":
@@ -278,7 +276,7 @@ class EngineService:
         cache = self._scheduler.kv.stats
         away = self._sleeping and plan.device != "cpu"  # on the CPU the weights sleep where they are
         weights = self._weight_bytes
-        reports = tier_reports(self._scheduler.kv)
+        reports = by_name(self._scheduler.connector.reports())
         tiers = [TierUse(
             name="device",
             weight_bytes=0 if away else weights,
@@ -295,7 +293,7 @@ class EngineService:
         ) for report in reports]
         if away and not any(tier.name == "host" for tier in tiers):
             tiers.append(TierUse("host", weights, 0, 0, 0))
-        moved = getattr(engine.runner, "weight_traffic", WeightTraffic)()
+        moved = engine.runner.weight_traffic()
         grammars = self._grammars.stats()
         return LiveStats(
             grammars_compiled=grammars.compiled,

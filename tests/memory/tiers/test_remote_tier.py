@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from disk_calls import PAYLOAD, some_blocks
+from faulty_tier import FaultRates, FaultyTier
 from tier_calls import IDENTITY, OTHER_IDENTITY, block_bytes, block_key, close, get, has, no_wake, put, wait
 
 from spillover.errors import SpilloverError
 from spillover.memory.tiers.base import CorruptRecordError
-from spillover.memory.tiers.faulty import FaultRates, FaultyTier
 from spillover.memory.tiers.record import HEADER_BYTES
 from spillover.memory.tiers.remote import RemoteTier
 from valkey import Valkey

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from disk_calls import PAYLOAD, open_disk, some_blocks
+from faulty_tier import FaultRates, FaultyTier
+from null_tier import NullTier
 from tier_calls import block_bytes, block_key, close, get, has, no_wake, put, wait
 
 from spillover.errors import SpilloverError
 from spillover.memory.tiers.base import Tier
-from spillover.memory.tiers.faulty import FaultRates, FaultyTier
-from spillover.memory.tiers.null import NullTier
 
 SHORT = {"slow_seconds": 0.005, "deadline_seconds": 0.01, "hang_seconds": 0.01}
 MIXED = FaultRates(slow=0.1, fail=0.1, corrupt=0.1, vanish=0.1, hang=0.1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
+LEARN_TOKENS = 64  # a step that prefills this many tells how long a token takes
 SHARE = 0.1  # a part smaller than this share of the prefix is not worth splitting it for
 WORTH = 0.8  # of the time one way takes, that both together may take: rates are estimates, and a split costs more steps
 
@@ -37,3 +39,21 @@ def first_to_load(
     if both >= WORTH * min(loading, computing) or not SHARE * blocks <= computed <= (1 - SHARE) * blocks:
         return one_way
     return computed
+
+
+class ComputeCost:
+    """How long computing takes, as steps have shown."""
+
+    def __init__(self, token_seconds: float | None) -> None:
+        self.token_seconds = token_seconds  # of prefill, as lately measured; None: not known
+        self.step_seconds = math.inf  # of the shortest step with a prefill
+
+    def observe(self, prefill_tokens: int, num_tokens: int, seconds: float) -> None:
+        """Learns from a step. A faster prefill counts at once: the slower ones before it were held up by something,
+        such as their first use of a kernel."""
+        if prefill_tokens:
+            self.step_seconds = min(self.step_seconds, seconds)
+        if prefill_tokens >= LEARN_TOKENS:
+            seconds /= num_tokens
+            known = self.token_seconds
+            self.token_seconds = seconds if known is None or seconds < known else known + 0.1 * (seconds - known)

@@ -1,0 +1,88 @@
+"""Records a run as the steps that its runner was given, and plays them to another runner, without a scheduler.
+
+    with LLM(model) as llm:
+        with recorded(llm.engine, llm.config, llm.plan, "run.steps"):
+            llm.generate(...)
+
+    python -m spillover.engine.replay run.steps   # in another process: the tokens of each step, a line of JSON per step
+
+What comes from other KV tiers is not in the steps: record with no tiers, or with --restore never.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from spillover.engine.assemble import make_runner, plan_model
+from spillover.engine.config import EngineConfig
+from spillover.engine.loop import Engine, LaunchedStep, StepRunner
+from spillover.engine.step import Step, StepResult, decode_step, encode_step
+from spillover.plan.planner import Plan
+
+_LENGTH_BYTES = 4
+
+
+@contextmanager
+def recorded(engine: Engine, config: EngineConfig, plan: Plan, path: Path | str) -> Iterator[None]:
+    """Write down all steps that are launched meanwhile. No request may run when it begins."""
+    runner = engine.runner
+    launch = runner.launch
+    with Path(path).open("wb") as log:
+        _write(log, msgspec.json.encode(replace(config, num_gpu_blocks_override=plan.num_blocks)))
+
+        def recording(step: Step) -> LaunchedStep:
+            _write(log, encode_step(step))
+            return launch(step)
+
+        runner.launch = recording  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            runner.launch = launch  # type: ignore[method-assign]
+
+
+def read(path: Path | str) -> tuple[EngineConfig, list[Step]]:
+    """Return a log's configuration and its steps."""
+    content, frames = Path(path).read_bytes(), []
+    while content:
+        end = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
+        frames.append(content[_LENGTH_BYTES:end])
+        content = content[end:]
+    return msgspec.json.decode(frames[0], type=EngineConfig), [decode_step(frame) for frame in frames[1:]]
+
+
+def play(runner: StepRunner, steps: Iterable[Step]) -> Iterator[StepResult]:
+    """Run steps one after the other, each launched before the result of the one before is asked for."""
+    launched: LaunchedStep | None = None
+    for step in steps:
+        before, launched = launched, runner.launch(step)
+        if before is not None:
+            yield before.result()
+    if launched is not None:
+        yield launched.result()
+
+
+def _write(log: BinaryIO, frame: bytes) -> None:
+    log.write(len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
+
+
+def main(path: str) -> None:
+    config, steps = read(path)
+    runner = make_runner(plan_model(config))
+    try:
+        for result in play(runner, steps):
+            print(json.dumps(result.token_ids), flush=True)
+    finally:
+        runner.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,88 @@
+"""What passes between scheduler and runner: one step's work, and what came of it.
+
+A `Step` is frozen and self-contained: it can be written down, sent to another process, and run there without a
+scheduler (`encode_step`, `decode_step`). A request's prompt and parameters travel once, in the first step that runs it;
+afterwards a step names it by its id and says what is new. The runner keeps what it was told in a table of its own.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import msgspec
+
+from spillover.engine.outputs import PositionLogprobs
+from spillover.engine.sampling_params import SamplingParams
+
+
+class Phase(enum.IntEnum):
+    PREFILL = 0  # rows of the prompt, or of tokens whose KV was lost; the last of them may be sampled from
+    DECODE = 1  # one row: the newest token, sampled from
+    VERIFY = 2  # the newest token and draft tokens behind it, each sampled from
+
+
+class NewRequest(msgspec.Struct, frozen=True, array_like=True):
+    """A request that runs for the first time, or for the first time since it was preempted."""
+
+    id: int  # of this admission; never used again
+    token_ids: tuple[int, ...]  # the prompt, and the output that is known already
+    num_prompt: int
+    params: SamplingParams
+    seed: int
+    stop_ids: tuple[int, ...]
+    masked: bool = False  # structured output: its steps carry masks
+
+
+class StepItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Rows [start, start + count) of a request's tokens, to be computed in this step."""
+
+    id: int
+    phase: Phase
+    start: int
+    count: int
+    num_samples: int  # the last rows, each of which a token is sampled from
+    first_block: int  # the block table's entries from this one on are new ...
+    new_blocks: tuple[tuple[int, ...], ...]  # ... one tuple per layer group; entry i holds positions [i*bs, (i+1)*bs)
+    draft: tuple[int, ...] = ()  # VERIFY: the tokens of the rows behind the first
+    mask: bytes = b""  # structured output: a bit per token, set where it is allowed; 32-bit words, a row per sample
+    score_prompt: bool = False  # log probabilities of the prompt's tokens are wanted for these rows
+    host_blocks: tuple[int, ...] = ()  # addresses of the first blocks in host memory, whose table entries are 0
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True):
+    items: tuple[StepItem, ...]
+    new: tuple[NewRequest, ...] = ()
+    ended: tuple[int, ...] = ()  # requests that will not run again under this id; told before `new` takes their place
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(item.count for item in self.items)
+
+    @property
+    def has_prefill(self) -> bool:
+        return any(item.phase is Phase.PREFILL for item in self.items)
+
+    def __bool__(self) -> bool:
+        return bool(self.items)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Parallel to the step's items."""
+
+    token_ids: list[tuple[int, ...]]  # sampled, after a verify those accepted and one more; () where none are
+    logprobs: list[tuple[PositionLogprobs, ...]]  # of these; () where none were asked for
+    prompt_logprobs: list[list[PositionLogprobs] | None]  # for prompt positions start + 1 .. start + count
+
+
+def encode_step(step: Step) -> bytes:
+    return msgspec.msgpack.encode(step)
+
+
+def decode_step(message: bytes) -> Step:
+    return msgspec.msgpack.decode(message, type=Step)

@@ -1,0 +1,149 @@
+"""The contract between the scheduler and whatever keeps KV outside the device: lookup, begin, progress, end, poll.
+
+A request that waits is looked up, until `forget`; one that runs may be loaded, from `begin` until `end`. Everything is
+called on the engine's thread and returns at once. Nothing that fails below the device fails a request: what is not
+loaded is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from spillover.memory.report import TierReport
+from spillover.memory.tiers.base import Tier
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the loads of one sequence have come."""
+
+    num_computed: int  # tokens, those counted that were loaded right behind what is computed
+    sources: Mapping[str, int] = field(default_factory=dict)  # tokens taken over by this call, by tier
+    loading: bool = False  # whether loads are still under way
+    ended: bool = True  # whether no token from here on will be loaded
+
+
+class KVConnector(Protocol):
+    """What the scheduler asks of the tiers. `seq` names a request; one that runs holds blocks of the KV cache."""
+
+    # A request that waits
+
+    def lookup(self, seq: str, tokens: Sequence[int], salt: str | None) -> bool:
+        """Asks the tiers what they hold of the prompt, once; returns whether all have answered or had time to."""
+
+    def forget(self, seq: str) -> None:
+        """Ends the lookup: the request was admitted, or no longer waits."""
+
+    # A request that runs
+
+    def begin(self, seq: str, tokens: Sequence[int], salt: str | None) -> int | None:
+        """Starts loading the blocks that follow those a newly admitted sequence found on the device, where it is worth
+        it. Returns up to which token it is to be computed meanwhile: all of them if nothing is loaded, and None,
+        having changed nothing, if there is no room yet."""
+
+    def progress(self, seq: str, num_computed: int) -> Progress | None:
+        """Takes over what has been loaded; None: the loads cannot end, and the sequence has to start over."""
+
+    def limit(self, seq: str, num_computed: int, num_tokens: int) -> int:
+        """Returns up to which token the sequence is to be computed: what follows is loaded, or may be soon."""
+
+    def offload(self, seq: str, num_blocks: int) -> bool:
+        """Starts moving the sequence's oldest blocks to host memory, because the device has no room for more.
+
+        For a sequence that is alone and has no step in flight. True while blocks are on their way, so that room is to
+        come; False if none can be moved. The prefix tree is emptied: all that is left in it belongs to this sequence.
+        """
+
+    def host_blocks(self, seq: str) -> tuple[int, ...]:
+        """Returns the addresses in host memory of the sequence's leading blocks, whose table entries are 0."""
+
+    def end(self, seq: str) -> None:
+        """Drops the sequence's loads and offloaded blocks; called just before the cache releases its blocks."""
+
+    # Between steps
+
+    def observe(self, prefill_tokens: int, num_tokens: int, seconds: float) -> None:
+        """Learns from a step how long computing takes."""
+
+    def reserve(self, num_blocks: int) -> None:
+        """Keeps n blocks free for requests that decode: other requests and copies leave them alone."""
+
+    def poll_loads(self) -> None:
+        """Takes in what requests wait for: a small part of poll()."""
+
+    def poll(self, hurried: bool = False) -> None:
+        """Takes in copies that have ended, and starts new ones. `hurried`: all but loads may wait for another step."""
+
+    def wait(self, seconds: float) -> None:
+        """Sleeps until a copy may have ended."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether copies are under way that poll() would take further."""
+
+    # All that is stored
+
+    @property
+    def tiers(self) -> Sequence[Tier]:
+        """Those below host memory, which may change without the engine's doing."""
+
+    def reports(self) -> list[TierReport]: ...
+
+    def clear(self, external: bool = False) -> None:
+        """Forgets what host memory holds; `external`: also what lies on disk and in a remote store."""
+
+    def close(self, deadline: float) -> None:
+        """Ends all copies. What only the device or host memory has is first written to the tiers that last, in time."""
+
+    def check(self) -> None:
+        """Asserts what must hold between any two steps."""
+
+
+class NullConnector:
+    """Stands where nothing lies below the device: finds nothing, loads nothing, keeps nothing."""
+
+    busy = False
+    tiers = ()
+
+    def lookup(self, seq: str, tokens: Sequence[int], salt: str | None) -> bool:
+        return True
+
+    def begin(self, seq: str, tokens: Sequence[int], salt: str | None) -> int | None:
+        return len(tokens)
+
+    def progress(self, seq: str, num_computed: int) -> Progress | None:
+        return Progress(num_computed)
+
+    def limit(self, seq: str, num_computed: int, num_tokens: int) -> int:
+        return num_tokens
+
+    def offload(self, seq: str, num_blocks: int) -> bool:
+        return False
+
+    def host_blocks(self, seq: str) -> tuple[int, ...]:
+        return ()
+
+    def reports(self) -> list[TierReport]:
+        return []
+
+    def forget(self, seq: str) -> None: ...
+
+    def end(self, seq: str) -> None: ...
+
+    def observe(self, prefill_tokens: int, num_tokens: int, seconds: float) -> None: ...
+
+    def reserve(self, num_blocks: int) -> None: ...
+
+    def poll_loads(self) -> None: ...
+
+    def poll(self, hurried: bool = False) -> None: ...
+
+    def wait(self, seconds: float) -> None: ...
+
+    def clear(self, external: bool = False) -> None: ...
+
+    def close(self, deadline: float) -> None: ...
+
+    def check(self) -> None: ...

@@ -1,0 +1,24 @@
+"""Sliding windows in blocks: what the next position sees, and so how much of a prefix can be shared."""
+
+from collections.abc import Sequence
+
+
+def first_seen(position: int, window: int | None, block_size: int) -> int:
+    """Returns the index of the first block that a query at `position` sees."""
+    return 0 if window is None else max(0, position - window + 1) // block_size
+
+
+def usable_blocks(rows: Sequence[Sequence[object]], windows: Sequence[int | None], block_size: int,
+                  have: int = 0) -> int:
+    """Counts the blocks after the first `have` that can be shared: the most at whose end every layer group still has
+    all that it sees. A row is one block, with an entry for each group that is false where the group has none."""
+    usable = 0
+    run = [have] * len(windows)  # per group: blocks present without a gap up to here
+    for count, row in enumerate(rows, start=have + 1):
+        enough = True
+        for group, window in enumerate(windows):
+            run[group] = run[group] + 1 if row[group] else 0
+            enough = enough and run[group] >= count - first_seen(count * block_size, window, block_size)
+        if enough:
+            usable = count - have
+    return usable

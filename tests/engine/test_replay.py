@@ -1,0 +1,93 @@
+"""A run written down as steps gives the same tokens when another process plays them, without a scheduler."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_cuda_runner import MODEL
+
+from spillover import LLM, SamplingParams
+from spillover.engine import replay
+from spillover.engine.step import NewRequest, Phase, Step, StepItem, StepResult, decode_step, encode_step
+
+VOCAB = 97
+
+
+def params_of_all_kinds() -> list[SamplingParams]:
+    return [
+        SamplingParams(temperature=0, max_tokens=9, ignore_eos=True),
+        SamplingParams(temperature=0.8, seed=1, max_tokens=7, ignore_eos=True),
+        SamplingParams(temperature=0.8, top_k=5, top_p=0.9, seed=2, max_tokens=5, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=6, logprobs=2, prompt_logprobs=1, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=4, repetition_penalty=1.3, logit_bias={5: 2.0}, ignore_eos=True),
+        SamplingParams(temperature=0.5, seed=5, n=2, max_tokens=8, ignore_eos=True),
+    ]
+
+
+def check_replay(folder: Path, device: str) -> None:
+    """Chunked prompts beside decodes, two kinds of layers, shared prompts, preemption, and every way to sample."""
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    rng = random.Random(0)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))] for _ in range(6)]
+    results: list[list[tuple[int, ...]]] = []
+    with LLM(str(folder), device=device, load_format="dummy", skip_tokenizer_init=True, block_size=8, watermark=0.0,
+             max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64, num_gpu_blocks_override=14) as llm:
+        finish = llm.engine.scheduler.finish
+
+        def noted(step: Step, result: StepResult) -> object:
+            results.append(result.token_ids)
+            return finish(step, result)
+
+        llm.engine.scheduler.finish = noted  # type: ignore[method-assign,assignment]
+        with replay.recorded(llm.engine, llm.config, llm.plan, folder / "run.steps"):
+            outputs = llm.generate(prompts, params_of_all_kinds(), use_tqdm=False)
+        assert sum(output.num_preemptions for output in outputs) > 0
+    done = subprocess.run([sys.executable, "-m", "spillover.engine.replay", str(folder / "run.steps")],
+                          capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    played = [[tuple(tokens) for tokens in json.loads(line)] for line in done.stdout.splitlines()]
+    assert played == results
+    steps = replay.read(folder / "run.steps")[1]
+    assert {item.phase for step in steps for item in step.items} == {Phase.PREFILL, Phase.DECODE}
+    assert sum(map(len, (tokens for result in results for tokens in result))) > 40
+
+
+def test_a_runner_in_another_process_gives_the_same_tokens(tmp_path: Path) -> None:
+    check_replay(tmp_path, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_runner_in_another_process_gives_the_same_tokens_on_a_gpu(tmp_path: Path) -> None:
+    check_replay(tmp_path, "cuda")
+
+
+def test_draft_tokens_that_the_model_would_sample_are_accepted(tmp_path: Path) -> None:
+    """A verify step by hand: the tokens of plain decoding come out, whatever was drafted."""
+    (tmp_path / "config.json").write_text(json.dumps({**MODEL, "use_sliding_window": False}))
+    prompt, params = [5, 6, 7, 8], SamplingParams(temperature=0.9, seed=3, max_tokens=8, ignore_eos=True)
+    with LLM(str(tmp_path), device="cpu", load_format="dummy", skip_tokenizer_init=True, block_size=8,
+             max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64) as llm:
+        wanted = list(llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids)
+        runner = llm.engine.runner
+        new = NewRequest(10**6, tuple(prompt), len(prompt), params, 3, ())
+        blocks = ((1, 2),)
+        first = StepItem(id=new.id, phase=Phase.PREFILL, start=0, count=4, num_samples=1, first_block=0,
+                         new_blocks=blocks)
+        (result,) = list(replay.play(runner, [Step((first,), (new,))]))
+        assert result.token_ids == [(wanted[0],)]
+        drafts = (wanted[1], wanted[2], (wanted[3] + 1) % VOCAB)
+        verify = StepItem(id=new.id, phase=Phase.VERIFY, start=4, count=4, num_samples=4, first_block=2,
+                          new_blocks=((),), draft=drafts)
+        (result,) = list(replay.play(runner, [decode_step(encode_step(Step((verify,))))]))
+        assert result.token_ids == [tuple(wanted[1:4])]
+        again = StepItem(id=new.id, phase=Phase.DECODE, start=7, count=1, num_samples=1, first_block=2,
+                         new_blocks=((),))
+        (result,) = list(replay.play(runner, [Step((again,))]))
+        assert result.token_ids == [(wanted[4],)]
