@@ -10,9 +10,10 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spillover.engine.outputs import TokenSources
+from spillover.engine.outputs import PositionLogprobs, TokenSources
 from spillover.engine.queue_policy import POLICIES
 from spillover.engine.request import Request, Status
 from spillover.engine.step import NewRequest, Phase, Step, StepItem, StepResult
@@ -114,14 +115,16 @@ class Scheduler:
         ):
             request = self._by_run_id[item.id]
             request.in_flight -= 1
-            request.pending -= item.num_samples
+            request.pending -= item.num_samples > 0
             if request.status is not Status.FINISHED:
-                self.kv.commit(request.request_id, request.token_ids, item.end)
+                end = item.end
+                if item.phase is Phase.VERIFY:  # the rows of draft tokens that were not accepted do not count
+                    end = request.num_computed = item.start + len(tokens)
+                self.kv.commit(request.request_id, request.token_ids, end)
                 if prompt_logprobs is not None:
                     request.prompt_logprobs.extend(prompt_logprobs)
                 if tokens:
-                    request.logprobs.extend(logprobs)
-                    self._append(request, tokens[0], now)
+                    self._append(request, tokens, logprobs, now)
                     changed.append(request)
             if request.in_flight == 0 and request in self._leaving:
                 self._leave(request)
@@ -379,7 +382,17 @@ class Scheduler:
 
     # Taking in results, and leaving
 
-    def _append(self, request: Request, token: int, now: float) -> None:
+    def _append(self, request: Request, tokens: Sequence[int], logprobs: Sequence[PositionLogprobs],
+                now: float) -> None:
+        """Take in tokens until one ends the request."""
+        for token, logprob in itertools.zip_longest(tokens, logprobs):
+            if logprob is not None:
+                request.logprobs.append(logprob)
+            self._append_one(request, token, now)
+            if request.status is Status.FINISHED:
+                return
+
+    def _append_one(self, request: Request, token: int, now: float) -> None:
         request.token_ids.append(token)
         if request.grammar is not None:
             request.grammar.accept(token)
