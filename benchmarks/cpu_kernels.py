@@ -18,7 +18,8 @@ from spillover.kernels import native
 from spillover.kernels.activation import silu_and_mul
 from spillover.kernels.attention import attention, store_kv
 from spillover.kernels.batch import AttentionBatch
-from spillover.kernels.linear import linear, pack
+from spillover.kernels.formats.packed import pack
+from spillover.kernels.linear import linear
 from spillover.kernels.norm import add_rms_norm
 from spillover.kernels.rope import rope
 

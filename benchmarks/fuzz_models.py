@@ -37,7 +37,7 @@ from spillover.engine.config import EngineConfig
 from spillover.errors import RequestError, SpilloverError
 from spillover.models.checkpoint import open_checkpoint
 from spillover.models.fingerprint import weights_digest
-from spillover.models.loader import load_weights
+from spillover.models.loader import load_parts
 from spillover.models.registry import read_architecture
 from spillover.models.tokenizer import load_tokenizer
 
@@ -293,7 +293,8 @@ def attempt(path: Path, plan: bool) -> None:
 def _weights(path: Path) -> None:
     with open_checkpoint(path) as checkpoint:
         arch, config = read_architecture(checkpoint.config, path)
-        load_weights(checkpoint, config, arch.weight_specs(config), torch.float32, torch.device("cpu"), pack=False)
+        cpu = torch.device("cpu")
+        dict(load_parts(checkpoint, config, arch.weight_specs(config), torch.float32, lambda *_: cpu))
         for name in list(checkpoint.config.get("code_bits", {}))[:3]:
             checkpoint.read_codes(name)
 

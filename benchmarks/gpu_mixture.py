@@ -16,8 +16,12 @@ import torch
 from gpu_workload import Figure, write
 from torch import Tensor
 
-from spillover.kernels import mxfp4
 from spillover.kernels.experts import Experts
+from spillover.kernels.fields import LinearShape
+from spillover.kernels.formats import mxfp4
+from spillover.kernels.formats.base import Linear
+from spillover.kernels.formats.dense import DENSE
+from spillover.kernels.formats.fp8_block import FP8_BLOCK
 from spillover.kernels.moe import mixture
 from spillover.plan.measure import measure_rates
 from spillover.plan.rates import Rates
@@ -33,17 +37,18 @@ TOKENS = (1, 2, 4, 8, 16, 64, 256, 512, 2048, 8192)
 
 def stack(form: str, experts: int, rows: int, columns: int, biased: bool) -> Experts:
     bias = torch.randn(experts, rows, dtype=torch.bfloat16, device="cuda") if biased else None
+    shape = LinearShape((rows,), columns)
     if form == "dense":
         weight = torch.empty(experts, rows, columns, dtype=torch.bfloat16, device="cuda")
-        return Experts(weight.normal_(std=columns**-0.5), None, bias)
+        return Experts(Linear(DENSE, shape, (weight.normal_(std=columns**-0.5),)), bias)
     codes = torch.randint(0, 256, (experts, rows, columns // (2 if form == "mxfp4" else 1)), dtype=torch.uint8,
                           device="cuda")
     if form == "mxfp4":
         groups = mxfp4.padded(columns // mxfp4.GROUP)
         scales = torch.randint(117, 123, (experts, rows, groups), dtype=torch.uint8, device="cuda")
-        return Experts(codes, scales, bias)
+        return Experts(Linear(mxfp4.MXFP4, shape, (codes, scales)), bias)
     scales = torch.rand(experts, -(-rows // 128), -(-columns // 128), device="cuda") * columns**-0.5
-    return Experts(codes.bitwise_and_(0xBF).view(torch.float8_e4m3fn), scales, bias)
+    return Experts(Linear(FP8_BLOCK, shape, (codes.bitwise_and_(0xBF).view(torch.float8_e4m3fn), scales)), bias)
 
 
 def milliseconds(call: Callable[[Tensor, Tensor], Tensor], inputs: Sequence[tuple[Tensor, Tensor]]) -> float:

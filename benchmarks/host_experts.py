@@ -21,12 +21,15 @@ import torch
 from torch import Tensor
 
 from spillover.kernels import native
+from spillover.kernels.formats.dense import DENSE
+from spillover.kernels.formats.fp8_block import FP8_BLOCK
+from spillover.kernels.formats.mxfp4 import MXFP4
 from spillover.kernels.host_experts import TILE_ROWS, ExpertLayout, HostExperts, available_cores
 
 MODELS = {
-    "gpt-oss-120b mxfp4": (ExpertLayout.packed("mxfp4", torch.bfloat16, 2880, 2880, 128, 7.0, biased=True), 4),
-    "Qwen3-30B-A3B fp8": (ExpertLayout.packed("fp8", torch.bfloat16, 2048, 768, 128), 8),
-    "Qwen3-30B-A3B bfloat16": (ExpertLayout.packed("dense", torch.bfloat16, 2048, 768, 128), 8),
+    "gpt-oss-120b mxfp4": (ExpertLayout.packed(MXFP4, torch.bfloat16, 2880, 2880, 128, 7.0, biased=True), 4),
+    "Qwen3-30B-A3B fp8": (ExpertLayout.packed(FP8_BLOCK, torch.bfloat16, 2048, 768, 128), 8),
+    "Qwen3-30B-A3B bfloat16": (ExpertLayout.packed(DENSE, torch.bfloat16, 2048, 768, 128), 8),
 }
 
 
@@ -40,11 +43,11 @@ def memory(nbytes: int) -> Tensor:
 
 def fill(layout: ExpertLayout, run: Tensor) -> Tensor:
     """Records [layers, experts, record_bytes] in `run`, all of one expert's random weights."""
-    one = torch.zeros(1, layout.record_bytes, dtype=torch.uint8)
+    one = torch.zeros(1, layout.record.nbytes, dtype=torch.uint8)
     for stack in layout.stacks(one):
         if stack.scales is None:
             stack.values.copy_(torch.randn(stack.values.shape) * stack.width**-0.5)
-        elif stack.format == "fp8":
+        elif stack.weight.format == FP8_BLOCK:
             stack.values.copy_(torch.randn(stack.values.shape).to(torch.float8_e4m3fn))
             stack.scales.copy_(torch.rand(stack.scales.shape) * stack.width**-0.5)
         else:
@@ -52,9 +55,9 @@ def fill(layout: ExpertLayout, run: Tensor) -> Tensor:
             stack.scales.random_(117, 123)
         if stack.bias is not None:
             stack.bias.copy_(torch.randn(stack.bias.shape))
-    size = layout.experts * layout.record_bytes
+    size = layout.experts * layout.record.nbytes
     layers = max(1, len(run) // size)
-    records = run[: layers * size].view(-1, layout.record_bytes)
+    records = run[: layers * size].view(-1, layout.record.nbytes)
     records.copy_(one.expand_as(records))
     return records.view(layers, layout.experts, -1)
 
@@ -79,7 +82,7 @@ def product_rate(
         for layer, pairs in requests(len(records), layout.experts, k, rows):
             start = time.perf_counter()
             experts.run(layer, x, pairs)
-            rates.append(k * layout.record_bytes / (time.perf_counter() - start))
+            rates.append(k * layout.record.nbytes / (time.perf_counter() - start))
             if time.perf_counter() > end and len(rates) > 3:
                 return statistics.median(rates), max(rates)
     raise AssertionError
@@ -131,7 +134,7 @@ def main(threads: str | None, rows: str, tile_rows: int, gigabytes: float, secon
             for each in (int(each) for each in rows.split(",")):
                 rate, best = product_rate(layout, records, k, each, count, seconds, tile_rows)
                 roof, top = reads[count]
-                print(f"{name:24}{count:8}{each:6}{layout.record_bytes / rate * 1e6:8.0f}{rate / 1e9:8.1f}"
+                print(f"{name:24}{count:8}{each:6}{layout.record.nbytes / rate * 1e6:8.0f}{rate / 1e9:8.1f}"
                       f"{roof / 1e9:8.1f}{100 * rate / roof:9.0f}{best / 1e9:8.1f}{100 * best / top:9.0f}")
 
 

@@ -58,3 +58,12 @@ class QueueFull(SpilloverError):  # noqa: N818
     def __init__(self, message: str, retry_after: int) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+def shown(value: object) -> str:
+    """A value out of a file, short enough for a sentence."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # too many digits, or too deep
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -7,23 +7,23 @@ import random
 import pytest
 import starved
 import torch
+from loading import dummy_weights
 from torch import Tensor
 
 from spillover.engine.weights.calibrate import best_split
-from spillover.engine.weights.cuda_build import expert_layout, fill_table
+from spillover.engine.weights.cuda_build import fill_table
 from spillover.engine.weights.cuda_experts import Arena, CudaExperts
 from spillover.engine.weights.transit import Transit
-from spillover.kernels.experts import Experts
-from spillover.kernels.host_experts import HostExperts
+from spillover.kernels.experts import Experts, expert_stacks
+from spillover.kernels.host_experts import ExpertLayout, HostExperts
 from spillover.kernels.mail import Mail
 from spillover.kernels.moe import mixture_reference, moe
 from spillover.kernels.page_table import PageTable
+from spillover.kernels.records import Record
 from spillover.memory.experts import ExpertCache
 from spillover.memory.policies.experts import LRUQuota
-from spillover.models.layers import expert_stack
-from spillover.models.loader import dummy_weights
-from spillover.models.records import Record, one_expert_of, split_experts
 from spillover.models.registry import architecture
+from spillover.models.weights import one_expert_of, split_experts
 
 PAGED_TOKENS = 2
 UNIT = 2.0**-24  # the most that one rounding of float32 changes a number by, relative to it
@@ -40,15 +40,15 @@ def rounding(x: Tensor, scores: Tensor, first: Experts, second: Experts, k: int,
     best, ids = scores.topk(k)
     shares = best.softmax(-1) if renormalize else scores.softmax(-1).gather(-1, ids)
 
-    def product(rows: Tensor, stack: Experts, index: int, parts: int) -> tuple[Tensor, Tensor, Tensor]:
+    def product(rows: Tensor, stack: Experts, index: int) -> tuple[Tensor, Tensor, Tensor]:
         """The product, its rounding squared, and the weights squared."""
-        weight = stack.expert(index, torch.float32, parts)
+        weight = stack.expert(index, torch.float32)
         bias = torch.zeros(len(weight)) if stack.bias is None else stack.bias[index]
         squares = rows.square() @ weight.square().T + bias.square()
         return rows @ weight.T + bias, UNIT**2 * rows.shape[1] * squares, weight.square()
 
     def expert(index: int, rows: Tensor) -> Tensor:
-        both, error, _ = product(rows, first, index, 1 if limit is not None else 2)
+        both, error, _ = product(rows, first, index)
         if limit is None:
             (gate, up), (gate_error, up_error) = both.chunk(2, -1), error.chunk(2, -1)
             h = gate * gate.sigmoid() * up
@@ -60,7 +60,7 @@ def rounding(x: Tensor, scores: Tensor, first: Experts, second: Experts, k: int,
         # its argument is large.
         own = (2 + 2 * gate.abs()) * UNIT * h
         off = 1.21 * gate_error * up.square() + gate.square() * up_error + own.square()
-        out, error, weight = product(h, second, index, 1)
+        out, error, weight = product(h, second, index)
         return error + off @ weight.T + (UNIT * out).square() * (k + 2)
 
     return moe(x, ids, shares.square(), expert).sqrt()
@@ -74,12 +74,11 @@ class Model:
         built = architecture(hf)
         self.config = built.config(hf)
         quotas = self.quotas = [min(quota, self.config.num_experts - 1) for quota in quotas]
-        made = dummy_weights(self.config, built.weight_specs(self.config), torch.float32, torch.device("cpu"),
+        made = dummy_weights(built.weight_specs(self.config), torch.float32, torch.device("cpu"),
                              pack=False)
         layers = [split_experts(part)[1] for part in made.parts.values() if "router" in part][: len(quotas)]
         self.record = Record.of(one_expert_of(layers[0], 0))
-        self.stacks = [(expert_stack(layer, "experts.gate_up"), expert_stack(layer, "experts.down"))
-                       for layer in layers]
+        self.stacks = [expert_stacks(layer) for layer in layers]
         self.runs = []
         for layer in layers:
             self.runs.append(torch.empty(self.config.num_experts, self.record.nbytes, dtype=torch.uint8))
@@ -87,8 +86,7 @@ class Model:
         slots = torch.zeros(sum(quotas) + transit, self.record.nbytes, dtype=torch.uint8)
         for layer, quota in enumerate(quotas):
             slots[sum(quotas[:layer]) : sum(quotas[:layer]) + quota] = self.runs[layer][:quota]
-        views = self.record.stacks(slots)
-        arena = Arena(slots, expert_stack(views, "experts.gate_up"), expert_stack(views, "experts.down"))
+        arena = Arena(slots, *expert_stacks(self.record.stacks(slots)))
         k = self.config.experts_per_token
         assert all(quota == 0 or quota > PAGED_TOKENS * k or transit == 2 for quota in quotas)
         self.table = PageTable.make(quotas, self.config.num_experts, PAGED_TOKENS * k, 16, torch.device("cpu"))
@@ -106,7 +104,7 @@ class Model:
                 x = torch.randn(tokens, config.hidden_size, generator=generator)
                 scores = torch.randn(tokens, config.num_experts, generator=generator)
                 arguments = (config.experts_per_token, True, config.swiglu_limit)
-                found = self.experts.mixture(layer, x, scores, *arguments, False)
+                found = self.experts.mixture(layer, x, scores, *arguments)
                 wanted = mixture_reference(x, scores, first, second, *arguments)
                 room = SIGMAS * rounding(x, scores, first, second, *arguments)
                 assert ((found - wanted).abs() <= room).all()
@@ -126,7 +124,9 @@ def test_missing_experts_are_fetched_or_stream_past(name: str) -> None:
 def test_the_host_computes_what_it_is_given(name: str) -> None:
     model = Model(name, [9, 0, 9], 4)
     k = model.config.experts_per_token
-    layout = expert_layout(model.record, model.config, torch.float32, model.config.num_experts)
+    config = model.config
+    layout = ExpertLayout(model.record, model.stacks[0][0].weight.format, torch.float32, config.hidden_size,
+                          config.expert_intermediate_size, config.num_experts, config.swiglu_limit)
     everything = torch.arange(PAGED_TOKENS * k + 1, dtype=torch.int32)
     with HostExperts(layout, [run.data_ptr() for run in model.runs], threads=2) as host:
         mail = Mail.make(33, 33 * k, model.config.hidden_size, torch.device("cpu"))

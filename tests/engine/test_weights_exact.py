@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from spillover import LLM
 from spillover.errors import PlanError, SpilloverError
-from spillover.models.loader import dummy_weights
+from spillover.models.loader import _tensors as stored_tensors
 from spillover.models.registry import architecture
 
 STRATEGIES = ["demand", "sequential", "experts", "host-experts", "pinned", "auto"]
@@ -106,20 +106,18 @@ def write_checkpoint(folder: Path, name: str) -> None:
     built = architecture(hf)
     config = built.config(hf)
     specs = built.weight_specs(config)
-    made = dummy_weights(config, specs, torch.float32, torch.device("cpu"), pack=False)
+    random_numbers = torch.Generator().manual_seed(0)
     tensors: dict[str, torch.Tensor] = {}
-    for part, listed in specs.items():
-        for spec in listed:
-            source, weight = spec.sources[0], made.parts[part][spec.name]
-            weight = weight[..., : weight.shape[-1] - spec.padding] if spec.padding else weight
-            experts = range(spec.shape[0]) if source.per_expert else range(1)
-            for expert in experts:
-                rows = (weight[expert] if source.per_expert else weight)
-                axis = -2 if len(source.names) > 1 and rows.dim() > 1 else 0
-                pieces = rows.split(source.rows, dim=axis) if len(source.names) > 1 else [rows]
-                for tensor, piece in zip(source.names, pieces, strict=True):
-                    stored = piece.transpose(-1, -2) if source.transposed else piece
-                    tensors[tensor.format(expert=expert)] = stored.contiguous().clone()
+    for spec in (spec for listed in specs.values() for spec in listed):
+        for tensor in stored_tensors(spec, spec.sources[0]):
+            if tensor.dtype == "uint8":
+                low, high = (120, 128) if tensor.name.endswith("_scales") else (0, 256)
+                made = torch.randint(low, high, tensor.shape, dtype=torch.uint8, generator=random_numbers)
+            elif spec.name.endswith("norm"):
+                made = torch.ones(tensor.shape)
+            else:
+                made = 0.02 * torch.randn(tensor.shape, generator=random_numbers)
+            tensors[tensor.name] = made
     save_file(tensors, folder / "model.safetensors")
 
 

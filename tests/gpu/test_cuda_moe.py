@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from spillover.kernels import fp8, mxfp4
 from spillover.kernels.experts import Experts
+from spillover.kernels.fields import LinearShape
+from spillover.kernels.formats import fp8_block, mxfp4
+from spillover.kernels.formats.base import Linear
+from spillover.kernels.formats.dense import DENSE
 from spillover.kernels.moe import mixture, mixture_reference
 
 pytestmark = [
@@ -24,15 +27,18 @@ def stack(form: str, rows: int, columns: int, biased: bool, parts: int = 1, dtyp
           experts: int = EXPERTS) -> Experts:
     weight = torch.randn(experts, rows, columns, device="cuda") * columns**-0.5
     bias = torch.randn(experts, rows, device="cuda", dtype=dtype) if biased else None
+    shape = LinearShape((rows // parts,) * parts, columns)
     if form == "dense":
-        return Experts(weight.to(dtype), None, bias)
+        return Experts(Linear(DENSE, shape, (weight.to(dtype),)), bias)
     if form == "mxfp4":
         blocks, scales = mxfp4.quantize(weight)
         padding = mxfp4.padded(scales.shape[-1]) - scales.shape[-1]
-        return Experts(blocks.flatten(-2), torch.nn.functional.pad(scales, (0, padding)), bias)
-    pieces = [[fp8.quantize(piece) for piece in one.chunk(parts)] for one in weight]
+        scales = torch.nn.functional.pad(scales, (0, padding))
+        return Experts(Linear(mxfp4.MXFP4, shape, (blocks.flatten(-2), scales)), bias)
+    pieces = [[fp8_block.quantize(piece) for piece in one.chunk(parts)] for one in weight]
     values = torch.stack([torch.cat([value for value, _ in each]) for each in pieces])
-    return Experts(values, torch.stack([torch.cat([scale for _, scale in each]) for each in pieces]), bias)
+    scales = torch.stack([torch.cat([scale for _, scale in each]) for each in pieces])
+    return Experts(Linear(fp8_block.FP8_BLOCK, shape, (values, scales)), bias)
 
 
 def stacks(form: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Experts, Experts, float | None]:
@@ -47,9 +53,15 @@ def inputs(tokens: int, hidden: int, dtype: torch.dtype = torch.bfloat16) -> tup
     return x, 2 * torch.randn(tokens, EXPERTS, device="cuda", dtype=dtype)
 
 
-def wide(experts: Experts, parts: int) -> Experts:
-    each = [experts.expert(index, torch.float32, parts).float() for index in range(experts.count)]
-    return Experts(torch.stack(each), None, None if experts.bias is None else experts.bias.float())
+def wide(experts: Experts) -> Experts:
+    each = [experts.expert(index, torch.float32).float() for index in range(experts.count)]
+    return Experts(Linear(DENSE, experts.weight.shape, (torch.stack(each),)),
+                   None if experts.bias is None else experts.bias.float())
+
+
+def batch_invariant(experts: Experts) -> Experts:
+    weight = experts.weight
+    return Experts(Linear(weight.format.batch_invariant(), weight.shape, weight.tensors), experts.bias)
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +74,7 @@ def exact_float32() -> None:
 @torch.inference_mode()
 def test_near_float32_for_any_number_of_tokens(form: str) -> None:
     first, second, limit = stacks(form)
-    exact = wide(first, 1 if limit is not None else 2), wide(second, 1)
+    exact = wide(first), wide(second)
     for tokens in (1, 2, 5, 8, 9, 31, 64, 257, 1024, 8192):
         x, scores = inputs(tokens, second.expert(0, torch.float32).shape[0])
         expected = mixture_reference(x.float(), scores.float(), *exact, K, True, limit)
@@ -87,7 +99,7 @@ def test_all_tokens_may_choose_the_same_experts(form: str) -> None:
     for tokens in (8, 300):
         x, scores = inputs(tokens, second.expert(0, torch.float32).shape[0])
         scores[:, 3:7] += 100
-        exact = wide(first, 1 if limit is not None else 2), wide(second, 1)
+        exact = wide(first), wide(second)
         expected = mixture_reference(x.float(), scores.float(), *exact, K, True, limit)
         found = mixture(x, scores, first, second, K, True, limit)
         assert ((found.float() - expected).norm() / expected.norm()).item() < 8e-3
@@ -124,10 +136,11 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @torch.inference_mode()
-def test_fixed_gives_a_row_the_same_bits_whatever_the_number_of_rows(form: str) -> None:
+def test_batch_invariant_gives_a_row_the_same_bits_whatever_the_number_of_rows(form: str) -> None:
     first, second, limit = stacks(form)
+    first, second = batch_invariant(first), batch_invariant(second)
     x, scores = inputs(1500, second.expert(0, torch.float32).shape[0])
-    whole = mixture(x, scores, first, second, K, True, limit, fixed=True)
+    whole = mixture(x, scores, first, second, K, True, limit)
     for size in (1, 8, 30, 200, 700):
-        part = mixture(x[:size], scores[:size], first, second, K, True, limit, fixed=True)
+        part = mixture(x[:size], scores[:size], first, second, K, True, limit)
         assert torch.equal(part, whole[:size]), f"{size} rows"

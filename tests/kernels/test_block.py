@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ from spillover.kernels.block import (
     mlp_block,
     mlp_block_reference,
 )
-from spillover.kernels.coded import CodedWeight, Codes, pack_codes
 from spillover.kernels.extents import CODE_BLOCK
+from spillover.kernels.formats.base import Linear
+from spillover.kernels.formats.dense import DENSE
+from spillover.kernels.formats.gguf_codes import Codes, pack_codes
+from spillover.kernels.formats.packed import pack
 from spillover.kernels.kv_quant import encode_blocks
-from spillover.kernels.linear import Weight, pack
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.describe())
 
@@ -27,7 +30,7 @@ SHAPE = LayerShape(num_heads=6, num_kv_heads=2, head_dim=16, scale=0.25, eps=1e-
 HIDDEN, INNER, BLOCK, BLOCKS = 64, 96, 8, 5
 
 
-def in_codes(weight: torch.Tensor, bits: int) -> CodedWeight:
+def in_codes(weight: torch.Tensor, bits: int) -> Linear:
     """Any codes of its shape."""
     scales = weight[:, ::CODE_BLOCK].half() * (0.1 if bits == 4 else 0.01)
     codes = (weight * 1000).to(torch.int8)
@@ -36,15 +39,15 @@ def in_codes(weight: torch.Tensor, bits: int) -> CodedWeight:
     return pack_codes([Codes(codes.view(torch.uint8) & 15, scales, scales * -7)])
 
 
-def weights(generator: torch.Generator, extras: bool, bits: int) -> dict[str, object]:
+def weights(generator: torch.Generator, extras: bool, bits: int) -> dict[str, Any]:
     def draw(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=generator) * 0.3
 
-    def packed(*size: int) -> Weight:
+    def packed(*size: int) -> Linear:
         return in_codes(draw(*size), bits) if bits else pack(draw(*size))
 
     width = (SHAPE.num_heads + 2 * SHAPE.num_kv_heads) * SHAPE.head_dim
-    made: dict[str, object] = {
+    made: dict[str, Any] = {
         "input_norm": draw(HIDDEN), "mlp_norm": draw(HIDDEN), "qkv": packed(width, HIDDEN),
         "o": packed(HIDDEN, SHAPE.num_heads * SHAPE.head_dim),
         "gate_up": packed(2 * INNER, HIDDEN), "down": packed(HIDDEN, INNER),
@@ -137,7 +140,7 @@ def test_what_the_native_kernels_do_not_serve_is_left_alone() -> None:
     generator = torch.Generator().manual_seed(0)
     made = weights(generator, False, 0)
     assert LayerStack.serves([made])
-    assert not LayerStack.serves([made, made | {"o": torch.randn(HIDDEN, 96)}])
+    assert not LayerStack.serves([made, made | {"o": Linear(DENSE, made["o"].shape, (torch.randn(HIDDEN, 96),))}])
     batch = make_batch([(0, 2)], "auto")
     pool = torch.zeros(1 + BLOCKS, 1, 2, SHAPE.num_kv_heads, BLOCK * SHAPE.head_dim)
     stack = LayerStack([made], [(pool[:, 0], 0)], [None])

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spillover.kernels import native
-from spillover.kernels.coded import CodedWeight, Codes, pack_codes, unpack_codes
 from spillover.kernels.extents import CODE_BLOCK
+from spillover.kernels.fields import LinearShape
+from spillover.kernels.formats.base import Linear
+from spillover.kernels.formats.gguf_codes import Codes, GgufCodes, pack_codes, unpack_codes
 from spillover.kernels.linear import embedding, embedding_reference, linear
 from spillover.models.gguf_codes import code_bits, codes_of
 
@@ -34,7 +36,7 @@ def stored(kind: Kind, rows: int, columns: int, seed: int = 0) -> np.ndarray:
     return np.concatenate((head.view(np.uint8).reshape(rows, blocks, -1), codes), -1).reshape(rows, -1)
 
 
-def coded(kind: Kind, rows: int, columns: int, seed: int = 0) -> CodedWeight:
+def coded(kind: Kind, rows: int, columns: int, seed: int = 0) -> Linear:
     return pack_codes([codes_of(stored(kind, rows, columns, seed), kind)])
 
 
@@ -54,8 +56,8 @@ def room(x: Tensor, weight: Tensor) -> Tensor:
 def test_packing_loses_nothing(kind: Kind, rows: int, columns: int) -> None:
     raw = stored(kind, rows, columns)
     weight = pack_codes([codes_of(raw, kind)])
-    assert weight.shape == (rows, columns)
-    assert weight.bits == code_bits(kind)
+    assert weight.shape == LinearShape((rows,), columns)
+    assert weight.format == GgufCodes(code_bits(kind))
     assert np.array_equal(unpack_codes(weight).numpy(), gguf.dequantize(raw, kind))
 
 

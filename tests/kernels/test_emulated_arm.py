@@ -13,6 +13,7 @@ import pytest
 import torch
 from emulated import COMPILER, EmulatedLibrary, emulated, missing
 from gguf import GGMLQuantizationType as Kind
+from loading import dummy_weights
 from sequences import sequences
 from test_coded import KINDS, coded, room
 from torch import Tensor
@@ -25,15 +26,16 @@ from spillover.kernels.activation import (
     silu_and_mul_reference,
 )
 from spillover.kernels.attention import attention, attention_reference, store_kv, store_kv_reference
-from spillover.kernels.coded import CodedWeight, unpack_codes
+from spillover.kernels.formats.base import Linear
+from spillover.kernels.formats.gguf_codes import unpack_codes
+from spillover.kernels.formats.packed import pack
 from spillover.kernels.kv_quant import KVCodec
-from spillover.kernels.linear import embedding, linear, pack, unpack
+from spillover.kernels.linear import embedding, linear, unpack
 from spillover.kernels.native.build import FLAGS, SOURCES
 from spillover.kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from spillover.kernels.rope import rope, rope_reference
 from spillover.models import llama
 from spillover.models.config import ModelConfig
-from spillover.models.loader import dummy_weights
 from spillover.plan.hardware import probe
 from spillover.plan.planner import PlanRequest, make_plan
 
@@ -79,13 +81,13 @@ def test_the_planner_counts_panels_as_these_cores_pack_them(neoverse: EmulatedLi
                          head_dim=16, intermediate_size=72, rms_norm_eps=1e-5, rope_theta=1e4, max_position=64)
     specs = llama.weight_specs(config)
     plan = make_plan(PlanRequest(device="cpu", dtype="float32", max_model_len=64), config, specs, probe())
-    weights = dummy_weights(config, specs, torch.float32, torch.device("cpu"))
+    weights = dummy_weights(specs, torch.float32, torch.device("cpu"))
     assert plan.weight_bytes == sum(w.nbytes for part in weights.parts.values() for w in part.values())
 
 
 @pytest.mark.parametrize("cores", ["-mcpu=neoverse-n1", "-march=armv8.6-a+i8mm"])
 def test_products_with_codes(cores: str) -> None:
-    weights: dict[tuple[Kind, int, int], tuple[CodedWeight, Tensor, Tensor]] = {}
+    weights: dict[tuple[Kind, int, int], tuple[Linear, Tensor, Tensor]] = {}
     here = {}
     for kind in KINDS:
         for n, k in SHAPES:
@@ -103,7 +105,7 @@ def test_products_with_codes(cores: str) -> None:
             assert (error <= room(x, plain) + 1e-6 * found[17].abs()).all(), key
             if key in here:
                 assert torch.equal(found[17], here[key]), key
-            ids = torch.randint(0, weight.out_features, (20,))
+            ids = torch.randint(0, weight.shape.out_features, (20,))
             assert torch.equal(embedding(ids, weight), plain[ids])
         weight, x, bias = weights[Kind.Q4_1, 70, 64]
         expected = linear(x, weight, bias)

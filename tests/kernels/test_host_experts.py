@@ -11,6 +11,9 @@ from torch import Tensor
 
 from spillover.kernels import native
 from spillover.kernels.activation import clamped_swiglu_reference, silu_and_mul_reference
+from spillover.kernels.formats.dense import DENSE
+from spillover.kernels.formats.fp8_block import FP8_BLOCK
+from spillover.kernels.formats.mxfp4 import MXFP4
 from spillover.kernels.host_experts import TILE_ROWS, ExpertLayout, HostExperts, host_experts_reference
 from spillover.kernels.linear import linear_reference
 from spillover.kernels.mail import COUNT, DONE, FAILED, LAYER, POSTED, TOKENS, Mail
@@ -19,16 +22,16 @@ needs_native = pytest.mark.skipif(native.library() is None, reason="no C++ compi
 
 EXPERTS = 5
 LAYOUTS = {
-    "mxfp4, clamped": ExpertLayout.packed("mxfp4", torch.bfloat16, 160, 288, EXPERTS, 1.0, biased=True),
-    "mxfp4": ExpertLayout.packed("mxfp4", torch.float32, 64, 32, EXPERTS),
-    "fp8": ExpertLayout.packed("fp8", torch.bfloat16, 384, 256, EXPERTS),
-    "fp8, blocks partly empty": ExpertLayout.packed("fp8", torch.bfloat16, 200, 150, EXPERTS, biased=True),
-    "fp8, clamped": ExpertLayout.packed("fp8", torch.float16, 136, 130, EXPERTS, 1.0),
-    "fp8, bfloat16, clamped": ExpertLayout.packed("fp8", torch.bfloat16, 1100, 130, EXPERTS, 1.0),
-    "bfloat16": ExpertLayout.packed("dense", torch.bfloat16, 256, 96, EXPERTS),
-    "bfloat16, clamped": ExpertLayout.packed("dense", torch.bfloat16, 129, 67, EXPERTS, 1.0, biased=True),
-    "float16": ExpertLayout.packed("dense", torch.float16, 47, 33, EXPERTS, biased=True),
-    "float32": ExpertLayout.packed("dense", torch.float32, 31, 5, EXPERTS, biased=True),
+    "mxfp4, clamped": ExpertLayout.packed(MXFP4, torch.bfloat16, 160, 288, EXPERTS, 1.0, biased=True),
+    "mxfp4": ExpertLayout.packed(MXFP4, torch.float32, 64, 32, EXPERTS),
+    "fp8": ExpertLayout.packed(FP8_BLOCK, torch.bfloat16, 384, 256, EXPERTS),
+    "fp8, blocks partly empty": ExpertLayout.packed(FP8_BLOCK, torch.bfloat16, 200, 150, EXPERTS, biased=True),
+    "fp8, clamped": ExpertLayout.packed(FP8_BLOCK, torch.float16, 136, 130, EXPERTS, 1.0),
+    "fp8, bfloat16, clamped": ExpertLayout.packed(FP8_BLOCK, torch.bfloat16, 1100, 130, EXPERTS, 1.0),
+    "bfloat16": ExpertLayout.packed(DENSE, torch.bfloat16, 256, 96, EXPERTS),
+    "bfloat16, clamped": ExpertLayout.packed(DENSE, torch.bfloat16, 129, 67, EXPERTS, 1.0, biased=True),
+    "float16": ExpertLayout.packed(DENSE, torch.float16, 47, 33, EXPERTS, biased=True),
+    "float32": ExpertLayout.packed(DENSE, torch.float32, 31, 5, EXPERTS, biased=True),
 }
 EVERY = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 NEVER, ALWAYS = 0, 1  # as tile_rows
@@ -37,15 +40,15 @@ ROUNDINGS = 2  # of one row that may fall the other way: each does with a chance
 
 def random_records(layout: ExpertLayout, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    records = torch.empty(layout.experts, layout.record_bytes, dtype=torch.uint8).fill_(0xFF)  # NaN between tensors
+    records = torch.empty(layout.experts, layout.record.nbytes, dtype=torch.uint8).fill_(0xFF)  # NaN between tensors
     for stack in layout.stacks(records):
         noise = torch.randn(stack.values.shape, generator=generator)
-        if stack.format == "mxfp4":
+        if stack.weight.format == MXFP4:
             assert stack.scales is not None
             stack.values.random_(0, 256, generator=generator)
             stack.scales.random_(118, 126, generator=generator)
             stack.scales[0, 0, 0] = 0  # the least scale, no normal float
-        elif stack.format == "fp8":
+        elif stack.weight.format == FP8_BLOCK:
             assert stack.scales is not None
             stack.values.copy_((noise * 20).to(torch.float8_e4m3fn))
             stack.values[0, 0, 0] = 2**-9  # subnormal
@@ -88,13 +91,12 @@ def one_rounding(layout: ExpertLayout, records: Tensor, x: Tensor, pairs: Tensor
     """How far an output moves if one activation, summed in another order, is rounded to the other side: at most 2^-7 of
     the largest of its terms. [n, H]."""
     first, second = layout.stacks(records)
-    parts = 1 if layout.limit is not None else 2
     out = torch.empty(len(pairs), layout.hidden)
     for row, (token, expert) in enumerate(pairs[:, :2].tolist()):
         bias = None if first.bias is None else first.bias[expert].float()
-        weight = first.expert(expert, torch.float32, parts).float()
+        weight = first.expert(expert, torch.float32).float()
         gate_up = linear_reference(x[None, token].bfloat16().float(), weight, bias)
-        h = silu_and_mul_reference(gate_up) if parts == 2 else clamped_swiglu_reference(gate_up, layout.limit or 0.0)
+        h = silu_and_mul_reference(gate_up) if layout.limit is None else clamped_swiglu_reference(gate_up, layout.limit)
         out[row] = (second.expert(expert, torch.float32).float() * h).abs().amax(1) * 2**-7
     return out
 
@@ -152,8 +154,8 @@ def test_experts_of_few_rows_and_of_many_share_a_request(
 
 @needs_native
 def test_every_code_is_exact_in_tiles() -> None:
-    layout = ExpertLayout.packed("fp8", torch.bfloat16, 256, 256, experts=1)
-    records = torch.zeros(1, layout.record_bytes, dtype=torch.uint8)
+    layout = ExpertLayout.packed(FP8_BLOCK, torch.bfloat16, 256, 256, experts=1)
+    records = torch.zeros(1, layout.record.nbytes, dtype=torch.uint8)
     gate_up, down = layout.stacks(records)
     codes = torch.arange(256, dtype=torch.uint8)
     codes[[0x7F, 0xFF]] = 0  # not numbers
@@ -173,7 +175,7 @@ def test_every_code_is_exact_in_tiles() -> None:
 @settings(max_examples=30, deadline=None)
 @given(hidden=st.integers(1, 300), inner=st.integers(1, 300), tokens=st.integers(0, 20), seed=st.integers(0, 99))
 def test_a_dense_mlp_is_a_layer_of_one_expert(hidden: int, inner: int, tokens: int, seed: int) -> None:
-    layout = ExpertLayout.packed("dense", torch.bfloat16, hidden, inner, experts=1, biased=True)
+    layout = ExpertLayout.packed(DENSE, torch.bfloat16, hidden, inner, experts=1, biased=True)
     records, x = random_records(layout, seed), random_rows(layout, tokens)
     pairs = torch.zeros(tokens, 4, dtype=torch.int32)
     pairs[:, 0] = torch.arange(tokens)

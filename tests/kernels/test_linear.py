@@ -6,15 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spillover.kernels import native
-from spillover.kernels.linear import (
-    PackedWeight,
-    embedding,
-    embedding_reference,
-    linear,
-    linear_reference,
-    pack,
-    unpack,
-)
+from spillover.kernels.fields import LinearShape
+from spillover.kernels.formats.dense import DENSE
+from spillover.kernels.formats.packed import Packed, pack
+from spillover.kernels.linear import embedding, embedding_reference, linear, linear_reference, unpack
 
 needs_native = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
 
@@ -30,8 +25,8 @@ def test_packed_product_is_the_product(rows: int, n: int, k: int, bias: bool, se
     weight = torch.randn(n, k, generator=generator)
     offset = torch.randn(n, generator=generator) if bias else None
     packed = pack(weight)
-    assert isinstance(packed, PackedWeight)
-    assert packed.shape == (n, k)
+    assert isinstance(packed.format, Packed)
+    assert packed.shape == LinearShape((n,), k)
     torch.testing.assert_close(linear(x, packed, offset), linear_reference(x, weight, offset), rtol=1e-4, atol=1e-4)
 
 
@@ -87,5 +82,7 @@ def test_a_wrong_width_is_refused() -> None:
 
 def test_other_dtypes_stay_as_they_are() -> None:
     weight = torch.randn(8, 16, dtype=torch.bfloat16)
-    assert pack(weight) is weight
-    assert linear(torch.randn(3, 16, dtype=torch.bfloat16), weight).dtype is torch.bfloat16
+    packed = pack(weight)
+    assert packed.format == DENSE
+    assert packed.tensors[0] is weight
+    assert linear(torch.randn(3, 16, dtype=torch.bfloat16), packed).dtype is torch.bfloat16

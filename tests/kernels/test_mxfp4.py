@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from spillover.kernels.mxfp4 import GROUP, VALUES, dequantize, quantize
+from spillover.kernels.formats.mxfp4 import GROUP, VALUES, dequantize, quantize
 
 
 def test_the_low_nibble_comes_first() -> None:

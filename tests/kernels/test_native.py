@@ -14,7 +14,8 @@ from spillover.kernels import native
 PROGRAM = """
 import torch
 from spillover.kernels import native
-from spillover.kernels.linear import linear, pack
+from spillover.kernels.formats.packed import pack
+from spillover.kernels.linear import linear
 from spillover.kernels.norm import rms_norm
 w = pack(torch.eye(40, 16))
 assert linear(torch.ones(3, 16), w).sum() == 48
@@ -128,7 +129,8 @@ touch "$out"
 def test_the_kernels_have_as_many_threads_as_torch_is_told_to_use() -> None:
     count = """
 import os, torch
-from spillover.kernels.linear import linear, pack
+from spillover.kernels.formats.packed import pack
+from spillover.kernels.linear import linear
 w, x = pack(torch.ones(4000, 64)), torch.ones(1, 64)
 for threads in (3, 1, 5):
     torch.set_num_threads(threads)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from spillover.kernels import native
-from spillover.kernels.linear import linear, pack
+from spillover.kernels.formats.packed import pack
+from spillover.kernels.linear import linear
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 from hf_reference import VOCAB, all_architectures, config_dict, greedy, reference_logits, tiny_model
+from loading import load_weights
 from torch import Tensor
 
 from spillover.kernels import native
 from spillover.kernels.batch import AttentionBatch
-from spillover.kernels.mxfp4 import dequantize, quantize
+from spillover.kernels.formats.mxfp4 import MXFP4, dequantize, quantize
 from spillover.models.checkpoint import Checkpoint
 from spillover.models.layers import KVViews, ModelStep
-from spillover.models.loader import load_weights
 from spillover.models.registry import architecture
 
 TOLERANCE = 1e-4
@@ -39,6 +39,9 @@ class StateDict:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.tensors[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.tensors[name].dtype
 
     def file(self, name: str) -> Path:
         return self.path
@@ -225,7 +228,7 @@ def test_mxfp4_experts_stay_as_stored_and_compute_what_their_values_say(kernels:
     checkpoint = StateDict({**config_dict(model), "quantization_config": {"quant_method": "mxfp4"}}, tensors)
     paged = PagedModel(checkpoint)
     layer_weights = paged.weights.parts["layers.0"]
-    assert layer_weights["experts.gate_up_blocks"].dtype == torch.uint8
-    assert "experts.gate_up" not in layer_weights
+    assert layer_weights["experts.gate_up"].format == MXFP4
+    assert {tensor.dtype for tensor in layer_weights["experts.gate_up"].tensors} == {torch.uint8}
     prompt = prompts_and_logits("gpt_oss")[0]["37"]
     assert_close(paged.step({"a": prompt})["a"], reference_logits(model, prompt))

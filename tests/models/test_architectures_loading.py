@@ -10,17 +10,19 @@ from typing import Any
 import pytest
 import torch
 from hf_reference import all_architectures, reference_logits, save_checkpoint, tiny_model
+from loading import dummy_weights, load_weights
 from test_architectures import CPU, PagedModel, StateDict, assert_close, one_thread  # noqa: F401
 
 from spillover.errors import CheckpointError
 from spillover.kernels import native
+from spillover.kernels.formats.dense import DENSE
 from spillover.kernels.linear import unpack
 from spillover.models.checkpoint import open_checkpoint
 from spillover.models.config import ModelConfig, RopeScaling, parse_rope
 from spillover.models.groups import LayerGroup, layer_groups
-from spillover.models.loader import dummy_weights, load_weights
+from spillover.models.loader import _tensors as stored_tensors
 from spillover.models.registry import architecture
-from spillover.models.weight_specs import WeightSpec, part_nbytes
+from spillover.models.weight_specs import part_nbytes
 
 PROMPT = list(range(3, 40))
 
@@ -68,7 +70,7 @@ def test_specs_count_the_bytes_before_anything_is_read(name: str) -> None:
     arch = architecture(config)
     parsed = arch.config(config)
     specs = arch.weight_specs(parsed)
-    expected = sum(part_nbytes(listed, 4) for listed in specs.values())
+    expected = sum(part_nbytes(listed, "float32") for listed in specs.values())
     assert expected == sum(parameter.nbytes for parameter in model.parameters())
     steps: list[tuple[int, int, str]] = []
     checkpoint = StateDict(config, model.state_dict())
@@ -78,7 +80,7 @@ def test_specs_count_the_bytes_before_anything_is_read(name: str) -> None:
     assert weights.nbytes == expected
     assert steps[-1][:2] == (expected, expected)
     assert [done for done, _, _ in steps] == sorted(done for done, _, _ in steps)
-    dummy = dummy_weights(parsed, specs, torch.float32, CPU, seed=1, pack=False)
+    dummy = dummy_weights(specs, torch.float32, CPU, seed=1, pack=False)
     assert dummy.nbytes == expected
 
 
@@ -110,13 +112,13 @@ def test_dummy_weights_are_the_same_for_the_same_seed_and_run() -> None:
     arch = architecture(config)
     parsed = arch.config(config)
     specs = arch.weight_specs(parsed)
-    first, again, other = (dummy_weights(parsed, specs, torch.float32, CPU, seed).parts for seed in (1, 1, 2))
-    blocks = [parts["layers.1"]["experts.down_blocks"] for parts in (first, again, other)]
+    first, again, other = (dummy_weights(specs, torch.float32, CPU, seed).parts for seed in (1, 1, 2))
+    blocks = [parts["layers.1"]["experts.down"].tensors[0] for parts in (first, again, other)]
     assert torch.equal(blocks[0], blocks[1])
     assert not torch.equal(blocks[0], blocks[2])
     assert torch.equal(first["head"]["norm"], torch.ones(parsed.hidden_size))
     paged = PagedModel(StateDict(config, _tensors_of_mxfp4(config)))
-    paged.weights = dummy_weights(parsed, specs, torch.float32, CPU, 1)
+    paged.weights = dummy_weights(specs, torch.float32, CPU, 1)
     assert paged.step({"a": PROMPT})["a"].isfinite().all()
 
 
@@ -124,18 +126,11 @@ def _tensors_of_mxfp4(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     arch = architecture(config)
     specs = arch.weight_specs(arch.config(config))
     return {
-        name: torch.zeros(
-            (rows, *spec.shape[1:]) if len(spec.sources[0].names) > 1 else _stored_shape(spec),
-            dtype=torch.uint8 if spec.dtype else torch.float32,
-        )
+        tensor.name: torch.zeros(tensor.shape, dtype=torch.uint8 if tensor.dtype == "uint8" else torch.float32)
         for listed in specs.values()
         for spec in listed
-        for name, rows in zip(spec.sources[0].names, spec.sources[0].rows, strict=True)
+        for tensor in stored_tensors(spec, spec.sources[0])
     }
-
-
-def _stored_shape(spec: WeightSpec) -> tuple[int, ...]:
-    return (*spec.shape[:-1], spec.shape[-1] - spec.padding)
 
 
 class OneAtATime(StateDict):
@@ -255,5 +250,5 @@ def test_packing_is_only_for_native_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     model, config = tiny_model("mixtral")
     weights = load(model, config)
     layer = weights.parts["layers.0"]
-    assert isinstance(layer["qkv"], torch.Tensor)
-    assert torch.equal(layer["experts.gate_up"], model.model.layers[0].mlp.experts.gate_up_proj)
+    assert layer["qkv"].format == layer["experts.gate_up"].format == DENSE
+    assert torch.equal(layer["experts.gate_up"].tensors[0], model.model.layers[0].mlp.experts.gate_up_proj)

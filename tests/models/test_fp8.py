@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from hf_reference import config_dict, reference_logits, tiny_model
+from loading import dummy_weights, load_weights
 from safetensors.torch import save_file
 from test_architectures import CPU, PagedModel, StateDict, assert_close, one_thread  # noqa: F401
 from torch import Tensor
 
 from spillover.errors import CheckpointError
-from spillover.kernels import fp8
+from spillover.kernels.formats import fp8_block as fp8
 from spillover.models.checkpoint import open_checkpoint
-from spillover.models.loader import dummy_weights, load_weights
 from spillover.models.registry import architecture
 from spillover.models.weight_specs import part_nbytes
 
@@ -64,12 +64,13 @@ def test_values_times_scales(name: str, tmp_path: Path) -> None:
     assert_close(paged.step({"a": PROMPT})["a"], reference_logits(model, PROMPT))
     if name != "qwen3":
         layer = paged.weights.parts["layers.0"]
-        assert layer["experts.gate_up"].dtype == layer["experts.down"].dtype == torch.float8_e4m3fn
-        assert layer["experts.down_scales"].dtype == torch.float32
+        for name in ("experts.gate_up", "experts.down"):
+            assert layer[name].format == fp8.FP8_BLOCK
+            assert [tensor.dtype for tensor in layer[name].tensors] == [torch.float8_e4m3fn, torch.float32]
     specs = architecture(config).weight_specs(architecture(config).config(config))
     plain = load_weights(StateDict(config, tensors), architecture(config).config(config), specs, torch.float32, CPU,
                          pack=False)
-    assert plain.nbytes == sum(part_nbytes(listed, 4) for listed in specs.values())
+    assert plain.nbytes == sum(part_nbytes(listed, "float32") for listed in specs.values())
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "model.safetensors")
     with open_checkpoint(tmp_path) as checkpoint:
@@ -80,10 +81,11 @@ def test_dummy_weights_are_finite() -> None:
     _, config, _ = fp8_model("qwen3_moe")
     arch = architecture(config)
     parsed = arch.config(config)
-    weights = dummy_weights(parsed, arch.weight_specs(parsed), torch.float32, CPU).parts["layers.0"]
-    assert weights["experts.down"].dtype == torch.float8_e4m3fn
-    assert weights["experts.down"].float().isfinite().all()
-    assert weights["experts.down"].float().std() > 0.1
+    weights = dummy_weights(arch.weight_specs(parsed), torch.float32, CPU).parts["layers.0"]
+    values, _ = weights["experts.down"].tensors
+    assert values.dtype == torch.float8_e4m3fn
+    assert values.float().isfinite().all()
+    assert values.float().std() > 0.1
 
 
 def test_blocks_of_another_size_are_refused() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf_writing import write_like_llama_cpp
+from loading import load_weights
 from test_gguf import CASES, random_model
 
 from spillover import LLM, SamplingParams
@@ -17,12 +18,12 @@ from spillover.engine.assemble import plan_model
 from spillover.engine.config import EngineConfig
 from spillover.errors import CheckpointError
 from spillover.kernels import native
-from spillover.kernels.coded import CodedWeight
+from spillover.kernels.formats.gguf_codes import GgufCodes
 from spillover.kernels.linear import unpack
 from spillover.models.checkpoint import open_checkpoint
-from spillover.models.loader import load_weights
+from spillover.models.gguf_codes import code_bits
 from spillover.models.registry import architecture
-from spillover.models.weight_specs import WeightSpecs, in_codes, part_nbytes
+from spillover.models.weight_specs import WeightSpecs, in_codes, kept_on, part_nbytes
 
 DENSE = ["llama", "llama with biases, tied", "qwen2", "qwen3"]
 needs_codes = pytest.mark.skipif(not native.multiplies_codes(), reason="this CPU does not multiply codes")
@@ -64,19 +65,19 @@ def test_weights_in_codes_are_those_that_are_widened(case: str, kind: Kind, tmp_
         for spec in specs[part]:
             found = kept[part][spec.name]
             assert torch.equal(unpack(found), unpack(named[spec.name])), f"{part}.{spec.name}"
-            assert isinstance(found, CodedWeight) == (spec.code_bits > 0)
-            coded += spec.code_bits > 0
-        rows = {spec.name: spec.shape[0] for spec in specs[part]}
-        if all(count % 32 == 0 or name.endswith(("norm", "bias")) for name, count in rows.items()):
-            assert sum(weight.nbytes for weight in kept[part].values()) == part_nbytes(specs[part], 4), part
+            if spec.format is not None:
+                assert (found.format == GgufCodes(code_bits(kind))) == isinstance(spec.format, GgufCodes)
+            coded += isinstance(spec.format, GgufCodes)
+        counted = kept_on(specs, "cpu", "float32")[part]
+        assert sum(weight.nbytes for weight in kept[part].values()) == part_nbytes(counted, "float32"), part
     assert coded >= 8  # four matrices a layer, two layers
 
 
 def test_matrices_that_are_joined_stay_in_codes_only_if_all_are_of_one_kind(tmp_path: Path) -> None:
     specs, kept = loaded(quantised("qwen2", tmp_path, Kind.Q4_1, attn_v=Kind.Q8_0, ffn_down=Kind.F16), keep=True)
-    bits = {spec.name: spec.code_bits for spec in specs["layers.0"]}
+    bits = {spec.name: spec.format.native_bits or 0 for spec in specs["layers.0"] if spec.format is not None}
     assert (bits["qkv"], bits["o"], bits["gate_up"], bits["down"]) == (0, 4, 4, 0)
-    assert not isinstance(kept["layers.0"]["qkv"], CodedWeight)
+    assert not isinstance(kept["layers.0"]["qkv"].format, GgufCodes)
 
 
 def test_what_is_no_matrix_of_codes_is_not_read_as_one(tmp_path: Path) -> None:
@@ -110,7 +111,8 @@ def test_a_plan_counts_codes(tmp_path: Path) -> None:
     for config in (EngineConfig(model=path), EngineConfig(model=path, weight_codes="widen"),
                    EngineConfig(model=path, load_format="dummy"), EngineConfig(model=path, dtype="bfloat16")):
         planned = plan_model(config)
-        bits = {spec.code_bits for listed in planned.specs.values() for spec in listed}
+        bits = {spec.format.native_bits or 0 for listed in planned.specs.values() for spec in listed
+                if spec.format is not None}
         plans[config.weight_codes, config.load_format, config.dtype] = (planned.plan.weight_bytes, bits)
     kept, widened = plans["keep", "auto", "auto"], plans["widen", "auto", "auto"]
     assert kept[1] == {0, 4}

@@ -12,14 +12,15 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from loading import dummy_weights
 from plan_shapes import CPU, GIB, GPT_OSS, GPU, RATES, SMOLLM2, SMOLLM2_SPECS, TINY
 
 from spillover.errors import PlanError
-from spillover.kernels import native
+from spillover.kernels.records import Record
 from spillover.models import gpt_oss, llama, qwen3_moe
 from spillover.models.config import ModelConfig
-from spillover.models.loader import dummy_weights
-from spillover.models.records import Record, one_expert_of, split_experts
+from spillover.models.weight_specs import kept_on
+from spillover.models.weights import one_expert_of, split_experts
 from spillover.plan.placement import SLOTTED, WeightPlan
 from spillover.plan.planner import Plan, PlanRequest, make_plan
 from spillover.plan.strategies import Choice, Strategies
@@ -97,8 +98,7 @@ def test_a_plan_keeps_to_its_budgets_and_places_each_unit_once(flags: dict[str, 
 
 
 def check_units(placed: WeightPlan, plan: Plan, config: ModelConfig, specs: Any) -> None:
-    units = weight_units(config, specs, plan.dtype,
-                         max(1, native.panel_width()) if plan.device == "cpu" and plan.dtype == "float32" else 1)
+    units = weight_units(config, kept_on(specs, plan.device, plan.dtype), plan.dtype)
     assert list(placed.parts) == list(specs)
     assert set(placed.experts) == set(units.stacks)
     assert set(placed.parts.values()) <= {"resident", "streamed", "demand"}
@@ -413,8 +413,8 @@ def test_units_are_counted_as_they_will_lie(kind: str, packed: bool) -> None:
                          expert_format="dense" if kind == "mixture" else kind, swiglu_limit=7.0,
                          qk_norm=kind != "mxfp4")
         specs = (gpt_oss if kind == "mxfp4" else qwen3_moe).weight_specs(config)
-    weights = dummy_weights(config, specs, torch.float32, torch.device("cpu"), pack=packed)
-    units = weight_units(config, specs, "float32", max(1, native.panel_width()) if packed else 1)
+    weights = dummy_weights(specs, torch.float32, torch.device("cpu"), pack=packed)
+    units = weight_units(config, kept_on(specs, "cpu", "float32") if packed else specs, "float32")
     for part, held in weights.parts.items():
         common, experts = split_experts(held)
         assert Record.of(common).nbytes == units.records[part]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from plan_shapes import GPT_OSS, GPT_OSS_SPECS, MIXTURE, MIXTURE_SPECS, SMOLLM2, SMOLLM2_SPECS, TINY, TINY_SPECS
 
+from spillover.models.weight_specs import reformatted
 from spillover.plan.shapes import model_shape
 
 
@@ -34,7 +35,8 @@ def test_a_small_model_by_hand() -> None:
 
 
 def test_packed_rows_are_padded() -> None:
-    plain, packed = model_shape(TINY, TINY_SPECS, "float32"), model_shape(TINY, TINY_SPECS, "float32", panel=32)
+    panels = reformatted(TINY_SPECS, lambda weight: weight.packed(32))
+    plain, packed = model_shape(TINY, TINY_SPECS, "float32"), model_shape(TINY, panels, "float32")
     assert dict(packed.weights)["head"] == 4 * 128 * 8
     assert dict(packed.weights)["embedding"] == dict(plain.weights)["embedding"]  # looked up, so not packed
 

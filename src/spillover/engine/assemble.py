@@ -67,7 +67,8 @@ class PlannedModel:
     @property
     def in_codes(self) -> bool:
         """Whether weights stay in the codes of their file."""
-        return any(spec.code_bits for listed in self.specs.values() for spec in listed)
+        return any(spec.format is not None and spec.format.native_bits for listed in self.specs.values()
+                   for spec in listed)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ overwritten and returned; use only what is returned. `w` holds the layer's weigh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -17,20 +17,35 @@ from spillover.kernels import native
 from spillover.kernels.activation import silu_and_mul
 from spillover.kernels.attention import POOL_KINDS, attention, native_block_stride, store_kv
 from spillover.kernels.batch import AttentionBatch, LayerShape
-from spillover.kernels.coded import PanelWeight
+from spillover.kernels.formats.base import Linear
 from spillover.kernels.linear import linear
 from spillover.kernels.norm import add_rms_norm, rms_norm
 from spillover.kernels.rope import rope
 
 
-def attention_block(x: Tensor, residual: Tensor, w: Mapping[str, Any], shape: LayerShape, cos: Tensor, sin: Tensor,
+class LayerWeights(TypedDict, total=False):
+    """A dense layer's weights; of biases, norms of heads and sinks those that the model has."""
+
+    input_norm: Tensor
+    qkv: Linear
+    qkv_bias: Tensor
+    q_norm: Tensor
+    k_norm: Tensor
+    sinks: Tensor
+    o: Linear
+    o_bias: Tensor
+    mlp_norm: Tensor
+    gate_up: Linear
+    gate_up_bias: Tensor
+    down: Linear
+    down_bias: Tensor
+
+
+def attention_block(x: Tensor, residual: Tensor, w: LayerWeights, shape: LayerShape, cos: Tensor, sin: Tensor,
                     kv_layer: Tensor, batch: AttentionBatch, window: int | None,
                     layer: int = 0) -> tuple[Tensor, Tensor]:
-    """x and residual [T, hidden] -> (the attention's output, residual + x).
-
-    `w`: input_norm, qkv, o, and where the model has them qkv_bias, o_bias, q_norm and k_norm, sinks. `layer`: whose
-    blocks of a cold prefix to ask for.
-    """
+    """x and residual [T, hidden] -> (the attention's output, residual + x). `layer`: whose blocks of a cold prefix to
+    ask for."""
     if x.is_cuda and batch.cold is None:
         from spillover.kernels.triton import block as on_cuda
 
@@ -39,44 +54,42 @@ def attention_block(x: Tensor, residual: Tensor, w: Mapping[str, Any], shape: La
     qkv, o, q_norm = w["qkv"], w["o"], w.get("q_norm")
     heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     stride = native_block_stride(kv_layer, x, kv_heads, dim, batch)
-    packed = isinstance(qkv, PanelWeight) and isinstance(o, PanelWeight)
-    if library is None or stride is None or not packed or batch.cold is not None:
+    bits = qkv.format.native_bits, o.format.native_bits
+    if library is None or stride is None or None in bits or batch.cold is not None:
         return attention_block_reference(x, residual, w, shape, cos, sin, kv_layer, batch, window, layer)
     rows, hidden = x.shape
     width = (2 if q_norm is None else 3) * (heads + kv_heads) * dim
     scratch = torch.empty(rows * (hidden + width))
     library.attention_block(
         *(x.data_ptr(), residual.data_ptr(), w["input_norm"].data_ptr(), shape.eps),
-        *(qkv.panels.data_ptr(), qkv.bits, _pointer(w.get("qkv_bias")), _pointer(q_norm), _pointer(w.get("k_norm"))),
+        *(qkv.tensors[0].data_ptr(), bits[0], _pointer(w.get("qkv_bias")), _pointer(q_norm), _pointer(w.get("k_norm"))),
         *(cos.data_ptr(), sin.data_ptr(), kv_layer.data_ptr(), stride),
         *(batch.positions.data_ptr(), batch.rows.data_ptr(), *batch.query_arguments),
         *(shape.scale, window or 0, _pointer(w.get("sinks"))),
-        *(o.panels.data_ptr(), o.bits, _pointer(w.get("o_bias"))),
+        *(o.tensors[0].data_ptr(), bits[1], _pointer(w.get("o_bias"))),
         *(rows, hidden, heads, kv_heads, dim, batch.block_size, POOL_KINDS[batch.kv_dtype], scratch.data_ptr()),
     )
     return x, residual
 
 
-def mlp_block(x: Tensor, residual: Tensor, w: Mapping[str, Any], shape: LayerShape) -> tuple[Tensor, Tensor]:
-    """x and residual [T, hidden] -> (the gated MLP's output, residual + x).
-
-    `w`: mlp_norm, gate_up, down, and where the model has them gate_up_bias and down_bias.
-    """
+def mlp_block(x: Tensor, residual: Tensor, w: LayerWeights, shape: LayerShape) -> tuple[Tensor, Tensor]:
+    """x and residual [T, hidden] -> (the gated MLP's output, residual + x)."""
     if x.is_cuda:
         from spillover.kernels.triton import block as on_cuda
 
         return on_cuda.mlp_block(x, residual, w, shape)
     library = native.fused()
     gate_up, down = w["gate_up"], w["down"]
-    if library is None or not (isinstance(gate_up, PanelWeight) and isinstance(down, PanelWeight)):
+    bits = gate_up.format.native_bits, down.format.native_bits
+    if library is None or None in bits:
         return mlp_block_reference(x, residual, w, shape)
     rows, hidden = x.shape
-    inner = down.shape[1]
+    inner = down.shape.in_features
     scratch = torch.empty(rows * (hidden + 3 * inner))
     library.mlp_block(
         *(x.data_ptr(), residual.data_ptr(), w["mlp_norm"].data_ptr(), shape.eps),
-        *(gate_up.panels.data_ptr(), gate_up.bits, _pointer(w.get("gate_up_bias"))),
-        *(down.panels.data_ptr(), down.bits, _pointer(w.get("down_bias"))),
+        *(gate_up.tensors[0].data_ptr(), bits[0], _pointer(w.get("gate_up_bias"))),
+        *(down.tensors[0].data_ptr(), bits[1], _pointer(w.get("down_bias"))),
         *(rows, hidden, inner, scratch.data_ptr()),
     )
     return x, residual
@@ -85,23 +98,25 @@ def mlp_block(x: Tensor, residual: Tensor, w: Mapping[str, Any], shape: LayerSha
 class LayerStack:
     """Dense layers whose weights and KV stay where they are, all in one native call."""
 
-    def __init__(self, layers: Sequence[Mapping[str, Any]], kv_layers: Sequence[tuple[Tensor, int]],
+    def __init__(self, layers: Sequence[LayerWeights], kv_layers: Sequence[tuple[Tensor, int]],
                  windows: Sequence[int | None]) -> None:
         """`layers`: the weights of each, as `attention_block` and `mlp_block` take them; `kv_layers`: the KV of each,
         and the group whose batch it is of."""
         self._records = torch.tensor([
-            [_pointer(w["input_norm"]), *_matrix(w, "qkv"), _pointer(w.get("q_norm")), _pointer(w.get("k_norm")),
-             _pointer(w.get("sinks")), *_matrix(w, "o"), _pointer(w["mlp_norm"]), *_matrix(w, "gate_up"),
-             *_matrix(w, "down"), kv.data_ptr(), group, window or 0]
+            [_pointer(w["input_norm"]), *_matrix(w["qkv"], w.get("qkv_bias")), _pointer(w.get("q_norm")),
+             _pointer(w.get("k_norm")), _pointer(w.get("sinks")), *_matrix(w["o"], w.get("o_bias")),
+             _pointer(w["mlp_norm"]), *_matrix(w["gate_up"], w.get("gate_up_bias")),
+             *_matrix(w["down"], w.get("down_bias")), kv.data_ptr(), group, window or 0]
             for w, (kv, group), window in zip(layers, kv_layers, windows, strict=True)
         ], dtype=torch.int64)
         self._kv = kv_layers[0][0]
         self._normed = "q_norm" in layers[0]
-        self._inner = layers[0]["down"].shape[1]
+        self._inner = layers[0]["down"].shape.in_features
 
     @staticmethod
-    def serves(layers: Sequence[Mapping[str, Any]]) -> bool:
-        return all(isinstance(w[name], PanelWeight) for w in layers for name in ("qkv", "o", "gate_up", "down"))
+    def serves(layers: Sequence[LayerWeights]) -> bool:
+        return all(matrix.format.native_bits is not None for w in layers
+                   for matrix in (w["qkv"], w["o"], w["gate_up"], w["down"]))
 
     def run(self, x: Tensor, residual: Tensor, shape: LayerShape, cos: Tensor, sin: Tensor,
             batches: Sequence[AttentionBatch]) -> bool:
@@ -127,7 +142,7 @@ class LayerStack:
         return True
 
 
-def attention_block_reference(x: Tensor, residual: Tensor, w: Mapping[str, Any], shape: LayerShape, cos: Tensor,
+def attention_block_reference(x: Tensor, residual: Tensor, w: LayerWeights, shape: LayerShape, cos: Tensor,
                               sin: Tensor, kv_layer: Tensor, batch: AttentionBatch, window: int | None,
                               layer: int = 0) -> tuple[Tensor, Tensor]:
     rows = x.shape[0]
@@ -143,7 +158,7 @@ def attention_block_reference(x: Tensor, residual: Tensor, w: Mapping[str, Any],
     return linear(out.view(rows, -1), w["o"], w.get("o_bias")), residual
 
 
-def mlp_block_reference(x: Tensor, residual: Tensor, w: Mapping[str, Any],
+def mlp_block_reference(x: Tensor, residual: Tensor, w: LayerWeights,
                         shape: LayerShape) -> tuple[Tensor, Tensor]:
     x, residual = add_rms_norm(x, residual, w["mlp_norm"], shape.eps)
     return linear(silu_and_mul(linear(x, w["gate_up"], w.get("gate_up_bias"))), w["down"], w.get("down_bias")), residual
@@ -153,6 +168,7 @@ def _pointer(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _matrix(w: Mapping[str, Any], name: str) -> tuple[int, int, int]:
+def _matrix(w: Linear, bias: Tensor | None) -> tuple[int, int, int]:
     """Its panels, the bits of its codes, its bias."""
-    return w[name].panels.data_ptr(), w[name].bits, _pointer(w.get(f"{name}_bias"))
+    assert w.format.native_bits is not None
+    return w.tensors[0].data_ptr(), w.format.native_bits, _pointer(bias)

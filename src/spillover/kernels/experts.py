@@ -1,33 +1,41 @@
-"""The linears of a layer's experts, in the form they are kept in."""
+"""The linears of a layer's experts, as the kernels of a mixture take them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
-from spillover.kernels import fp8, mxfp4
+from spillover.kernels.formats.base import Linear
+from spillover.kernels.formats.grouped_gemm import GroupedGemm
+
+ExpertWeights = TypedDict("ExpertWeights", {
+    "experts.gate_up": Linear, "experts.gate_up_bias": Tensor, "experts.down": Linear, "experts.down_bias": Tensor,
+}, total=False)
 
 
 @dataclass(frozen=True)
 class Experts:
-    """A stack of linears [experts, out, in] in the form it is kept in.
+    """A stack of linears and their biases."""
 
-    dense: values in the engine's type [E, N, K]. fp8: values float8_e4m3fn [E, N, K] and float32 scales, one a block of
-    128 x 128 [E, blocks of N, blocks of K]; gate and up were quantised apart, so each begins a block of its own.
-    mxfp4: values uint8 [E, N, K / 2] and scales uint8 with their rows padded, [E, N, mxfp4.padded(K / 32)].
-    """
-
-    values: Tensor
-    scales: Tensor | None = None
-    bias: Tensor | None = None  # [E, N]
+    weight: Linear  # [experts, out, in]
+    bias: Tensor | None = None  # [experts, out]
 
     @property
-    def format(self) -> str:
-        if self.scales is None:
-            return "dense"
-        return "mxfp4" if self.values.dtype is torch.uint8 else "fp8"
+    def values(self) -> Tensor:
+        return self.weight.tensors[0]
+
+    @property
+    def scales(self) -> Tensor | None:
+        return self.weight.tensors[1] if len(self.weight.tensors) > 1 else None
+
+    @property
+    def gemm(self) -> GroupedGemm:
+        gemm = self.weight.format.experts
+        assert gemm is not None, f"{self.weight.format} has no grouped product"
+        return gemm
 
     @property
     def count(self) -> int:
@@ -36,15 +44,14 @@ class Experts:
     @property
     def width(self) -> int:
         """Inputs of one linear."""
-        return self.values.shape[2] * (2 if self.format == "mxfp4" else 1)
+        return self.weight.shape.in_features
 
-    def expert(self, index: int, dtype: torch.dtype, parts: int = 1) -> Tensor:
-        """One linear, widened; `parts`: matrices below each other that were quantised apart."""
-        values, scales = self.values[index], None if self.scales is None else self.scales[index]
-        if scales is None:
-            return values
-        if self.format == "mxfp4":
-            groups = values.shape[1] * 2 // mxfp4.GROUP
-            return mxfp4.dequantize(values.view(values.shape[0], groups, -1), scales, dtype)
-        pieces = zip(values.chunk(parts), scales.chunk(parts), strict=True)
-        return torch.cat([fp8.dequantize(value, scale, dtype) for value, scale in pieces])
+    def expert(self, index: int, dtype: torch.dtype) -> Tensor:
+        """One linear's weight in numbers [out, in]."""
+        return self.weight.format.dequantize(self.weight.expert(index), dtype)
+
+
+def expert_stacks(w: ExpertWeights) -> tuple[Experts, Experts]:
+    """A layer's experts: gate_up and down with their biases."""
+    return (Experts(w["experts.gate_up"], w.get("experts.gate_up_bias")),
+            Experts(w["experts.down"], w.get("experts.down_bias")))

@@ -10,17 +10,16 @@ SEGMENTS = 2  # one is attended while the next is copied
 CODE_BLOCK = 32  # columns of a weight in codes that share a scale and an offset
 CODE_PANEL = 32  # channels of such a weight that lie together
 CODE_BYTES = {4: 640, 8: 1088}  # of a block of a panel, by bits of a code
-# A CUDA device widens a layer's experts in FP8 once, instead of in every tile of rows that meets them, where a step has
+# A CUDA device dequantises a layer's experts once, instead of in every tile of rows that meets them, where a step has
 # so many tokens and an expert so many rows on average that this is faster, and all of them take no more than this.
 WIDE_TOKENS = 1024
 WIDE_ROWS = 256
 WIDE_BYTES = 2 << 30
 
 
-def widens(expert_format: str, experts: int, k: int, expert_bytes: int, tokens: int) -> bool:
-    """`expert_bytes`: of one that is widened."""
-    return (expert_format == "fp8" and tokens >= WIDE_TOKENS and tokens * k >= WIDE_ROWS * experts
-            and experts * expert_bytes <= WIDE_BYTES)
+def dequantizes(experts: int, k: int, expert_bytes: int, tokens: int) -> bool:
+    """`expert_bytes`: of one that is dequantised."""
+    return (tokens >= WIDE_TOKENS and tokens * k >= WIDE_ROWS * experts and experts * expert_bytes <= WIDE_BYTES)
 
 
 def split_blocks(block_size: int) -> int:

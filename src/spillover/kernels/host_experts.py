@@ -8,124 +8,77 @@ steps are under way and sleep when none comes.
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import threading
 import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from spillover.errors import SpilloverError
-from spillover.kernels import fp8, mxfp4, native
+from spillover.kernels import native
 from spillover.kernels.activation import clamped_swiglu_reference, silu_and_mul_reference
-from spillover.kernels.experts import Experts
+from spillover.kernels.experts import Experts, ExpertWeights, expert_stacks
+from spillover.kernels.fields import LinearShape
+from spillover.kernels.formats.base import HOST_TYPES, Linear, Weight, WeightFormat
 from spillover.kernels.linear import linear_reference
-from spillover.kernels.mail import ALIGNMENT, COUNT, DONE, FAILED, LAYER, PAIR, POSTED, TOKENS, Mail
+from spillover.kernels.mail import COUNT, DONE, FAILED, LAYER, PAIR, POSTED, TOKENS, Mail
+from spillover.kernels.records import Record
 
 GRAIN = 32 << 10  # bytes of weights that a thread takes at a time
 TILE_ROWS = 4  # an expert of as many rows is computed in the cores' tiles as bfloat16, where they have such
 NAP = 50e-6  # seconds between looks at the mail, where torch computes
 REFUSED = 2  # as FAILED: the host cannot make sense of what was posted
-_TYPES = (torch.float32, torch.bfloat16, torch.float16)
-_FORMS = {"fp8": 3, "mxfp4": 4}
-
-
-@dataclass(frozen=True)
-class LinearPlace:
-    """Where one linear's tensors begin in a record, in bytes."""
-
-    values: int
-    scales: int | None = None
-    bias: int | None = None
-
-    @property
-    def numbers(self) -> tuple[int, int, int]:
-        return self.values, -1 if self.scales is None else self.scales, -1 if self.bias is None else self.bias
 
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """One expert's record: gate_up [2I, H] and down [H, I] in a form of kernels.moe.Experts.
+    """One expert's record: gate_up [2I, H] and down [H, I], named as in ExpertWeights, in one format.
 
     With a `limit` the activation is the clamped SwiGLU over rows of gate and up in turn, without it SiLU-mul over gate
     rows and then up rows. A dense MLP is a layer with one expert.
     """
 
-    format: str  # "dense" | "fp8" | "mxfp4"
+    record: Record
+    format: WeightFormat
     dtype: torch.dtype  # of biases, and of dense values
     hidden: int
     inner: int
     experts: int  # records of a layer
-    record_bytes: int
-    gate_up: LinearPlace
-    down: LinearPlace
     limit: float | None = None
 
     @classmethod
-    def packed(
-        cls, weight_format: str, dtype: torch.dtype, hidden: int, inner: int, experts: int, limit: float | None = None,
-        biased: bool = False,
-    ) -> ExpertLayout:
-        """The tensors one after another: values, scales and bias of gate_up, then those of down."""
-        end, places = 0, []
-        for rows, columns, parts in _matrices(hidden, inner, limit):
-            starts: dict[str, int] = {}
-            for name, (kind, shape) in _tensors(weight_format, dtype, rows, columns, parts).items():
-                if name != "bias" or biased:
-                    starts[name] = end
-                    end += -(-math.prod(shape) * kind.itemsize // ALIGNMENT) * ALIGNMENT
-            places.append(LinearPlace(**starts))
-        return cls(weight_format, dtype, hidden, inner, experts, end, places[0], places[1], limit)
+    def packed(cls, weight_format: WeightFormat, dtype: torch.dtype, hidden: int, inner: int, experts: int,
+               limit: float | None = None, biased: bool = False) -> ExpertLayout:
+        """The tensors one after another: those of gate_up and its bias, then those of down."""
+        one: dict[str, Weight] = {}
+        sizes = (inner, inner) if limit is None else (2 * inner,)  # rows in turn are quantised together
+        for name, shape in (("experts.gate_up", LinearShape(sizes, hidden)),
+                            ("experts.down", LinearShape((hidden,), inner))):
+            fields = weight_format.fields(shape, str(dtype).removeprefix("torch."))
+            one[name] = Linear(weight_format, shape, tuple(
+                torch.empty(1, *field.shape, dtype=getattr(torch, field.dtype), device="meta") for field in fields))
+            if biased:
+                one[f"{name}_bias"] = torch.empty(1, shape.out_features, dtype=dtype, device="meta")
+        return cls(Record.of(one), weight_format, dtype, hidden, inner, experts, limit)
 
     def stacks(self, records: Tensor) -> tuple[Experts, Experts]:
-        """Of the records uint8 [E, record_bytes] of a layer: views of gate_up and down."""
-        first, second = _matrices(self.hidden, self.inner, self.limit)
-        return self._stack(records, self.gate_up, *first), self._stack(records, self.down, *second)
+        """Of the records uint8 [E, record.nbytes] of a layer: views of gate_up and down."""
+        return expert_stacks(cast(ExpertWeights, self.record.stacks(records)))
 
     @property
     def numbers(self) -> list[int]:
-        """For the native kernels."""
-        form = _FORMS[self.format] if self.format in _FORMS else _TYPES.index(self.dtype)
-        return [form, _TYPES.index(self.dtype), self.hidden, self.inner, self.experts, self.record_bytes,
-                int(self.limit is not None), *self.gate_up.numbers, *self.down.numbers]
-
-    def _stack(self, records: Tensor, place: LinearPlace, rows: int, columns: int, parts: int) -> Experts:
-        tensors = _tensors(self.format, self.dtype, rows, columns, parts)
-
-        def view(name: str, at: int) -> Tensor:
-            dtype, shape = tensors[name]
-            size = dtype.itemsize
-            strides = (records.stride(0) // size, *shape[1:], 1)
-            start = (records.storage_offset() + at) // size
-            return records.view(dtype).as_strided((records.shape[0], *shape), strides, start)
-
-        return Experts(
-            view("values", place.values),
-            None if place.scales is None else view("scales", place.scales),
-            None if place.bias is None else view("bias", place.bias),
-        )
-
-
-def _matrices(hidden: int, inner: int, limit: float | None) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """(rows, columns, matrices below each other that were quantised apart) of gate_up and of down."""
-    return (2 * inner, hidden, 2 if limit is None else 1), (hidden, inner, 1)
-
-
-def _tensors(
-    weight_format: str, dtype: torch.dtype, rows: int, columns: int, parts: int
-) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    bias = (dtype, (rows,))
-    if weight_format == "mxfp4":
-        groups = mxfp4.padded(columns // mxfp4.GROUP)
-        return {"values": (torch.uint8, (rows, columns // 2)), "scales": (torch.uint8, (rows, groups)), "bias": bias}
-    if weight_format == "fp8":
-        blocks = (parts * fp8.blocks(rows // parts), fp8.blocks(columns))
-        return {"values": (torch.float8_e4m3fn, (rows, columns)), "scales": (torch.float32, blocks), "bias": bias}
-    return {"values": (dtype, (rows, columns)), "bias": bias}
+        """For the native kernels; where each linear's values, scales and bias begin, -1: it has none."""
+        code = self.format.host_code(self.dtype)
+        assert code is not None, f"the host computes no {self.format}"
+        at = [offset for name in ("experts.gate_up", "experts.down")
+              for offset in (*(*self.record.offsets(name), -1)[:2], (*self.record.offsets(f"{name}_bias"), -1)[0])]
+        return [code, HOST_TYPES.index(self.dtype), self.hidden, self.inner, self.experts, self.record.nbytes,
+                int(self.limit is not None), *at]
 
 
 class HostExperts:
@@ -215,7 +168,7 @@ class HostExperts:
     def _computed_by_torch(self, layer: int, x: Tensor, pairs: Tensor) -> Tensor:
         if not 0 <= layer < len(self._bases) or not self._bases[layer]:
             raise IndexError(f"no such layer on the host: {layer}")
-        size = self.layout.experts * self.layout.record_bytes
+        size = self.layout.experts * self.layout.record.nbytes
         memory = (ctypes.c_uint8 * size).from_address(self._bases[layer])
         records = torch.frombuffer(memory, dtype=torch.uint8).view(self.layout.experts, -1)
         return host_experts_reference(self.layout, records, x, pairs)
@@ -228,7 +181,7 @@ def _has_tiles(library: ctypes.CDLL | None) -> bool:
 def host_experts_reference(
     layout: ExpertLayout, records: Tensor, x: Tensor, pairs: Tensor, rounded: bool = False
 ) -> Tensor:
-    """records uint8 [E, record_bytes], x [T, H], pairs int32 [n, 4] -> [n, H], float32.
+    """records uint8 [E, record.nbytes], x [T, H], pairs int32 [n, 4] -> [n, H], float32.
 
     `rounded`: x and the activation are rounded to bfloat16, as where experts are computed in tiles.
     """
@@ -239,8 +192,7 @@ def host_experts_reference(
     for index in sorted(set(ids.tolist())):
         chosen = (ids == index).nonzero().flatten()
         bias = [None if stack.bias is None else stack.bias[index].float() for stack in (first, second)]
-        weight = first.expert(index, torch.float32, parts=1 if layout.limit is not None else 2).float()
-        gate_up = linear_reference(x[tokens[chosen]].float(), weight, bias[0])
+        gate_up = linear_reference(x[tokens[chosen]].float(), first.expert(index, torch.float32).float(), bias[0])
         h = silu_and_mul_reference(gate_up) if layout.limit is None else clamped_swiglu_reference(gate_up, layout.limit)
         h = h.bfloat16().float() if rounded else h
         out[chosen] = linear_reference(h, second.expert(index, torch.float32).float(), bias[1])

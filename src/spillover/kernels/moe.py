@@ -13,19 +13,17 @@ from spillover.kernels.linear import linear_reference
 
 
 def mixture(
-    x: Tensor, scores: Tensor, first: Experts, second: Experts, k: int, renormalize: bool, limit: float | None = None,
-    fixed: bool = False,
+    x: Tensor, scores: Tensor, first: Experts, second: Experts, k: int, renormalize: bool, limit: float | None = None
 ) -> Tensor:
     """x [T, H], scores [T, E] -> [T, H]: every token through the k experts it scores highest.
 
     `first` [E, 2I, H] and `second` [E, H, I] are the experts' two products. With a `limit` the activation is the
-    clamped SwiGLU over rows of gate and up in turn, without it SiLU-mul over gate rows and then up rows. `fixed`: a
-    row's sums have one order, whatever the number of rows.
+    clamped SwiGLU over rows of gate and up in turn, without it SiLU-mul over gate rows and then up rows.
     """
     if x.is_cuda:
         from spillover.kernels.triton import moe as on_cuda
 
-        return on_cuda.mixture(x, scores, first, second, k, renormalize, limit, fixed)
+        return on_cuda.mixture(x, scores, first, second, k, renormalize, limit)
     return mixture_reference(x, scores, first, second, k, renormalize, limit)
 
 
@@ -37,7 +35,7 @@ def mixture_reference(
 
     def expert(index: int, rows: Tensor) -> Tensor:
         bias = [None if stack.bias is None else stack.bias[index] for stack in (first, second)]
-        gate_up = linear_reference(rows, first.expert(index, x.dtype, parts=1 if limit is not None else 2), bias[0])
+        gate_up = linear_reference(rows, first.expert(index, x.dtype), bias[0])
         h = silu_and_mul_reference(gate_up) if limit is None else clamped_swiglu_reference(gate_up, limit)
         return linear_reference(h, second.expert(index, x.dtype), bias[1])
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from spillover.kernels.activation import clamped_swiglu_reference, silu_and_mul_reference
 from spillover.kernels.experts import Experts
+from spillover.kernels.formats.grouped_gemm import GroupedGemm
 from spillover.kernels.linear import linear_reference
 from spillover.kernels.mail import Mail
 from spillover.kernels.page_table import NONE, PageTable, Resolution
@@ -23,7 +24,7 @@ from spillover.kernels.paging import (
 
 def paged_mixture(
     x: Tensor, scores: Tensor, table: PageTable, layer: int, records: Tensor, slots: Tensor, first: Experts,
-    second: Experts, k: int, renormalize: bool, limit: float | None = None, fixed: bool = False,
+    second: Experts, k: int, renormalize: bool, limit: float | None = None,
     split: Tensor | None = None, mail: Mail | None = None, replay: Tensor | None = None,
 ) -> Tensor:
     """x [T, H], scores [T, E] -> [T, H]: kernels.moe.mixture where `first` and `second` are stacks of slots.
@@ -36,10 +37,10 @@ def paged_mixture(
         from spillover.kernels.triton import paged_moe as on_cuda
 
         return on_cuda.paged_mixture(
-            x, scores, table, layer, records, slots, first, second, k, renormalize, limit, fixed, split, mail, replay
+            x, scores, table, layer, records, slots, first, second, k, renormalize, limit, split, mail, replay
         )
     return paged_mixture_reference(
-        x, scores, table, layer, records, slots, first, second, k, renormalize, limit, fixed, split, mail, replay
+        x, scores, table, layer, records, slots, first, second, k, renormalize, limit, split, mail, replay
     )
 
 
@@ -62,15 +63,14 @@ class Passes(Protocol):
 
 
 def begin_passes(
-    x: Tensor, scores: Tensor, k: int, renormalize: bool, weight_format: str, inner: int, limit: float | None = None,
-    fixed: bool = False,
+    x: Tensor, scores: Tensor, k: int, renormalize: bool, gemm: GroupedGemm, inner: int, limit: float | None = None
 ) -> Passes:
-    """`weight_format` and `inner` are Experts.format of both stacks and Experts.width of the second."""
+    """`gemm` and `inner` are Experts.gemm of both stacks and Experts.width of the second."""
     if x.is_cuda:
         from spillover.kernels.triton.paged_moe import PassedMixture
 
-        return PassedMixture(x, scores, k, renormalize, weight_format, inner, limit, fixed)
-    return PassedMixtureReference(x, scores, k, renormalize, weight_format, inner, limit, fixed)
+        return PassedMixture(x, scores, k, renormalize, gemm, inner, limit)
+    return PassedMixtureReference(x, scores, k, renormalize, gemm, inner, limit)
 
 
 def route_reference(
@@ -85,7 +85,7 @@ def route_reference(
 
 def paged_mixture_reference(
     x: Tensor, scores: Tensor, table: PageTable, layer: int, records: Tensor, slots: Tensor, first: Experts,
-    second: Experts, k: int, renormalize: bool, limit: float | None = None, fixed: bool = False,
+    second: Experts, k: int, renormalize: bool, limit: float | None = None,
     split: Tensor | None = None, mail: Mail | None = None, replay: Tensor | None = None,
 ) -> Tensor:
     replayed = None if replay is None else replay[int(table.step) % replay.shape[0], layer]
@@ -101,8 +101,8 @@ def paged_mixture_reference(
 
 class PassedMixtureReference:
     def __init__(
-        self, x: Tensor, scores: Tensor, k: int, renormalize: bool, weight_format: str, inner: int,
-        limit: float | None = None, fixed: bool = False,
+        self, x: Tensor, scores: Tensor, k: int, renormalize: bool, gemm: GroupedGemm, inner: int,
+        limit: float | None = None,
     ) -> None:
         self.x, self.limit = x, limit
         self.ids, self.shares = route_reference(scores, k, renormalize)
@@ -133,7 +133,6 @@ def experts_reference(
             continue
         pairs = (flat == expert).nonzero().flatten()
         bias = [None if stack.bias is None else stack.bias[slot] for stack in (first, second)]
-        widened = first.expert(slot, x.dtype, parts=1 if limit is not None else 2)
-        gate_up = linear_reference(x[pairs // k], widened, bias[0])
+        gate_up = linear_reference(x[pairs // k], first.expert(slot, x.dtype), bias[0])
         h = silu_and_mul_reference(gate_up) if limit is None else clamped_swiglu_reference(gate_up, limit)
         rows[pairs] = linear_reference(h, second.expert(slot, x.dtype), bias[1])

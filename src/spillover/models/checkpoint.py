@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from spillover.kernels.coded import Codes
+    from spillover.kernels.formats.gguf_codes import Codes
 
 
 class Checkpoint(Protocol):

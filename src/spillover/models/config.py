@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from spillover.errors import CheckpointError
+from spillover.errors import CheckpointError, shown
 
-FP8_BLOCK = 128  # as kernels.fp8.BLOCK
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 MOST = 2**31 - 1  # of any size that a file states
 MOST_NUMBER = 1e18
@@ -58,7 +57,8 @@ class ModelConfig:
     expert_intermediate_size: int = 0
     norm_topk_prob: bool = True
     dense_layers: tuple[int, ...] = ()  # layers without experts in a mixture model
-    expert_format: str = "dense"  # "dense" | "fp8" | "mxfp4"
+    expert_format: str = "dense"  # quant_method of the weight format that experts are kept in
+    quantization: Mapping[str, Any] = field(default_factory=dict)  # config.json's quantization_config
     swiglu_limit: float | None = None
     dtype: str = "float32"  # as stored
     bos_token_id: int | None = None
@@ -92,7 +92,8 @@ def parse_config(
     if activation != "silu":
         raise CheckpointError(f"config.json: hidden_act {shown(activation)} is not supported by {architecture}, only "
                               "'silu'")
-    _check_quantization(hf, fields.get("expert_format", "dense"))
+    quantization = section(hf, "quantization_config")
+    _check_quantization(quantization, fields.get("expert_format", "dense"))
     heads = require(hf, "num_attention_heads")
     hidden = require(hf, "hidden_size")
     kv_heads = optional(hf, "num_key_value_heads") or heads
@@ -119,6 +120,7 @@ def parse_config(
         "max_position": require(hf, "max_position_embeddings"),
         "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
         "dtype": _dtype(hf).removeprefix("torch."),
+        "quantization": quantization,
         "bos_token_id": next(iter(token_ids(hf.get("bos_token_id"), "bos_token_id")), None),
         "eos_token_ids": token_ids(eos, "eos_token_id"),
     }
@@ -172,15 +174,6 @@ def token_ids(value: object, key: str) -> tuple[int, ...]:
     return ids
 
 
-def shown(value: object) -> str:
-    """A value out of a file, short enough for a sentence."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # too many digits, or too deep
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
 def named(name: str) -> str:
     """A tensor's name as it is, unless it does not belong in a sentence."""
     return name if name.isprintable() and 0 < len(name) <= 120 else shown(name)
@@ -224,8 +217,11 @@ def parse_rope(hf: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling 
 
 
 def expert_format(hf: Mapping[str, Any]) -> str:
-    """The form experts are kept in: as stored where that is FP8, else the engine's type."""
-    return "fp8" if section(hf, "quantization_config").get("quant_method") == "fp8" else "dense"
+    """The format that experts are kept in: that of all linears."""
+    from spillover.kernels.formats.base import registered  # imports torch, which who only reads a config does without
+
+    found = registered(section(hf, "quantization_config").get("quant_method"))
+    return "dense" if found is None or found.experts_only else found.quant_method
 
 
 def parse_windows(hf: Mapping[str, Any], layer_types: Sequence[str]) -> tuple[int | None, ...]:
@@ -260,17 +256,16 @@ def _attention_factor(rope: Mapping[str, Any], factor: float) -> float | None:
     return None
 
 
-def _check_quantization(hf: Mapping[str, Any], expert_format: str) -> None:
-    quantization = section(hf, "quantization_config")
-    method = quantization.get("quant_method")
-    if method == "fp8":
-        size = quantization.get("weight_block_size")
-        if size != [FP8_BLOCK, FP8_BLOCK] or quantization.get("fmt", "e4m3") != "e4m3":
-            raise CheckpointError(
-                f"config.json: fp8 weights are supported in e4m3 with a scale for every block of {FP8_BLOCK} x "
-                f"{FP8_BLOCK}, not with weight_block_size {shown(size)}; use the unquantised model or a GGUF file"
-            )
-    elif method is not None and method != expert_format:
+def _check_quantization(quantization: Mapping[str, Any], expert_format: str) -> None:
+    from spillover.kernels.formats.base import registered
+
+    if not quantization:
+        return
+    method = quantization.get("quant_method", "unknown")
+    found = registered(method)
+    if found is not None:
+        found.from_config(quantization)
+    if found is None or (found.experts_only and method != expert_format):
         raise CheckpointError(
             f"config.json: weights quantised with {shown(method)} are not supported here; "
             "use the unquantised model, block-scaled fp8, a GGUF file, or gpt-oss in mxfp4"

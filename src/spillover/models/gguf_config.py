@@ -10,8 +10,8 @@ from typing import Any
 
 from gguf.constants import GGMLQuantizationType
 
-from spillover.errors import CheckpointError
-from spillover.models.config import MOST, MOST_EXPERTS, MOST_LAYERS, MOST_NUMBER, shown
+from spillover.errors import CheckpointError, shown
+from spillover.models.config import MOST, MOST_EXPERTS, MOST_LAYERS, MOST_NUMBER
 from spillover.models.gguf_header import GGUFHeader
 
 # GGUF's "general.architecture" to HF's class and model type. Mistral files say llama; so does Mixtral, with experts.

@@ -22,7 +22,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from spillover.errors import CheckpointError
-from spillover.kernels.coded import Codes
+from spillover.kernels.formats.gguf_codes import Codes
 from spillover.models.gguf_codes import code_bits, codes_of
 from spillover.models.gguf_config import experts_are_mxfp4, hf_config, is_mixtral
 from spillover.models.gguf_header import GGUFTensor, read_header

@@ -21,8 +21,8 @@ from gguf.constants import (
     GGUFValueType,
 )
 
-from spillover.errors import CheckpointError
-from spillover.models.config import named, shown
+from spillover.errors import CheckpointError, shown
+from spillover.models.config import named
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -9,8 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from spillover.errors import CheckpointError
-from spillover.models.config import shown
+from spillover.errors import CheckpointError, shown
 
 # tokenizer.ggml.token_type
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from spillover.errors import CheckpointError
 from spillover.kernels.activation import clamped_swiglu
+from spillover.kernels.formats.mxfp4 import GROUP
 from spillover.kernels.linear import linear
 from spillover.kernels.moe import moe
-from spillover.kernels.mxfp4 import GROUP, padded
 from spillover.kernels.norm import add_rms_norm
 from spillover.models.config import ModelConfig, number, parse_config, parse_windows, require, section
 from spillover.models.layers import (
@@ -21,7 +21,6 @@ from spillover.models.layers import (
     expert_places,
     experts,
     linears,
-    one_expert,
     tensor,
 )
 from spillover.models.weight_specs import Source, WeightSpec, WeightSpecs
@@ -42,10 +41,9 @@ class Model(Decoder):
 
         def expert(index: int, rows: Tensor) -> Tensor:
             stacks, place = locate(index)
-            gate_up = linear(rows, one_expert(stacks, "experts.gate_up", place, self.dtype),
-                             stacks["experts.gate_up_bias"][place])
+            gate_up = linear(rows, stacks["experts.gate_up"].expert(place), stacks["experts.gate_up_bias"][place])
             h = clamped_swiglu(gate_up, limit)
-            return linear(h, one_expert(stacks, "experts.down", place, self.dtype), stacks["experts.down_bias"][place])
+            return linear(h, stacks["experts.down"].expert(place), stacks["experts.down_bias"][place])
 
         return moe(x, ids, best.softmax(-1), expert), residual
 
@@ -92,20 +90,6 @@ def _mixture_specs(config: ModelConfig, layer: int) -> list[WeightSpec]:
 
 def _expert_specs(config: ModelConfig, name: str, source: str, shape: tuple[int, int, int]) -> list[WeightSpec]:
     """Dense files hold [experts, in, out]; MXFP4 blocks hold [experts, out, in]."""
-    count, rows, columns = shape
-    bias = tensor(f"experts.{name}_bias", f"{source}_bias", (count, rows))
-    if config.expert_format == "dense":
-        return [experts(f"experts.{name}", shape, Source((source,), (rows,), transposed=True)), bias]
-    groups = columns // GROUP
-    blocks, scales = ((Source((f"{source}_{part}",), (rows,)),) for part in ("blocks", "scales"))
-    return [
-        WeightSpec(f"experts.{name}_blocks", (count, rows, groups, GROUP // 2), blocks, "uint8"),
-        WeightSpec(
-            f"experts.{name}_scales",
-            (count, rows, padded(groups)),
-            scales,
-            "uint8",
-            padding=padded(groups) - groups,
-        ),
-        bias,
-    ]
+    stored = Source((source,), (shape[1],), transposed=config.expert_format == "dense")
+    return [experts(config, f"experts.{name}", shape, stored),
+            tensor(f"experts.{name}_bias", f"{source}_bias", shape[:2])]

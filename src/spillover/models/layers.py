@@ -14,15 +14,16 @@ from torch import Tensor
 from spillover.kernels.activation import silu_and_mul
 from spillover.kernels.batch import AttentionBatch, LayerShape
 from spillover.kernels.block import LayerStack, attention_block, mlp_block
-from spillover.kernels.experts import Experts
-from spillover.kernels.fp8 import blocks as fp8_blocks
-from spillover.kernels.linear import FixedWeight, Weight, embedding, linear, pack
+from spillover.kernels.experts import expert_stacks
+from spillover.kernels.formats.base import WeightFormat, make_format
+from spillover.kernels.formats.dense import DENSE, EMBEDDING
+from spillover.kernels.linear import embedding, linear
 from spillover.kernels.moe import mixture, moe
 from spillover.kernels.norm import add_rms_norm
 from spillover.models.config import ModelConfig
 from spillover.models.groups import LayerGroup, layer_groups
 from spillover.models.rope import rope_tables
-from spillover.models.weight_specs import Source, WeightSpec, WeightSpecs, layer_part
+from spillover.models.weight_specs import Source, WeightSpec, WeightSpecs, layer_part, stored_in
 from spillover.models.weights import PAGED, FetchedExperts, PagedExperts, PartWeights, ResidentWeights, Weights
 
 SLEEP_BLOCKS = 64  # moved at a time
@@ -120,7 +121,7 @@ class Decoder:
             return None
         key = kv.pool.data_ptr(), kv.pool.shape, kv.pool.dtype  # after a sleep it may lie elsewhere
         if key not in weights.bound:
-            layers = [weights.parts[part] for part in self._parts]
+            layers = [weights.whole(part) for part in self._parts]
             places = [kv.layer(layer) for layer in range(len(layers))]
             weights.bound.clear()
             weights.bound[key] = (
@@ -131,9 +132,9 @@ class Decoder:
 
     def logits(self, hidden: Tensor, weights: Weights) -> Tensor:
         """hidden [R, hidden] -> [R, vocab]."""
-        part, name = ("embed", "embedding") if self.config.tie_embeddings else ("head", "lm_head")
-        with weights.part(part) as w:
-            return linear(hidden, w[name])
+        tied = self.config.tie_embeddings
+        with weights.part("embed" if tied else "head") as w:
+            return linear(hidden, w["embedding"] if tied else w["lm_head"])
 
     def mlp(self, layer: int, x: Tensor, residual: Tensor, w: PartWeights) -> tuple[Tensor, Tensor]:
         """x and residual [T, hidden] -> (what the MLP adds, residual + x)."""
@@ -158,8 +159,8 @@ class MixtureDecoder(Decoder):
 
         def expert(index: int, rows: Tensor) -> Tensor:
             stacks, place = locate(index)
-            gate_up = linear(rows, one_expert(stacks, "experts.gate_up", place, self.dtype, parts=2))
-            return linear(silu_and_mul(gate_up), one_expert(stacks, "experts.down", place, self.dtype))
+            gate_up = linear(rows, stacks["experts.gate_up"].expert(place))
+            return linear(silu_and_mul(gate_up), stacks["experts.down"].expert(place))
 
         return moe(x, ids, shares, expert), residual
 
@@ -167,12 +168,10 @@ class MixtureDecoder(Decoder):
 def device_mixture(w: PartWeights, x: Tensor, scores: Tensor, k: int, renormalize: bool,
                    limit: float | None = None) -> Tensor:
     """On a CUDA device, wherever the experts are."""
-    fixed = isinstance(w["router"], FixedWeight)
     paged: PagedExperts | None = w.get(PAGED)
     if paged is not None:
-        return paged.mixture(x, scores, k, renormalize, limit, fixed)
-    first, second = expert_stack(w, "experts.gate_up"), expert_stack(w, "experts.down")
-    return mixture(x, scores, first, second, k, renormalize, limit, fixed)
+        return paged.mixture(x, scores, k, renormalize, limit)
+    return mixture(x, scores, *expert_stacks(w), k, renormalize, limit)
 
 
 def expert_places(w: PartWeights, x: Tensor, ids: Tensor) -> Callable[[int], tuple[PartWeights, int]]:
@@ -184,22 +183,6 @@ def expert_places(w: PartWeights, x: Tensor, ids: Tensor) -> Callable[[int], tup
     return lambda index: (fetched.expert(index), 0)
 
 
-def expert_stack(w: PartWeights, name: str) -> Experts:
-    """A stack of experts with its scales and biases, in whatever form it is kept."""
-    blocks = w.get(f"{name}_blocks")  # MXFP4 [experts, out, groups, 16]
-    values = w[name] if blocks is None else blocks.flatten(-2)
-    return Experts(values, w.get(f"{name}_scales"), w.get(f"{name}_bias"))
-
-
-def one_expert(w: PartWeights, name: str, index: int, dtype: torch.dtype, parts: int = 1) -> Weight:
-    """One linear of a stack, ready for `linear`; `parts`: matrices below each other that were quantised apart."""
-    if f"{name}_scales" not in w:
-        weight: Weight = w[name][index]
-        return weight
-    # Packed so that the product runs on the same kernel, with the same order of sums, as every other.
-    return pack(expert_stack(w, name).expert(index, dtype, parts))
-
-
 def decoder_specs(config: ModelConfig, mlp_specs: Callable[[ModelConfig, int], list[WeightSpec]]) -> WeightSpecs:
     """Every part of a decoder; `mlp_specs(config, layer)` are the weights its `mlp` reads."""
     vocabulary = (config.vocab_size, config.hidden_size)
@@ -207,14 +190,16 @@ def decoder_specs(config: ModelConfig, mlp_specs: Callable[[ModelConfig, int], l
     head = [tensor("norm", "model.norm.weight", (config.hidden_size,))]
     if not tied:
         head.append(matrix("lm_head", ("lm_head.weight",), (config.vocab_size,), config.hidden_size))
-    return {
-        "embed": [tensor("embedding", "model.embed_tokens.weight", vocabulary, packable=tied)],
+    specs = {
+        "embed": [tensor("embedding", "model.embed_tokens.weight", vocabulary, DENSE if tied else EMBEDDING)],
         **{
             layer_part(layer): attention_specs(config, layer) + mlp_specs(config, layer)
             for layer in range(config.num_layers)
         },
         "head": head,
     }
+    quantized = make_format(config.quantization.get("quant_method", "dense"), config.quantization)
+    return stored_in(specs, quantized.for_linear)
 
 
 def attention_specs(config: ModelConfig, layer: int) -> list[WeightSpec]:
@@ -247,13 +232,13 @@ def mlp_specs(config: ModelConfig, layer: int) -> list[WeightSpec]:
     ]
 
 
-def tensor(name: str, source: str, shape: tuple[int, ...], packable: bool = False) -> WeightSpec:
-    """One checkpoint tensor as it stands."""
-    return WeightSpec(name, shape, (Source((source,), (shape[0],)),), packable=packable)
+def tensor(name: str, source: str, shape: tuple[int, ...], form: WeightFormat | None = None) -> WeightSpec:
+    """One checkpoint tensor as it stands, or a linear that is one."""
+    return WeightSpec(name, shape, (Source((source,), (shape[0],)),), form)
 
 
 def matrix(name: str, sources: tuple[str, ...], rows: tuple[int, ...], columns: int) -> WeightSpec:
-    return WeightSpec(name, (sum(rows), columns), (Source(sources, rows),), packable=True)
+    return WeightSpec(name, (sum(rows), columns), (Source(sources, rows),), DENSE)
 
 
 def linears(name: str, modules: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool) -> list[WeightSpec]:
@@ -265,17 +250,7 @@ def linears(name: str, modules: tuple[str, ...], rows: tuple[int, ...], columns:
     return specs
 
 
-def experts(name: str, shape: tuple[int, int, int], *sources: Source) -> WeightSpec:
-    """A stack of linears [experts, out, in]."""
-    return WeightSpec(name, shape, sources, packable=True)
-
-
-def fp8_experts(name: str, shape: tuple[int, int, int], source: Source) -> list[WeightSpec]:
-    """A stack of linears kept in FP8 as stored, and its blocks' scales; each name of the source has its own blocks."""
-    scale_rows = tuple(fp8_blocks(rows) for rows in source.rows)
-    scale_names = tuple(f"{scaled}_scale_inv" for scaled in source.names)
-    scale_shape = (shape[0], sum(scale_rows), fp8_blocks(shape[2]))
-    return [
-        WeightSpec(name, shape, (source,), "float8_e4m3fn"),
-        WeightSpec(f"{name}_scales", scale_shape, (Source(scale_names, scale_rows),), "float32"),
-    ]
+def experts(config: ModelConfig, name: str, shape: tuple[int, int, int], *sources: Source) -> WeightSpec:
+    """A stack of linears [experts, out, in]; only the first source may be quantised."""
+    form = make_format(config.expert_format, config.quantization)
+    return WeightSpec(name, shape, sources if form == DENSE else sources[:1], form)

@@ -2,47 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from spillover.errors import CheckpointError
-from spillover.kernels import fp8
 from spillover.kernels.arena import Arena
-from spillover.kernels.coded import pack_codes
-from spillover.kernels.linear import PackedWeight
-from spillover.kernels.linear import pack as pack_linear
+from spillover.kernels.fields import FLOATING, Field
+from spillover.kernels.formats.base import DUMMY_STD, Linear, Target, Weight
 from spillover.models.config import ModelConfig
-from spillover.models.weight_specs import Source, WeightSpec, WeightSpecs, part_nbytes
-from spillover.models.weights import PackedExperts, ResidentWeights
+from spillover.models.weight_specs import Source, WeightSpec, WeightSpecs, is_expert, part_nbytes
 
 if TYPE_CHECKING:
+    from spillover.kernels.formats.gguf_codes import Codes
     from spillover.models.checkpoint import Checkpoint
 
 Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, the weight just loaded
 DeviceOf = Callable[[str, WeightSpec], torch.device]  # where a weight of a part is to be loaded
-
-DUMMY_STD = 0.02
-DUMMY_SCALES = (120, 128)  # MXFP4 exponents, of 2**-7 to 1
-FP8_BELOW_2 = 0xBF  # without the top bit of the exponent e4m3 stays below 2 and is never NaN
-FP8_SCALES = "_scale_inv"  # after the name of the weight that they belong to
-
-
-def load_weights(
-    checkpoint: Checkpoint,
-    config: ModelConfig,
-    specs: WeightSpecs,
-    dtype: torch.dtype,
-    device: torch.device,
-    pack: bool = True,
-    progress: Progress | None = None,
-) -> ResidentWeights:
-    """Every weight on the device."""
-    return ResidentWeights(dict(load_parts(checkpoint, config, specs, dtype, lambda *_: device, pack, progress)))
 
 
 def load_parts(
@@ -51,91 +30,63 @@ def load_parts(
     specs: WeightSpecs,
     dtype: torch.dtype,
     device: DeviceOf,
-    pack: bool = True,
     progress: Progress | None = None,
-) -> Iterator[tuple[str, dict[str, Any]]]:
+) -> Iterator[tuple[str, dict[str, Weight]]]:
     """Part after part. Reads every weight once; at any time no more than one checkpoint tensor is held besides what is
     loaded."""
     reader = _Reader(checkpoint, config)
     chosen = {part: [(spec, reader.choose(spec)) for spec in listed] for part, listed in specs.items()}
-    total = sum(part_nbytes(listed, dtype.itemsize) for listed in specs.values())
-    done = 0
+    total = sum(part_nbytes(listed, _named(dtype)) for listed in specs.values())
+    arena, done = Arena(), 0
     for part, listed in chosen.items():
-        weights: dict[str, Any] = {}
+        weights: dict[str, Weight] = {}
         for spec, source in listed:
-            weights[spec.name] = reader.load(spec, source, dtype, device(part, spec), pack)
-            done += spec.nbytes(dtype.itemsize)
+            weights[spec.name] = reader.load(spec, source, Target(_named(dtype), device(part, spec), arena))
+            done += spec.nbytes(_named(dtype))
             if progress is not None:
                 progress(done, total, f"{part}.{spec.name}")
         yield part, weights
 
 
-def dummy_weights(
-    config: ModelConfig, specs: WeightSpecs, dtype: torch.dtype, device: torch.device, seed: int = 0, pack: bool = True
-) -> ResidentWeights:
-    """Random weights of the true shapes, made where they will lie; the same for the same seed."""
-    return ResidentWeights(dict(dummy_parts(config, specs, dtype, device, seed, pack)))
+def dummy_parts(specs: WeightSpecs, dtype: torch.dtype, device: torch.device,
+                seed: int = 0) -> Iterator[tuple[str, dict[str, Weight]]]:
+    """Random weights of the true shapes, part after part, made where they will lie; the same for the same seed."""
+    random, target = torch.Generator(device).manual_seed(seed), Target(_named(dtype), device, Arena())
 
-
-def dummy_parts(
-    config: ModelConfig, specs: WeightSpecs, dtype: torch.dtype, device: torch.device, seed: int = 0, pack: bool = True
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Part after part, each made on the device."""
-    generator = torch.Generator(device).manual_seed(seed)
-    arena = Arena()
-
-    def make(spec: WeightSpec) -> Any:
-        if not (pack and spec.packable):
-            return _dummy(spec, spec.shape, dtype, device, generator)
-        if len(spec.shape) == 3:
-            return _pack_experts(spec, (_dummy(spec, spec.shape[1:], dtype, device, generator) for _ in _experts(spec)))
-        return pack_linear(_dummy(spec, spec.shape, dtype, device, generator), arena)
+    def make(spec: WeightSpec) -> Weight:
+        if spec.format is not None:
+            return Linear(spec.format, spec.linear, spec.format.dummy(spec.linear, spec.experts, target, random))
+        made = torch.empty(spec.shape, dtype=dtype, device=device)
+        return made.fill_(1) if spec.name.endswith("norm") else made.normal_(std=DUMMY_STD, generator=random)
 
     for part, listed in specs.items():
         yield part, {spec.name: make(spec) for spec in listed}
 
 
-def _dummy(
-    spec: WeightSpec, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator
-) -> Tensor:
-    if spec.dtype == "uint8":
-        low, high = DUMMY_SCALES if spec.name.endswith("_scales") else (0, 256)
-        return torch.randint(low, high, shape, dtype=torch.uint8, device=device, generator=generator)
-    if spec.dtype == "float8_e4m3fn":
-        codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=generator)
-        return codes.bitwise_and_(FP8_BELOW_2).view(torch.float8_e4m3fn)
-    if spec.dtype == "float32":
-        return torch.empty(shape, device=device).uniform_(0.5 * DUMMY_STD, 1.5 * DUMMY_STD, generator=generator)
-    if spec.name.endswith("norm"):
-        return torch.ones(shape, dtype=dtype, device=device)
-    return torch.empty(shape, dtype=dtype, device=device).normal_(std=DUMMY_STD, generator=generator)
-
-
 def checkpoint_tensors(checkpoint: Checkpoint, config: ModelConfig, specs: WeightSpecs) -> list[str]:
     """The names of the checkpoint's tensors that make these weights, in their order; checks that all are there."""
     reader = _Reader(checkpoint, config)
-    return [name for listed in specs.values() for spec in listed for name, _ in _tensors(spec, reader.choose(spec))]
+    return [tensor.name for listed in specs.values() for spec in listed
+            for tensor in _tensors(spec, reader.choose(spec))]
 
 
 class PartReader:
     """Reads parts, and single experts, whenever they are asked for: weights whose home is the checkpoint itself."""
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, specs: WeightSpecs, dtype: torch.dtype,
-                 pack: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, specs: WeightSpecs, dtype: torch.dtype) -> None:
         self._reader = _Reader(checkpoint, config)
         self._chosen = {part: [(spec, self._reader.choose(spec)) for spec in listed] for part, listed in specs.items()}
-        self._dtype = dtype
-        self._pack = pack
+        self._target = Target(_named(dtype), torch.device("cpu"))
 
-    def part(self, part: str, wanted: Callable[[str], bool]) -> dict[str, Any]:
+    def part(self, part: str, wanted: Callable[[str], bool]) -> dict[str, Weight]:
         """Those of a part's weights whose name is wanted, in host memory."""
-        cpu = torch.device("cpu")
-        return {spec.name: self._reader.load(spec, source, self._dtype, cpu, self._pack)
-                for spec, source in self._chosen[part] if wanted(spec.name)}
+        return {spec.name: self._reader.load(spec, source, self._target) for spec, source in self._chosen[part]
+                if wanted(spec.name)}
 
-    def expert(self, part: str, expert: int) -> dict[str, Any]:
-        return {spec.name: self._reader.load_expert(spec, source, expert, self._dtype, self._pack)
-                for spec, source in self._chosen[part] if spec.name.startswith("experts.")}
+    def expert(self, part: str, expert: int) -> dict[str, Weight]:
+        """One of a part's experts, as stacks of one."""
+        return {spec.name: self._reader.load_expert(spec, source, expert, self._target)
+                for spec, source in self._chosen[part] if is_expert(spec.name)}
 
 
 class _Reader:
@@ -145,141 +96,129 @@ class _Reader:
         self.checkpoint = checkpoint
         self.config = config
         self.names = checkpoint.names()
-        self.arena = Arena()
 
     def choose(self, spec: WeightSpec) -> Source:
         """The first source whose tensors are all there, with the right shapes."""
         missing: list[str] = []
         for source in spec.sources:
             tensors = list(_tensors(spec, source))
-            absent = [name for name, _ in tensors if name not in self.names]
+            absent = [tensor.name for tensor in tensors if tensor.name not in self.names]
             if absent:
                 missing.append(absent[0])
                 continue
-            for name, expected in tensors:
-                found = tuple(self.checkpoint.shape(name))
-                if found != expected:
-                    shapes = f"shape {list(found)}, expected {list(expected)}"
-                    raise CheckpointError(f"{self.checkpoint.file(name)}: tensor '{name}' has {shapes}")
+            for tensor in tensors:
+                self._check_shape(tensor)
             return source
-        names = " or ".join(f"'{name}'" for name in missing)
-        raise CheckpointError(f"{self.checkpoint.path} has no tensor {names}, which {self.config.architecture} needs")
+        raise self._missing(missing)
 
-    def load(self, spec: WeightSpec, source: Source, dtype: torch.dtype, device: torch.device, pack: bool) -> Any:
-        target = dtype if spec.dtype is None else getattr(torch, spec.dtype)
-        if source.per_expert or (len(spec.shape) == 3 and spec.packable):
-            return self._experts(spec, source, target, device, pack and spec.packable)
-        if spec.code_bits:
-            return pack_codes([self.checkpoint.read_codes(name) for name in source.names], self.arena)
-        weight = self._rows(spec, source, source.names, spec.shape, target, device)
-        if spec.padding:
-            weight = F.pad(weight, (0, spec.padding))
-        return pack_linear(weight, self.arena) if pack and spec.packable else weight
+    def load(self, spec: WeightSpec, source: Source, target: Target) -> Weight:
+        if spec.format is None:
+            return self._tensor(spec, source, target)
+        if not spec.experts or (spec.format.loads_stacks and not source.per_expert):
+            tensors = _Tensors(self, spec, source)
+            return Linear(spec.format, spec.linear, spec.format.load(tensors, spec.linear, target))
+        stacks = tuple(torch.empty(field.shape, dtype=getattr(torch, field.dtype), device=target.device)
+                       for field in spec.fields(target.dtype))
+        whole: dict[str, Tensor] = {}
+        for expert in range(spec.experts):
+            tensors = _Tensors(self, spec, source, expert, whole)
+            one = spec.format.load(tensors, spec.linear, replace(target, arena=None))
+            for stack, tensor in zip(stacks, one, strict=True):
+                stack[expert] = tensor
+        return Linear(spec.format, spec.linear, stacks)
 
-    def load_expert(self, spec: WeightSpec, source: Source, expert: int, dtype: torch.dtype, pack: bool) -> Any:
+    def load_expert(self, spec: WeightSpec, source: Source, expert: int, target: Target) -> Weight:
         """One entry of a stack, as a stack of one."""
-        target = dtype if spec.dtype is None else getattr(torch, spec.dtype)
-        cpu = torch.device("cpu")
-        if source.per_expert:
-            names = tuple(name.format(expert=expert) for name in source.names)
-            weight = self._rows(spec, source, names, spec.shape[1:], target, cpu)
-        else:
-            weight = self._read(source.names[0], spec, source, expert).to(target).contiguous()
-        if spec.padding:
-            weight = F.pad(weight, (0, spec.padding))
-        if pack and spec.packable:
-            return _pack_experts(replace(spec, shape=(1, *spec.shape[1:])), iter([weight]))
-        return weight.unsqueeze(0)
+        if spec.format is None:
+            entry = self.read(Field(source.names[0], FLOATING, spec.shape), row=expert)
+            return entry.to(getattr(torch, target.dtype)).contiguous().unsqueeze(0)
+        made = spec.format.load(_Tensors(self, spec, source, expert), spec.linear, target)
+        return Linear(spec.format, spec.linear, tuple(tensor.unsqueeze(0) for tensor in made))
 
-    def _rows(
-        self,
-        spec: WeightSpec,
-        source: Source,
-        names: tuple[str, ...],
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Tensor:
-        """The named tensors below each other; a tensor that is read is the reader's own, so one alone needs no copy."""
-        if len(names) == 1:
-            return self._read(names[0], spec, source).to(device=device, dtype=dtype).contiguous()
-        weight = torch.empty(shape, dtype=dtype, device=device)
-        for name, rows in zip(names, weight.split_with_sizes(source.rows), strict=True):
-            rows.copy_(self._read(name, spec, source))
-        return weight
+    def read(self, tensor: Field, transposed: bool = False, row: int | None = None) -> Tensor:
+        """`row`: of its first dimension, that alone."""
+        if tensor.name not in self.names:
+            raise self._missing([tensor.name])
+        self._check_shape(tensor)
+        found = self.checkpoint.read(tensor.name) if row is None else self.checkpoint.read(tensor.name, row)
+        floating = tensor.dtype == FLOATING
+        if not (found.dtype.is_floating_point and found.itemsize > 1 if floating
+                else found.dtype == getattr(torch, tensor.dtype)):
+            expected = "a floating type" if floating else tensor.dtype
+            raise CheckpointError(f"{self.checkpoint.file(tensor.name)}: tensor '{tensor.name}' holds "
+                                  f"{_named(found.dtype)}, expected {expected}")
+        return found.transpose(-1, -2) if transposed else found
 
-    def _experts(self, spec: WeightSpec, source: Source, dtype: torch.dtype, device: torch.device, pack: bool) -> Any:
-        if pack:
-            return _pack_experts(spec, self._each_expert(spec, source, dtype, device))
-        weight = torch.empty(spec.shape, dtype=dtype, device=device)
-        for expert, one in enumerate(self._each_expert(spec, source, dtype, device)):
-            weight[expert] = one
-        return weight
+    def _tensor(self, spec: WeightSpec, source: Source, target: Target) -> Tensor:
+        tensors, dtype = list(_tensors(spec, source)), getattr(torch, target.dtype)
+        if len(tensors) == 1:
+            return self.read(tensors[0]).to(device=target.device, dtype=dtype).contiguous()
+        whole = torch.empty(spec.shape, dtype=dtype, device=target.device)
+        for tensor, rows in zip(tensors, whole.split_with_sizes(source.rows), strict=True):
+            rows.copy_(self.read(tensor))
+        return whole
 
-    def _each_expert(
-        self, spec: WeightSpec, source: Source, dtype: torch.dtype, device: torch.device
-    ) -> Iterator[Tensor]:
-        """[out, in] after [out, in], in the engine's dtype."""
-        stack = None if source.per_expert else self._read(source.names[0], spec, source)
-        for expert in _experts(spec):
-            if stack is not None:
-                yield stack[expert].to(device=device, dtype=dtype).contiguous()
+    def _check_shape(self, tensor: Field) -> None:
+        found = tuple(self.checkpoint.shape(tensor.name))
+        if found != tensor.shape:
+            shapes = f"shape {list(found)}, expected {list(tensor.shape)}"
+            raise CheckpointError(f"{self.checkpoint.file(tensor.name)}: tensor '{tensor.name}' has {shapes}")
+
+    def _missing(self, names: list[str]) -> CheckpointError:
+        listed = " or ".join(f"'{name}'" for name in names)
+        return CheckpointError(f"{self.checkpoint.path} has no tensor {listed}, which {self.config.architecture} needs")
+
+
+class _Tensors:
+    """The tensors of one linear, as its format reads them: a TensorReader."""
+
+    def __init__(self, reader: _Reader, spec: WeightSpec, source: Source, expert: int | None = None,
+                 whole: dict[str, Tensor] | None = None) -> None:
+        """`expert`: of a stack, the one that is read; None: all of it. `whole`: tensors of all experts, kept for the
+        others; None: of such tensors only one expert's part is read."""
+        self.matrices: Sequence[tuple[str, int]] = _matrices(source, expert or 0)
+        self._reader = reader
+        self._stack = 0 if source.per_expert else spec.experts
+        self._transposed = source.transposed
+        self._expert = expert if self._stack else None
+        self._whole = whole
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._reader.checkpoint.dtype(name)
+
+    def read(self, tensor: Field) -> Tensor:
+        stored = _stored(tensor, self._stack, self._transposed)
+        if self._expert is None or self._whole is None:
+            return self._reader.read(stored, self._transposed, self._expert)
+        if tensor.name not in self._whole:
+            self._whole[tensor.name] = self._reader.read(stored, self._transposed)
+        return self._whole[tensor.name][self._expert]
+
+    def read_codes(self, name: str) -> Codes:
+        return self._reader.checkpoint.read_codes(name)
+
+
+def _tensors(spec: WeightSpec, source: Source) -> Iterator[Field]:
+    """The checkpoint tensors of a source."""
+    stack = 0 if source.per_expert else spec.experts
+    for expert in range(spec.experts) if source.per_expert else range(1):
+        for name, rows in _matrices(source, expert):
+            if spec.format is None:
+                yield Field(name, FLOATING, spec.shape if len(source.names) == 1 else (rows, *spec.shape[1:]))
                 continue
-            names = tuple(name.format(expert=expert) for name in source.names)
-            yield self._rows(spec, source, names, spec.shape[1:], dtype, device)
-
-    def _read(self, name: str, spec: WeightSpec, source: Source, row: int | None = None) -> Tensor:
-        tensor = self.checkpoint.read(name) if row is None else self.checkpoint.read(name, row)
-        floating = spec.dtype in (None, "float32")
-        expected = "a floating type" if floating else spec.dtype
-        matches = tensor.dtype.is_floating_point if floating else tensor.dtype == getattr(torch, spec.dtype or "")
-        if spec.dtype is None and tensor.dtype == torch.float8_e4m3fn:
-            tensor = self._widen(name, tensor)
-        if not matches:
-            found = str(tensor.dtype).removeprefix("torch.")
-            raise CheckpointError(f"{self.checkpoint.file(name)}: tensor '{name}' holds {found}, expected {expected}")
-        return tensor.transpose(-1, -2) if source.transposed else tensor
-
-    def _widen(self, name: str, values: Tensor) -> Tensor:
-        """FP8 values of a weight that is not kept in that form, times their blocks' scales."""
-        scales = f"{name}{FP8_SCALES}"
-        if scales not in self.names:
-            raise CheckpointError(f"{self.checkpoint.path} has no tensor '{scales}' beside its FP8 values")
-        if values.dim() != 2:
-            raise CheckpointError(f"{self.checkpoint.file(name)}: tensor '{name}' holds FP8 values of shape "
-                                  f"{list(values.shape)}, and only matrices are supported in FP8")
-        wanted = (fp8.blocks(values.shape[0]), fp8.blocks(values.shape[1]))
-        found = self.checkpoint.read(scales)
-        if tuple(found.shape) != wanted:
-            shapes = f"shape {list(found.shape)}, expected {list(wanted)}"
-            raise CheckpointError(f"{self.checkpoint.file(scales)}: tensor '{scales}' has {shapes}")
-        return fp8.dequantize(values, found.float(), torch.float32)
+            for tensor in spec.format.stored(name, rows, spec.shape[-1]):
+                yield _stored(tensor, stack, source.transposed)
 
 
-def _tensors(spec: WeightSpec, source: Source) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The checkpoint tensors of a source, each with the shape it must have."""
-    stored = (*spec.shape[:-1], spec.shape[-1] - spec.padding)
-    shape = stored[1:] if source.per_expert else stored
-    for expert in _experts(spec) if source.per_expert else range(1):
-        for name, rows in zip(source.names, source.rows, strict=True):
-            one = shape if len(source.names) == 1 else (rows, *shape[1:])
-            yield name.format(expert=expert), (*one[:-2], one[-1], one[-2]) if source.transposed else one
+def _stored(tensor: Field, stack: int, transposed: bool) -> Field:
+    """A tensor as the checkpoint has it."""
+    shape = (stack, *tensor.shape) if stack else tensor.shape
+    return replace(tensor, shape=(*shape[:-2], shape[-1], shape[-2]) if transposed else shape)
 
 
-def _experts(spec: WeightSpec) -> range:
-    return range(spec.shape[0])
+def _matrices(source: Source, expert: int) -> list[tuple[str, int]]:
+    return [(name.format(expert=expert), rows) for name, rows in zip(source.names, source.rows, strict=True)]
 
 
-def _pack_experts(spec: WeightSpec, experts: Iterator[Tensor]) -> Tensor | PackedExperts:
-    """The stack, filled expert by expert so that no second copy of it is ever held."""
-    stack: Tensor | None = None
-    packed = False
-    for index, expert in enumerate(experts):
-        weight = pack_linear(expert)
-        packed = isinstance(weight, PackedWeight)
-        data = weight.panels if isinstance(weight, PackedWeight) else weight
-        if stack is None:
-            stack = torch.empty((spec.shape[0], *data.shape), dtype=data.dtype, device=data.device)
-        stack[index] = data
-    assert stack is not None
-    return PackedExperts(stack, spec.shape[1]) if packed else stack
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from spillover.kernels.formats.dense import DENSE
 from spillover.models.config import ModelConfig, expert_format, optional, parse_config, require
-from spillover.models.layers import MixtureDecoder, decoder_specs, experts, fp8_experts
+from spillover.models.layers import MixtureDecoder, decoder_specs, experts
 from spillover.models.weight_specs import Source, WeightSpec, WeightSpecs
 
 Model = MixtureDecoder
@@ -35,25 +36,10 @@ def _mixture_specs(config: ModelConfig, layer: int) -> list[WeightSpec]:
     count, hidden, inner = config.num_experts, config.hidden_size, config.expert_intermediate_size
     router = tuple(Source((f"{at}gate.weight",), (count,)) for at in (old, new))
     w1, w2, w3 = (f"{old}experts.{{expert}}.{name}.weight" for name in ("w1", "w2", "w3"))
-    gate_up, down = Source((w1, w3), (inner, inner)), Source((w2,), (hidden,))
-    if config.expert_format == "fp8":
-        return [
-            WeightSpec("router", (count, hidden), router, packable=True),
-            *fp8_experts("experts.gate_up", (count, 2 * inner, hidden), gate_up),
-            *fp8_experts("experts.down", (count, hidden, inner), down),
-        ]
     return [
-        WeightSpec("router", (count, hidden), router, packable=True),
-        experts(
-            "experts.gate_up",
-            (count, 2 * inner, hidden),
-            gate_up,
-            Source((f"{new}experts.gate_up_proj",), (2 * inner,)),
-        ),
-        experts(
-            "experts.down",
-            (count, hidden, inner),
-            down,
-            Source((f"{new}experts.down_proj",), (hidden,)),
-        ),
+        WeightSpec("router", (count, hidden), router, DENSE),
+        experts(config, "experts.gate_up", (count, 2 * inner, hidden), Source((w1, w3), (inner, inner)),
+                Source((f"{new}experts.gate_up_proj",), (2 * inner,))),
+        experts(config, "experts.down", (count, hidden, inner), Source((w2,), (hidden,)),
+                Source((f"{new}experts.down_proj",), (hidden,))),
     ]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from spillover.errors import CheckpointError
-from spillover.models.config import ModelConfig, expert_format, optional, parse_config, require, shown
-from spillover.models.layers import MixtureDecoder, decoder_specs, experts, fp8_experts, mlp_specs, tensor
+from spillover.errors import CheckpointError, shown
+from spillover.models.config import ModelConfig, expert_format, optional, parse_config, require
+from spillover.models.layers import MixtureDecoder, decoder_specs, experts, matrix, mlp_specs
 from spillover.models.weight_specs import Source, WeightSpec, WeightSpecs
 
 Model = MixtureDecoder
@@ -46,26 +46,10 @@ def _mlp_specs(config: ModelConfig, layer: int) -> list[WeightSpec]:
     at = f"model.layers.{layer}.mlp."
     count, hidden, inner = config.num_experts, config.hidden_size, config.expert_intermediate_size
     gate, up, down = (f"{at}experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down"))
-    router = tensor("router", f"{at}gate.weight", (count, hidden), packable=True)
-    both, last = Source((gate, up), (inner, inner)), Source((down,), (hidden,))
-    if config.expert_format == "fp8":
-        return [
-            router,
-            *fp8_experts("experts.gate_up", (count, 2 * inner, hidden), both),
-            *fp8_experts("experts.down", (count, hidden, inner), last),
-        ]
     return [
-        router,
-        experts(
-            "experts.gate_up",
-            (count, 2 * inner, hidden),
-            both,
-            Source((f"{at}experts.gate_up_proj",), (2 * inner,)),
-        ),
-        experts(
-            "experts.down",
-            (count, hidden, inner),
-            last,
-            Source((f"{at}experts.down_proj",), (hidden,)),
-        ),
+        matrix("router", (f"{at}gate.weight",), (count,), hidden),
+        experts(config, "experts.gate_up", (count, 2 * inner, hidden), Source((gate, up), (inner, inner)),
+                Source((f"{at}experts.gate_up_proj",), (2 * inner,))),
+        experts(config, "experts.down", (count, hidden, inner), Source((down,), (hidden,)),
+                Source((f"{at}experts.down_proj",), (hidden,))),
     ]

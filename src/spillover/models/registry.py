@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from spillover.errors import CheckpointError
-from spillover.models.config import ModelConfig, shown
+from spillover.errors import CheckpointError, shown
+from spillover.models.config import ModelConfig
 from spillover.models.layers import Decoder
 from spillover.models.weight_specs import WeightSpecs
 

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, Self
 
 from safetensors import SafetensorError, safe_open
 
-from spillover.errors import CheckpointError
-from spillover.models.config import MOST, named, shown
+from spillover.errors import CheckpointError, shown
+from spillover.models.config import MOST, named
 from spillover.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from spillover.kernels.coded import Codes
+    from spillover.kernels.formats.gguf_codes import Codes
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1,
@@ -40,6 +40,7 @@ class SafetensorsCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = read_config(path)
+        _check_quantization(self.config.get("quantization_config"), path / "config.json")
         self._entries = _read_entries(path)
 
     def names(self) -> set[str]:
@@ -91,13 +92,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} has no config.json, so it is not a model folder")
     config = read_json(folder / "config.json")
-    quantization = config.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
-        if method not in ("mxfp4", "fp8"):
-            raise CheckpointError(f"{folder / 'config.json'}: weights quantised with {shown(method)} are not "
-                                  "supported; use the model's bfloat16, float16, fp8 or mxfp4 safetensors, or a GGUF "
-                                  "file")
     generation = folder / "generation_config.json"
     eos = read_json(generation).get("eos_token_id") if generation.is_file() else None
     named = generation if eos is not None else folder / "config.json"
@@ -105,6 +99,17 @@ def read_config(folder: Path) -> dict[str, Any]:
     if eos is not None:
         config["generation_eos_token_id"] = eos_ids(eos, named)
     return config
+
+
+def _check_quantization(quantization: object, file: Path) -> None:
+    if not quantization:
+        return
+    from spillover.kernels.formats.base import registered  # imports torch
+
+    method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
+    if registered(method) is None:
+        raise CheckpointError(f"{file}: weights quantised with {shown(method)} are not supported; use the model's "
+                              "bfloat16, float16, fp8 or mxfp4 safetensors, or a GGUF file")
 
 
 def eos_ids(value: object, file: Path) -> list[int]:

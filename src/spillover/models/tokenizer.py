@@ -11,9 +11,8 @@ from typing import Any
 import tokenizers
 from jinja2 import TemplateError
 
-from spillover.errors import CheckpointError, RequestError
+from spillover.errors import CheckpointError, RequestError, shown
 from spillover.models.chat_template import ChatTemplates, TemplateLimit
-from spillover.models.config import shown
 from spillover.models.gguf_config import end_token_ids
 from spillover.models.gguf_header import read_header
 from spillover.models.gguf_tokenizer import gguf_tokenizer

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from spillover.kernels.extents import CODE_BLOCK, CODE_BYTES, CODE_PANEL
+from spillover.kernels.fields import Field, LinearShape
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # of what an engine computes in
-_STORED = ITEMSIZE | {"float8_e4m3fn": 1, "uint8": 1}
-ALIGNMENT = 256  # of every tensor in a record (see records), and of records beside each other
+if TYPE_CHECKING:
+    from spillover.kernels.formats.base import WeightFormat
 
 
 @dataclass(frozen=True)
 class Source:
-    """Checkpoint tensors which, concatenated along their rows, make one weight (or one expert of it)."""
+    """Checkpoint tensors which, concatenated along their rows, make one weight (or one expert of it).
+
+    A linear's are named as they are where it is not quantised: its format knows what it is stored as.
+    """
 
     names: tuple[str, ...]  # with "{expert}" in them: one tensor an expert, to be stacked
     rows: tuple[int, ...]  # rows that each name contributes
@@ -31,16 +34,31 @@ class WeightSpec:
     name: str
     shape: tuple[int, ...]  # [out, in] for a linear, [experts, out, in] for a stack of them
     sources: tuple[Source, ...]  # alternatives: the first whose tensors the checkpoint has
-    dtype: str | None = None  # None: the engine's; else this one, whatever the engine computes in
-    packable: bool = False  # only ever used through kernels.linear
-    padding: int = 0  # of the last dimension: zeros that the file does not have and loading adds
-    code_bits: int = 0  # of the codes that the file has and loading keeps; 0: it is made numbers
+    format: WeightFormat | None = None  # of a linear; None: one tensor as it stands, in the engine's type
 
-    def nbytes(self, itemsize: int) -> int:
-        """Bytes it takes where the engine's numbers have `itemsize` bytes."""
-        if self.code_bits:
-            return math.prod(self.shape) * CODE_BYTES[self.code_bits] // (CODE_BLOCK * CODE_PANEL)
-        return math.prod(self.shape) * (itemsize if self.dtype is None else _STORED[self.dtype])
+    @property
+    def experts(self) -> int:
+        """How many linears it is a stack of; 0: it is one, or a tensor."""
+        return self.shape[0] if self.format is not None and len(self.shape) == 3 else 0
+
+    @property
+    def linear(self) -> LinearShape:
+        return LinearShape(self.sources[0].rows, self.shape[-1])
+
+    @property
+    def params(self) -> int:
+        """Two FLOPs each for every token."""
+        return math.prod(self.shape) if self.format is not None else 0
+
+    def fields(self, dtype: str) -> list[Field]:
+        """List its tensors as they are kept where the engine computes in `dtype`; those of a stack hold all experts."""
+        if self.format is None:
+            return [Field(self.name, dtype, self.shape)]
+        stack = (self.experts,) if self.experts else ()
+        return [replace(field, shape=(*stack, *field.shape)) for field in self.format.fields(self.linear, dtype)]
+
+    def nbytes(self, dtype: str) -> int:
+        return sum(field.nbytes for field in self.fields(dtype))
 
 
 WeightSpecs = dict[str, list[WeightSpec]]  # by part
@@ -50,18 +68,47 @@ def layer_part(layer: int) -> str:
     return f"layers.{layer}"
 
 
-def part_nbytes(specs: Iterable[WeightSpec], itemsize: int) -> int:
-    return sum(spec.nbytes(itemsize) for spec in specs)
+def is_expert(name: str) -> bool:
+    """Whether a weight of that name has an entry an expert."""
+    return name.startswith("experts.")
+
+
+def part_nbytes(specs: Iterable[WeightSpec], dtype: str) -> int:
+    return sum(spec.nbytes(dtype) for spec in specs)
+
+
+def stored_in(specs: WeightSpecs, stored: Callable[[str], WeightFormat]) -> WeightSpecs:
+    """The same, but unquantised linears take the format that a checkpoint has all their tensors in, each by its name;
+    those that differ stay as they are."""
+    from spillover.kernels.formats.dense import DENSE
+
+    def taken(spec: WeightSpec) -> WeightSpec:
+        if spec.format != DENSE or spec.experts or len(spec.sources) != 1 or spec.sources[0].transposed:
+            return spec
+        found = {stored(name) for name in spec.sources[0].names}
+        return replace(spec, format=found.pop()) if len(found) == 1 else spec
+
+    return {part: [taken(spec) for spec in listed] for part, listed in specs.items()}
 
 
 def in_codes(specs: WeightSpecs, code_bits: Mapping[str, int]) -> WeightSpecs:
-    """The same, but linears whose tensors a checkpoint has in codes of one kind stay in them. `code_bits`: of its
-    tensors that are in codes."""
-    return {part: [_in_codes(spec, code_bits) for spec in listed] for part, listed in specs.items()}
+    """The same, but linears stay in the codes of a GGUF file; `code_bits`: of its tensors that are in codes."""
+    from spillover.kernels.formats.dense import DENSE
+    from spillover.kernels.formats.gguf_codes import GgufCodes
+
+    return stored_in(specs, lambda name: GgufCodes(code_bits[name]) if name in code_bits else DENSE)
 
 
-def _in_codes(spec: WeightSpec, code_bits: Mapping[str, int]) -> WeightSpec:
-    if not spec.packable or len(spec.shape) != 2 or len(spec.sources) != 1 or spec.sources[0].transposed:
-        return spec
-    kinds = {code_bits.get(name, 0) for name in spec.sources[0].names}
-    return replace(spec, code_bits=kinds.pop()) if len(kinds) == 1 else spec
+def kept_on(specs: WeightSpecs, device: str, dtype: str, batch_invariant: bool = False) -> WeightSpecs:
+    """The same in the formats that a device computes with."""
+    from spillover.kernels import native
+
+    if device == "cuda":
+        return reformatted(specs, lambda weight: weight.batch_invariant()) if batch_invariant else specs
+    width = native.panel_width() if dtype == "float32" and native.library() is not None else 0
+    return reformatted(specs, lambda weight: weight.packed(width)) if width else specs
+
+
+def reformatted(specs: WeightSpecs, change: Callable[[WeightFormat], WeightFormat]) -> WeightSpecs:
+    return {part: [spec if spec.format is None else replace(spec, format=change(spec.format)) for spec in listed]
+            for part, listed in specs.items()}

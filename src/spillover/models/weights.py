@@ -6,43 +6,35 @@ it after: that is where weights which are not resident can be fetched.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from spillover.kernels.coded import PanelWeight
-from spillover.kernels.linear import FixedWeight, PackedWeight
-from spillover.models.weight_specs import WeightSpec
+from spillover.kernels.block import LayerWeights
+from spillover.kernels.experts import ExpertWeights
+from spillover.kernels.formats.base import Linear, Weight, moved
+from spillover.kernels.records import mapped
+from spillover.models.weight_specs import is_expert
 
-# Name to weight. A linear or embedding is a kernels.linear.Weight, a stack of experts is indexed by expert id and gives
-# one, a norm, bias or sink is a plain tensor.
-PartWeights = Mapping[str, Any]
+PAGED: Final = "experts"  # in a part whose experts are not all on the device: whoever knows where they are
 
 
-@dataclass(frozen=True)
-class PackedExperts:
-    """A stack of packed linears; one expert is a view of it."""
+class PartWeights(LayerWeights, ExpertWeights, total=False):
+    """What a part may have; which of these, its model knows."""
 
-    panels: Tensor  # [experts, panels, in, lanes]
-    out_features: int
-
-    def __getitem__(self, expert: int) -> PackedWeight:
-        return PackedWeight(self.panels[expert], self.out_features)
-
-    @property
-    def nbytes(self) -> int:
-        return self.panels.nbytes
+    embedding: Linear
+    norm: Tensor
+    lm_head: Linear
+    router: Linear
+    router_bias: Tensor
+    experts: Any  # PAGED: FetchedExperts on a CPU, PagedExperts on a CUDA device
 
 
 class Weights(Protocol):
     def part(self, name: str) -> AbstractContextManager[PartWeights]: ...
-
-
-PAGED = "experts"  # in a part whose experts are not all on the device: whoever knows where they are, one of these two
 
 
 class FetchedExperts(Protocol):
@@ -58,23 +50,29 @@ class FetchedExperts(Protocol):
 class PagedExperts(Protocol):
     """A layer's experts on a CUDA device, all that a step asks for at once."""
 
-    def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
-                fixed: bool) -> Tensor:
+    def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None) -> Tensor:
         """As kernels.moe.mixture."""
 
 
 class ResidentWeights:
     """Every part stays on the device."""
 
-    def __init__(self, parts: Mapping[str, PartWeights]) -> None:
+    def __init__(self, parts: Mapping[str, Mapping[str, Weight]], paged: Mapping[str, object] | None = None) -> None:
+        """`paged`: who has a part's experts, where they do not stay."""
         self.parts = dict(parts)
+        self.paged = paged or {}
         self.bound: dict[Any, Any] = {}  # what was made of where they lie; forgotten when they move
-        self._contexts: dict[str, AbstractContextManager[PartWeights]] = {
-            name: nullcontext(weights) for name, weights in parts.items()
-        }
+        self._contexts: dict[str, AbstractContextManager[PartWeights]] = {}
+        for name in parts:
+            self._contexts[name] = nullcontext(self.whole(name))
 
     def part(self, name: str) -> AbstractContextManager[PartWeights]:
         return self._contexts[name]
+
+    def whole(self, name: str, passing: Mapping[str, Weight] | None = None) -> PartWeights:
+        """A part as its model sees it; `passing`: weights of it that do not stay."""
+        paged = {PAGED: self.paged[name]} if name in self.paged else {}
+        return cast(PartWeights, {**self.parts[name], **(passing or {}), **paged})
 
     def move(self, device: torch.device) -> None:
         """Every weight to another device, part by part, so that no second copy of them all is ever held.
@@ -83,9 +81,9 @@ class ResidentWeights:
         """
         self.bound.clear()
         for name, weights in self.parts.items():
-            part = {key: _moved(weight, device) for key, weight in weights.items()}
-            self.parts[name] = part
-            self._contexts[name] = nullcontext(part)
+            self.parts[name] = {key: moved(weight, device) if isinstance(weight, Tensor) else weight.to(device)
+                                for key, weight in weights.items()}
+            self._contexts[name] = nullcontext(self.whole(name))
 
     @property
     def unpadded(self) -> int:
@@ -111,22 +109,12 @@ class ResidentWeights:
         return sum(int(weight.nbytes) for weights in self.parts.values() for weight in weights.values())
 
 
-def in_fixed_order(part: PartWeights, specs: Iterable[WeightSpec]) -> dict[str, Any]:
-    """Weights on a CUDA device whose products are summed up in one order: see kernels.linear.FixedWeight."""
-    linears = {spec.name for spec in specs if spec.packable and len(spec.shape) == 2}
-    return {name: FixedWeight(weight) if name in linears and isinstance(weight, torch.Tensor) else weight
-            for name, weight in part.items()}
+def split_experts(weights: Mapping[str, Weight]) -> tuple[dict[str, Weight], dict[str, Weight]]:
+    """(what every token goes through, the stacks of experts) of a part."""
+    experts = {name: weight for name, weight in weights.items() if is_expert(name)}
+    return {name: weight for name, weight in weights.items() if name not in experts}, experts
 
 
-def _moved(weight: Any, device: torch.device) -> Any:
-    if isinstance(weight, PanelWeight | PackedExperts):
-        return replace(weight, panels=_moved(weight.panels, device))
-    if isinstance(weight, FixedWeight):
-        return replace(weight, data=_moved(weight.data, device))
-    if device.type != "cpu" or weight.device.type == "cpu":
-        return weight.to(device)
-    try:
-        host = torch.empty_like(weight, device=device, pin_memory=True)
-    except RuntimeError:  # no more may be pinned
-        host = torch.empty_like(weight, device=device)
-    return host.copy_(weight)
+def one_expert_of(stacks: Mapping[str, Weight], index: int) -> dict[str, Weight]:
+    """The stacks cut down to one expert, still stacks."""
+    return {name: mapped(weight, lambda tensor: tensor[index : index + 1]) for name, weight in stacks.items()}

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from spillover.errors import PlanError
+from spillover.kernels.fields import COMPUTE_TYPES
 from spillover.models.config import ModelConfig
-from spillover.models.weight_specs import ITEMSIZE, WeightSpecs
+from spillover.models.weight_specs import WeightSpecs, kept_on
 from spillover.plan.fit import STEPS_IN_FLIGHT as STEPS_IN_FLIGHT
 from spillover.plan.fit import (
     Sizes,
@@ -142,9 +143,9 @@ def make_plan(
     from spillover.kernels.native import panel_width  # imports torch, which who only reads a plan does without
 
     # Without the native kernels, which serve float32 on a CPU, attention needs room for its scores.
-    panel = panel_width() if device == "cpu" and dtype == "float32" else 0
-    native, panel = panel > 0, max(1, panel)
-    shape = model_shape(config, specs, dtype, panel, request.kv_cache_dtype)
+    native = device == "cpu" and dtype == "float32" and panel_width() > 0
+    kept = kept_on(specs, device, dtype)
+    shape = model_shape(config, kept, dtype, request.kv_cache_dtype)
     slot_bytes = _slot_bytes(request, config, shape, dtype)
     check_host_memory(request.host_memory, machine, device, size_flag(request.host_memory or 0),
                       size_flag(machine.memory_available, up=False))
@@ -159,7 +160,7 @@ def make_plan(
     if resident is None:
         measured = functools.cache(lambda: rates if rates is not None or measure is None else measure(device))
         length = request.max_model_len or min(longest_allowed(request, sizes), LENGTHS[-1])
-        ask = Offload(request, config, shape, weight_units(config, specs, dtype, panel), machine, device, native,
+        ask = Offload(request, config, shape, weight_units(config, kept, dtype), machine, device, native,
                       measured, least_resident(request, sizes, length))
         placement, sizes = plan_weights(ask)
         tiers = plan_tiers(_left_for_kv(request, placement, slot_bytes), request.disks, request.remote, slot_bytes,
@@ -287,7 +288,7 @@ def _device(request: PlanRequest, machine: Machine) -> str:
 def _dtype(request: PlanRequest, config: ModelConfig, device: str) -> str:
     if request.dtype != "auto":
         return request.dtype
-    return config.dtype if device == "cuda" and config.dtype in ITEMSIZE else "float32"
+    return config.dtype if device == "cuda" and config.dtype in COMPUTE_TYPES else "float32"
 
 
 def _slot_bytes(request: PlanRequest, config: ModelConfig, shape: ModelShape, dtype: str) -> int:

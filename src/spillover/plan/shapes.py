@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from spillover.kernels.extents import CODE_PANEL
+from spillover.kernels.fields import ITEMSIZE
 from spillover.models.config import ModelConfig
 from spillover.models.groups import layer_groups
-from spillover.models.weight_specs import ITEMSIZE, WeightSpec, WeightSpecs
+from spillover.models.weight_specs import WeightSpecs, is_expert
 
 KV_SCALE_BYTES = 4  # of quantised KV: a float32 for each token, head, and key or value
 
@@ -62,26 +61,23 @@ class ModelShape:
         return self.num_experts * (1 - (1 - self.experts_per_token / self.num_experts) ** tokens)
 
 
-def model_shape(config: ModelConfig, specs: WeightSpecs, dtype: str, panel: int = 1,
-                kv_dtype: str = "auto") -> ModelShape:
-    """`panel`: rows that packed matrices are padded to a multiple of."""
-    itemsize = ITEMSIZE[dtype]
+def model_shape(config: ModelConfig, specs: WeightSpecs, dtype: str, kv_dtype: str = "auto") -> ModelShape:
     kinds: Counter[str] = Counter()
     layer_bytes = layer_params = head_bytes = head_params = expert_bytes = expert_params = expert_layers = 0
     for part, weights in specs.items():
         for spec in weights:
-            size = padded(spec, panel).nbytes(itemsize)
-            kinds[weight_kind(part, spec)] += size
-            if is_expert(spec):
+            size = spec.nbytes(dtype)
+            kinds[weight_kind(part, spec.name)] += size
+            if is_expert(spec.name):
                 expert_bytes += size
-                expert_params += _expert_params(spec)
+                expert_params += spec.params
             elif part.startswith("layers."):
                 layer_bytes += size
-                layer_params += math.prod(spec.shape) if len(spec.shape) == 2 else 0
+                layer_params += spec.params
             elif part == "head" or config.tie_embeddings:
                 head_bytes += size
-                head_params += math.prod(spec.shape) if len(spec.shape) == 2 else 0
-        expert_layers += any(is_expert(spec) for spec in weights)
+                head_params += spec.params
+        expert_layers += any(is_expert(spec.name) for spec in weights)
     copies = max(1, expert_layers * config.num_experts)
     groups = layer_groups(config)
     return ModelShape(
@@ -113,32 +109,13 @@ def kv_layer_bytes(config: ModelConfig, dtype: str, kv_dtype: str = "auto") -> i
     return 2 * config.num_kv_heads * row
 
 
-def is_expert(spec: WeightSpec) -> bool:
-    return spec.name.startswith("experts.")
-
-
-def weight_kind(part: str, spec: WeightSpec) -> str:
+def weight_kind(part: str, name: str) -> str:
     if part == "embed":
         return "embedding"
-    if is_expert(spec):
+    if is_expert(name):
         return "experts"
-    if "norm" in spec.name:
+    if "norm" in name:
         return "norms"
     if part == "head":
         return "head"
-    return "attention" if spec.name.split("_")[0] in ("qkv", "o", "sinks") else "mlp"
-
-
-def padded(spec: WeightSpec, panel: int) -> WeightSpec:
-    if not spec.packable:
-        return spec
-    *stack, rows, columns = spec.shape
-    panel = CODE_PANEL if spec.code_bits else panel
-    return replace(spec, shape=(*stack, -(-rows // panel) * panel, columns))
-
-
-def _expert_params(spec: WeightSpec) -> int:
-    """Matrix parameters of a whole stack: 4-bit blocks hold two a byte, their scales and biases hold none."""
-    if spec.name.endswith(("_scales", "_bias")):
-        return 0
-    return math.prod(spec.shape) * (2 if spec.name.endswith("_blocks") else 1)
+    return "attention" if name.split("_")[0] in ("qkv", "o", "sinks") else "mlp"

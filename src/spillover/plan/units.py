@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from spillover.kernels.fields import ALIGNMENT
 from spillover.models.config import ModelConfig
-from spillover.models.weight_specs import ALIGNMENT, ITEMSIZE, WeightSpec, WeightSpecs
-from spillover.plan.shapes import is_expert, padded
+from spillover.models.weight_specs import WeightSpecs, is_expert
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,11 @@ class Units:
         return self.records[part] + (self.layer_record_bytes if part_layer(part) in self.stacks else 0)
 
 
-def weight_units(config: ModelConfig, specs: WeightSpecs, dtype: str, panel: int = 1) -> Units:
-    """`panel`: rows that packed matrices are padded to a multiple of."""
-    itemsize = ITEMSIZE[dtype]
-
-    def size(spec: WeightSpec) -> int:
-        return padded(spec, panel).nbytes(itemsize)
-
+def weight_units(config: ModelConfig, specs: WeightSpecs, dtype: str) -> Units:
     parts, records, stacks, expert = {}, {}, {}, 0
     for part, listed in specs.items():
-        common = [size(spec) for spec in listed if not is_expert(spec)]
-        experts = [size(spec) for spec in listed if is_expert(spec)]
+        common = [field.nbytes for spec in listed if not is_expert(spec.name) for field in spec.fields(dtype)]
+        experts = [field.nbytes for spec in listed if is_expert(spec.name) for field in spec.fields(dtype)]
         parts[part], records[part] = sum(common), sum(map(_aligned, common))
         if experts:
             stacks[part_layer(part)] = sum(experts)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spillover.kernels.extents import MOST_SCORES, SEGMENTS, segment_blocks, widens
+from spillover.kernels.extents import MOST_SCORES, SEGMENTS, dequantizes, segment_blocks
+from spillover.kernels.fields import ITEMSIZE
 from spillover.kernels.triton.pieces import most_items, scratch_bytes
 from spillover.models.config import ModelConfig
 from spillover.models.groups import layer_groups
-from spillover.models.weight_specs import ITEMSIZE
 from spillover.plan.shapes import kv_layer_bytes
 
 # For each entry of the vocabulary: the logits, the copy that penalties, bias and masks edit, and what penalties count.
@@ -95,10 +95,14 @@ def _cuda_bytes(config: ModelConfig, dtype: str, recorded: int, rows: int, posit
 
 
 def _wide_bytes(config: ModelConfig, dtype: str, tokens: int) -> int:
-    """A layer's experts, where steps of so many tokens widen them."""
+    """A layer's experts, where steps of so many tokens dequantise them."""
+    from spillover.kernels.formats.base import make_format  # imports torch, which who only reads a plan does without
+
     expert = 3 * config.expert_intermediate_size * config.hidden_size * ITEMSIZE[dtype]
     experts, k = config.num_experts, config.experts_per_token
-    return experts * expert if widens(config.expert_format, experts, k, expert, tokens) else 0
+    gemm = make_format(config.expert_format, config.quantization).experts
+    wide = gemm is not None and gemm.dequantizes and dequantizes(experts, k, expert, tokens)
+    return experts * expert if wide else 0
 
 
 def _row_bytes(config: ModelConfig, dtype: str, native: bool) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 from spillover.kernels import extents
 from spillover.kernels import mail as places
 from spillover.kernels.experts import Experts
+from spillover.kernels.formats.grouped_gemm import Tile
 from spillover.kernels.mail import Mail
 from spillover.kernels.page_table import PageTable
 from spillover.kernels.paged_moe import PassedMixtureReference, experts_reference, paged_mixture_reference
@@ -49,8 +50,8 @@ def stacks(arena: Tensor, offsets: list[tuple[int, Tensor]], like: tuple[Experts
     views = iter([
         arena[:, at : at + tensor[0].nbytes].view(tensor.dtype).unflatten(1, tensor.shape[1:]) for at, tensor in offsets
     ])
-    return [Experts(next(views), next(views) if each.scales is not None else None,
-                    next(views) if each.bias is not None else None) for each in like]
+    return [Experts(each.weight.map(lambda _: next(views)), next(views) if each.bias is not None else None)
+            for each in like]
 
 
 class Paged:
@@ -66,8 +67,8 @@ class Paged:
         self.slots = stacks(self.arena, self.offsets, (self.first, self.second))
         self.table = PageTable.make([2, quota], EXPERTS, 16, 4, torch.device(DEVICE))
         object.__setattr__(self.table, "quota", quota)  # nobody asks the first layer for anything
-        self.tiles = tuple(moe.Tile(16, rows, 128, 4, 2) for rows in (64, 128))
-        self.few = tuple(moe.Tile(1, rows, 256 if form == "mxfp4" else 128, 4, 2) for rows in (64, 128))
+        self.tiles = tuple(Tile(16, rows, 128, 4, 2) for rows in (64, 128))
+        self.few = tuple(Tile(1, rows, 256 if form == "mxfp4" else 128, 4, 2) for rows in (64, 128))
 
     def mixed(self, x: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         result: Tensor = paged.paged_mixture(
@@ -131,7 +132,7 @@ def host(there: Paged, mail: Mail) -> Iterator[list[int]]:
     layers: list[int] = []
     stop = threading.Event()
     # Before the thread starts: a copy from the device would wait for the kernel that waits for this thread's answer.
-    cpu = [Experts(each.values.cpu(), None, None) for each in there.whole]
+    cpu = [Experts(each.weight.to(torch.device("cpu"))) for each in there.whole]
 
     def work() -> None:
         turn = 0
@@ -195,7 +196,7 @@ def test_the_host_computes_some_experts_while_others_pass(tokens: int) -> None:
             for at, expert in enumerate(sorted(set(range(EXPERTS)) - set(mine))):
                 there.arena[at] = there.records[expert].to(DEVICE)
                 row[expert] = at
-            passes = paged.PassedMixture(x, scores, K, True, there.first.format, there.second.width, there.limit,
+            passes = paged.PassedMixture(x, scores, K, True, there.first.gemm, there.second.width, there.limit,
                                          **kwargs)
             passes.delegate(hosted, 1, mail)
             passes.add(*there.slots, row)
@@ -240,9 +241,9 @@ def test_passes_that_widen_are_one_mixture(monkeypatch: pytest.MonkeyPatch) -> N
 
 def passed(there: Paged, tokens: int, **kwargs: Any) -> None:
     expected = moe.mixture(there.x, there.scores, *there.whole, K, True, there.limit, **kwargs)
-    form, inner = there.first.format, there.second.width
-    passes = paged.PassedMixture(there.x, there.scores, K, True, form, inner, there.limit, **kwargs)
-    plain = PassedMixtureReference(there.x, there.scores, K, True, form, inner, there.limit)
+    gemm, inner = there.first.gemm, there.second.width
+    passes = paged.PassedMixture(there.x, there.scores, K, True, gemm, inner, there.limit, **kwargs)
+    plain = PassedMixtureReference(there.x, there.scores, K, True, gemm, inner, there.limit)
     order = random.Random(tokens).sample(range(EXPERTS), EXPERTS)
     for group in (order[:4], order[4:5], order[5:]):
         there.arena.fill_(0xAB)

@@ -8,8 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from spillover.kernels import extents, fp8, mxfp4
+from spillover.kernels import extents
 from spillover.kernels.experts import Experts
+from spillover.kernels.fields import LinearShape
+from spillover.kernels.formats import fp8_block, mxfp4
+from spillover.kernels.formats.base import Linear
+from spillover.kernels.formats.dense import DENSE
+from spillover.kernels.formats.grouped_gemm import Tile
 from spillover.kernels.moe import mixture_reference
 
 device = pytest.importorskip("spillover.kernels.triton.moe")
@@ -18,21 +23,22 @@ routing = pytest.importorskip("spillover.kernels.triton.moe_routing")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter truncates where the device rounds
-Tile = device.Tile
 
 
 def stack(weight: Tensor, form: str, bias: Tensor | None, parts: int = 1) -> Experts:
     """A dense [E, N, K] stack in another form."""
+    shape = LinearShape((weight.shape[1] // parts,) * parts, weight.shape[2])
     if form == "dense":
-        return Experts(weight, None, bias)
+        return Experts(Linear(DENSE, shape, (weight,)), bias)
     if form == "mxfp4":
         blocks, scales = mxfp4.quantize(weight)
         groups = scales.shape[-1]
         scales = torch.nn.functional.pad(scales, (0, mxfp4.padded(groups) - groups))
-        return Experts(blocks.flatten(-2), scales.contiguous(), bias)
-    pieces = [[fp8.quantize(piece) for piece in one.chunk(parts)] for one in weight.float()]
+        return Experts(Linear(mxfp4.MXFP4, shape, (blocks.flatten(-2), scales.contiguous())), bias)
+    pieces = [[fp8_block.quantize(piece) for piece in one.chunk(parts)] for one in weight.float()]
     values = torch.stack([torch.cat([value for value, _ in each]) for each in pieces])
-    return Experts(values, torch.stack([torch.cat([scale for _, scale in each]) for each in pieces]), bias)
+    scales = torch.stack([torch.cat([scale for _, scale in each]) for each in pieces])
+    return Experts(Linear(fp8_block.FP8_BLOCK, shape, (values, scales)), bias)
 
 
 def case(form: str, tokens: int, hidden: int, inner: int, experts: int, dtype: torch.dtype, clamped: bool,
@@ -54,11 +60,16 @@ def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
     assert error.item() < tolerance
 
 
-def wide(experts: Experts, parts: int = 1) -> Experts:
+def wide(experts: Experts) -> Experts:
     """The same values in float32."""
     bias = None if experts.bias is None else experts.bias.float()
-    each = [experts.expert(index, torch.float32, parts).float() for index in range(experts.count)]
-    return Experts(torch.stack(each), None, bias)
+    each = [experts.expert(index, torch.float32).float() for index in range(experts.count)]
+    return Experts(Linear(DENSE, experts.weight.shape, (torch.stack(each),)), bias)
+
+
+def batch_invariant(experts: Experts) -> Experts:
+    weight = experts.weight
+    return Experts(Linear(weight.format.batch_invariant(), weight.shape, weight.tensors), experts.bias)
 
 
 @pytest.mark.parametrize("few_tokens", [0, 8])
@@ -79,7 +90,7 @@ def test_both_paths_match_the_reference(
     tokens, experts, k = 3, 4, 2
     x, scores, first, second = case(form, tokens, hidden, inner, experts, dtype, clamped)
     limit = 1.5 if clamped else None
-    exact = mixture_reference(x.float(), scores.float(), wide(first, 1 if clamped else 2), wide(second), k, True, limit)
+    exact = mixture_reference(x.float(), scores.float(), wide(first), wide(second), k, True, limit)
     rows, depth = (1, 256 if form == "mxfp4" else 128) if few_tokens else (16, 128)
     tiles = (Tile(rows, 64, depth, 4, 2), Tile(rows, 128, depth, 4, 2))
     found = device.mixture(x, scores, first, second, k, True, limit, few_tokens=few_tokens, tiles=tiles)
@@ -92,27 +103,28 @@ def test_widened_experts_are_those_of_the_reference(hidden: int, inner: int, dty
     room = widening.wide_room(4, hidden, inner, x)
     for into in room:
         into.values.fill_(-7)
-    widening.widen(first, second, room, False, torch.tensor([2, -1, 0, 3], dtype=torch.int32, device=DEVICE))
-    for whole, into, parts in zip((first, second), room, (2, 1), strict=True):
+    widening.widen(first, second, room, torch.tensor([2, -1, 0, 3], dtype=torch.int32, device=DEVICE))
+    for whole, into in zip((first, second), room, strict=True):
         for expert, slot in ((0, 2), (2, 0), (3, 3)):
-            assert torch.equal(into.values[expert], whole.expert(slot, dtype, parts))
+            assert torch.equal(into.values[expert], whole.expert(slot, dtype))
         assert (into.values[1] == -7).all()
-    widening.widen(first, second, room, False)
-    for whole, into, parts in zip((first, second), room, (2, 1), strict=True):
-        assert torch.equal(into.values[1], whole.expert(1, dtype, parts))
+    widening.widen(first, second, room)
+    for whole, into in zip((first, second), room, strict=True):
+        assert torch.equal(into.values[1], whole.expert(1, dtype))
 
 
 def test_a_large_step_widens_first(monkeypatch: pytest.MonkeyPatch) -> None:
     x, scores, first, second = case("fp8", 12, 160, 144, 4, HALF, False)
-    exact = mixture_reference(x.float(), scores.float(), wide(first, 2), wide(second), 2, True).to(x.dtype)
+    exact = mixture_reference(x.float(), scores.float(), wide(first), wide(second), 2, True).to(x.dtype)
     narrow = device.mixture(x, scores, first, second, 2, True)
     monkeypatch.setattr(extents, "WIDE_TOKENS", 12)
     monkeypatch.setattr(extents, "WIDE_ROWS", 6)
     found = device.mixture(x, scores, first, second, 2, True)
     assert_near(found, exact, 1.5e-2)
     assert not torch.equal(found, narrow)  # rounded otherwise: it is not the same path
-    fixed = device.mixture(x, scores, first, second, 2, True, fixed=True)
-    assert torch.equal(fixed[:3], device.mixture(x[:3], scores[:3], first, second, 2, True, fixed=True))
+    fixed = batch_invariant(first), batch_invariant(second)
+    assert torch.equal(device.mixture(x, scores, *fixed, 2, True)[:3],
+                       device.mixture(x[:3], scores[:3], *fixed, 2, True))
     monkeypatch.setattr(extents, "WIDE_ROWS", 7)
     assert torch.equal(device.mixture(x, scores, first, second, 2, True), narrow)
 
@@ -123,7 +135,7 @@ def test_routing_is_top_k_of_a_softmax(renormalize: bool) -> None:
     scores = torch.randn(tokens, experts, device=DEVICE)
     scores[3, 4] = scores[3, 9] = scores[3, 2] = 5.0  # equal: the lower id first
     x = torch.randn(tokens, 32, device=DEVICE)
-    ids, shares, ready = routing.route(scores, x, k, renormalize, "dense")
+    ids, shares, ready = routing.route(scores, x, k, renormalize, DENSE.experts)
     assert ready is x
     assert ids[3].tolist() == [2, 4, 9]
     probabilities = scores.softmax(-1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -14,14 +14,15 @@ from spillover.engine.weights.elastic import ElasticMemory
 from spillover.engine.weights.home import Home
 from spillover.engine.weights.mover import CpuMover
 from spillover.engine.weights.placed import PlacedParts, PlacedWeights
+from spillover.kernels.formats.base import Linear, Weight
 from spillover.memory.experts import ExpertCache
 from spillover.memory.policies.experts import Static, expert_policy
 from spillover.memory.policies.experts.protocol import ExpertPolicy, GuessingPolicy
 from spillover.models.weight_specs import layer_part
-from spillover.models.weights import PAGED, PartWeights
+from spillover.models.weights import PartWeights
 from spillover.plan.placement import WeightPlan
 
-Parts = Iterable[tuple[str, dict[str, Any]]]
+Parts = Iterable[tuple[str, dict[str, Weight]]]
 
 
 def place_on_cpu(parts: Parts, placement: WeightPlan, policy: str, disk: DiskHome | None = None,
@@ -60,10 +61,10 @@ def _cpu_experts(placed: PlacedParts, mover: CpuMover, arena: Tensor | None, pol
             assert slots is not None
             guesses = isinstance(slots.cache.policy, GuessingPolicy)
             router = _next_router(placed, layers, layer) if guesses else None
-            placed.resident[layer_part(layer)][PAGED] = SlotExperts(slots, layers.index(layer), router)
+            placed.paged[layer_part(layer)] = SlotExperts(slots, layers.index(layer), router)
         else:
             hosts.append(HomeExperts(record, lambda index, layer=layer: placed.expert_bytes(layer, index)))  # type: ignore[misc]
-            placed.resident[layer_part(layer)][PAGED] = hosts[-1]
+            placed.paged[layer_part(layer)] = hosts[-1]
     return CpuExperts(slots, hosts)
 
 
@@ -83,11 +84,12 @@ def filled_cache(placement: WeightPlan, experts: int, policy: ExpertPolicy) -> E
     return cache
 
 
-def _next_router(placed: PlacedParts, layers: tuple[int, ...], layer: int) -> Callable[[], tuple[Any, Any]] | None:
+def _next_router(placed: PlacedParts, layers: tuple[int, ...],
+                 layer: int) -> Callable[[], tuple[Linear, Tensor | None]] | None:
     index = layers.index(layer) + 1
     if index == len(layers):
         return None
-    part: PartWeights = placed.resident[layer_part(layers[index])]
+    part = cast(PartWeights, placed.resident[layer_part(layers[index])])
     if "router" not in part:  # it passes through the ring and is not here yet
         return None
     return lambda: (part["router"], part.get("router_bias"))

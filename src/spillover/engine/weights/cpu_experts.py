@@ -4,16 +4,17 @@ another, or computed with where they live."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from spillover.engine.weights.mover import Mover, Source
 from spillover.engine.weights.traffic import WeightTraffic
+from spillover.kernels.formats.base import Linear
 from spillover.kernels.linear import linear
+from spillover.kernels.records import Record
 from spillover.memory.experts import ExpertCache
-from spillover.models.records import Record
 from spillover.models.weights import PartWeights
 
 
@@ -29,7 +30,7 @@ class ExpertSlots:
         self._source = source
         self._mover = mover
         self._tickets: dict[int, Any] = {}  # of copies under way, by slot
-        self._bound: dict[int, dict[str, Any]] = {}  # by slot
+        self._bound: dict[int, PartWeights] = {}  # by slot
         self.step = 0
         self.bytes_moved = 0
         self.fetches = 0
@@ -55,7 +56,7 @@ class ExpertSlots:
         if ticket is not None:
             self._mover.wait(ticket)
         if slot not in self._bound:
-            self._bound[slot] = self._record.bind(self._arena[slot])
+            self._bound[slot] = cast(PartWeights, self._record.bind(self._arena[slot]))
         return self._bound[slot]
 
     def next_step(self) -> int:
@@ -129,7 +130,8 @@ class CpuExperts:
 class SlotExperts:
     """One layer's experts, in slots."""
 
-    def __init__(self, slots: ExpertSlots, layer: int, next_router: Callable[[], tuple[Tensor, Any]] | None) -> None:
+    def __init__(self, slots: ExpertSlots, layer: int,
+                 next_router: Callable[[], tuple[Linear, Tensor | None]] | None) -> None:
         """`next_router`: the weights of the next layer's, for guesses; None: nobody guesses."""
         self._slots = slots
         self._layer = layer
@@ -182,4 +184,4 @@ class HomeExperts:
 
     def expert(self, index: int) -> PartWeights:
         self.hosted += 1
-        return self._record.bind(self._runs(index))
+        return cast(PartWeights, self._record.bind(self._runs(index)))

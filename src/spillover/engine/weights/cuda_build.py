@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -19,14 +20,14 @@ from spillover.engine.weights.mover import CudaMover
 from spillover.engine.weights.placed import PlacedParts, PlacedWeights
 from spillover.engine.weights.policy_thread import PolicyThread
 from spillover.engine.weights.transit import Transit
-from spillover.kernels.host_experts import ExpertLayout, HostExperts, LinearPlace
+from spillover.kernels.experts import expert_stacks
+from spillover.kernels.host_experts import ExpertLayout, HostExperts
 from spillover.kernels.mail import Mail
 from spillover.kernels.page_table import PageTable
+from spillover.kernels.records import Record
 from spillover.models.config import ModelConfig
-from spillover.models.layers import expert_stack
-from spillover.models.records import Record
 from spillover.models.weight_specs import layer_part
-from spillover.models.weights import PAGED
+from spillover.models.weights import PartWeights
 from spillover.plan.placement import SLOTTED, WeightPlan
 from spillover.plan.planner import Plan
 
@@ -65,7 +66,7 @@ def place_on_cuda(parts: Parts, plan: Plan, config: EngineConfig, model: ModelCo
     if slots is not None:
         experts = _experts(placed, layers, quotas, slots, plan, config, model)
         for index, layer in enumerate(layers):
-            placed.resident[layer_part(layer)][PAGED] = CudaLayerExperts(experts, index)
+            placed.paged[layer_part(layer)] = CudaLayerExperts(experts, index)
     return PlacedWeights(placed, CudaMover(device), experts, memory)
 
 
@@ -79,8 +80,7 @@ def _experts(placed: PlacedParts, layers: Sequence[int], quotas: Sequence[int], 
     placement, record = placed.placement, placed.expert_record
     assert record is not None
     k = model.experts_per_token
-    stacks = record.stacks(slots)
-    arena = Arena(slots, expert_stack(stacks, "experts.gate_up"), expert_stack(stacks, "experts.down"))
+    arena = Arena(slots, *expert_stacks(cast(PartWeights, record.stacks(slots))))
     table = PageTable.make(quotas, placed.num_experts, max(1, placement.paged_tokens) * k, LOG_ROWS, slots.device)
     fill_table(table, quotas)
     # Of three groups one is computed, one is there and one on its way; little room is better cut in two.
@@ -109,7 +109,8 @@ def _delegate(experts: CudaExperts, record: Record, runs: Sequence[Tensor], quot
     """What is missing is shared between the link and the host's cores as measured here and now."""
     assert plan.placement is not None
     tokens, k = max(1, plan.placement.paged_tokens), model.experts_per_token
-    layout = expert_layout(record, model, getattr(torch, plan.dtype), runs[0].shape[0])
+    layout = ExpertLayout(record, experts.arena.first.weight.format, getattr(torch, plan.dtype), model.hidden_size,
+                          model.expert_intermediate_size, runs[0].shape[0], model.swiglu_limit)
     host = HostExperts(layout, [run.data_ptr() for run in runs])
     most = max(tokens, HOSTED_TOKENS)
     mail = Mail.make(most, most * k, model.hidden_size, experts.arena.slots.device)
@@ -120,19 +121,6 @@ def _delegate(experts: CudaExperts, record: Record, runs: Sequence[Tensor], quot
         return
     experts.delegate(host, mail, [shared if quota else everything for quota in quotas],
                      streaming_share(experts, host, k))
-
-
-def expert_layout(record: Record, model: ModelConfig, dtype: torch.dtype, experts: int) -> ExpertLayout:
-    at = {field.name: field.offset for field in record.fields}
-
-    def place(name: str) -> LinearPlace:
-        values = at.get(f"{name}_blocks", at.get(name))
-        assert values is not None
-        return LinearPlace(values, at.get(f"{name}_scales"), at.get(f"{name}_bias"))
-
-    form = "mxfp4" if "experts.down_blocks" in at else "fp8" if "experts.down_scales" in at else "dense"
-    return ExpertLayout(form, dtype, model.hidden_size, model.expert_intermediate_size, experts, record.nbytes,
-                        place("experts.gate_up"), place("experts.down"), model.swiglu_limit)
 
 
 def fill_table(table: PageTable, quotas: Sequence[int]) -> None:

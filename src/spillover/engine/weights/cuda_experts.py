@@ -137,18 +137,18 @@ class CudaExperts:
         if self.thread is not None and rows <= self.paged_tokens:
             self.thread.ended()
 
-    def mixture(self, layer: int, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
-                fixed: bool) -> Tensor:
+    def mixture(self, layer: int, x: Tensor, scores: Tensor, k: int, renormalize: bool,
+                limit: float | None) -> Tensor:
         if self.on_demand is not None:
-            return self._demanded(self.on_demand, layer, x, scores, k, renormalize, limit, fixed)
+            return self._demanded(self.on_demand, layer, x, scores, k, renormalize, limit)
         if x.shape[0] > self.paged_tokens:
-            return self._streamed(layer, x, scores, k, renormalize, limit, fixed)
+            return self._streamed(layer, x, scores, k, renormalize, limit)
         if layer == 0:
             self.table.advance()
         split = self.split[layer]
         return paged_mixture(
             x, scores, self.table, layer, self.runs[layer], self.arena.slots, self.arena.first, self.arena.second, k,
-            renormalize, limit, fixed, split, self.mail if split is not None else None, self.replay,
+            renormalize, limit, split, self.mail if split is not None else None, self.replay,
         )
 
     @property
@@ -220,14 +220,14 @@ class CudaExperts:
         if self.host is not None:
             self.host.close()
 
-    def _streamed(self, layer: int, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
-                  fixed: bool) -> Tensor:
+    def _streamed(self, layer: int, x: Tensor, scores: Tensor, k: int, renormalize: bool,
+                  limit: float | None) -> Tensor:
         stream = self._stream
         assert stream is not None, "the step has not begun"
         if layer == 0:
             self._group = 0
             self.transit.begin(stream.groups)
-        passes = begin_passes(x, scores, k, renormalize, self.arena.first.format, self.arena.second.width, limit, fixed)
+        passes = begin_passes(x, scores, k, renormalize, self.arena.first.gemm, self.arena.second.width, limit)
         if stream.hosted is not None and self.mail is not None:
             passes.delegate(stream.hosted[layer], layer, self.mail)
         passes.add(self.arena.first, self.arena.second, self.table.slot_of[layer])
@@ -239,10 +239,10 @@ class CudaExperts:
         return passes.end()
 
     def _demanded(self, cache: ExpertCache, layer: int, x: Tensor, scores: Tensor, k: int, renormalize: bool,
-                  limit: float | None, fixed: bool) -> Tensor:
+                  limit: float | None) -> Tensor:
         """The host reads the routing, copies what is missing, and only then are the experts computed: what paging by
         faults amounts to."""
-        passes = begin_passes(x, scores, k, renormalize, self.arena.first.format, self.arena.second.width, limit, fixed)
+        passes = begin_passes(x, scores, k, renormalize, self.arena.first.gemm, self.arena.second.width, limit)
         wanted = sorted(set(passes.ids.flatten().tolist()))
         wanted.sort(key=lambda expert: cache.slot(layer, expert) is None)  # what is there is used before it may go
         for experts in grouped(wanted, cache.usable(layer)):
@@ -269,6 +269,5 @@ class CudaLayerExperts:
         self._experts = experts
         self._layer = layer
 
-    def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
-                fixed: bool) -> Tensor:
-        return self._experts.mixture(self._layer, x, scores, k, renormalize, limit, fixed)
+    def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None) -> Tensor:
+        return self._experts.mixture(self._layer, x, scores, k, renormalize, limit)

@@ -10,8 +10,10 @@ import threading
 import torch
 from torch import Tensor
 
+from spillover.kernels.records import Record
 from spillover.models.loader import PartReader
-from spillover.models.records import Record, is_expert, split_experts
+from spillover.models.weight_specs import is_expert
+from spillover.models.weights import split_experts
 
 
 class DiskHome:

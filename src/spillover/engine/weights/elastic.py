@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from spillover.engine.weights.home import Home
-from spillover.models.weight_specs import ALIGNMENT
+from spillover.kernels.fields import ALIGNMENT
 
 log = logging.getLogger("spillover.engine")
 

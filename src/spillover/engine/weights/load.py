@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -12,20 +11,21 @@ from spillover.engine.config import EngineConfig
 from spillover.engine.weights.build import place_on_cpu
 from spillover.engine.weights.disk_home import DiskHome
 from spillover.errors import SpilloverError
+from spillover.kernels.formats.base import Weight
 from spillover.models.checkpoint import open_checkpoint
 from spillover.models.config import ModelConfig
 from spillover.models.loader import PartReader, Progress, dummy_parts, load_parts
-from spillover.models.records import is_expert
-from spillover.models.weight_specs import WeightSpec, WeightSpecs
-from spillover.models.weights import ResidentWeights, in_fixed_order
+from spillover.models.weight_specs import WeightSpec, WeightSpecs, is_expert, kept_on
+from spillover.models.weights import ResidentWeights
 from spillover.plan.planner import Plan
 
 
 def load(config: EngineConfig, plan: Plan, model: ModelConfig, specs: WeightSpecs, path: Path,
          progress: Progress | None = None) -> ResidentWeights:
     device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
+    specs = kept_on(specs, plan.device, plan.dtype, config.deterministic)
     if config.load_format == "dummy":
-        return _placed(config, plan, model, dummy_parts(model, specs, dtype, device, config.seed), specs, None)
+        return _placed(config, plan, model, dummy_parts(specs, dtype, device, config.seed), specs, None)
     with open_checkpoint(path) as checkpoint:
         def where(part: str, spec: WeightSpec) -> torch.device:
             return device if _stays(plan, part, spec) else torch.device("cpu")
@@ -34,12 +34,10 @@ def load(config: EngineConfig, plan: Plan, model: ModelConfig, specs: WeightSpec
         return _placed(config, plan, model, parts, specs, None if not _on_disk(plan) else path)
 
 
-def _placed(config: EngineConfig, plan: Plan, model: ModelConfig, parts: Iterator[tuple[str, dict[str, Any]]],
+def _placed(config: EngineConfig, plan: Plan, model: ModelConfig, parts: Iterator[tuple[str, dict[str, Weight]]],
             specs: WeightSpecs, path: Path | None) -> ResidentWeights:
     """`path`: the checkpoint, where some weights stay on disk."""
     placement, cuda = plan.placement, plan.device == "cuda"
-    if cuda and config.deterministic:
-        parts = ((part, in_fixed_order(weights, specs[part])) for part, weights in parts)
     if placement is None:
         return ResidentWeights(dict(parts))
     if _on_disk(plan) and path is None:
@@ -48,7 +46,7 @@ def _placed(config: EngineConfig, plan: Plan, model: ModelConfig, parts: Iterato
     disk = None
     if path is not None:
         # Held open for as long as the engine runs.
-        disk = DiskHome(PartReader(open_checkpoint(path), model, specs, getattr(torch, plan.dtype), pack=not cuda))
+        disk = DiskHome(PartReader(open_checkpoint(path), model, specs, getattr(torch, plan.dtype)))
     if cuda:
         from spillover.engine.weights.cuda_build import place_on_cuda  # needs Triton
 

@@ -81,10 +81,6 @@ class CudaMover:
         self.stream.synchronize()
 
 
-def make_mover(device: torch.device) -> Mover:
-    return CudaMover(device) if device.type == "cuda" else CpuMover()
-
-
 @torch.inference_mode()
 def _copy(target: Tensor, source: Source) -> None:
     target.copy_(source if isinstance(source, Tensor) else source())

@@ -6,11 +6,10 @@ host memory as records, or stays on disk. Nothing here decides where anything go
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,9 +20,10 @@ from spillover.engine.weights.home import Home
 from spillover.engine.weights.mover import Mover, Source
 from spillover.engine.weights.ring import Ring
 from spillover.engine.weights.traffic import WeightTraffic
-from spillover.models.records import Record, one_expert_of, split_experts
+from spillover.kernels.formats.base import Weight
+from spillover.kernels.records import Record, tensors_of
 from spillover.models.weight_specs import layer_part
-from spillover.models.weights import PAGED, PartWeights, ResidentWeights
+from spillover.models.weights import PartWeights, ResidentWeights, one_expert_of, split_experts
 from spillover.plan.placement import WeightPlan
 
 
@@ -40,8 +40,8 @@ class Unit:
     def nbytes(self) -> int:
         return unit_bytes(self.own, self.expert, self.experts)
 
-    def bind(self, buffer: Tensor) -> dict[str, Any]:
-        weights: dict[str, Any] = {}
+    def bind(self, buffer: Tensor) -> dict[str, Weight]:
+        weights: dict[str, Weight] = {}
         start = 0
         if self.own is not None:
             weights |= self.own.bind(buffer)
@@ -59,16 +59,17 @@ def unit_bytes(own: Record | None, expert: Record | None, experts: int) -> int:
 class PassingPart:
     """A part some of whose weights pass through the ring: in use from entering to leaving."""
 
-    def __init__(self, unit: str, ring: Ring, whole: Mapping[int, PartWeights]) -> None:
+    def __init__(self, unit: str, ring: Ring, whole: Sequence[PartWeights]) -> None:
+        """`whole`: the part, by the buffer that its unit is in."""
         self._unit = unit
         self._ring = ring
-        self.whole = whole  # by buffer
+        self._whole = whole
         self._held: list[int] = []
 
     def __enter__(self) -> PartWeights:
         index = self._ring.acquire(self._unit)
         self._held.append(index)
-        return self.whole[index]
+        return self._whole[index]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
@@ -83,13 +84,14 @@ class PlacedParts:
         self.device = device
         self.home = home
         self.disk = disk
-        self.resident: dict[str, dict[str, Any]] = {}
+        self.resident: dict[str, dict[str, Weight]] = {}
+        self.paged: dict[str, object] = {}  # by part: who has its experts, where they are fetched one by one
         self.units: dict[str, Unit] = {}
         self.expert_record: Record | None = None
         self.num_experts = 0
         self.expert_runs: dict[int, Tensor | None] = {}  # by layer: [experts, record], at home; None: on disk
 
-    def put(self, part: str, weights: PartWeights) -> Tensor | None:
+    def put(self, part: str, weights: Mapping[str, Weight]) -> Tensor | None:
         """Gives back the layer's experts as records where they are fetched one by one, so that slots can be filled."""
         own, experts = split_experts(weights)
         layer = int(part.removeprefix("layers.")) if experts else -1
@@ -127,19 +129,14 @@ class PlacedParts:
         source = self.expert_source(layer, expert)
         return source if isinstance(source, Tensor) else source()
 
-    def ring(self, mover: Mover) -> tuple[Ring | None, dict[str, PassingPart]]:
-        """The ring and, for each part that passes through it, how it is entered."""
+    def ring(self, mover: Mover) -> Ring | None:
+        """What the units pass through."""
         if not self.units:
-            return None, {}
+            return None
         sizes = {part: unit.nbytes for part, unit in self.units.items()}
         count = max(1, min(self.placement.ring, len(self.units)))
         buffers = [torch.empty(max(sizes.values()), dtype=torch.uint8, device=self.device) for _ in range(count)]
-        ring = Ring(buffers, list(self.units), sizes, self._unit_source, mover, ahead=count > 1)
-        return ring, {
-            part: PassingPart(part, ring, {index: {**self.resident[part], **unit.bind(buffer)}
-                                           for index, buffer in enumerate(buffers)})
-            for part, unit in self.units.items()
-        }
+        return Ring(buffers, list(self.units), sizes, self._unit_source, mover, ahead=count > 1)
 
     def _unit_source(self, part: str) -> Source:
         unit, disk = self.units[part], self.disk
@@ -148,17 +145,16 @@ class PlacedParts:
         assert disk is not None
         return lambda: disk.unit(part, unit.own, unit.expert, unit.experts)
 
-    def _records(self, experts: PartWeights) -> Tensor:
+    def _records(self, experts: Mapping[str, Weight]) -> Tensor:
         """[experts, record], where the experts are."""
-        example = next(iter(experts.values()))
-        data: Tensor = example if isinstance(example, Tensor) else example.panels
+        data = tensors_of(next(iter(experts.values())))[0]
         record = self.expert_record = self.expert_record or Record.of(one_expert_of(experts, 0))
         self.num_experts = data.shape[0]
         records = torch.empty(self.num_experts, record.nbytes, dtype=torch.uint8, device=data.device)
         record.write_stacks(experts, records)
         return records
 
-    def _put_unit(self, part: str, own: PartWeights, own_record: Record | None, experts: Tensor | None,
+    def _put_unit(self, part: str, own: Mapping[str, Weight], own_record: Record | None, experts: Tensor | None,
                   on_disk: bool) -> None:
         count = 0 if experts is None else experts.shape[0]
         expert_record = self.expert_record if experts is not None else None
@@ -210,14 +206,18 @@ class PlacedWeights(ResidentWeights):
     def __init__(self, placed: PlacedParts, mover: Mover, experts: ExpertStore | None,
                  memory: ElasticMemory | None = None) -> None:
         """`memory`: of slots and KV together, where there are slots."""
-        super().__init__(placed.resident)
+        super().__init__(placed.resident, placed.paged)
         self.memory = memory
         self.placement = placed.placement
         self.experts = experts
         self._home, self._disk = placed.home, placed.disk
         self._mover = mover
-        self._ring, self._passing = placed.ring(mover)
-        self._contexts |= self._passing
+        self._ring = placed.ring(mover)
+        # By part that passes through the ring: its weights in each buffer.
+        self._passing = {} if self._ring is None else {
+            part: [unit.bind(buffer) for buffer in self._ring.buffers] for part, unit in placed.units.items()
+        }
+        self._enter_by_ring()
 
     @property
     def unpadded(self) -> int:
@@ -238,16 +238,8 @@ class PlacedWeights(ResidentWeights):
 
     def move(self, device: torch.device) -> None:
         """What is resident goes there; what the device held of the rest is fetched again once it is back."""
-        elsewhere = {name: part[PAGED] for name, part in self.parts.items() if PAGED in part}
-        self.parts = {name: {key: weight for key, weight in part.items() if key != PAGED}
-                      for name, part in self.parts.items()}
         super().move(device)
-        for name, experts in elsewhere.items():
-            self.parts[name] = {**self.parts[name], PAGED: experts}
-            self._contexts[name] = nullcontext(self.parts[name])
-        for name, part in self._passing.items():
-            part.whole = {index: {**weights, **self.parts[name]} for index, weights in part.whole.items()}
-            self._contexts[name] = part
+        self._enter_by_ring()
         asleep = device.type == "cpu"
         if self._ring is not None:
             self._ring.resize(asleep)
@@ -255,6 +247,12 @@ class PlacedWeights(ResidentWeights):
             self.experts.sleep()
         elif self.experts is not None:
             self.experts.wake_up()
+
+    def _enter_by_ring(self) -> None:
+        """Let each part that passes through the ring be entered there, beside what stays of it."""
+        for part, bound in self._passing.items():
+            assert self._ring is not None
+            self._contexts[part] = PassingPart(part, self._ring, [self.whole(part, passing) for passing in bound])
 
     def traffic(self) -> WeightTraffic:
         ring, disk = self._ring, self._disk
@@ -265,10 +263,8 @@ class PlacedWeights(ResidentWeights):
     @property
     def nbytes(self) -> int:
         """On the device, for ever or in passing."""
-        resident = sum(int(weight.nbytes) for weights in self.parts.values() for name, weight in weights.items()
-                       if name != PAGED)
         ring = sum(buffer.numel() for buffer in self._ring.buffers) if self._ring is not None else 0
-        return resident + ring + (self.experts.nbytes if self.experts is not None else 0)
+        return super().nbytes + ring + (self.experts.nbytes if self.experts is not None else 0)
 
     @property
     def host_bytes(self) -> int:

@@ -99,7 +99,7 @@ def panel_width() -> int:
 
 
 def multiplies_codes() -> bool:
-    """Whether these kernels multiply with weights in the codes that a file has: see kernels.coded."""
+    """Whether these kernels multiply with weights in the codes that a file has: see kernels.formats.gguf_codes."""
     loaded = _load().library
     return loaded is not None and loaded.multiplies_codes() > 0
 

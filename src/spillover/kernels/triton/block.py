@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from torch import Tensor
 
 from spillover.kernels.batch import AttentionBatch, LayerShape
+from spillover.kernels.block import LayerWeights
 from spillover.kernels.linear import linear
-from spillover.kernels.triton.activation import silu_and_mul
 from spillover.kernels.triton.attention import attention
-from spillover.kernels.triton.gemv import gemv_silu
 from spillover.kernels.triton.norm import add_rms_norm
 from spillover.kernels.triton.rope_store import norm_rope_store
 
@@ -19,7 +15,7 @@ from spillover.kernels.triton.rope_store import norm_rope_store
 def attention_block(
     x: Tensor,
     residual: Tensor,
-    w: Mapping[str, Any],
+    w: LayerWeights,
     shape: LayerShape,
     cos: Tensor,
     sin: Tensor,
@@ -38,12 +34,9 @@ def attention_block(
     return linear(out.view(rows, -1), w["o"], w.get("o_bias")), residual
 
 
-def mlp_block(x: Tensor, residual: Tensor, w: Mapping[str, Any], shape: LayerShape) -> tuple[Tensor, Tensor]:
+def mlp_block(x: Tensor, residual: Tensor, w: LayerWeights, shape: LayerShape) -> tuple[Tensor, Tensor]:
     """As `kernels.block.mlp_block`."""
     x, residual = add_rms_norm(x, residual, w["mlp_norm"], shape.eps, begin_early=x.shape[0] == 1)
-    gate_up, bias = w["gate_up"], w.get("gate_up_bias")
-    if x.shape[0] == 1 and isinstance(gate_up, Tensor):
-        inner = gemv_silu(x, gate_up, bias)
-    else:
-        inner = silu_and_mul(linear(x, gate_up, bias))
+    gate_up = w["gate_up"]
+    inner = gate_up.format.linear_silu(x, gate_up, w.get("gate_up_bias"))
     return linear(inner, w["down"], w.get("down_bias")), residual

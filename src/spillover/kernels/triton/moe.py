@@ -9,15 +9,15 @@ Two paths, chosen by the number of tokens alone:
 A row's result depends on the row alone within a path: its sums over k have one order, and its experts are added in the
 router's order. Between the paths results differ in rounding: the first rounds share * h to the activation's type and
 adds the experts in float32, the second rounds h and each expert's output. Small tiles of unpacked weights go through
-mma.sync and the others through wgmma, whose sums may differ in their last bits; `fixed` keeps to tiles and to wgmma,
-where the size of a tile makes no difference. Of the largest steps experts in FP8 are widened first, and rounded so.
+mma.sync and the others through wgmma, whose sums may differ in their last bits; a batch-invariant format keeps to tiles
+and to wgmma, where the size of a tile makes no difference. Of the largest steps experts in FP8 are dequantised first,
+and rounded so.
 No shape depends on the routing and the host never waits, so a CUDA graph can hold all of it: grids are as large as the
 worst routing needs, and programs without work leave at once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -25,7 +25,8 @@ import triton
 from torch import Tensor
 
 from spillover.kernels.experts import Experts
-from spillover.kernels.extents import widens
+from spillover.kernels.extents import dequantizes
+from spillover.kernels.formats.grouped_gemm import GroupedGemm, Tiles
 from spillover.kernels.triton.launch import early
 from spillover.kernels.triton.moe_experts import (
     experts_down_pairs,
@@ -33,23 +34,11 @@ from spillover.kernels.triton.moe_experts import (
     experts_gate_up_pairs,
     experts_gate_up_tiles,
 )
-from spillover.kernels.triton.moe_product import FORMATS
 from spillover.kernels.triton.moe_routing import combine, route, sort_by_expert
 from spillover.kernels.triton.moe_widen import wide_room, widen
 
 FEW_TOKENS = 8
 ARRIVALS = 1 << 16  # token times tile of columns, at most
-
-
-@dataclass(frozen=True)
-class Tile:
-    """How a product is cut: rows of activations and of weights, depth of a step; warps and stages that do it."""
-
-    tokens: int
-    rows: int
-    depth: int
-    warps: int
-    stages: int
 
 
 def mixture(
@@ -60,86 +49,37 @@ def mixture(
     k: int,
     renormalize: bool,
     limit: float | None = None,
-    fixed: bool = False,
     few_tokens: int = FEW_TOKENS,
-    tiles: tuple[Tile, Tile] | None = None,
+    tiles: Tiles | None = None,
 ) -> Tensor:
     """x [T, H], scores [T, E] -> [T, H]: every token through the k experts it scores highest.
 
     `first` [E, 2I, H] and `second` [E, H, I] are the experts' two products. With a `limit` the activation is the
-    clamped SwiGLU over rows of gate and up in turn, without it SiLU-mul over gate rows and then up rows. `fixed`: a
-    row's result is the same bits whatever the number of rows.
+    clamped SwiGLU over rows of gate and up in turn, without it SiLU-mul over gate rows and then up rows.
     """
     tokens = x.shape[0]
     if tokens == 0:
         return torch.empty_like(x)
-    if tiles is None and wide(x, first.format, first.count, k, second.width, fixed):
+    if tiles is None and wide(x, first.gemm, first.count, k, second.width):
         room = wide_room(first.count, x.shape[1], second.width, x)
-        widen(first, second, room, limit is not None)
+        widen(first, second, room)
         first, second = room
-    ids, shares, x_ready = route(scores, x, k, renormalize, first.format)
-    if tokens <= few_tokens and not fixed:
-        return _few(x_ready, ids, shares, first, second, limit, x.dtype, tiles or few_tiles(first.format))
-    chosen = tiles or many_tiles(first.format, tokens * k / first.count, fixed)
+    gemm = first.gemm
+    ids, shares, x_ready = route(scores, x, k, renormalize, gemm)
+    if tokens <= few_tokens and gemm.few is not None:
+        return _few(x_ready, ids, shares, first, second, limit, x.dtype, tiles or gemm.few)
+    chosen = tiles or gemm.many_tiles(tokens * k / first.count)
     return _many(x_ready, ids, shares, first, second, limit, x.dtype, chosen)
 
 
-def wide(x: Tensor, weight_format: str, experts: int, k: int, inner: int, fixed: bool) -> bool:
-    """Whether the experts are widened for these rows, to dense ones."""
-    expert_bytes = 3 * inner * x.shape[1] * x.element_size()
-    return not fixed and widens(weight_format, experts, k, expert_bytes, x.shape[0])
-
-
-def few_tiles(weight_format: str) -> tuple[Tile, Tile]:
-    """For the two products of a few tokens.
-
-    Fewer than four warps: the compiler then keeps to mma.sync, whose operands unpack with fewer instructions than
-    those of wgmma.
-    """
-    if weight_format == "dense":
-        return Tile(1, 16, 128, 2, 4), Tile(1, 32, 256, 2, 3)
-    if weight_format == "fp8":
-        return Tile(1, 8, 256, 1, 4), Tile(1, 32, 256, 2, 4)
-    return Tile(1, 16, 256, 2, 4), Tile(1, 32, 256, 2, 5)
-
-
-def many_tiles(weight_format: str, pairs_an_expert: float, fixed: bool = False) -> tuple[Tile, Tile]:
-    """For the two products, by the rows that an expert gets on average. `fixed`: only those that agree to the bit."""
-    if fixed:
-        return FIXED_TILES[weight_format][_tile_tokens(1.5 * pairs_an_expert)]
-    # A tile that not all of an expert's rows fit into unpacks its weights twice; one that is half empty costs less.
-    return TILES[weight_format][_tile_tokens((1.0 if weight_format == "fp8" else 1.5) * pairs_an_expert)]
-
-
-def _tile_tokens(rows: float) -> int:
-    return next((size for size in (16, 32, 64) if rows <= size), 128)
-
-
-def _tiles(*sizes: tuple[int, int, int, int, int, int, int]) -> dict[int, tuple[Tile, Tile]]:
-    """By tokens of a tile. Each is tokens, depth; rows, warps and stages of the first; rows and warps of the second."""
-    return {tokens: (Tile(tokens, rows, depth, warps, stages), Tile(tokens, more, depth, others, stages))
-            for tokens, depth, rows, warps, stages, more, others in sizes}
-
-
-# The fastest of those tried on an H200 with the shapes of gpt-oss-120b and Qwen3-30B-A3B.
-TILES = {
-    "dense": _tiles((16, 128, 32, 4, 4, 64, 4), (32, 64, 32, 4, 4, 64, 4), (64, 64, 64, 4, 3, 128, 4),
-                    (128, 64, 64, 8, 3, 128, 8)),
-    "fp8": _tiles((16, 128, 32, 2, 4, 64, 2), (32, 128, 32, 2, 4, 64, 2), (64, 128, 64, 8, 3, 128, 4),
-                  (128, 128, 64, 8, 3, 128, 8)),
-    "mxfp4": _tiles((16, 128, 32, 2, 4, 64, 2), (32, 128, 32, 2, 4, 64, 2), (64, 128, 64, 4, 3, 128, 8),
-                    (128, 128, 64, 4, 3, 128, 8)),
-}
-FIXED_TILES = {
-    weight_format: _tiles((16, depth, 32, 4, 4, 64, 4), (32, depth, 32, 4, 4, 64, 4), (64, depth, 64, 4, 3, 128, 4),
-                          (128, depth, 64, 8, 3, 128, 8))
-    for weight_format, depth in (("dense", 64), ("fp8", 128), ("mxfp4", 128))
-}
+def wide(x: Tensor, gemm: GroupedGemm, experts: int, k: int, inner: int) -> bool:
+    """Whether the experts are dequantised for these rows, to dense ones."""
+    return gemm.dequantizes and dequantizes(experts, k, 3 * inner * x.shape[1] * x.element_size(), x.shape[0])
 
 
 def _few(
     x: Tensor, ids: Tensor, shares: Tensor, first: Experts, second: Experts, limit: float | None, dtype: torch.dtype,
-    tiles: tuple[Tile, Tile],
+    tiles: Tiles,
 ) -> Tensor:
     h, parts = pair_room(x, ids, second.width)
     out = torch.empty(ids.shape[0], x.shape[1], dtype=dtype, device=x.device)
@@ -149,7 +89,7 @@ def _few(
 
 def _many(
     x: Tensor, ids: Tensor, shares: Tensor, first: Experts, second: Experts, limit: float | None, dtype: torch.dtype,
-    tiles: tuple[Tile, Tile],
+    tiles: Tiles,
 ) -> Tensor:
     order, places = sort_by_expert(ids, first.count, tiles[0].tokens)
     h, rows = tile_room(x, ids, second.width, dtype)
@@ -166,7 +106,7 @@ def pair_room(x: Tensor, ids: Tensor, inner: int) -> tuple[Tensor, Tensor]:
 
 def pair_products(
     x: Tensor, ids: Tensor, shares: Tensor, first: Experts, second: Experts, limit: float | None,
-    tiles: tuple[Tile, Tile], h: Tensor, parts: Tensor, out: Tensor | None, slots: Tensor | None = None,
+    tiles: Tiles, h: Tensor, parts: Tensor, out: Tensor | None, slots: Tensor | None = None,
 ) -> None:
     """parts[pair] = share * what its expert makes of its token; out [T, H], where given, their sums over k.
 
@@ -178,7 +118,7 @@ def pair_products(
     tile = tiles[0]
     experts_gate_up_pairs[(pairs * triton.cdiv(inner, tile.rows),)](
         x, first.values, _or(first.scales, x), _or(first.bias, x), slots, ids, shares, h, limit or 0.0, hidden,
-        HIDDEN=hidden, INNER=inner, TOP_K=k, FORMAT=FORMATS[first.format], DOWN_FORMAT=FORMATS[second.format],
+        HIDDEN=hidden, INNER=inner, TOP_K=k, FORMAT=first.gemm.code, DOWN_FORMAT=second.gemm.code,
         CLAMPED=limit is not None, **_layout(first), BLOCK_N=tile.rows, BLOCK_K=tile.depth,
         STAGES=tile.stages, num_warps=tile.warps, **early(x.device),
     )
@@ -187,7 +127,7 @@ def pair_products(
     experts_down_pairs[(pairs * triton.cdiv(hidden, tile.rows),)](
         h, second.values, _or(second.scales, h), _or(second.bias, h), slots, ids, shares, parts, _arrivals(x.device),
         _or(out, parts), inner,
-        HIDDEN=hidden, INNER=inner, TOP_K=k, FORMAT=FORMATS[second.format], **_layout(second), SUM=out is not None,
+        HIDDEN=hidden, INNER=inner, TOP_K=k, FORMAT=second.gemm.code, **_layout(second), SUM=out is not None,
         BLOCK_N=tile.rows, BLOCK_K=tile.depth, STAGES=tile.stages, num_warps=tile.warps, **early(x.device),
     )
 
@@ -201,7 +141,7 @@ def tile_room(x: Tensor, ids: Tensor, inner: int, dtype: torch.dtype) -> tuple[T
 
 def tile_products(
     x: Tensor, order: Tensor, places: Tensor, k: int, first: Experts, second: Experts, limit: float | None,
-    tiles: tuple[Tile, Tile], h: Tensor, rows: Tensor, slots: Tensor | None = None,
+    tiles: Tiles, h: Tensor, rows: Tensor, slots: Tensor | None = None,
 ) -> None:
     """rows[pair] = what its expert makes of its token; `order` and `places` as `sort_by_expert` makes them.
 
@@ -212,14 +152,14 @@ def tile_products(
     assert tile.tokens == tiles[1].tokens, "both products go over the same tiles"
     experts_gate_up_tiles[(len(places) * triton.cdiv(inner, tile.rows),)](
         x, first.values, _or(first.scales, x), _or(first.bias, x), slots, places, order, h, limit or 0.0, hidden,
-        HIDDEN=hidden, INNER=inner, TOP_K=k, FORMAT=FORMATS[first.format], DOWN_FORMAT=FORMATS[second.format],
+        HIDDEN=hidden, INNER=inner, TOP_K=k, FORMAT=first.gemm.code, DOWN_FORMAT=second.gemm.code,
         CLAMPED=limit is not None, **_layout(first), TILE=tile.tokens, BLOCK_N=tile.rows,
         BLOCK_K=tile.depth, STAGES=tile.stages, num_warps=tile.warps,
     )
     tile = tiles[1]
     experts_down_tiles[(len(places) * triton.cdiv(hidden, tile.rows),)](
         h, second.values, _or(second.scales, h), _or(second.bias, h), slots, places, order, rows, inner,
-        HIDDEN=hidden, INNER=inner, FORMAT=FORMATS[second.format], **_layout(second),
+        HIDDEN=hidden, INNER=inner, FORMAT=second.gemm.code, **_layout(second),
         TILE=tile.tokens, BLOCK_N=tile.rows, BLOCK_K=tile.depth, STAGES=tile.stages, num_warps=tile.warps,
     )
 

@@ -9,14 +9,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-FORMATS = {"dense": 0, "fp8": 1, "mxfp4": 2}  # as the kernels know them
-DENSE = tl.constexpr(0)
-FP8 = tl.constexpr(1)
-MXFP4 = tl.constexpr(2)
+from spillover.kernels.formats import fp8_block, mxfp4
+from spillover.kernels.formats.dense import Dense
+from spillover.kernels.formats.fp8_block import Fp8Block
+from spillover.kernels.formats.mxfp4 import Mxfp4
 
-GROUP = tl.constexpr(32)  # MXFP4 values a scale, as kernels.mxfp4.GROUP
-SCALE_PADDING = tl.constexpr(4)  # as kernels.mxfp4.SCALE_PADDING
-FP8_BLOCK = tl.constexpr(128)  # rows and columns of FP8 weights that share a scale
+# FORMAT: GroupedGemm.code of the weights' format.
+DENSE = tl.constexpr(Dense.experts.code)
+FP8 = tl.constexpr(Fp8Block.experts.code)
+MXFP4 = tl.constexpr(Mxfp4.experts.code)
+
+GROUP = tl.constexpr(mxfp4.GROUP)  # values a scale
+SCALE_PADDING = tl.constexpr(mxfp4.SCALE_PADDING)
+FP8_BLOCK = tl.constexpr(fp8_block.BLOCK)  # rows and columns of FP8 weights that share a scale
 
 # Moved to the bits of a wider type, codes are a power of two below their value: in bfloat16 2**-126 for MXFP4, 2**-120
 # for FP8; in float16 2**-14 for MXFP4. Activations carry part of what is missing, which is exact for them, and the

@@ -11,15 +11,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from spillover.kernels.formats.grouped_gemm import GroupedGemm
 from spillover.kernels.triton.launch import early
-from spillover.kernels.triton.moe_product import FORMATS, activation_columns, activation_values
+from spillover.kernels.triton.moe_product import activation_columns, activation_values
 
 _COLUMNS = 512  # of activations that a program of the routing copies
 _CHUNK = 4096  # pairs that a program of the sort looks at in one turn
 
 
 def route(
-    scores: Tensor, x: Tensor, k: int, renormalize: bool, weight_format: str,
+    scores: Tensor, x: Tensor, k: int, renormalize: bool, gemm: GroupedGemm,
     replay: Tensor | None = None, step: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """scores [T, E], x [T, H] -> (ids [T, k] int32, shares [T, k] float32, x as the first product wants it).
@@ -31,25 +32,18 @@ def route(
     tokens, experts = scores.shape
     ids = torch.empty(tokens, k, dtype=torch.int32, device=x.device)
     shares = torch.empty(tokens, k, dtype=torch.float32, device=x.device)
-    copied = weight_format != "dense"
-    ready = torch.empty(x.shape, dtype=_product_dtype(x, weight_format), device=x.device) if copied else x
+    copied = gemm.input_dtypes is not None
+    ready = x if gemm.input_dtypes is None else torch.empty(x.shape, dtype=gemm.input_dtypes.get(x.dtype, x.dtype),
+                                                            device=x.device)
     hidden = x.shape[1]
     _route[(tokens, 1 + triton.cdiv(hidden, _COLUMNS) if copied else 1)](
         scores, x, ids, shares, ready, replay, step, scores.stride(0), x.stride(0),
         None if replay is None else replay.shape[0], None if replay is None else replay.stride(0),
         EXPERTS=experts, PADDED=triton.next_power_of_2(experts), K=k, PADDED_K=triton.next_power_of_2(k),
-        RENORMALIZE=renormalize, HIDDEN=hidden, COLUMNS=_COLUMNS, FORMAT=FORMATS[weight_format], num_warps=1,
+        RENORMALIZE=renormalize, HIDDEN=hidden, COLUMNS=_COLUMNS, FORMAT=gemm.code, num_warps=1,
         **early(x.device),
     )
     return ids, shares, ready
-
-
-def _product_dtype(x: Tensor, weight_format: str) -> torch.dtype:
-    """Of activations beside scaled weights. MXFP4 unpacks to float16 with fewest instructions: gpt-oss norms what goes
-    into the first product and clamps what goes into the second, so both fit. FP8's shift does not fit into float16."""
-    if weight_format == "mxfp4" and x.dtype is torch.bfloat16:
-        return torch.float16
-    return torch.bfloat16 if weight_format == "fp8" and x.dtype is torch.float16 else x.dtype
 
 
 def sort_by_expert(ids: Tensor, experts: int, tile: int) -> tuple[Tensor, Tensor]:

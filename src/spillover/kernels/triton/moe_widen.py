@@ -1,6 +1,6 @@
 """Experts kept in FP8, widened to the activations' type: for steps so large that every tile would do it again.
 
-A weight is its code times its block's scale, rounded once, as kernels.fp8.dequantize makes it.
+A weight is its code times its block's scale, rounded once, as formats.fp8_block.dequantize makes it.
 """
 
 from __future__ import annotations
@@ -11,35 +11,40 @@ import triton.language as tl
 from torch import Tensor
 
 from spillover.kernels.experts import Experts
+from spillover.kernels.fields import LinearShape
+from spillover.kernels.formats.base import Linear
+from spillover.kernels.formats.dense import DENSE
 from spillover.kernels.triton.moe_product import FP8_BLOCK
 
 
 def wide_room(experts: int, hidden: int, inner: int, x: Tensor) -> tuple[Experts, Experts]:
     """Where the two products of so many experts find room, in the type of x."""
-    return (Experts(torch.empty(experts, 2 * inner, hidden, dtype=x.dtype, device=x.device)),
-            Experts(torch.empty(experts, hidden, inner, dtype=x.dtype, device=x.device)))
+
+    def room(rows: int, columns: int) -> Experts:
+        made = torch.empty(experts, rows, columns, dtype=x.dtype, device=x.device)
+        return Experts(Linear(DENSE, LinearShape((rows,), columns), (made,)))
+
+    return room(2 * inner, hidden), room(hidden, inner)
 
 
-def widen(first: Experts, second: Experts, room: tuple[Experts, Experts], clamped: bool,
-          slots: Tensor | None = None) -> None:
-    """Both products of every expert into `room`, where each lies by its id. `clamped`: gate and up lie in turn, and
-    were quantised together.
+def widen(first: Experts, second: Experts, room: tuple[Experts, Experts], slots: Tensor | None = None) -> None:
+    """Both products of every expert into `room`, where each lies by its id.
 
     `slots` int32 [E]: the stacks are of slots, and this is where each expert lies; those in none (-1) are left alone.
     """
-    _widen_stack(first, room[0], 1 if clamped else 2, slots)
-    _widen_stack(second, room[1], 1, slots)
+    _widen_stack(first, room[0], slots)
+    _widen_stack(second, room[1], slots)
 
 
-def _widen_stack(stack: Experts, wide: Experts, parts: int, slots: Tensor | None) -> None:
-    """`parts`: matrices below each other that were quantised apart."""
+def _widen_stack(stack: Experts, wide: Experts, slots: Tensor | None) -> None:
     assert stack.scales is not None
     assert stack.bias is None, "biases lie by slot, not by expert"
     experts, rows, columns = wide.values.shape
     blocks = stack.scales.shape[1], stack.scales.shape[2]
     _widen[(blocks[0] * blocks[1], experts)](
         stack.values, stack.scales, wide.values, slots, rows * columns,
-        PART=rows // parts, COLUMNS=columns, W_STRIDE=stack.values.stride(0), SCALE_STRIDE=stack.scales.stride(0),
+        PART=stack.weight.shape.output_sizes[0],  # rows of each of several matrices that were quantised apart
+        COLUMNS=columns, W_STRIDE=stack.values.stride(0), SCALE_STRIDE=stack.scales.stride(0),
         BLOCK=FP8_BLOCK.value, num_warps=8,
     )
 

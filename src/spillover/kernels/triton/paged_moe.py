@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from spillover.kernels.experts import Experts
+from spillover.kernels.formats.grouped_gemm import GroupedGemm, Tiles
 from spillover.kernels.mail import Mail
 from spillover.kernels.page_table import PATIENCE, PageTable, Resolution
 from spillover.kernels.triton.moe import (
     FEW_TOKENS,
-    Tile,
-    few_tiles,
-    many_tiles,
     pair_products,
     pair_room,
     tile_products,
@@ -29,24 +27,25 @@ from spillover.kernels.triton.paging import assign, collect, gather, gather_and_
 
 def paged_mixture(
     x: Tensor, scores: Tensor, table: PageTable, layer: int, records: Tensor, slots: Tensor, first: Experts,
-    second: Experts, k: int, renormalize: bool, limit: float | None = None, fixed: bool = False,
+    second: Experts, k: int, renormalize: bool, limit: float | None = None,
     split: Tensor | None = None, mail: Mail | None = None, replay: Tensor | None = None,
-    few_tokens: int = FEW_TOKENS, tiles: tuple[Tile, Tile] | None = None, patience: int = PATIENCE,
+    few_tokens: int = FEW_TOKENS, tiles: Tiles | None = None, patience: int = PATIENCE,
 ) -> Tensor:
     """As kernels.paged_moe.paged_mixture."""
     tokens, experts = scores.shape
     if tokens == 0:
         return torch.empty_like(x)
     replayed = None if replay is None else replay[:, layer]
-    ids, shares, ready = route(scores, x, k, renormalize, first.format, replayed, table.step)
+    gemm = first.gemm
+    ids, shares, ready = route(scores, x, k, renormalize, gemm, replayed, table.step)
     resolution = resolve(ids, table, layer, None if mail is None else split)
     if mail is None:
         gather(resolution, records, slots)
     else:
         gather_and_post(x, resolution, layer, records, slots, mail)
     row = table.slot_of[layer]
-    if tokens <= few_tokens and not fixed:
-        chosen = tiles or few_tiles(first.format)
+    if tokens <= few_tokens and gemm.few is not None:
+        chosen = tiles or gemm.few
         h, parts = pair_room(ready, ids, second.width)
         if mail is not None:
             pair_products(ready, ids, shares, first, second, limit, chosen, h, parts, None, row)
@@ -54,7 +53,7 @@ def paged_mixture(
         out = torch.empty_like(x)
         pair_products(ready, ids, shares, first, second, limit, chosen, h, parts, out, row)
         return out
-    chosen = tiles or many_tiles(first.format, tokens * k / experts, fixed)
+    chosen = tiles or gemm.many_tiles(tokens * k / experts)
     order, places = sort_by_expert(ids, experts, chosen[0].tokens)
     h, rows = tile_room(ready, ids, second.width, x.dtype)
     tile_products(ready, order, places, k, first, second, limit, chosen, h, rows, row)
@@ -72,9 +71,8 @@ class PassedMixture:
     """
 
     def __init__(
-        self, x: Tensor, scores: Tensor, k: int, renormalize: bool, weight_format: str, inner: int,
-        limit: float | None = None, fixed: bool = False, few_tokens: int = FEW_TOKENS,
-        tiles: tuple[Tile, Tile] | None = None,
+        self, x: Tensor, scores: Tensor, k: int, renormalize: bool, gemm: GroupedGemm, inner: int,
+        limit: float | None = None, few_tokens: int = FEW_TOKENS, tiles: Tiles | None = None,
     ) -> None:
         tokens, experts = scores.shape
         self._limit, self._k, self._dtype = limit, k, x.dtype
@@ -84,15 +82,17 @@ class PassedMixture:
         self._plain_x = x
         self._hosted: tuple[Resolution, Mail] | None = None
         self._wide: tuple[Experts, Experts] | None = None
-        if tiles is None and wide(x, weight_format, experts, k, inner, fixed):
-            self._wide, weight_format = wide_room(experts, x.shape[1], inner, x), "dense"
-        self.ids, self._shares, self._x = route(scores, x, k, renormalize, weight_format)
-        self._few = tokens <= few_tokens and not fixed
-        if self._few:
-            self._tiles = tiles or few_tiles(weight_format)
+        if tiles is None and wide(x, gemm, experts, k, inner):
+            self._wide = wide_room(experts, x.shape[1], inner, x)
+            gemm = self._wide[0].gemm
+        self.ids, self._shares, self._x = route(scores, x, k, renormalize, gemm)
+        few = gemm.few if tokens <= few_tokens else None
+        self._few = few is not None
+        if few is not None:
+            self._tiles = tiles or few
             self._h, self._rows = pair_room(self._x, self.ids, inner)
         else:
-            self._tiles = tiles or many_tiles(weight_format, tokens * k / experts, fixed)
+            self._tiles = tiles or gemm.many_tiles(tokens * k / experts)
             self._order, self._places = sort_by_expert(self.ids, experts, self._tiles[0].tokens)
             self._h, self._rows = tile_room(self._x, self.ids, inner, x.dtype)
 
@@ -107,7 +107,7 @@ class PassedMixture:
         if self._empty is not None:
             return
         if self._wide is not None:
-            widen(first, second, self._wide, self._limit is not None, slots_row)
+            widen(first, second, self._wide, slots_row)
         elif self._few:
             pair_products(self._x, self.ids, self._shares, first, second, self._limit, self._tiles, self._h,
                           self._rows, None, slots_row)

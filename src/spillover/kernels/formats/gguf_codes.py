@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +9,9 @@ from torch import Tensor
 
 from spillover.kernels.arena import Arena
 from spillover.kernels.extents import CODE_BLOCK, CODE_BYTES, CODE_PANEL
+from spillover.kernels.fields import Field, LinearShape
+from spillover.kernels.formats.base import Linear, Target, TensorReader
+from spillover.kernels.formats.packed import Panels
 
 HALF = CODE_PANEL // 2
 VECTORS = {4: 4, 8: 8}  # of the codes of half a panel's channels
@@ -30,48 +32,30 @@ class Codes:
 
 
 @dataclass(frozen=True)
-class PanelWeight(ABC):
-    """A [N, K] weight for the native kernels, as panels of channels; the channels past N are zero."""
+class GgufCodes(Panels):
+    """Panels [ceil(N / CODE_PANEL), K / CODE_BLOCK, CODE_BYTES] uint8."""
 
-    panels: Tensor
-    out_features: int
+    native_bits: int  # of a code
+    quant_method = "gguf"
 
-    @property
-    @abstractmethod
-    def bits(self) -> int:
-        """Of its codes; 0: it is in numbers."""
+    def fields(self, shape: LinearShape, dtype: str) -> tuple[Field, ...]:
+        panels = -(-shape.out_features // CODE_PANEL), shape.in_features // CODE_BLOCK, CODE_BYTES[self.native_bits]
+        return (Field("panels", "uint8", panels),)
 
-    @property
-    @abstractmethod
-    def shape(self) -> tuple[int, int]: ...
+    def load(self, reader: TensorReader, shape: LinearShape, target: Target) -> tuple[Tensor, ...]:
+        return pack_codes([reader.read_codes(name) for name, _ in reader.matrices], target.arena).tensors
 
-    @property
-    def nbytes(self) -> int:
-        return self.panels.nbytes
+    def dequantize(self, w: Linear, dtype: torch.dtype) -> Tensor:
+        return unpack_codes(w)
 
-    @property
-    def device(self) -> torch.device:
-        return self.panels.device
-
-
-class CodedWeight(PanelWeight):
-    """In codes: panels [ceil(N / CODE_PANEL), K / CODE_BLOCK, CODE_BYTES] uint8."""
-
-    @property
-    def bits(self) -> int:
-        return next(bits for bits, size in CODE_BYTES.items() if size == self.panels.shape[2])
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.out_features, self.panels.shape[1] * CODE_BLOCK
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of what it is multiplied with."""
-        return torch.float32
+    def look_up(self, ids: Tensor, w: Linear) -> Tensor:
+        """Looks into the panels of these rows alone."""
+        unique, where = torch.unique(ids // CODE_PANEL, return_inverse=True)
+        shape = LinearShape((unique.shape[0] * CODE_PANEL,), w.shape.in_features)
+        return unpack_codes(Linear(self, shape, (w.tensors[0][unique],)))[where * CODE_PANEL + ids % CODE_PANEL]
 
 
-def pack_codes(parts: list[Codes], arena: Arena | None = None) -> CodedWeight:
+def pack_codes(parts: list[Codes], arena: Arena | None = None) -> Linear:
     """Weights of one form below each other. `arena` is where panels that stay are to lie."""
     rows, columns = sum(part.values.shape[0] for part in parts), parts[0].values.shape[1]
     shape = (-(-rows // CODE_PANEL), columns // CODE_BLOCK, CODE_BYTES[parts[0].bits])
@@ -85,16 +69,18 @@ def pack_codes(parts: list[Codes], arena: Arena | None = None) -> CodedWeight:
         offsets = None if whole.offsets is None else whole.offsets[taken]
         packed = _packed(Codes(whole.values[taken], whole.scales[taken], offsets))
         panels[start // CODE_PANEL : start // CODE_PANEL + packed.shape[0]] = packed
-    return CodedWeight(panels, rows)
+    sizes = tuple(part.values.shape[0] for part in parts)
+    return Linear(GgufCodes(parts[0].bits), LinearShape(sizes, columns), (panels,))
 
 
-def unpack_codes(w: CodedWeight) -> Tensor:
+def unpack_codes(w: Linear) -> Tensor:
     """The [N, K] weight in float32."""
-    count, blocks, _ = w.panels.shape
-    bits = w.bits
+    (panels,) = w.tensors
+    count, blocks, size = panels.shape
+    bits = next(bits for bits, block_bytes in CODE_BYTES.items() if block_bytes == size)
     code_bytes = CODE_BLOCK * CODE_PANEL * bits // 8
     numbers = (CODE_BYTES[bits] - code_bytes) // (2 * CODE_PANEL)  # of a channel: a scale, and an offset if it has one
-    scales, *offsets, codes = w.panels.split_with_sizes([2 * CODE_PANEL] * numbers + [code_bytes], dim=-1)
+    scales, *offsets, codes = panels.split_with_sizes([2 * CODE_PANEL] * numbers + [code_bytes], dim=-1)
 
     def channels(part: Tensor) -> Tensor:
         """float16 [panels, blocks, 32] -> float32 [channels, blocks, 1]."""
@@ -107,14 +93,7 @@ def unpack_codes(w: CodedWeight) -> Tensor:
     weight: Tensor = channels(scales) * values
     if offsets:
         weight += channels(offsets[0])
-    return weight.reshape(count * CODE_PANEL, blocks * CODE_BLOCK)[: w.out_features]
-
-
-def embedded_codes(ids: Tensor, w: CodedWeight) -> Tensor:
-    """ids [T] -> [T, K], by looking into their panels alone."""
-    unique, where = torch.unique(ids // CODE_PANEL, return_inverse=True)
-    some = CodedWeight(w.panels[unique], unique.shape[0] * CODE_PANEL)
-    return unpack_codes(some)[where * CODE_PANEL + ids % CODE_PANEL]
+    return weight.reshape(count * CODE_PANEL, blocks * CODE_BLOCK)[: w.shape.out_features]
 
 
 def _packed(codes: Codes) -> Tensor:

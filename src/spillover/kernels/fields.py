@@ -1,0 +1,37 @@
+"""The tensors of a weight as names, types and shapes. Plain arithmetic: the planner counts with it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int32": 4, "int8": 1, "uint8": 1}
+COMPUTE_TYPES = ("float32", "bfloat16", "float16")  # that an engine computes in
+ALIGNMENT = 256  # bytes, of every tensor in a record (see records), and of records beside each other
+FLOATING = "floating"  # the type of a checkpoint tensor that may hold any floating type of two bytes or more
+
+
+@dataclass(frozen=True)
+class Field:
+    """One tensor: of a weight as it is kept, or of a checkpoint."""
+
+    name: str
+    dtype: str  # as torch names it
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """A [out, in] matrix, which may be several fused along their rows."""
+
+    output_sizes: tuple[int, ...]  # rows of each; a format may quantise each by itself
+    in_features: int
+
+    @cached_property
+    def out_features(self) -> int:
+        return sum(self.output_sizes)

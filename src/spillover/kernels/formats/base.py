@@ -1,0 +1,202 @@
+"""The contract of a weight format: which tensors a linear is kept as, how they are loaded, and how it is multiplied."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spillover.kernels.arena import Arena
+from spillover.kernels.fields import FLOATING, Field, LinearShape
+from spillover.kernels.formats.grouped_gemm import GroupedGemm
+
+if TYPE_CHECKING:
+    from spillover.kernels.formats.gguf_codes import Codes
+
+DUMMY_STD = 0.02
+HOST_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # numbered so in native/host_experts.cpp
+
+_registered: dict[str, type[WeightFormat]] = {}
+_Format = TypeVar("_Format", bound="WeightFormat")
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a weight is made: the engine's type and the device."""
+
+    dtype: str
+    device: torch.device
+    arena: Arena | None = None  # where panels that stay are to lie
+
+
+class TensorReader(Protocol):
+    """Reads a checkpoint's tensors of one linear, and checks their types and shapes."""
+
+    matrices: Sequence[tuple[str, int]]  # that are fused into it: name where it is not quantised, rows
+
+    def dtype(self, name: str) -> torch.dtype: ...
+
+    def read(self, tensor: Field) -> Tensor: ...
+
+    def read_codes(self, name: str) -> Codes: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """A linear's weight, or a stack of experts' weights, in its format."""
+
+    format: WeightFormat
+    shape: LinearShape  # of one expert's, where it is a stack
+    tensors: tuple[Tensor, ...]  # as `format.fields` lists them, with [experts] in front where it is a stack
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors[0].device
+
+    def expert(self, index: int) -> Linear:
+        """One linear of a stack, as a view."""
+        return Linear(self.format, self.shape, tuple(tensor[index] for tensor in self.tensors))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Linear:
+        return replace(self, tensors=tuple(change(tensor) for tensor in self.tensors))
+
+    def to(self, device: torch.device) -> Linear:
+        return self.map(lambda tensor: moved(tensor, device))
+
+
+Weight = Tensor | Linear  # norms, biases and sinks are tensors
+
+
+class WeightFormat(ABC):
+    """One way to keep and to multiply a linear's weight [out, in]. Instances hold parameters only, never tensors."""
+
+    quant_method: str  # of config.json's quantization_config, or the name where no checkpoint has it
+    experts_only: bool = False  # in checkpoints; their other linears are dense
+    loads_stacks: bool = False  # `load` takes a stack of experts [experts, ...] that is one tensor in the checkpoint
+    native_bits: int | None = None  # of codes in panels that native/block.cpp takes; 0: float32 panels; None: neither
+
+    @property
+    def experts(self) -> GroupedGemm | None:
+        """How a mixture multiplies with stacks on a CUDA device; None: it cannot."""
+        return None
+
+    @classmethod
+    def from_config(cls, quantization: Mapping[str, Any]) -> Self:
+        """Build the format from config.json's quantization_config; raises CheckpointError if that is not supported."""
+        return cls()
+
+    @abstractmethod
+    def fields(self, shape: LinearShape, dtype: str) -> tuple[Field, ...]:
+        """List the tensors of one linear as it is kept, where the engine computes in `dtype`."""
+
+    def stored(self, name: str, rows: int, columns: int) -> tuple[Field, ...]:
+        """List the checkpoint's tensors of one matrix, which is `name` where it is not quantised; as many as fields."""
+        return (Field(name, FLOATING, (rows, columns)),)
+
+    @abstractmethod
+    def dequantize(self, w: Linear, dtype: torch.dtype) -> Tensor:
+        """Make [out, in] numbers of one linear; numbers that are kept as such keep their type."""
+
+    def load(self, reader: TensorReader, shape: LinearShape, target: Target) -> tuple[Tensor, ...]:
+        """Read one linear; here its matrices' tensors below each other, in the types of `fields`."""
+        stored = [self.stored(name, rows, shape.in_features) for name, rows in reader.matrices]
+        return tuple(self._below_each_other(reader, tensors, getattr(torch, field.dtype), target.device) for
+                     tensors, field in zip(zip(*stored, strict=True), self.fields(shape, target.dtype), strict=True))
+
+    def read(self, reader: TensorReader, tensor: Field) -> Tensor:
+        """Read one tensor of a matrix."""
+        return reader.read(tensor)
+
+    def _below_each_other(self, reader: TensorReader, tensors: Sequence[Field], dtype: torch.dtype,
+                          device: torch.device) -> Tensor:
+        if len(tensors) == 1:  # what is read is the reader's own, so one alone needs no copy
+            return self.read(reader, tensors[0]).to(device=device, dtype=dtype).contiguous()
+        rows = [tensor.shape[0] for tensor in tensors]
+        whole = torch.empty((sum(rows), *tensors[0].shape[1:]), dtype=dtype, device=device)
+        for tensor, part in zip(tensors, whole.split_with_sizes(rows), strict=True):
+            part.copy_(self.read(reader, tensor))
+        return whole
+
+    def dummy(self, shape: LinearShape, experts: int, target: Target, random: torch.Generator) -> tuple[Tensor, ...]:
+        """Make up a linear, or a stack of `experts` unless that is 0."""
+        stack = (experts,) if experts else ()
+        return tuple(self.dummy_tensor(replace(field, shape=(*stack, *field.shape)), target.device, random)
+                     for field in self.fields(shape, target.dtype))
+
+    def dummy_tensor(self, field: Field, device: torch.device, random: torch.Generator) -> Tensor:
+        made = torch.empty(field.shape, dtype=getattr(torch, field.dtype), device=device)
+        return made.normal_(std=DUMMY_STD, generator=random)
+
+    def linear(self, x: Tensor, w: Linear, bias: Tensor | None = None) -> Tensor:
+        """x [T, in] -> [T, out]; here by the kernels that unquantised weights have, in their order of sums."""
+        from spillover.kernels.formats.packed import pack
+
+        dense = pack(self.dequantize(w, x.dtype))
+        return dense.format.linear(x, dense, bias)
+
+    def linear_silu(self, x: Tensor, w: Linear, bias: Tensor | None = None) -> Tensor:
+        """x [T, in] -> silu(gate) * up [T, out / 2], where the gate's rows come first; for a CUDA device."""
+        from spillover.kernels.triton.activation import silu_and_mul
+
+        return silu_and_mul(self.linear(x, w, bias))
+
+    def embedding(self, ids: Tensor, w: Linear) -> Tensor:
+        """ids [T] -> [T, in]."""
+        return F.embedding(ids, self.dequantize(w, torch.float32))
+
+    def for_linear(self, name: str) -> WeightFormat:
+        """Choose how a linear is kept whose name is this in a checkpoint of this format."""
+        from spillover.kernels.formats.dense import DENSE
+
+        return self if ".layers." in name else DENSE
+
+    def packed(self, width: int) -> WeightFormat:
+        """Choose how it is kept for the native kernels, in panels of `width` channels if it is float32."""
+        return self
+
+    def batch_invariant(self) -> WeightFormat:
+        """Choose how it is kept where a row's bits may not depend on the rows beside it, on a CUDA device."""
+        from spillover.kernels.formats.batch_invariant import BatchInvariant
+
+        return BatchInvariant(self)
+
+    def host_code(self, dtype: torch.dtype) -> int | None:
+        """Number the format as native/host_experts.cpp does, beside biases of `dtype`; None: it knows no such one."""
+        return None
+
+
+def register(format_class: type[_Format]) -> type[_Format]:
+    """Let checkpoints name a format, by its quant_method."""
+    _registered[format_class.quant_method] = format_class
+    return format_class
+
+
+def registered(quant_method: object) -> type[WeightFormat] | None:
+    """Find the class that was registered under a name; None: there is none."""
+    return _registered.get(quant_method) if isinstance(quant_method, str) else None
+
+
+def make_format(quant_method: str, quantization: Mapping[str, Any]) -> WeightFormat:
+    """Build a registered format; `quantization`: as config.json has it, empty where it has none."""
+    found = _registered[quant_method]
+    return found.from_config(quantization) if quantization else found()
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy to a device; to the host into pinned memory, where there is a device to come back from."""
+    if device.type != "cpu" or tensor.device.type == "cpu":
+        return tensor.to(device)
+    try:
+        host = torch.empty_like(tensor, device=device, pin_memory=True)
+    except RuntimeError:  # no more may be pinned
+        host = torch.empty_like(tensor, device=device)
+    return host.copy_(tensor)

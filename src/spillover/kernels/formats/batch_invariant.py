@@ -1,0 +1,52 @@
+"""Any format, multiplied on a CUDA device so that a row's sums have one order whatever the number of rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from spillover.kernels.fields import Field, LinearShape
+from spillover.kernels.formats.base import Linear, Target, TensorReader, WeightFormat
+from spillover.kernels.formats.grouped_gemm import GroupedGemm
+
+
+@dataclass(frozen=True)
+class BatchInvariant(WeightFormat):
+    """Kept and loaded as `base` is."""
+
+    base: WeightFormat
+    quant_method = "batch_invariant"
+
+    @property
+    def loads_stacks(self) -> bool:  # type: ignore[override]
+        return self.base.loads_stacks
+
+    @cached_property
+    def experts(self) -> GroupedGemm | None:
+        return None if self.base.experts is None else self.base.experts.batch_invariant()
+
+    def fields(self, shape: LinearShape, dtype: str) -> tuple[Field, ...]:
+        return self.base.fields(shape, dtype)
+
+    def stored(self, name: str, rows: int, columns: int) -> tuple[Field, ...]:
+        return self.base.stored(name, rows, columns)
+
+    def load(self, reader: TensorReader, shape: LinearShape, target: Target) -> tuple[Tensor, ...]:
+        return self.base.load(reader, shape, target)
+
+    def dummy(self, shape: LinearShape, experts: int, target: Target, random: torch.Generator) -> tuple[Tensor, ...]:
+        return self.base.dummy(shape, experts, target, random)
+
+    def dequantize(self, w: Linear, dtype: torch.dtype) -> Tensor:
+        return self.base.dequantize(w, dtype)
+
+    def linear(self, x: Tensor, w: Linear, bias: Tensor | None = None) -> Tensor:
+        from spillover.kernels.triton.fixed_linear import fixed_linear
+
+        return fixed_linear(x, self.base.dequantize(w, x.dtype), bias)
+
+    def host_code(self, dtype: torch.dtype) -> int | None:
+        return self.base.host_code(dtype)

@@ -1,0 +1,113 @@
+"""FP8 weights as DeepSeek and Qwen publish them: e4m3 values, a float32 scale for every block of 128 x 128."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from spillover.errors import CheckpointError, shown
+from spillover.kernels.fields import FLOATING, Field, LinearShape
+from spillover.kernels.formats.base import DUMMY_STD, Linear, TensorReader, WeightFormat, register
+from spillover.kernels.formats.dense import Dense
+from spillover.kernels.formats.grouped_gemm import GroupedGemm, Tile, invariant_tiles, tiles
+
+BLOCK = 128  # rows and columns that share a scale
+LARGEST = 448.0  # of e4m3
+BELOW_2 = 0xBF  # without the top bit of the exponent e4m3 stays below 2 and is never NaN
+
+
+@register
+@dataclass(frozen=True)
+class Fp8Block(WeightFormat):
+    """Values float8_e4m3fn [N, K] and float32 scales [blocks of N, blocks of K]; each of several matrices that are
+    fused begins a block of its own."""
+
+    quant_method = "fp8"
+    # The fastest of those tried on an H200 with the shapes of Qwen3-30B-A3B. A tile that not all of an expert's rows
+    # fit into unpacks its weights twice; one that is half empty costs less. The shift of FP8 does not fit into float16.
+    experts = GroupedGemm(
+        code=1, few=(Tile(1, 8, 256, 1, 4), Tile(1, 32, 256, 2, 4)), invariant=invariant_tiles(128),
+        many=tiles((16, 128, 32, 2, 4, 64, 2), (32, 128, 32, 2, 4, 64, 2), (64, 128, 64, 8, 3, 128, 4),
+                   (128, 128, 64, 8, 3, 128, 8)),
+        fill=1.0, input_dtypes={torch.float16: torch.bfloat16}, dequantizes=True,
+    )
+
+    @classmethod
+    def from_config(cls, quantization: Mapping[str, Any]) -> Self:
+        size = quantization.get("weight_block_size")
+        if size != [BLOCK, BLOCK] or quantization.get("fmt", "e4m3") != "e4m3":
+            raise CheckpointError(
+                f"config.json: fp8 weights are supported in e4m3 with a scale for every block of {BLOCK} x {BLOCK}, "
+                f"not with weight_block_size {shown(size)}; use the unquantised model or a GGUF file"
+            )
+        return cls()
+
+    def fields(self, shape: LinearShape, dtype: str) -> tuple[Field, ...]:
+        scales = sum(map(blocks, shape.output_sizes)), blocks(shape.in_features)
+        return (Field("values", "float8_e4m3fn", (shape.out_features, shape.in_features)),
+                Field("scales", "float32", scales))
+
+    def stored(self, name: str, rows: int, columns: int) -> tuple[Field, ...]:
+        return (Field(name, "float8_e4m3fn", (rows, columns)),
+                Field(f"{name}_scale_inv", FLOATING, (blocks(rows), blocks(columns))))
+
+    def dummy_tensor(self, field: Field, device: torch.device, random: torch.Generator) -> Tensor:
+        if field.name == "scales":
+            made = torch.empty(field.shape, device=device)
+            return made.uniform_(0.5 * DUMMY_STD, 1.5 * DUMMY_STD, generator=random)
+        codes = torch.randint(0, 256, field.shape, dtype=torch.uint8, device=device, generator=random)
+        return codes.bitwise_and_(BELOW_2).view(torch.float8_e4m3fn)
+
+    def dequantize(self, w: Linear, dtype: torch.dtype) -> Tensor:
+        values, scales = w.tensors
+        sizes = w.shape.output_sizes
+        parts = zip(values.split_with_sizes(sizes), scales.split_with_sizes(tuple(map(blocks, sizes))), strict=True)
+        return torch.cat([dequantize(value, scale, dtype) for value, scale in parts])
+
+    def for_linear(self, name: str) -> WeightFormat:
+        return DEQUANTIZED
+
+    def host_code(self, dtype: torch.dtype) -> int | None:
+        return 3
+
+
+@dataclass(frozen=True)
+class DequantizedFp8(Dense):
+    """Numbers, dequantised when they are loaded; what the checkpoint did not quantise is loaded as it is."""
+
+    def read(self, reader: TensorReader, tensor: Field) -> Tensor:
+        if reader.dtype(tensor.name) is not torch.float8_e4m3fn:
+            return reader.read(tensor)
+        values, scales = (reader.read(each) for each in FP8_BLOCK.stored(tensor.name, *tensor.shape))
+        return dequantize(values, scales.float(), torch.float32)
+
+
+FP8_BLOCK = Fp8Block()
+DEQUANTIZED = DequantizedFp8()
+
+
+def blocks(size: int) -> int:
+    """Blocks along a dimension; the last may be partly empty."""
+    return -(-size // BLOCK)
+
+
+def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """values float8_e4m3fn [..., N, K], scales float32 [..., blocks of N, blocks of K] -> [..., N, K]."""
+    rows, columns = values.shape[-2:]
+    wide = scales.repeat_interleave(BLOCK, -2)[..., :rows, :].repeat_interleave(BLOCK, -1)[..., :columns]
+    return (values.float() * wide).to(dtype)
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [N, K] -> (float8_e4m3fn [N, K], float32 [blocks of N, blocks of K]), the largest of a block at 448."""
+    rows, columns = weight.shape
+    padded = torch.zeros(blocks(rows) * BLOCK, blocks(columns) * BLOCK, device=weight.device)
+    padded[:rows, :columns] = weight
+    tiles = padded.view(blocks(rows), BLOCK, blocks(columns), BLOCK)
+    scales = tiles.abs().amax((1, 3)).clamp(min=1e-12) / LARGEST
+    codes = (tiles / scales[:, None, :, None]).view_as(padded)[:rows, :columns]
+    return codes.to(torch.float8_e4m3fn).contiguous(), scales

@@ -1,0 +1,53 @@
+"""How a mixture on a CUDA device multiplies with stacks of a format: what kernels/triton/moe.py reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a product is cut: rows of activations and of weights, depth of a step; warps and stages that do it."""
+
+    tokens: int
+    rows: int
+    depth: int
+    warps: int
+    stages: int
+
+
+Tiles = tuple[Tile, Tile]  # for the two products of a mixture
+
+
+@dataclass(frozen=True)
+class GroupedGemm:
+    """How kernels/triton/moe.py multiplies with stacks of a format."""
+
+    code: int  # FORMAT of kernels/triton/moe_product.py
+    few: Tiles | None  # for a few tokens, unsorted; None: they are sorted too
+    many: Mapping[int, Tiles]  # by tokens of a tile
+    invariant: Mapping[int, Tiles]  # likewise, of those whose sums agree to the bit
+    fill: float = 1.5  # tiles are as large as this many times an expert's average rows
+    input_dtypes: Mapping[torch.dtype, torch.dtype] | None = None  # of activations that it copies; None: it does not
+    dequantizes: bool = False  # once a layer, before a large step: see extents.dequantizes
+
+    def batch_invariant(self) -> GroupedGemm:
+        return replace(self, few=None, many=self.invariant, fill=1.5, dequantizes=False)
+
+    def many_tiles(self, pairs_an_expert: float) -> Tiles:
+        return self.many[next((size for size in (16, 32, 64) if self.fill * pairs_an_expert <= size), 128)]
+
+
+def tiles(*sizes: tuple[int, int, int, int, int, int, int]) -> dict[int, Tiles]:
+    """By tokens of a tile. Each is tokens, depth; rows, warps and stages of the first; rows and warps of the second."""
+    return {tokens: (Tile(tokens, rows, depth, warps, stages), Tile(tokens, more, depth, others, stages))
+            for tokens, depth, rows, warps, stages, more, others in sizes}
+
+
+def invariant_tiles(depth: int) -> dict[int, Tiles]:
+    """Those that go through wgmma, where the size of a tile makes no difference to a sum."""
+    return tiles((16, depth, 32, 4, 4, 64, 4), (32, depth, 32, 4, 4, 64, 4), (64, depth, 64, 4, 3, 128, 4),
+                 (128, depth, 64, 8, 3, 128, 8))
