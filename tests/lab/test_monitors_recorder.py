@@ -136,11 +136,6 @@ def test_the_exporter_s_page_is_what_prometheus_and_co_pilot_read(accept: str, p
     assert engine.closed
 
 
-def test_the_exporter_has_no_other_page() -> None:
-    with Exporter([], port=0) as exporter, pytest.raises(urllib.error.HTTPError, match="404"):
-        urllib.request.urlopen(exporter.url.replace("/metrics", "/other"), timeout=10)
-
-
 def test_a_person_is_told_what_co_pilot_wants() -> None:
     told = pcp_instructions("http://127.0.0.1:9400/metrics")
     assert "http://127.0.0.1:9400/metrics" in told

@@ -1,7 +1,8 @@
 """The few calls of the CUDA driver that copies need, by ctypes. No torch here.
 
 A copy a block through torch would give up and take back the interpreter each time, and wait for whoever has it then:
-here a batch is one call. Host memory is pinned when a copy first meets it.
+here a batch is one call. Host memory is pinned when a copy first meets it. NVIDIA's bindings (cuda-python) would be one
+more thing to install and save ten declarations: kernels/native/cuda_copy.cpp needs the addresses of these functions.
 """
 
 from __future__ import annotations

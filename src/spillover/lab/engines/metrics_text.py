@@ -1,13 +1,17 @@
-"""A server's Prometheus page as numbers by sample name: `vllm:prefix_cache_hits_total{engine="0"}` -> 1024.0."""
+"""A server's Prometheus page as numbers by sample name: `vllm:prefix_cache_hits_total{engine="0"}` -> 1024.0.
+
+prometheus_client's parser takes 90 ms for a page of 2,000 lines, 25 times as long: too much beside a run, many times.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+
+from prometheus_client.parser import parse_labels
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Keys as the server writes them. Read beside a run many times, so it does no more than is needed. ValueError where
-    it is no such text."""
+    """Return values by key as the server writes it. ValueError where it is no such text."""
     samples: dict[str, float] = {}
     for line in text.splitlines():
         if not line or line.startswith("#"):
@@ -40,24 +44,10 @@ def counters_from(samples: Mapping[str, float], names: Mapping[str, tuple[str, .
 
 def label_of(samples: Mapping[str, float], name: str, label: str) -> str | None:
     """A label's value in the first sample of a metric that carries facts as labels."""
-    for key in samples:
-        if bare(key) == name:
-            for found, value in labels_of(key):
-                if found == label:
-                    return value
-    return None
+    found = (labels_of(key).get(label) for key in samples if bare(key) == name)
+    return next((value for value in found if value is not None), None)
 
 
-def labels_of(key: str) -> Iterator[tuple[str, str]]:
+def labels_of(key: str) -> dict[str, str]:
     """The labels of a key, unescaped."""
-    rest = key[len(bare(key)) + 1:-1]
-    while rest:
-        label, _, rest = rest.partition('="')
-        value, at = "", 0
-        while at < len(rest) and rest[at] != '"':
-            escaped = rest[at] == "\\"
-            at += escaped
-            value += "\n" if escaped and rest[at] == "n" else rest[at]
-            at += 1
-        rest = rest[at + 1:].removeprefix(",")
-        yield label.strip(), value
+    return parse_labels(key[len(bare(key)) + 1:-1])

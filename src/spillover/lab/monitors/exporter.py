@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
 from typing import Self
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import choose_encoder
-from prometheus_client.registry import Collector
 
 from spillover.lab.engines.metrics_text import bare, labels_of
 from spillover.lab.monitors.base import Monitor
@@ -38,19 +34,15 @@ class Exporter:
             else:
                 self.notes.append(why)
         self._lock = threading.Lock()  # a monitor is read by one at a time
-        self._registry = CollectorRegistry()
-        self._registry.register(_Readings(self))
-        self._server = ThreadingHTTPServer((host, port), self._handler())
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        self.url = f"http://{host}:{self._server.server_address[1]}/metrics"
+        registry = CollectorRegistry()
+        registry.register(self)
+        self._server, self._thread = start_http_server(port, host, registry)
+        self.url = f"http://{host}:{self._server.server_port}/metrics"
 
     def __enter__(self) -> Self:
-        self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._server.shutdown()
         self._server.server_close()
         for monitor in self._monitors:
@@ -60,43 +52,11 @@ class Exporter:
         """Until Ctrl-C."""
         self._thread.join()
 
-    def families(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Metric]:
         with self._lock:
             readings = [(monitor.source, _read(monitor)) for monitor in self._monitors]
         for source, values in readings:
             yield from _families(source, values)
-
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        registry = self._registry
-
-        class Page(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                if self.path.partition("?")[0] not in ("/", "/metrics"):
-                    self.send_error(404)
-                    return
-                encode, content_type = choose_encoder(self.headers.get("Accept", ""))
-                body = encode(registry)
-                self.send_response(200)
-                self.send_header("Content-Type", content_type)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-        return Page
-
-
-class _Readings(Collector):
-    def __init__(self, exporter: Exporter) -> None:
-        self._exporter = exporter
-
-    def collect(self) -> Iterator[Metric]:
-        return self._exporter.families()
-
-    def describe(self) -> list[Metric]:
-        return []  # so that registering it reads nothing
 
 
 def pcp_instructions(url: str) -> str:
@@ -118,7 +78,7 @@ def _families(source: str, values: dict[str, float]) -> Iterator[Metric]:
     by_name: dict[str, list[tuple[dict[str, str], float]]] = {}
     for key, value in values.items():
         name = bare(key) if source == "engine" else f"{PREFIX}{source}_{bare(key)}"
-        by_name.setdefault(name, []).append((dict(labels_of(key)), value))
+        by_name.setdefault(name, []).append((labels_of(key), value))
     for name, samples in by_name.items():
         counts = name.endswith("_total")
         kind = CounterMetricFamily if counts else GaugeMetricFamily
