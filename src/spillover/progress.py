@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from rich import progress as rich
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
 from spillover.units import format_bytes
@@ -36,8 +36,8 @@ def stages(console: Console | None = None) -> Iterator[Show]:
     if not console.is_terminal:
         yield _Lines(console)
         return
-    bar = Progress(TextColumn("{task.description}"), BarColumn(bar_width=24), _Done(), TimeElapsedColumn(), _Left(),
-                   console=console, transient=True)
+    bar = rich.Progress("{task.description}", rich.BarColumn(bar_width=24), _Done(), rich.TimeElapsedColumn(), _Left(),
+                        console=console, transient=True)
     task = bar.add_task("", total=None, start=False)
     lock = threading.Lock()
     shown = ""
@@ -58,8 +58,20 @@ def stages(console: Console | None = None) -> Iterator[Show]:
         bar.stop()
 
 
-class _Done(ProgressColumn):
-    def render(self, task: Task) -> Text:
+@contextmanager
+def counted(total: int, what: str, shown: bool = True) -> Iterator[Callable[[int, str], object]]:
+    """Give a function to call with how many are done and a few words beside them. Silent where stderr is a file."""
+    console = Console(stderr=True)
+    bar = rich.Progress("{task.description}", rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeElapsedColumn(),
+                        "{task.fields[now]}", console=console, transient=True,
+                        disable=not shown or not (console.is_terminal or console.is_jupyter))
+    task = bar.add_task(what, total=total, now="")
+    with bar:
+        yield lambda done, now: bar.update(task, completed=done, now=now)
+
+
+class _Done(rich.ProgressColumn):
+    def render(self, task: rich.Task) -> Text:
         if not task.total:
             return Text("")
         if task.description in _COUNTED:
@@ -67,8 +79,8 @@ class _Done(ProgressColumn):
         return Text(f"{format_bytes(task.completed)} of {format_bytes(task.total)}")
 
 
-class _Left(TimeRemainingColumn):
-    def render(self, task: Task) -> Text:
+class _Left(rich.TimeRemainingColumn):
+    def render(self, task: rich.Task) -> Text:
         if not task.total or task.time_remaining is None:
             return Text("")
         return Text(f"{task.time_remaining:.0f} s left")

@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from spillover.bench.target import BenchRequest, Completion, Counters, Limits
 from spillover.errors import SpilloverError
+from spillover.progress import counted
 
 
 class TransformersTarget:
@@ -52,8 +51,10 @@ class TransformersTarget:
     def generate(self, requests: Sequence[BenchRequest], progress: bool = False) -> list[Completion]:
         batches = [requests[start:start + self.max_num_seqs]
                    for start in range(0, len(requests), self.max_num_seqs)]
-        for batch in tqdm(batches, desc="static batches", disable=not progress, leave=False):
-            self._generate(batch)
+        with counted(len(batches), "static batches", progress) as show:
+            for done, batch in enumerate(batches, 1):
+                self._generate(batch)
+                show(done, "")
         return [Completion(request.output_len, {"computed": len(request.prompt_token_ids)}) for request in requests]
 
     def _generate(self, batch: Sequence[BenchRequest]) -> None:

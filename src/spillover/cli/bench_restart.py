@@ -148,11 +148,6 @@ def _killed(config: EngineConfig, vocabulary: Vocabulary, requests: list[BenchRe
 
 def _live_until_killed(connection: Connection, config: EngineConfig, vocabulary: Vocabulary,
                        requests: list[BenchRequest]) -> None:
-    import threading
-
-    from tqdm import tqdm
-
-    tqdm.set_lock(threading.RLock())  # its own lock is known system-wide and would be left behind
     life = _Life(config, vocabulary)
     connection.send(life.first_stages(requests))
     time.sleep(LIFE_SECONDS)

@@ -185,24 +185,17 @@ def _asked(server: ServerOptions, workload: WorkloadOptions, options: dict[str, 
 @contextlib.contextmanager
 def live_bar(total: int, disabled: bool = False, what: str = "requests") -> Iterator[Callable[[Live], None]]:
     """Done, running, failed, tokens per second and the mean TTFT so far; silent where stderr is a file."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from spillover.progress import counted
 
-    console = Console(stderr=True)
-    bar = Progress(TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-                   TextColumn("{task.fields[now]}"), console=console, transient=True,
-                   disable=disabled or not console.is_terminal)
-    task = bar.add_task(what, total=total, now="")
+    with counted(total, what, not disabled) as show:
+        def shown(live: Live) -> None:
+            first = live.first_token_seconds / live.first_tokens if live.first_tokens else 0.0
+            rate = live.output_tokens / live.seconds if live.seconds > 0 else 0.0
+            failed = f", [red]{live.failed} failed[/red]" if live.failed else ""
+            show(live.completed + live.failed,
+                 f"{live.running} running{failed}, {rate:,.0f} tok/s, TTFT {first * 1e3:,.0f} ms")
 
-    def show(live: Live) -> None:
-        first = live.first_token_seconds / live.first_tokens if live.first_tokens else 0.0
-        rate = live.output_tokens / live.seconds if live.seconds > 0 else 0.0
-        failed = f", [red]{live.failed} failed[/red]" if live.failed else ""
-        bar.update(task, completed=live.completed + live.failed,
-                   now=f"{live.running} running{failed}, {rate:,.0f} tok/s, TTFT {first * 1e3:,.0f} ms")
-
-    with bar:
-        yield show
+        yield shown
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@ of its own, so that an LLM may be used from any number of threads."""
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -11,7 +12,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from spillover.engine.assemble import Assembly, assemble
 from spillover.engine.config import EngineConfig
@@ -36,7 +36,7 @@ from spillover.engine.structured import GrammarLimits
 from spillover.models.generation_config import sampling_defaults
 from spillover.models.tokenizer import Tokenizer
 from spillover.plan.planner import Plan
-from spillover.progress import stages
+from spillover.progress import counted, stages
 
 
 class LLM:
@@ -74,14 +74,11 @@ class LLM:
         params = params_for(len(items), sampling_params, self.get_default_sampling_params())
         asked = zip(items, params, priorities_for(len(items), priority), strict=True)
         answers = [self._answer(prompt, params, important, cache_salt) for prompt, params, important in asked]
-        bar = tqdm(total=len(answers), desc="Requests", unit="req", dynamic_ncols=True, disable=not use_tqdm)
-        with closing(bar), closing(self._thread.answers(answers)) as complete:
-            tokens = 0
-            for answer in complete:
+        begun, tokens = time.perf_counter(), 0
+        with counted(len(answers), "requests", use_tqdm) as show, closing(self._thread.answers(answers)) as complete:
+            for done, answer in enumerate(complete, 1):
                 tokens += answer.num_output
-                elapsed = bar.format_dict["elapsed"]
-                bar.set_postfix_str(f"{tokens / elapsed:.1f} tok/s" if elapsed else "", refresh=False)
-                bar.update()
+                show(done, f"{tokens / (time.perf_counter() - begun):,.1f} tok/s")
         return [answer.output() for answer in answers]
 
     def chat(self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: Params = None,
