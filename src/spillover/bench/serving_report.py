@@ -14,7 +14,7 @@ from datetime import datetime
 from typing import Any
 
 from spillover.bench.records import Run
-from spillover.bench.serving_metrics import ServingMetrics, Spread, gaps, measure, ttft
+from spillover.bench.serving_metrics import Spread, gaps, measure, ttft
 
 WIDTH = 50
 DEFINITIONS = ("TTFT: first chunk with text or token ids, from when the request was sent. TPOT: (last - first) / "
@@ -202,16 +202,6 @@ def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
             raise SpilloverError(f"--goodput takes NAME:MILLISECONDS such as ttft:500 tpot:50, with "
                                  f"{', '.join(OBJECTIVES)}; got '{pair}'")
     return objectives
-
-
-def summary_row(whole: ServingMetrics) -> dict[str, float]:
-    """The main figures of a run as a flat row: rates a second, latencies in milliseconds."""
-    row = {"request_throughput": whole.request_throughput, "output_throughput": whole.output_throughput,
-           "mean_concurrency": whole.mean_concurrency}
-    for metric in METRICS:
-        spread: Spread = getattr(whole, metric)
-        row |= {f"median_{metric}_ms": spread.median * 1e3, f"p99_{metric}_ms": spread.percentiles[99.0] * 1e3}
-    return row
 
 
 def _spread_keys(metric: str, spread: Spread, ranks: Sequence[float]) -> dict[str, float]:

@@ -177,10 +177,6 @@ class LiveStats(msgspec.Struct, array_like=True, frozen=True):
         """The share of blocks that sequences hold, 0 to 1."""
         return (self.blocks_protected + self.blocks_in_flight) / self.blocks_total if self.blocks_total else 0.0
 
-    @property
-    def prefix_hit_rate(self) -> float:
-        return self.prefix_hits / self.prefix_queries if self.prefix_queries else 0.0
-
 
 class Step(msgspec.Struct, array_like=True, tag="step"):
     """All that one step brought; now and then with the engine's state."""
