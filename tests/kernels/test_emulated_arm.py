@@ -31,7 +31,7 @@ from spillover.kernels.formats.gguf_codes import unpack_codes
 from spillover.kernels.formats.packed import pack
 from spillover.kernels.kv_quant import KVCodec
 from spillover.kernels.linear import embedding, linear, unpack
-from spillover.kernels.native.build import FLAGS, SOURCES
+from spillover.kernels.native.build import FLAGS, LEVELS, SOURCES
 from spillover.kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from spillover.kernels.rope import rope, rope_reference
 from spillover.models import llama
@@ -44,6 +44,7 @@ pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
 ]
 
+CORES = {level.name: level.cores for level in LEVELS["aarch64"]}
 EMULATED = ("activation", "attention", "kv_quant", "linear", "norm", "rope", "team")
 ROWS = [1, 2, 3, 5, 17]
 SHAPES = [(70, 64), (33, 320)]  # of weights
@@ -52,14 +53,15 @@ SHAPES = [(70, 64), (33, 320)]  # of weights
 @pytest.fixture
 def neoverse() -> Iterator[EmulatedLibrary]:
     """Cores that multiply vectors of bytes, and not matrices."""
-    with emulated("-mcpu=neoverse-n1", *EMULATED) as found:
+    with emulated(CORES["dotprod"], *EMULATED) as found:
         yield found
 
 
 @pytest.mark.parametrize("source", [source for source in SOURCES if source.stem not in (*EMULATED, "coded")],
                          ids=lambda source: source.stem)
-def test_the_others_compile(source: Path) -> None:
-    subprocess.run([COMPILER, "-mcpu=neoverse-n1", *FLAGS, "-Werror", "-fsyntax-only", str(source)], check=True)
+@pytest.mark.parametrize("level", CORES)
+def test_the_others_compile(source: Path, level: str) -> None:
+    subprocess.run([COMPILER, CORES[level], *FLAGS, "-Werror", "-fsyntax-only", str(source)], check=True)
 
 
 def test_products_with_panels(neoverse: EmulatedLibrary) -> None:
@@ -85,8 +87,8 @@ def test_the_planner_counts_panels_as_these_cores_pack_them(neoverse: EmulatedLi
     assert plan.weight_bytes == sum(w.nbytes for part in weights.parts.values() for w in part.values())
 
 
-@pytest.mark.parametrize("cores", ["-mcpu=neoverse-n1", "-march=armv8.6-a+i8mm"])
-def test_products_with_codes(cores: str) -> None:
+@pytest.mark.parametrize("level", ["dotprod", "i8mm"])
+def test_products_with_codes(level: str) -> None:
     weights: dict[tuple[Kind, int, int], tuple[Linear, Tensor, Tensor]] = {}
     here = {}
     for kind in KINDS:
@@ -95,7 +97,7 @@ def test_products_with_codes(cores: str) -> None:
             weights[kind, n, k] = coded(kind, n, k), torch.randn(max(ROWS), k) * sizes, torch.randn(n)
             if native.multiplies_codes():
                 here[kind, n, k] = linear(weights[kind, n, k][1], weights[kind, n, k][0], weights[kind, n, k][2])
-    with emulated(cores, "coded", "team") as library:
+    with emulated(CORES[level], "coded", "team") as library:
         assert library.multiplies_codes() == 1
         for key, (weight, x, bias) in weights.items():
             found = {rows: linear(x[:rows], weight, bias) for rows in ROWS}

@@ -1,6 +1,8 @@
-"""The library is built once and kept; where it cannot be, torch's kernels take over."""
+"""The best library that a wheel ships is loaded; without one it is built once and kept; where it cannot be, torch's
+kernels take over."""
 
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from spillover.kernels import native
+from spillover.kernels.native import build
 
 PROGRAM = """
 import torch
@@ -42,6 +45,35 @@ def run(**environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", PROGRAM], env=os.environ | environment, capture_output=True, text=True, check=True
     )
+
+
+HASWELL = "fpu sse4_2 movbe popcnt avx f16c abm bmi1 avx2 bmi2 fma"
+SKYLAKE = f"{HASWELL} avx512f avx512dq avx512cd avx512bw avx512vl"
+NEOVERSE_N1 = "fp asimd aes crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp ssbs"
+
+
+@pytest.mark.parametrize(("machine", "features", "best"), [
+    ("x86_64", "fpu sse4_2 popcnt avx", None),
+    ("x86_64", HASWELL, "avx2"),
+    ("x86_64", SKYLAKE, "avx512"),
+    ("x86_64", f"{SKYLAKE} avx512_vnni avx512_bf16", "avx512-vnni"),  # Zen 4
+    ("x86_64", f"{SKYLAKE} avx512_vnni avx512_bf16 amx_bf16 amx_tile amx_int8", "amx"),
+    ("aarch64", "fp asimd evtstrm crc32 cpuid", "neon"),  # Cortex-A72
+    ("aarch64", NEOVERSE_N1, "dotprod"),
+    ("aarch64", f"{NEOVERSE_N1} svei8mm i8mm bf16", "i8mm"),
+    ("riscv64", HASWELL, None),
+])
+def test_the_best_library_that_the_cores_can_run_is_taken(machine: str, features: str, best: str | None, tmp_path: Path,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    key = "flags" if machine == "x86_64" else "Features"
+    monkeypatch.setattr(build, "_cpuinfo", lambda: ["processor\t: 0", f"{key}\t\t: {features}"])
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(build, "_FOLDER", tmp_path)
+    assert build.shipped_library() is None  # an editable install
+    for level in build.LEVELS.get(machine, ()):
+        (tmp_path / level.file).touch()
+    found = build.shipped_library()
+    assert (found.name if found else None) == (best and f"kernels-{best}.so")
 
 
 def test_it_can_be_turned_off() -> None:
@@ -82,7 +114,9 @@ def test_it_is_built_once_with_progress_and_kept(tmp_path: Path) -> None:
     assert tell(SPILLOVER_CACHE=str(tmp_path)) == [f"{done} {count}" for done in range(count + 1)]
     (built,) = (tmp_path / "native").iterdir()
     written = built.stat().st_mtime_ns
-    assert f"on, panels of {native.panel_width()} channels, {built}" in run(SPILLOVER_CACHE=str(tmp_path)).stdout
+    on = f"on, panels of {native.panel_width()} channels"
+    assert f"{on}, compiled here as {built}" in run(SPILLOVER_CACHE=str(tmp_path)).stdout
+    assert f"{on}, SPILLOVER_NATIVE={built}" in run(SPILLOVER_NATIVE=str(built)).stdout
     assert tell(SPILLOVER_CACHE=str(tmp_path)) == []
     assert built.stat().st_mtime_ns == written
     # No symbol is left to be found in what happens to be loaded beside it.

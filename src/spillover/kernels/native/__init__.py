@@ -1,12 +1,16 @@
-"""The C++ kernels for float32 on the CPU: built on first use, kept in a cache folder, called through ctypes.
+"""The C++ kernels for float32 on the CPU, called through ctypes.
 
-They have threads of their own (team.h) and are told how many: as many as torch uses.
+A wheel ships a library per instruction level, of which the best that the cores have is loaded. Without one, as in an
+editable install, the kernels are compiled at first use and kept in a cache folder. SPILLOVER_NATIVE: 0 turns them off,
+`compile` compiles them for exactly these cores, a path is a library to load. They have threads of their own (team.h)
+and are told how many: as many as torch uses.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import tempfile
 import warnings
@@ -21,7 +25,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from spillover.kernels.native.build import BuildError, Progress, build, cache_folder, library_name, native_command
+from spillover.kernels.native import build
+
+log = logging.getLogger("spillover.kernels")
 
 _ATTENTION = (
     *(c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 4),
@@ -104,7 +110,7 @@ def multiplies_codes() -> bool:
     return loaded is not None and loaded.multiplies_codes() > 0
 
 
-def on_build(callback: Progress) -> None:
+def on_build(callback: build.Progress) -> None:
     """Call `callback(done, total)` while the library is compiled: at the start with 0, then after each source.
 
     To be set before the first use of a kernel. Nothing is called where the library is in the cache already.
@@ -160,28 +166,17 @@ def _told(loaded: ctypes.CDLL | None) -> ctypes.CDLL | None:
 def _say_nothing(done: int, total: int) -> None: ...
 
 
-_tell: Progress = _say_nothing  # until on_build() has another callback
+_tell: build.Progress = _say_nothing  # until on_build() has another callback
 
 
 @cache
 def _load() -> _Loaded:
-    if os.environ.get("SPILLOVER_NATIVE", "1") == "0":
+    asked = os.environ.get("SPILLOVER_NATIVE", "1")
+    if asked == "0":
         return _Loaded(None, "off (SPILLOVER_NATIVE=0)")
     try:
-        command = native_command()
-        name = library_name(command)
-        try:
-            path = cache_folder() / name
-            if not path.exists():
-                build(command, path, _tell)
-            loaded = ctypes.CDLL(str(path))
-        except PermissionError:
-            # A read-only home: build for this process alone. A loaded library outlives its file.
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder, name)
-                build(command, path, _tell)
-                loaded = ctypes.CDLL(str(path))
-    except (BuildError, OSError) as error:
+        loaded, origin = _open(asked)
+    except (build.BuildError, OSError) as error:
         warnings.warn(f"the native CPU kernels are off, torch's will be used: {error}", RuntimeWarning, stacklevel=3)
         return _Loaded(None, f"off ({error})")
     for function, parameters in _PARAMETERS.items():
@@ -189,4 +184,27 @@ def _load() -> _Loaded:
         getattr(loaded, function).restype = None
     for function in _COUNTS:
         getattr(loaded, function).restype = c_int64
-    return _Loaded(loaded, f"on, panels of {loaded.panel_width()} channels, {path}")
+    note = f"on, panels of {loaded.panel_width()} channels, {origin}"
+    log.info("native CPU kernels: %s", note)
+    return _Loaded(loaded, note)
+
+
+def _open(asked: str) -> tuple[ctypes.CDLL, str]:
+    """Return the library and where it is from."""
+    if asked == "1" and (shipped := build.shipped_library()) is not None:
+        return ctypes.CDLL(str(shipped)), f"shipped as {shipped}"
+    if asked not in ("1", "compile"):
+        return ctypes.CDLL(asked), f"SPILLOVER_NATIVE={asked}"
+    command = build.command()
+    name = build.library_name(command)
+    try:
+        path = build.cache_folder() / name
+        if not path.exists():
+            build.build(command, path, _tell)
+        return ctypes.CDLL(str(path)), f"compiled here as {path}"
+    except PermissionError:
+        # A read-only home: build for this process alone. A loaded library outlives its file.
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, name)
+            build.build(command, path, _tell)
+            return ctypes.CDLL(str(path)), "compiled for this process alone"

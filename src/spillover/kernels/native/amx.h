@@ -10,7 +10,7 @@
 
 #include "experts.h"
 
-// The library is built by the machine it runs on, for what its cores have.
+// Compiled in where the cores that the library is for have them; whether the system grants them is asked at run time.
 #if defined(__linux__) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BW__) && \
     defined(__AVX512VL__) && defined(__AVX512BF16__)
 #define HAVE_TILES 1

@@ -1,4 +1,4 @@
-"""Compiles the C++ kernels into a library for the cores of this machine, and keeps it in a cache folder."""
+"""Compiles the C++ kernels, for a wheel or at first use. Imports the standard library alone, for setup.py runs it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 _FOLDER = Path(__file__).parent
 SOURCES = tuple(sorted(_FOLDER.glob("*.cpp")))
@@ -32,12 +33,56 @@ class BuildError(Exception):
     """Why there is no library, in a few words."""
 
 
-def native_command() -> list[str]:
-    """The compiler and its flags, for the cores of this machine."""
+class Level(NamedTuple):
+    """Instructions that a library of the wheel is compiled for."""
+
+    name: str
+    cores: str  # flags of the compiler
+    features: str  # that /proc/cpuinfo lists where cores have these instructions
+
+    @property
+    def file(self) -> str:
+        return f"kernels-{self.name}.so"
+
+
+_V3 = "avx avx2 bmi1 bmi2 f16c fma abm movbe"
+_V4 = f"{_V3} avx512f avx512bw avx512cd avx512dq avx512vl"
+_V8_2 = "asimd crc32 atomics asimdrdm"
+# By machine, best first: all that the sources ask the compiler about, and nothing else.
+LEVELS = {
+    "x86_64": (
+        Level("amx", "-march=x86-64-v4 -mavx512vnni -mavx512bf16 -mamx-tile -mamx-bf16",
+              f"{_V4} avx512_vnni avx512_bf16 amx_tile amx_bf16"),
+        Level("avx512-vnni", "-march=x86-64-v4 -mavx512vnni", f"{_V4} avx512_vnni"),
+        Level("avx512", "-march=x86-64-v4", _V4),
+        Level("avx2", "-march=x86-64-v3", _V3),
+    ),
+    "aarch64": (
+        Level("i8mm", "-march=armv8.2-a+dotprod+i8mm", f"{_V8_2} asimddp i8mm"),
+        Level("dotprod", "-march=armv8.2-a+dotprod", f"{_V8_2} asimddp"),
+        Level("neon", "-march=armv8-a", "asimd"),
+    ),
+}
+
+
+def levels() -> list[Level]:
+    """Return the levels that the cores of this machine have, best first; none where that is not known."""
+    lines = (line.partition(":") for line in _cpuinfo())
+    found = {feature for key, _, value in lines if key.strip() in ("flags", "Features") for feature in value.split()}
+    return [level for level in LEVELS.get(platform.machine(), ()) if found.issuperset(level.features.split())]
+
+
+def shipped_library() -> Path | None:
+    """Return the library of the best level; None where there are none (an editable install) or cores have no level."""
+    return next((path for level in levels() if (path := _FOLDER / level.file).exists()), None)
+
+
+def command(cores: str = "") -> list[str]:
+    """Return the compiler and its flags; without flags for `cores`, for those of this machine."""
+    native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
     for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
         if name and (found := shutil.which(name)):
-            cores = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-            return [found, cores, *FLAGS]
+            return [found, *(cores or native).split(), *FLAGS]
     raise BuildError("no C++ compiler found; install g++ or set CXX")
 
 
@@ -151,10 +196,12 @@ def _locked(opened: int, path: Path, waited: Callable[[int], None]) -> bool:
 
 def _cpu() -> str:
     """What -march=native looks at: the first processor's model and features."""
-    described = [platform.machine(), platform.processor()]
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        first = cpuinfo.read_text().split("\n\n")[0]
-        keys = ("model", "model name", "stepping", "flags", "Features", "CPU implementer", "CPU part")
-        described += [line for line in first.splitlines() if line.split(":")[0].strip() in keys]
-    return "\n".join(described)
+    keys = ("model", "model name", "stepping", "flags", "Features", "CPU implementer", "CPU part")
+    features = [line for line in _cpuinfo() if line.split(":")[0].strip() in keys]
+    return "\n".join([platform.machine(), platform.processor(), *features])
+
+
+def _cpuinfo() -> list[str]:
+    """The lines of the first processor."""
+    path = Path("/proc/cpuinfo")
+    return path.read_text().split("\n\n")[0].splitlines() if path.exists() else []
