@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from spillover import LLM, SamplingParams
-from spillover.engine.cold_prefix import ColdStage
+from spillover.engine.cold_prefix import ColdStage, StagedPrefix
+from spillover.engine.step import StepItem
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,7 +56,12 @@ def test_a_sequence_longer_than_the_pool_has_the_same_tokens(flags: dict[str, st
     resident = generate(tmp_path, prompts, max_model_len=12288, gpu_memory="2GB", **flags)
     cold: list[int] = []
     original = ColdStage.prefix
-    monkeypatch.setattr(ColdStage, "prefix", lambda stage, item: cold.append(len(item.host_blocks)) or original(stage, item))
+
+    def prefix(stage: ColdStage, item: StepItem) -> StagedPrefix:
+        cold.append(len(item.host_blocks))
+        return original(stage, item)
+
+    monkeypatch.setattr(ColdStage, "prefix", prefix)
     streamed = generate(tmp_path, prompts, max_model_len=12288, max_num_batched_tokens=1024, host_memory="1GB",
                         num_gpu_blocks_override=160, **flags)
     assert max(cold) * 16 > 4096 + 1024  # more than one segment
