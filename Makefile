@@ -3,6 +3,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+OLDEST := .oldest
 
 # The first Python that is new enough; `make PYTHON=/path/to/python3.12 demo` chooses another.
 PYTHON ?= $(shell for python in python3.12 python3.11 python3.13 python3; do \
@@ -10,18 +11,22 @@ PYTHON ?= $(shell for python in python3.12 python3.11 python3.13 python3; do \
 
 GPU_WORKERS ?= 4  # of test-gpu, each with less than 5 GB of the device
 
-.PHONY: help demo test test-gpu test-clients soak chaos attack bench browser valkey cross venv clean
+.PHONY: help demo test test-gpu test-clients test-wheel test-oldest soak chaos attack bench browser valkey cross venv lock wheel clean
 
 help:
 	@echo "make demo      set up, then see it work on the default model"
 	@echo "make test      set up, then lint, types, layers and tests"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make test-clients  openai, lm_eval, guidellm, vllm bench and aiperf against the server (installs 6 GB)"
+	@echo "make test-wheel  build the wheel, install it into an empty environment without a compiler, and run it"
+	@echo "make test-oldest  the tests with the oldest torch and other libraries that pyproject.toml allows (installs 5 GB)"
 	@echo "make soak      10,000 random requests at once against the server"
 	@echo "make chaos     half an hour of faults under load, against known answers"
 	@echo "make attack    what would stall or take over the server, tried, with /health watched meanwhile"
 	@echo "make bench     the tables of docs/benchmarks.md, measured here"
 	@echo "make venv      set up only"
+	@echo "make lock      renew requirements.lock: the newest libraries that pyproject.toml allows"
+	@echo "make wheel     dist/*.whl, with the native kernels compiled"
 	@echo "make clean     remove the virtual environments and caches"
 
 demo: venv
@@ -32,7 +37,7 @@ test: venv browser valkey cross
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	-$(BIN)/python tests/clients/install.py lm_eval
-	$(BIN)/pytest -n auto --dist loadfile -m "not gpu and not clients and not alone"
+	$(BIN)/pytest -n auto --dist loadfile -m "not gpu and not clients and not wheel and not alone"
 	$(BIN)/pytest -m "alone and not gpu and not clients"
 
 test-gpu: venv
@@ -43,6 +48,17 @@ test-clients: venv
 	SPILLOVER_LLAMACPP_PYTHON=$(CURDIR)/.clients/xllamacpp/bin/python \
 	SPILLOVER_VLLM_PYTHON=$(CURDIR)/.clients/vllm/bin/python \
 		$(BIN)/pytest -v -rs tests/clients tests/server/test_openai_client.py tests/lab/test_engines_real.py
+
+test-wheel: wheel
+	$(BIN)/pytest -v -m wheel tests/test_wheel.py
+
+# Kernels and engine are what depends on torch; lab, server and models on the rest.
+test-oldest:
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	sed -n '/^dependencies/,/^]/p; /^lab/,/^]/p; /^cuda/p' pyproject.toml \
+		| sed -nE 's/^[^"]*"([a-z0-9-]+)[^">]*>=([0-9.]+).*/\1==\2/p' > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/pip install --quiet -c $(OLDEST)/constraints.txt -e '.[dev]'
+	$(OLDEST)/bin/pytest -n auto --dist loadfile -m "not gpu and not alone" tests/kernels tests/engine tests/models tests/server tests/lab
 
 soak: venv
 	$(BIN)/python benchmarks/soak.py --requests 10000 --load-format null
@@ -81,14 +97,25 @@ cross:
 
 venv: $(STAMP)
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml requirements.lock
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed and none was found; install one or" \
 		"run: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install -e '.[dev,lab]'
+	$(BIN)/python -m pip install -c requirements.lock -e '.[dev]'
 	@touch $(STAMP)
 
+# Versions without hashes, so that one file serves every platform and Python. A CPU build of torch is the same version.
+lock:
+	rm -rf .lock && $(PYTHON) -m venv .lock
+	.lock/bin/pip install --quiet -e '.[dev]'
+	.lock/bin/pip freeze --exclude-editable | sed 's/+cpu$$//' > requirements.lock
+	rm -rf .lock
+
+wheel: venv
+	rm -rf build dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
 clean:
-	rm -rf $(VENV) .clients build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) .lock .clients build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
