@@ -34,8 +34,8 @@ from chaos_faults import Faults, Redis, SmallDisk
 from chaos_leaks import Leaks
 from server_process import HOST, ServerProcess
 
-from spillover.bench.http_client import Call, Connection
-from spillover.bench.sse import events
+from spillover.bench.serving.http_client import Call, Connection
+from spillover.bench.serving.sse import events
 
 DOCUMENTS, QUESTIONS = 24, 6
 DOCUMENT_WORDS = (40, 120)

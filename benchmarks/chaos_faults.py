@@ -20,7 +20,7 @@ import psutil
 import redis as redis_client
 from server_process import ServerProcess, free_port
 
-from spillover.cli.redis_server import find_server
+from spillover.cli.bench.redis_server import find_server
 
 HOLD_SECONDS = (1.0, 5.0)  # that a fault lasts
 BURST = 64

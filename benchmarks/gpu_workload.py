@@ -25,7 +25,7 @@ import torch
 
 from spillover import LLM, SamplingParams
 from spillover.bench.provenance import commit, versions
-from spillover.engine.outputs import RequestOutput
+from spillover.engine.output.outputs import RequestOutput
 from spillover.models.registry import architecture
 from spillover.plan.measure import measure_rates
 from spillover.plan.rates import Rates

@@ -99,7 +99,7 @@ def main() -> None:
 
     from spillover import LLM
     from spillover.bench.provenance import provenance
-    from spillover.models.store import resolve
+    from spillover.models.hub.store import resolve
     from spillover.plan.hardware import probe
 
     tasks = read_tasks(options.data, options.tasks)

@@ -31,10 +31,10 @@ import torch
 from gpu_workload import MODELS, RESULTS, Figure, opened, roofline, write
 
 from spillover import LLM, SamplingParams
-from spillover.engine.outputs import RequestOutput
+from spillover.engine.output.outputs import RequestOutput
 from spillover.engine.request import Request
-from spillover.memory import restore_plan
-from spillover.memory.tiered_connector import TieredConnector
+from spillover.memory.spill import restore_plan
+from spillover.memory.spill.tiered_connector import TieredConnector
 from spillover.plan.measure import measure_disk, measure_link, measure_rates
 from spillover.plan.rates import LinkRates
 from spillover.plan.roofline import Roofline

@@ -30,9 +30,9 @@ import torch
 
 from spillover.bench.provenance import provenance
 from spillover.kernels.kv_quant import KVCodec
-from spillover.memory.cuda_driver import cuda_driver
-from spillover.memory.link import address_of, map_memory
-from spillover.memory.link_cuda import CudaLink
+from spillover.memory.transfer.cuda_driver import cuda_driver
+from spillover.memory.transfer.link import address_of, map_memory
+from spillover.memory.transfer.link_cuda import CudaLink
 from spillover.plan.hardware import probe
 
 SLAB = 64 << 20

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from spillover.bench.http_client import Call
+from spillover.bench.serving.http_client import Call
 
 TEXT = """the of and to in a is that for it as was with be by on not he his but at are this have from or had an they
 which one you were all her she there would their we him been has when who will no more if out so up said what its about

@@ -26,8 +26,8 @@ import psutil
 from request_shapes import Shape, Shapes
 from server_process import HOST, ServerProcess, resident_nbytes
 
-from spillover.bench.http_client import Call, Connection, Reply
-from spillover.bench.sse import events
+from spillover.bench.serving.http_client import Call, Connection, Reply
+from spillover.bench.serving.sse import events
 
 ALLOWED_GROWTH = (0.05, 10 << 20)  # a share of what it was, and bytes on top
 ANSWER_SECONDS = 120  # a request without an answer for so long counts as stuck

@@ -17,7 +17,7 @@ from gpu_workload import Figure, opened, options, roofline, run, write
 from spillover import LLM
 from spillover.bench.bounds import workload_bound
 from spillover.bench.target import BenchRequest
-from spillover.cli.targets import RooflineLimits
+from spillover.cli.bench.targets import RooflineLimits
 
 REQUESTS = 256
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from spillover.kernels.native.build import LEVELS, levels
-from spillover.models.store import models_folder, resolve
+from spillover.models.hub.store import models_folder, resolve
 
 ROOT = Path(__file__).parent.parent
 WHEELS = list(ROOT.glob("dist/*.whl"))

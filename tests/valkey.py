@@ -20,7 +20,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from spillover.cli.redis_server import find_server
+from spillover.cli.bench.redis_server import find_server
 
 
 class Valkey:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from spillover.engine.llm import LLM
-    from spillover.engine.outputs import CompletionOutput, RequestOutput
+    from spillover.engine.output.outputs import CompletionOutput, RequestOutput
     from spillover.engine.sampling_params import SamplingParams, StructuredOutputs
     from spillover.errors import SpilloverError
-    from spillover.server.async_llm import AsyncLLM
+    from spillover.server.engine.async_llm import AsyncLLM
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "SpilloverError",
@@ -20,9 +20,9 @@ __all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingPara
 
 _HOMES = {
     "LLM": "spillover.engine.llm",
-    "AsyncLLM": "spillover.server.async_llm",
-    "CompletionOutput": "spillover.engine.outputs",
-    "RequestOutput": "spillover.engine.outputs",
+    "AsyncLLM": "spillover.server.engine.async_llm",
+    "CompletionOutput": "spillover.engine.output.outputs",
+    "RequestOutput": "spillover.engine.output.outputs",
     "SamplingParams": "spillover.engine.sampling_params",
     "SpilloverError": "spillover.errors",
     "StructuredOutputs": "spillover.engine.sampling_params",

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spillover.bench.arrivals import Arrivals
+from spillover.bench.workloads.arrivals import Arrivals
 from spillover.errors import SpilloverError
 
 NONE = [None] * 4

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from spillover.bench.http_client import Call, Connection, Reply, Sink
-from spillover.bench.sse import events
+from spillover.bench.serving.http_client import Call, Connection, Reply, Sink
+from spillover.bench.serving.sse import events
 
 GET = Call("GET", "/", headers=())
 OK = b"HTTP/1.1 200 OK\r\n"

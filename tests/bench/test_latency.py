@@ -10,7 +10,7 @@ from rich.console import Console
 
 from spillover.bench.latency import LatencyResult, measure
 from spillover.bench.report import latency_table
-from spillover.bench.workloads import Vocabulary
+from spillover.bench.workloads.workloads import Vocabulary
 
 
 def test_iterations_run_on_fresh_prompts() -> None:

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 from mock_server import MockServer
 
-from spillover.bench.arrivals import Arrivals
-from spillover.bench.load import LoadOptions
-from spillover.bench.load_processes import run_load
-from spillover.bench.openai_api import Dialect
 from spillover.bench.records import Run
-from spillover.bench.serve_request import ServeRequest
-from spillover.bench.serving_metrics import measure
+from spillover.bench.serving.load import LoadOptions
+from spillover.bench.serving.load_processes import run_load
+from spillover.bench.serving.openai_api import Dialect
+from spillover.bench.serving.serve_request import ServeRequest
+from spillover.bench.serving.serving_metrics import measure
+from spillover.bench.workloads.arrivals import Arrivals
 
 pytestmark = pytest.mark.alone
 

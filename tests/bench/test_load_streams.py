@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from mock_server import MockServer
 
-from spillover.bench.arrivals import Arrivals
-from spillover.bench.flight import Flight
-from spillover.bench.http_client import Connection
-from spillover.bench.load import Chain, Live, LoadOptions, Share
-from spillover.bench.load_processes import automatic_processes, health, run_load
-from spillover.bench.openai_api import Dialect, Kind
 from spillover.bench.records import RequestRecord, Run
-from spillover.bench.serve_request import ServeRequest
-from spillover.bench.serving_metrics import measure
+from spillover.bench.serving.flight import Flight
+from spillover.bench.serving.http_client import Connection
+from spillover.bench.serving.load import Chain, Live, LoadOptions, Share
+from spillover.bench.serving.load_processes import automatic_processes, health, run_load
+from spillover.bench.serving.openai_api import Dialect, Kind
+from spillover.bench.serving.serve_request import ServeRequest
+from spillover.bench.serving.serving_metrics import measure
+from spillover.bench.workloads.arrivals import Arrivals
 from spillover.errors import SpilloverError
 
 COMPLETIONS, CHAT = Dialect("completions", "mock"), Dialect("chat", "mock")

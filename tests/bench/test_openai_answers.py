@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillover.bench.openai_api import Answer, Dialect, error_text, refusal, tokens_of
-from spillover.bench.serve_request import ServeRequest
-from spillover.bench.sse import EventParser
+from spillover.bench.serving.openai_api import Answer, Dialect, error_text, refusal, tokens_of
+from spillover.bench.serving.serve_request import ServeRequest
+from spillover.bench.serving.sse import EventParser
 
 TEXTS = st.lists(st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"])), max_size=8)
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from spillover.bench.make_workload import make_workload
-from spillover.bench.served_model import ServedModel
-from spillover.bench.workload_options import WorkloadOptions
+from spillover.bench.serving.served_model import ServedModel
+from spillover.bench.workloads.make_workload import make_workload
+from spillover.bench.workloads.workload_options import WorkloadOptions
 from spillover.errors import SpilloverError
 
 LETTERS = 100  # the id of "a"; a text is tokenized letter by letter, spaces left out

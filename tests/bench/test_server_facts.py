@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from mock_server import MockServer
 
-from spillover.bench import server_facts
+from spillover.bench.serving import server_facts
 from spillover.errors import SpilloverError
 
 VLLM = """\

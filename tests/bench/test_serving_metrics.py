@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spillover.bench.records import ClientHealth, RequestRecord, Run
-from spillover.bench.serving_metrics import concurrency, gaps, mean_level, measure, steady_window, tpot
+from spillover.bench.serving.serving_metrics import concurrency, gaps, mean_level, measure, steady_window, tpot
 
 
 def record(index: int, sent: float, times: list[float], counts: list[int] | None = None, scheduled: float | None = None,

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from spillover.bench.records import ClientHealth, RequestRecord, Run
-from spillover.bench.serving_report import Asked, Report, parse_goodput
+from spillover.bench.serving.serving_report import Asked, Report, parse_goodput
 from spillover.errors import SpilloverError
 
 # As `vllm bench serve` 0.32 prints it for the run below.

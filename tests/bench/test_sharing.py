@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spillover.bench.sharing import Part, PrefixTree, simulate, token_parts
+from spillover.bench.workloads.sharing import Part, PrefixTree, simulate, token_parts
 
 PARTS = st.lists(st.builds(Part, st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=5)
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from mock_server import MockServer
 
-from spillover.bench.arrivals import Arrivals
-from spillover.bench.load import OVER_SATURATED, LoadOptions
-from spillover.bench.load_processes import run_load
-from spillover.bench.openai_api import Dialect
-from spillover.bench.saturation import SaturationWatch, piles_up
-from spillover.bench.serve_request import ServeRequest
+from spillover.bench.serving.load import OVER_SATURATED, LoadOptions
+from spillover.bench.serving.load_processes import run_load
+from spillover.bench.serving.openai_api import Dialect
+from spillover.bench.serving.saturation import SaturationWatch, piles_up
+from spillover.bench.serving.serve_request import ServeRequest
 from spillover.bench.sweep import Sweep, SweepPlan
+from spillover.bench.workloads.arrivals import Arrivals
 from spillover.errors import SpilloverError
 
 pytestmark = pytest.mark.alone
@@ -54,7 +54,7 @@ def test_a_sweep_finds_the_limit_and_the_rate_that_keeps_a_promise(mock: MockSer
 
 def test_a_run_above_the_limit_stops_early_and_one_below_does_not(mock: MockServer,
                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spillover.bench.saturation.MIN_SECONDS", 1.5)
+    monkeypatch.setattr("spillover.bench.serving.saturation.MIN_SECONDS", 1.5)
 
     def run_at(rate: float, seconds: float) -> str | None:
         options = LoadOptions(mock.url, Arrivals(rate, math.inf), Dialect(), stop_when_saturated=True)

@@ -15,7 +15,7 @@ from spillover.bench.bounds import workload_bound
 from spillover.bench.report import comparison, print_throughput, throughput_table, write_json
 from spillover.bench.target import BenchRequest
 from spillover.bench.throughput import Setting, measure
-from spillover.bench.workloads import MixedWorkload, RandomWorkload, Vocabulary
+from spillover.bench.workloads.workloads import MixedWorkload, RandomWorkload, Vocabulary
 
 WORKLOAD = RandomWorkload(Vocabulary(100), 8, input_len=12, output_len=5)
 

@@ -24,7 +24,7 @@ from spillover.bench.tiers_report import (
     restart_table,
     traffic_table,
 )
-from spillover.bench.workloads import Conversations, RandomWorkload, Vocabulary
+from spillover.bench.workloads.workloads import Conversations, RandomWorkload, Vocabulary
 
 RANDOM = RandomWorkload(Vocabulary(1000), 3, input_len=12, output_len=5)
 CHATS = Conversations(Vocabulary(1000), count=4, rounds=3, prefix_len=40, question_len=8, answer_len=4)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from spillover.bench.make_workload import make_workload
-from spillover.bench.served_model import ServedModel
-from spillover.bench.traces import Replay, TraceRow, read_azure, read_burstgpt, read_mooncake, trace_shapes
-from spillover.bench.workload_options import WorkloadOptions
-from spillover.bench.workloads import Vocabulary
-from spillover.bench.workloads_synthetic import SyntheticWorkload
+from spillover.bench.serving.served_model import ServedModel
+from spillover.bench.workloads.make_workload import make_workload
+from spillover.bench.workloads.traces import Replay, TraceRow, read_azure, read_burstgpt, read_mooncake, trace_shapes
+from spillover.bench.workloads.workload_options import WorkloadOptions
+from spillover.bench.workloads.workloads import Vocabulary
+from spillover.bench.workloads.workloads_synthetic import SyntheticWorkload
 from spillover.errors import SpilloverError
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens

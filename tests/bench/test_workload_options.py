@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from word_tokenizer import WordTokenizer
 
-from spillover.bench.make_workload import make_workload
-from spillover.bench.served_model import ServedModel
-from spillover.bench.workload_options import DATASETS, FILES, WorkloadOptions
+from spillover.bench.serving.served_model import ServedModel
+from spillover.bench.workloads.make_workload import make_workload
+from spillover.bench.workloads.workload_options import DATASETS, FILES, WorkloadOptions
 from spillover.errors import SpilloverError
 
 SERVED = ServedModel("m", 8192, WordTokenizer())

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spillover.bench.workloads import (
+from spillover.bench.workloads.workloads import (
     WARMUP,
     MixedWorkload,
     RandomWorkload,

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from word_tokenizer import BEGIN, USER, WordTokenizer
 
-from spillover.bench.make_workload import make_workload
-from spillover.bench.serve_request import ServeRequest
-from spillover.bench.served_model import ServedModel
-from spillover.bench.workload_options import WorkloadOptions
-from spillover.bench.workload_text import as_text
-from spillover.bench.workloads import WARMUP, load_sharegpt
-from spillover.bench.workloads_recorded import RecordedWorkload, custom, sharegpt
+from spillover.bench.serving.serve_request import ServeRequest
+from spillover.bench.serving.served_model import ServedModel
+from spillover.bench.workloads.make_workload import make_workload
+from spillover.bench.workloads.workload_options import WorkloadOptions
+from spillover.bench.workloads.workload_text import as_text
+from spillover.bench.workloads.workloads import WARMUP, load_sharegpt
+from spillover.bench.workloads.workloads_recorded import RecordedWorkload, custom, sharegpt
 from spillover.errors import SpilloverError
 
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spillover.bench import workloads_synthetic as synthetic
-from spillover.bench.serve_request import ServeRequest
-from spillover.bench.sharing import Part, simulate, token_parts
-from spillover.bench.workload_stats import Shape
-from spillover.bench.workloads import WARMUP, RandomWorkload, Vocabulary
-from spillover.bench.workloads_synthetic import SyntheticWorkload
+from spillover.bench.serving.serve_request import ServeRequest
+from spillover.bench.workloads import workloads_synthetic as synthetic
+from spillover.bench.workloads.sharing import Part, simulate, token_parts
+from spillover.bench.workloads.workload_stats import Shape
+from spillover.bench.workloads.workloads import WARMUP, RandomWorkload, Vocabulary
+from spillover.bench.workloads.workloads_synthetic import SyntheticWorkload
 from spillover.errors import SpilloverError
 
 VOCABULARY = Vocabulary(5000, frozenset({0, 1, 2, 4999}))

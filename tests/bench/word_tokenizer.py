@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spillover.bench.workloads import Vocabulary
+from spillover.bench.workloads.workloads import Vocabulary
 
 BEGIN, USER = 0, 1
 SPECIAL = frozenset({BEGIN, USER})

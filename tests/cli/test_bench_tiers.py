@@ -13,9 +13,9 @@ from click.testing import CliRunner, Result
 
 from spillover.bench import tiers
 from spillover.bench.target import Completion
-from spillover.cli import redis_server, targets
+from spillover.cli.bench.bench import redis_server, targets
 from spillover.cli.main import main
-from spillover.engine.outputs import RequestOutput
+from spillover.engine.output.outputs import RequestOutput
 from spillover.plan import measure
 from spillover.plan.rates import Rates
 

@@ -8,9 +8,9 @@ from typing import Any
 import click
 import pytest
 
-from spillover.bench.workload_options import WorkloadOptions, names
+from spillover.bench.workloads.workload_options import WorkloadOptions, names
+from spillover.cli.bench.workload_options import workload_options
 from spillover.cli.main import main
-from spillover.cli.workload_options import workload_options
 
 
 def run(*args: str) -> int:

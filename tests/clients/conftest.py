@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from server_process import ServerProcess
 
-from spillover.models.store import resolve
+from spillover.models.hub.store import resolve
 from spillover.models.tokenizer import Tokenizer, load_tokenizer
 
 

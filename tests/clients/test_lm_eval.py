@@ -16,7 +16,7 @@ from client_process import OFFLINE, run_client
 from server_process import ServerProcess
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from spillover.models.store import resolve
+from spillover.models.hub.store import resolve
 from spillover.models.tokenizer import Tokenizer
 
 TASKS = Path(__file__).parent / "lm_eval_tasks"

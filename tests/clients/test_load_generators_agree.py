@@ -21,12 +21,12 @@ sys.path.append(str(Path(__file__).parents[1] / "bench"))
 
 from mock_server import MockServer
 
-from spillover.bench.arrivals import Arrivals
-from spillover.bench.load import LoadOptions
-from spillover.bench.load_processes import run_load
-from spillover.bench.openai_api import Dialect
-from spillover.bench.serve_request import ServeRequest
-from spillover.bench.serving_metrics import ServingMetrics, measure
+from spillover.bench.serving.load import LoadOptions
+from spillover.bench.serving.load_processes import run_load
+from spillover.bench.serving.openai_api import Dialect
+from spillover.bench.serving.serve_request import ServeRequest
+from spillover.bench.serving.serving_metrics import ServingMetrics, measure
+from spillover.bench.workloads.arrivals import Arrivals
 
 pytestmark = pytest.mark.clients
 COUNT, INPUT, OUTPUT, STREAMS = 24, 64, 32, 4

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spillover.engine import cold_prefix
-from spillover.engine.cold_prefix import ColdStage
+from spillover.engine.batch import cold_prefix
+from spillover.engine.batch.cold_prefix import ColdStage
 from spillover.engine.step import Phase, StepItem
 from spillover.kernels import native
 from spillover.kernels.extents import split_blocks
 from spillover.kernels.kv_quant import KVCodec, decode_blocks, encode_blocks, head_bytes
-from spillover.memory.link import address_of
+from spillover.memory.transfer.link import address_of
 from spillover.models.registry import architecture
 from spillover.plan.workspace import staging_bytes
 

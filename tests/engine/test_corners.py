@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from spillover import LLM, SamplingParams
-from spillover.engine.output_processor import Answer
+from spillover.engine.output.output_processor import Answer
 from spillover.errors import PlanError, RequestError, SpilloverError
-from spillover.memory.tiered_connector import TieredConnector
+from spillover.memory.spill.tiered_connector import TieredConnector
 from spillover.memory.tiers.segment import Segment
 
 LLAMA = {

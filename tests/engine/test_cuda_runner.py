@@ -17,13 +17,15 @@ if torch.cuda.is_available():
     pytest.skip("the interpreter is off where there is a GPU; tests/gpu runs this on it", allow_module_level=True)
 
 from spillover import LLM, SamplingParams
-from spillover.engine import assemble, graphs, sampler
-from spillover.engine.cuda_runner import CudaRunner
-from spillover.engine.decode_inputs import DecodeInputs
-from spillover.engine.outputs import RequestOutput
-from spillover.engine.runner import StepLimits
-from spillover.engine.step_inputs import HEADER, Places, StepInputs, StepShape
-from spillover.engine.step_layout import ARRAYS
+from spillover.engine import assemble
+from spillover.engine.batch import sampler
+from spillover.engine.batch.request_table import StepLimits
+from spillover.engine.batch.step_layout import ARRAYS
+from spillover.engine.cuda import graphs
+from spillover.engine.cuda.cuda_runner import CudaRunner
+from spillover.engine.cuda.decode_inputs import DecodeInputs
+from spillover.engine.cuda.step_inputs import HEADER, Places, StepInputs, StepShape
+from spillover.engine.output.outputs import RequestOutput
 from spillover.kernels.triton import block as on_device
 from spillover.models import layers
 
@@ -86,7 +88,7 @@ def use_the_device(monkeypatch: pytest.MonkeyPatch, deterministic: bool = False)
             steps.append(work)
             return work
 
-    monkeypatch.setattr(assemble, "Runner", Watched)
+    monkeypatch.setattr(assemble, "CpuRunner", Watched)
     monkeypatch.setattr(layers, "attention_block", lambda *arguments: on_device.attention_block(*arguments[:9]))
     monkeypatch.setattr(layers.Decoder, "_stack", lambda *_: None)  # which only a CPU has
     return steps

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from spillover.engine.detokenizer import IncrementalDetokenizer, StopStrings
+from spillover.engine.output.detokenizer import IncrementalDetokenizer, StopStrings
 from spillover.engine.sampling_params import SamplingParams
 from spillover.models.tokenizer import Tokenizer
 

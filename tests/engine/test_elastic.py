@@ -16,7 +16,7 @@ from tiered_world import SIZE, World, prompt
 from spillover import LLM, SamplingParams
 from spillover.engine.request import Status
 from spillover.engine.weights.elastic import ElasticMemory, SlotLender
-from spillover.memory.kv_cache import KVCache
+from spillover.memory.kv.kv_cache import KVCache
 
 
 @pytest.mark.parametrize("caching", [True, False])

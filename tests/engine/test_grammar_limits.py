@@ -15,9 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_structured import allowed, byte_level, walk
 
-from spillover.engine import grammar_process, structured
 from spillover.engine.sampling_params import StructuredOutputs
-from spillover.engine.structured import Grammar, GrammarCompiler, GrammarLimits
+from spillover.engine.structured.structured import Grammar, GrammarCompiler, GrammarLimits, grammar_process, structured
 from spillover.errors import GrammarRefused
 
 SECONDS = 0.5

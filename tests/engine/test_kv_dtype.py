@@ -11,10 +11,10 @@ import pytest
 from hf_reference import VOCAB, save_checkpoint, tiny_model
 
 from spillover import LLM, SamplingParams
-from spillover.engine.cold_prefix import ColdStage, StagedPrefix
-from spillover.engine.outputs import RequestOutput
+from spillover.engine.batch.cold_prefix import ColdStage, StagedPrefix
+from spillover.engine.output.outputs import RequestOutput
 from spillover.engine.step import StepItem
-from spillover.models.store import resolve
+from spillover.models.hub.store import resolve
 
 KINDS = ["fp8", "int8"]
 LLAMA = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spillover import LLM, SamplingParams
-from spillover.engine.profile import IDLE, Breakdown, _add_up, _Event, kind_of, profiled
+from spillover.engine.profiling.profile import IDLE, Breakdown, _add_up, _Event, kind_of, profiled
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96,

@@ -19,9 +19,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from spillover.engine import sampler
-from spillover.engine.request_factory import check_token_ids
-from spillover.engine.sampler import (
+from spillover.engine.batch import sampler
+from spillover.engine.batch.sampler import (
     LogprobRow,
     RowState,
     build_sampling_batch,
@@ -30,6 +29,7 @@ from spillover.engine.sampler import (
     to_position_logprobs,
     uniform,
 )
+from spillover.engine.request_factory import check_token_ids
 from spillover.engine.sampling_params import SamplingParams
 from spillover.errors import RequestError
 

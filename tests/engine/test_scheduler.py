@@ -13,7 +13,7 @@ from spillover.engine.request import Request, Status
 from spillover.engine.sampling_params import SamplingParams
 from spillover.engine.scheduler import Scheduler, SchedulerConfig
 from spillover.memory.connector import NullConnector
-from spillover.memory.kv_cache import KVCache
+from spillover.memory.kv.kv_cache import KVCache
 
 
 def make_engine(num_blocks: int = 64, block_size: int = 8, windows: tuple[int | None, ...] = (None,),

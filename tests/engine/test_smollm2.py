@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spillover import LLM, SamplingParams, StructuredOutputs
 from spillover.errors import RequestError
-from spillover.models.store import resolve
+from spillover.models.hub.store import resolve
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 TEXTS = [

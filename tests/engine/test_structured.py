@@ -13,11 +13,11 @@ import torch
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from spillover.engine.grammar_source import MAX_SCHEMA_DEPTH
+from spillover.engine.batch.step_result import step_masks
 from spillover.engine.sampling_params import StructuredOutputs
 from spillover.engine.step import Phase, StepItem
-from spillover.engine.step_result import step_masks
-from spillover.engine.structured import Grammar, GrammarCompiler
+from spillover.engine.structured.grammar_source import MAX_SCHEMA_DEPTH
+from spillover.engine.structured.structured import Grammar, GrammarCompiler
 from spillover.errors import RequestError
 from spillover.models.tokenizer import Tokenizer
 

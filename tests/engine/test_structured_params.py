@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from spillover import SamplingParams, StructuredOutputs
-from spillover.engine.grammar_source import check_size, renamed
+from spillover.engine.structured.grammar_source import check_size, renamed
 from spillover.errors import GrammarRefused, RequestError
 
 

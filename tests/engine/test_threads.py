@@ -109,7 +109,7 @@ def test_a_failed_step_is_told_to_everyone_in_a_sentence(llm: LLM, monkeypatch: 
 
 
 def test_a_text_that_cannot_be_made_fails_its_own_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    from spillover.engine.output_processor import Answer
+    from spillover.engine.output.output_processor import Answer
 
     advance = Answer.advance
 

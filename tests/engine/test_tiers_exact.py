@@ -15,7 +15,7 @@ from hf_reference import VOCAB, save_checkpoint, tiny_model
 from spillover import LLM, SamplingParams
 from spillover.engine import tiers as engine_tiers
 from spillover.engine.request import Request, Status
-from spillover.memory.tiered_connector import TieredConnector
+from spillover.memory.spill.tiered_connector import TieredConnector
 from spillover.memory.tiers.base import Tier
 
 BLOCK = 8

@@ -18,8 +18,8 @@ from faulty_tier import FaultRates, FaultyTier
 from simulated_tiers import DictTier
 from tiered_world import SIZE, World, prompt
 
-from spillover.memory import spiller, store
 from spillover.memory.policies.admission import SecondUse
+from spillover.memory.spill import spiller, store
 from spillover.memory.tiers.base import Tier
 from spillover.memory.tiers.disk import DiskTier
 from spillover.memory.tiers.recovery import FIXED_BYTES, segment_cost

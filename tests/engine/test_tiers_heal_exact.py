@@ -15,7 +15,7 @@ import pytest
 from hf_reference import VOCAB, greedy, save_checkpoint, tiny_model
 
 from spillover import LLM, SamplingParams
-from spillover.memory import spiller
+from spillover.memory.spill import spiller
 from spillover.memory.tiers.disk import DiskTier
 from valkey import Valkey
 

@@ -14,10 +14,10 @@ from spillover.engine.loop import Engine
 from spillover.engine.request import Request
 from spillover.engine.sampling_params import SamplingParams
 from spillover.engine.scheduler import Scheduler, SchedulerConfig
-from spillover.memory.kv_cache import KVCache
-from spillover.memory.loans import BlockLender
-from spillover.memory.store import SpillStore
-from spillover.memory.tiered_connector import TieredConnector
+from spillover.memory.kv.kv_cache import KVCache
+from spillover.memory.kv.loans import BlockLender
+from spillover.memory.spill.store import SpillStore
+from spillover.memory.spill.tiered_connector import TieredConnector
 from spillover.memory.tiers.base import Tier
 
 SIZE = 4

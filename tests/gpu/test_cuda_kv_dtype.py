@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from spillover import LLM, SamplingParams
-from spillover.engine.cold_prefix import ColdStage, StagedPrefix
+from spillover.engine.batch.cold_prefix import ColdStage, StagedPrefix
 from spillover.engine.step import StepItem
 
 pytestmark = [

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from spillover.kernels.kv_quant import KVCodec, decode_blocks, encode_blocks
-from spillover.memory.link_cuda import CudaLink
+from spillover.memory.transfer.link_cuda import CudaLink
 
 pytestmark = [
     pytest.mark.gpu,

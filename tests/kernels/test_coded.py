@@ -20,7 +20,7 @@ from spillover.kernels.fields import LinearShape
 from spillover.kernels.formats.base import Linear
 from spillover.kernels.formats.gguf_codes import Codes, GgufCodes, pack_codes, unpack_codes
 from spillover.kernels.linear import embedding, embedding_reference, linear
-from spillover.models.gguf_codes import code_bits, codes_of
+from spillover.models.gguf.gguf_codes import code_bits, codes_of
 
 KINDS = [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0]
 needs_codes = pytest.mark.skipif(not native.multiplies_codes(), reason="this CPU does not multiply codes")

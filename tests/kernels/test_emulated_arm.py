@@ -34,7 +34,7 @@ from spillover.kernels.linear import embedding, linear, unpack
 from spillover.kernels.native.build import FLAGS, LEVELS, SOURCES
 from spillover.kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from spillover.kernels.rope import rope, rope_reference
-from spillover.models import llama
+from spillover.models.architectures import llama
 from spillover.models.config import ModelConfig
 from spillover.plan.hardware import probe
 from spillover.plan.planner import PlanRequest, make_plan

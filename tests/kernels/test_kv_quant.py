@@ -10,7 +10,7 @@ from torch import Tensor
 
 from spillover.kernels import native
 from spillover.kernels.kv_quant import KVCodec, decode, decode_blocks, encode, encode_blocks, head_bytes, views
-from spillover.memory.link_cpu import CpuLink
+from spillover.memory.transfer.link_cpu import CpuLink
 
 needs_native = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
 kinds = st.sampled_from(["fp8", "int8"])

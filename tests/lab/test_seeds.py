@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from spillover.cli.bench_serve import serve as serve_load
+from spillover.cli.bench.bench_serve import serve as serve_load
 from spillover.cli.serve import serve
 from spillover.lab.document import read_document, shipped
 from spillover.lab.experiment import Experiment, load_experiment

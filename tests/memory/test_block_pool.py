@@ -2,7 +2,7 @@
 
 import pytest
 
-from spillover.memory.blocks import EVICTABLE, FILLING, FREE, IN_FLIGHT, READY, BlockPool
+from spillover.memory.kv.blocks import EVICTABLE, FILLING, FREE, IN_FLIGHT, READY, BlockPool
 
 
 def ready(pool: BlockPool, cached: bool = False) -> int:

@@ -13,7 +13,7 @@ from simulated_tiers import DictTier
 from tiered_world import SIZE, World, prompt
 
 from spillover.memory.connector import KVConnector, NullConnector, Progress
-from spillover.memory.kv_cache import KVCache
+from spillover.memory.kv.kv_cache import KVCache
 from spillover.memory.tiers.base import Ticket
 
 PATIENCE = 10.0  # seconds that anything here may take

@@ -3,8 +3,8 @@
 import pytest
 
 from spillover.errors import SpilloverError
-from spillover.memory.digest import block_key, prefix_digests, root_digest
-from spillover.memory.kv_cache import KVCache
+from spillover.memory.kv.digest import block_key, prefix_digests, root_digest
+from spillover.memory.kv.kv_cache import KVCache
 from spillover.memory.policies import LRU
 
 

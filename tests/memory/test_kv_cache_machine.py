@@ -18,8 +18,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from spillover.memory.blocks import FREE, IN_FLIGHT, READY
-from spillover.memory.kv_cache import KVCache
+from spillover.memory.kv.blocks import FREE, IN_FLIGHT, READY
+from spillover.memory.kv.kv_cache import KVCache
 
 # Few tokens and shared openings, so that prefixes meet often.
 OPENINGS = ([0] * 48, [0] * 20 + [1] * 28, [1, 0] * 24)

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spillover.memory.cuda_driver import _Owned, _Slab
-from spillover.memory.host import Slots
-from spillover.memory.link import SlotMap, SlotViews, address_of
-from spillover.memory.link_cpu import CpuLink
+from spillover.memory.spill.host import Slots
+from spillover.memory.transfer.cuda_driver import _Owned, _Slab
+from spillover.memory.transfer.link import SlotMap, SlotViews, address_of
+from spillover.memory.transfer.link_cpu import CpuLink
 
 BLOCK = 96
 

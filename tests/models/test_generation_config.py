@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from spillover import LLM, SamplingParams
 from spillover.errors import SpilloverError
 from spillover.models.generation_config import FIELDS, sampling_defaults
-from spillover.models.store import resolve
+from spillover.models.hub.store import resolve
 
 
 def folder_with(path: Path, **config: Any) -> Path:

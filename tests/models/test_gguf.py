@@ -29,9 +29,10 @@ from transformers import (
 from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
 
 from spillover.errors import CheckpointError
-from spillover.models import gguf_file, store
 from spillover.models.checkpoint import open_checkpoint
-from spillover.models.gguf_config import _llama3_factors
+from spillover.models.gguf import gguf_file
+from spillover.models.gguf.gguf_config import _llama3_factors
+from spillover.models.hub import store
 
 SHAPE: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
                          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}

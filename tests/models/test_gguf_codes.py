@@ -21,7 +21,7 @@ from spillover.kernels import native
 from spillover.kernels.formats.gguf_codes import GgufCodes
 from spillover.kernels.linear import unpack
 from spillover.models.checkpoint import open_checkpoint
-from spillover.models.gguf_codes import code_bits
+from spillover.models.gguf.gguf_codes import code_bits
 from spillover.models.registry import architecture
 from spillover.models.weight_specs import WeightSpecs, in_codes, kept_on, part_nbytes
 

@@ -15,8 +15,8 @@ from gguf_writing import llama_arrays, llama_fields, write_gguf
 from safetensors.torch import save_file
 
 from spillover.errors import SpilloverError
-from spillover.models import store
 from spillover.models.checkpoint import open_checkpoint
+from spillover.models.hub import store
 
 
 @pytest.fixture(autouse=True)

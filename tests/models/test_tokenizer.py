@@ -18,8 +18,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from spillover.errors import CheckpointError, RequestError
-from spillover.models import store
-from spillover.models.gguf_tokenizer import gguf_tokenizer
+from spillover.models.gguf.gguf_tokenizer import gguf_tokenizer
+from spillover.models.hub import store
 from spillover.models.tokenizer import load_tokenizer
 
 WRITTEN = [

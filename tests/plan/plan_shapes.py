@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from spillover.models import gpt_oss, llama, qwen3_moe
+from spillover.models.architectures import gpt_oss, llama, qwen3_moe
 from spillover.models.config import ModelConfig
 from spillover.plan.hardware import CudaDevice, Machine
 from spillover.plan.rates import Rates

@@ -17,7 +17,7 @@ from plan_shapes import CPU, GIB, GPT_OSS, GPU, RATES, SMOLLM2, SMOLLM2_SPECS, T
 
 from spillover.errors import PlanError
 from spillover.kernels.records import Record
-from spillover.models import gpt_oss, llama, qwen3_moe
+from spillover.models.architectures import gpt_oss, llama, qwen3_moe
 from spillover.models.config import ModelConfig
 from spillover.models.weight_specs import kept_on
 from spillover.models.weights import one_expert_of, split_experts

@@ -12,8 +12,8 @@ import pytest
 from plan_shapes import CPU, GIB, GPT_OSS, GPT_OSS_SPECS, GPU, RATES, SMOLLM2, SMOLLM2_SPECS
 from rich.console import Console
 
-from spillover.cli import doctor
-from spillover.cli import plan as plan_command
+from spillover.cli.plan.plan import doctor
+from spillover.cli.plan.plan import plan as plan_command
 from spillover.engine.config import EngineConfig
 from spillover.errors import PlanError
 from spillover.plan import measure

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from plan_shapes import CPU, GIB, GPT_OSS, GPT_OSS_SPECS, GPU, RATES, SMOLLM2, SMOLLM2_SPECS
 from rich.console import Console
 
-from spillover.cli import plan as plan_command
+from spillover.cli.plan.plan import plan as plan_command
 from spillover.errors import PlanError, SpilloverError
 from spillover.memory.budgets import DiskBudget
 from spillover.plan.measure import measure_disk

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from plan_shapes import CPU, GIB, GPT_OSS, GPT_OSS_SPECS, GPU, RATES, SMOLLM2, SMOLLM2_SPECS
 
 from spillover.errors import PlanError
-from spillover.memory.kv_cache import KVCache
+from spillover.memory.kv.kv_cache import KVCache
 from spillover.plan.planner import RUNTIME_BYTES, STEPS_IN_FLIGHT, Plan, PlanRequest, make_plan, size_flag
 from spillover.units import parse_bytes
 

@@ -12,10 +12,10 @@ import pytest
 from plan_shapes import CPU, GIB, GPT_OSS, GPU, RATES, SMOLLM2, SMOLLM2_SPECS
 from rich.console import Console
 
-from spillover.cli.plan import plan_json, print_plan
+from spillover.cli.plan.plan import plan_json, print_plan
 from spillover.engine.config import EngineConfig
 from spillover.errors import SpilloverError
-from spillover.models import gpt_oss
+from spillover.models.architectures import gpt_oss
 from spillover.plan.measure import quick_rates
 from spillover.plan.placement import Predicted, WeightPlan
 from spillover.plan.planner import Plan, PlanRequest, make_plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from spillover.server.protocol import LiveStats, TierUse
+from spillover.server.engine.protocol import LiveStats, TierUse
 
 
 class StubClient:

@@ -12,10 +12,10 @@ import pytest
 from running_server import Server
 
 from spillover import LLM, SamplingParams
-from spillover.server.schemas_admin import ModelList, TokenizeResponse
-from spillover.server.schemas_chat import ChatResponse
-from spillover.server.schemas_completions import CompletionResponse
-from spillover.server.schemas_responses import ResponsesAnswer
+from spillover.server.schemas.schemas_admin import ModelList, TokenizeResponse
+from spillover.server.schemas.schemas_chat import ChatResponse
+from spillover.server.schemas.schemas_completions import CompletionResponse
+from spillover.server.schemas.schemas_responses import ResponsesAnswer
 
 TEXT = "The quick brown fox jumps over the lazy dog — naïve café, 東京!"
 

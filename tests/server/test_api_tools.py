@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from spillover.server.schemas_chat import Tool
-from spillover.server.tools import Call, Delta, ToolUse, format_of, read_all
+from spillover.server.api.tools import Call, Delta, ToolUse, format_of, read_all
+from spillover.server.schemas.schemas_chat import Tool
 
 ONE = {"name": "get_weather", "arguments": {"city": "Paris"}}
 TWO = {"name": "add", "arguments": {"a": 1, "b": [2, {"c": "}"}]}}

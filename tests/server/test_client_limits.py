@@ -21,10 +21,10 @@ from running_server import Server, until
 from starlette.requests import Request as HttpRequest
 from stub_client import StubClient
 
+from spillover.server.api.errors import ApiError
+from spillover.server.api.json_scan import MAX_DEPTH, VALUES_PER_CONTAINER, VALUES_PER_FIELD, check_shape
 from spillover.server.app import make_app
-from spillover.server.errors import ApiError
 from spillover.server.front import INLINE_BYTES, LARGE_BYTES, prepare
-from spillover.server.json_scan import MAX_DEPTH, VALUES_PER_CONTAINER, VALUES_PER_FIELD, check_shape
 from spillover.server.settings import ServerSettings
 
 SMALL = {"prompt": "a", "max_tokens": 1}

@@ -22,10 +22,10 @@ import uvloop
 from hf_reference import VOCAB, save_checkpoint, tiny_model
 
 from spillover import LLM, SamplingParams, StructuredOutputs
-from spillover.engine.output_processor import Answer
+from spillover.engine.output.output_processor import Answer
 from spillover.errors import EngineDead, QueueFull, RequestError, SpilloverError
-from spillover.server import engine_keeper
-from spillover.server.async_llm import AsyncLLM
+from spillover.server.engine import engine_keeper
+from spillover.server.engine.async_llm import AsyncLLM
 
 Result = TypeVar("Result")
 

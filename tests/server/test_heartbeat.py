@@ -17,8 +17,8 @@ from running_server import Server, running, until
 
 from spillover import AsyncLLM
 from spillover.errors import SpilloverError
-from spillover.server import heartbeat
-from spillover.server.heartbeat import CALL, IDLE, IMPORTING, LOADING, STEP, HangLimits, Heartbeat, Pulse
+from spillover.server.engine import heartbeat
+from spillover.server.engine.heartbeat import CALL, IDLE, IMPORTING, LOADING, STEP, HangLimits, Heartbeat, Pulse
 
 COMPLETIONS = "/v1/completions"
 

@@ -18,16 +18,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from running_server import Server, running
 from stub_client import StubClient
 
-from spillover.engine.output_processor import Answer
-from spillover.engine.outputs import TokenSources
+from spillover.engine.output.output_processor import Answer
+from spillover.engine.output.outputs import TokenSources
 from spillover.engine.request import Request
 from spillover.engine.sampling_params import SamplingParams
-from spillover.memory.report import TierReport, by_name
+from spillover.memory.spill.report import TierReport, by_name
 from spillover.server.app import make_app
-from spillover.server.metrics import SOURCES, EngineTotals, Metrics, TokenCounts, WeightedHistogram
-from spillover.server.protocol import LiveStats
-from spillover.server.recorder import KEPT_REQUESTS, RateHistory, Recorder
+from spillover.server.engine.protocol import LiveStats
 from spillover.server.settings import ServerSettings
+from spillover.server.telemetry.metrics import SOURCES, EngineTotals, Metrics, TokenCounts, WeightedHistogram
+from spillover.server.telemetry.recorder import KEPT_REQUESTS, RateHistory, Recorder
 
 # What dashboards made for vLLM ask for.
 VLLM_NAMES = """

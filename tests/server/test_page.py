@@ -17,9 +17,9 @@ from chromium import Chromium, find_chromium
 from running_server import Server
 from stub_client import StubClient
 
-from spillover.memory.report import TierReport
+from spillover.memory.spill.report import TierReport
 from spillover.server.app import make_app
-from spillover.server.protocol import TierUse
+from spillover.server.engine.protocol import TierUse
 from spillover.server.settings import ServerSettings
 
 # The contrast of every visible text with what lies behind it, worst first.

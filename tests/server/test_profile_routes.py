@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from running_server import Server, running
 
 from spillover.cli.main import main
-from spillover.engine.profile_session import ProfileSession
+from spillover.engine.profiling.profile_session import ProfileSession
 from spillover.errors import SpilloverError
 
 

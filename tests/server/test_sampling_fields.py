@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from running_server import Server
 
-from spillover.server.sampling import Context, sampling_params
-from spillover.server.schemas_completions import CompletionRequest
+from spillover.server.api.sampling import Context, sampling_params
+from spillover.server.schemas.schemas_completions import CompletionRequest
 
 
 def test_a_field_that_was_sent_wins_over_the_models_default() -> None:

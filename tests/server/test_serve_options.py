@@ -21,8 +21,8 @@ from running_server import Server, running, until
 from spillover.cli.main import main
 from spillover.cli.serve import serve
 from spillover.errors import CheckpointError, SpilloverError
+from spillover.models.hub.store import resolve
 from spillover.models.literal_text import LiteralText
-from spillover.models.store import resolve
 from spillover.models.tokenizer import Tokenizer, load_tokenizer
 
 TEMPLATE = "{% for message in messages %}<|im_start|>{{ message.content | trim }}<|im_end|>{% endfor %}"

@@ -17,7 +17,7 @@ import numpy as np
 from spillover.bench.bounds import Achieved, achieved
 from spillover.bench.statistics import Interval, median_interval, percentiles
 from spillover.bench.target import BenchRequest, Bound, Generates, Limits
-from spillover.bench.workloads import Vocabulary
+from spillover.bench.workloads.workloads import Vocabulary
 
 
 @dataclass(frozen=True)

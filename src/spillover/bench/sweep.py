@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from spillover.bench.arrivals import Arrivals
-from spillover.bench.load import OVER_SATURATED, Live, LoadOptions
-from spillover.bench.load_processes import run_load
 from spillover.bench.records import Run
-from spillover.bench.saturation import piles_up
-from spillover.bench.serve_request import ServeRequest
-from spillover.bench.serving_metrics import ServingMetrics, concurrency, measure, ttft
+from spillover.bench.serving.load import OVER_SATURATED, Live, LoadOptions
+from spillover.bench.serving.load_processes import run_load
+from spillover.bench.serving.saturation import piles_up
+from spillover.bench.serving.serve_request import ServeRequest
+from spillover.bench.serving.serving_metrics import ServingMetrics, concurrency, measure, ttft
+from spillover.bench.workloads.arrivals import Arrivals
 from spillover.errors import SpilloverError
 
 SYNCHRONOUS, THROUGHPUT, OPEN, REFINED = "synchronous", "throughput", "rate", "refined"

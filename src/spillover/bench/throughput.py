@@ -19,7 +19,7 @@ import psutil
 from spillover.bench.bounds import Achieved, achieved, workload_bound
 from spillover.bench.statistics import Interval, median_interval
 from spillover.bench.target import SOURCES, BenchRequest, Counters, Generates
-from spillover.bench.workloads import WARMUP, Workload
+from spillover.bench.workloads.workloads import WARMUP, Workload
 
 WARMUP_REQUESTS = 4
 WARMUP_OUTPUT = 8

@@ -18,7 +18,7 @@ from spillover.bench.bounds import Achieved, achieved, workload_bound
 from spillover.bench.statistics import Interval, Ratio, median_interval, paired_ratio
 from spillover.bench.target import SOURCES, BenchRequest, Completion, GeneratesWithTiers, Limits, TierTraffic
 from spillover.bench.throughput import give_back_memory
-from spillover.bench.workloads import WARMUP, Conversations, RandomWorkload
+from spillover.bench.workloads.workloads import WARMUP, Conversations, RandomWorkload
 
 Progress = Callable[[int, int], None]  # turns done, and of how many
 SETTLE_SECONDS = 0.05  # the threads of the arm that ran last spin for a while

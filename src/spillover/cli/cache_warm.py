@@ -18,7 +18,7 @@ from spillover.errors import SpilloverError
 
 if TYPE_CHECKING:
     from spillover.engine.llm import LLM
-    from spillover.memory.report import TierReport
+    from spillover.memory.spill.report import TierReport
 
 WRITE_SECONDS = 600.0  # most time for what is still on its way to the disk when all is computed
 

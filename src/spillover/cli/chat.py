@@ -17,7 +17,7 @@ from spillover.engine.config import EngineConfig
 from spillover.errors import SpilloverError
 
 if TYPE_CHECKING:
-    from spillover.engine.outputs import RequestOutput
+    from spillover.engine.output.outputs import RequestOutput
 
 
 FALLBACK = {"temperature": 0.7, "top_p": 0.95}  # where neither the person nor the model says how to sample

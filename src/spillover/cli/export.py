@@ -33,7 +33,7 @@ def export(model: str, folder: Path | None, dtype: str, max_shard_size: str, for
     from spillover.progress import IMPORTING, stages
 
     with stages() as show:
-        from spillover.models.store import resolve
+        from spillover.models.hub.store import resolve
 
         source = resolve(model, show)
         show(IMPORTING, 0, 0)

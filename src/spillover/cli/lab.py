@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from spillover.cli.measuring import make_console
+from spillover.cli.bench.measuring import make_console
 from spillover.cli.options import comma_list
 
 if TYPE_CHECKING:

@@ -29,9 +29,9 @@ from spillover.lab.traffic import ServedLoad
 from spillover.lab.verdict import FASTER, NO_VERDICT, SAME, SLOWER
 
 if TYPE_CHECKING:
-    from spillover.bench.load import Live
+    from spillover.bench.serving.load import Live
     from spillover.bench.target import Limits
-    from spillover.bench.workload_stats import WorkloadStats
+    from spillover.bench.workloads.workload_stats import WorkloadStats
     from spillover.lab.limits import LimitsOf
     from spillover.plan.rates import Rates
 
@@ -282,8 +282,8 @@ def _key(spec: EngineSpec) -> str:
 
 
 def _limits(spec: EngineSpec, rates: dict[str, Rates]) -> Limits:
+    from spillover.cli.bench.targets import RooflineLimits
     from spillover.cli.loading import look_at
-    from spillover.cli.targets import RooflineLimits
     from spillover.engine.config import EngineConfig
     from spillover.plan.measure import measure_rates
     from spillover.plan.roofline import Roofline

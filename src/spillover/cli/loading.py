@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spillover.engine.config import EngineConfig
-from spillover.models.store import resolve
+from spillover.models.hub.store import resolve
 from spillover.plan.planner import Plan
 from spillover.progress import IMPORTING, MEASURING, Show, stages
 

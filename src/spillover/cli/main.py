@@ -12,14 +12,14 @@ from typing import Any, NoReturn
 
 import click
 
-from spillover.cli.bench import bench
+from spillover.cli.bench.bench import bench
 from spillover.cli.cache import cache
 from spillover.cli.chat import chat
-from spillover.cli.demo import demo
+from spillover.cli.demo.demo import demo
 from spillover.cli.export import export
 from spillover.cli.generate import generate
 from spillover.cli.lab import lab
-from spillover.cli.planning import doctor, plan
+from spillover.cli.plan.planning import doctor, plan
 from spillover.cli.pull import pull
 from spillover.cli.serve import serve
 from spillover.errors import SpilloverError

@@ -9,8 +9,8 @@ import numpy as np
 from rich.table import Table
 
 from spillover.bench.target import BenchRequest, Generates, Limits
-from spillover.bench.workloads import Vocabulary
-from spillover.engine.profile import IDLE, KINDS, OTHER, Breakdown, profiled
+from spillover.bench.workloads.workloads import Vocabulary
+from spillover.engine.profiling.profile import IDLE, KINDS, OTHER, Breakdown, profiled
 from spillover.plan.roofline import keys_seen
 from spillover.plan.shapes import ModelShape, model_shape
 

@@ -10,7 +10,7 @@ from spillover.errors import SpilloverError
 from spillover.units import format_bytes
 
 if TYPE_CHECKING:
-    from spillover.models.store import StoredModel
+    from spillover.models.hub.store import StoredModel
 
 
 @click.command()
@@ -40,7 +40,7 @@ def pull(source: str | None, name: str | None, listing: bool, verify: bool, remo
         raise SpilloverError("--list shows every model; leave out the name")
     if (verify or remove) and source is None:
         raise SpilloverError(f"--{'verify' if verify else 'remove'} needs the name of a model; see spill pull --list")
-    from spillover.models import store
+    from spillover.models.hub import store
     from spillover.progress import stages
 
     if listing:

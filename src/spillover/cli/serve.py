@@ -16,7 +16,7 @@ from spillover.errors import SpilloverError
 if TYPE_CHECKING:
     from socket import socket
 
-    from spillover.server.async_llm import AsyncLLM
+    from spillover.server.engine.async_llm import AsyncLLM
     from spillover.server.settings import ServerSettings
 
 
@@ -96,7 +96,7 @@ def serve(config: EngineConfig, **options: Any) -> None:
 
 def _settings(config: EngineConfig, options: dict[str, Any]) -> ServerSettings:
     """The command's own options, whose names are the settings', checked."""
-    from spillover.server.heartbeat import HangLimits
+    from spillover.server.engine.heartbeat import HangLimits
     from spillover.server.settings import ServerSettings
     from spillover.units import format_bytes, parse_bytes
 
@@ -147,10 +147,10 @@ def _run(config: EngineConfig, settings: ServerSettings, listening: socket, addr
     from rich.markup import escape
 
     from spillover.cli.loading import fetch
-    from spillover.cli.plan import print_plan
+    from spillover.cli.plan.plan import print_plan
     from spillover.progress import stages
-    from spillover.server.logs import set_up_logging
     from spillover.server.serve import serve as run
+    from spillover.server.telemetry.logs import set_up_logging
 
     set_up_logging(settings.log_format)
     console = Console()
@@ -174,7 +174,7 @@ def _run(config: EngineConfig, settings: ServerSettings, listening: socket, addr
 
 def _name(model: str | None) -> str:
     """What requests call a model that was given as a path: its last part."""
-    from spillover.models.store import DEFAULT_MODEL
+    from spillover.models.hub.store import DEFAULT_MODEL
 
     if model is None:
         return DEFAULT_MODEL

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from spillover.engine.cold_prefix import ColdStage, spill_codec
+from spillover.engine.batch.cold_prefix import ColdStage, spill_codec
+from spillover.engine.batch.request_table import StepLimits
 from spillover.engine.config import EngineConfig
+from spillover.engine.cpu.cpu_runner import CpuRunner
 from spillover.engine.effects import check_policies, without_effect
 from spillover.engine.loop import Engine, ModelRunner
 from spillover.engine.null_runner import NullRunner, ordinary_tokens
-from spillover.engine.runner import Runner, StepLimits
 from spillover.engine.scheduler import Scheduler, SchedulerConfig
 from spillover.engine.tiers import make_store
 from spillover.engine.weights.elastic import ElasticMemory, SlotLender
@@ -30,14 +31,14 @@ from spillover.kernels.attention import KV_LAYOUT
 from spillover.kernels.kv_quant import QUANT_LAYOUT, head_bytes
 from spillover.memory.budgets import parse_disk
 from spillover.memory.connector import KVConnector, NullConnector
-from spillover.memory.kv_cache import KVCache
-from spillover.memory.tiered_connector import TieredConnector
+from spillover.memory.kv.kv_cache import KVCache
+from spillover.memory.spill.tiered_connector import TieredConnector
 from spillover.models.checkpoint import read_config
 from spillover.models.config import ModelConfig
 from spillover.models.fingerprint import model_fingerprint
+from spillover.models.hub.store import DEFAULT_MODEL, resolve
 from spillover.models.layers import KVViews
 from spillover.models.registry import Architecture, read_architecture
-from spillover.models.store import DEFAULT_MODEL, resolve
 from spillover.models.tokenizer import Tokenizer, load_tokenizer
 from spillover.models.weight_specs import WeightSpecs, in_codes
 from spillover.plan.hardware import probe, trim_heap
@@ -212,14 +213,14 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None,
         stage = ColdStage(pool, plan.block_size, spill_codec(config, model_config, pool, plan.block_size))
     limits = StepLimits(plan.max_num_seqs, plan.max_num_batched_tokens, plan.max_model_len, plan.recorded_rows)
     if device.type == "cuda":
-        from spillover.engine.cuda_runner import CudaRunner  # needs Triton
+        from spillover.engine.cuda.cuda_runner import CudaRunner  # needs Triton
 
         runner = CudaRunner(model, weights, views, plan.block_size, device, limits, decode, plan.kv_cache_dtype, stage,
                             not config.enforce_eager, config.deterministic)
         if config.graph_capture == "start":
             runner.capture(lambda done, total: show(done, total, CAPTURING))
         return runner
-    return Runner(model, weights, views, plan.block_size, limits, decode, plan.kv_cache_dtype, stage)
+    return CpuRunner(model, weights, views, plan.block_size, limits, decode, plan.kv_cache_dtype, stage)
 
 
 def _make_pool(plan: Plan, config: ModelConfig, layers: int, dtype: torch.dtype, device: torch.device,

@@ -16,8 +16,8 @@ from functools import partial
 from typing import TypeVar
 
 from spillover.engine.loop import Engine
-from spillover.engine.output_processor import Answer
-from spillover.engine.outputs import RequestOutput
+from spillover.engine.output.output_processor import Answer
+from spillover.engine.output.outputs import RequestOutput
 from spillover.engine.request import Request
 from spillover.errors import SpilloverError
 

@@ -16,8 +16,8 @@ import torch
 from spillover.engine.assemble import Assembly, assemble
 from spillover.engine.config import EngineConfig
 from spillover.engine.engine_thread import EngineThread
-from spillover.engine.output_processor import Answer
-from spillover.engine.outputs import RequestOutput
+from spillover.engine.output.output_processor import Answer
+from spillover.engine.output.outputs import RequestOutput
 from spillover.engine.prompts import (
     Message,
     Params,
@@ -32,7 +32,7 @@ from spillover.engine.prompts import (
 from spillover.engine.request_factory import RequestFactory
 from spillover.engine.sampling_params import SamplingParams
 from spillover.engine.stats import EngineStats
-from spillover.engine.structured import GrammarLimits
+from spillover.engine.structured.structured import GrammarLimits
 from spillover.models.generation_config import sampling_defaults
 from spillover.models.tokenizer import Tokenizer
 from spillover.plan.planner import Plan

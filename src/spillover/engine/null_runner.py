@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from spillover.engine.outputs import Logprob, PositionLogprobs
+from spillover.engine.output.outputs import Logprob, PositionLogprobs
 from spillover.engine.step import NewRequest, Step, StepItem, StepResult
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.models.tokenizer import Tokenizer

@@ -7,11 +7,11 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from spillover.engine.outputs import PositionLogprobs, RequestTimings, TokenSources
+from spillover.engine.output.outputs import PositionLogprobs, RequestTimings, TokenSources
 from spillover.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from spillover.engine.structured import Grammar
+    from spillover.engine.structured.structured import Grammar
 
 
 class Status(enum.Enum):

@@ -10,10 +10,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, SupportsIndex
 
-from spillover.engine.grammar_source import check_size, renamed
 from spillover.engine.request import Request
 from spillover.engine.sampling_params import SamplingParams
-from spillover.engine.structured import Grammar, GrammarCompiler, GrammarLimits
+from spillover.engine.structured.grammar_source import check_size, renamed
+from spillover.engine.structured.structured import Grammar, GrammarCompiler, GrammarLimits
 from spillover.errors import GrammarRefused, RequestError
 from spillover.models.config import ModelConfig
 from spillover.models.tokenizer import Tokenizer

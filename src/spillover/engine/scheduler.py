@@ -13,12 +13,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spillover.engine.outputs import PositionLogprobs, TokenSources
+from spillover.engine.output.outputs import PositionLogprobs, TokenSources
 from spillover.engine.queue_policy import POLICIES
 from spillover.engine.request import Request, Status
 from spillover.engine.step import NewRequest, Phase, Step, StepItem, StepResult
 from spillover.memory.connector import KVConnector
-from spillover.memory.kv_cache import KVCache
+from spillover.memory.kv.kv_cache import KVCache
 
 SHRINK_STEPS = 32  # between two looks whether borrowed blocks can go back
 

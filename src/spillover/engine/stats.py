@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spillover.engine.loop import Engine
-from spillover.memory.report import TierReport, by_name
-from spillover.memory.sequence import CacheStats
+from spillover.memory.kv.sequence import CacheStats
+from spillover.memory.spill.report import TierReport, by_name
 
 
 @dataclass(frozen=True)

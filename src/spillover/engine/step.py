@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from spillover.engine.outputs import PositionLogprobs
+from spillover.engine.output.outputs import PositionLogprobs
 from spillover.engine.sampling_params import SamplingParams
 
 

@@ -9,19 +9,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from spillover.engine.cold_prefix import spill_codec
+from spillover.engine.batch.cold_prefix import spill_codec
 from spillover.engine.config import EngineConfig
 from spillover.errors import SpilloverError
 from spillover.kernels.attention import KV_LAYOUT
 from spillover.memory.budgets import parse_disk
-from spillover.memory.link import DeviceLink
-from spillover.memory.link_cpu import CpuLink
 from spillover.memory.policies.admission import admission_policy
-from spillover.memory.store import SpillStore
+from spillover.memory.spill.store import SpillStore
 from spillover.memory.tiers.base import Tier
 from spillover.memory.tiers.disk import DiskTier
 from spillover.memory.tiers.disks import Disks
 from spillover.memory.tiers.seal import read_seal
+from spillover.memory.transfer.link import DeviceLink
+from spillover.memory.transfer.link_cpu import CpuLink
 from spillover.models.config import ModelConfig
 from spillover.plan.planner import Plan
 from spillover.plan.tiers import STAGING_BLOCKS, with_tier_rates
@@ -57,7 +57,7 @@ def _make_link(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tenso
     codec = spill_codec(config, model, pool, plan.block_size)
     block_bytes = pool.stride(0) * pool.itemsize
     if pool.device.type == "cuda":
-        from spillover.memory.link_cuda import CudaLink
+        from spillover.memory.transfer.link_cuda import CudaLink
 
         return CudaLink(pool, codec)
     return CpuLink(pool.view(-1).view(torch.uint8).numpy().data, block_bytes, codec)

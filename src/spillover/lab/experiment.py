@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from spillover.bench.workload_options import truth
+from spillover.bench.workloads.workload_options import truth
 from spillover.errors import SpilloverError
 from spillover.lab.document import read_document, scaled
 from spillover.lab.engines import KINDS, EngineSpec

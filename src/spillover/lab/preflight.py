@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from spillover.bench.make_workload import make_workload
-from spillover.bench.workload_options import WorkloadOptions
-from spillover.bench.workload_stats import WorkloadStats
+from spillover.bench.workloads.make_workload import make_workload
+from spillover.bench.workloads.workload_options import WorkloadOptions
+from spillover.bench.workloads.workload_stats import WorkloadStats
 from spillover.lab.experiment import Arm, Experiment, WorkloadSpec
 from spillover.lab.traffic import workload_part
 from spillover.lab.validity import few_samples

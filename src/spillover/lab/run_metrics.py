@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from spillover.bench.records import Run
-from spillover.bench.serving_metrics import measure
+from spillover.bench.serving.serving_metrics import measure
 
 LATENCIES = ("ttft", "ttft_scheduled", "tpot", "itl", "e2el")
 RANKS = (50.0, 90.0, 95.0, 99.0)

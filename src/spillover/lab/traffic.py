@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from spillover.bench.records import Run
-from spillover.bench.workload_options import WorkloadOptions, truth
+from spillover.bench.workloads.workload_options import WorkloadOptions, truth
 from spillover.errors import SpilloverError
 from spillover.lab.experiment import Experiment, WorkloadSpec
 from spillover.lab.run_metrics import run_metrics
 
 if TYPE_CHECKING:
-    from spillover.bench.load import Live, LoadOptions
-    from spillover.bench.serve_request import ServeRequest, ServeWorkload
+    from spillover.bench.serving.load import Live, LoadOptions
+    from spillover.bench.serving.serve_request import ServeRequest, ServeWorkload
     from spillover.lab.engines import Running
 
 Truth = TypeVar("Truth", bool, None)
@@ -80,8 +80,8 @@ class ServedLoad:
 
     def warm_up(self, workload: WorkloadSpec, running: Running, count: int) -> int:
         """Four at once, so that batches of more than one have been seen as well."""
-        from spillover.bench.arrivals import Arrivals
-        from spillover.bench.load_processes import run_load
+        from spillover.bench.serving.load_processes import run_load
+        from spillover.bench.workloads.arrivals import Arrivals
 
         requests = _whole_sessions(self._workload(workload, running).requests(WARMUP_REPEAT), count)
         if not requests:
@@ -93,7 +93,7 @@ class ServedLoad:
 
     def measure(self, workload: WorkloadSpec, running: Running, repeat: int,
                 progress: Progress | None = None) -> Measured:
-        from spillover.bench.load_processes import run_load
+        from spillover.bench.serving.load_processes import run_load
 
         made = self._workload(workload, running)
         stats = made.stats()
@@ -105,9 +105,9 @@ class ServedLoad:
 
     def _workload(self, spec: WorkloadSpec, running: Running) -> ServeWorkload:
         """Made once, from the first server: every arm gets the same tokens."""
-        from spillover.bench.make_workload import make_workload
-        from spillover.bench.served_model import ServedModel
-        from spillover.bench.workload_text import as_text
+        from spillover.bench.serving.served_model import ServedModel
+        from spillover.bench.workloads.make_workload import make_workload
+        from spillover.bench.workloads.workload_text import as_text
 
         chat = _backend(spec.options) == "chat"
         served = None
@@ -119,9 +119,9 @@ class ServedLoad:
         return as_text(made, served) if served is not None and chat else made  # in words by the server that runs now
 
     def _options(self, workload: WorkloadSpec, url: str, model: str | None, seed: int) -> LoadOptions:
-        from spillover.bench.arrivals import Arrivals
-        from spillover.bench.load import LoadOptions
-        from spillover.bench.openai_api import Dialect
+        from spillover.bench.serving.load import LoadOptions
+        from spillover.bench.serving.openai_api import Dialect
+        from spillover.bench.workloads.arrivals import Arrivals
 
         given = workload.options
         ramp_up = given.get("ramp-up-strategy")

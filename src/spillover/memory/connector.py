@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from spillover.memory.report import TierReport
+from spillover.memory.spill.report import TierReport
 from spillover.memory.tiers.base import Tier
 
 

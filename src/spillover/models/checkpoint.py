@@ -45,7 +45,7 @@ class Checkpoint(Protocol):
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Checks that every file is whole; reads no tensor."""
-    from spillover.models.gguf_file import GGUFCheckpoint
+    from spillover.models.gguf.gguf_file import GGUFCheckpoint
     from spillover.models.safetensors_folder import SafetensorsCheckpoint
 
     path = Path(path).expanduser()

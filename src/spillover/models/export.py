@@ -19,12 +19,12 @@ import torch
 
 from spillover.errors import SpilloverError
 from spillover.models.checkpoint import Checkpoint, open_checkpoint
-from spillover.models.default_model import Progress
 from spillover.models.fingerprint import weights_digest
+from spillover.models.hub.default_model import Progress
+from spillover.models.hub.store import models_folder
 from spillover.models.loader import checkpoint_tensors
 from spillover.models.registry import read_architecture
 from spillover.models.safetensors_folder import DTYPES, INDEX, TORCH_NAMES
-from spillover.models.store import models_folder
 from spillover.models.tokenizer import SPECIAL_TOKENS, Tokenizer, load_tokenizer
 from spillover.units import format_bytes
 

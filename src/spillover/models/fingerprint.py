@@ -24,9 +24,9 @@ import torch
 from spillover.errors import CheckpointError
 from spillover.models.checkpoint import open_checkpoint
 from spillover.models.config import ModelConfig
-from spillover.models.gguf_header import read_header
+from spillover.models.gguf.gguf_header import read_header
+from spillover.models.hub.store import models_folder
 from spillover.models.safetensors_folder import INDEX
-from spillover.models.store import models_folder
 
 VERSION = 1  # of this file's way to make a digest
 DIGEST_BYTES = 32

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from spillover.errors import SpilloverError
-from spillover.models import default_model
-from spillover.models.gguf_header import read_header
+from spillover.models.gguf.gguf_header import read_header
+from spillover.models.hub import default_model
 from spillover.models.safetensors_folder import read_json
 
 FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

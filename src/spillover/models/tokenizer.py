@@ -13,9 +13,9 @@ from jinja2 import TemplateError
 
 from spillover.errors import CheckpointError, RequestError, shown
 from spillover.models.chat_template import ChatTemplates, TemplateLimit
-from spillover.models.gguf_config import end_token_ids
-from spillover.models.gguf_header import read_header
-from spillover.models.gguf_tokenizer import gguf_tokenizer
+from spillover.models.gguf.gguf_config import end_token_ids
+from spillover.models.gguf.gguf_header import read_header
+from spillover.models.gguf.gguf_tokenizer import gguf_tokenizer
 from spillover.models.safetensors_folder import eos_ids, read_json
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")

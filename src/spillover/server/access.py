@@ -9,9 +9,9 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from spillover.server.errors import ApiError, error_response
+from spillover.server.api.errors import ApiError, error_response
+from spillover.server.api.generation import Job
 from spillover.server.front import Front
-from spillover.server.generation import Job
 from spillover.units import format_bytes
 
 log = logging.getLogger("spillover.access")

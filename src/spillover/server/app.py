@@ -6,27 +6,27 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 import spillover
-from spillover.server import admin, chat, completions, responses
 from spillover.server.access import BodyLimit, RequestLog
-from spillover.server.async_llm import AsyncLLM
+from spillover.server.api import admin, chat, completions, responses
+from spillover.server.api.documents import describe
+from spillover.server.api.errors import LastResort, add_error_handlers
+from spillover.server.api.response_store import ResponseStore
 from spillover.server.auth import ApiKeys
-from spillover.server.documents import describe
-from spillover.server.errors import LastResort, add_error_handlers
+from spillover.server.engine.async_llm import AsyncLLM
 from spillover.server.front import Front
 from spillover.server.origin import SameSite
-from spillover.server.page_routes import add_metrics, add_page
-from spillover.server.recorder import Recorder
-from spillover.server.response_store import ResponseStore
-from spillover.server.schemas_admin import (
+from spillover.server.schemas.schemas_admin import (
     DetokenizeRequest,
     EmbeddingsRequest,
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
-from spillover.server.schemas_chat import ChatRequest
-from spillover.server.schemas_completions import CompletionRequest
-from spillover.server.schemas_responses import ResponsesRequest
+from spillover.server.schemas.schemas_chat import ChatRequest
+from spillover.server.schemas.schemas_completions import CompletionRequest
+from spillover.server.schemas.schemas_responses import ResponsesRequest
 from spillover.server.settings import ServerSettings
+from spillover.server.telemetry.page_routes import add_metrics, add_page
+from spillover.server.telemetry.recorder import Recorder
 
 BODIES = (CompletionRequest, ChatRequest, ResponsesRequest, TokenizeTextRequest, TokenizeChatRequest, DetokenizeRequest,
           EmbeddingsRequest)

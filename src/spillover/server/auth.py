@@ -7,7 +7,7 @@ import hmac
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from spillover.server.errors import ApiError, error_response
+from spillover.server.api.errors import ApiError, error_response
 
 # What a load balancer needs to see, and the page itself; what the page shows is asked for with the key.
 OPEN_PATHS = frozenset(("/health", "/ping", "/version", "/", "/docs", "/openapi.json", "/favicon.ico"))

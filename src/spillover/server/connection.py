@@ -15,7 +15,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from spillover.server.errors import ApiError, error_body
+from spillover.server.api.errors import ApiError, error_body
 
 MAX_HEADER_BYTES = 65_536  # request line and headers; also of the trailers of a chunked body
 MAX_HEADERS = 256

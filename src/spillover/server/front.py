@@ -12,15 +12,15 @@ from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request as HttpRequest
 
-from spillover.engine.output_processor import Answer
+from spillover.engine.output.output_processor import Answer
 from spillover.errors import EngineDead
 from spillover.models.literal_text import LiteralText
 from spillover.models.tokenizer import Tokenizer
-from spillover.server.async_llm import AsyncLLM
-from spillover.server.errors import ApiError
-from spillover.server.sampling import Context
+from spillover.server.api.errors import ApiError
+from spillover.server.api.sampling import Context
+from spillover.server.api.token_text import TokenTexts
+from spillover.server.engine.async_llm import AsyncLLM
 from spillover.server.settings import ServerSettings
-from spillover.server.token_text import TokenTexts
 
 Result = TypeVar("Result")
 

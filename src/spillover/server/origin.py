@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from spillover.server.errors import ApiError, error_response
+from spillover.server.api.errors import ApiError, error_response
 
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # these change nothing, and browsers keep their answers from other sites
 _OPEN_PATHS = ("/health", "/ping")  # asked by load balancers under whatever name

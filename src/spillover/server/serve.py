@@ -18,8 +18,8 @@ import uvloop
 from spillover.engine.config import EngineConfig
 from spillover.plan.planner import Plan
 from spillover.server.app import make_app
-from spillover.server.async_llm import AsyncLLM
 from spillover.server.connection import Connections
+from spillover.server.engine.async_llm import AsyncLLM
 from spillover.server.settings import ServerSettings
 
 log = logging.getLogger("spillover.server")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from spillover.server.heartbeat import HangLimits
-from spillover.server.logs import LogFormat
+from spillover.server.engine.heartbeat import HangLimits
+from spillover.server.telemetry.logs import LogFormat
 
 DEFAULT_ALIAS = "default"  # always answers, whatever the model is called
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from spillover.engine.sampler import _inverse_cdf, _nucleus, _weights
+from spillover.engine.batch.sampler import _inverse_cdf, _nucleus, _weights
 from spillover.kernels.activation import clamped_swiglu_reference, silu_and_mul_reference
 from spillover.kernels.norm import add_rms_norm_reference, rms_norm_reference
 from spillover.kernels.triton.activation import clamped_swiglu, silu_and_mul

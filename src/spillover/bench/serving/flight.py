@@ -1,0 +1,74 @@
+"""One request under way: its bytes go out on a connection, its answer is read as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from spillover.bench.serving.http_client import Call, Connection, Reply, Sink
+from spillover.bench.serving.openai_api import Answer, refusal
+from spillover.bench.serving.sse import EventParser
+
+Heard = Callable[[float, int, bool], None]  # (seconds since sent, new tokens, whether they are the answer's first)
+
+
+class Flight:
+    def __init__(self, connection: Connection, heard: Heard) -> None:
+        self.answer = Answer()
+        self._connection, self._heard = connection, heard
+        self._parser = EventParser()
+        self._refused: list[bytes] = []
+
+    @property
+    def sent(self) -> float | None:
+        """When its bytes were handed to the socket; None where no connection could be opened."""
+        return self._connection.sent or None
+
+    async def run(self, call: Call, timeout: float) -> bool:
+        """Whether the connection can be used again. What went wrong is in `answer.error`."""
+        answer, connection = self.answer, self._connection
+        connection.sent = 0.0
+        try:
+            async with asyncio.timeout(timeout):
+                reply = await connection.exchange(call, self._sink)
+        except TimeoutError:
+            answer.error = answer.error or f"no end within {timeout:g} s"
+        except asyncio.IncompleteReadError:
+            answer.error = answer.error or "the connection broke in the middle of the answer"
+        except (OSError, ValueError) as error:
+            answer.error = answer.error or str(error) or type(error).__name__
+        else:
+            self._judge(reply)
+            return True
+        await connection.close()
+        return False
+
+    def _sink(self, reply: Reply) -> Sink:
+        return self._stream if reply.status == 200 and reply.is_stream else self._keep
+
+    def _stream(self, at: float, piece: bytes) -> None:
+        answer = self.answer
+        for data in self._parser.feed(piece):
+            first = not answer.begun
+            tokens = answer.take(at, data)
+            if tokens:
+                self._heard(at - self._connection.sent, tokens, first)
+
+    def _keep(self, _at: float, piece: bytes) -> None:
+        self._refused.append(piece)
+
+    def _judge(self, reply: Reply) -> None:
+        answer = self.answer
+        if reply.status != 200:
+            answer.error = refusal(reply.status, b"".join(self._refused))
+        elif not reply.is_stream:
+            answer.error = f"the answer is {reply.headers.get('content-type', 'of no type')}, not a stream of events"
+        elif answer.error is None and not answer.finished:
+            answer.error = "the stream ended before the answer did"
+
+
+async def sleep_until(when: float) -> None:
+    """`when` is a time of `time.perf_counter()`. Event loops count in milliseconds and may wake early: look again."""
+    while (left := when - time.perf_counter()) > 0:
+        await asyncio.sleep(left)

@@ -1,0 +1,271 @@
+"""The OpenAI API as a load generator needs it: bodies to send, and streams read chunk by chunk.
+
+Servers differ in what a chunk holds. One may bring a role and no text, nothing at all, several tokens, the counts alone
+or beside the last text, or an error in the middle of an answer. All of that is known here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from spillover.bench.serving.serve_request import ServeRequest
+from spillover.errors import SpilloverError
+
+Kind = Literal["completions", "chat"]
+PATHS: Mapping[Kind, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+# What `--backend` may be: vLLM's names and those of engines, all of which speak one of two dialects.
+BACKENDS: Mapping[str, Kind] = {
+    "openai": "completions", "vllm": "completions", "spillover": "completions", "sglang": "completions",
+    "sglang-oai": "completions", "llama.cpp": "completions", "openai-chat": "chat"}
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+TIMINGS_HEADER = ("X-Spillover-Timings", "1")  # a server that does not know it leaves it alone
+MOST_TOKENS = 10_000_000  # that one request can be believed to have; metrics hold a number for each
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder().decode
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How one server is spoken to."""
+
+    kind: Kind = "completions"
+    model: str | None = None
+    extra_body: Mapping[str, Any] = field(default_factory=dict)  # sampling, and whatever else each request carries
+    return_token_ids: bool = False  # asks for the ids of each chunk (vLLM, spillover): tokens are then counted exactly
+    ignore_eos: bool | None = None  # None: as each request says
+
+    def body(self, request: ServeRequest, prompt: Prompt, ids_matter: bool = False) -> bytes:
+        """`prompt` is all that is sent: in a session, with everything said before. `ids_matter`: the answer's token
+        ids are wanted whatever else is asked."""
+        body: dict[str, Any] = {"model": self.model} if self.model is not None else {}
+        if self.kind == "chat":
+            body |= {"messages": prompt, "max_completion_tokens": request.output_len}
+        else:
+            body |= {"prompt": prompt, "max_tokens": request.output_len}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        # A field that is off is left out: some servers refuse what they do not know.
+        if request.ignore_eos if self.ignore_eos is None else self.ignore_eos:
+            body["ignore_eos"] = True
+        if self.return_token_ids or ids_matter:
+            body["return_token_ids"] = True
+        return _encode({**body, **self.extra_body, **request.extra})
+
+
+Message = dict[str, Any]
+Prompt = Sequence[int] | str | Sequence[Message]
+
+
+class Conversation:
+    """What has been said in a session, in the form in which it is sent again."""
+
+    def __init__(self, kind: Kind) -> None:
+        self._kind = kind
+        self._messages: list[Message] = []
+        self._text = ""
+        self._ids: list[int] = []
+
+    def ask(self, request: ServeRequest) -> Prompt:
+        """The whole prompt of the next turn."""
+        if self._kind == "chat":
+            if not isinstance(request.prompt, str):
+                raise SpilloverError("this workload's prompts are token ids, which no chat message holds; use "
+                                     "--backend openai (/v1/completions)")
+            self._messages.append({"role": "user", "content": request.prompt})
+            return self._messages
+        if isinstance(request.prompt, str):
+            self._text += request.prompt
+            return self._text
+        self._ids.extend(request.prompt)
+        return self._ids
+
+    def hear(self, text: str, token_ids: Sequence[int]) -> None:
+        """The answer, which the next prompt holds too."""
+        self._messages.append({"role": "assistant", "content": text})
+        self._text += text
+        self._ids.extend(token_ids)
+
+
+class Answer:
+    """A stream as it is read. `take` gets the data of each event and the time at which its bytes came."""
+
+    def __init__(self) -> None:
+        self.error: str | None = None
+        self.prompt_tokens: int | None = None
+        self.output_tokens: int | None = None  # usage's
+        self.token_ids: list[int] = []
+        self.sources: dict[str, int] | None = None
+        self.timings: dict[str, float] | None = None
+        self.finished = False  # a finish reason or [DONE] was seen
+        self._texts: list[str] = []
+        self._times: list[float] = []
+        self._counts: list[int | None] = []  # new tokens of a chunk; None where it does not say
+        self._silent: list[float] = []  # chunks of an answer's tokens that brought neither text nor ids
+        self._counted = 0  # by usage in every chunk
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    @property
+    def begun(self) -> bool:
+        return bool(self._times)
+
+    def take(self, at: float, data: bytes) -> int:
+        """How many tokens it brought, as far as that can be told now."""
+        if data == b"[DONE]":
+            self.finished = True
+            return 0
+        try:
+            event = _decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            self.error = self.error or f"a chunk is not JSON: {data[:80]!r}"
+            return 0
+        if not isinstance(event, dict):
+            self.error = self.error or f"a chunk is no object: {data[:80]!r}"
+            return 0
+        if event.get("error"):
+            self.error = self.error or error_text(event)
+            return 0
+        try:
+            usage = event.get("usage")
+            if usage:
+                self._usage(usage)
+            if "timings" in event:
+                self._timings(event["timings"])
+            choices = event.get("choices")
+            return self._choice(at, choices[0], usage) if choices else 0
+        except (TypeError, AttributeError, LookupError, ValueError) as error:
+            # Whatever a server sends may fail this request, never the run.
+            self.error = self.error or f"a chunk is malformed ({error}): {data[:80]!r}"
+            return 0
+
+    def chunks(self, count: int | None = None) -> tuple[tuple[float, int], ...]:
+        """(time, new tokens) of every chunk with text or ids. `count`: the tokens there are, where it is known.
+
+        Chunks that say how many tokens they hold are believed. Else each holds one, and where the total is larger the
+        rest is put where the longest texts are; where it is smaller (text that a server held back and sent at the end)
+        the last ones hold none.
+        """
+        times, counts = self._times, self._counts
+        if not times and self._silent and count:
+            return ((self._silent[0], count),)  # tokens without text, such as special ones
+        if None not in counts:
+            return tuple(zip(times, (known for known in counts if known is not None), strict=True))
+        shares = [1] * len(times)
+        if count is not None and count > len(times):
+            shares = _spread(count, [len(text) for text in self._texts])
+        elif count is not None and count < len(times):
+            shares = [1] * count + [0] * (len(times) - count)
+        return tuple(zip(times, shares, strict=True))
+
+    def _choice(self, at: float, choice: Mapping[str, Any], usage: Any) -> int:
+        if choice.get("finish_reason") is not None:
+            self.finished = True
+        delta = choice.get("delta")
+        if delta is None:
+            text = choice.get("text") or ""
+        else:
+            text = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""
+            for call in delta.get("tool_calls") or ():
+                text += (call.get("function") or {}).get("arguments") or ""
+        ids = choice.get("token_ids") or ()
+        if not isinstance(text, str) or not isinstance(ids, list | tuple):
+            raise TypeError("its text or token ids are something else")
+        if not text and not ids:
+            # A role alone is not a token, and neither is the chunk that only says why the answer ended.
+            if (delta is None or "role" not in delta) and choice.get("finish_reason") is None:
+                self._silent.append(at)
+            return 0
+        count = len(ids) or _logprob_count(choice) or None
+        if usage and None not in self._counts:  # counts in every chunk so far: what is new is the difference
+            total = _tokens(usage, "completion_tokens") or 0
+            count = count or max(0, total - self._counted)
+            self._counted = total
+        self._times.append(at)
+        self._texts.append(text)
+        self._counts.append(count)
+        self.token_ids.extend(ids)
+        return count or 1
+
+    def _usage(self, usage: Mapping[str, Any]) -> None:
+        prompt, output = _tokens(usage, "prompt_tokens"), _tokens(usage, "completion_tokens")
+        self.prompt_tokens = self.prompt_tokens if prompt is None else prompt
+        self.output_tokens = self.output_tokens if output is None else output
+        cached = _tokens(usage.get("prompt_tokens_details") or {}, "cached_tokens")
+        if cached is not None and self.prompt_tokens is not None and self.sources is None:
+            self.sources = {"computed": self.prompt_tokens - cached, "cached": cached}
+
+    def _timings(self, timings: Any) -> None:
+        """Ours is a list with an entry a prompt; llama.cpp's is one object in milliseconds."""
+        if isinstance(timings, list) and timings:
+            entry = timings[0]
+            self.timings = {name: float(entry[name]) for name in ("queue", "restore", "prefill", "decode")
+                            if name in entry}
+            told = entry.get("tokens")
+            if told is not None:
+                self.sources = {tier: _tokens(told, tier) or 0 for tier in told}
+        elif isinstance(timings, dict) and "predicted_ms" in timings:
+            self.timings = {"prefill": timings["prompt_ms"] / 1e3, "decode": timings["predicted_ms"] / 1e3}
+            self.sources = {"computed": _tokens(timings, "prompt_n") or 0, "device": _tokens(timings, "cache_n") or 0}
+
+
+def error_text(body: Any) -> str:
+    """What a server says went wrong, in whichever of the usual shapes."""
+    error = body.get("error", body) if isinstance(body, dict) else body
+    if isinstance(error, dict):
+        error = error.get("message") or error.get("detail") or error
+    return str(error)[:500]
+
+
+def refusal(status: int, body: bytes) -> str:
+    try:
+        said = error_text(_decode(body))
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        said = body[:200].decode(errors="replace").strip()
+    return f"HTTP {status}: {said}" if said else f"HTTP {status}"
+
+
+def tokenize_bodies(text: str, model: str | None) -> list[bytes]:
+    """What to POST to /tokenize: as vLLM and spillover have it, and as llama.cpp does."""
+    named = {} if model is None else {"model": model}
+    return [_encode({**named, "prompt": text, "add_special_tokens": False}), _encode({"content": text})]
+
+
+def tokens_of(body: bytes) -> list[int]:
+    """The ids in an answer of /tokenize; none where it is something else."""
+    try:
+        tokens = _decode(body).get("tokens")
+    except (msgspec.DecodeError, AttributeError):
+        return []
+    return tokens if isinstance(tokens, list) and all(isinstance(token, int) for token in tokens) else []
+
+
+def _tokens(counts: Mapping[str, Any], name: str) -> int | None:
+    """None where it is not told; ValueError where it is no number of tokens."""
+    count = counts.get(name)
+    if count is None:
+        return None
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MOST_TOKENS:
+        raise ValueError(f"{name} is {str(count)[:40]}, no number of tokens")
+    return count
+
+
+def _logprob_count(choice: Mapping[str, Any]) -> int:
+    logprobs = choice.get("logprobs")
+    return len(logprobs.get("tokens") or logprobs.get("content") or ()) if isinstance(logprobs, dict) else 0
+
+
+def _spread(total: int, weights: Sequence[int]) -> list[int]:
+    """At least one each, the rest in proportion to the weights, whole numbers that add up."""
+    spare, weight = total - len(weights), max(1, sum(weights))
+    exact = [spare * one / weight for one in weights]
+    shares = [1 + int(part) for part in exact]
+    largest = sorted(range(len(exact)), key=lambda place: int(exact[place]) - exact[place])
+    for place in largest[: total - sum(shares)]:
+        shares[place] += 1
+    return shares

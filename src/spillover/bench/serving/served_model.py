@@ -1,0 +1,168 @@
+"""The model behind an OpenAI-compatible server: its name, its longest request, and its tokenizer, asked over HTTP.
+
+Which ids a vocabulary has no such server tells. Those that come out of tokenizing every word of three letters are
+plain, valid, some thousands, and the same for every engine that serves the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.client
+import itertools
+import json
+import ssl
+import string
+import urllib.parse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from spillover.bench.workloads.workloads import Vocabulary
+from spillover.errors import SpilloverError
+
+TIMEOUT = 60.0  # seconds for one answer
+NO_SUCH_THING = (400, 404, 405, 422, 501)  # what servers say to a path or a body that they do not know
+LEAST_VOCABULARY = 32  # ids; with fewer, random prompts would begin alike by chance
+
+
+class TextTokenizer(Protocol):
+    """Text to token ids as the server would make them, and back."""
+
+    @property
+    def vocabulary(self) -> Vocabulary: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def chat(self, text: str) -> list[int]:
+        """As one message of a user, through the chat template."""
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    name: str
+    max_model_len: int | None = None  # None: the server does not tell
+    tokenizer: TextTokenizer | None = None  # None: it tokenizes for nobody
+
+    @classmethod
+    def ask(cls, base_url: str, model: str | None = None, api_key: str | None = None,
+            tokenizer: TextTokenizer | None = None, headers: Mapping[str, str] | None = None,
+            insecure: bool = False) -> ServedModel:
+        """`tokenizer`: one at hand, used instead of the server's. `insecure`: any certificate will do."""
+        authorized = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        server = _Server(base_url, {**authorized, **(headers or {})}, insecure)
+        cards = server.get("/v1/models").get("data") or []
+        card = next((card for card in cards if model in (None, card["id"])), None)
+        if card is None:
+            names = ", ".join(str(card["id"]) for card in cards) or "none"
+            raise SpilloverError(f"the server at {base_url} does not serve '{model}'; it serves {names}")
+        name, llamacpp = str(card["id"]), card.get("owned_by") == "llamacpp"
+        longest = card.get("max_model_len")
+        if longest is None and llamacpp:
+            longest = server.get("/props").get("default_generation_settings", {}).get("n_ctx")
+        if tokenizer is None and server.has("/tokenize", _tokenize_body(name, "a", llamacpp)):
+            tokenizer = ServerTokenizer(server, name, llamacpp)
+        return cls(name, longest, tokenizer)
+
+
+class ServerTokenizer:
+    """The server's own, by /tokenize and /detokenize as vLLM, SGLang, llama.cpp and spillover have them."""
+
+    def __init__(self, server: _Server, model: str, llamacpp: bool) -> None:
+        self._server, self._model, self._llamacpp = server, model, llamacpp
+
+    @functools.cached_property
+    def vocabulary(self) -> Vocabulary:
+        words = " ".join(map("".join, itertools.product(string.ascii_lowercase, repeat=3)))
+        plain = set(self._tokens(_tokenize_body(self._model, words, self._llamacpp, special=False)))
+        if len(plain) < LEAST_VOCABULARY:
+            raise SpilloverError(f"the server's /tokenize has only {len(plain)} tokens for letters, too few for "
+                                 "random prompts; give --tokenizer, a model folder or GGUF file")
+        return Vocabulary(max(plain) + 1, frozenset(range(max(plain) + 1)) - plain)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokens(_tokenize_body(self._model, text, self._llamacpp))
+
+    def chat(self, text: str) -> list[int]:
+        messages = [{"role": "user", "content": text}]
+        if self._llamacpp:
+            prompt = self._server.post("/apply-template", {"messages": messages})["prompt"]
+            return self._tokens({"content": prompt, "add_special": True, "parse_special": True})
+        return self._tokens({"model": self._model, "messages": messages, "add_generation_prompt": True})
+
+    def decode(self, ids: Sequence[int]) -> str:
+        body: dict[str, Any] = {"tokens": list(ids)}
+        if not self._llamacpp:
+            body["model"] = self._model
+        answer = self._server.post("/detokenize", body)
+        return str(next(answer[key] for key in ("prompt", "content", "text") if key in answer))
+
+    def _tokens(self, body: Mapping[str, Any]) -> list[int]:
+        tokens: list[int] = self._server.post("/tokenize", body)["tokens"]
+        return tokens
+
+
+def _tokenize_body(model: str, text: str, llamacpp: bool, special: bool = True) -> dict[str, Any]:
+    if llamacpp:
+        return {"content": text, "add_special": special}
+    return {"model": model, "prompt": text, "add_special_tokens": special}
+
+
+class _Server:
+    """JSON over one kept connection."""
+
+    def __init__(self, base_url: str, headers: Mapping[str, str], insecure: bool) -> None:
+        self._base_url = base_url.rstrip("/").removesuffix("/v1")
+        url = urllib.parse.urlsplit(self._base_url)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise SpilloverError(f"--base-url is like http://127.0.0.1:8000; got '{base_url}'")
+        self._connection: http.client.HTTPConnection
+        if url.scheme == "https":
+            context = ssl._create_unverified_context() if insecure else ssl.create_default_context()
+            self._connection = http.client.HTTPSConnection(url.hostname, url.port, timeout=TIMEOUT, context=context)
+        else:
+            self._connection = http.client.HTTPConnection(url.hostname, url.port, timeout=TIMEOUT)
+        self._path = url.path
+        self._headers = {"Content-Type": "application/json", **headers}
+
+    def get(self, path: str) -> dict[str, Any]:
+        return self._answer("GET", path, None)
+
+    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        return self._answer("POST", path, body)
+
+    def has(self, path: str, body: Mapping[str, Any]) -> bool:
+        """False where the server knows no such path; one that is still starting is an error."""
+        status, content = self._exchange("POST", path, body)
+        if status in NO_SUCH_THING:
+            return False
+        self._check(path, status, content)
+        return True
+
+    def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+        status, content = self._exchange(method, path, body)
+        self._check(path, status, content)
+        answer: dict[str, Any] = json.loads(content)
+        return answer
+
+    def _check(self, path: str, status: int, content: bytes) -> None:
+        if not 200 <= status < 300 or not content.lstrip().startswith(b"{"):
+            said = content[:200].decode(errors="replace").strip()
+            raise SpilloverError(f"{self._base_url}{path} answered {status}: {said}")
+
+    def _exchange(self, method: str, path: str, body: Mapping[str, Any] | None) -> tuple[int, bytes]:
+        payload = None if body is None else json.dumps(body)
+        for attempt in (1, 2):
+            try:
+                self._connection.request(method, self._path + path, payload, self._headers)
+                response = self._connection.getresponse()
+                return response.status, response.read()
+            except (http.client.HTTPException, OSError) as error:
+                self._connection.close()
+                # A server may close a connection that was idle; a second failure is one.
+                if attempt == 2 or isinstance(error, ConnectionRefusedError | TimeoutError):
+                    raise SpilloverError(f"no server answers at {self._base_url} ({error or type(error).__name__}); "
+                                         "start one with `spill serve`, or give --base-url, --host or --port"
+                                         ) from error
+        raise AssertionError("unreachable")

@@ -1,0 +1,257 @@
+"""What `spill bench serve` and `spill bench sweep` share: which server, and how it is spoken to."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from spillover.bench.serving.openai_api import BACKENDS, SAMPLING, Dialect
+from spillover.bench.workloads.workload_options import WorkloadOptions
+from spillover.errors import SpilloverError
+
+if TYPE_CHECKING:
+    from spillover.bench.serving.load import LoadOptions
+    from spillover.bench.serving.serve_request import ServeWorkload
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+LINE_SECONDS = 10.0  # between two lines about a wait, where there is no terminal
+
+
+class Rate(click.ParamType[float]):
+    """Requests a second, or inf."""
+
+    name = "RATE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            return float(value)
+        except ValueError:
+            self.fail(f"'{value}' is neither a number nor inf", param, ctx)
+
+
+class SeveralValues(click.Command):
+    """Lets an option that may be repeated take several values after its name, as in `--goodput ttft:500 tpot:50`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        repeated = {name for param in self.params if isinstance(param, click.Option) and param.multiple
+                    for name in param.opts}
+        spread: list[str] = []
+        current: str | None = None
+        for place, word in enumerate(args):
+            if word.startswith("-"):
+                current = word if word.replace("_", "-") in repeated else None
+            elif current is not None and args[place - 1] != current:
+                spread.append(current)
+            spread.append(word)
+        return super().parse_args(ctx, spread)
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Which server, and how."""
+
+    base_url: str
+    backend: str
+    endpoint: str | None
+    model: str | None
+    api_key: str | None
+    headers: tuple[tuple[str, str], ...]
+    insecure: bool
+    ready_seconds: float | None  # None: as server_facts has it
+    extra_body: dict[str, Any]
+    ignore_eos: bool | None
+    return_token_ids: bool
+    client_processes: int | None
+    request_timeout: float
+    num_warmups: int
+
+    @property
+    def all_headers(self) -> tuple[tuple[str, str], ...]:
+        key = () if self.api_key is None else (("Authorization", f"Bearer {self.api_key}"),)
+        return (*key, *self.headers)
+
+    def load_options(self, model: str) -> LoadOptions:
+        from spillover.bench.serving.load import LoadOptions
+
+        return LoadOptions(base_url=self.base_url, dialect=self._dialect(model), endpoint=self.endpoint,
+                           headers=self.all_headers, insecure=self.insecure, timeout=self.request_timeout,
+                           processes=self.client_processes)
+
+    def _dialect(self, model: str) -> Dialect:
+        return Dialect(BACKENDS[self.backend], model, self.extra_body, self.return_token_ids, self.ignore_eos)
+
+
+_OPTIONS: list[Callable[[Any], Any]] = [
+    click.option("--backend", type=click.Choice(list(BACKENDS)), default="openai", show_default=True,
+                 metavar="[openai|openai-chat]",
+                 help="openai is /v1/completions with prompts of token ids; openai-chat sends text. Engines' names "
+                      "mean openai."),
+    click.option("--base-url", default=None, metavar="URL", help="Address of the server, in place of --host and "
+                                                                 "--port."),
+    click.option("--host", default="127.0.0.1", show_default=True),
+    click.option("--port", type=int, default=8000, show_default=True),
+    click.option("--endpoint", default=None, metavar="PATH", help="[default: as the backend has it]"),
+    click.option("--model", default=None, help="Model name to send. [default: the first that the server serves]"),
+    click.option("--served-model-name", default=None, help="The name to send, where it is not --model."),
+    click.option("--api-key", default=None, help="[default: OPENAI_API_KEY of the environment]"),
+    click.option("--header", multiple=True, metavar="KEY=VALUE", help="Send this header with every request; may be "
+                                                                      "given more than once."),
+    click.option("--insecure", is_flag=True, help="Do not check the server's certificate."),
+    click.option("--ready-check-timeout-sec", type=float, default=None,
+                 help="Wait at most this many seconds until the server is ready; 0 does not wait. [default: 600 for a "
+                      "server that is starting, 30 where nothing listens]"),
+    click.option("--num-warmups", default=1, show_default=True,
+                 help="Warm-up requests, whose prompts are not measured."),
+    click.option("--ignore-eos/--no-ignore-eos", default=None,
+                 help="Ignore the end-of-sequence token, so that answers have exactly the length asked for. [default: "
+                      "as the workload says]"),
+    click.option("--return-token-ids", is_flag=True,
+                 help="Ask for the ids of each chunk, which counts its tokens exactly (spillover, vLLM)."),
+    click.option("--logprobs", type=int, default=None, help="Ask for the log probabilities of this many alternatives "
+                                                            "per token."),
+    click.option("--extra-body", default=None, metavar="JSON", help="Add these fields to every request."),
+    *(click.option("--" + name.replace("_", "-"), name, type=int if name == "top_k" else float, default=None,
+                   help="Send this with every request; the server's default otherwise.") for name in SAMPLING),
+    click.option("--client-processes", type=int, default=None,
+                 help="Number of client processes that send and read. [default: by the request rate]"),
+    click.option("--request-timeout", default=21600.0, show_default=True, help="Seconds after which a request counts "
+                                                                               "as failed."),
+]
+
+
+def server_options(command: Command) -> Command:
+    """The command receives one `server: ServerOptions`."""
+
+    @functools.wraps(command)
+    def with_server(**given: Any) -> Any:
+        return command(server=_gather(given), **given)
+
+    wrapped: Any = with_server
+    for option in reversed(_OPTIONS):
+        wrapped = option(wrapped)
+    decorated: Command = wrapped
+    return decorated
+
+
+def prepare(server: ServerOptions, workload: WorkloadOptions) -> tuple[LoadOptions, ServeWorkload]:
+    """The server is up, its model known, and the workload made for it."""
+    from spillover.bench.serving import server_facts
+    from spillover.bench.workloads.make_workload import make_workload
+    from spillover.bench.workloads.workload_text import as_text
+    from spillover.cli.bench.workload_options import ask_server
+
+    headers = dict(server.all_headers)
+    with waiting_line() as say:
+        server_facts.wait_until_ready(server.base_url, server.ready_seconds, headers, server.insecure, say)
+    served = ask_server(workload, server.base_url, server.model, server.api_key, dict(server.headers), server.insecure)
+    made = make_workload(workload, served)
+    if BACKENDS[server.backend] == "chat":
+        made = as_text(made, served)
+    return server.load_options(served.name), made
+
+
+@contextlib.contextmanager
+def waiting_line() -> Iterator[Callable[[str], None]]:
+    """Gives who shows what is waited for on stderr: one line that changes at a terminal, else a line in ten seconds."""
+    terminal, last = sys.stderr.isatty(), -math.inf
+
+    def say(text: str) -> None:
+        nonlocal last
+        if terminal:
+            click.echo(f"\r\033[K{text}", nl=False, err=True)
+        elif time.monotonic() - last >= LINE_SECONDS:
+            click.echo(text, err=True)
+        else:
+            return
+        last = time.monotonic()
+
+    try:
+        yield say
+    finally:
+        if terminal and last > -math.inf:
+            click.echo("\r\033[K", nl=False, err=True)
+
+
+def warm_up(made: ServeWorkload, options: LoadOptions, count: int) -> None:
+    """With prompts of the warm-up's own, at most as many at once as will be measured."""
+    from dataclasses import replace
+
+    from spillover.bench.serving.load_processes import run_load
+    from spillover.bench.workloads.arrivals import Arrivals
+
+    requests = [request for request in made.requests(-1) if request.turn == 0][:count]
+    if not requests:
+        return
+    limit = min(count, options.arrivals.max_concurrency or count)
+    run = run_load([replace(request, session=None) for request in requests],
+                   replace(options, arrivals=Arrivals(max_concurrency=limit), processes=1, read_counters=False))
+    if run.failed:
+        raise SpilloverError(f"a warm-up request failed: {run.failed[0].error}")
+
+
+def _gather(given: dict[str, Any]) -> ServerOptions:
+    base_url, host, port = given.pop("base_url"), given.pop("host"), given.pop("port")
+    name, served_name = given.pop("model"), given.pop("served_model_name")
+    sampling = {key: value for key in SAMPLING if (value := given.pop(key)) is not None}
+    logprobs = given.pop("logprobs")
+    if logprobs is not None:
+        chat = BACKENDS[given["backend"]] == "chat"
+        sampling |= {"logprobs": True, "top_logprobs": logprobs} if chat else {"logprobs": logprobs}
+    processes, warmups = given.pop("client_processes"), given.pop("num_warmups")
+    if processes is not None and processes < 1:
+        raise SpilloverError(f"--client-processes must be at least 1; got {processes}")
+    if warmups < 0:
+        raise SpilloverError(f"--num-warmups must not be negative; got {warmups}")
+    authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return ServerOptions(
+        base_url=(base_url or f"http://{authority}").rstrip("/").removesuffix("/v1"),
+        backend=given.pop("backend"),
+        endpoint=given.pop("endpoint"),
+        model=served_name or name,
+        api_key=given.pop("api_key") or os.environ.get("OPENAI_API_KEY"),
+        headers=tuple(pairs(given.pop("header"), "--header").items()),
+        insecure=given.pop("insecure"),
+        ready_seconds=given.pop("ready_check_timeout_sec"),
+        extra_body=sampling | _json_object(given.pop("extra_body")),
+        ignore_eos=given.pop("ignore_eos"),
+        return_token_ids=given.pop("return_token_ids"),
+        client_processes=processes,
+        request_timeout=given.pop("request_timeout"),
+        num_warmups=warmups,
+    )
+
+
+def pairs(given: tuple[str, ...], option: str) -> dict[str, str]:
+    found = {}
+    for item in given:
+        key, equals, value = item.partition("=")
+        if not equals or not key.strip():
+            raise SpilloverError(f"{option} takes KEY=VALUE; got '{item}'")
+        found[key.strip()] = value.strip()
+    return found
+
+
+def _json_object(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise SpilloverError(f"""--extra-body takes a JSON object such as '{{"top_k": 20}}'; got '{text}'""")
+    return value
+
+
+def shown_rate(rate: float) -> str:
+    return "inf" if math.isinf(rate) else f"{rate:g}"

@@ -1,0 +1,102 @@
+"""A workload's flags as command-line options, made from `WorkloadOptions` so that no flag is described twice."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
+
+import click
+
+from spillover.bench.workloads.workload_options import DATASETS, WorkloadOptions, names
+
+if TYPE_CHECKING:
+    from spillover.bench.serving.served_model import ServedModel, TextTokenizer
+    from spillover.bench.workloads.workloads import Vocabulary
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_TYPES: dict[type, click.ParamType[Any]] = {int: click.INT, float: click.FLOAT, str: click.STRING}
+
+
+def workload_options() -> Callable[[Command], Command]:
+    """Gives a command every workload flag; it receives one `workload: WorkloadOptions`."""
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def with_workload(**given: Any) -> Any:
+            # On the command line None is "not given", so that it can be told from "given as its default".
+            flags = {name: given.pop(name) for name in names()}
+            return command(workload=WorkloadOptions.from_mapping(flags), **given)
+
+        wrapped: Any = with_workload
+        for name in reversed(names()):
+            wrapped = _option(name)(wrapped)
+        decorated: Command = wrapped
+        return decorated
+
+    return decorate
+
+
+def ask_server(workload: WorkloadOptions, base_url: str, model: str | None = None, api_key: str | None = None,
+               headers: Mapping[str, str] | None = None, insecure: bool = False) -> ServedModel:
+    """The model behind the server, with the tokenizer of --tokenizer where that is given."""
+    from spillover.bench.serving.served_model import ServedModel
+
+    return ServedModel.ask(base_url, model, api_key, open_tokenizer(workload.tokenizer), headers, insecure)
+
+
+def open_tokenizer(path: str | None) -> TextTokenizer | None:
+    return None if path is None else LocalTokenizer(path)
+
+
+class LocalTokenizer:
+    """A model folder's or GGUF file's, as the benchmarks see it."""
+
+    def __init__(self, path: str) -> None:
+        from spillover.models.tokenizer import load_tokenizer
+
+        self._tokenizer = load_tokenizer(Path(path))
+
+    @functools.cached_property
+    def vocabulary(self) -> Vocabulary:
+        from spillover.bench.workloads.workloads import Vocabulary
+
+        return Vocabulary(self._tokenizer.vocab_size, self._tokenizer.special_ids)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def chat(self, text: str) -> list[int]:
+        prompt = self._tokenizer.apply_chat_template([{"role": "user", "content": text}])
+        return self._tokenizer.encode(prompt, add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids)
+
+
+def _option(name: str) -> Callable[[Any], Any]:
+    item = next(item for item in dataclasses.fields(WorkloadOptions) if item.name == name)
+    default: Any = item.default
+    option, text, datasets = "--" + name.replace("_", "-"), item.metadata["help"], item.metadata["datasets"]
+    if datasets and len(datasets) <= 2 and not name.startswith(datasets[0].replace("-", "_")):
+        text = f"({', '.join(datasets)}) {text}"
+    kind = _plain(get_type_hints(WorkloadOptions)[name])
+    if kind is bool:
+        return click.option(option, name, is_flag=True, default=None, help=text)
+    if name == "dataset_name":
+        return click.option(option, name, type=click.Choice(DATASETS), metavar="NAME", default=None, help=text)
+    if get_origin(kind) is tuple:
+        shown = ",".join(map(str, default))
+        return click.option(option, name, default=None, metavar="INT,...", help=f"{text} [default: {shown}]")
+    if default is not None:
+        text += f" [default: {default}]"
+    return click.option(option, name, type=_TYPES[kind], default=None, help=text)
+
+
+def _plain(hint: Any) -> Any:
+    """int | None -> int."""
+    return next(part for part in get_args(hint) if part is not type(None)) if isinstance(hint, UnionType) else hint

@@ -1,0 +1,1 @@
+"""`spill plan` and `spill doctor`."""

@@ -1,0 +1,184 @@
+"""`spill plan`: what would go where, in bytes, and what a step would cost at least. No weight is read."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from spillover.cli.loading import look_at
+from spillover.cli.plan.plan_weights import placement_table, predicted_table
+from spillover.engine.config import EngineConfig
+from spillover.plan.planner import Plan, with_costs
+from spillover.plan.rates import Rates
+from spillover.plan.roofline import Roof, format_seconds
+from spillover.plan.tiers import with_tier_rates
+from spillover.units import format_bytes, format_rate
+
+
+def run_plan(console: Console, config: EngineConfig, as_json: bool) -> None:
+    from spillover.plan.measure import measure_rates, quick_rates
+
+    planned = look_at(config)  # before anything is timed: an impossible plan is refused at once
+    # Weights that do not fit were placed by rates already: those are shown, and not others a moment later.
+    rates = (measure_rates if planned.plan.placement is None else quick_rates)(planned.plan.device)
+    plan = with_costs(planned.plan, planned.model_config, planned.specs, rates)
+    plan = replace(plan, tiers=with_tier_rates(plan.tiers, plan.device, plan.slot_bytes))
+    if as_json:
+        console.print_json(data=plan_json(plan, rates))
+    else:
+        print_plan(console, plan, rates)
+
+
+def print_plan(console: Console, plan: Plan, rates: Rates | None = None) -> None:
+    where = "this machine's RAM, as it computes on the CPU" if plan.device == "cpu" else "GPU memory"
+    console.print(f"[bold]{escape(plan.model)}[/bold] in {plan.dtype} on {escape(plan.device_name)}")
+    console.print(f"Device tier: {where}; {format_bytes(plan.available_bytes)} available")
+    console.print(_memory_table(plan))
+    if plan.placement is not None:
+        console.print(placement_table(plan.placement))
+    if plan.tiers:
+        console.print(_tiers_table(plan))
+    console.print(_limits_table(plan))
+    if plan.placement is not None and plan.placement.predicted is not None:
+        console.print(predicted_table(plan.placement.predicted, rates))
+    elif plan.costs is not None:
+        console.print(_costs_table(plan, rates))
+    for note in plan.notes:
+        console.print(f"Note: {note}.", style="yellow", markup=False, highlight=False)
+
+
+def plan_json(plan: Plan, rates: Rates | None = None) -> dict[str, Any]:
+    """Every number of the plan; sizes in bytes, rates a second."""
+    data = asdict(plan)
+    data["weights"] = dict(plan.weights)
+    data["workspace"] = asdict(plan.workspace)
+    data["windows"] = list(plan.windows)
+    data |= {
+        "device_bytes": plan.device_bytes,
+        "total_bytes": plan.total_bytes,
+        "token_capacity": plan.token_capacity,
+        "max_concurrency": plan.max_concurrency,
+        "device_weight_bytes": plan.device_weight_bytes,
+        "host_weight_bytes": plan.host_weight_bytes,
+        "host_blocks": plan.host_blocks,
+        "cold_blocks": plan.cold_blocks,
+    }
+    costs = plan.costs
+    if costs is not None:
+        data["costs"] = {
+            "context": costs.context,
+            "prefill_tokens": costs.prefill_tokens,
+            **{name: _roof_json(getattr(costs, name)) for name in ("decode_1", "decode_16", "prefill")},
+        }
+    data["rates"] = None if rates is None else asdict(rates)
+    return data
+
+
+def _memory_table(plan: Plan) -> Table:
+    table = Table(title="Memory", title_justify="left")
+    table.add_column("What")
+    table.add_column("Bytes", justify="right")
+    table.add_column("Share", justify="right")
+    table.add_column("Details")
+
+    def row(name: str, count: int, detail: str = "", style: str | None = None) -> None:
+        table.add_row(name, format_bytes(count), f"{100 * count / plan.total_bytes:.1f}%", detail, style=style)
+
+    away = plan.host_weight_bytes + (0 if plan.placement is None else plan.placement.disk_bytes)
+    row("Weights", plan.device_weight_bytes, f"of {format_bytes(plan.weight_bytes)}; see below" if away else
+        _listed(plan.weights))
+    blocks = f"{plan.num_blocks:,} blocks of {plan.block_size} tokens, {format_bytes(plan.block_bytes)} each, 1 dummy"
+    if plan.kv_cache_dtype != "auto":
+        blocks += f", {plan.kv_cache_dtype}"
+    row("KV cache", plan.kv_bytes, blocks)
+    row("Workspace", plan.workspace_bytes, _listed(tuple(asdict(plan.workspace).items())))
+    given = "" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)} (--gpu-memory)"
+    row("Device tier", plan.device_bytes, given, "bold")
+    if plan.device == "cpu":
+        if plan.host_weight_bytes:
+            row("Weights off the device", plan.host_weight_bytes, "in the same RAM")
+        if plan.host_bytes:
+            row("Host tier", plan.host_bytes, "in the same RAM, allocated as it is needed")
+        row("Process", plan.base_bytes, "Python, torch and what they load; not counted in the budget")
+        row("Total", plan.total_bytes, "the process, once loaded", "bold")
+    return table
+
+
+def _tiers_table(plan: Plan) -> Table:
+    kind = "" if plan.spill_dtype == "auto" else f" in {plan.spill_dtype}"
+    table = Table(title="KV tiers", title_justify="left", caption_justify="left",
+                  caption=f"A block below the device takes {format_bytes(plan.slot_bytes)}{kind}.")
+    table.add_column("Tier")
+    for heading in ("Bytes", "Blocks", "Tokens", "In", "Out"):
+        table.add_column(heading, justify="right")
+    table.add_column("Where", overflow="fold")
+    table.add_row("device", format_bytes(plan.kv_bytes), f"{plan.num_blocks:,}", f"{plan.token_capacity:,}", "", "",
+                  escape(plan.device_name))
+    for tier in plan.tiers:
+        blocks, tokens = ("-", "-") if tier.blocks is None else (f"{tier.blocks:,}", f"{plan.tokens(tier.blocks):,}")
+        where = escape(tier.place) + (f" [yellow]({tier.note})[/yellow]" if tier.note else "")
+        table.add_row(tier.name, "no limit" if tier.bytes is None else format_bytes(tier.bytes), blocks, tokens,
+                      _rate(tier.write), _rate(tier.read), where)
+    return table
+
+
+def _rate(value: float | None) -> str:
+    return "" if value is None else format_rate(value, "B/s")
+
+
+def _limits_table(plan: Plan) -> Table:
+    table = Table(title="Limits", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column()
+    table.add_row("--max-model-len", f"{plan.max_model_len:,}", _length_detail(plan))
+    table.add_row("--max-num-seqs", f"{plan.max_num_seqs:,}", "requests per step")
+    table.add_row("--max-num-batched-tokens", f"{plan.max_num_batched_tokens:,}", "tokens per step")
+    table.add_row("KV cache", f"{plan.token_capacity:,}", "tokens")
+    table.add_row("Concurrency", f"{plan.max_concurrency:.1f}", "sequences of --max-model-len at once")
+    return table
+
+
+def _length_detail(plan: Plan) -> str:
+    detail = f"tokens; {plan.blocks_per_sequence:,} blocks"
+    return detail if plan.cold_blocks == 0 else f"{detail}, {plan.cold_blocks:,} of them in host memory"
+
+
+def _costs_table(plan: Plan, rates: Rates | None) -> Table:
+    costs = plan.costs
+    assert costs is not None
+    caption = None
+    if rates is not None:
+        caption = (f"At {format_rate(rates.memory_read, 'B/s')} of memory read and "
+                   f"{format_rate(rates.flops(plan.dtype), 'FLOP/s')} in matrix products, measured now.")
+    table = Table(title="Best case (hardware limit)", title_justify="left", caption=caption, caption_justify="left")
+    table.add_column("Step")
+    table.add_column("Time", justify="right")
+    table.add_column("Rate", justify="right")
+    table.add_column("Bound by")
+
+    def row(name: str, roof: Roof) -> None:
+        table.add_row(name, format_seconds(roof.seconds), format_rate(roof.tokens_per_second, "tok/s"), roof.bound)
+
+    row(f"Decode, 1 request, {costs.context} tokens of context", costs.decode_1)
+    row(f"Decode, 16 requests, {costs.context} tokens of context each", costs.decode_16)
+    row(f"Prefill, {costs.prefill_tokens} tokens", costs.prefill)
+    return table
+
+
+def _listed(parts: tuple[tuple[str, int], ...]) -> str:
+    return ", ".join(f"{name} {format_bytes(count)}" for name, count in parts if count)
+
+
+def _roof_json(roof: Roof) -> dict[str, Any]:
+    return {
+        "seconds": roof.seconds,
+        "tokens_per_second": roof.tokens_per_second,
+        "bound": roof.bound,
+        "bytes": roof.limit.bytes,
+        "flops": roof.limit.flops,
+    }

@@ -1,0 +1,51 @@
+"""`spill plan` and `spill doctor`: what a model would need, and what this machine is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from spillover.cli.options import engine_options
+from spillover.engine.config import EngineConfig
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@engine_options()
+def plan(config: EngineConfig, as_json: bool) -> None:
+    """Show the memory plan, and how fast the model could run.
+
+    Splits the given budget between weights, KV cache and workspace, or says what would fit. A model larger than the
+    budget is placed by --weights: what stays, what moves, and how fast that would be. Loads nothing.
+
+    \b
+    Examples:
+      spill plan --gpu-memory 2GB --max-model-len 4096
+      spill plan openai/gpt-oss-120b --gpu-memory 32GB --weights experts
+    """
+    from rich.console import Console
+
+    from spillover.cli.plan.plan import run_plan
+
+    run_plan(Console(), config, as_json)
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@click.option("--disk", type=click.Path(path_type=Path), default=None, metavar="DIR",
+              help="Also measure the disk that this folder is on.")
+def doctor(as_json: bool, disk: Path | None) -> None:
+    """Show what this machine is, and how fast.
+
+    Devices, memory and the limits on it, measured memory bandwidth, links and matrix rates, on one screen.
+
+    \b
+    Example:
+      spill doctor
+    """
+    from rich.console import Console
+
+    from spillover.cli.plan.doctor import run_doctor
+
+    run_doctor(Console(), as_json, disk)

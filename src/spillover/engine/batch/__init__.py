@@ -1,0 +1,1 @@
+"""What the runners of all devices share: requests, a step's arrays, sampling, results."""

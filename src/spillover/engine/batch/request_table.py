@@ -1,0 +1,100 @@
+"""The requests that a runner has been told of, and what it knows of each.
+
+Each has a slot: a row of the block tables, which lie on the device, and of arrays that a whole batch is gathered from.
+Steps say which requests are new and which have ended, and which entries of the block tables are new.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from spillover.engine.batch.sampler import is_plain, seed_stream
+from spillover.engine.step import NewRequest, Step, StepResult
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """The most of a step, from the plan."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    recorded_rows: int = 0  # CUDA: of a step with part of a prompt that a graph is captured of; 0: of none
+
+    def request_table(self, groups: int, block_size: int, device: torch.device) -> RequestTable:
+        return RequestTable(self.max_num_seqs, groups, -(-self.max_model_len // block_size) + 1, device)
+
+
+@dataclass(slots=True)
+class Row:
+    request: NewRequest
+    slot: int
+    token_ids: list[int]  # as far as the host knows them
+
+
+class BlockUpdates(NamedTuple):
+    """Entries of the block tables that are new: places in the flat tables, and the blocks that go there."""
+
+    places: list[int]
+    blocks: list[int]
+
+
+class RequestTable:
+    def __init__(self, count: int, groups: int, width: int, device: torch.device) -> None:
+        """`width`: blocks of the longest sequence. There is one slot more, whose table is empty: for padding."""
+        self.padding = count
+        self.block_tables = torch.zeros(groups, count + 1, width, dtype=torch.int32, device=device)
+        self.num_prompt = np.zeros(count, dtype=np.int64)
+        self.num_known = np.zeros(count, dtype=np.int64)  # tokens that the host knows
+        self.draw = np.full(count, -1, dtype=np.int32)  # the request's row among the last step's draws
+        self.plain = np.zeros(count, dtype=bool)  # sampled by temperature alone
+        self.temperature = np.zeros(count, dtype=np.float32)  # 0: greedy
+        self.stream = np.zeros(count, dtype=np.uint64)  # where the request's random numbers begin
+        self._rows: dict[int, Row] = {}
+        self._free = list(range(count - 1, -1, -1))
+        self._group_stride = (count + 1) * width
+        self._width = width
+
+    def __getitem__(self, id: int) -> Row:
+        return self._rows[id]
+
+    def begin(self, step: Step) -> tuple[npt.NDArray[np.int64], BlockUpdates]:
+        """Take in what a step says of requests; returns its items' slots, and the entries to write."""
+        for id in step.ended:
+            self._free.append(self._rows.pop(id).slot)
+        for request in step.new:
+            self._add(request)
+        slots: list[int] = []
+        updates = BlockUpdates([], [])
+        for item in step.items:
+            slot = self._rows[item.id].slot
+            slots.append(slot)
+            for group, blocks in enumerate(item.new_blocks):
+                if blocks:
+                    first = group * self._group_stride + slot * self._width + item.first_block
+                    updates.places.extend(range(first, first + len(blocks)))
+                    updates.blocks.extend(blocks)
+        return np.array(slots, dtype=np.int64), updates
+
+    def end(self, step: Step, result: StepResult) -> None:
+        """Take in the tokens that a step sampled."""
+        for item, tokens in zip(step.items, result.token_ids, strict=True):
+            if tokens:
+                row = self._rows[item.id]
+                row.token_ids.extend(tokens)
+                self.num_known[row.slot] += len(tokens)
+
+    def _add(self, request: NewRequest) -> None:
+        slot, params = self._free.pop(), request.params
+        self._rows[request.id] = Row(request, slot, list(request.token_ids))
+        self.num_prompt[slot] = request.num_prompt
+        self.num_known[slot] = len(request.token_ids)
+        self.draw[slot] = -1
+        self.plain[slot] = is_plain(params) and not request.masked
+        self.temperature[slot] = 0.0 if params.greedy else params.temperature
+        self.stream[slot] = seed_stream(request.seed)

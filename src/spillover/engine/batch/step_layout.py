@@ -1,0 +1,177 @@
+"""Writes a step down as the arrays that kernels read: for the CPU, for CUDA, and for a template of decode steps.
+
+Where the arrays lie is for others to say: in fresh memory, in pinned memory, or in a template whose constant parts were
+written before. Arrays that are larger than the step end in padding: requests of their own, whose tokens lie in the
+dummy block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from spillover.engine.batch.request_table import RequestTable
+from spillover.engine.batch.sampler import random_numbers
+from spillover.engine.step import Phase, StepItem
+
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ItemArrays:
+    """A step's items as arrays, each [number of items]."""
+
+    items: Sequence[StepItem]
+    slots: Integers
+    starts: Integers
+    counts: Integers
+    samples: Integers
+
+    @staticmethod
+    def of(items: Sequence[StepItem], slots: Integers) -> ItemArrays:
+        numbers = np.array([(item.start, item.count, item.num_samples) for item in items], dtype=np.int64)
+        starts, counts, samples = numbers.reshape(-1, 3).T
+        return ItemArrays(items, slots, starts, counts, samples)
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.counts.sum())
+
+    @property
+    def num_samples(self) -> int:
+        return int(self.samples.sum())
+
+    @property
+    def only_decodes(self) -> bool:
+        return all(item.phase is Phase.DECODE for item in self.items)
+
+
+@dataclass(frozen=True)
+class SampleRows:
+    """The rows that tokens are sampled from, each array [number of samples]."""
+
+    rows: Integers  # of the step
+    items: Integers  # indices of the items they belong to
+    slots: Integers
+    output_index: Integers  # of the token that is sampled, among the request's output tokens
+
+    @staticmethod
+    def of(items: ItemArrays, table: RequestTable) -> SampleRows:
+        counts = items.samples
+        owners = np.repeat(np.arange(len(counts)), counts)
+        offsets = np.arange(len(owners)) - np.repeat(np.cumsum(counts), counts)  # from an item's end, so negative
+        ends = np.cumsum(items.counts)
+        slots = items.slots[owners]
+        output_index = (items.starts + items.counts)[owners] + offsets + 1 - table.num_prompt[slots]
+        return SampleRows(ends[owners] + offsets, owners, slots, output_index)
+
+
+@dataclass(frozen=True)
+class StepArrays:
+    """What kernels read of a step: T rows of B requests, R of them sampled from; in each array padding comes last."""
+
+    token_ids: npt.NDArray[np.int64]  # [T]; 0 where only the device knows the token ...
+    sources: npt.NDArray[np.int32]  # [T] ... which is this one of the last step's draws; -1: the host knows it
+    positions: npt.NDArray[np.int64]  # [T]
+    row_of: npt.NDArray[np.int32]  # [T], the request that a row belongs to
+    query_start: npt.NDArray[np.int32]  # [B + 1], the first row of each request
+    seq_lens: npt.NDArray[np.int32]  # [B], tokens in the cache after the step
+    slots: npt.NDArray[np.int32]  # [B], rows of the block tables
+    sample_rows: npt.NDArray[np.int64]  # [R]
+    temperature: npt.NDArray[np.float32]  # [R]
+    uniform: npt.NDArray[np.float64]  # [R], random numbers in [0, 1)
+
+    @staticmethod
+    def empty(rows: int, requests: int, samples: int) -> StepArrays:
+        sizes = {"T": rows, "B": requests, "B+1": requests + 1, "R": samples}
+        return StepArrays(**{name: np.empty(sizes[size], dtype) for name, (dtype, size) in ARRAYS.items()})
+
+
+# Name -> type, and number of elements; in the order in which they lie in a step's inputs.
+ARRAYS: dict[str, tuple[Any, str]] = {
+    "token_ids": (np.int64, "T"), "positions": (np.int64, "T"), "uniform": (np.float64, "R"),
+    "sample_rows": (np.int64, "R"), "sources": (np.int32, "T"), "row_of": (np.int32, "T"),
+    "query_start": (np.int32, "B+1"), "seq_lens": (np.int32, "B"), "slots": (np.int32, "B"),
+    "temperature": (np.float32, "R"),
+}
+
+
+def write_step(into: StepArrays, items: ItemArrays, table: RequestTable, piece: int = 1) -> SampleRows:
+    """Write any step. `piece`: the most rows of a request of padding; those at the end have none."""
+    n, rows, size, total = len(items.slots), items.num_rows, len(into.slots), len(into.token_ids)
+    counts, starts = items.counts, items.starts
+    if size > n:
+        padding = np.clip(total - rows - piece * np.arange(size - n), 0, piece)
+        counts, starts = np.concatenate((counts, padding)), np.concatenate((starts, np.zeros_like(padding)))
+    into.query_start[0] = 0
+    np.cumsum(counts, out=into.query_start[1:])
+    into.positions[:] = np.arange(total) + np.repeat(starts - into.query_start[:-1], counts)
+    into.row_of[:] = np.repeat(np.arange(size), counts)
+    into.seq_lens[:] = starts + counts
+    into.slots[:n] = items.slots
+    into.slots[n:] = table.padding
+    into.token_ids[rows:] = 0
+    into.sources[rows:] = -1
+    _write_tokens(into, items, table)
+    sampled = SampleRows.of(items, table)
+    count = len(sampled.rows)
+    for array, values in ((into.sample_rows, sampled.rows), (into.temperature, table.temperature[sampled.slots]),
+                          (into.uniform, random_numbers(table.stream[sampled.slots],
+                                                        sampled.output_index.astype(np.uint64)))):
+        array[:count] = values
+        array[count:] = 0
+    return sampled
+
+
+def write_decodes(into: StepArrays, items: ItemArrays, table: RequestTable) -> None:
+    """Write a step that only decodes over one of as many rows, whose other arrays stay as they are."""
+    n, slots = len(items.slots), items.slots
+    into.positions[:n] = items.starts
+    into.seq_lens[:n] = items.starts + 1
+    into.slots[:n] = slots
+    _write_tokens(into, items, table)
+    temperature = table.temperature[slots]
+    into.temperature[:n] = temperature
+    if temperature.any():
+        output_index = items.starts + 1 - table.num_prompt[slots]
+        into.uniform[:n] = random_numbers(table.stream[slots], output_index.astype(np.uint64))
+
+
+def write_padding(into: StepArrays, rows: slice, table: RequestTable) -> None:
+    """Turn rows of a step that only decodes into padding."""
+    into.positions[rows] = 0
+    into.seq_lens[rows] = 1
+    into.slots[rows] = table.padding
+    into.temperature[rows] = 0
+    into.token_ids[rows] = 0
+    into.sources[rows] = -1
+
+
+def _write_tokens(into: StepArrays, items: ItemArrays, table: RequestTable) -> None:
+    """Write token ids as far as the host knows them, and for each of the others its row among the last step's draws."""
+    n = len(items.items)
+    pending = items.starts + items.counts > table.num_known[items.slots]  # only an item's last row can be
+    draws = table.draw[items.slots]
+    if items.num_rows == n:
+        into.token_ids[:n] = 0
+        into.sources[:n] = np.where(pending, draws, -1)
+        for row in np.flatnonzero(~pending).tolist():
+            item = items.items[row]
+            into.token_ids[row] = table[item.id].token_ids[item.start]
+        return
+    first = 0
+    for item, is_pending, drawn in zip(items.items, pending.tolist(), draws.tolist(), strict=True):
+        end = first + item.count
+        into.sources[first:end] = -1
+        known = table[item.id].token_ids[item.start:item.end]
+        if item.draft:
+            known += item.draft
+        elif is_pending:
+            known.append(0)
+            into.sources[end - 1] = drawn
+        into.token_ids[first:end] = known
+        first = end

@@ -1,0 +1,134 @@
+"""From a step's hidden states to its result: what the sampler is told, scores of prompts, tokens on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spillover.engine.batch.request_table import RequestTable
+from spillover.engine.batch.sampler import (
+    RowState,
+    SampledLogprobs,
+    SamplingBatch,
+    build_sampling_batch,
+    prompt_logprobs,
+    to_position_logprobs,
+)
+from spillover.engine.step import Step, StepItem, StepResult
+from spillover.models.layers import Decoder
+from spillover.models.weights import Weights
+
+PROMPT_LOGITS_ROWS = 64  # prompt logits are made this many rows at a time: a row is a whole vocabulary
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """Rows of a step whose next tokens, known from the prompt, are to be scored."""
+
+    item: int  # index into the step's items
+    first_row: int
+    next_token_ids: list[int]  # the token that each row should have predicted
+    next_ids: Tensor  # the same on the device, [P]
+    alternatives: int
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copy to the device without waiting for it."""
+    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
+
+
+def sampling_batch(items: Sequence[StepItem], table: RequestTable, vocab_size: int,
+                   device: torch.device) -> SamplingBatch:
+    """Return what the sampler needs for all rows of these items that are sampled from."""
+    states = []
+    for item in items:
+        row = table[item.id]
+        request, params = row.request, row.request.params
+        masks = step_masks(item, vocab_size)
+        output = row.token_ids[request.num_prompt:] if params.needs_history else []
+        for sample in range(item.num_samples):
+            states.append(RowState(
+                params=params,
+                seed=request.seed,
+                step=item.end - item.num_samples + sample + 1 - request.num_prompt,
+                prompt_token_ids=request.token_ids[:request.num_prompt] if params.needs_history else (),
+                output_token_ids=[*output, *item.draft[:sample]] if item.draft else output,
+                mask=None if masks is None else masks[sample],
+                stop_ids=request.stop_ids,
+            ))
+    return build_sampling_batch(states, vocab_size, device)
+
+
+def step_masks(item: StepItem, vocab_size: int) -> Tensor | None:
+    """Return [samples, ceil(V / 32)] int32; the model may have fewer tokens than the tokenizer, or more."""
+    if not item.mask:
+        return None
+    given = np.frombuffer(item.mask, dtype=np.int32).reshape(item.num_samples, -1)
+    words = np.zeros((item.num_samples, (vocab_size + 31) // 32), dtype=np.int32)
+    shared = min(words.shape[1], given.shape[1])
+    words[:, :shared] = given[:, :shared]
+    return torch.from_numpy(words)
+
+
+def prompt_rows(step: Step, table: RequestTable, device: torch.device) -> tuple[PromptRows, ...]:
+    """Return the rows whose prompt tokens are to be scored."""
+    found, first_row = [], 0
+    for index, item in enumerate(step.items):
+        if item.score_prompt:
+            request = table[item.id].request
+            next_ids = list(request.token_ids[item.start + 1:min(item.end + 1, request.num_prompt)])
+            ids = to_device(torch.tensor(next_ids, dtype=torch.int64), device)
+            found.append(PromptRows(index, first_row, next_ids, ids, request.params.prompt_logprobs or 0))
+        first_row += item.count
+    return tuple(found)
+
+
+def score(model: Decoder, weights: Weights, hidden: Tensor, rows: PromptRows) -> list[SampledLogprobs]:
+    """Return the log probabilities of a prompt's tokens, a few rows of logits at a time."""
+    parts = []
+    for start in range(0, len(rows.next_ids), PROMPT_LOGITS_ROWS):
+        ids = rows.next_ids[start:start + PROMPT_LOGITS_ROWS]
+        first = rows.first_row + start
+        logits = model.logits(hidden[first:first + len(ids)], weights)
+        parts.append(prompt_logprobs(logits, ids, rows.alternatives))
+    return parts
+
+
+def to_result(step: Step, table: RequestTable, drawn: list[int], logprobs: SampledLogprobs | None,
+              prompts: Sequence[PromptRows], scored: Sequence[Sequence[SampledLogprobs]],
+              decode: Callable[[int], str] | None) -> StepResult:
+    """Put what a step sampled in the order of its items, and take the tokens into the table."""
+    count = len(step.items)
+    result = StepResult([()] * count, [()] * count, [None] * count)
+    host = logprobs.host_rows() if logprobs is not None else None
+    first = 0
+    for index, item in enumerate(step.items):
+        if not item.num_samples:
+            continue
+        tokens = _accepted(item, drawn[first:first + item.num_samples])
+        result.token_ids[index] = tokens
+        wanted = table[item.id].request.params.logprobs
+        if wanted is not None and host is not None:
+            result.logprobs[index] = tuple(to_position_logprobs(host[first + i], token, wanted, decode)
+                                           for i, token in enumerate(tokens))
+        first += item.num_samples
+    for rows, parts in zip(prompts, scored, strict=True):
+        found = [row for part in parts for row in part.host_rows()]
+        result.prompt_logprobs[rows.item] = [
+            to_position_logprobs(row, token, rows.alternatives, decode)
+            for row, token in zip(found, rows.next_token_ids, strict=True)
+        ]
+    table.end(step, result)
+    return result
+
+
+def _accepted(item: StepItem, drawn: list[int]) -> tuple[int, ...]:
+    """Return the draft tokens that the model would have sampled as well, and the one that it sampled after them."""
+    same = 0
+    while same < len(item.draft) and drawn[same] == item.draft[same]:
+        same += 1
+    return tuple(drawn[:same + 1])

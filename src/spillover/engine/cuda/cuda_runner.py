@@ -1,0 +1,419 @@
+"""Runs steps on a CUDA device: nothing in a step waits for it, and all but the largest are replayed from CUDA graphs.
+
+A step brings its inputs from pinned memory, runs the model, samples tokens and writes them to pinned memory too, with
+an event behind it; the host waits for that event alone, when it asks for the result.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from spillover.engine.batch.cold_prefix import ColdStage
+from spillover.engine.batch.request_table import BlockUpdates, StepLimits
+from spillover.engine.batch.sampler import SampledLogprobs, SamplingBatch, sample
+from spillover.engine.batch.step_layout import ItemArrays, write_step
+from spillover.engine.batch.step_result import PromptRows, prompt_rows, sampling_batch, score, to_device, to_result
+from spillover.engine.cuda.decode_inputs import UPDATE_BYTES, DecodeInputs
+from spillover.engine.cuda.graphs import Graphs, GraphStats, Key
+from spillover.engine.cuda.step_inputs import HEADER, Places, StepInputs, StepShape
+from spillover.engine.step import Step, StepItem, StepResult
+from spillover.engine.weights.placed import PlacedWeights
+from spillover.engine.weights.traffic import WeightTraffic
+from spillover.kernels.batch import AttentionBatch, DecodeScratch, DeviceWork
+from spillover.kernels.triton.draw import draw
+from spillover.kernels.triton.pieces import FIELDS, QUERIES, decode_items, most_items, prefill_tiles
+from spillover.kernels.triton.stage import fill_tokens, update_tables
+from spillover.models.layers import Decoder, KVViews, ModelStep
+from spillover.models.weights import ResidentWeights
+
+FEW_UPDATES = UPDATE_BYTES // 8 - 4  # table entries that travel with the step; more of them have a copy of their own
+MANY_PROMPTS = 32  # requests with several rows, of a step that a graph is captured of
+STEPS_KEPT = 4  # results on their way to the host, or there and not read yet
+
+i32, i64 = torch.int32, torch.int64
+Changed = TypeVar("Changed")
+
+
+@dataclass(frozen=True)
+class _Work:
+    places: Places
+    num_samples: int
+    sampling: SamplingBatch | None  # None: every row is sampled by temperature alone
+    decodes: bool  # one row per request, and all of them are sampled from
+    key: Key | None  # of its graph, which is there or about to be
+    prompts: tuple[PromptRows, ...]
+
+
+class CudaStep:
+    """A launched step; `result` waits for its last write."""
+
+    def __init__(self, step: Step, work: _Work, drawn: npt.NDArray[np.int64], logprobs: SampledLogprobs | None,
+                 scored: tuple[list[SampledLogprobs], ...], ended: torch.cuda.Event | None, runner: CudaRunner) -> None:
+        self.step = step
+        self._work = work
+        self._drawn = drawn
+        self._logprobs = logprobs
+        self._scored = scored
+        self._ended = ended
+        self._runner = runner
+
+    def result(self) -> StepResult:
+        if self._ended is not None:
+            self._ended.synchronize()
+        work, table = self._work, self._runner.table
+        self._runner.weights.end_step(work.places.shape.rows)
+        drawn: list[int] = self._drawn[:work.num_samples].tolist()
+        if work.decodes and self._logprobs is None:
+            count = len(drawn)
+            result = StepResult([(token,) for token in drawn], [()] * count, [None] * count)
+            table.end(self.step, result)
+            return result
+        return to_result(self.step, table, drawn, self._logprobs, work.prompts, self._scored, self._runner.decode)
+
+
+class CudaRunner:
+    def __init__(self, model: Decoder, weights: ResidentWeights, kv: KVViews, block_size: int, device: torch.device,
+                 limits: StepLimits, decode: Callable[[int], str] | None = None, kv_dtype: str = "auto",
+                 stage: ColdStage | None = None, graphs: bool = True, deterministic: bool = False) -> None:
+        """`stage`: what the cold blocks of sequences longer than the pool pass through; `deterministic`: all attention
+        by the kernel that sums up a row in one order whatever the chunk it is in."""
+        config, groups = model.config, len(model.groups)
+        self.model = model
+        self.weights = weights
+        self.kv = kv
+        self.decode = decode
+        self.table = limits.request_table(groups, block_size, device)
+        self._block_size = block_size
+        self._device = device
+        self._kv_dtype = kv_dtype
+        self._stage = stage
+        self._limits = limits
+        self._deterministic = deterministic
+        self._windows = [group.window for group in model.groups]
+        # Padding beside part of a prompt is cut into requests of its own, each of one tile, in the dummy block.
+        self._padding_rows = min(QUERIES, limits.max_model_len)
+        self._places: dict[StepShape, Places] = {}  # of padded steps
+        self._inputs = StepInputs(self._input_bytes(groups), device)
+        self._templates: dict[int, DecodeInputs] = {}  # of steps that only decode, by rows
+        self._scratch = DecodeScratch.make(most_items(limits.max_num_seqs + 1, limits.max_model_len),
+                                           limits.max_num_seqs + 1, config.num_heads, config.num_kv_heads,
+                                           config.head_dim, device)
+        self._draws = torch.zeros(limits.max_num_seqs, dtype=i64, device=device)  # of the last step
+        self._drawn_from = torch.zeros(limits.max_num_seqs, config.hidden_size, dtype=model.dtype, device=device)
+        cuda = device.type == "cuda"
+        if cuda:
+            torch.cuda.synchronize(device)  # all that was made so far is made on the default stream
+        self._queue = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
+        self._results = torch.zeros(STEPS_KEPT, limits.max_num_seqs, dtype=i64, pin_memory=cuda)
+        self._read: npt.NDArray[np.int64] = self._results.numpy()
+        self._turn = 0  # the row of the results that a step's tokens are written to
+        self._graphs = Graphs(device, limits.max_num_seqs, limits.recorded_rows) if graphs else None
+        # Everything loaded by now stays: a collection that looked through it again would hold up a step for long.
+        gc.collect()
+        gc.freeze()
+
+    def launch(self, step: Step) -> CudaStep:
+        # A stream of its own: the default one cannot be captured.
+        with torch.inference_mode(), torch.cuda.stream(self._queue):
+            return self._launch(step)
+
+    def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Capture the graphs of plain steps now, on padding alone; the largest first, whose memory all share."""
+        if self._graphs is None:
+            return
+        few = self.weights.unpadded
+        sizes = [*range(1, few + 1), *(size for size in self._graphs.sizes if size > few)]
+        keys = [Key(size, True) for size in sizes if self.weights.epoch(size) == 0]
+        keys += [Key(size, False, True) for size in self._graphs.prompt_sizes]
+        nothing = ItemArrays.of((), np.empty(0, dtype=np.int64))
+        with torch.inference_mode(), torch.cuda.stream(self._queue):
+            for done, key in enumerate(sorted(keys, reverse=True)):
+                if progress is not None:
+                    progress(done, len(keys))
+                self.weights.begin_step(key.rows)
+                self._inputs.begin()
+                shape = self._prompt_shape(key.rows) if key.prompts else self._decode_shape(key.rows)
+                places, end = self._write(nothing, shape)
+                self._inputs.send(self._inputs.pinned, end)
+                self._graphs.run(key, partial(self._captured, places, key), at_once=True)
+
+    @property
+    def graph_stats(self) -> GraphStats | None:
+        return self._graphs.stats if self._graphs is not None else None
+
+    def in_order(self, change: Callable[[], Changed]) -> Changed:
+        """Make a change to the device's memory after all steps that were launched, and before those to come."""
+        with torch.inference_mode(), torch.cuda.stream(self._queue):
+            return change()
+
+    def forget_graphs(self) -> None:
+        """Drop all graphs: they hold the addresses of weights and KV, and are captured again when they are needed."""
+        if self._graphs is not None:
+            self._graphs.clear()
+
+    def sleep(self, blocks: Sequence[int]) -> None:
+        """Move weights and the KV of these blocks to the host. No step may run."""
+        self.forget_graphs()
+        self.kv.sleep(blocks)  # first: slots of experts may lie in the same memory
+        self.weights.move(torch.device("cpu"))
+        torch.cuda.empty_cache()
+
+    def wake_up(self) -> None:
+        self.weights.move(self._device)
+        self.kv.wake_up()
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.weights.nbytes
+
+    def weight_traffic(self) -> WeightTraffic:
+        """Nothing where all weights are resident."""
+        return self.weights.traffic() if isinstance(self.weights, PlacedWeights) else WeightTraffic()
+
+    def close(self) -> None:
+        gc.unfreeze()
+        self.weights.close()
+        if self._stage is not None:
+            self._stage.close()
+
+    # On the device
+
+    def _launch(self, step: Step) -> CudaStep:
+        work = self._prepare(step)
+        logprobs: SampledLogprobs | None = None
+        scored: tuple[list[SampledLogprobs], ...] = ()
+        rows: Tensor | None
+        if work.key is not None:
+            assert self._graphs is not None
+            rows = self._graphs.run(work.key, partial(self._captured, work.places, work.key))
+        else:
+            hidden = self._forward(work.places, step.items[0])
+            scored = tuple(score(self.model, self.weights, hidden, part) for part in work.prompts)
+            rows = hidden[self._inputs.array(work.places, "sample_rows")]
+        if work.sampling is not None:
+            assert rows is not None
+            sampled = sample(self.model.logits(rows[:work.num_samples], self.weights), work.sampling)
+            self._draws[:work.num_samples].copy_(sampled.token_ids)
+            logprobs = sampled.logprobs
+        elif (work.key is None or not work.key.draws) and work.num_samples:
+            assert rows is not None
+            self._draw(work.places, rows, work.num_samples)
+        return self._send_back(step, work, logprobs, scored)
+
+    def _captured(self, places: Places, key: Key) -> Tensor:
+        """Run a step as its graph has it; returns the rows that tokens are sampled from."""
+        hidden = self._forward(places)
+        if key.prompts:
+            return torch.index_select(hidden, 0, self._inputs.array(places, "sample_rows"), out=self._drawn_from)
+        if key.draws:
+            self._draw(places, hidden, places.shape.samples)
+        return hidden
+
+    def _draw(self, places: Places, rows: Tensor, count: int) -> None:
+        """Sample by temperature alone."""
+        inputs = self._inputs
+        draw(self.model.logits(rows[:count], self.weights), inputs.array(places, "temperature")[:count],
+             inputs.array(places, "uniform")[:count], self._draws, self._results, inputs.view(places.turn, i32, 1))
+
+    def _forward(self, places: Places, item: StepItem | None = None) -> Tensor:
+        """Run the model on what lies at `places`; `item` is looked at only if it is longer than the pool."""
+        token_ids = self._inputs.array(places, "token_ids")
+        fill_tokens(token_ids, self._inputs.array(places, "sources"), self._draws)
+        model_step = self._model_step(places, token_ids)
+        if item is not None and item.host_blocks:
+            model_step = self._cold_step(model_step, item)
+        return self.model.forward(model_step, self.weights, self.kv)
+
+    def _model_step(self, places: Places, token_ids: Tensor) -> ModelStep:
+        inputs, shape = self._inputs, places.shape
+        positions, slots = inputs.array(places, "positions"), inputs.array(places, "slots")
+        batches = []
+        for group in range(len(self._windows)):
+            start = places.work[group]
+            work = DeviceWork(
+                items=None if self._deterministic
+                else inputs.view(start + 4 * HEADER, i32, (places.work_size - HEADER) // FIELDS, FIELDS),
+                num_items=inputs.view(start, i32, 1),
+                tiles=inputs.view(places.tiles, i32, shape.tiles, 2) if shape.tiles else None,
+                slots=slots,
+                scratch=self._scratch,
+                longest=self._limits.max_model_len,
+                one_order=self._deterministic,
+            )
+            batches.append(AttentionBatch(
+                query_start=inputs.array(places, "query_start"),
+                seq_lens=inputs.array(places, "seq_lens"),
+                block_table=self.table.block_tables[group],
+                positions=positions,
+                rows=inputs.array(places, "row_of"),
+                block_size=self._block_size,
+                max_query=0,
+                max_seq=0,
+                kv_dtype=self._kv_dtype,
+                work=work,
+            ))
+        return ModelStep(token_ids, positions, tuple(batches))
+
+    def _cold_step(self, model_step: ModelStep, item: StepItem) -> ModelStep:
+        """Return the step of one request, longer than the pool, whose first blocks pass through a stage."""
+        assert self._stage is not None, "the plan has no sequences longer than the pool"
+        (batch,), slot = model_step.attention, self.table[item.id].slot
+        cold = replace(batch, block_table=self.table.block_tables[0, slot:slot + 1], max_query=item.count,
+                       max_seq=item.end, cold=self._stage.prefix(item), work=None)
+        return replace(model_step, attention=(cold,))
+
+    # On the host
+
+    def _prepare(self, step: Step) -> _Work:
+        """Lay the step out and send it."""
+        self._turn = (self._turn + 1) % STEPS_KEPT
+        table = self.table
+        slots, updates = table.begin(step)
+        items = ItemArrays.of(step.items, slots)
+        prompts = prompt_rows(step, table, self._device)
+        cold = bool(step.items[0].host_blocks)
+        decodes = items.only_decodes and not prompts and not cold
+        drawn = slots if decodes else np.repeat(slots, items.samples)
+        plain = bool(table.plain[drawn].all())
+        key, shape = self._choose_graph(items, decodes, plain, not prompts and not cold)
+        few = _updates(updates) if 0 < len(updates.blocks) <= FEW_UPDATES else None
+        self._inputs.begin()
+        place = None
+        if decodes and shape is not None:
+            template = self._template(shape)
+            place, places = template.send(items, self._turn, few), template.places
+        else:
+            places, end = self._write(items, shape)
+            if few is not None:
+                place, end = places.end, places.end + few.nbytes
+                self._inputs.pinned.array(self._inputs.buffer, place, len(few))[:] = few
+            self._inputs.send(self._inputs.pinned, end)
+        table.draw[slots] = -1
+        table.draw[drawn] = np.arange(len(drawn), dtype=np.int32)
+        if place is not None:
+            sent = self._inputs.view(place, i32, 2 + 2 * len(updates.blocks))
+            update_tables(table.block_tables, sent, len(updates.blocks))
+        elif updates.blocks:
+            many = to_device(torch.from_numpy(_updates(updates)), self._device)
+            update_tables(table.block_tables, many, len(updates.blocks))
+        sampling = None if plain else sampling_batch(step.items, table, self.model.config.vocab_size, self._device)
+        return _Work(places, len(drawn), sampling, decodes, key, prompts)
+
+    def _choose_graph(self, items: ItemArrays, decodes: bool, plain: bool,
+                      capturable: bool) -> tuple[Key | None, StepShape | None]:
+        """Return the key of the step's graph, and what the step is padded to for it; or neither."""
+        graphs, rows = self._graphs if capturable else None, items.num_rows
+        shape = None
+        if graphs is not None and decodes:
+            shape = self._decode_shape(rows if rows <= self.weights.unpadded else graphs.size(rows))
+        elif graphs is not None and np.count_nonzero(items.counts > 1) <= MANY_PROMPTS:
+            padded = graphs.prompt_size(rows)
+            shape = None if padded is None else self._prompt_shape(padded)
+        self.weights.begin_step(rows if shape is None else shape.rows)
+        epoch = None if shape is None else self.weights.epoch(shape.rows)
+        if shape is None or epoch is None:
+            return None, None
+        return Key(shape.rows, plain and decodes, not decodes, epoch), shape
+
+    def _decode_shape(self, size: int) -> StepShape:
+        """Return the shape of a step of `size` requests, padding included, that all decode one token."""
+        return StepShape(size, size, size, size if self._deterministic else 0)
+
+    def _prompt_shape(self, rows: int) -> StepShape:
+        """Return the shape of any step of `rows` rows, of which no more than MANY_PROMPTS requests have several. There
+        is a request at the end that has none: tiles that are not needed point there."""
+        most, piece = self._limits.max_num_seqs, self._padding_rows
+        pieces = -(-rows // piece)
+        tiles = pieces + 2 + MANY_PROMPTS + (most if self._deterministic else 0)
+        return StepShape(rows, most + pieces + 1, most, tiles, piece)
+
+    def _own_shape(self, items: ItemArrays) -> StepShape:
+        """Return the shape of a step that is not padded."""
+        tiled = items.counts[items.counts > self._least_tiled]
+        return StepShape(items.num_rows, len(items.slots), items.num_samples, int((-(-tiled // QUERIES)).sum()))
+
+    @property
+    def _least_tiled(self) -> int:
+        """Attention of requests with more rows than this is cut into tiles."""
+        return 0 if self._deterministic else 1
+
+    def _places_of(self, shape: StepShape) -> Places:
+        return Places.of(shape, len(self._windows), self._limits.max_model_len)
+
+    def _padded(self, shape: StepShape) -> Places:
+        """Return the places of a shape that comes again and again."""
+        if shape not in self._places:
+            self._places[shape] = self._places_of(shape)
+        return self._places[shape]
+
+    def _template(self, shape: StepShape) -> DecodeInputs:
+        if shape.rows not in self._templates:
+            self._templates[shape.rows] = DecodeInputs(self._inputs, self._padded(shape), self.table,
+                                                       self.model.config.num_kv_heads, self._windows,
+                                                       self._deterministic)
+        return self._templates[shape.rows]
+
+    def _write(self, items: ItemArrays, shape: StepShape | None) -> tuple[Places, int]:
+        """Write a step into the inputs; returns where it lies, and where that ends."""
+        places = self._padded(shape) if shape is not None else self._places_of(self._own_shape(items))
+        pinned, buffer, shape = self._inputs.pinned, self._inputs.buffer, places.shape
+        into = pinned.arrays(buffer, places)
+        write_step(into, items, self.table, shape.piece)
+        pinned.array(buffer, places.turn, 1)[0] = self._turn
+        starts, counts = into.query_start[:-1].astype(np.int64), np.diff(into.query_start).astype(np.int64)
+        several = np.flatnonzero(counts > self._least_tiled)
+        tiles = prefill_tiles(several, counts[several])
+        assert len(tiles) <= shape.tiles, "a graph that was captured for fewer tiles"
+        all_tiles = pinned.array(buffer, places.tiles, 2 * shape.tiles).reshape(-1, 2)
+        all_tiles[:len(tiles)] = tiles
+        all_tiles[len(tiles):] = (shape.requests - 1, 0)
+        single = (counts == 1) & (counts <= self._least_tiled)
+        slots, lengths = into.slots[single].astype(np.int64), into.seq_lens[single].astype(np.int64)
+        end = places.end
+        for place, window in zip(places.work, self._windows, strict=True):
+            work = decode_items(starts[single], slots, lengths, self.model.config.num_kv_heads, window)
+            written = pinned.array(buffer, place, HEADER + work.size)
+            written[:HEADER] = (len(work), 0, 0, 0)
+            written[HEADER:] = work.ravel()
+            end = place + written.nbytes
+        return places, end
+
+    def _input_bytes(self, groups: int) -> int:
+        """Return the bytes of the largest step's inputs."""
+        limits = self._limits
+        tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
+        prompts = self._prompt_shape(limits.recorded_rows)
+        most = StepShape(tokens, prompts.requests, limits.max_num_seqs, tokens + prompts.tiles)
+        return Places.of(most, groups, limits.max_model_len).end + UPDATE_BYTES
+
+    def _send_back(self, step: Step, work: _Work, logprobs: SampledLogprobs | None,
+                   scored: tuple[list[SampledLogprobs], ...]) -> CudaStep:
+        count = work.num_samples
+        if work.sampling is not None:  # else they are there
+            self._results[self._turn, :count].copy_(self._draws[:count], non_blocking=True)
+        if logprobs is not None:
+            logprobs = logprobs.to_pinned()
+        scored = tuple([part.to_pinned() for part in parts] for parts in scored)
+        ended = None
+        if self._device.type == "cuda":
+            ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ended.record()
+        return CudaStep(step, work, self._read[self._turn], logprobs, scored, ended, self)
+
+
+def _updates(updates: BlockUpdates) -> npt.NDArray[np.int32]:
+    """Return table entries as kernels.triton.stage.update_tables reads them."""
+    count = len(updates.blocks)
+    numbers = np.empty(2 + 2 * count, dtype=np.int32)
+    numbers[0], numbers[1] = count, 0
+    numbers[2::2], numbers[3::2] = updates.places, updates.blocks
+    return numbers

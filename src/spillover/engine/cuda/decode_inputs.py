@@ -1,0 +1,81 @@
+"""The inputs of steps that only decode, of one size: most of them never change, and a step writes what does.
+
+What the host does between two steps is done with a cold cache, as a step takes the device long: it is worth few calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from spillover.engine.batch.request_table import RequestTable
+from spillover.engine.batch.step_layout import ItemArrays, write_decodes, write_padding, write_step
+from spillover.engine.cuda.step_inputs import HEADER, PinnedPair, Places, StepInputs
+from spillover.kernels.triton.pieces import FIELDS, decode_items, few_decode_items
+
+FEW = 16  # rows whose attention is cut without arrays
+UPDATE_BYTES = 1 << 15  # room behind a step's own inputs, for new entries of the block tables
+
+
+class DecodeInputs:
+    """A template: padding alone, over which a step writes its requests."""
+
+    def __init__(self, inputs: StepInputs, places: Places, table: RequestTable, kv_heads: int,
+                 windows: Sequence[int | None], tiled: bool) -> None:
+        """`tiled`: attention is cut into tiles whatever its rows, and no work is cut for single rows."""
+        self.places = places
+        self._inputs = inputs
+        self._table = table
+        self._kv_heads = kv_heads
+        self._windows = windows
+        self._tiled = tiled
+        self._size = places.shape.rows
+        self._real = [0, 0]  # rows that are no padding, in either buffer
+        self._pair = pair = PinnedPair(places.end + UPDATE_BYTES, inputs.cuda)
+        self._arrays = [pair.arrays(buffer, places) for buffer in range(2)]
+        self._turn = [pair.array(buffer, places.turn, 1) for buffer in range(2)]
+        self._work = [[pair.array(buffer, place, places.work_size) for place in places.work] for buffer in range(2)]
+        self._updates = [pair.array(buffer, places.work[-1], places.work_size + UPDATE_BYTES // 4)
+                         for buffer in range(2)]
+        nothing = ItemArrays.of((), np.empty(0, dtype=np.int64))
+        for buffer, arrays in enumerate(self._arrays):
+            write_step(arrays, nothing, table)
+            arrays.sample_rows[:] = np.arange(self._size)
+            pair.array(buffer, places.tiles, 2 * places.shape.tiles)[::2] = np.arange(places.shape.tiles)
+
+    def send(self, items: ItemArrays, turn: int, updates: npt.NDArray[np.int32] | None) -> int | None:
+        """Write and send a step. `turn`: the row of the results that its tokens go to; `updates`: what is sent with it,
+        no more than UPDATE_BYTES. Returns where that lies."""
+        buffer, count = self._inputs.buffer, len(items.items)
+        arrays = self._arrays[buffer]
+        if self._real[buffer] > count:  # rows that were a request's the last time, and are none now
+            write_padding(arrays, slice(count, self._real[buffer]), self._table)
+        self._real[buffer] = count
+        self._turn[buffer][0] = turn
+        write_decodes(arrays, items, self._table)
+        end, place = self._write_work(buffer), None
+        if updates is not None:
+            place = -(-end // 16) * 16  # as every array lies
+            first = (place - self.places.work[-1]) // 4
+            self._updates[buffer][first:first + len(updates)] = updates
+            end = place + 4 * len(updates)
+        self._inputs.send(self._pair, end)
+        return place
+
+    def _write_work(self, buffer: int) -> int:
+        """Cut attention into pieces; returns where the inputs end."""
+        arrays, end = self._arrays[buffer], 0
+        slots, seq_lens = arrays.slots, arrays.seq_lens
+        for place, window, into in zip(self.places.work, self._windows, self._work[buffer], strict=True):
+            numbers: Sequence[int] | npt.NDArray[np.int32] = ()
+            if not self._tiled and self._size <= FEW:
+                numbers = few_decode_items(slots.tolist(), seq_lens.tolist(), self._kv_heads, window)
+            elif not self._tiled:
+                numbers = decode_items(np.arange(self._size), slots.astype(np.int64), seq_lens.astype(np.int64),
+                                       self._kv_heads, window).ravel()
+            into[0] = len(numbers) // FIELDS
+            into[HEADER:HEADER + len(numbers)] = numbers
+            end = place + 4 * (HEADER + len(numbers))
+        return end

@@ -1,0 +1,120 @@
+"""What the host tells a CUDA device about a step: written to pinned memory, from which the device brings it.
+
+There are two pinned buffers, so that the next step is written while the last one may still be brought, and one device
+buffer, whose addresses captured graphs rely on: the arrays of steps of one shape lie in the same places.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from spillover.engine.batch.step_layout import ARRAYS, StepArrays
+from spillover.kernels.triton.pieces import FIELDS, most_items
+from spillover.kernels.triton.stage import bring
+
+_ALIGNMENT = 16  # bytes
+_TORCH: dict[Any, torch.dtype] = {np.int32: torch.int32, np.int64: torch.int64, np.float32: torch.float32,
+                                  np.float64: torch.float64}
+HEADER = 4  # numbers before a layer group's attention work: how many pieces there are, and three of nothing
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Sizes of a step's arrays: its own, or larger ones that it is padded to for a captured graph."""
+
+    rows: int  # T
+    requests: int  # B
+    samples: int  # R
+    tiles: int = 0  # of attention, for requests with several rows
+    piece: int = 1  # rows of a request of padding
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the arrays of steps of one shape lie in the inputs, in bytes."""
+
+    shape: StepShape
+    arrays: dict[str, int]  # by the names of StepArrays
+    turn: int  # the row of the results that the step's tokens go to
+    tiles: int
+    work: tuple[int, ...]  # pieces of attention for requests with one row, per layer group
+    work_size: int  # numbers that each has room for
+    end: int
+
+    @staticmethod
+    def of(shape: StepShape, groups: int, longest: int) -> Places:
+        """`longest`: tokens that a request may have."""
+        sizes = {"T": shape.rows, "B": shape.requests, "B+1": shape.requests + 1, "R": shape.samples}
+        end, arrays = _ALIGNMENT, {}
+        for name, (dtype, size) in ARRAYS.items():
+            arrays[name] = end
+            end = _aligned(end + sizes[size] * np.dtype(dtype).itemsize)
+        tiles, end = end, _aligned(end + 8 * shape.tiles)
+        work_size = HEADER + FIELDS * most_items(shape.requests, longest)
+        work = tuple(end + group * _aligned(4 * work_size) for group in range(groups))
+        return Places(shape, arrays, 0, tiles, work, work_size, end + groups * _aligned(4 * work_size))
+
+    def size(self, name: str) -> int:
+        sizes = {"T": self.shape.rows, "B": self.shape.requests, "B+1": self.shape.requests + 1,
+                 "R": self.shape.samples}
+        return sizes[ARRAYS[name][1]]
+
+
+class PinnedPair:
+    """Two pinned buffers of one size, written in turn."""
+
+    def __init__(self, nbytes: int, cuda: bool) -> None:
+        pinned = [torch.zeros(_aligned(nbytes), dtype=torch.uint8, pin_memory=cuda) for _ in range(2)]
+        self.words = [buffer.view(torch.int64) for buffer in pinned]
+        self._host: list[npt.NDArray[np.uint8]] = [buffer.numpy() for buffer in pinned]
+
+    def array(self, buffer: int, place: int, count: int, dtype: Any = np.int32) -> npt.NDArray[Any]:
+        return self._host[buffer][place:place + count * np.dtype(dtype).itemsize].view(dtype)
+
+    def arrays(self, buffer: int, places: Places) -> StepArrays:
+        return StepArrays(**{name: self.array(buffer, place, places.size(name), ARRAYS[name][0])
+                             for name, place in places.arrays.items()})
+
+
+class StepInputs:
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.pinned = PinnedPair(nbytes, self.cuda)
+        self.buffer = 0  # the one of a pair that is written
+        self._device = torch.zeros(_aligned(nbytes), dtype=torch.uint8, device=device)
+        self._words = self._device.view(torch.int64)
+        self._sent = [torch.cuda.Event() if self.cuda else None for _ in range(2)]  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        """Start the next step's inputs; waits if those of the step before last have not been brought."""
+        self.buffer = 1 - self.buffer
+        event = self._sent[self.buffer]
+        if event is not None:
+            event.synchronize()
+
+    def send(self, pair: PinnedPair, end: int) -> None:
+        """Bring the first `end` bytes of a pair's buffer to the device."""
+        bring(self._words, pair.words[self.buffer], end)
+        event = self._sent[self.buffer]
+        if event is not None:
+            event.record()
+
+    def view(self, place: int, dtype: torch.dtype, *shape: int) -> Tensor:
+        """Return an array on the device that was sent to `place`."""
+        size = math.prod(shape) * dtype.itemsize
+        return self._device[place:place + size].view(dtype).view(shape)
+
+    def array(self, places: Places, name: str) -> Tensor:
+        """Return one of the StepArrays on the device."""
+        return self.view(places.arrays[name], _TORCH[ARRAYS[name][0]], places.size(name))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,59 @@
+"""A profile of a running engine: begun and ended by calls, and ended by itself before a trace grows too large."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+from spillover.engine.profiling.profile import Breakdown, profiled
+from spillover.errors import SpilloverError
+
+MAX_STEPS = 100  # a step is about a thousand events, and the engine stands still while they are written
+
+
+class ProfileSession:
+    """At most one profile at a time, of the steps that `stepped` is told of."""
+
+    def __init__(self, device: str, max_steps: int = MAX_STEPS) -> None:
+        self._device = device
+        self._max_steps = max_steps
+        self._open: contextlib.AbstractContextManager[Breakdown] | None = None
+        self._trace: Path | None = None  # of the profile that runs, or of one that ended by itself
+        self._steps = 0
+
+    def start(self, folder: str) -> None:
+        """Profile from here on; the trace is written to `folder` at the end."""
+        if self._open is not None:
+            raise SpilloverError("a profile is running already; POST /stop_profile ends it")
+        name = f"serve-{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 1_000_000:06d}"
+        profile = profiled(Path(folder), name, self._device, add_up=False)
+        self._trace = profile.__enter__().trace
+        self._open, self._steps = profile, 0
+
+    def stepped(self, steps: int) -> None:
+        """Called between steps with the count of those that ran since the last call."""
+        if self._open is not None:
+            self._steps += steps
+            if self._steps >= self._max_steps:
+                self._end()
+
+    def stop(self) -> dict[str, object]:
+        """The trace's path, and the steps it holds."""
+        self._end()
+        trace, self._trace = self._trace, None
+        if trace is None:
+            raise SpilloverError("no profile is running; POST /start_profile begins one")
+        return {"trace": str(trace), "steps": self._steps}
+
+    def close(self) -> None:
+        """Drop a profile that still runs, without a trace."""
+        profile, self._open, self._trace = self._open, None, None
+        if profile is not None:
+            with contextlib.suppress(GeneratorExit):
+                profile.__exit__(GeneratorExit, GeneratorExit(), None)
+
+    def _end(self) -> None:
+        profile, self._open = self._open, None
+        if profile is not None:
+            profile.__exit__(None, None, None)

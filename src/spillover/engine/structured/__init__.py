@@ -1,0 +1,1 @@
+"""Structured output: grammars, tried out in processes of their own."""

@@ -1,0 +1,280 @@
+"""Structured output: which tokens may come next so that the whole output fits a schema, regex, grammar or choice.
+
+llguidance does the matching. A grammar that has not been seen is first tried out in another process, within limits of
+time and memory (`grammar_trial`); only what passes is compiled here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import Counter, OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from llguidance import LLMatcher
+
+from spillover.engine.config import EngineConfig
+from spillover.engine.sampling_params import StructuredOutputs
+from spillover.engine.structured.grammar_matcher import Vocabulary, compile_matcher, make_tokenizer
+from spillover.engine.structured.grammar_process import SHORT_SECONDS, Verdict
+from spillover.engine.structured.grammar_source import does_not_compile, kind_of, renamed, source_of
+from spillover.engine.structured.grammar_trial import GrammarTrials
+from spillover.errors import GrammarRefused, RequestError
+from spillover.models.tokenizer import Tokenizer
+from spillover.units import format_bytes, parse_bytes
+
+# What masks may cost a request, in CPU time: this at once, and so much more with each token. Usual grammars take well
+# under a millisecond a token.
+FIRST_SECONDS = 0.5
+TOKEN_SECONDS = 0.005
+REFUSALS_KEPT = 256
+LEAST_BYTES = 64 * 1024  # that a kept grammar counts for, however small
+
+
+@dataclass(frozen=True)
+class GrammarLimits:
+    seconds: float = 3.0  # of CPU time to compile one grammar: --grammar-timeout
+    nbytes: int = 256_000_000  # of memory for one grammar, and for all that are kept: --grammar-memory
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> GrammarLimits:
+        return cls(config.grammar_timeout, parse_bytes(config.grammar_memory))
+
+
+@dataclass(frozen=True)
+class GrammarStats:
+    """What a compiler has done so far."""
+
+    compiled: int = 0
+    reused: int = 0  # found among those that are kept
+    kept_bytes: int = 0
+    refused: tuple[tuple[str, int], ...] = ()  # by reason
+
+
+class Grammar:
+    """Where one sequence stands in its grammar."""
+
+    def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int], mask_words: int) -> None:
+        self._matcher = matcher
+        self._eos = eos_token_ids
+        self._mask_words = mask_words
+        self._accepted = 0
+        self._ends = 0  # end tokens after the matcher had stopped, which it does not count itself
+        self._seconds = 0.0  # of CPU time that masks and tokens took
+        self.error: str | None = None  # why the answer cannot go on under this grammar
+
+    def copy(self) -> Grammar:
+        """The same grammar for another sequence; only before its first token."""
+        assert not self._accepted
+        return Grammar(self._matcher.deep_copy(), self._eos, self._mask_words)
+
+    def mask(self) -> bytes:
+        """Return a bit per token of the tokenizer, in 32-bit words, set where it may come next.
+
+        The end tokens are set only where the output would be complete.
+        """
+        words = np.zeros(self._mask_words, dtype=np.uint32)
+        if not self.finished:
+            started = time.thread_time()
+            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            self._took(time.thread_time() - started)
+        if self.finished:
+            words[:] = 0
+            for token in self._eos:
+                words[token // 32] |= np.uint32(1 << token % 32)
+        return words.tobytes()
+
+    def accept(self, token_id: int) -> bool:
+        """Advance by a token; False, and unchanged, where the grammar does not allow it."""
+        if self.finished:
+            if token_id not in self._eos:
+                return False
+            self._ends += 1
+        else:
+            started = time.thread_time()
+            taken = self._matcher.try_consume_tokens([token_id])
+            self._took(time.thread_time() - started)
+            if taken != 1:
+                return False
+        self._accepted += 1
+        return True
+
+    @property
+    def finished(self) -> bool:
+        """Nothing but an end token can follow."""
+        return self.error is not None or bool(self._matcher.is_stopped())
+
+    @property
+    def complete(self) -> bool:
+        """The output so far fits as a whole, though more may follow."""
+        return bool(self._matcher.is_accepting())
+
+    def rollback(self, count: int) -> None:
+        """Take back the last `count` accepted tokens."""
+        if not 0 <= count <= self._accepted:
+            raise ValueError(f"cannot take back {count} of {self._accepted} tokens")
+        self._accepted -= count
+        ends = min(count, self._ends)
+        self._ends -= ends
+        if count > ends:
+            self._matcher.rollback(count - ends)
+
+    def _took(self, seconds: float) -> None:
+        """A grammar that costs too much per token ends its own request, as every other waits for its masks."""
+        self._seconds += seconds
+        if self._matcher.is_error():
+            reason = str(self._matcher.get_error()).strip().splitlines()[0][:160]
+            self.error = f"structured_outputs became too complex at output token {self._accepted}: {reason}"
+        elif self._seconds > FIRST_SECONDS + TOKEN_SECONDS * self._accepted:
+            self.error = (f"the grammar of structured_outputs took {self._seconds:.1f} s for {self._accepted} tokens, "
+                          f"but at most {FIRST_SECONDS:g} s and {1000 * TOKEN_SECONDS:g} ms per token are allowed; "
+                          "simplify it")
+
+
+class GrammarCompiler:
+    """Compiles for one tokenizer; keeps the last grammars, since requests tend to share them. Safe from any thread."""
+
+    def __init__(self, tokenizer: Tokenizer, limits: GrammarLimits | None = None) -> None:
+        if not tokenizer.eos_token_ids:
+            raise RequestError("structured output needs a tokenizer with an end-of-sequence token")
+        self._limits = limits or GrammarLimits()
+        eos = list(tokenizer.eos_token_ids)
+        self._vocabulary = Vocabulary([tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)],
+                                      sorted(tokenizer.special_ids | set(eos)), eos, tokenizer.bos_token_id)
+        self._tokenizer = make_tokenizer(self._vocabulary, lambda text: tokenizer.encode(text, False))
+        self._trials = GrammarTrials(self._vocabulary, self._limits.seconds, self._limits.nbytes)
+        # A grammar that compiles for seconds does not hold up small ones.
+        self._quick = ThreadPoolExecutor(1, "spillover-grammars")
+        self._slow = ThreadPoolExecutor(1, "spillover-large-grammars")
+        self._lock = threading.Lock()  # of all below
+        self._kept: OrderedDict[bytes, tuple[LLMatcher, int]] = OrderedDict()  # with the bytes that each holds
+        self._kept_bytes = 0
+        self._refusals: OrderedDict[bytes, GrammarRefused] = OrderedDict()
+        self._in_work: dict[bytes, Future[LLMatcher]] = {}
+        self._compiled = self._reused = 0
+        self._refused: Counter[str] = Counter()
+
+    def compile(self, outputs: StructuredOutputs) -> Grammar:
+        return self.begin(outputs).result()
+
+    def begin(self, outputs: StructuredOutputs) -> Future[Grammar]:
+        """The grammar when it is ready, or GrammarRefused; the caller need not wait."""
+        made: Future[Grammar] = Future()
+
+        def ended(future: Future[LLMatcher]) -> None:
+            error = future.exception()
+            if error is None:
+                made.set_result(self._of(future.result()))
+                return
+            if isinstance(error, GrammarRefused):
+                with self._lock:
+                    self._refused[error.reason] += 1
+                error = renamed(error, outputs)
+            made.set_exception(error)
+
+        def work() -> None:
+            try:
+                self._matcher(outputs).add_done_callback(ended)
+            except Exception as error:
+                failed: Future[LLMatcher] = Future()
+                failed.set_exception(error)
+                ended(failed)
+
+        try:
+            self._quick.submit(work)
+        except RuntimeError:  # the pool has been shut down
+            made.set_exception(GrammarRefused("the engine is closing", "unavailable"))
+        return made
+
+    def stats(self) -> GrammarStats:
+        with self._lock:
+            return GrammarStats(self._compiled, self._reused, self._kept_bytes, tuple(sorted(self._refused.items())))
+
+    def close(self) -> None:
+        """End the process that tries grammars out; whoever waits for a grammar is refused."""
+        self._trials.close()
+        for pool in (self._quick, self._slow):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _of(self, matcher: LLMatcher) -> Grammar:
+        words = (self._tokenizer.vocab_size + 31) // 32
+        return Grammar(matcher.deep_copy(), frozenset(self._vocabulary.eos_ids), words)
+
+    def _matcher(self, outputs: StructuredOutputs) -> Future[LLMatcher]:
+        """Kept, or on its way for another request already, or tried out and compiled."""
+        source = source_of(outputs)
+        key = hashlib.blake2b(source.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        with self._lock:
+            future = self._in_work.get(key)
+            if future is not None:
+                return future
+            future = Future()
+            if (kept := self._kept.get(key)) is not None:
+                self._kept.move_to_end(key)
+                self._reused += 1
+                future.set_result(kept[0])
+                return future
+            if (refusal := self._refusals.get(key)) is not None:
+                self._refusals.move_to_end(key)
+                future.set_exception(refusal)
+                return future
+            self._in_work[key] = future
+        kind = kind_of(outputs)
+
+        def tried(trial: Future[Verdict]) -> None:
+            try:
+                verdict = trial.result()
+                self._check(kind, verdict)
+                pool = self._quick if verdict.seconds <= SHORT_SECONDS else self._slow
+                pool.submit(self._compile, key, kind, source, verdict.nbytes, future)
+            except Exception as error:
+                self._end(key, future, error)
+
+        self._trials.submit(source).add_done_callback(tried)
+        return future
+
+    def _check(self, kind: str, verdict: Verdict) -> None:
+        name, limits = f"structured_outputs.{kind}", self._limits
+        simpler = "simplify it, e.g. a smaller multipleOf, fewer properties, shorter repetitions"
+        match verdict.outcome:
+            case "invalid":
+                raise does_not_compile(kind, verdict.message)
+            case "time":
+                raise GrammarRefused(f"{name} takes more than {limits.seconds:g} s to compile (--grammar-timeout); "
+                                     f"{simpler}", "time")
+            case "memory":
+                raise GrammarRefused(f"{name} takes more than {format_bytes(limits.nbytes)} to compile "
+                                     f"(--grammar-memory); {simpler}", "memory")
+            case "crash":
+                raise GrammarRefused(f"{name} cannot be compiled: the compiler crashed on it; {simpler}", "crash")
+
+    def _compile(self, key: bytes, kind: str, source: str, nbytes: int, future: Future[LLMatcher]) -> None:
+        try:
+            matcher = compile_matcher(self._tokenizer, source)
+            if matcher.is_error():
+                raise does_not_compile(kind, str(matcher.get_error()))
+        except Exception as error:
+            self._end(key, future, error)
+            return
+        with self._lock:
+            self._compiled += 1
+            self._in_work.pop(key, None)
+            nbytes = max(nbytes, len(source), LEAST_BYTES)
+            self._kept[key] = matcher, nbytes
+            self._kept_bytes += nbytes
+            while self._kept_bytes > self._limits.nbytes:
+                self._kept_bytes -= self._kept.popitem(last=False)[1][1]
+        future.set_result(matcher)
+
+    def _end(self, key: bytes, future: Future[LLMatcher], error: Exception) -> None:
+        """Refused; remembered, so that the same grammar is not tried again, unless the fault was ours."""
+        with self._lock:
+            self._in_work.pop(key, None)
+            if isinstance(error, GrammarRefused) and error.reason != "unavailable":
+                self._refusals[key] = error
+                if len(self._refusals) > REFUSALS_KEPT:
+                    self._refusals.popitem(last=False)
+        future.set_exception(error)

@@ -1,0 +1,1 @@
+"""The KV cache on the device: blocks, tables and the prefix tree."""

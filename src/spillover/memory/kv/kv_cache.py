@@ -1,0 +1,347 @@
+"""The KV cache as the scheduler sees it: sequences, their block tables, and prefixes shared between them.
+
+One pool serves all layer groups, since every block has the same bytes. A sequence has one table a group, all of the
+same length; entry i is the block of positions [i * block_size, (i + 1) * block_size), and 0 where a sliding window has
+moved past. Tables always cover what is computed, so extend() never allocates behind a window.
+"""
+
+from collections.abc import Sequence
+
+from spillover.errors import SpilloverError
+from spillover.memory.kv.blocks import BlockPool
+from spillover.memory.kv.digest import root_digest
+from spillover.memory.kv.loans import BlockLender, Loans
+from spillover.memory.kv.prefix_tree import Evictor, Node, PrefixTree
+from spillover.memory.kv.sequence import CacheStats, SequenceBlocks
+from spillover.memory.kv.windows import first_seen, usable_blocks
+from spillover.memory.policies import LRU, EvictionPolicy
+
+
+class KVCache:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        windows: Sequence[int | None],
+        prefix_caching: bool = True,
+        identity: bytes = b"",
+        policy: EvictionPolicy | None = None,
+        most_blocks: int | None = None,
+        lender: BlockLender | None = None,
+    ) -> None:
+        """`windows` has one entry a layer group, None for full attention; `identity` digests model, dtype, layout.
+        `lender` brings more blocks where it can, of numbers up to `most_blocks`."""
+        if num_blocks < 1 or block_size < 1:
+            raise SpilloverError(f"a KV cache of {num_blocks} blocks of {block_size} tokens cannot hold a single token")
+        if not windows or any(window is not None and window < 1 for window in windows):
+            raise SpilloverError(f"layer groups with windows {list(windows)}: each is None or at least 1 token")
+        self.block_size = block_size
+        self.windows = tuple(windows)
+        self.prefix_caching = prefix_caching
+        self._identity = identity
+        self.pool = BlockPool(num_blocks, most_blocks)
+        self.tree = PrefixTree(self.pool, self.windows, policy if policy is not None else LRU(), identity)
+        self.evictor: Evictor = self.tree  # until a connector puts its own here
+        self.loans = Loans(self.pool, self.tree, lender, lambda blocks: self.evictor.may_go(blocks))
+        self._live: dict[str, SequenceBlocks] = {}
+        # Full-attention groups first: of two blocks released together, the one that stands for its node is the older.
+        self._group_order = sorted(range(len(self.windows)), key=lambda group: self.windows[group] is not None)
+        self._window_groups = [(group, window) for group, window in enumerate(self.windows) if window is not None]
+        self._query_tokens = 0
+        self._hit_tokens = 0
+
+    @property
+    def num_total(self) -> int:
+        return self.pool.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that extend() can have: free, or evictable."""
+        return self.pool.free + self.pool.evictable
+
+    @property
+    def num_in_flight(self) -> int:
+        """Blocks that a copy to or from another tier holds, and that may soon be had."""
+        return self.pool.in_flight
+
+    @property
+    def stats(self) -> CacheStats:
+        pool, tree = self.pool, self.tree
+        return CacheStats(
+            total=pool.num_blocks,
+            free=pool.free,
+            evictable=pool.evictable,
+            protected=pool.protected,
+            in_flight=pool.in_flight,
+            tree_nodes=tree.num_nodes,
+            query_tokens=self._query_tokens,
+            hit_tokens=self._hit_tokens,
+            evictions=tree.num_evictions,
+        )
+
+    def used_blocks(self) -> list[int]:
+        """Those that hold KV of a sequence or a prefix."""
+        return self.pool.used()
+
+    def usage(self) -> float:
+        """The share of blocks that sequences and copies hold, 0 to 1."""
+        return 1 - self.num_free / self.num_total
+
+    def match(self, tokens: Sequence[int], salt: str | None = None) -> int:
+        """How many tokens of this prompt admit() would find now; less than len(tokens), so one is left to compute."""
+        return len(self._find(tokens, salt)) * self.block_size
+
+    def admit(self, seq: str, tokens: Sequence[int], salt: str | None = None) -> int:
+        """Starts a sequence on the longest cached prefix; returns how many tokens that covers, always whole blocks."""
+        self._must_be_new(seq)
+        nodes = self._find(tokens, salt)
+        sequence = self._start(seq, [node.blocks for node in nodes])
+        if self.prefix_caching:
+            sequence.node = nodes[-1] if nodes else self.tree.root(salt)
+            self.tree.enter(sequence.node)
+        sequence.asked = len(tokens)
+        return sequence.num_computed
+
+    def count_query(self, seq: str) -> None:
+        """The sequence just admitted is to run, so its prompt counts as asked for, and what was found of it as hit."""
+        sequence = self._get(seq)
+        self._query_tokens += sequence.asked
+        self._hit_tokens += sequence.num_computed if sequence.asked else 0
+
+    def fork(self, parent: str, child: str, num_tokens: int) -> int:
+        """Starts `child` on the parent's complete blocks of its first `num_tokens` tokens, never on a partial one.
+
+        Returns the tokens covered, which may be all of num_tokens: a child that still has to compute its last token
+        asks for one less. Works without prefix caching too.
+        """
+        self._must_be_new(child)
+        source = self._get(parent)
+        path = self.tree.path(source.node) if source.node is not None else []  # path[i + 1] is block i's node
+        blocks: list[list[int | None]] = []
+        for i in range(min(num_tokens // self.block_size, source.num_ready)):
+            # What the parent's window has passed may still be in the tree.
+            cached = path[i + 1].blocks if path else [None] * len(self.windows)
+            blocks.append([table[i] or kept for table, kept in zip(source.tables, cached, strict=True)])
+        del blocks[usable_blocks(blocks, self.windows, self.block_size) :]
+        sequence = self._start(child, blocks)
+        if path:
+            sequence.node = path[len(blocks)]
+            self.tree.enter(sequence.node)
+            for i, held in source.held.items():
+                if i < len(blocks):
+                    sequence.held[i] = list(held)
+                    for block in held:
+                        self.tree.ref(block)
+        return sequence.num_computed
+
+    def extend(self, seq: str, num_tokens: int, urgent: bool = True) -> bool:
+        """Makes the tables cover num_tokens positions, evicting as needed; False and unchanged if blocks are short.
+
+        Who is not urgent rather waits until what is evicted has been copied to another tier.
+        """
+        tables = self._get(seq).tables
+        new = -(-num_tokens // self.block_size) - len(tables[0])
+        if new <= 0:
+            return True
+        if not self._make_room(new * len(tables), urgent):
+            return False
+        for table in tables:
+            table.extend([self.pool.allocate() for _ in range(new)])
+        return True
+
+    def commit(self, seq: str, tokens: Sequence[int], num_computed: int) -> None:
+        """tokens[:num_computed] have their KV stored: full blocks become ready and enter the tree; blocks wholly behind
+        a window of the next position leave the table. Reads only the tokens of blocks that became full."""
+        sequence = self._get(seq)
+        size = self.block_size
+        assert sequence.num_computed <= num_computed <= len(sequence.tables[0]) * size, (
+            f"commit of {num_computed} tokens for {seq!r}, which had {sequence.num_computed} computed "
+            f"and blocks for {len(sequence.tables[0]) * size}"
+        )
+        sequence.num_computed = num_computed
+        for i in range(sequence.num_ready, num_computed // size):
+            blocks = [table[i] for table in sequence.tables]
+            for block in blocks:
+                if block:  # of a restored prefix, what lies behind a window was not loaded
+                    self.pool.complete(block)
+            if sequence.node is not None:
+                span = tuple(tokens[i * size : (i + 1) * size])
+                assert len(span) == size, f"commit of {num_computed} tokens for {seq!r}, given only {len(tokens)}"
+                node, held = self.tree.insert(sequence.node, span, blocks)
+                if held:
+                    sequence.held[i] = held
+                self.tree.enter(node)
+                self.tree.leave(sequence.node)
+                sequence.node = node
+            sequence.num_ready = i + 1
+        for group, window in self._window_groups:
+            self._drop_before(sequence, group, first_seen(num_computed, window, size))
+
+    def release(self, seq: str) -> None:
+        """Ends a sequence (finished, aborted or preempted): what is in the tree becomes evictable, the rest free."""
+        sequence = self._get(seq)
+        del self._live[seq]
+        # Tail first: the end of a prefix is the least likely to be asked for again.
+        for i in reversed(range(len(sequence.tables[0]))):
+            for group in self._group_order:
+                if sequence.tables[group][i]:
+                    self.tree.unref(sequence.tables[group][i])
+            for block in sequence.held.get(i, ()):
+                self.tree.unref(block)
+        if sequence.node is not None:
+            self.tree.leave(sequence.node)
+
+    def table(self, seq: str, group: int = 0) -> list[int]:
+        """The live block table; the caller reads it and does not change it."""
+        return self._get(seq).tables[group]
+
+    def num_ready(self, seq: str) -> int:
+        """Leading blocks that are complete."""
+        return self._get(seq).num_ready
+
+    def blocks_needed(self, seq: str | None, num_tokens: int) -> int:
+        """New blocks that extend(seq, num_tokens) takes; for None, those of a sequence with nothing cached."""
+        have = 0 if seq is None else len(self._get(seq).tables[0])
+        return max(0, -(-num_tokens // self.block_size) - have) * len(self.windows)
+
+    def peak_blocks(self, num_tokens: int, chunk: int) -> int:
+        """The most blocks a sequence of num_tokens ever holds, if at most `chunk` tokens stand between commit and
+        extend: windows need no more than the chunk and what its first token sees."""
+        whole = -(-num_tokens // self.block_size)
+        peak = 0
+        for window in self.windows:
+            seen = whole if window is None else -(-(window + chunk - 2) // self.block_size) + 1
+            peak += min(whole, seen)
+        return peak
+
+    def grow(self, blocks: int) -> bool:
+        """Borrows at least so many blocks, if somebody lends them; whether any came."""
+        return self.loans.grow(blocks)
+
+    def shrink(self) -> bool:
+        """Gives borrowed blocks back where enough others are free; whether any went."""
+        return self.loans.shrink()
+
+    def drop_duplicates(self, seq: str) -> bool:
+        """Whether a sequence that is alone held blocks of the tree besides its own for the same tokens, which are now
+        to be had. The tree is emptied: it is all of this sequence."""
+        if not self._get(seq).held:
+            return False
+        self.reset_prefix_cache()
+        return True
+
+    # What a connector to other tiers needs
+
+    def cached_prefix(self, tokens: Sequence[int], salt: str | None) -> tuple[int, bytes]:
+        """How many blocks of this prompt admit() would find now, and the digest of the prefix they hold."""
+        nodes = self._find(tokens, salt)
+        return len(nodes), nodes[-1].digest if nodes else root_digest(self._identity, salt)
+
+    def extend_to_load(self, seq: str, num_blocks: int) -> bool:
+        """Makes the tables cover num_blocks whole blocks, of a window group only those that the position after them
+        sees; False and unchanged if there is no room. They are to be loaded, or computed meanwhile."""
+        sequence, size = self._get(seq), self.block_size
+        have = len(sequence.tables[0])
+        seen = [first_seen(num_blocks * size, window, size) for window in self.windows]
+        if not self._make_room(sum(num_blocks - max(have, start) for start in seen), urgent=False):
+            return False
+        for group, start in enumerate(seen):
+            self._drop_before(sequence, group, start)
+            table = sequence.tables[group]
+            table.extend([0] * (start - have))
+            table.extend([self.pool.allocate() for _ in range(num_blocks - len(table))])
+        sequence.load_end = num_blocks
+        return True
+
+    def drop_offloaded(self, seq: str, num_blocks: int) -> None:
+        """Takes the first num_blocks out of the table of a full-attention sequence: host memory has them."""
+        sequence = self._get(seq)
+        self._drop_before(sequence, 0, num_blocks)
+        sequence.num_offloaded = num_blocks
+
+    def begin_copy(self, block: int) -> None:
+        """A copy to or from another tier starts: the block is neither reused, freed nor evicted until end_copy."""
+        self.tree.begin_copy(block)
+
+    def end_copy(self, block: int) -> None:
+        self.tree.end_copy(block)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets every prefix. Running sequences keep their blocks, share them no more, and free them at the end."""
+        self.tree.reset()
+        for sequence in self._live.values():
+            sequence.node = None
+            for held in sequence.held.values():
+                for block in held:
+                    self.tree.unref(block)
+            sequence.held.clear()
+
+    def check(self) -> None:
+        """Asserts the invariant, free + evictable + protected + in flight == total, and all that it rests on."""
+        self.pool.check()
+        self.tree.check()
+        refs = [0] * (self.pool.most + 1)
+        for seq, sequence in self._live.items():
+            assert len({len(table) for table in sequence.tables}) == 1, f"tables of {seq!r} differ in length"
+            assert sequence.num_computed // self.block_size == sequence.num_ready
+            for group, table in enumerate(sequence.tables):
+                first = sequence.first[group]
+                assert [bool(block) for block in table] == [i >= first for i in range(len(table))], (
+                    f"{seq!r}, group {group}: {table} should be 0 before entry {first}, and only there"
+                )
+                end = max(sequence.num_computed, sequence.load_end * self.block_size)
+                assert first == max(sequence.num_offloaded, first_seen(end, self.windows[group], self.block_size))
+                for block in table[first:]:
+                    refs[block] += 1
+            for held in sequence.held.values():
+                for block in held:
+                    refs[block] += 1
+        for block in range(1, self.pool.most + 1):
+            assert refs[block] == self.pool.refs(block), (
+                f"block {block} has {self.pool.refs(block)} references, {refs[block]} holders"
+            )
+
+    def _get(self, seq: str) -> SequenceBlocks:
+        try:
+            return self._live[seq]
+        except KeyError:
+            raise KeyError(f"no sequence {seq!r} holds blocks: it was never admitted, or is released") from None
+
+    def _must_be_new(self, seq: str) -> None:
+        assert seq not in self._live, f"sequence {seq!r} already holds blocks"
+
+    def _find(self, tokens: Sequence[int], salt: str | None) -> list[Node]:
+        if not self.prefix_caching:
+            return []
+        nodes: list[Node] = []
+        limit = (len(tokens) - 1) // self.block_size
+        for node in self.tree.walk(tokens, self.block_size, salt):
+            if len(nodes) == limit:
+                break
+            nodes.append(node)
+        return nodes[: usable_blocks([node.blocks for node in nodes], self.windows, self.block_size)]
+
+    def _start(self, seq: str, blocks: Sequence[Sequence[int | None]]) -> SequenceBlocks:
+        """A new sequence that holds these complete blocks, of a window group only what the next position sees."""
+        computed = len(blocks) * self.block_size
+        first = [first_seen(computed, window, self.block_size) for window in self.windows]
+        tables: list[list[int]] = [[0] * len(blocks) for _ in self.windows]
+        for group, table in enumerate(tables):
+            for i in range(first[group], len(blocks)):
+                block = blocks[i][group]
+                assert block is not None
+                self.tree.ref(block)
+                table[i] = block
+        self._live[seq] = sequence = SequenceBlocks(tables, first, computed, len(blocks))
+        return sequence
+
+    def _drop_before(self, sequence: SequenceBlocks, group: int, end: int) -> None:
+        """Takes the entries before `end` out of a group's table."""
+        table = sequence.tables[group]
+        for i in range(sequence.first[group], min(end, len(table))):
+            self.tree.unref(table[i])
+            table[i] = 0
+        sequence.first[group] = max(sequence.first[group], end)
+
+    def _make_room(self, blocks: int, urgent: bool = True) -> bool:
+        return self.num_free >= blocks and self.evictor.make_room(blocks, urgent)

@@ -1,0 +1,346 @@
+"""The prefix tree: which computed blocks hold which tokens, and which of them may be evicted.
+
+A node is one block's span of tokens and has one block id a layer group. Full-attention blocks go leaf by leaf, so that
+whatever is in the tree stays reachable; a sliding-window group's block may go alone, and leaves None behind.
+Invariant: whoever holds a node's full-attention blocks holds those of all its ancestors too. So every evictable block
+can really be had, and free + evictable is an honest count (but for ancestors of a block in flight, until it lands).
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from spillover.memory.kv.blocks import EVICTABLE, BlockPool
+from spillover.memory.kv.digest import block_digest, block_key, root_digest
+from spillover.memory.policies import EvictionPolicy
+
+
+class Node:
+    __slots__ = ("_digest", "_key", "blocks", "children", "parent", "tokens", "users")
+
+    def __init__(self, parent: "Node | None", tokens: tuple[int, ...], num_groups: int) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        self.blocks: list[int | None] = [None] * num_groups
+        self.children: dict[tuple[int, ...], Node] = {}
+        self.users = 0  # live sequences whose last committed block this is; they keep the node, not its blocks
+        self._digest: bytes | None = None
+        self._key: bytes | None = None
+
+    def key(self, group: int) -> bytes:
+        """The name under which other tiers keep the node's block of a group; the first group's is remembered."""
+        if group:
+            return block_key(self.digest, group)
+        if self._key is None:
+            self._key = block_key(self.digest, 0)
+        return self._key
+
+    @property
+    def digest(self) -> bytes:
+        """Computed on first use: while no other tier asks for names, nothing is digested."""
+        chain: list[Node] = []
+        node = self
+        while (digest := node._digest) is None:
+            assert node.parent is not None, "a root has its digest from the start"
+            chain.append(node)
+            node = node.parent
+        for link in reversed(chain):
+            link._digest = digest = block_digest(digest, link.tokens)
+        return digest
+
+
+class Root(Node):
+    __slots__ = ("salt",)
+
+    def __init__(self, identity: bytes, salt: str | None) -> None:
+        super().__init__(None, (), 0)
+        self.salt = salt
+        self._digest = root_digest(identity, salt)
+
+
+class Listener(Protocol):
+    """Hears what happens to the tree's blocks; whoever spills them to other tiers is one."""
+
+    def on_cached(self, block: int) -> None: ...  # entered the tree, held by the sequence that computed it
+
+    def on_idle(self, block: int) -> None: ...  # held by nobody
+
+    def on_busy(self, block: int) -> None: ...  # held, or in flight
+
+    def on_gone(self, block: int) -> None: ...  # left the tree
+
+
+class Evictor(Protocol):
+    """Frees blocks of the tree: the tree itself, or whoever first copies them to other tiers."""
+
+    def make_room(self, blocks: int, urgent: bool) -> bool:
+        """Frees blocks until that many are free; False if some are not to be had, or better not yet."""
+
+    def may_go(self, blocks: Sequence[int]) -> bool:
+        """Whether these blocks, which nobody holds, may leave the device as they are."""
+
+
+class PrefixTree:
+    """All references to blocks are taken and dropped here, in the tree or not, so that the policy hears of each."""
+
+    def __init__(
+        self, pool: BlockPool, windows: Sequence[int | None], policy: EvictionPolicy, identity: bytes = b""
+    ) -> None:
+        self.num_nodes = 0  # roots not counted
+        self.num_evictions = 0  # blocks
+        self.listener: Listener | None = None
+        self._pool = pool
+        self._windows = tuple(windows)
+        # A node leaves as a whole; the block of its first full-attention group stands for it before the policy.
+        self._lead = self._windows.index(None) if None in self._windows else None
+        self._plain = self._windows == (None,)  # as most models have it: a node is one block
+        self._policy = policy
+        self._identity = identity
+        self._roots: dict[str | None, Root] = {}
+        self._home: dict[int, Node] = {}  # block in the tree -> its node
+        self._offered: set[int] = set()  # what the policy may choose from
+
+    def root(self, salt: str | None) -> Node:
+        """One root a salt: sequences with different salts never share a block."""
+        if salt not in self._roots:
+            self._roots[salt] = Root(self._identity, salt)
+        return self._roots[salt]
+
+    def walk(self, tokens: Sequence[int], block_size: int, salt: str | None) -> Iterator[Node]:
+        """The nodes along `tokens`, full blocks only, as far as they go; changes nothing."""
+        node: Node | None = self._roots.get(salt)
+        for end in range(block_size, len(tokens) + 1, block_size):
+            node = node.children.get(tuple(tokens[end - block_size : end])) if node is not None else None
+            if node is None:
+                return
+            yield node
+
+    def path(self, node: Node) -> list[Node]:
+        """From the root, included, to the node."""
+        nodes = [node]
+        while node.parent is not None:
+            node = node.parent
+            nodes.append(node)
+        return nodes[::-1]
+
+    def insert(self, parent: Node, tokens: tuple[int, ...], blocks: Sequence[int]) -> tuple[Node, list[int]]:
+        """Offers a sequence's READY blocks to the tree; returns the node and blocks the sequence now holds *besides*.
+        Where a window group has none to offer stands 0.
+
+        If the node is there already (two sequences computed the same tokens at once), the sequence keeps its own
+        blocks outside the tree, because its table points at them; gaps of the node are filled from them. It takes
+        references on the node's full-attention blocks, so that its own later blocks never hang below evictable ones.
+        """
+        node = parent.children.get(tokens)
+        held: list[int] = []
+        if node is None:
+            node = Node(parent, tokens, len(blocks))
+            parent.children[tokens] = node
+            self.num_nodes += 1
+        for group, block in enumerate(blocks):
+            theirs = node.blocks[group]
+            if not block:
+                continue
+            if theirs is None:
+                node.blocks[group] = block
+                self._home[block] = node
+                self._pool.cache(block)
+                if self.listener is not None:
+                    self.listener.on_cached(block)
+            elif self._windows[group] is None:
+                self.ref(theirs)
+                held.append(theirs)
+        self._offer(node)
+        self._offer(parent)
+        return node, held
+
+    def key(self, block: int) -> bytes:
+        """The name under which other tiers keep this block of the tree."""
+        node = self._home[block]
+        return node.key(0 if self._plain else node.blocks.index(block))
+
+    def peers(self, victim: int) -> list[int]:
+        """The blocks that evict() would free along with this victim, itself included."""
+        if self._plain:
+            return [victim]
+        node = self._home[victim]
+        whole = self._lead is not None and node.blocks[self._lead] == victim
+        return [block for block in node.blocks if block is not None] if whole else [victim]
+
+    def make_room(self, blocks: int, urgent: bool) -> bool:
+        """Evicts until that many blocks are free; False if what is left lies above a block in flight."""
+        while self._pool.free < blocks:
+            if not self.evict():
+                return False
+        return True
+
+    def may_go(self, blocks: Sequence[int]) -> bool:
+        return True
+
+    def victim(self) -> int | None:
+        return self._policy.victim()
+
+    def enter(self, node: Node) -> None:
+        """A sequence's last committed block is now this node's."""
+        node.users += 1
+
+    def leave(self, node: Node) -> None:
+        node.users -= 1
+        self._prune(node)
+
+    def ref(self, block: int) -> None:
+        self._pool.ref(block)
+        self._used(block)
+
+    def unref(self, block: int) -> None:
+        self._pool.unref(block)
+        self._used(block)
+
+    def begin_copy(self, block: int) -> None:
+        self._pool.begin_copy(block)
+        if self._plain:
+            self._withdraw(block)
+        elif (node := self._home.get(block)) is not None:
+            self._offer(node)
+
+    def end_copy(self, block: int) -> None:
+        self._pool.end_copy(block)
+        if (node := self._home.get(block)) is not None and not (self._plain and node.children):
+            self._offer(node)
+
+    def evict(self, victim: int | None = None) -> bool:
+        """Frees the policy's victim: a whole leaf, or one sliding-window block; False if nothing may go. Who has just
+        asked for the victim may name it."""
+        if victim is None and (victim := self._policy.victim()) is None:
+            return False
+        node = self._home[victim]
+        for block in self.peers(victim):
+            node.blocks[node.blocks.index(block)] = None
+            del self._home[block]
+            self._pool.evict(block)
+            self._withdraw(block)
+            self.num_evictions += 1
+            if self.listener is not None:
+                self.listener.on_gone(block)
+        self._prune(node)
+        return True
+
+    def below(self, blocks: Sequence[int]) -> list[int]:
+        """The blocks that leave the tree when these are dropped: all of their nodes, and of all that hangs below."""
+        nodes = list(dict.fromkeys(self._home[block] for block in blocks))
+        found = dict.fromkeys(nodes)
+        for node in nodes:
+            for child in node.children.values():
+                if child not in found:
+                    found[child] = None
+                    nodes.append(child)
+        return [block for node in nodes for block in node.blocks if block is not None]
+
+    def drop(self, block: int) -> bool:
+        """Evicts a block of the tree and all that hangs below it; False where any of that is in use."""
+        below = [self._home[block]]
+        for node in below:
+            below += node.children.values()
+        if any(self._pool.state(each) is not EVICTABLE for node in below for each in node.blocks if each is not None):
+            return False
+        for node in reversed(below):  # a node has no children left when its turn comes
+            for each in node.blocks:
+                if each is not None and each in self._home:
+                    self.evict(each)
+        return True
+
+    def reset(self) -> None:
+        """Forgets every prefix. Blocks in use stay with their holders and are freed after the last of them."""
+        for block in self._home:
+            self._pool.uncache(block)
+            self._withdraw(block)
+            if self.listener is not None:
+                self.listener.on_gone(block)
+        self._home.clear()
+        self._roots.clear()
+        self.num_nodes = 0
+
+    def check(self) -> None:
+        found: dict[int, Node] = {}
+        nodes = 0
+        pending: list[Node] = list(self._roots.values())
+        for root in pending:
+            assert root.children or root.users, "an empty root stayed"
+        while pending:
+            node = pending.pop()
+            pending.extend(node.children.values())
+            if node.parent is None:
+                continue
+            nodes += 1
+            assert node.parent.children[node.tokens] is node
+            assert node.children or node.users or any(node.blocks), "an empty leaf stayed"
+            self._check_node(node, found)
+        assert nodes == self.num_nodes, f"{nodes} nodes, {self.num_nodes} counted"
+        assert found == self._home
+        assert set(found) == {block for block in range(1, self._pool.most + 1) if self._pool.cached(block)}
+        assert self._offered <= set(found)
+
+    def _check_node(self, node: Node, found: dict[int, Node]) -> None:
+        blocks = [block for block in node.blocks if block is not None]
+        idle = all(self._pool.state(block) is EVICTABLE for block in blocks)
+        for group, block in enumerate(node.blocks):
+            if block is None:
+                assert self._windows[group] is not None, "a full-attention block left the tree before its node"
+                continue
+            assert block not in found, f"block {block} is in the tree twice"
+            found[block] = node
+            if self._windows[group] is not None:
+                assert (block in self._offered) == (self._pool.state(block) is EVICTABLE)
+            else:
+                assert (block in self._offered) == (group == self._lead and idle and not node.children)
+                above = node.parent.blocks[group] if node.parent is not None and node.parent.blocks else None
+                if self._pool.refs(block) and above is not None:
+                    assert self._pool.refs(above), f"block {block} is held, but {above} before it is not"
+
+    def _used(self, block: int) -> None:
+        if (node := self._home.get(block)) is not None:
+            self._policy.on_access(block)
+            self._offer(node)
+            if self.listener is not None:
+                idle = self._pool.state(block) is EVICTABLE
+                (self.listener.on_idle if idle else self.listener.on_busy)(block)
+
+    def _offer(self, node: Node) -> None:
+        """Tells the policy what of this node may be evicted now, and what no longer."""
+        if self._plain:
+            if node.blocks and (block := node.blocks[0]) is not None:
+                self._set_offered(block, not node.children and self._pool.state(block) is EVICTABLE)
+            return
+        idle = True
+        for window, block in zip(self._windows, node.blocks, strict=False):  # a root has no blocks
+            if block is None:
+                continue
+            evictable = self._pool.state(block) is EVICTABLE
+            idle = idle and evictable
+            if window is not None:
+                self._set_offered(block, evictable)
+        if self._lead is not None and node.blocks and (lead := node.blocks[self._lead]) is not None:
+            self._set_offered(lead, idle and not node.children)
+
+    def _set_offered(self, block: int, evictable: bool) -> None:
+        if not evictable:
+            self._withdraw(block)
+        elif block not in self._offered:
+            self._offered.add(block)
+            self._policy.on_insert(block)
+
+    def _withdraw(self, block: int) -> None:
+        if block in self._offered:
+            self._offered.remove(block)
+            self._policy.on_remove(block)
+
+    def _prune(self, node: Node) -> None:
+        """Removes the node, and then its ancestors, where nothing hangs on them any more."""
+        while not (node.children or node.users or any(node.blocks)):
+            if isinstance(node, Root):
+                del self._roots[node.salt]
+                return
+            assert node.parent is not None
+            del node.parent.children[node.tokens]
+            self.num_nodes -= 1
+            node = node.parent
+        self._offer(node)

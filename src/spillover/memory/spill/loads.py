@@ -1,0 +1,102 @@
+"""Stored blocks on their way, and the question where a prompt's blocks are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from spillover.memory.spill.host import Entry
+from spillover.memory.tiers.base import Ticket, Tier
+
+
+class LoadState(Enum):
+    WAITING = "waiting"  # for a slot
+    FETCHING = "fetching"  # from a tier below into host memory
+    HELD = "held"  # in host memory
+    COPYING = "copying"  # to the device
+    DONE = "done"
+    FAILED = "failed"  # the block is to be computed
+
+
+class Load:
+    """One stored block on its way to the device."""
+
+    __slots__ = ("block", "deadline", "entry", "key", "on_end", "state", "tier")
+
+    def __init__(self, key: bytes, tier: str, deadline: float) -> None:
+        self.key = key
+        self.tier = tier  # where it was found
+        self.deadline = deadline
+        self.state = LoadState.WAITING
+        self.entry: Entry | None = None
+        self.block: int | None = None  # where it is to go, once that is known
+        self.on_end: Callable[[Load], None] | None = None
+
+    @property
+    def pending(self) -> bool:
+        return self.state not in (LoadState.DONE, LoadState.FAILED)
+
+
+# Told of a device block and its slot's entry once the copy out has ended; the entry has no slot if it was not kept.
+# It may not start copies itself.
+CopyEnd = Callable[[int, Entry], None]
+
+
+@dataclass(frozen=True)
+class CopyOut:
+    """One job on the link, from the device."""
+
+    ticket: Ticket[float]
+    blocks: list[int]
+    entries: list[Entry]
+    on_end: CopyEnd
+
+
+@dataclass(frozen=True)
+class CopyIn:
+    """One job on the link, to the device."""
+
+    ticket: Ticket[float]
+    blocks: list[int]
+    loads: list[Load]
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """One block on its way from a tier below to host memory."""
+
+    entry: Entry
+    tier: Tier
+    started: float
+    place: int  # in its batch, from 1
+    ticket: Ticket[bool]
+
+
+class Search:
+    """Where the blocks of a prompt are; tiers that must be asked answer later or, by their deadline, not at all."""
+
+    def __init__(self, sources: list[str | None], answered: Callable[[Tier, int, bool], None]) -> None:
+        """`answered` is told what each tier says of each index; no answer counts as no."""
+        self.sources = sources
+        self._answered = answered
+        self._asked: list[tuple[Tier, list[int], Ticket[list[bool]]]] = []
+
+    def ask(self, tier: Tier, indices: list[int], ticket: Ticket[list[bool]]) -> None:
+        self._asked.append((tier, indices, ticket))
+
+    def ready(self, now: float) -> bool:
+        waiting = []
+        for tier, indices, ticket in self._asked:
+            if ticket.expired(now):
+                ticket.cancel()
+            elif not ticket.done():
+                waiting.append((tier, indices, ticket))
+                continue
+            there = ticket.result() or [False] * len(indices)
+            for index, found in zip(indices, there, strict=True):
+                self._answered(tier, index, found)
+                if found and self.sources[index] is None:
+                    self.sources[index] = tier.name
+        self._asked = waiting
+        return not waiting

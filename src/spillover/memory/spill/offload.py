@@ -1,0 +1,84 @@
+"""Moves the oldest blocks of a sequence that has outgrown the device to host memory, and lets it go on from there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+from spillover.memory.kv.kv_cache import KVCache
+from spillover.memory.spill.host import Entry
+from spillover.memory.spill.store import SpillStore
+
+MAX_FAILURES = 3  # attempts for one sequence
+
+
+@dataclass(slots=True)
+class _Offloaded:
+    """What host memory holds of one sequence."""
+
+    entries: list[Entry] = field(default_factory=list)  # its leading blocks
+    addresses: tuple[int, ...] = ()  # of these
+    moving: list[Entry] = field(default_factory=list)  # the blocks that follow, on their way there
+    copies: int = 0  # of `moving`, those that have not ended
+    failures: int = 0
+
+
+class Offload:
+    def __init__(self, kv: KVCache, store: SpillStore) -> None:
+        self._kv = kv
+        self._store = store
+        self._sequences: dict[str, _Offloaded] = {}
+
+    @property
+    def moving(self) -> bool:
+        """Whether blocks are on their way."""
+        return any(sequence.moving for sequence in self._sequences.values())
+
+    def addresses(self, seq: str) -> tuple[int, ...]:
+        return self._sequences[seq].addresses if seq in self._sequences else ()
+
+    def start(self, seq: str, num_blocks: int) -> bool:
+        """As `KVConnector.offload`; only where every layer sees every token."""
+        if not self._store.keeps or self._kv.windows != (None,):
+            return False
+        sequence = self._sequences.setdefault(seq, _Offloaded())
+        if sequence.moving:
+            return True
+        start = len(sequence.entries)
+        if start + num_blocks > self._kv.num_ready(seq) or sequence.failures == MAX_FAILURES:
+            return False
+        blocks = self._kv.table(seq)[start : start + num_blocks]
+        entries = self._store.offload(blocks, partial(self._copied, sequence))
+        if entries is None:
+            return False
+        self._kv.reset_prefix_cache()
+        for block in blocks:
+            self._kv.begin_copy(block)
+        sequence.moving, sequence.copies = entries, len(entries)
+        return True
+
+    def poll(self) -> None:
+        """Takes blocks that have arrived out of their sequence's table: here, and so never while a step is planned."""
+        for seq, sequence in self._sequences.items():
+            if sequence.moving and not sequence.copies:
+                self._take(seq, sequence)
+
+    def release(self, seq: str) -> None:
+        """Gives up the slots of a sequence that ends."""
+        if seq in self._sequences:
+            sequence = self._sequences.pop(seq)
+            self._store.release(sequence.entries + sequence.moving)
+
+    def _copied(self, sequence: _Offloaded, block: int, _entry: Entry) -> None:
+        sequence.copies -= 1
+        self._kv.end_copy(block)
+
+    def _take(self, seq: str, sequence: _Offloaded) -> None:
+        moved, sequence.moving = sequence.moving, []
+        if all(entry.ready for entry in moved):
+            sequence.entries += moved
+            sequence.addresses += tuple(self._store.address(entry) for entry in moved)
+            self._kv.drop_offloaded(seq, len(sequence.entries))
+        else:
+            sequence.failures += 1
+            self._store.release(moved)

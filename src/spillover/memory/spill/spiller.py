@@ -1,0 +1,202 @@
+"""Decides which device blocks are copied down and when, so that evicting a block seldom loses it and never waits.
+
+Blocks that nobody holds are copied ahead of need, oldest first. Whoever needs room at once may take a block that was
+not copied yet; whoever can wait is told to, for a moment.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from spillover.memory.kv.blocks import EVICTABLE, FILLING, FREE, IN_FLIGHT, BlockPool
+from spillover.memory.kv.prefix_tree import PrefixTree
+from spillover.memory.spill.host import Entry
+from spillover.memory.spill.store import SpillStore
+
+# How long a request that wants room waits for copies before blocks are lost instead: for half of it none, for the other
+# half the oldest in host memory, then those it wants to overwrite.
+PATIENCE_SECONDS = 0.1
+AHEAD = 32  # blocks whose copies are begun at a time ahead of need: beginning them takes time between two steps
+
+
+class Spiller:
+    def __init__(self, pool: BlockPool, tree: PrefixTree, store: SpillStore, margin: int) -> None:
+        """`margin`: blocks to be had at any time without a copy."""
+        # Blocks that urgent requests may want at any moment. Others leave as many free: what is evictable may not be
+        # had at once, since of a prefix the end goes first, and that may be in flight.
+        self.reserve = 0
+        self._pool = pool
+        self._tree = tree
+        self._store = store
+        self._margin = margin
+        self._least = max(1, min(AHEAD, margin // 4))  # copies that are worth beginning before somebody needs them
+        self._dirty: OrderedDict[int, None] = OrderedDict()  # to be copied; idle ones in the order they became so
+        self._idle: set[int] = set()  # held by nobody, in flight or not
+        self._unwanted: set[int] = set()  # not worth a copy: may go as they are
+        self._failed: set[int] = set()  # their copy failed: likewise, until they are used again
+        self._copying: set[int] = set()
+        self._impatient_at: float | None = None
+        tree.listener = self
+
+    # What the tree tells
+
+    def on_cached(self, block: int) -> None:
+        if self._store.eager:
+            self._dirty[block] = None
+
+    def on_idle(self, block: int) -> None:
+        self._idle.add(block)
+        self._failed.discard(block)
+        self._store.used(self._tree.key(block))
+        if block not in self._unwanted:
+            self._dirty[block] = None
+            self._dirty.move_to_end(block)
+
+    def on_busy(self, block: int) -> None:
+        self._idle.discard(block)
+        if not self._store.eager:
+            self._dirty.pop(block, None)
+
+    def on_gone(self, block: int) -> None:
+        self._idle.discard(block)
+        self._dirty.pop(block, None)
+        self._unwanted.discard(block)
+        self._failed.discard(block)
+
+    # What the cache asks
+
+    def poll(self) -> None:
+        """Starts copies that will soon be wanted."""
+        while self._pool.free < self.reserve and (victim := self._tree.victim()) is not None:
+            if not all(self._clean(block) for block in self._tree.peers(victim)):
+                break
+            self._tree.evict(victim)
+        if self._store.eager:
+            self._spill(len(self._dirty))
+        elif self._dirty:
+            short = self._margin - self._ready()
+            if short >= self._least:
+                self._spill(min(short, max(4, len(self._idle) // 2), AHEAD))
+
+    @property
+    def low(self) -> bool:
+        """Whether few blocks are left that can be had without a copy, those counted whose copy is under way."""
+        return bool(self._dirty) and 4 * self._ready() < self._margin
+
+    def make_room(self, blocks: int, urgent: bool) -> bool:
+        """Frees blocks until that many are free. Urgent: also those that no tier has."""
+        now = time.monotonic()
+        impatient = urgent or (self._impatient_at is not None and now >= self._impatient_at)
+        wanted = blocks if impatient else blocks + self.reserve
+        if self._evict(wanted, lossy=False):
+            self._served(urgent)
+            return True
+        self._store.take_spilled()  # what has been copied by now need not be lost, nor waited for
+        if self._evict(wanted, impatient):
+            self._served(urgent)
+            return True
+        if not impatient:
+            if self._impatient_at is None:
+                self._impatient_at = now + PATIENCE_SECONDS
+            lossy = now >= self._impatient_at - PATIENCE_SECONDS / 2
+            self._spill(wanted - self._pool.free - len(self._copying), lossy)
+        return False
+
+    def _served(self, urgent: bool) -> None:
+        """Who waits for room goes on waiting from when it began, however many urgent ones are served meanwhile."""
+        if not urgent:
+            self._impatient_at = None
+
+    def flush(self) -> bool:
+        """Starts copying what nobody holds and no tier has; whether there was any."""
+        before = len(self._copying)
+        self._spill(len(self._dirty))
+        return len(self._copying) > before
+
+    def may_go(self, blocks: Sequence[int]) -> bool:
+        """Whether these blocks, which nobody holds, may leave the device as they are; copies begin of those that may
+        not."""
+        dirty = [block for block in blocks if not self._clean(block)]
+        for block in reversed(dirty):
+            self._dirty.move_to_end(block, last=False)
+        if dirty:
+            self._spill(len(dirty), lossy=True)
+        return not dirty
+
+    def check(self) -> None:
+        for block in self._copying:
+            assert self._pool.state(block) is IN_FLIGHT
+        for block in self._idle:
+            assert self._pool.refs(block) == 0
+            assert self._pool.cached(block)
+        for block in self._dirty:
+            assert self._pool.cached(block)
+            assert self._pool.state(block) not in (FREE, FILLING)
+
+    def _ready(self) -> int:
+        """Blocks that can be had without a copy, now or once those under way have ended."""
+        clean = len(self._idle) - len(self._idle & self._copying) - len(self._dirty)
+        return self._pool.free + max(0, clean) + len(self._copying)
+
+    def _evict(self, wanted: int, lossy: bool) -> bool:
+        """Evicts until so many blocks are free; whether they are. `lossy`: also what no tier has."""
+        while self._pool.free < wanted:
+            victim = self._tree.victim()
+            if victim is None:
+                return False
+            lost = 0
+            for block in self._tree.peers(victim):
+                lost += not self._clean(block)
+            if lost and not lossy:
+                return False
+            self._store.dropped += lost
+            self._tree.evict(victim)
+        return True
+
+    def _clean(self, block: int) -> bool:
+        """Whether the block may leave the device as it is."""
+        if block in self._unwanted or block in self._failed or self._store.holds(self._tree.key(block)):
+            self._dirty.pop(block, None)
+            return True
+        if block not in self._dirty:  # it was stored once, and the tiers have lost it since
+            self._dirty[block] = None
+        return False
+
+    def _spill(self, count: int, lossy: bool = False) -> None:
+        """Starts copies of the oldest blocks that want one."""
+        items: list[tuple[bytes, int]] = []
+        settled: list[int] = []
+        state, key_of, store = self._pool.state, self._tree.key, self._store
+        for block in self._dirty:
+            if len(items) >= count:
+                break
+            if state(block) is IN_FLIGHT:
+                continue
+            key = key_of(block)
+            if store.holds(key):
+                settled.append(block)
+            elif store.doubted(key):
+                continue
+            elif not store.wanted(key):
+                settled.append(block)
+                self._unwanted.add(block)
+            else:
+                items.append((key, block))
+        accepted = [block for _, block in items[: store.spill(items, self._spilled, lossy)]] if items else []
+        for block in settled:
+            del self._dirty[block]
+        for block in accepted:
+            del self._dirty[block]
+            self._tree.begin_copy(block)
+        self._copying.update(accepted)
+
+    def _spilled(self, block: int, entry: Entry) -> None:
+        """Takes in the end of a copy. A block that host memory did not get, or has let go of again, has failed."""
+        self._copying.remove(block)
+        self._tree.end_copy(block)
+        if self._pool.state(block) is EVICTABLE:  # perhaps let go of while it was in flight
+            self._idle.add(block)
+        if entry.slot < 0 and self._pool.cached(block) and not self._store.holds(self._tree.key(block)):
+            self._failed.add(block)

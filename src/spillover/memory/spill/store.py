@@ -1,0 +1,494 @@
+"""Everything below the device: stored blocks in host memory, on disk and in a remote store, and the copies between.
+
+A block leaves the device into a slot of host memory and from there goes down to the tiers below; it comes back the same
+way. Copies run on threads of their own; all bookkeeping is done on the engine's thread, in poll(). Without a host tier
+a few slots still stand in for one, and an entry is forgotten as soon as nothing relies on it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from spillover.memory.policies.admission import AdmissionPolicy, Always
+from spillover.memory.spill.below import Below
+from spillover.memory.spill.host import Entry, HostCache, Slots
+from spillover.memory.spill.loads import CopyEnd, CopyIn, CopyOut, Fetch, Load, LoadState, Search
+from spillover.memory.spill.report import TierReport
+from spillover.memory.spill.store_report import HostReport, Meter, tier_reports
+from spillover.memory.spill.write_down import WriteDown
+from spillover.memory.tiers.base import Lane, Ticket, Tier
+from spillover.memory.transfer.link import DeviceLink
+
+COPY_SECONDS = 0.003  # one copy over the link takes about this long, so that others get their turn
+LINK_RATE = 10e9  # bytes a second, where the link was not measured
+LINK_SECONDS = 10.0  # deadline of a copy over the link
+LOAD_SECONDS = 15.0  # deadline of a load, waiting for a slot included
+LOAD_PATIENCE = 0.1  # seconds that it waits for a slot before a block that no tier below has goes for it
+
+
+class SpillStore:
+    def __init__(
+        self,
+        link: DeviceLink,
+        tiers: Sequence[Tier] = (),
+        host_blocks: int = 0,
+        staging_blocks: int = 32,
+        eager: bool = False,
+        admission: AdmissionPolicy | None = None,
+        rates: dict[str, float] | None = None,
+        link_rates: dict[str, tuple[float | None, float | None]] | None = None,
+        wake: threading.Event | None = None,
+    ) -> None:
+        """`rates`: bytes a second that loads from each tier reach, until they are seen; `link_rates`: measured
+        (towards the tier, from it), to hold what was reached against. Tiers set `wake` when work ends."""
+        self.link = link
+        self.tiers = tuple(tiers)
+        self.eager = eager
+        self.keeps = host_blocks > 0
+        self.rates = dict(rates or {})
+        self.spilled_blocks = 0
+        self.dropped = 0  # blocks that left the device before they could be copied
+        self._host = HostCache(Slots(link.allocate, link.slot_bytes, host_blocks or staging_blocks))
+        self._admission = admission or Always()
+        self._link_rates = link_rates or {}
+        self._wake = wake or threading.Event()
+        self._out = Lane("spill", 1, self._wake.set)
+        self._in = Lane("restore", 2, self._wake.set)  # one hands over a copy while the other waits for its own
+        self._copies_out: list[CopyOut] = []
+        self._copies_in: list[CopyIn] = []
+        self._fetches: list[Fetch] = []
+        self._below = Below(self.tiers, self._found_below)
+        self._writes = WriteDown(self._host, self.tiers, self._admission, self._below.offered, self._unpin)
+        self._queue: deque[Load] = deque()  # without a slot yet
+        self._copyable: list[Load] = []  # held, with a block to go to
+        self._waiters: dict[bytes, list[Load]] = {}  # loads of an entry that is still arriving
+        self._to_host, self._to_device = Meter(), Meter()
+        self._hits: dict[str, int] = {}
+        self._failures = 0
+        self._offloaded = 0
+        self._short = 0  # blocks that lately found no slot
+        self._batch = max(1, int(COPY_SECONDS * self.rates.get("host", LINK_RATE) / link.slot_bytes))
+
+    # Spilling
+
+    def holds(self, key: bytes) -> bool:
+        """Whether the block can leave the device without being lost, as far as is known here."""
+        entry = self._host.get(key)
+        if entry is not None:
+            self._host.touch(entry)
+            return True
+        return self._below.settled(key)
+
+    def doubted(self, key: bytes) -> bool:
+        """Whether a tier is being asked for the block, so that it will soon be known if it can leave the device."""
+        return self._below.doubted(key) and self._host.get(key) is None
+
+    def used(self, key: bytes) -> None:
+        """A request has used the block, so it is to be kept: a tier that has lost it is offered it again."""
+        if not self.tiers:
+            return
+        self._below.used(key)
+        if not self._below.has(key):
+            self._found_below(key, False)
+
+    def spill(self, items: Sequence[tuple[bytes, int]], on_end: CopyEnd, lossy: bool = False) -> int:
+        """Starts copies of device blocks, in order; returns how many of them found a slot. A block stays as it is until
+        `on_end` is told of it. `lossy`: older blocks in host memory that no tier below has may go for it."""
+        entries: list[Entry] = []
+        for key, _ in items:
+            entry = self._host.reserve(key, lossy or not self.tiers)
+            if entry is None:
+                break
+            entries.append(entry)
+        self._short = len(items) - len(entries)
+        self._copy_out([block for _, block in items[: len(entries)]], entries, on_end)
+        return len(entries)
+
+    def wanted(self, key: bytes) -> bool:
+        """Whether the block is worth a place in the tier next to the device."""
+        return self._admission.admit(key, "host" if self.keeps else self.tiers[0].name if self.tiers else "host")
+
+    # Finding and loading
+
+    def search(self, keys: Sequence[bytes]) -> Search:
+        sources: list[str | None] = ["host" if self._ready(key) else None for key in keys]
+        search = Search(sources, lambda tier, index, there: self._below.answered(tier, keys[index], there))
+        for key, source in zip(keys, sources, strict=True):
+            if source is not None:
+                self.used(key)
+        for tier in self.tiers:
+            missing = [index for index, source in enumerate(search.sources) if source is None]
+            if missing:
+                search.ask(tier, missing, tier.lookup([keys[index] for index in missing]))
+                search.ready(time.monotonic())
+        return search
+
+    def near(self, key: bytes) -> str | None:
+        """The tier that has the block, among those that can say so at once."""
+        return "host" if self._ready(key) else self._lower(key)
+
+    def open(self, items: Sequence[tuple[bytes, str]]) -> list[Load]:
+        """Starts bringing (key, tier) pairs to host memory; each stays there until it is copied or dropped."""
+        deadline = time.monotonic() + LOAD_SECONDS
+        loads = [Load(key, tier, deadline) for key, tier in items]
+        self._queue.extend(loads)
+        self._start_loads()
+        return loads
+
+    def send(self, load: Load, block: int) -> None:
+        """The load goes to this device block, which stays in flight until the load's `on_end`."""
+        load.block = block
+        if load.state is LoadState.HELD:
+            self._copyable.append(load)
+
+    def drop(self, load: Load) -> None:
+        """Nobody wants the load any more. One that is being copied ends by itself; any other ends at once."""
+        if load.pending and load.state is not LoadState.COPYING:
+            self._end(load, LoadState.FAILED)
+
+    def flush_copies(self) -> None:
+        """Hands to the link what can be copied now."""
+        for start in range(0, len(self._copyable), self._batch):
+            loads = self._copyable[start : start + self._batch]
+            entries = [load.entry for load in loads if load.entry is not None]
+            blocks = [load.block for load in loads if load.block is not None]
+            for load in loads:
+                load.state = LoadState.COPYING
+            self._copies_in.append(CopyIn(self._submit(self._in, self.link.copy_in, blocks, entries), blocks, loads))
+        self._copyable.clear()
+
+    @property
+    def prefetch_room(self) -> int:
+        """Blocks that requests which still wait may bring to host memory."""
+        return self._host.slots.limit // 2
+
+    def count_hit(self, tier: str, tokens: int) -> None:
+        self._hits[tier] = self._hits.get(tier, 0) + tokens
+
+    def seconds(self, tier: str, blocks: int) -> float:
+        """How long loading that many blocks from the tier takes, as far as is known."""
+        slowest = min(self.rates.get(name, 1e9) for name in {tier, "host"})
+        return blocks * self.link.slot_bytes / slowest
+
+    # Blocks of a live sequence that the device has no room for
+
+    def offload(self, blocks: Sequence[int], on_end: CopyEnd) -> list[Entry] | None:
+        """Copies blocks to slots that stay theirs until release; None if there are not enough."""
+        entries: list[Entry] = []
+        for _ in blocks:
+            self._offloaded += 1
+            entry = self._host.reserve(b"offloaded" + self._offloaded.to_bytes(8, "little"))
+            if entry is None:
+                for taken in entries:
+                    taken.pins = 0  # none of them is ready
+                    self._host.drop(taken)
+                return None
+            entry.private = True
+            self._host.pin(entry)  # beside the copy's own
+            entries.append(entry)
+        self._copy_out(blocks, entries, on_end)
+        return entries
+
+    def release(self, entries: Sequence[Entry]) -> None:
+        """Gives offloaded blocks' slots up, each at once or when the copy into it has ended."""
+        for entry in entries:
+            self._unpin(entry)
+
+    def address(self, entry: Entry) -> int:
+        """Return where the block lies in host memory."""
+        return self._host.slots.address(entry.slot)
+
+    # Time passing
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is under way that poll() would take further. A tier that hangs keeps nobody waiting: what
+        is past its deadline does not count."""
+        if self._copies_out or self._copies_in or self._queue or self._copyable or self._below.busy:
+            return True
+        now = time.monotonic()
+        tickets = itertools.chain((fetch.ticket for fetch in self._fetches), self._writes.tickets())
+        return any(not ticket.expired(now) for ticket in tickets)
+
+    def wait(self, seconds: float) -> None:
+        """Until something may have ended."""
+        self._wake.wait(seconds)
+
+    def poll(self) -> None:
+        """Takes in what has ended and starts what can go on."""
+        self._wake.clear()
+        for tier in self.tiers:
+            tier.poll()
+        self.take_spilled()
+        self._go_on()
+        self._below.poll()
+        self._writes.take()
+        self._writes.until(self._margin())
+
+    def poll_loads(self) -> None:
+        """Of poll(), what requests wait for."""
+        if self._copies_in or self._fetches or self._queue or self._copyable:
+            for tier in self.tiers:
+                tier.poll()
+            self._go_on()
+
+    def take_spilled(self) -> None:
+        """Of poll(), what gives device blocks back."""
+        self._out.drain()
+        if self._copies_out:
+            self._copies_out = [copy for copy in self._copies_out if not self._take_out(copy)]
+
+    def flush(self, deadline: float) -> None:
+        """Writes what only host memory has to the tiers below, as far as the deadline allows."""
+        while self.tiers and time.monotonic() < deadline:
+            self.poll()
+            self._writes.until(self._host.slots.limit)
+            if not self.busy:
+                return
+            self.wait(0.05)
+
+    def clear(self, external: bool = False) -> None:
+        """Forgets stored blocks in host memory; with `external` also those on disk and in the remote store."""
+        self._host.clear()
+        if external:
+            self._below.clear()
+            for tier in self.tiers:
+                tier.clear()
+
+    def close(self, deadline: float) -> None:
+        """Ends every thread; the link's memory is freed only when no copy can touch it any more."""
+        for tier in self.tiers:
+            tier.close(deadline)
+        self._out.close(deadline)
+        self._in.close(deadline)
+        if all(copy.ticket.done() for copies in (self._copies_out, self._copies_in) for copy in copies):
+            self.link.close()
+
+    def reports(self) -> list[TierReport]:
+        host = HostReport(len(self._host), self._host.slots.limit, self._to_host, self._to_device, self._failures,
+                          self._host.dropped) if self.keeps else None
+        return tier_reports(host, self.tiers, self._hits, self._link_rates, self.link.slot_bytes, self.dropped)
+
+    def check(self) -> None:
+        self._host.check()
+        pins: dict[int, int] = {}
+        copied = [entry for copy in self._copies_out for entry in copy.entries]
+        for entry in (*copied, *(fetch.entry for fetch in self._fetches), *self._writes.entries()):
+            pins[entry.slot] = pins.get(entry.slot, 0) + 1
+        for slot, count in pins.items():
+            found = next(entry.pins for entry in self._host if entry.slot == slot)
+            assert found >= count, f"slot {slot} has {found} pins but {count} copies"
+
+    # Inside
+
+    def _ready(self, key: bytes) -> bool:
+        entry = self._host.get(key)
+        if entry is None or not entry.ready:
+            return False
+        self._host.touch(entry)
+        return True
+
+    def _lower(self, key: bytes) -> str | None:
+        """A tier below host memory that has the block, as far as can be said at once."""
+        return next((tier.name for tier in self.tiers if self._below.has(key, tier)), None)
+
+    def _found_lower(self, load: Load) -> bool:
+        """Whether a tier below host memory has the block; that may be another than the one in which it was found."""
+        if any(tier.name == load.tier and tier.has(load.key) is not False for tier in self.tiers):
+            return True
+        found = self._lower(load.key)
+        load.tier = found or "host"
+        return found is not None
+
+    def _submit(self, lane: Lane, copy: Callable[..., None], blocks: Sequence[int],
+                entries: Sequence[Entry]) -> Ticket[float]:
+        slots = self._host.slots.views([entry.slot for entry in entries])
+        arguments = (blocks, slots) if lane is self._out else (slots, blocks)
+
+        def work() -> float:
+            started = time.perf_counter()
+            copy(*arguments)
+            return time.perf_counter() - started
+
+        return lane.submit(work, time.monotonic() + LINK_SECONDS)
+
+    def _copy_out(self, blocks: Sequence[int], entries: Sequence[Entry], on_end: CopyEnd) -> None:
+        for start in range(0, len(entries), self._batch):
+            part, to = list(blocks[start : start + self._batch]), list(entries[start : start + self._batch])
+            self._copies_out.append(CopyOut(self._submit(self._out, self.link.copy_out, part, to), part, to, on_end))
+
+    def _go_on(self) -> None:
+        """Takes loads as far as they can go."""
+        self._in.drain()
+        now = time.monotonic()
+        if self._copies_in:
+            self._copies_in = [copy for copy in self._copies_in if not self._take_in(copy)]
+        if self._fetches:
+            self._take_fetches(now)
+        if self._queue:
+            self._expire_queue(now)
+            self._start_loads()
+        self.flush_copies()
+
+    def _take_in(self, copy: CopyIn) -> bool:
+        """Whether a copy to the device has ended; then it is taken note of."""
+        if not copy.ticket.done():
+            return False
+        seconds = self._count_copy(copy, self._to_device)
+        if seconds:
+            self._observe("host", len(copy.blocks) * self.link.slot_bytes / seconds)
+        for load in copy.loads:
+            self._end(load, LoadState.FAILED if seconds is None else LoadState.DONE)
+        return True
+
+    def _take_out(self, copy: CopyOut) -> bool:
+        """Likewise, from the device."""
+        if not copy.ticket.done():
+            return False
+        ok = self._count_copy(copy, self._to_host) is not None
+        self.spilled_blocks += len(copy.blocks) if ok else 0
+        self._arrived(copy.entries, ok, safe=not self.tiers)
+        for block, entry in zip(copy.blocks, copy.entries, strict=True):
+            copy.on_end(block, entry)
+        return True
+
+    def _count_copy(self, copy: CopyIn | CopyOut, meter: Meter) -> float | None:
+        seconds = copy.ticket.result()
+        if seconds is None:
+            self._failures += len(copy.blocks)
+        else:
+            meter.bytes += len(copy.blocks) * self.link.slot_bytes
+            meter.seconds += seconds
+        return seconds
+
+    def _take_fetches(self, now: float) -> None:
+        pending = []
+        for fetch in self._fetches:
+            if fetch.ticket.done():
+                ok = bool(fetch.ticket.result())
+                self._below.answered(fetch.tier, fetch.entry.key, ok)
+                if not ok and (another := self._fetch_lower(fetch, now)) is not None:
+                    pending.append(another)
+                    continue
+                if ok:
+                    self._below.ask(fetch.entry.key)  # a tier that is nearer had it: has the last one, too?
+                    seconds = max(1e-6, fetch.ticket.at - fetch.started)  # not now: a step may have run meanwhile
+                    self._observe(fetch.tier.name, fetch.place * self.link.slot_bytes / seconds)
+                self._arrived([fetch.entry], ok, safe=not self._below.doubted(fetch.entry.key))
+                continue
+            if fetch.ticket.expired(now):  # those who wait stop waiting; the slot stays until the worker lets go of it
+                fetch.ticket.cancel()
+                for load in self._waiters.pop(fetch.entry.key, ()):
+                    if load.pending:
+                        self._end(load, LoadState.FAILED)
+            pending.append(fetch)
+        self._fetches = pending
+
+    def _fetch_lower(self, failed: Fetch, now: float) -> Fetch | None:
+        """Fetches the block from a tier further down, where one has it."""
+        key = failed.entry.key
+        for tier in self.tiers[self.tiers.index(failed.tier) + 1 :]:
+            if self._below.has(key, tier):
+                for load in self._waiters.get(key, ()):
+                    load.tier = tier.name
+                ticket = tier.load([(key, self._host.slots.view(failed.entry.slot))])[0]
+                return Fetch(failed.entry, tier, now, 1, ticket)
+        return None
+
+    def _arrived(self, entries: Sequence[Entry], ok: bool, safe: bool) -> None:
+        """The copy into these entries has ended; it held one pin on each."""
+        for entry in entries:
+            if ok:
+                self._host.arrive(entry, safe or entry.private)
+            for load in self._waiters.pop(entry.key, ()) if self._waiters else ():
+                if load.pending and ok:
+                    self._hold(load, entry)
+                elif load.pending:
+                    self._end(load, LoadState.FAILED)
+        if ok and not safe and (self.eager or not self.keeps):
+            self._writes.write([entry for entry in entries if not entry.safe])
+        for entry in entries:
+            self._unpin(entry)
+
+    def _unpin(self, entry: Entry) -> None:
+        self._host.unpin(entry)
+        if entry.pins == 0 and (entry.private or entry.forgotten or not self.keeps or not entry.ready):
+            self._host.drop(entry)
+
+    def _hold(self, load: Load, entry: Entry) -> None:
+        self._host.pin(entry)
+        load.entry = entry
+        load.state = LoadState.HELD
+        if load.block is not None:
+            self._copyable.append(load)
+
+    def _end(self, load: Load, state: LoadState) -> None:
+        if load.state is LoadState.HELD and load in self._copyable:
+            self._copyable.remove(load)
+        load.state = state
+        if load.on_end is not None:
+            load.on_end(load)
+        if load.entry is not None:
+            entry, load.entry = load.entry, None
+            self._unpin(entry)
+
+    def _start_loads(self) -> None:
+        """In order, as far as there are slots."""
+        fetches: dict[str, list[tuple[Load, Entry]]] = {}
+        now = time.monotonic()
+        while self._queue:
+            load = self._queue[0]
+            if load.state is LoadState.WAITING:
+                entry = self._host.get(load.key)
+                if entry is not None and entry.ready:
+                    self._host.touch(entry)
+                    self._hold(load, entry)
+                elif entry is not None:
+                    load.state = LoadState.FETCHING
+                    self._waiters.setdefault(load.key, []).append(load)
+                elif not self._found_lower(load):
+                    self._end(load, LoadState.FAILED)
+                else:
+                    entry = self._host.reserve(load.key, now >= load.deadline - LOAD_SECONDS + LOAD_PATIENCE)
+                    if entry is None:
+                        break
+                    load.state = LoadState.FETCHING
+                    self._waiters.setdefault(load.key, []).append(load)
+                    fetches.setdefault(load.tier, []).append((load, entry))
+            self._queue.popleft()
+        for tier in self.tiers:
+            if pairs := fetches.get(tier.name):
+                tickets = tier.load([(load.key, self._host.slots.view(entry.slot)) for load, entry in pairs])
+                for place, ((_, entry), ticket) in enumerate(zip(pairs, tickets, strict=True), start=1):
+                    self._fetches.append(Fetch(entry, tier, now, place, ticket))
+
+    def _expire_queue(self, now: float) -> None:
+        for load in [load for load in self._queue if load.state is LoadState.WAITING and now > load.deadline]:
+            self._end(load, LoadState.FAILED)
+
+    def _margin(self) -> int:
+        """Slots kept ready for what the device spills next, and for loads that wait for one."""
+        wanted = max(2 * self._batch, self._short) + len(self._queue)
+        return min(wanted, self._host.slots.limit // 2) if self.keeps else 0
+
+    def _found_below(self, key: bytes, there: bool) -> None:
+        """Whether the last tier has the block. Where not, or not for sure, host memory's is written down before it
+        goes."""
+        entry = self._host.get(key)
+        if entry is None or not entry.ready or entry.private or entry.writes:
+            return
+        if there:
+            self._host.mark_safe(entry)
+        elif entry.safe:
+            self._host.mark_unsafe(entry)
+        if not there and self.eager and not self._below.doubted(key):
+            self._writes.write([entry])
+
+    def _observe(self, tier: str, rate: float) -> None:
+        """A faster load counts at once; a slower one may only have waited for something, so it counts little."""
+        known = self.rates.get(tier, 0.0)
+        self.rates[tier] = rate if rate > known else known + 0.05 * (rate - known)

@@ -1,0 +1,148 @@
+"""The connector to host memory, disks and a remote store: what comes back from there, and what goes down."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from spillover.memory.connector import Progress
+from spillover.memory.kv.kv_cache import KVCache
+from spillover.memory.spill.offload import Offload
+from spillover.memory.spill.report import TierReport
+from spillover.memory.spill.restore import Lookups, Restore
+from spillover.memory.spill.restore_plan import ComputeCost, first_to_load
+from spillover.memory.spill.spiller import Spiller
+from spillover.memory.spill.store import SpillStore
+
+MAX_PUT_OFF = 8  # times in a row that copies may wait, while there are enough blocks to be had
+READY_SHARE = 8  # one in so many blocks can be had without a copy, at least
+
+
+class TieredConnector:
+    def __init__(self, kv: KVCache, store: SpillStore, margin: int = 32, restore: str = "auto",
+                 prefill_seconds: float | None = None) -> None:
+        """`margin`: how many blocks, at least, are kept ready to be overwritten. `restore`: "auto", "always" or
+        "never", whether stored blocks are loaded or computed again. `prefill_seconds`: of a token, until steps have
+        been seen; None: not known."""
+        assert kv.prefix_caching, "stored blocks are those of the prefix tree"
+        margin = min(max(margin, kv.num_total // READY_SHARE), kv.num_total // 2)
+        self.store = store
+        self.tiers = store.tiers
+        self.restore = restore
+        self.cost = ComputeCost(prefill_seconds)
+        self._kv = kv
+        self._spiller = kv.evictor = Spiller(kv.pool, kv.tree, store, margin)
+        self._lookups = Lookups(kv, store)
+        self._restores: dict[str, Restore] = {}
+        self._offload = Offload(kv, store)
+        self._put_off = 0
+
+    # A request that waits
+
+    def lookup(self, seq: str, tokens: Sequence[int], salt: str | None) -> bool:
+        return self.restore == "never" or self._lookups.ask(seq, tokens, salt)
+
+    def forget(self, seq: str) -> None:
+        self._lookups.forget(seq)
+
+    # A request that runs
+
+    def begin(self, seq: str, tokens: Sequence[int], salt: str | None) -> int | None:
+        kv = self._kv
+        have, room = len(kv.table(seq)), kv.num_total // len(kv.windows) - 1
+        if self.restore == "never":
+            return len(tokens)
+        stored = self._lookups.found(seq, tokens, salt, have)[: max(0, room - have)]
+        mode = self.restore if self.cost.token_seconds is not None else "always"
+        first = first_to_load([block.tier for block in stored], mode, self.store.seconds,
+                              (self.cost.token_seconds or 0.0) * kv.block_size, self.cost.step_seconds,
+                              may_split=all(window is None for window in kv.windows))
+        if first == len(stored):
+            return len(tokens)
+        if not kv.extend_to_load(seq, have + len(stored)):
+            return None
+        self._restores[seq] = Restore(kv, self.store, seq, have + first, stored[first:], backwards=first > 0)
+        return (have + first) * kv.block_size
+
+    def progress(self, seq: str, num_computed: int) -> Progress | None:
+        restore, size = self._restores.get(seq), self._kv.block_size
+        if restore is None:
+            return Progress(num_computed)
+        if restore.broken(time.monotonic()):
+            return None
+        sources: dict[str, int] = {}
+        if num_computed % size == 0:
+            for tier in restore.loaded(num_computed // size):
+                sources[tier] = sources.get(tier, 0) + size
+                num_computed += size
+        for tier, tokens in sources.items():
+            self.store.count_hit(tier, tokens)
+        ended = num_computed >= restore.end * size
+        if ended:
+            del self._restores[seq]
+        return Progress(num_computed, sources, restore.pending, ended)
+
+    def limit(self, seq: str, num_computed: int, num_tokens: int) -> int:
+        restore, size = self._restores.get(seq), self._kv.block_size
+        block = restore.limit(num_computed // size) if restore is not None else None
+        return num_tokens if block is None else max(num_computed, block * size)
+
+    def offload(self, seq: str, num_blocks: int) -> bool:
+        return self._offload.start(seq, num_blocks)
+
+    def host_blocks(self, seq: str) -> tuple[int, ...]:
+        return self._offload.addresses(seq)
+
+    def end(self, seq: str) -> None:
+        if seq in self._restores:
+            self._restores.pop(seq).drop()
+        self._offload.release(seq)
+
+    # Between steps
+
+    def observe(self, prefill_tokens: int, num_tokens: int, seconds: float) -> None:
+        self.cost.observe(prefill_tokens, num_tokens, seconds)
+
+    def reserve(self, num_blocks: int) -> None:
+        self._spiller.reserve = min(num_blocks, self._kv.num_total // 4)
+
+    def poll_loads(self) -> None:
+        self.store.poll_loads()
+
+    def poll(self, hurried: bool = False) -> None:
+        self._put_off += 1
+        if hurried and self._put_off < MAX_PUT_OFF and not self._offload.moving and not self._spiller.low:
+            self.store.poll_loads()
+            return
+        self._put_off = 0
+        self.store.poll()
+        self._offload.poll()
+        self._spiller.poll()
+
+    def wait(self, seconds: float) -> None:
+        self.store.wait(seconds)
+
+    @property
+    def busy(self) -> bool:
+        return self.store.busy
+
+    # All that is stored
+
+    def reports(self) -> list[TierReport]:
+        return self.store.reports()
+
+    def clear(self, external: bool = False) -> None:
+        self.store.clear(external)
+
+    def close(self, deadline: float) -> None:
+        if self.tiers:
+            now = time.monotonic()
+            while now < deadline and (self._spiller.flush() or self.busy):
+                self.poll()
+                self.store.flush(min(deadline, now + 0.1))
+                now = time.monotonic()
+        self.store.close(deadline)
+
+    def check(self) -> None:
+        self._spiller.check()
+        self.store.check()

@@ -1,0 +1,84 @@
+"""Blocks on their way from host memory to the tiers below it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from spillover.memory.policies.admission import AdmissionPolicy
+from spillover.memory.spill.host import Entry, HostCache
+from spillover.memory.tiers.base import Ticket, Tier
+
+WRITES_AT_ONCE = 32  # blocks
+
+
+class WriteDown:
+    def __init__(self, host: HostCache, tiers: Sequence[Tier], admission: AdmissionPolicy,
+                 offered: Callable[[Tier, bytes, bool], None], unpin: Callable[[Entry], None]) -> None:
+        """`offered` is told of each block that a tier was to have, and whether it has it now; `unpin` lets go of an
+        entry that was held for it."""
+        self._host = host
+        self._tiers = tiers
+        self._admission = admission
+        self._offered = offered
+        self._unpin = unpin
+        self._pending: list[tuple[Entry, Tier, Ticket[bool]]] = []
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def tickets(self) -> Iterator[Ticket[bool]]:
+        return (ticket for _, _, ticket in self._pending)
+
+    def entries(self) -> Iterator[Entry]:
+        """That writes hold, once for each."""
+        return (entry for entry, _, _ in self._pending)
+
+    def take(self) -> None:
+        """Takes in what has ended."""
+        if not self._pending:
+            return
+        pending = []
+        now = time.monotonic()
+        for entry, tier, ticket in self._pending:
+            if ticket.expired(now):
+                ticket.cancel()
+            if not ticket.done():  # the slot stays until the worker lets go of it
+                pending.append((entry, tier, ticket))
+                continue
+            self._offered(tier, entry.key, bool(ticket.result()))
+            entry.writes -= 1
+            if entry.writes == 0:
+                self._host.mark_safe(entry)
+            self._unpin(entry)
+        self._pending = pending
+
+    def until(self, spare: int) -> None:
+        """Starts writing the oldest blocks that no tier below has, until `spare` slots can be had without loss."""
+        short = min(spare - self._host.spare, WRITES_AT_ONCE) - len(self._pending)
+        if short <= 0 or not self._tiers:
+            return
+        entries: list[Entry] = []
+        for entry in self._host.unsafe():
+            if len(entries) == short:
+                break
+            if entry.writes == 0:
+                entries.append(entry)
+        self.write(entries)
+
+    def write(self, entries: Sequence[Entry]) -> None:
+        for tier in self._tiers:
+            chosen: list[Entry] = []
+            for entry in entries:
+                if self._admission.admit(entry.key, tier.name):
+                    chosen.append(entry)
+                else:
+                    self._offered(tier, entry.key, False)
+            tickets = tier.store([(entry.key, self._host.slots.view(entry.slot)) for entry in chosen])
+            for entry, ticket in zip(chosen, tickets, strict=True):
+                self._host.pin(entry)
+                entry.writes += 1
+                self._pending.append((entry, tier, ticket))
+        for entry in entries:
+            if entry.writes == 0:  # no tier is to have it
+                self._host.mark_safe(entry)

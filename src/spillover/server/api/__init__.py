@@ -1,0 +1,1 @@
+"""The routes and what they make of requests and answers."""

@@ -1,0 +1,144 @@
+"""Request bodies: bytes to a checked model, with limits on what may come in. Nothing here knows what it means.
+
+Limits come first, at the speed of a byte count; a body larger than a few KiB is parsed off the event loop.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+from starlette.requests import ClientDisconnect, Request
+
+from spillover.server.api.errors import ApiError, field_path, validation_error
+from spillover.server.api.json_scan import check_shape
+from spillover.server.front import front_of, prepare
+
+Model = TypeVar("Model", bound=BaseModel)
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_NAMED_BYTES = 65_536  # in a larger body a field that is given twice is not looked for by its name
+MAX_FIELDS = 2048  # of one object: each may turn out to be unknown, and be told of
+MAX_PROBLEMS = 256  # of a body, that are looked through for the one to tell of
+_LISTS = ("messages", "input")  # of which each entry is a message
+
+
+class JsonBody(Generic[Model]):
+    """`read` is a dependency: the request's body as `model`, or a 4xx that says what is wrong with it."""
+
+    def __init__(self, model: type[Model]) -> None:
+        self.model = model
+
+    async def read(self, request: Request) -> Model:
+        kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+        if kind != "application/json":
+            # Also keeps other sites' pages out: a browser sends this type across origins only after asking.
+            raise ApiError(415, f"the body must be application/json, not {kind[:64] or 'untyped'}; send the header "
+                                f"Content-Type: application/json (curl -H 'Content-Type: application/json')",
+                           code="unsupported_media_type")
+        try:
+            # Not kept by the request, so that the bytes are gone once they are parsed.
+            body = b"".join([chunk async for chunk in request.stream()])
+        except ClientDisconnect:
+            raise ApiError(499, "the client closed the connection", code="client_closed") from None
+        settings = front_of(request).settings
+        return await prepare(request, lambda: self._parse(body, settings.max_json_values, settings.max_messages))
+
+    def _parse(self, body: bytes, max_values: int, max_messages: int) -> Model:
+        value = parse_json(body, max_values)
+        if not isinstance(value, dict):
+            raise ApiError(400, f"the body must be a JSON object, not {_kind(value)}")
+        for name in _LISTS:
+            entries = value.get(name)
+            if isinstance(entries, list) and len(entries) > max_messages:
+                raise ApiError(400, f"{name} has {len(entries)} entries; at most {max_messages} are taken "
+                                    f"(--max-messages)", name, "too_many_messages")
+        model = self.model_for(value)
+        try:
+            return model.model_validate(value)
+        except ValidationError as error:
+            problems = error.errors(include_url=False, include_context=False, include_input=False)[:MAX_PROBLEMS]
+            raise _unknown_field(problems, model) or validation_error(problems) from None
+
+    def model_for(self, value: dict[str, Any]) -> type[Model]:
+        return self.model
+
+
+def parse_json(body: bytes, max_values: int = 2**31) -> Any:
+    """Return the value of a body; refuse NaN, a field given twice, a lone surrogate and deep nesting too."""
+    shape = check_shape(body, max_values)
+    try:
+        value = msgspec.json.decode(body)
+    except UnicodeDecodeError:
+        raise ApiError(400, "the body is not valid UTF-8") from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {_reason(str(error), body)}") from None
+    if _num_fields(value, shape.containers) != shape.fields:
+        raise ApiError(400, f"the body is not valid JSON: {_given_twice(body)} is given twice")
+    return value
+
+
+def _reason(error: str, body: bytes) -> str:
+    """Say why a body is not JSON: what the parser says, and the text where it says it."""
+    where = re.search(r"\(byte (\d+)\)", error)
+    text = body[int(where[1]):][:16].decode(errors="replace") if where else ""
+    pair = "; is there half of a surrogate pair (\\ud800 to \\udfff alone)?" if _SURROGATE.search(body) else ""
+    return error.removeprefix("JSON is malformed: ") + (f", at '{text}'" if text else "") + pair
+
+
+def _num_fields(value: Any, containers: int) -> int:
+    """Return the fields of all objects in a value of this many objects and arrays."""
+    found, seen, n = [value], 1, 0
+    while found:
+        one = found.pop()
+        if isinstance(one, dict):
+            if len(one) > MAX_FIELDS:
+                raise ApiError(400, f"an object has {len(one)} fields; at most {MAX_FIELDS} are taken")
+            n += len(one)
+        if seen < containers:
+            inner = [entry for entry in (one.values() if isinstance(one, dict) else one)
+                     if isinstance(entry, dict | list)]
+            found += inner
+            seen += len(inner)
+    return n
+
+
+def nearest(name: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean '{near[0]}'?" if near else ""
+
+
+def _unknown_field(problems: Sequence[ErrorDetails], model: type[BaseModel]) -> ApiError | None:
+    for problem in problems:
+        if problem["type"] == "extra_forbidden":
+            *path, name = problem["loc"]
+            where = field_path(path)
+            hint = "" if where else nearest(str(name), list(model.model_fields))
+            return ApiError(400, f"unknown field '{str(name)[:64]}'{f' in {where}' if where else ''}{hint}",
+                            field_path(problem["loc"]), "unknown_field")
+    return None
+
+
+def _given_twice(body: bytes) -> str:
+    """Name a field that one object of the body has twice."""
+    if len(body) > _NAMED_BYTES:
+        return "a field"
+    names: list[str] = []
+
+    def look(pairs: list[tuple[str, Any]]) -> None:
+        seen: set[str] = set()
+        names.extend(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+
+    json.loads(body, object_pairs_hook=look)
+    return f"the field '{names[0][:64]}'"
+
+
+def _kind(value: Any) -> str:
+    names = {list: "an array", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+    return names.get(type(value), "null")

@@ -1,0 +1,81 @@
+"""What is new of a growing answer, and the counts and times that end one: shared by all three generating routes."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spillover.engine.output.outputs import PositionLogprobs, TokenSources
+from spillover.engine.request import Request
+from spillover.server.api.generation import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    text: str
+    tokens: list[int]
+    rows: list[PositionLogprobs]
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+class Cursor:
+    """How far one sequence has been sent."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._tokens = request.num_prompt
+        self._rows = 0
+        self._characters = 0
+        self.ended = False
+
+    def take(self, text: str) -> Piece | None:
+        """What came since the last call; `text` is all there is by now. None if nothing did."""
+        request = self._request
+        if self.ended or (len(request.token_ids) == self._tokens and request.finish_reason is None):
+            return None
+        piece = Piece(text[self._characters:], request.token_ids[self._tokens:], request.logprobs[self._rows:],
+                      request.finish_reason, request.stop_reason)
+        self._tokens = len(request.token_ids)
+        self._rows = len(request.logprobs)
+        self._characters = len(text)
+        self.ended = request.finish_reason is not None
+        return piece
+
+
+def usage(jobs: Sequence[Job], dropped: bool = False) -> dict[str, Any]:
+    """`dropped`: the one token that was drawn for an answer of none does not count."""
+    prompt = sum(job.num_prompt for job in jobs)
+    output = 0 if dropped else sum(len(r.token_ids) - r.num_prompt for job in jobs for r in job.requests)
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens(jobs)}}
+
+
+def cached_tokens(jobs: Sequence[Job]) -> int:
+    return sum(_sources(job).cached for job in jobs)
+
+
+def timings(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    """One entry a prompt, in their order."""
+    rows = []
+    for job in jobs:
+        times, sources = job.requests[0].timings, _sources(job)
+        last = max(request.finished for request in job.requests)
+        rows.append({
+            "queue": times.queue, "restore": times.restore, "prefill": times.prefill,
+            "decode": last - times.first_token,
+            "tokens": {"computed": sources.computed, "device": sources.device, "host": sources.host,
+                       "disk": sources.disk, "remote": sources.remote},
+        })
+    return rows
+
+
+def note_counts(scope: MutableMapping[str, Any], jobs: Sequence[Job]) -> None:
+    """For the log line that ends the HTTP request. Its prompts are tokens now: what the body held is given back."""
+    scope["spillover.jobs"] = jobs
+    scope["spillover.release_body"]()
+
+
+def _sources(job: Job) -> TokenSources:
+    return job.requests[0].sources or TokenSources()

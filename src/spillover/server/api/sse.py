@@ -1,0 +1,106 @@
+"""Server-sent events: the response that carries them, and the encoding of the chunks in it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from spillover.server.api.errors import ApiError, as_api_error, error_body
+
+DONE = b"data: [DONE]\n\n"
+# An error before the first token gets its own HTTP status; a client that waits longer than this for it gets the
+# headers first, since proxies give up on a server that says nothing.
+_HEADERS_AFTER_SECONDS = 10.0
+_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no")]
+_encoder = msgspec.json.Encoder()
+encode = _encoder.encode
+MARK = "\u0000text\u0000"  # stands for the text in a TextChunk's pattern
+
+
+def event(value: Any) -> bytes:
+    return b"data: " + encode(value) + b"\n\n"
+
+
+def named_event(name: str, value: Any) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + encode(value) + b"\n\n"
+
+
+class TextChunk:
+    """A chunk whose only changing part is a string: everything else is encoded once."""
+
+    def __init__(self, chunk: dict[str, Any]) -> None:
+        """`chunk` holds MARK where the text goes."""
+        self._before, self._after = event(chunk).split(encode(MARK))
+
+    def __call__(self, text: str) -> bytes:
+        return b"%b%b%b" % (self._before, encode(text), self._after)
+
+
+def error_event(error: ApiError) -> bytes:
+    return b"data: " + error_body(error) + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends what the generator yields, one write each; closes the generator when the client goes away.
+
+    A reader that is slow holds up only its own generator.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, chunks: AsyncGenerator[bytes], request_id: str) -> None:
+        self.status_code = 200
+        self.background = None
+        self.body = b""
+        self.raw_headers = list(_HEADERS)
+        self._chunks = chunks
+        self._request_id = request_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send(send))
+        gone = asyncio.ensure_future(_disconnect(receive))
+        try:
+            await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            if not sending.done():
+                sending.cancel()
+                await asyncio.wait((sending,))
+        if not sending.cancelled():
+            sending.result()
+
+    async def _send(self, send: Send) -> None:
+        async with aclosing(self._chunks) as chunks:
+            first = asyncio.ensure_future(anext(chunks, b""))
+            try:
+                await asyncio.wait((first,), timeout=_HEADERS_AFTER_SECONDS)
+                if first.done():
+                    first.result()  # an error here still becomes a response of its own
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                try:
+                    await send(_body(await first))
+                    async for chunk in chunks:
+                        await send(_body(chunk))
+                except Exception as error:
+                    await send(_body(error_event(as_api_error(error, self._request_id))))
+            finally:
+                if not first.done():
+                    first.cancel()
+                    await asyncio.wait((first,))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _body(chunk: bytes) -> Message:
+    return {"type": "http.response.body", "body": chunk, "more_body": True}
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,1 @@
+"""The engine's process, and the side of it that the server sees."""

@@ -1,0 +1,422 @@
+"""`AsyncLLM`: a model in a process of its own, to be awaited. The server is built on it, and so may be your own.
+
+Everything here runs on one event loop. The engine's messages are taken in as they come and kept as state, not in
+queues: a reader that is slow finds the newest state when it looks again, and holds up nobody. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from os import PathLike
+from types import TracebackType
+from typing import Any, Literal
+
+import msgspec
+
+from spillover.engine.config import EngineConfig
+from spillover.engine.output.output_processor import Answer
+from spillover.engine.output.outputs import RequestOutput
+from spillover.engine.prompts import Message, Prompt, conversation, params_for, prompt_parts
+from spillover.engine.request import Request
+from spillover.engine.request_factory import RequestFactory
+from spillover.engine.sampling_params import SamplingParams
+from spillover.errors import EngineDead, QueueFull, RequestError, SpilloverError
+from spillover.models.generation_config import sampling_defaults
+from spillover.models.hub.store import resolve
+from spillover.models.tokenizer import Tokenizer, load_tokenizer
+from spillover.plan.planner import Plan
+from spillover.server.engine.engine_keeper import MAX_RETRY_AFTER, EngineInfo, EngineKeeper
+from spillover.server.engine.heartbeat import HangLimits
+from spillover.server.engine.protocol import Abort, Call, LiveStats, Method, Reply, Step, Update
+from spillover.server.engine.supervisor import EngineProcess
+from spillover.server.engine.wire import encode, encode_add, mirror
+
+log = logging.getLogger("spillover.server")
+
+EngineState = Literal["starting", "ready", "sleeping", "hung", "dead"]
+
+INLINE_CHARACTERS = 4096  # longer prompts are prepared in a thread: tokenising them would hold up every stream
+
+
+@dataclass(eq=False)
+class _Open:
+    """An answer that is being made."""
+
+    answer: Answer
+    ids: list[int]
+    grown: asyncio.Event
+    error: SpilloverError | None = None
+
+    def fail(self, error: SpilloverError) -> None:
+        self.error = error
+        self.grown.set()
+
+
+class AsyncLLM:
+    """A model in a process of its own, started again when it dies or hangs; every engine flag is a keyword.
+
+        async with AsyncLLM("path/to/model", gpu_memory="8GB") as llm:
+            async for output in llm.generate("The capital of France is", SamplingParams(temperature=0)):
+                print(output.outputs[0].text)
+
+    Any number of tasks of the event loop that started it may use it at once.
+    """
+
+    factory: RequestFactory  # from start() on; its make() checks and names requests, and takes long for long texts
+    tokenizer: Tokenizer | None = None  # from start() on; None with skip_tokenizer_init
+
+    def __init__(self, model: str | PathLike[str] | None = None, *, max_queue: int = 1024, restart: bool = True,
+                 limits: HangLimits | None = None, on_plan: Callable[[Plan], None] | None = None,
+                 on_progress: Callable[[str, int, int], None] | None = None, **flags: Any) -> None:
+        """`max_queue` sequences may wait beyond those that run; `restart`: start again an engine that died or hung, as
+        `limits` say; `on_plan` sees the plan before anything is loaded, `on_progress` (stage, done, in all)
+        follows the start.
+        """
+        self.max_queue = max_queue
+        self._config = EngineConfig.from_flags(model=model, **flags)
+        self._keeper = EngineKeeper(self._config, limits=limits or HangLimits(), restart=restart,
+                                    on_message=self._on_message, on_lost=self._fail_all, on_plan=on_plan,
+                                    on_progress=on_progress)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stats = LiveStats()
+        self._default_params = SamplingParams()  # until the model has been found
+        self._ids = itertools.count(1)
+        self._open: dict[int, tuple[_Open, Request]] = {}
+        self._named: dict[str, _Open] = {}  # of generate() and chat(), by request_id
+        self._calls: dict[int, asyncio.Future[Reply]] = {}
+        self._ended: deque[float] = deque(maxlen=256)  # when the last sequences ended
+        self._stopping: asyncio.Task[None] | None = None
+        self._drain_until = math.inf
+
+    # Starting and stopping
+
+    async def start(self) -> AsyncLLM:
+        """Start the engine and wait until it is ready; SpilloverError with its own sentence if it cannot start."""
+        if self._loop is not None:
+            raise SpilloverError("an AsyncLLM is started once; make a new one")
+        self._loop = asyncio.get_running_loop()
+        try:
+            path = await asyncio.to_thread(resolve, self._config.model)
+            launched = asyncio.ensure_future(self._keeper.start())
+            try:
+                if not self._config.skip_tokenizer_init:
+                    self.tokenizer = await asyncio.to_thread(load_tokenizer, self._config.tokenizer or path,
+                                                             self._config.chat_template)
+                await launched
+            finally:
+                launched.cancel()
+                await asyncio.wait([launched])
+        except BaseException:
+            await self.close()
+            raise
+        self.factory = RequestFactory(self.info.model_config, self.tokenizer, self.info.max_model_len,
+                                      self._config.seed, compile_grammars=False,
+                                      sampling_defaults=sampling_defaults(path, self._config.generation_config))
+        self._default_params = SamplingParams(**self.factory.sampling_defaults)
+        return self
+
+    async def close(self, drain_seconds: float = 0.0) -> None:
+        """Take no more requests, give those that run `drain_seconds` to end, then stop. Nothing is left behind.
+
+        Calling it again while it drains can only shorten the wait.
+        """
+        self._drain_until = min(self._drain_until, time.monotonic() + drain_seconds)
+        if self._stopping is None:
+            self._stopping = asyncio.ensure_future(self._stop())
+        await asyncio.shield(self._stopping)
+
+    async def __aenter__(self) -> AsyncLLM:
+        return await self.start()
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                        trace: TracebackType | None) -> None:
+        await self.close()
+
+    async def _stop(self) -> None:
+        while self._open and self._keeper.state == "ready" and time.monotonic() < self._drain_until:
+            await asyncio.sleep(0.02)
+        self._fail_all("the engine is stopping", retry_after=10)
+        await self._keeper.stop("the engine has stopped")
+
+    # Asking
+
+    def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None, *,
+                 priority: int = 0, cache_salt: str | None = None) -> AsyncGenerator[RequestOutput, None]:
+        """Give the growing answer to one prompt, a result whenever it has grown; the last one is `finished`.
+
+        Leaving the iterator early (break inside `contextlib.aclosing`, cancellation, aclose) ends the request, and so
+        does `abort(request_id)`. Raises RequestError for a request that cannot be served, QueueFull, and EngineDead
+        if the engine is not there or dies meanwhile, whereupon it can be asked again.
+        """
+        params = params_for(1, sampling_params, self.get_default_sampling_params())[0]
+        text, ids = prompt_parts(prompt)
+
+        def make() -> tuple[str | None, list[Request]]:
+            return text, self.factory.make(text, ids, params, priority, cache_salt, request_id)
+
+        return self._outputs(len(text or ids or ()), make, request_id)
+
+    def chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None,
+             request_id: str | None = None, *, tools: Sequence[Mapping[str, Any]] | None = None, priority: int = 0,
+             cache_salt: str | None = None, **template_options: Any) -> AsyncGenerator[RequestOutput, None]:
+        """Answer messages through the model's chat template; otherwise as `generate`."""
+        params = params_for(1, sampling_params, self.get_default_sampling_params())[0]
+        messages = conversation(messages)
+
+        def make() -> tuple[str | None, list[Request]]:
+            ids = self.factory.render(messages, tools, **template_options)
+            return None, self.factory.make(None, ids, params, priority, cache_salt, request_id)
+
+        return self._outputs(None, make, request_id)  # a chat template's time is bounded, but not short
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a request without sampling_params uses: the model's generation config over SamplingParams()."""
+        return self._default_params
+
+    async def abort(self, request_id: str) -> None:
+        """End a request that `generate` or `chat` was given this id for; its last result says "abort"."""
+        entry = self._named.get(request_id)
+        if entry is None:  # it has ended by itself
+            return
+        for request in entry.answer.requests:
+            request.finish_reason = request.finish_reason or "abort"
+            request.finished = request.finished or time.monotonic()
+        self._abort([id for id in entry.ids if id in self._open])
+        entry.grown.set()
+
+    async def stats(self) -> LiveStats:
+        """Return what the engine is doing and has done since its start."""
+        return await self.call("stats")
+
+    async def reset_prefix_cache(self) -> None:
+        await self.call("reset_prefix_cache")
+
+    async def sleep(self) -> None:
+        """Move the weights to the host, keeping the KV cache. Requests wait until `wake_up`."""
+        await self.call("sleep")
+
+    async def wake_up(self) -> None:
+        await self.call("wake_up")
+
+    # Looking
+
+    @property
+    def info(self) -> EngineInfo:
+        """The engine that serves, or served last; AttributeError before the first is ready."""
+        return self._keeper.info
+
+    @property
+    def ready(self) -> bool:
+        """Requests are taken; also while the engine sleeps, though they wait then."""
+        return self.trouble is None
+
+    @property
+    def trouble(self) -> str | None:
+        """Why no request is taken now; None if they are."""
+        return self._keeper.trouble if self._stopping is None else "the engine is stopping"
+
+    @property
+    def engine_state(self) -> EngineState:
+        state = self._keeper.state
+        return "sleeping" if state == "ready" and self._stats.sleeping else state
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self.engine_state == "sleeping"
+
+    @property
+    def gave_up(self) -> bool:
+        """The engine is dead and will not be started again."""
+        return self._keeper.gave_up
+
+    @property
+    def heartbeat_age(self) -> float:
+        """Seconds since the engine last gave a sign of life."""
+        return self._keeper.heartbeat_age
+
+    @property
+    def hangs(self) -> int:
+        """Engines that were killed because they hung."""
+        return self._keeper.hangs
+
+    @property
+    def num_open(self) -> int:
+        """Sequences that have been handed to the engine and have not ended."""
+        return len(self._open)
+
+    def latest(self) -> LiveStats:
+        """The engine's state as it last told; never older than 0.25 s while it works."""
+        return self._stats
+
+    # What the server's routes call
+
+    async def answers(self, requests: list[Request], prompt: str | None = None, *, stream: bool = True,
+                      name: str | None = None) -> AsyncGenerator[Answer, None]:
+        """The same Answer each time it has grown, the last time with `finished`; without `stream` only that last time.
+
+        `requests` are the n sequences that `factory.make` made of one request; `name` is what `abort` knows it by.
+        Otherwise as `generate`.
+        """
+        if name is not None and name in self._named:
+            raise RequestError(f"a request with the id '{name}' runs already; give each one its own")
+        entry = self._submit(requests, prompt)
+        if name is not None:
+            self._named[name] = entry
+        try:
+            while True:
+                await entry.grown.wait()
+                entry.grown.clear()
+                if entry.error is not None:
+                    raise entry.error
+                finished = entry.answer.finished
+                if finished or stream:
+                    yield entry.answer
+                if finished:
+                    return
+        finally:
+            self._abort([id for id in entry.ids if id in self._open])
+            if name is not None:
+                del self._named[name]
+
+    async def call(self, method: Method, timeout: float = 120.0) -> LiveStats:
+        """stats, reset_prefix_cache, sleep or wake_up; the engine's state after it. EngineDead, or SpilloverError."""
+        self._stats = msgspec.convert(await self.ask(method, timeout=timeout), LiveStats)
+        return self._stats
+
+    async def ask(self, method: Method, argument: str = "", timeout: float = 120.0) -> Any:
+        """Return what the engine replies to a call. EngineDead, or SpilloverError."""
+        process = self._check_serving()
+        id = next(self._ids)
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._calls[id] = future
+        try:
+            process.send(encode(Call(id, method, argument)))
+            reply = await asyncio.wait_for(future, timeout)
+        except TimeoutError:
+            raise SpilloverError(f"the engine has not answered {method} within {timeout:.0f} s") from None
+        finally:
+            self._calls.pop(id, None)
+        if reply.error is not None:
+            raise SpilloverError(reply.error)
+        return reply.value
+
+    # One request
+
+    async def _outputs(self, size: int | None, make: Callable[[], tuple[str | None, list[Request]]],
+                       request_id: str | None) -> AsyncGenerator[RequestOutput, None]:
+        self._check_serving()
+        inline = size is not None and size <= INLINE_CHARACTERS
+        text, requests = make() if inline else await asyncio.to_thread(make)
+        async with aclosing(self.answers(requests, text, name=request_id)) as answers:
+            async for answer in answers:
+                yield answer.output()
+
+    def _submit(self, requests: list[Request], prompt: str | None) -> _Open:
+        process = self._check_serving()
+        self._check_queue(len(requests))
+        named = {next(self._ids): request for request in requests}
+        message = encode_add(named)
+        entry = _Open(Answer(requests, prompt, self.tokenizer), list(named), asyncio.Event())
+        for id, request in named.items():
+            self._open[id] = (entry, request)
+        process.send(message)
+        return entry
+
+    def _check_serving(self) -> EngineProcess:
+        self._check_loop()
+        if self._stopping is not None:
+            raise EngineDead("the engine is stopping", retry_after=10)
+        return self._keeper.serving()
+
+    def _check_loop(self) -> None:
+        if self._loop is None:
+            raise SpilloverError("the AsyncLLM is not started; use `async with AsyncLLM(...) as llm:`, or await "
+                                 "llm.start() first")
+        if asyncio.get_running_loop() is not self._loop:
+            raise SpilloverError("an AsyncLLM belongs to the event loop that started it; use it from its tasks")
+
+    def _check_queue(self, count: int) -> None:
+        waiting = len(self._open) + count - self.info.plan.max_num_seqs
+        if self._open and waiting > self.max_queue:  # alone, a request is served whatever its n
+            raise QueueFull(f"{len(self._open)} sequences run or wait already, and at most "
+                            f"{self.info.plan.max_num_seqs} run and {self.max_queue} wait; try again later",
+                            self._retry_after(waiting - self.max_queue))
+
+    def _retry_after(self, count: int) -> int:
+        """Seconds until `count` sequences will have ended, at the rate of the last ones."""
+        if len(self._ended) < 2:
+            return 1
+        rate = len(self._ended) / max(time.monotonic() - self._ended[0], 1e-3)
+        return max(1, min(MAX_RETRY_AFTER, math.ceil(count / rate)))
+
+    def _abort(self, ids: list[int], reason: str = "abort") -> None:
+        for id in ids:
+            self._open.pop(id, None)
+        if ids:
+            self._keeper.send(encode(Abort(ids, reason)))
+
+    # Hearing
+
+    def _fail_all(self, message: str, retry_after: int = 2) -> None:
+        self._stats = msgspec.structs.replace(self._stats, sleeping=False, num_running=0, num_waiting=0)
+        for entry, _ in self._open.values():
+            entry.fail(EngineDead(message, retry_after))
+        self._open.clear()
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(EngineDead(message, retry_after))
+        self._calls.clear()
+
+    def _on_message(self, message: Step | Reply) -> None:
+        if isinstance(message, Step):
+            self._on_step(message)
+        else:
+            call = self._calls.get(message.id)
+            if call is not None and not call.done():
+                call.set_result(message)
+
+    def _on_step(self, step: Step) -> None:
+        stopped, now = [], time.monotonic()
+        for update in step.updates:
+            found = self._open.get(update.id)
+            if found is None:  # it was aborted while the step ran
+                continue
+            entry, request = found
+            if self._grow(entry, request, update, now):
+                stopped.append(update.id)
+            if request.finish_reason is not None:
+                self._ended.append(now)
+                self._open.pop(update.id, None)
+            entry.grown.set()
+        if stopped:
+            self._abort(stopped, "stop")
+        if step.stats is not None:
+            self._stats = step.stats
+
+    def _grow(self, entry: _Open, request: Request, update: Update, now: float) -> bool:
+        """Take in what is new of a sequence; True if a stop string ends it, of which the engine does not know."""
+        mirror(request, update)
+        if update.error is not None:
+            entry.error = RequestError(update.error)
+            return False
+        try:
+            stop_string = entry.answer.advance(request)
+        except Exception:  # one sequence's text must not be the end of the others
+            log.exception("The text of a request could not be made")
+            entry.error = SpilloverError("the text of this request could not be made")
+            request.finish_reason, unfinished = "error", request.finish_reason is None
+            return unfinished
+        if stop_string is None or request.stop_reason is not None:
+            return False
+        unfinished = request.finish_reason is None
+        request.finish_reason, request.stop_reason = "stop", stop_string
+        request.finished = now
+        return unfinished

@@ -1,0 +1,255 @@
+"""Keeps an engine process running: starts it, listens to its heartbeat, replaces it when it dies or hangs, stops it.
+
+Knows nothing of requests: what the engine says about them is handed on, and so is the news that it has gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Literal
+
+from spillover.engine.config import EngineConfig
+from spillover.errors import EngineDead, SpilloverError
+from spillover.models.config import ModelConfig
+from spillover.plan.planner import Plan
+from spillover.server.engine.heartbeat import HangLimits
+from spillover.server.engine.protocol import Failed, FromEngine, Planned, Progress, Ready, Reply, Step
+from spillover.server.engine.supervisor import EngineProcess, describe_exit
+
+log = logging.getLogger("spillover.server")
+
+KeeperState = Literal["starting", "ready", "hung", "dead"]
+
+START_SECONDS = 900.0  # an engine that starts may be silent for this long: a large model from a slow disk
+LOOK_SECONDS = 0.25  # between looks at the heartbeat
+QUICK_DEATH_SECONDS = 60.0  # an engine that lived for less counts against MAX_QUICK_DEATHS
+MAX_QUICK_DEATHS = 5  # in a row, then it is not started again
+FIRST_BACKOFF_SECONDS = 0.5  # before the second restart in a row; doubled for each one after, up to ...
+LONGEST_BACKOFF_SECONDS = 30.0
+MAX_RETRY_AFTER = 60  # seconds
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """The engine that serves, or served last."""
+
+    pid: int
+    model: str  # as it was asked for
+    model_path: str
+    model_config: ModelConfig
+    plan: Plan
+    config: EngineConfig  # as planned: nothing left to choose
+    max_model_len: int
+    load_seconds: float
+    started: float  # monotonic seconds, when it became ready
+    restarts: int  # engines that died before this one
+    null_model: bool  # --load-format null: no model behind it
+
+
+class EngineKeeper:
+    """Lives on the event loop that starts it."""
+
+    info: EngineInfo  # from start() on
+
+    def __init__(self, config: EngineConfig, *, limits: HangLimits, restart: bool,
+                 on_message: Callable[[Step | Reply], None], on_lost: Callable[[str], None],
+                 on_plan: Callable[[Plan], None] | None, on_progress: Callable[[str, int, int], None] | None) -> None:
+        """`on_lost` is told why, whenever an engine has gone with whatever it was doing."""
+        self.limits = limits
+        self.gave_up = False  # the engine is dead and will not be started again
+        self.restarts = 0
+        self.hangs = 0  # engines that were killed because they hung
+        self._config = config
+        self._restart = restart
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._on_plan = on_plan
+        self._on_progress = on_progress
+        self._process: EngineProcess | None = None
+        self._ready: asyncio.Future[Ready] | None = None
+        self._state: Literal["starting", "ready", "dead"] = "starting"
+        self._why = "the engine is starting"
+        self._hang: str | None = None  # why the process that runs was killed by us
+        self._heard = time.monotonic()  # when the engine last said something
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Spawn the engine and wait until it is ready; SpilloverError with its own sentence if it cannot start."""
+        self._tasks.append(asyncio.create_task(self._watch()))
+        try:
+            await self._launch()
+        except BaseException:
+            await self.stop("the engine could not be started")
+            raise
+        self._tasks.append(asyncio.create_task(self._keep_running()))
+
+    async def stop(self, why: str) -> None:
+        """Afterwards nothing of the engine is left."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._process is not None:
+            await self._process.stop()
+        self._state, self._why = "dead", why
+
+    @property
+    def state(self) -> KeeperState:
+        if self._state == "ready" and self.heartbeat_age > self.limits.degraded_seconds:
+            return "hung"
+        return self._state
+
+    @property
+    def heartbeat_age(self) -> float:
+        """Seconds since the engine last gave a sign of life; 0 where there is none that should."""
+        alive = self._process is not None and self._state != "dead"
+        return self._process.heartbeat.silence if alive and self._process is not None else 0.0
+
+    @property
+    def trouble(self) -> str | None:
+        """Why no request can be served now; None if they can."""
+        if self.state == "ready":
+            return None
+        if self.state == "hung" and self._process is not None:
+            age = self.heartbeat_age
+            since = datetime.now(UTC) - timedelta(seconds=age)
+            return (f"the engine has given no sign of life for {age:.1f} s (since {since:%Y-%m-%dT%H:%M:%SZ}), last "
+                    f"heard {self._process.heartbeat.described}; after {self.limits.hang_seconds:g} s it is started "
+                    "again")
+        return f"{self._why}, and is not started again" if self.gave_up else f"{self._why}; try again soon"
+
+    def serving(self) -> EngineProcess:
+        """The process to send requests to; EngineDead if there is none that would hear them."""
+        if self.trouble is not None or self._process is None:
+            raise EngineDead(self.trouble or self._why, MAX_RETRY_AFTER if self.gave_up else 2)
+        return self._process
+
+    def send(self, message: bytes) -> None:
+        """An encoded message, lost if there is no engine."""
+        if self._process is not None:
+            self._process.send(message)
+
+    # One engine
+
+    async def _launch(self) -> None:
+        """A new engine process, until it is ready. SpilloverError if it is not to be."""
+        self._state, self._why, self._hang = "starting", "the engine is starting", None
+        self._heard = time.monotonic()
+        self._ready = asyncio.get_running_loop().create_future()
+        process = self._process = EngineProcess(self._config, self._hear)
+        try:
+            while True:
+                awaited: list[asyncio.Future[Any]] = [self._ready, process.exited]
+                await asyncio.wait(awaited, timeout=START_SECONDS / 10, return_when=asyncio.FIRST_COMPLETED)
+                if self._ready.done():
+                    break
+                if process.exited.done():
+                    raise SpilloverError(self._start_failure(process.exited.result(), await process.last_words()))
+                if time.monotonic() - self._heard > START_SECONDS:
+                    raise SpilloverError(f"the engine has not said a word for {START_SECONDS:.0f} s while starting")
+        except BaseException:
+            self._state = "dead"
+            process.close()
+            raise
+        ready = self._ready.result()
+        self.info = EngineInfo(
+            pid=ready.pid,
+            model=ready.plan.model,
+            model_path=ready.model_path,
+            model_config=ready.model_config,
+            plan=ready.plan,
+            config=ready.config,
+            max_model_len=ready.plan.max_model_len,
+            load_seconds=ready.load_seconds,
+            started=time.monotonic(),
+            restarts=self.restarts,
+            null_model=ready.config.load_format == "null",
+        )
+        self._state = "ready"
+
+    def _start_failure(self, code: int, failed: Failed | None) -> str:
+        if self._hang is not None:
+            return f"the engine {self._hang}, while starting"
+        if failed is None:
+            return f"the engine {describe_exit(code)} while starting"
+        if failed.expected:
+            return failed.message
+        log.error("The engine failed while starting:\n%s", failed.message.rstrip())
+        return f"the engine failed while starting: {failed.message.strip().splitlines()[-1]}"
+
+    def _hear(self, message: FromEngine) -> None:
+        self._heard = time.monotonic()
+        match message:
+            case Step() | Reply():
+                self._on_message(message)
+            case Progress():
+                if self._on_progress is not None and self.restarts == 0:
+                    self._on_progress(message.stage, message.done, message.total)
+            case Planned():
+                if self._on_plan is not None and self.restarts == 0:
+                    self._on_plan(message.plan)
+            case Ready():
+                if self._ready is not None and not self._ready.done():
+                    self._ready.set_result(message)
+
+    # One after the other
+
+    async def _keep_running(self) -> None:
+        quick_deaths = 0
+        while True:
+            assert self._process is not None
+            code = await asyncio.shield(self._process.exited)
+            end = self._hang if self._hang is not None else describe_exit(code)
+            self._state, self._why = "dead", f"the engine {end}"
+            self._on_lost(f"{self._why} before the request was done")
+            failed = await self._process.last_words()
+            self._process.close()
+            log.error("The engine (process %d) %s%s", self._process.pid, end,
+                      f":\n{failed.message.rstrip()}" if failed is not None else "")
+            if not self._restart:
+                self.gave_up = True
+                return
+            quick_deaths = quick_deaths + 1 if time.monotonic() - self.info.started < QUICK_DEATH_SECONDS else 1
+            if not await self._start_again(quick_deaths):
+                return
+
+    async def _start_again(self, quick_deaths: int) -> bool:
+        while quick_deaths <= MAX_QUICK_DEATHS:
+            backoff = 0.0 if quick_deaths == 1 else FIRST_BACKOFF_SECONDS * 2 ** (quick_deaths - 2)
+            await asyncio.sleep(min(backoff, LONGEST_BACKOFF_SECONDS))
+            self.restarts += 1
+            try:
+                await self._launch()
+            except SpilloverError as error:
+                self._why = str(error)
+                log.error("The engine could not be started again: %s", error)
+                quick_deaths += 1
+            else:
+                log.info("The engine is ready again (process %d)", self.info.pid)
+                return True
+        self.gave_up = True
+        log.critical("The engine has died or failed to start %d times in a row; giving up. Last: %s",
+                     quick_deaths, self._why)
+        return False
+
+    async def _watch(self) -> None:
+        """Listens to the heartbeat of whichever engine runs, and kills one that hangs."""
+        degraded = False
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            process = self._process
+            if process is None or process.exited.done() or self._hang is not None:
+                continue
+            process.heartbeat.look()
+            if degraded != (self.state == "hung"):
+                degraded = not degraded
+                log.warning("%s", self.trouble if degraded else "The engine gives signs of life again")
+            self._hang = process.heartbeat.hang(self.limits)
+            if self._hang is not None:
+                self.hangs += 1
+                log.error("The engine (process %d) %s; it is killed", process.pid, self._hang)
+                process.kill()

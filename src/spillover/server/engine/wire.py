@@ -1,0 +1,115 @@
+"""Requests and their growth, to and from the form in which they pass between the processes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import msgspec
+
+from spillover.engine.output.outputs import TokenSources
+from spillover.engine.request import Request, Status
+from spillover.engine.sampling_params import SamplingParams
+from spillover.errors import RequestError
+from spillover.server.engine.protocol import Add, FromEngine, ToEngine, Update, WireRequest
+
+_SEED_MASK = 2**64 - 1  # all that the sampler reads of a seed
+
+encode = msgspec.msgpack.Encoder().encode  # of either direction
+decode_to_engine = msgspec.msgpack.Decoder[ToEngine](ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder[FromEngine](FromEngine).decode
+
+
+def encode_add(requests: Mapping[int, Request]) -> bytes:
+    """The sequences of one request by their ids, the leader first. RequestError where a value does not fit the wire.
+
+    Decoded once here, so that whatever is sent is known to be read: a message that the engine cannot read would be
+    the end of everybody's requests.
+    """
+    leader = next(iter(requests))
+    try:
+        message = encode(Add([_to_wire(id, request, leader) for id, request in requests.items()]))
+        decode_to_engine(message)
+    except (msgspec.ValidationError, OverflowError, TypeError, UnicodeError, RecursionError) as error:
+        raise RequestError(f"a parameter of the request has the wrong type or is out of range: {error}") from error
+    return message
+
+
+def _to_wire(id: int, request: Request, leader: int) -> WireRequest:
+    return WireRequest(
+        id=id,
+        prompt_token_ids=request.prompt_token_ids,
+        params=_without_seed(request.params),
+        stop_ids=sorted(request.stop_ids),
+        seed=request.seed & _SEED_MASK,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        arrived=request.arrived,
+        leader=None if id == leader else leader,
+    )
+
+
+def _without_seed(params: SamplingParams) -> SamplingParams:
+    """A request's own seed has been made of it already, and a client's may be larger than an integer of the wire."""
+    return params if params.seed is None else dataclasses.replace(params, seed=None)
+
+
+class Sequence:
+    """A request in the engine process, and how much of it the front has been told."""
+
+    def __init__(self, wire: WireRequest, leader: Request | None) -> None:
+        self.id = wire.id
+        self.request = Request(
+            request_id=str(wire.id),
+            prompt_token_ids=wire.prompt_token_ids,
+            params=wire.params,
+            stop_ids=frozenset(wire.stop_ids),
+            seed=wire.seed,
+            priority=wire.priority,
+            cache_salt=wire.cache_salt,
+            leader=leader,
+            arrived=wire.arrived,
+        )
+        self._told = len(wire.prompt_token_ids)  # tokens, the prompt's included
+
+    def update(self) -> Update:
+        """What is new since the last call."""
+        request = self.request
+        new = request.token_ids[self._told:]
+        first = self._told == request.num_prompt
+        self._told += len(new)
+        update = Update(self.id, new, request.num_preemptions)
+        if request.params.logprobs is not None:
+            update.logprobs = request.logprobs[len(request.logprobs) - len(new):]
+        if first and request.params.prompt_logprobs is not None:
+            update.prompt_logprobs = request.prompt_logprobs
+        if first or request.finish_reason is not None:
+            update.sources = request.sources
+            update.times = (request.scheduled, request.first_token, request.finished, request.restore_started,
+                            request.restore_ended)
+            update.finish_reason, update.stop_reason = request.finish_reason, request.stop_reason
+            update.error = request.error
+        return update
+
+
+def mirror(request: Request, update: Update) -> None:
+    """Bring the front's copy of a request up to what the engine told."""
+    request.token_ids += update.token_ids
+    request.num_preemptions = update.num_preemptions
+    if update.logprobs is not None:
+        request.logprobs += update.logprobs
+    if update.prompt_logprobs is not None:
+        request.prompt_logprobs = update.prompt_logprobs
+    if update.sources is not None:
+        request.sources = update.sources
+    if update.times is not None:
+        (request.scheduled, request.first_token, request.finished, request.restore_started,
+         request.restore_ended) = update.times
+    if update.finish_reason is not None:
+        request.finish_reason, request.stop_reason = update.finish_reason, update.stop_reason
+        request.status = Status.FINISHED
+
+
+def added(left: TokenSources, right: TokenSources) -> TokenSources:
+    return TokenSources(left.computed + right.computed, left.device + right.device, left.host + right.host,
+                        left.disk + right.disk, left.remote + right.remote)

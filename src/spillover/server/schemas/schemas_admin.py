@@ -1,0 +1,79 @@
+"""Models, tokenizing, and the server's own state."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from spillover.server.schemas.schemas_chat import ConversationFields
+from spillover.server.schemas.schemas_common import AnswerModel, RequestModel, Text, TokenId, Unused
+
+
+class TokenizeTextRequest(RequestModel):
+    model: Text | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatRequest(ConversationFields):
+    model: Text | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(RequestModel):
+    model: Text | None = None
+    tokens: list[TokenId] = Field(fail_fast=True)
+
+
+class TokenizeResponse(AnswerModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(AnswerModel):
+    prompt: str
+
+
+class ModelCard(AnswerModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: None = None
+    max_model_len: int | None
+    permission: list[Any]
+
+
+class ModelList(AnswerModel):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class HealthResponse(AnswerModel):
+    status: str
+
+
+class VersionResponse(AnswerModel):
+    version: str
+
+
+class SleepingResponse(AnswerModel):
+    is_sleeping: bool
+
+
+class ProfileResponse(AnswerModel):
+    trace: str
+    steps: int
+
+
+class EmbeddingsRequest(RequestModel):
+    """Nothing of it is read: there are no embeddings here."""
+
+    model_config = ConfigDict(extra="allow")
+    model: Unused = None
+    input: Unused = None

@@ -1,0 +1,1 @@
+"""Metrics, the page that shows them, and logs."""

@@ -1,0 +1,278 @@
+"""What the page at `/` shows: the latest requests with their phases, tokens a second, and the engine's state now.
+
+No text of a prompt or an answer is kept here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import spillover
+from spillover.engine.output.output_processor import Answer
+from spillover.engine.request import Request
+from spillover.memory.spill.report import TierReport
+from spillover.server.telemetry.metrics import Metrics, TokenCounts, finish_reason
+
+if TYPE_CHECKING:
+    from spillover.server.engine.async_llm import AsyncLLM
+    from spillover.server.engine.engine_keeper import EngineInfo
+
+KEPT_REQUESTS = 200
+SHOWN_REQUESTS = 40
+HISTORY_SECONDS = 120
+SAMPLE_SECONDS = 1.0
+CLIENT_LEFT = 499  # counted for a request that ended before it had an answer
+UNAVAILABLE = 503
+TIERS = ("device", "host", "disk", "remote")
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """One request as the timeline draws it. Times in monotonic seconds, 0 where it has not come to that."""
+
+    id: str
+    kind: str  # "chat" | "completion" | ...
+    status: str  # "running" | "ok" | "aborted" | "error"
+    arrived: float
+    scheduled: float
+    first_token: float
+    finished: float
+    restore: float  # seconds
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int | None  # None until it is scheduled
+
+    @classmethod
+    def of(cls, answer: Answer, kind: str, status: str) -> Phases:
+        requests = answer.requests
+        leader = requests[0]
+        many = len(requests) > 1
+        return cls(
+            id=leader.request_id.rsplit(".", 1)[0] if many else leader.request_id,
+            kind=kind,
+            status=status,
+            arrived=leader.arrived,
+            scheduled=leader.scheduled,
+            first_token=leader.first_token,
+            finished=0.0 if status == "running" else max(r.finished for r in requests) or time.monotonic(),
+            restore=leader.timings.restore,
+            prompt_tokens=leader.num_prompt,
+            output_tokens=sum(len(r.token_ids) - r.num_prompt for r in requests),
+            cached_tokens=leader.sources.cached if leader.sources is not None else None,
+        )
+
+    def row(self, now: float, waits: bool = True) -> dict[str, Any]:
+        """`age` and the lengths of its phases, in seconds; a phase that has not begun has none. The time at which a
+        request left the queue is known with its first token: until then `waits` says whether it is still there."""
+        end = self.finished or now
+        scheduled = min(self.scheduled or (end if waits or self.finished else self.arrived), end)
+        first = min(self.first_token or end, end)
+        return {
+            "id": self.id,
+            "kind": self.kind,
+            "status": self.status,
+            "running": self.status == "running",
+            "age": now - self.arrived,
+            "queue": scheduled - self.arrived,
+            "restore": self.restore,
+            "prefill": max(0.0, first - scheduled - self.restore),
+            "decode": end - first,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "cached_tokens": self.cached_tokens,
+        }
+
+
+class Recorder:
+    """Told of every request's start and end; looks at the engine once a second while there are any."""
+
+    def __init__(self, client: AsyncLLM, model_name: str) -> None:
+        self._client = client
+        self._model_name = model_name
+        self.metrics = Metrics(model_name)
+        self._started = time.monotonic()
+        self._running: dict[int, tuple[Answer, str]] = {}  # by the answer's id()
+        self._latest: deque[Phases] = deque(maxlen=KEPT_REQUESTS)
+        self._rate = RateHistory(HISTORY_SECONDS, self._started)
+        self._prefill_rate = RateHistory(HISTORY_SECONDS, self._started)
+        self._refused = self._failed = 0
+        self._sampling: asyncio.Task[None] | None = None
+
+    # What the routes call
+
+    def started(self, answer: Answer, kind: str) -> None:
+        self._running[id(answer)] = answer, kind
+        if self._sampling is None or self._sampling.done():
+            self._sample()
+            self._sampling = asyncio.get_running_loop().create_task(self._keep_sampling())
+
+    def finished(self, answer: Answer, status: str | int) -> None:
+        """`status`: "ok", "aborted", "error", or an HTTP status. The second call for an answer does nothing."""
+        _, kind = self._running.pop(id(answer), (None, None))
+        if kind is not None:
+            word = _word(answer, status)
+            self._latest.append(Phases.of(answer, kind, word))
+            self._failed += status == "error"  # a stream that began well; others are counted by their HTTP status
+            self.metrics.observe(answer, failed=word == "error")
+
+    def count_http(self, route: str, status: int) -> None:
+        if route.startswith("/v1/"):
+            self._refused += status == UNAVAILABLE or (400 <= status < 500 and status != CLIENT_LEFT)
+            self._failed += status >= 500 and status != UNAVAILABLE
+        self.metrics.count_http(route, status)
+
+    def count_refusal(self, reason: str) -> None:
+        self.metrics.count_refusal(reason)
+
+    # What is read
+
+    def scrape(self) -> bytes:
+        """The text of /metrics."""
+        return self.metrics.render(self._client.latest(), self._info(), TokenCounts.of(self._sequences()),
+                                   self._client.heartbeat_age, self._client.hangs)
+
+    def live(self) -> dict[str, Any]:
+        """All that the page shows."""
+        now = time.monotonic()
+        tokens = self._sample()
+        stats, info, totals = self._client.latest(), self._info(), self.metrics.engine.values
+        shown = [Phases.of(answer, kind, "running") for answer, kind in self._running.values()]
+        shown += reversed(self._latest)
+        shown.sort(key=lambda phases: phases.arrived, reverse=True)
+        up = self._client.ready
+        waiting = stats.num_waiting if up else 0
+        # Those that came last wait.
+        unscheduled = [phases.id for phases in shown if phases.status == "running" and not phases.scheduled]
+        queued = set(unscheduled[:waiting])
+        return {
+            "version": spillover.__version__,
+            "model": self._model_name,
+            "state": self._client.engine_state,
+            "uptime": now - self._started,
+            "restarts": info.restarts if info is not None else 0,
+            **_facts(info),
+            "blocks": stats.blocks_total,
+            "block_size": stats.block_size or (info.plan.block_size if info is not None else 0),
+            "running": stats.num_running if up else 0,
+            "waiting": waiting,
+            "generation_rate": self._rate.seconds(),
+            "prefill_rate": self._prefill_rate.seconds(),
+            "refused": self._refused,
+            "failed": self._failed,
+            "prompt_tokens": tokens.prompt,
+            "generation_tokens": tokens.output,
+            "sources": tokens.sources,
+            "preemptions": totals["preemptions"],
+            "latency": _latency(self._latest),
+            "tiers": [self._tier(name) for name in TIERS],
+            "requests": [phases.row(now, phases.id in queued) for phases in shown[:SHOWN_REQUESTS]],
+        }
+
+    def _tier(self, name: str) -> dict[str, Any]:
+        """Bytes; a tier without a place for KV blocks has a total of 0, and one that moves no KV has no traffic."""
+        use = next((tier for tier in self._client.latest().tiers if tier.name == name), None)
+        if use is None:
+            return {"name": name, "total": 0, "used": 0, "kept": 0, "weights": 0}
+        shown = {"name": name, "total": use.kv_bytes, "used": use.kv_used_bytes, "kept": use.kv_cached_bytes,
+                 "weights": use.weight_bytes}
+        report = next((report for report in self.metrics.engine.tiers if report.name == name), None)
+        return shown if report is None else {**shown, "traffic": _traffic(report)}
+
+    # Once a second
+
+    async def _keep_sampling(self) -> None:
+        while self._running:
+            await asyncio.sleep(SAMPLE_SECONDS)
+            self._sample()
+
+    def _sample(self) -> TokenCounts:
+        tokens = self.metrics.ended.plus(TokenCounts.of(self._sequences()))
+        self._rate.update(tokens.output, time.monotonic())
+        self._prefill_rate.update(tokens.sources["computed"], time.monotonic())
+        self.metrics.sample(self._client.latest(), self._info())
+        return tokens
+
+    def _sequences(self) -> Iterator[Request]:
+        return (request for answer, _ in self._running.values() for request in answer.requests)
+
+    def _info(self) -> EngineInfo | None:
+        return getattr(self._client, "info", None)  # there is none before the engine's first start
+
+
+class RateHistory:
+    """Events a second over the last while, from a total that is looked at now and then."""
+
+    def __init__(self, length: int, now: float) -> None:
+        self._buckets: deque[float] = deque([0.0] * length, maxlen=length)  # the last is the second that runs now
+        self._second = int(now)
+        self._time = now
+        self._total = 0
+
+    def update(self, total: int, now: float) -> None:
+        """What came since the last look is spread evenly over the time since then."""
+        rate = (total - self._total) / (now - self._time) if now > self._time else 0.0
+        self._second = max(self._second, int(now) - len(self._buckets))
+        at = max(self._time, float(self._second))
+        while self._second < int(now):
+            self._second += 1
+            self._buckets[-1] += rate * (self._second - at)
+            self._buckets.append(0.0)
+            at = float(self._second)
+        self._buckets[-1] += rate * (now - at)
+        self._time, self._total = now, total
+
+    def seconds(self) -> list[float]:
+        """Oldest first; the last one is not over yet."""
+        return [round(value, 2) for value in self._buckets]
+
+
+def _word(answer: Answer, status: str | int) -> str:
+    if isinstance(status, str):
+        return status
+    if any(finish_reason(request) == "abort" for request in answer.requests):
+        return "aborted"
+    return "ok" if status < 400 else "error"
+
+
+def _facts(info: EngineInfo | None) -> dict[str, Any]:
+    if info is None:
+        return {"device": None, "dtype": None, "max_model_len": None, "max_num_seqs": None, "null_model": False}
+    plan = info.plan
+    return {"device": plan.device_name, "dtype": plan.dtype, "max_model_len": plan.max_model_len,
+            "max_num_seqs": plan.max_num_seqs, "null_model": info.null_model}
+
+
+def _traffic(report: TierReport) -> dict[str, Any]:
+    """Bytes and rates towards the tier and from it; a rate that is not known is None."""
+    return {
+        "in": {"bytes": report.bytes_in, "rate": report.rate_in, "link": report.link_in},
+        "out": {"bytes": report.bytes_out, "rate": report.rate_out, "link": report.link_out},
+        "hit_tokens": report.hit_tokens,
+        "failures": report.failures,
+        "dropped": report.dropped,
+        "available": report.available,
+    }
+
+
+def _latency(latest: Iterable[Phases]) -> dict[str, Any]:
+    """Median and 99th percentile over the requests kept that ended well."""
+    done = [phases for phases in latest if phases.status == "ok" and phases.first_token]
+    ttft = [phases.first_token - phases.arrived for phases in done]
+    tpot = [(phases.finished - phases.first_token) / (phases.output_tokens - 1)
+            for phases in done if phases.output_tokens > 1]
+    return {"count": len(done), "ttft": _spread(ttft), "tpot": _spread(tpot)}
+
+
+def _spread(values: list[float]) -> dict[str, float] | None:
+    """The 99th percentile is the nearest rank: a value that was really seen."""
+    if not values:
+        return None
+    ranked = sorted(values)
+    return {"p50": statistics.median(ranked), "p99": ranked[math.ceil(0.99 * len(ranked)) - 1]}

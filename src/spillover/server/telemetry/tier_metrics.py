@@ -1,0 +1,94 @@
+"""The KV tiers below the device, as Prometheus reads them: what they hold, what moved, how fast, and what it was for.
+
+`in` is towards the tier (spilled), `out` is from it (restored). A rate is of the time that bytes were moving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from spillover.memory.spill.report import TierReport
+
+PREFIX = "spillover:"
+# vLLM's names for the two ways between the device and host memory.
+TRANSFER_TYPES = {"in": "GPU_to_CPU", "out": "CPU_to_GPU"}
+
+
+def tier_families(model: str, tiers: Sequence[TierReport], slot_bytes: int, queries: int, found: int
+                  ) -> Iterator[Metric]:
+    """`slot_bytes`: of a block below the device, 0 if not known; `queries`: prompt tokens that were looked up;
+    `found`: of these, on the device."""
+    yield from _external(model, tiers, queries, found)
+    moved = _Families(model, "kv_transfer", ("tier", "direction"))
+    held = _Families(model, "kv_tier", ("tier",))
+    for tier in tiers:
+        for way, count, seconds, rate, link in (
+            ("in", tier.bytes_in, tier.seconds_in, tier.rate_in, tier.link_in),
+            ("out", tier.bytes_out, tier.seconds_out, tier.rate_out, tier.link_out),
+        ):
+            label = (tier.name, way)
+            moved.counter("bytes", "Bytes of KV moved to (in) and from (out) a tier.", label, count)
+            moved.counter("seconds", "Time that these bytes took.", label, seconds)
+            moved.counter("blocks", "Blocks spilled to (in) and restored from (out) a tier.", label,
+                          count // slot_bytes if slot_bytes else 0)
+            moved.gauge("bytes_per_second", "Rate of a tier while bytes moved.", label, rate)
+            moved.gauge("link_bytes_per_second", "Rate that the way to a tier was measured at.", label, link)
+            moved.gauge("link_usage_perc", "Share of the measured rate that was reached, 0 to 1.", label,
+                        rate / link if rate is not None and link else None)
+        held.counter("hit_tokens", "Prompt tokens that came from a tier.", (tier.name,), tier.hit_tokens)
+        held.gauge("hit_rate", "Share of all prompt tokens that came from a tier, 0 to 1.", (tier.name,),
+                   tier.hit_tokens / queries if queries else 0.0)
+        held.counter("failures", "Stores and loads that failed or came too late.", (tier.name,), tier.failures)
+        held.counter("dropped_blocks", "Blocks that a tier was to keep and did not.", (tier.name,), tier.dropped)
+        held.gauge("available", "1 while a tier answers.", (tier.name,), int(tier.available))
+    yield from moved
+    yield from held
+
+
+def _external(model: str, tiers: Sequence[TierReport], queries: int, found: int) -> Iterator[Metric]:
+    """Named as in vLLM, where whatever is not on the device is external."""
+    labels = ["model_name"]
+    asked = CounterMetricFamily(PREFIX + "external_prefix_cache_queries", "Tokens looked up in the tiers below the "
+                                "device.", labels=labels)
+    asked.add_metric([model], queries - found if tiers else 0)
+    hits = CounterMetricFamily(PREFIX + "external_prefix_cache_hits", "Tokens restored from the tiers below the "
+                               "device.", labels=labels)
+    hits.add_metric([model], sum(tier.hit_tokens for tier in tiers))
+    moved = CounterMetricFamily(PREFIX + "kv_offload_total_bytes", "Bytes of KV between device and host memory.",
+                                labels=["model_name", "transfer_type"])
+    took = CounterMetricFamily(PREFIX + "kv_offload_total_time", "Seconds that these bytes took.",
+                               labels=["model_name", "transfer_type"])
+    for tier in tiers:
+        if tier.name == "host":
+            moved.add_metric([model, TRANSFER_TYPES["in"]], tier.bytes_in)
+            moved.add_metric([model, TRANSFER_TYPES["out"]], tier.bytes_out)
+            took.add_metric([model, TRANSFER_TYPES["in"]], tier.seconds_in)
+            took.add_metric([model, TRANSFER_TYPES["out"]], tier.seconds_out)
+    yield from (asked, hits, moved, took)
+
+
+class _Families:
+    """Metrics that share a beginning of their names and their labels."""
+
+    def __init__(self, model: str, begin: str, labels: tuple[str, ...]) -> None:
+        self._model, self._begin, self._labels = model, begin, labels
+        self._families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+
+    def counter(self, name: str, text: str, label: tuple[str, ...], value: float) -> None:
+        self._add(CounterMetricFamily, name, text, label, value)
+
+    def gauge(self, name: str, text: str, label: tuple[str, ...], value: float | None) -> None:
+        """None is not known, which is no value rather than 0."""
+        if value is not None:
+            self._add(GaugeMetricFamily, name, text, label, value)
+
+    def _add(self, kind: type[CounterMetricFamily] | type[GaugeMetricFamily], name: str, text: str,
+             label: tuple[str, ...], value: float) -> None:
+        if name not in self._families:
+            self._families[name] = kind(f"{PREFIX}{self._begin}_{name}", text, labels=["model_name", *self._labels])
+        self._families[name].add_metric([self._model, *label], value)
+
+    def __iter__(self) -> Iterator[Metric]:
+        return iter(self._families.values())
