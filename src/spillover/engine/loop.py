@@ -28,7 +28,7 @@ class LaunchedStep(Protocol):
 
 
 class StepRunner(Protocol):
-    """What computes a step: `engine.runner` and `engine.cuda_runner` with a model, `engine.null_runner` without."""
+    """Computes steps: `CpuRunner` and `CudaRunner` with a model, `NullRunner` without one."""
 
     def launch(self, step: Step) -> LaunchedStep: ...
 
