@@ -34,7 +34,7 @@ from spillover.engine.cuda.cuda_runner import CudaStep
 from spillover.engine.request import Request
 from spillover.engine.step import StepResult
 from spillover.engine.weights.cuda_experts import CudaExperts
-from spillover.engine.weights.home import Home
+from spillover.engine.weights.host_weights import HostWeights
 from spillover.engine.weights.placed import PlacedWeights
 from spillover.errors import SpilloverError
 from spillover.memory.routing import extended, read_log, uniform
@@ -183,7 +183,7 @@ def half_budget(model: str) -> int:
 def main(model: str, gpu_memory: str, half: bool, strategies: str, sweep: str | None, log: str | None,
          decode_tokens: int, repeats: int, seconds: float, host_memory: str | None, name: str | None,
          output: str | None) -> None:
-    Home.keeps = True
+    HostWeights.keeps = True
     end = time.monotonic() + seconds
     budget = half_budget(model) if half else parse_bytes(gpu_memory)
     flags = {} if host_memory is None else {"host_memory": host_memory}

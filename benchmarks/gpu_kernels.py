@@ -24,7 +24,7 @@ import triton
 from torch import Tensor
 
 from spillover.kernels.batch import AttentionBatch
-from spillover.kernels.triton import activation, decode_attention, draw, fixed_linear, gemv, norm, pieces
+from spillover.kernels.triton import activation, batch_invariant_linear, decode_attention, draw, gemv, norm, pieces
 from spillover.kernels.triton import attention as device
 from spillover.kernels.triton import prefill_attention as prefill
 from spillover.kernels.triton.rope_store import norm_rope_store
@@ -182,7 +182,7 @@ def linears() -> None:
         for rows in (1, 4, 16, 64, 256):
             product = partial(_product, f"{name} x{rows}", normal(rows, inner), weights)
             product("cublas", F.linear)
-            product("fixed", fixed_linear.fixed_linear)
+            product("fixed", batch_invariant_linear.batch_invariant_linear)
             if rows == 1:
                 product("gemv", gemv.gemv)
                 product("gemv_silu", gemv.gemv_silu)

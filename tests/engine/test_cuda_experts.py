@@ -13,10 +13,10 @@ from torch import Tensor
 from spillover.engine.weights.calibrate import best_split
 from spillover.engine.weights.cuda_build import fill_table
 from spillover.engine.weights.cuda_experts import Arena, CudaExperts
-from spillover.engine.weights.transit import Transit
+from spillover.engine.weights.stream_buffers import StreamBuffers
 from spillover.kernels.experts import Experts, expert_stacks
+from spillover.kernels.host_expert_queue import HostExpertQueue
 from spillover.kernels.host_experts import ExpertLayout, HostExperts
-from spillover.kernels.mail import Mail
 from spillover.kernels.moe import mixture_reference, moe
 from spillover.kernels.page_table import PageTable
 from spillover.kernels.records import Record
@@ -91,7 +91,7 @@ class Model:
         assert all(quota == 0 or quota > PAGED_TOKENS * k or transit == 2 for quota in quotas)
         self.table = PageTable.make(quotas, self.config.num_experts, PAGED_TOKENS * k, 16, torch.device("cpu"))
         fill_table(self.table, quotas)
-        self.experts = CudaExperts(arena, self.table, self.runs, Transit(slots[sum(quotas) :], transit // 2),
+        self.experts = CudaExperts(arena, self.table, self.runs, StreamBuffers(slots[sum(quotas) :], transit // 2),
                                    sum(quotas), PAGED_TOKENS, k)
 
     def check(self, steps: int, seed: int) -> None:
@@ -129,7 +129,7 @@ def test_the_host_computes_what_it_is_given(name: str) -> None:
                           config.expert_intermediate_size, config.num_experts, config.swiglu_limit)
     everything = torch.arange(PAGED_TOKENS * k + 1, dtype=torch.int32)
     with HostExperts(layout, [run.data_ptr() for run in model.runs], threads=2) as host:
-        mail = Mail.make(33, 33 * k, model.config.hidden_size, torch.device("cpu"))
+        mail = HostExpertQueue.make(33, 33 * k, model.config.hidden_size, torch.device("cpu"))
         model.experts.delegate(host, mail, [everything // 2, everything, everything // 2], lambda rows: 0.5)
         model.check(steps=12, seed=2)
         traffic = model.experts.traffic

@@ -24,7 +24,7 @@ from spillover.engine.batch.step_layout import ARRAYS
 from spillover.engine.cuda import graphs
 from spillover.engine.cuda.cuda_runner import CudaRunner
 from spillover.engine.cuda.decode_inputs import DecodeInputs
-from spillover.engine.cuda.step_inputs import HEADER, Places, StepInputs, StepShape
+from spillover.engine.cuda.step_inputs import HEADER, InputOffsets, StepInputs, StepShape
 from spillover.engine.output.outputs import RequestOutput
 from spillover.kernels.triton import block as on_device
 from spillover.models import layers
@@ -55,7 +55,7 @@ class PaddedSteps:
 
     def __init__(self) -> None:
         self.keys: list[graphs.Key] = []
-        self.places: dict[graphs.Key, Places] = {}
+        self.places: dict[graphs.Key, InputOffsets] = {}
 
     def size(self, rows: int) -> int:
         return 4
@@ -209,8 +209,8 @@ def test_slots_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_arrays_of_one_shape_lie_in_the_same_places_and_do_not_overlap() -> None:
     inputs = StepInputs(1 << 16, torch.device("cpu"))
-    places = Places.of(StepShape(rows=7, requests=3, samples=2, tiles=2), groups=2, longest=64)
-    assert places == Places.of(StepShape(rows=7, requests=3, samples=2, tiles=2), groups=2, longest=64)
+    places = InputOffsets.of(StepShape(rows=7, requests=3, samples=2, tiles=2), groups=2, longest=64)
+    assert places == InputOffsets.of(StepShape(rows=7, requests=3, samples=2, tiles=2), groups=2, longest=64)
     inputs.begin()
     for value, array in enumerate(vars(inputs.pinned.arrays(inputs.buffer, places)).values(), 1):
         array[:] = value
@@ -255,7 +255,7 @@ def test_a_prompts_graph_is_recorded_the_second_time_its_size_is_met(monkeypatch
     assert recorded == [decode]
     book.run(prompt, lambda: torch.zeros(1))
     assert recorded == [decode, prompt]
-    moving = [graphs.Key(8, True, epoch=epoch) for epoch in (1, 2)]
+    moving = [graphs.Key(8, True, graph_version=graph_version) for graph_version in (1, 2)]
     for key in (moving[0], moving[0], moving[1], moving[1]):
         book.run(key, lambda: torch.zeros(1))
     assert recorded == [decode, prompt, *moving]

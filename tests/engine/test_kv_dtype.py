@@ -11,7 +11,7 @@ import pytest
 from hf_reference import VOCAB, save_checkpoint, tiny_model
 
 from spillover import LLM, SamplingParams
-from spillover.engine.batch.cold_prefix import ColdStage, StagedPrefix
+from spillover.engine.batch.offloaded_prefix import OffloadStage, StagedPrefix
 from spillover.engine.output.outputs import RequestOutput
 from spillover.engine.step import StepItem
 from spillover.models.hub.store import resolve
@@ -102,9 +102,9 @@ def test_a_sequence_longer_than_the_pool_has_the_same_bits(block_size: int, kind
     with LLM(str(tmp_path), **flags) as llm:
         resident = [scores(output) for output in llm.generate(prompts, wanted, use_tqdm=False)]
     cold: list[int] = []
-    original = ColdStage.prefix
+    original = OffloadStage.prefix
 
-    def prefix(stage: ColdStage, item: StepItem) -> StagedPrefix:
+    def prefix(stage: OffloadStage, item: StepItem) -> StagedPrefix:
         cold.append(len(item.host_blocks))
         assert stage.in_place
         stage.in_place = in_place
@@ -112,10 +112,10 @@ def test_a_sequence_longer_than_the_pool_has_the_same_bits(block_size: int, kind
         stage.in_place = True
         return made
 
-    monkeypatch.setattr(ColdStage, "prefix", prefix)
+    monkeypatch.setattr(OffloadStage, "prefix", prefix)
     with LLM(str(tmp_path), **flags, max_num_batched_tokens=192, host_memory="200MB",
              num_gpu_blocks_override=640 // block_size) as llm:
-        assert llm.plan.cold_blocks > 0
+        assert llm.plan.offloaded_blocks > 0
         outputs = llm.generate(prompts, wanted, use_tqdm=False)
     assert [scores(output) for output in outputs] == resident
     assert max(cold) * block_size > 1000

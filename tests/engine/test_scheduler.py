@@ -71,14 +71,14 @@ def test_every_request_gets_its_own_tokens_and_nothing_leaks(seed: int) -> None:
         stop_ids = frozenset(rng.sample(range(VOCAB), 2)) if rng.random() < 0.5 else frozenset()
         salt = rng.choice([None, None, "a", "b"])
         members = rng.choice([1, 1, 1, 3])
-        leader: Request | None = None
+        parent: Request | None = None
         for _ in range(members):
             new = Request(
                 f"r{len(requests)}", prompt,
                 SamplingParams(max_tokens=rng.randint(1, 24), repetition_penalty=1.2 if rng.random() < 0.2 else 1.0),
-                stop_ids=stop_ids, priority=rng.randrange(3), cache_salt=salt, leader=leader,
+                stop_ids=stop_ids, priority=rng.randrange(3), cache_salt=salt, parent=parent,
             )
-            leader = leader or new
+            parent = parent or new
             requests.append(new)
             scheduler.add(new)
 
@@ -208,14 +208,14 @@ def test_policies_order_the_queue() -> None:
 def test_siblings_share_the_prompt_and_compute_it_once() -> None:
     for prefix_caching in (True, False):
         engine = make_engine(num_blocks=500, max_num_seqs=8, prefix_caching=prefix_caching)
-        leader = request("s0", list(range(40)), max_tokens=4)
-        siblings = [request(f"s{i}", list(range(40)), max_tokens=4, leader=leader) for i in (1, 2, 3)]
-        for each in (leader, *siblings):
+        parent = request("s0", list(range(40)), max_tokens=4)
+        siblings = [request(f"s{i}", list(range(40)), max_tokens=4, parent=parent) for i in (1, 2, 3)]
+        for each in (parent, *siblings):
             engine.scheduler.add(each)
         drain(engine)
         rows = sum(item.count for step in engine.runner.steps for item in step.items if item.start < 40)
         assert rows == 40 + 3 * 8  # each sibling computes only its last block
-        assert all(r.output_token_ids == leader.output_token_ids for r in siblings)
+        assert all(r.output_token_ids == parent.output_token_ids for r in siblings)
 
 
 def test_a_full_prefix_hit_still_computes_one_token() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from spillover import LLM, SamplingParams
-from spillover.engine.batch.cold_prefix import ColdStage, StagedPrefix
+from spillover.engine.batch.offloaded_prefix import OffloadStage, StagedPrefix
 from spillover.engine.step import StepItem
 
 pytestmark = [
@@ -55,13 +55,13 @@ def test_a_sequence_longer_than_the_pool_has_the_same_tokens(flags: dict[str, st
     prompts = [[rng.randrange(300) for _ in range(length)] for length in (9000, 90, 5001)]
     resident = generate(tmp_path, prompts, max_model_len=12288, gpu_memory="2GB", **flags)
     cold: list[int] = []
-    original = ColdStage.prefix
+    original = OffloadStage.prefix
 
-    def prefix(stage: ColdStage, item: StepItem) -> StagedPrefix:
+    def prefix(stage: OffloadStage, item: StepItem) -> StagedPrefix:
         cold.append(len(item.host_blocks))
         return original(stage, item)
 
-    monkeypatch.setattr(ColdStage, "prefix", prefix)
+    monkeypatch.setattr(OffloadStage, "prefix", prefix)
     streamed = generate(tmp_path, prompts, max_model_len=12288, max_num_batched_tokens=1024, host_memory="1GB",
                         num_gpu_blocks_override=160, **flags)
     assert max(cold) * 16 > 4096 + 1024  # more than one segment

@@ -14,9 +14,9 @@ from spillover.kernels.activation import clamped_swiglu_reference, silu_and_mul_
 from spillover.kernels.formats.dense import DENSE
 from spillover.kernels.formats.fp8_block import FP8_BLOCK
 from spillover.kernels.formats.mxfp4 import MXFP4
+from spillover.kernels.host_expert_queue import COUNT, DONE, FAILED, LAYER, POSTED, TOKENS, HostExpertQueue
 from spillover.kernels.host_experts import TILE_ROWS, ExpertLayout, HostExperts, host_experts_reference
 from spillover.kernels.linear import linear_reference
-from spillover.kernels.mail import COUNT, DONE, FAILED, LAYER, POSTED, TOKENS, Mail
 
 needs_native = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
 
@@ -202,7 +202,7 @@ def test_closing_ends_the_threads() -> None:
         pytest.skip("no list of threads")
     layout = LAYOUTS["float32"]
     records = random_records(layout)
-    mail = Mail.make(1, 1, layout.hidden, torch.device("cpu"))
+    mail = HostExpertQueue.make(1, 1, layout.hidden, torch.device("cpu"))
     before = len(os.listdir(tasks))
     experts = HostExperts(layout, [records.data_ptr()], threads=4)
     experts.attach(mail)
@@ -220,7 +220,7 @@ class Device:
     """The other end of the mail."""
 
     def __init__(self, layout: ExpertLayout) -> None:
-        self.mail = Mail.make(8, 40, layout.hidden, torch.device("cpu"))
+        self.mail = HostExpertQueue.make(8, 40, layout.hidden, torch.device("cpu"))
         self.turn = 0
 
     def ask(self, layer: int, x: Tensor, pairs: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ def test_a_cpu_plan_and_its_host_tier_fit_the_same_ram(host: int, budget: int | 
         assume(False)
     assert plan.device_bytes + plan.host_bytes <= CPU.memory_available
     assert plan.total_bytes == plan.device_bytes + plan.host_bytes + plan.base_bytes
-    assert plan.cold_blocks <= plan.host_blocks
+    assert plan.offloaded_blocks <= plan.host_blocks
 
 
 def test_host_memory_above_the_machine() -> None:
@@ -143,10 +143,10 @@ def test_host_memory_that_leaves_too_little_for_the_model() -> None:
 def test_a_long_sequence_reaches_into_host_memory() -> None:
     plan = planned(config=LONG, num_gpu_blocks_override=100, max_model_len=8000, host_memory=GIB)
     assert (plan.max_model_len, plan.num_blocks, plan.blocks_per_sequence) == (8000, 100, 500)
-    assert plan.cold_blocks == 400
+    assert plan.offloaded_blocks == 400
     budget = planned(config=LONG, gpu_memory=800 * MB, max_model_len=16000, host_memory=GIB)
     assert budget.max_model_len == 16000
-    assert 0 < budget.cold_blocks <= budget.host_blocks
+    assert 0 < budget.offloaded_blocks <= budget.host_blocks
     assert budget.device_bytes <= 800 * MB
 
 
@@ -154,7 +154,7 @@ def test_only_a_length_that_is_asked_for_does() -> None:
     plan = planned(config=LONG, num_gpu_blocks_override=100, host_memory=GIB)
     assert plan.max_model_len == 1600
     plan = planned(config=LONG, gpu_memory=800 * MB, host_memory=GIB)
-    assert plan.cold_blocks == 0
+    assert plan.offloaded_blocks == 0
 
 
 def test_its_staging_is_part_of_the_workspace() -> None:
@@ -174,7 +174,7 @@ def test_windows_keep_sequences_on_the_device() -> None:
 def test_so_do_blocks_that_are_narrowed_on_their_way_out() -> None:
     flags = {"num_gpu_blocks_override": 100, "max_model_len": 8000, "host_memory": GIB}
     assert "too few for a sequence" in refusal(config=LONG, spill_dtype="int8", **flags)
-    assert planned(config=LONG, kv_cache_dtype="int8", **flags).cold_blocks == 400
+    assert planned(config=LONG, kv_cache_dtype="int8", **flags).offloaded_blocks == 400
 
 
 @settings(max_examples=100, deadline=None)
@@ -197,7 +197,7 @@ def test_what_would_fit_with_host_memory_is_named() -> None:
     sentence = refusal(config=LONG, gpu_memory=800 * MB, max_model_len=1 << 20, host_memory=GIB)
     assert "in host memory" in sentence
     most = int(sentence.split("at most ")[1].split()[0].replace(",", ""))
-    assert planned(config=LONG, gpu_memory=800 * MB, max_model_len=most, host_memory=GIB).cold_blocks > 1000
+    assert planned(config=LONG, gpu_memory=800 * MB, max_model_len=most, host_memory=GIB).offloaded_blocks > 1000
     refusal(config=LONG, gpu_memory=800 * MB, max_model_len=most + 1, host_memory=GIB)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from spillover.engine.batch.cold_prefix import ColdStage, spill_codec
+from spillover.engine.batch.offloaded_prefix import OffloadStage, spill_codec
 from spillover.engine.batch.request_table import StepLimits
 from spillover.engine.config import EngineConfig
 from spillover.engine.cpu.cpu_runner import CpuRunner
@@ -209,9 +209,9 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None,
     pool = _make_pool(plan, model_config, len(model.groups[0].layers), dtype, device, memory)
     views = KVViews(pool, model.groups)
     stage = None
-    if plan.cold_blocks:
-        stage = ColdStage(pool, plan.block_size, spill_codec(config, model_config, pool, plan.block_size))
-    limits = StepLimits(plan.max_num_seqs, plan.max_num_batched_tokens, plan.max_model_len, plan.recorded_rows)
+    if plan.offloaded_blocks:
+        stage = OffloadStage(pool, plan.block_size, spill_codec(config, model_config, pool, plan.block_size))
+    limits = StepLimits(plan.max_num_seqs, plan.max_num_batched_tokens, plan.max_model_len, plan.captured_rows)
     if device.type == "cuda":
         from spillover.engine.cuda.cuda_runner import CudaRunner  # needs Triton
 

@@ -161,7 +161,7 @@ class EngineThread:
         try:
             while not self._stopping:
                 self._take_in()
-                if self._open or self._engine.settling:
+                if self._open or self._engine.has_copies_in_flight:
                     self._step()
         except BaseException as error:
             why = f"the engine thread failed ({error!r}); make a new LLM"
@@ -177,9 +177,9 @@ class EngineThread:
 
     def _take_in(self) -> None:
         """What callers have asked for; waits for it if there is nothing else to do."""
-        if not self._engine.settling or self._open:
+        if not self._engine.has_copies_in_flight or self._open:
             self._let_go()
-        if not self._open and not self._engine.settling:
+        if not self._open and not self._engine.has_copies_in_flight:
             self._inbox.get()()
         self._drain()
 

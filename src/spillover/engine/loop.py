@@ -80,14 +80,14 @@ class Engine:
         step = self.scheduler.schedule()
         now = time.monotonic()
         launched = self._launch(step) if step else None
-        self.scheduler.tend(step)
+        self.scheduler.poll_transfers(step)
         ended, self._launched = (self._launched, launched) if self._overlap else (launched, None)
         started, self._launched_at = (self._launched_at, now) if self._overlap else (now, now)
         if launched is not None:
             self._count()
-        return self.scheduler.take_ended() + self._finish(ended, started)
+        return self.scheduler.pop_ended() + self._finish(ended, started)
 
-    def settle(self) -> list[Request]:
+    def drain(self) -> list[Request]:
         """Take in the step that still runs, and launch none; returns as `step` does."""
         ended, self._launched = self._launched, None
         return self._finish(ended, self._launched_at)
@@ -110,7 +110,7 @@ class Engine:
         self.scheduler.connector.wait(seconds)
 
     @property
-    def settling(self) -> bool:
+    def has_copies_in_flight(self) -> bool:
         """Whether a step runs, or the device's blocks are being copied."""
         return not self.failed and (self._launched is not None or self.scheduler.kv.num_in_flight > 0)
 
@@ -127,7 +127,7 @@ class Engine:
             self.failed = True
             raise
         now = time.monotonic()
-        self.scheduler.learn(ended.step, now - max(started, self._ended_at))
+        self.scheduler.observe_step(ended.step, now - max(started, self._ended_at))
         self._ended_at = now
         return self.scheduler.finish(ended.step, result)
 

@@ -30,7 +30,7 @@ class Request:
     seed: int = 0
     priority: int = 0  # lower is served first
     cache_salt: str | None = None
-    leader: Request | None = None  # n > 1: the first of the siblings, whose prompt blocks this one shares
+    parent: Request | None = None  # n > 1: the first of the siblings, whose prompt blocks this one shares
     grammar: Grammar | None = None
     arrived: float = field(default_factory=time.monotonic)
 
@@ -78,7 +78,7 @@ class Request:
         return self.token_ids[self.num_prompt:]
 
     @property
-    def lockstep(self) -> bool:
+    def needs_previous_token(self) -> bool:
         """Its next step cannot be prepared before the last one's token is known."""
         return self.params.needs_history
 

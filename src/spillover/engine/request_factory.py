@@ -44,7 +44,7 @@ class RequestFactory:
 
     def make(self, text: str | None, token_ids: Sequence[SupportsIndex] | None, params: SamplingParams,
              priority: int = 0, cache_salt: str | None = None, name: str | None = None) -> list[Request]:
-        """The n sequences of one request; the first is the leader whose prompt blocks the others share."""
+        """The n sequences of one request; the first is the parent whose prompt blocks the others share."""
         if token_ids is None:
             if text is None:
                 raise RequestError("a prompt is a string, a list of token ids, or a dict with 'prompt' or "
@@ -65,7 +65,7 @@ class RequestFactory:
                 seed=seed if index == 0 else _mix(seed, index),
                 priority=priority,
                 cache_salt=cache_salt,
-                leader=requests[0] if requests else None,
+                parent=requests[0] if requests else None,
                 grammar=self._grammar(params),
             ))
         return requests

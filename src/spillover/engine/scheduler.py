@@ -90,18 +90,18 @@ class Scheduler:
         self._gone.clear()
         return step
 
-    def tend(self, step: Step) -> None:
+    def poll_transfers(self, step: Step) -> None:
         """Looks after the cache's copies while this step, just launched, is computed. Beside one that only decodes
         there is time; one with part of a prompt has kept the host busy launching it, and there is none to lose."""
         self.connector.poll(hurried=step.has_prefill)
         self._give_back()
 
-    def learn(self, step: Step, seconds: float) -> None:
+    def observe_step(self, step: Step, seconds: float) -> None:
         """Note how long a step took."""
         prefill_tokens = sum(item.count for item in step.items if item.phase is Phase.PREFILL)
         self.connector.observe(prefill_tokens, step.num_tokens, seconds)
 
-    def take_ended(self) -> list[Request]:
+    def pop_ended(self) -> list[Request]:
         """Requests that have ended without a step since the last call."""
         ended, self._ended = self._ended, []
         return ended
@@ -193,7 +193,7 @@ class Scheduler:
         """Whether the request may take another step before its pending token, if any, is known."""
         if request.pending == 0:
             return True
-        if request.lockstep:
+        if request.needs_previous_token:
             return False
         limit = request.params.max_tokens
         at_end = request.num_tokens >= self.config.max_model_len or (limit is not None and request.num_output >= limit)
@@ -316,17 +316,17 @@ class Scheduler:
         return 0 if _needs_prompt_logits(request) else self.kv.match(request.token_ids, request.cache_salt)
 
     def _waits_for_leader(self, request: Request) -> bool:
-        """Siblings share the prompt's blocks, so they start when the leader has computed them."""
-        leader = request.leader
-        return (leader is not None and leader.status in (Status.WAITING, Status.RUNNING, Status.PREEMPTED)
-                and not leader.output_token_ids)
+        """Siblings share the prompt's blocks, so they start when the parent has computed them."""
+        parent = request.parent
+        return (parent is not None and parent.status in (Status.WAITING, Status.RUNNING, Status.PREEMPTED)
+                and not parent.output_token_ids)
 
     def _begin(self, request: Request) -> int:
         if _needs_prompt_logits(request):
             return self.kv.admit(request.request_id, [], request.cache_salt)
-        leader = request.leader
-        if leader is not None and leader.status is Status.RUNNING and request.num_preemptions == 0:
-            return self.kv.fork(leader.request_id, request.request_id, request.num_prompt - 1)
+        parent = request.parent
+        if parent is not None and parent.status is Status.RUNNING and request.num_preemptions == 0:
+            return self.kv.fork(parent.request_id, request.request_id, request.num_prompt - 1)
         return self.kv.admit(request.request_id, request.token_ids, request.cache_salt)
 
     def _load(self, request: Request) -> int | None:

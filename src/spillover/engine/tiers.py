@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from spillover.engine.batch.cold_prefix import spill_codec
+from spillover.engine.batch.offloaded_prefix import spill_codec
 from spillover.engine.config import EngineConfig
 from spillover.errors import SpilloverError
 from spillover.kernels.attention import KV_LAYOUT

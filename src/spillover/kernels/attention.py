@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spillover.kernels import kv_quant, native
-from spillover.kernels.batch import AttentionBatch, ColdPrefix
+from spillover.kernels.batch import AttentionBatch, OffloadedPrefix
 from spillover.kernels.extents import MOST_SCORES, split_blocks
 
 KV_LAYOUT = "block,layer,[k:head,dim,token|v:head,token,dim]"
@@ -157,7 +157,7 @@ def cold_attention_reference(
     q: Tensor,
     kv_layer: Tensor,
     batch: AttentionBatch,
-    cold: ColdPrefix,
+    cold: OffloadedPrefix,
     layer: int,
     scale: float,
     sinks: Tensor | None = None,

@@ -43,16 +43,16 @@ class DecodeScratch:
 class DeviceWork:
     """How a batch is cut into programs. Made by the host, which knows every length, once a step and layer group."""
 
-    items: Tensor | None  # [I, FIELDS] int32 of requests with one new token (pieces.decode_items); None: there are none
-    num_items: Tensor | None  # [1] int32: how many of them count
+    splits: Tensor | None  # [I, FIELDS] int32, decode splits of requests with one new token; None: there are none
+    num_splits: Tensor | None  # [1] int32: how many of them count
     tiles: Tensor | None  # [tiles, 2] int32 of requests with more new tokens; None: there are none
     slots: Tensor | None  # [B] int32, each request's row of the block table; None: its own index
     scratch: DecodeScratch | None
     longest: int = 0  # tokens that a request may have
-    one_order: bool = False  # a row's sums have one order whatever the batch and the chunk
+    batch_invariant: bool = False  # a row's sums have one order whatever the batch and the chunk
 
 
-class ColdPrefix(Protocol):
+class OffloadedPrefix(Protocol):
     """The first blocks of a sequence that is longer than the pool. They wait elsewhere and pass through a stage."""
 
     num_blocks: int
@@ -79,7 +79,7 @@ class AttentionBatch:
     max_query: int  # most rows of one request
     max_seq: int  # longest of seq_lens
     kv_dtype: str = "auto"  # of the pool: "auto" is the rows' own type, "fp8" and "int8" are codes
-    cold: ColdPrefix | None = None  # of the only request; its table entries of these blocks are 0
+    cold: OffloadedPrefix | None = None  # of the only request; its table entries of these blocks are 0
     work: DeviceWork | None = None  # CUDA: how the step is cut into programs
 
     def __post_init__(self) -> None:

@@ -25,8 +25,8 @@ from spillover.kernels.activation import clamped_swiglu_reference, silu_and_mul_
 from spillover.kernels.experts import Experts, ExpertWeights, expert_stacks
 from spillover.kernels.fields import LinearShape
 from spillover.kernels.formats.base import HOST_TYPES, Linear, Weight, WeightFormat
+from spillover.kernels.host_expert_queue import COUNT, DONE, FAILED, LAYER, PAIR, POSTED, TOKENS, HostExpertQueue
 from spillover.kernels.linear import linear_reference
-from spillover.kernels.mail import COUNT, DONE, FAILED, LAYER, PAIR, POSTED, TOKENS, Mail
 from spillover.kernels.records import Record
 
 GRAIN = 32 << 10  # bytes of weights that a thread takes at a time
@@ -129,7 +129,7 @@ class HostExperts:
             raise IndexError(f"no such layer, token or expert on the host: layer {layer}, pairs {pairs.tolist()[:8]}")
         return out
 
-    def attach(self, mail: Mail) -> None:
+    def attach(self, mail: HostExpertQueue) -> None:
         """Answers this mail from now on, in place of any other."""
         self.detach()
         if self._library is None:
@@ -206,7 +206,7 @@ def available_cores() -> int:
 class _Reader:
     """Reads the mail where there is no library."""
 
-    def __init__(self, experts: HostExperts, mail: Mail) -> None:
+    def __init__(self, experts: HostExperts, mail: HostExpertQueue) -> None:
         self._experts, self._mail = experts, mail
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._read, name="host-experts", daemon=True)

@@ -10,8 +10,8 @@ from torch import Tensor
 from spillover.kernels.activation import clamped_swiglu_reference, silu_and_mul_reference
 from spillover.kernels.experts import Experts
 from spillover.kernels.formats.grouped_gemm import GroupedGemm
+from spillover.kernels.host_expert_queue import HostExpertQueue
 from spillover.kernels.linear import linear_reference
-from spillover.kernels.mail import Mail
 from spillover.kernels.page_table import NONE, PageTable, Resolution
 from spillover.kernels.paging import (
     assign_reference,
@@ -25,7 +25,7 @@ from spillover.kernels.paging import (
 def paged_mixture(
     x: Tensor, scores: Tensor, table: PageTable, layer: int, records: Tensor, slots: Tensor, first: Experts,
     second: Experts, k: int, renormalize: bool, limit: float | None = None,
-    split: Tensor | None = None, mail: Mail | None = None, replay: Tensor | None = None,
+    split: Tensor | None = None, mail: HostExpertQueue | None = None, replay: Tensor | None = None,
 ) -> Tensor:
     """x [T, H], scores [T, E] -> [T, H]: kernels.moe.mixture where `first` and `second` are stacks of slots.
 
@@ -49,7 +49,7 @@ class Passes(Protocol):
 
     ids: Tensor  # int32 [T, k]: whom the router chose
 
-    def delegate(self, hosted: Tensor, layer: int, mail: Mail) -> None:
+    def delegate(self, hosted: Tensor, layer: int, mail: HostExpertQueue) -> None:
         """The host computes the experts that `hosted` int32 [E] marks, while the passes go over the others."""
         ...
 
@@ -86,7 +86,7 @@ def route_reference(
 def paged_mixture_reference(
     x: Tensor, scores: Tensor, table: PageTable, layer: int, records: Tensor, slots: Tensor, first: Experts,
     second: Experts, k: int, renormalize: bool, limit: float | None = None,
-    split: Tensor | None = None, mail: Mail | None = None, replay: Tensor | None = None,
+    split: Tensor | None = None, mail: HostExpertQueue | None = None, replay: Tensor | None = None,
 ) -> Tensor:
     replayed = None if replay is None else replay[int(table.step) % replay.shape[0], layer]
     ids, shares = route_reference(scores, k, renormalize, replayed)
@@ -107,9 +107,9 @@ class PassedMixtureReference:
         self.x, self.limit = x, limit
         self.ids, self.shares = route_reference(scores, k, renormalize)
         self.rows = torch.zeros(self.ids.numel(), x.shape[1], dtype=x.dtype, device=x.device)
-        self.hosted: tuple[Resolution, Mail] | None = None
+        self.hosted: tuple[Resolution, HostExpertQueue] | None = None
 
-    def delegate(self, hosted: Tensor, layer: int, mail: Mail) -> None:
+    def delegate(self, hosted: Tensor, layer: int, mail: HostExpertQueue) -> None:
         resolution = assign_reference(self.ids, hosted)
         post_reference(self.x, resolution, layer, mail)
         self.hosted = (resolution, mail)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spillover.kernels import mail as places
-from spillover.kernels.mail import Mail
+from spillover.kernels.host_expert_queue import HostExpertQueue
 from spillover.kernels.page_table import NONE, OLDEST, PATIENCE, PageTable, Resolution
 
 
@@ -112,7 +112,7 @@ def gather_reference(resolution: Resolution, records: Tensor, slots: Tensor) -> 
         slots[slot].copy_(records[expert])
 
 
-def post_reference(x: Tensor, resolution: Resolution, layer: int, mail: Mail) -> None:
+def post_reference(x: Tensor, resolution: Resolution, layer: int, mail: HostExpertQueue) -> None:
     """Rows x [T, H] and the pairs for the host go into the mail, and its turn is raised; nothing if there are none."""
     count = int(resolution.counts[1])
     if count == 0:
@@ -125,7 +125,7 @@ def post_reference(x: Tensor, resolution: Resolution, layer: int, mail: Mail) ->
 
 
 def collect_reference(
-    rows: Tensor, shares: Tensor, resolution: Resolution | None, mail: Mail | None, dtype: torch.dtype,
+    rows: Tensor, shares: Tensor, resolution: Resolution | None, mail: HostExpertQueue | None, dtype: torch.dtype,
     shared: bool = False, patience: int = PATIENCE,
 ) -> Tensor:
     """rows [T * k, H], shares [T, k] -> sum over j of share * row in the order of j, [T, H].
@@ -148,7 +148,7 @@ def collect_reference(
     return total.to(dtype)
 
 
-def _answered(mail: Mail, patience: int) -> bool:
+def _answered(mail: HostExpertQueue, patience: int) -> bool:
     turn = int(mail.state[places.TURN])
     for _ in range(patience):
         if int(mail.header[places.DONE]) - turn >= 0:

@@ -86,11 +86,11 @@ class ResidentWeights:
             self._contexts[name] = nullcontext(self.whole(name))
 
     @property
-    def unpadded(self) -> int:
+    def max_unpadded_rows(self) -> int:
         """Rows of the largest step that may not be padded."""
         return 0
 
-    def epoch(self, rows: int) -> int | None:
+    def graph_version(self, rows: int) -> int | None:
         """Under which number a CUDA graph of a step of so many rows is good, once the step has begun: another number
         means that weights lie elsewhere. None: it cannot be recorded."""
         return 0

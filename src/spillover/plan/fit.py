@@ -48,7 +48,7 @@ class Sizes:
         cold = next((tier.blocks or 0 for tier in tiers if tier.name == "host"), 0)
         as_is = request.spill_dtype == "auto" or request.kv_cache_dtype != "auto"
         unit = split_blocks(request.block_size)  # they move there so many at a time
-        self.cold_blocks = cold // unit * unit if shape.group_windows == (None,) and as_is else 0
+        self.offloaded_blocks = cold // unit * unit if shape.group_windows == (None,) and as_is else 0
         self.block_bytes = shape.block_bytes(request.block_size)
         self.steps = STEPS[device][0]  # requests and tokens of one, where nobody asked
 
@@ -71,7 +71,7 @@ class Sizes:
         tokens = min(self.steps[1], self.max_num_seqs * length)  # more could never be there at once
         return tokens if self.request.enable_chunked_prefill else max(tokens, length)
 
-    def recorded_rows(self, length: int) -> int:
+    def captured_rows(self, length: int) -> int:
         """Of a step with part of a prompt that is replayed: where weights come and go, none is."""
         return min(RECORDED_ROWS, self.batched_tokens(length)) if self.device == "cuda" and self.resident else 0
 
@@ -79,7 +79,7 @@ class Sizes:
         """`long`: some of that length's blocks wait in host memory."""
         tokens = self.batched_tokens(length)
         space = workspace(self.config, self.shape.dtype, self.device, self.native, tokens, self.max_num_seqs, length,
-                          self.recorded_rows(length))
+                          self.captured_rows(length))
         if not long:
             return space
         request = self.request
@@ -158,15 +158,15 @@ def fit(request: PlanRequest, sizes: Sizes, machine: Machine, available: int) ->
     def fits_with_host(length: int) -> bool:
         on_device = blocks(length, long=True)
         return fits(length) or (on_device >= sizes.least_long_blocks(length)
-                                and sizes.blocks_needed(length) <= on_device + sizes.cold_blocks)
+                                and sizes.blocks_needed(length) <= on_device + sizes.offloaded_blocks)
 
     # The device's pool alone bounds a length that is chosen here; one that was asked for may reach into host memory.
     length = request.max_model_len or largest(fits, longest)
     if fits(length) and length >= shortest:
         return length, blocks(length)
-    if request.max_model_len is not None and sizes.cold_blocks and fits_with_host(length):
+    if request.max_model_len is not None and sizes.offloaded_blocks and fits_with_host(length):
         return length, blocks(length, long=True)
-    reach = fits_with_host if sizes.cold_blocks else fits
+    reach = fits_with_host if sizes.offloaded_blocks else fits
     raise PlanError(_too_small(request, sizes, machine, available, shortest, largest(reach, longest),
                                max(0, blocks(shortest))))
 
@@ -180,8 +180,8 @@ def least_resident(request: PlanRequest, sizes: Sizes, length: int) -> int | Non
     for steps in step_choices(request, sizes.device):
         tried = sizes.changed(steps)
         found.append(tried.least(length))
-        if request.max_model_len is not None and tried.cold_blocks:
-            blocks = max(tried.least_long_blocks(length), tried.blocks_needed(length) - tried.cold_blocks)
+        if request.max_model_len is not None and tried.offloaded_blocks:
+            blocks = max(tried.least_long_blocks(length), tried.blocks_needed(length) - tried.offloaded_blocks)
             found.append(tried.fixed(length, long=True) + (blocks + 1) * tried.block_bytes)
     return min(found)
 
@@ -190,7 +190,7 @@ def fixed_blocks(request: PlanRequest, sizes: Sizes, blocks: int, available: int
     """(max_model_len, blocks) for a count of blocks that was given."""
     longest = longest_allowed(request, sizes)
     resident = largest(lambda n: sizes.blocks_needed(n) <= blocks, longest)
-    cold = sizes.cold_blocks if blocks >= sizes.least_long_blocks(longest) else 0
+    cold = sizes.offloaded_blocks if blocks >= sizes.least_long_blocks(longest) else 0
     fits = largest(lambda n: sizes.blocks_needed(n) <= blocks + cold, longest)
     length = request.max_model_len or resident
     if length > fits or fits == 0:
@@ -257,7 +257,7 @@ def _too_small(
         against += f", of which {CUDA_SHARE:.0%} are planned with" if sizes.device == "cuda" else ""
     if request.max_model_len is not None and most > 0:
         blocks = sizes.blocks_needed(shortest)
-        host = f" beside {sizes.cold_blocks:,} in host memory" if sizes.cold_blocks else ""
+        host = f" beside {sizes.offloaded_blocks:,} in host memory" if sizes.offloaded_blocks else ""
         return (
             f"--max-model-len {shortest:,} needs {blocks:,} KV blocks ({format_bytes(blocks * sizes.block_bytes)}) and "
             f"{room:,} fit{host}, as {against}; at most {most:,} tokens fit: lower --max-model-len"

@@ -83,7 +83,7 @@ class Plan:
     host_bytes: int = 0  # RAM that they take at most
     costs: Costs | None = None
     placement: WeightPlan | None = None  # None: every weight is resident
-    recorded_rows: int = 0  # of the largest step with part of a prompt that there is room to record
+    captured_rows: int = 0  # of the largest step with part of a prompt that there is room to record
     notes: tuple[str, ...] = ()  # flags that were given and change nothing under this plan, a sentence each
 
     @property
@@ -112,7 +112,7 @@ class Plan:
         return next((tier.blocks or 0 for tier in self.tiers if tier.name == "host"), 0)
 
     @property
-    def cold_blocks(self) -> int:
+    def offloaded_blocks(self) -> int:
         """Of a longest sequence, those that the device has no room for and that wait in host memory."""
         return max(0, self.blocks_per_sequence - self.num_blocks)
 
@@ -199,7 +199,7 @@ def make_plan(
         tiers=tiers,
         host_bytes=sizes.host_bytes,
         placement=None if placement is None or placement.is_resident else placement,
-        recorded_rows=sizes.recorded_rows(max_model_len),
+        captured_rows=sizes.captured_rows(max_model_len),
     )
     if rates is not None:
         return with_costs(plan, config, specs, rates)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from spillover.kernels.extents import MOST_SCORES, SEGMENTS, dequantizes, segment_blocks
 from spillover.kernels.fields import ITEMSIZE
-from spillover.kernels.triton.pieces import most_items, scratch_bytes
+from spillover.kernels.triton.attention_splits import max_splits, scratch_bytes
 from spillover.models.config import ModelConfig
 from spillover.models.groups import layer_groups
 from spillover.plan.shapes import kv_layer_bytes
@@ -86,7 +86,7 @@ def staging_bytes(
 
 def _cuda_bytes(config: ModelConfig, dtype: str, recorded: int, rows: int, positions: int) -> int:
     """What attention's pieces leave for each other, block tables by slot, and the memory that recorded graphs keep."""
-    items = most_items(rows + 1, positions)
+    items = max_splits(rows + 1, positions)
     scratch = scratch_bytes(items, rows + 1, config.num_heads, config.num_kv_heads, config.head_dim)
     tables = (rows + 1) * len(layer_groups(config)) * -(-positions // SMALLEST_BLOCK) * 4
     graphs = max(rows, recorded) * _row_bytes(config, dtype, False)

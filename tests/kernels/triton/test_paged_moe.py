@@ -17,7 +17,7 @@ from spillover.kernels import extents
 from spillover.kernels import mail as places
 from spillover.kernels.experts import Experts
 from spillover.kernels.formats.grouped_gemm import Tile
-from spillover.kernels.mail import Mail
+from spillover.kernels.host_expert_queue import HostExpertQueue
 from spillover.kernels.page_table import PageTable
 from spillover.kernels.paged_moe import PassedMixtureReference, experts_reference, paged_mixture_reference
 
@@ -127,7 +127,7 @@ def test_the_plain_paged_mixture_is_near() -> None:
 
 
 @contextmanager
-def host(there: Paged, mail: Mail) -> Iterator[list[int]]:
+def host(there: Paged, mail: HostExpertQueue) -> Iterator[list[int]]:
     """A thread that answers the mail; the layers it was asked about."""
     layers: list[int] = []
     stop = threading.Event()
@@ -162,7 +162,7 @@ def host(there: Paged, mail: Mail) -> Iterator[list[int]]:
 @pytest.mark.parametrize("few", [True, False])
 def test_the_host_computes_its_share_of_the_misses(few: bool) -> None:
     there = Paged(SHAPES[0], 3)
-    mail = Mail.make(3, 6, 64, torch.device(DEVICE))
+    mail = HostExpertQueue.make(3, 6, 64, torch.device(DEVICE))
     split = torch.tensor([0, 0, 1, 1, 2, 2, 3], dtype=torch.int32, device=DEVICE)
     kwargs = {"few_tokens": 8 if few else 0, "tiles": there.few if few else there.tiles}
     rng = random.Random(3)
@@ -183,7 +183,7 @@ def test_the_host_computes_its_share_of_the_misses(few: bool) -> None:
 @pytest.mark.parametrize("tokens", [3, 20])
 def test_the_host_computes_some_experts_while_others_pass(tokens: int) -> None:
     there = Paged(SHAPES[0], tokens)
-    mail = Mail.make(tokens, tokens * K, 64, torch.device(DEVICE))
+    mail = HostExpertQueue.make(tokens, tokens * K, 64, torch.device(DEVICE))
     kwargs = {"few_tokens": 8, "tiles": there.few if tokens <= 8 else there.tiles}
     rng = random.Random(tokens)
     with host(there, mail) as layers:

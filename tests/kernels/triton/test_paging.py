@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spillover.kernels import mail as places
-from spillover.kernels.mail import ALIGNMENT, HEADER, Mail
+from spillover.kernels.host_expert_queue import ALIGNMENT, HEADER, HostExpertQueue
 from spillover.kernels.page_table import LENT, NONE, PageTable, Resolution
 from spillover.kernels.paging import (
     assign_reference,
@@ -170,7 +170,7 @@ def posted(counts: list[int], pairs: int, place: list[int]) -> Resolution:
 
 
 def test_mail_is_posted_as_the_plain_one() -> None:
-    found, expected = (Mail.make(3, 6, 40, DEVICE) for _ in range(2))
+    found, expected = (HostExpertQueue.make(3, 6, 40, DEVICE) for _ in range(2))
     x = torch.randn(2, 40, dtype=torch.bfloat16, device=DEVICE)
     for layer, resolution in ((3, posted([0, 2], 4, [-1, 0, 1, -1])), (4, posted([0, 0], 4, [-1] * 4))):
         device.post(x, resolution, layer, found)
@@ -183,7 +183,7 @@ def test_mail_is_posted_as_the_plain_one() -> None:
 
 
 def test_mail_lies_where_its_layout_says() -> None:
-    mail = Mail.make(3, 6, 40, DEVICE)
+    mail = HostExpertQueue.make(3, 6, 40, DEVICE)
     start = mail.memory.data_ptr()
     assert start % ALIGNMENT == 0
     assert mail.header.numel() == HEADER
@@ -202,7 +202,7 @@ def test_answers_take_their_places_in_the_sum(shared: bool, place: list[int] | N
                                               monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits for them: each program, or one before all others."""
     monkeypatch.setattr(device, "FEW_PROGRAMS", few)
-    mail = Mail.make(2, 4, 40, DEVICE)
+    mail = HostExpertQueue.make(2, 4, 40, DEVICE)
     mail.out.copy_(torch.randn(4, 40))
     mail.state[places.TURN] = 5
     mail.header[places.DONE] = 5
@@ -221,7 +221,7 @@ def test_answers_take_their_places_in_the_sum(shared: bool, place: list[int] | N
 @pytest.mark.parametrize("few", [0, 16])
 def test_a_host_that_does_not_answer_is_told_of(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "FEW_PROGRAMS", few)
-    mail = Mail.make(1, 2, 16, DEVICE)
+    mail = HostExpertQueue.make(1, 2, 16, DEVICE)
     mail.state[places.TURN] = 2
     mail.header[places.DONE] = 1
     rows, shares = torch.zeros(2, 16, device=DEVICE), torch.ones(1, 2, device=DEVICE)

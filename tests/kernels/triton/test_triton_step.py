@@ -12,12 +12,12 @@ from spillover.engine.batch.sampler import _inverse_cdf, _nucleus, _weights
 from spillover.kernels.activation import clamped_swiglu_reference, silu_and_mul_reference
 from spillover.kernels.norm import add_rms_norm_reference, rms_norm_reference
 from spillover.kernels.triton.activation import clamped_swiglu, silu_and_mul
+from spillover.kernels.triton.batch_invariant_linear import TILES, batch_invariant_linear
 from spillover.kernels.triton.draw import CHUNK, draw
-from spillover.kernels.triton.fixed_linear import TILES, fixed_linear
 from spillover.kernels.triton.gemv import gemv, gemv_silu
 from spillover.kernels.triton.norm import add_rms_norm, rms_norm
 from spillover.kernels.triton.nucleus import keep_likely
-from spillover.kernels.triton.stage import bring, fill_tokens, update_tables
+from spillover.kernels.triton.step_upload import bring, fill_tokens, update_tables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter truncates to bfloat16 where the device rounds.
@@ -62,10 +62,10 @@ def test_a_row_of_a_fixed_product_has_the_same_bits_among_any_others(dtype: torc
     """Through every tile size."""
     most = TILES[-1].rows + 5
     x, w, bias = (normal(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate([(most, 200), (70, 200), (70,)]))
-    whole = fixed_linear(x, w, bias)
+    whole = batch_invariant_linear(x, w, bias)
     torch.testing.assert_close(whole, F.linear(x, w, bias), rtol=1e-2, atol=30 * torch.finfo(dtype).eps)
     for first, last in ((0, 1), (3, 19), (7, 70), (most - 20, most)):
-        part = fixed_linear(x[first:last], w, bias)
+        part = batch_invariant_linear(x[first:last], w, bias)
         # The interpreter's products are a library's, in whatever order that likes.
         torch.testing.assert_close(part, whole[first:last], rtol=0 if DEVICE == "cuda" else 1e-2, atol=0.0)
 

@@ -65,7 +65,7 @@ def plan_json(plan: Plan, rates: Rates | None = None) -> dict[str, Any]:
         "device_weight_bytes": plan.device_weight_bytes,
         "host_weight_bytes": plan.host_weight_bytes,
         "host_blocks": plan.host_blocks,
-        "cold_blocks": plan.cold_blocks,
+        "offloaded_blocks": plan.offloaded_blocks,
     }
     costs = plan.costs
     if costs is not None:
@@ -145,7 +145,7 @@ def _limits_table(plan: Plan) -> Table:
 
 def _length_detail(plan: Plan) -> str:
     detail = f"tokens; {plan.blocks_per_sequence:,} blocks"
-    return detail if plan.cold_blocks == 0 else f"{detail}, {plan.cold_blocks:,} of them in host memory"
+    return detail if plan.offloaded_blocks == 0 else f"{detail}, {plan.offloaded_blocks:,} of them in host memory"
 
 
 def _costs_table(plan: Plan, rates: Rates | None) -> Table:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from spillover.engine.batch.sampler import is_plain, seed_stream
+from spillover.engine.batch.sampler import seed_stream, temperature_only
 from spillover.engine.step import NewRequest, Step, StepResult
 
 
@@ -24,7 +24,7 @@ class StepLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    recorded_rows: int = 0  # CUDA: of a step with part of a prompt that a graph is captured of; 0: of none
+    captured_rows: int = 0  # CUDA: of a step with part of a prompt that a graph is captured of; 0: of none
 
     def request_table(self, groups: int, block_size: int, device: torch.device) -> RequestTable:
         return RequestTable(self.max_num_seqs, groups, -(-self.max_model_len // block_size) + 1, device)
@@ -95,6 +95,6 @@ class RequestTable:
         self.num_prompt[slot] = request.num_prompt
         self.num_known[slot] = len(request.token_ids)
         self.draw[slot] = -1
-        self.plain[slot] = is_plain(params) and not request.masked
+        self.plain[slot] = temperature_only(params) and not request.masked
         self.temperature[slot] = 0.0 if params.greedy else params.temperature
         self.stream[slot] = seed_stream(request.seed)

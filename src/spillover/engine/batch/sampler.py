@@ -151,7 +151,7 @@ def uniform(seed: int, step: int) -> float:
     return float(_uniforms([seed], [step])[0])
 
 
-def is_plain(params: SamplingParams) -> bool:
+def temperature_only(params: SamplingParams) -> bool:
     """Whether a token is drawn from the model's own logits by temperature alone, and nothing else is asked for."""
     return not (params.needs_history or params.logit_bias or params.min_tokens or params.logprobs is not None
                 or (not params.greedy and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0)))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from spillover.engine.batch.cold_prefix import ColdStage
+from spillover.engine.batch.offloaded_prefix import OffloadStage
 from spillover.engine.batch.request_table import StepLimits
 from spillover.engine.batch.sampler import Sampled, SampledLogprobs, SamplingBatch, sample
 from spillover.engine.batch.step_layout import ItemArrays, SampleRows, StepArrays, write_step
@@ -70,7 +70,7 @@ class LaunchedStep:
 class CpuRunner:
     def __init__(self, model: Decoder, weights: ResidentWeights, kv: KVViews, block_size: int, limits: StepLimits,
                  decode: Callable[[int], str] | None = None, kv_dtype: str = "auto",
-                 stage: ColdStage | None = None) -> None:
+                 stage: OffloadStage | None = None) -> None:
         """`stage`: what the cold blocks of sequences longer than the pool pass through."""
         self.model = model
         self.weights = weights

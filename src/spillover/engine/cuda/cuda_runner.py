@@ -17,26 +17,26 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from spillover.engine.batch.cold_prefix import ColdStage
+from spillover.engine.batch.offloaded_prefix import OffloadStage
 from spillover.engine.batch.request_table import BlockUpdates, StepLimits
 from spillover.engine.batch.sampler import SampledLogprobs, SamplingBatch, sample
 from spillover.engine.batch.step_layout import ItemArrays, write_step
 from spillover.engine.batch.step_result import PromptRows, prompt_rows, sampling_batch, score, to_device, to_result
 from spillover.engine.cuda.decode_inputs import UPDATE_BYTES, DecodeInputs
 from spillover.engine.cuda.graphs import Graphs, GraphStats, Key
-from spillover.engine.cuda.step_inputs import HEADER, Places, StepInputs, StepShape
+from spillover.engine.cuda.step_inputs import HEADER, InputOffsets, StepInputs, StepShape
 from spillover.engine.step import Step, StepItem, StepResult
 from spillover.engine.weights.placed import PlacedWeights
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.kernels.batch import AttentionBatch, DecodeScratch, DeviceWork
+from spillover.kernels.triton.attention_splits import FIELDS, QUERIES, decode_splits, max_splits, prefill_tiles
 from spillover.kernels.triton.draw import draw
-from spillover.kernels.triton.pieces import FIELDS, QUERIES, decode_items, most_items, prefill_tiles
-from spillover.kernels.triton.stage import fill_tokens, update_tables
+from spillover.kernels.triton.step_upload import fill_tokens, update_tables
 from spillover.models.layers import Decoder, KVViews, ModelStep
 from spillover.models.weights import ResidentWeights
 
 FEW_UPDATES = UPDATE_BYTES // 8 - 4  # table entries that travel with the step; more of them have a copy of their own
-MANY_PROMPTS = 32  # requests with several rows, of a step that a graph is captured of
+MAX_PREFILL_REQUESTS = 32  # requests with several rows in a step that is captured as a CUDA graph
 STEPS_KEPT = 4  # results on their way to the host, or there and not read yet
 
 i32, i64 = torch.int32, torch.int64
@@ -45,7 +45,7 @@ Changed = TypeVar("Changed")
 
 @dataclass(frozen=True)
 class _Work:
-    places: Places
+    places: InputOffsets
     num_samples: int
     sampling: SamplingBatch | None  # None: every row is sampled by temperature alone
     decodes: bool  # one row per request, and all of them are sampled from
@@ -83,7 +83,7 @@ class CudaStep:
 class CudaRunner:
     def __init__(self, model: Decoder, weights: ResidentWeights, kv: KVViews, block_size: int, device: torch.device,
                  limits: StepLimits, decode: Callable[[int], str] | None = None, kv_dtype: str = "auto",
-                 stage: ColdStage | None = None, graphs: bool = True, deterministic: bool = False) -> None:
+                 stage: OffloadStage | None = None, graphs: bool = True, deterministic: bool = False) -> None:
         """`stage`: what the cold blocks of sequences longer than the pool pass through; `deterministic`: all attention
         by the kernel that sums up a row in one order whatever the chunk it is in."""
         config, groups = model.config, len(model.groups)
@@ -101,10 +101,10 @@ class CudaRunner:
         self._windows = [group.window for group in model.groups]
         # Padding beside part of a prompt is cut into requests of its own, each of one tile, in the dummy block.
         self._padding_rows = min(QUERIES, limits.max_model_len)
-        self._places: dict[StepShape, Places] = {}  # of padded steps
+        self._places: dict[StepShape, InputOffsets] = {}  # of padded steps
         self._inputs = StepInputs(self._input_bytes(groups), device)
         self._templates: dict[int, DecodeInputs] = {}  # of steps that only decode, by rows
-        self._scratch = DecodeScratch.make(most_items(limits.max_num_seqs + 1, limits.max_model_len),
+        self._scratch = DecodeScratch.make(max_splits(limits.max_num_seqs + 1, limits.max_model_len),
                                            limits.max_num_seqs + 1, config.num_heads, config.num_kv_heads,
                                            config.head_dim, device)
         self._draws = torch.zeros(limits.max_num_seqs, dtype=i64, device=device)  # of the last step
@@ -116,7 +116,7 @@ class CudaRunner:
         self._results = torch.zeros(STEPS_KEPT, limits.max_num_seqs, dtype=i64, pin_memory=cuda)
         self._read: npt.NDArray[np.int64] = self._results.numpy()
         self._turn = 0  # the row of the results that a step's tokens are written to
-        self._graphs = Graphs(device, limits.max_num_seqs, limits.recorded_rows) if graphs else None
+        self._graphs = Graphs(device, limits.max_num_seqs, limits.captured_rows) if graphs else None
         # Everything loaded by now stays: a collection that looked through it again would hold up a step for long.
         gc.collect()
         gc.freeze()
@@ -130,9 +130,9 @@ class CudaRunner:
         """Capture the graphs of plain steps now, on padding alone; the largest first, whose memory all share."""
         if self._graphs is None:
             return
-        few = self.weights.unpadded
+        few = self.weights.max_unpadded_rows
         sizes = [*range(1, few + 1), *(size for size in self._graphs.sizes if size > few)]
-        keys = [Key(size, True) for size in sizes if self.weights.epoch(size) == 0]
+        keys = [Key(size, True) for size in sizes if self.weights.graph_version(size) == 0]
         keys += [Key(size, False, True) for size in self._graphs.prompt_sizes]
         nothing = ItemArrays.of((), np.empty(0, dtype=np.int64))
         with torch.inference_mode(), torch.cuda.stream(self._queue):
@@ -209,7 +209,7 @@ class CudaRunner:
             self._draw(work.places, rows, work.num_samples)
         return self._send_back(step, work, logprobs, scored)
 
-    def _captured(self, places: Places, key: Key) -> Tensor:
+    def _captured(self, places: InputOffsets, key: Key) -> Tensor:
         """Run a step as its graph has it; returns the rows that tokens are sampled from."""
         hidden = self._forward(places)
         if key.prompts:
@@ -218,13 +218,13 @@ class CudaRunner:
             self._draw(places, hidden, places.shape.samples)
         return hidden
 
-    def _draw(self, places: Places, rows: Tensor, count: int) -> None:
+    def _draw(self, places: InputOffsets, rows: Tensor, count: int) -> None:
         """Sample by temperature alone."""
         inputs = self._inputs
         draw(self.model.logits(rows[:count], self.weights), inputs.array(places, "temperature")[:count],
              inputs.array(places, "uniform")[:count], self._draws, self._results, inputs.view(places.turn, i32, 1))
 
-    def _forward(self, places: Places, item: StepItem | None = None) -> Tensor:
+    def _forward(self, places: InputOffsets, item: StepItem | None = None) -> Tensor:
         """Run the model on what lies at `places`; `item` is looked at only if it is longer than the pool."""
         token_ids = self._inputs.array(places, "token_ids")
         fill_tokens(token_ids, self._inputs.array(places, "sources"), self._draws)
@@ -233,21 +233,21 @@ class CudaRunner:
             model_step = self._cold_step(model_step, item)
         return self.model.forward(model_step, self.weights, self.kv)
 
-    def _model_step(self, places: Places, token_ids: Tensor) -> ModelStep:
+    def _model_step(self, places: InputOffsets, token_ids: Tensor) -> ModelStep:
         inputs, shape = self._inputs, places.shape
         positions, slots = inputs.array(places, "positions"), inputs.array(places, "slots")
         batches = []
         for group in range(len(self._windows)):
             start = places.work[group]
             work = DeviceWork(
-                items=None if self._deterministic
+                splits=None if self._deterministic
                 else inputs.view(start + 4 * HEADER, i32, (places.work_size - HEADER) // FIELDS, FIELDS),
-                num_items=inputs.view(start, i32, 1),
+                num_splits=inputs.view(start, i32, 1),
                 tiles=inputs.view(places.tiles, i32, shape.tiles, 2) if shape.tiles else None,
                 slots=slots,
                 scratch=self._scratch,
                 longest=self._limits.max_model_len,
-                one_order=self._deterministic,
+                batch_invariant=self._deterministic,
             )
             batches.append(AttentionBatch(
                 query_start=inputs.array(places, "query_start"),
@@ -314,26 +314,26 @@ class CudaRunner:
         graphs, rows = self._graphs if capturable else None, items.num_rows
         shape = None
         if graphs is not None and decodes:
-            shape = self._decode_shape(rows if rows <= self.weights.unpadded else graphs.size(rows))
-        elif graphs is not None and np.count_nonzero(items.counts > 1) <= MANY_PROMPTS:
+            shape = self._decode_shape(rows if rows <= self.weights.max_unpadded_rows else graphs.size(rows))
+        elif graphs is not None and np.count_nonzero(items.counts > 1) <= MAX_PREFILL_REQUESTS:
             padded = graphs.prompt_size(rows)
             shape = None if padded is None else self._prompt_shape(padded)
         self.weights.begin_step(rows if shape is None else shape.rows)
-        epoch = None if shape is None else self.weights.epoch(shape.rows)
-        if shape is None or epoch is None:
+        graph_version = None if shape is None else self.weights.graph_version(shape.rows)
+        if shape is None or graph_version is None:
             return None, None
-        return Key(shape.rows, plain and decodes, not decodes, epoch), shape
+        return Key(shape.rows, plain and decodes, not decodes, graph_version), shape
 
     def _decode_shape(self, size: int) -> StepShape:
         """Return the shape of a step of `size` requests, padding included, that all decode one token."""
         return StepShape(size, size, size, size if self._deterministic else 0)
 
     def _prompt_shape(self, rows: int) -> StepShape:
-        """Return the shape of any step of `rows` rows, of which no more than MANY_PROMPTS requests have several. There
-        is a request at the end that has none: tiles that are not needed point there."""
+        """Return the padded shape of a prefill graph of `rows` rows. Unused attention tiles point at a request without
+        rows, appended last."""
         most, piece = self._limits.max_num_seqs, self._padding_rows
         pieces = -(-rows // piece)
-        tiles = pieces + 2 + MANY_PROMPTS + (most if self._deterministic else 0)
+        tiles = pieces + 2 + MAX_PREFILL_REQUESTS + (most if self._deterministic else 0)
         return StepShape(rows, most + pieces + 1, most, tiles, piece)
 
     def _own_shape(self, items: ItemArrays) -> StepShape:
@@ -346,10 +346,10 @@ class CudaRunner:
         """Attention of requests with more rows than this is cut into tiles."""
         return 0 if self._deterministic else 1
 
-    def _places_of(self, shape: StepShape) -> Places:
-        return Places.of(shape, len(self._windows), self._limits.max_model_len)
+    def _places_of(self, shape: StepShape) -> InputOffsets:
+        return InputOffsets.of(shape, len(self._windows), self._limits.max_model_len)
 
-    def _padded(self, shape: StepShape) -> Places:
+    def _padded(self, shape: StepShape) -> InputOffsets:
         """Return the places of a shape that comes again and again."""
         if shape not in self._places:
             self._places[shape] = self._places_of(shape)
@@ -362,7 +362,7 @@ class CudaRunner:
                                                        self._deterministic)
         return self._templates[shape.rows]
 
-    def _write(self, items: ItemArrays, shape: StepShape | None) -> tuple[Places, int]:
+    def _write(self, items: ItemArrays, shape: StepShape | None) -> tuple[InputOffsets, int]:
         """Write a step into the inputs; returns where it lies, and where that ends."""
         places = self._padded(shape) if shape is not None else self._places_of(self._own_shape(items))
         pinned, buffer, shape = self._inputs.pinned, self._inputs.buffer, places.shape
@@ -380,7 +380,7 @@ class CudaRunner:
         slots, lengths = into.slots[single].astype(np.int64), into.seq_lens[single].astype(np.int64)
         end = places.end
         for place, window in zip(places.work, self._windows, strict=True):
-            work = decode_items(starts[single], slots, lengths, self.model.config.num_kv_heads, window)
+            work = decode_splits(starts[single], slots, lengths, self.model.config.num_kv_heads, window)
             written = pinned.array(buffer, place, HEADER + work.size)
             written[:HEADER] = (len(work), 0, 0, 0)
             written[HEADER:] = work.ravel()
@@ -391,9 +391,9 @@ class CudaRunner:
         """Return the bytes of the largest step's inputs."""
         limits = self._limits
         tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
-        prompts = self._prompt_shape(limits.recorded_rows)
+        prompts = self._prompt_shape(limits.captured_rows)
         most = StepShape(tokens, prompts.requests, limits.max_num_seqs, tokens + prompts.tiles)
-        return Places.of(most, groups, limits.max_model_len).end + UPDATE_BYTES
+        return InputOffsets.of(most, groups, limits.max_model_len).end + UPDATE_BYTES
 
     def _send_back(self, step: Step, work: _Work, logprobs: SampledLogprobs | None,
                    scored: tuple[list[SampledLogprobs], ...]) -> CudaStep:
@@ -411,7 +411,7 @@ class CudaRunner:
 
 
 def _updates(updates: BlockUpdates) -> npt.NDArray[np.int32]:
-    """Return table entries as kernels.triton.stage.update_tables reads them."""
+    """Return table entries as kernels.triton.step_upload.update_tables reads them."""
     count = len(updates.blocks)
     numbers = np.empty(2 + 2 * count, dtype=np.int32)
     numbers[0], numbers[1] = count, 0

@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from spillover.engine.batch.request_table import RequestTable
 from spillover.engine.batch.step_layout import ItemArrays, write_decodes, write_padding, write_step
-from spillover.engine.cuda.step_inputs import HEADER, PinnedPair, Places, StepInputs
-from spillover.kernels.triton.pieces import FIELDS, decode_items, few_decode_items
+from spillover.engine.cuda.step_inputs import HEADER, InputOffsets, PinnedPair, StepInputs
+from spillover.kernels.triton.attention_splits import FIELDS, decode_splits, few_decode_splits
 
 FEW = 16  # rows whose attention is cut without arrays
 UPDATE_BYTES = 1 << 15  # room behind a step's own inputs, for new entries of the block tables
@@ -22,7 +22,7 @@ UPDATE_BYTES = 1 << 15  # room behind a step's own inputs, for new entries of th
 class DecodeInputs:
     """A template: padding alone, over which a step writes its requests."""
 
-    def __init__(self, inputs: StepInputs, places: Places, table: RequestTable, kv_heads: int,
+    def __init__(self, inputs: StepInputs, places: InputOffsets, table: RequestTable, kv_heads: int,
                  windows: Sequence[int | None], tiled: bool) -> None:
         """`tiled`: attention is cut into tiles whatever its rows, and no work is cut for single rows."""
         self.places = places
@@ -71,9 +71,9 @@ class DecodeInputs:
         for place, window, into in zip(self.places.work, self._windows, self._work[buffer], strict=True):
             numbers: Sequence[int] | npt.NDArray[np.int32] = ()
             if not self._tiled and self._size <= FEW:
-                numbers = few_decode_items(slots.tolist(), seq_lens.tolist(), self._kv_heads, window)
+                numbers = few_decode_splits(slots.tolist(), seq_lens.tolist(), self._kv_heads, window)
             elif not self._tiled:
-                numbers = decode_items(np.arange(self._size), slots.astype(np.int64), seq_lens.astype(np.int64),
+                numbers = decode_splits(np.arange(self._size), slots.astype(np.int64), seq_lens.astype(np.int64),
                                        self._kv_heads, window).ravel()
             into[0] = len(numbers) // FIELDS
             into[HEADER:HEADER + len(numbers)] = numbers

@@ -25,9 +25,9 @@ log = logging.getLogger("spillover.engine")
 
 class Key(NamedTuple):
     rows: int
-    draws: bool  # in the graph, its tokens
+    draws: bool  # sampling is part of the captured graph
     prompts: bool = False  # it has part of a prompt
-    epoch: int = 0  # where weights lie that move; a graph of an earlier one is of no more use
+    graph_version: int = 0  # where weights lie that move; a graph of an earlier one is of no more use
 
 
 def prompt_ladder(most: int) -> list[int]:
@@ -95,11 +95,12 @@ class Graphs:
         recorded = self._recorded.get(key)
         if recorded is None:
             hidden = step()
-            if at_once or not (key.prompts or key.epoch) or key in self._met:
+            if at_once or not (key.prompts or key.graph_version) or key in self._met:
                 self._recorded[key] = self._record(key, step)
                 # Not sooner: the pool would end with the last graph in it.
-                self._recorded = {each: graph for each, graph in self._recorded.items() if _is_good(each, key.epoch)}
-            self._met = {each for each in self._met if _is_good(each, key.epoch)} | {key}
+                self._recorded = {each: graph for each, graph in self._recorded.items()
+                                  if _is_good(each, key.graph_version)}
+            self._met = {each for each in self._met if _is_good(each, key.graph_version)} | {key}
             return None if key.draws else hidden
         recorded.graph.replay()
         return recorded.hidden
@@ -124,6 +125,6 @@ class Graphs:
         return _Recorded(graph, None if key.draws else hidden)
 
 
-def _is_good(key: Key, epoch: int) -> bool:
-    """Whether the graph of this key may be of use yet, now that a step of that epoch is under way; 0 tells nothing."""
-    return not epoch or key.epoch in (0, epoch)
+def _is_good(key: Key, graph_version: int) -> bool:
+    """Return whether the weights are where they were when this graph was captured; version 0 says nothing."""
+    return not graph_version or key.graph_version in (0, graph_version)

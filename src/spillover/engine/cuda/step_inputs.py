@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from spillover.engine.batch.step_layout import ARRAYS, StepArrays
-from spillover.kernels.triton.pieces import FIELDS, most_items
-from spillover.kernels.triton.stage import bring
+from spillover.kernels.triton.attention_splits import FIELDS, max_splits
+from spillover.kernels.triton.step_upload import bring
 
 _ALIGNMENT = 16  # bytes
 _TORCH: dict[Any, torch.dtype] = {np.int32: torch.int32, np.int64: torch.int64, np.float32: torch.float32,
@@ -37,7 +37,7 @@ class StepShape:
 
 
 @dataclass(frozen=True)
-class Places:
+class InputOffsets:
     """Where the arrays of steps of one shape lie in the inputs, in bytes."""
 
     shape: StepShape
@@ -49,7 +49,7 @@ class Places:
     end: int
 
     @staticmethod
-    def of(shape: StepShape, groups: int, longest: int) -> Places:
+    def of(shape: StepShape, groups: int, longest: int) -> InputOffsets:
         """`longest`: tokens that a request may have."""
         sizes = {"T": shape.rows, "B": shape.requests, "B+1": shape.requests + 1, "R": shape.samples}
         end, arrays = _ALIGNMENT, {}
@@ -57,9 +57,9 @@ class Places:
             arrays[name] = end
             end = _aligned(end + sizes[size] * np.dtype(dtype).itemsize)
         tiles, end = end, _aligned(end + 8 * shape.tiles)
-        work_size = HEADER + FIELDS * most_items(shape.requests, longest)
+        work_size = HEADER + FIELDS * max_splits(shape.requests, longest)
         work = tuple(end + group * _aligned(4 * work_size) for group in range(groups))
-        return Places(shape, arrays, 0, tiles, work, work_size, end + groups * _aligned(4 * work_size))
+        return InputOffsets(shape, arrays, 0, tiles, work, work_size, end + groups * _aligned(4 * work_size))
 
     def size(self, name: str) -> int:
         sizes = {"T": self.shape.rows, "B": self.shape.requests, "B+1": self.shape.requests + 1,
@@ -78,7 +78,7 @@ class PinnedPair:
     def array(self, buffer: int, place: int, count: int, dtype: Any = np.int32) -> npt.NDArray[Any]:
         return self._host[buffer][place:place + count * np.dtype(dtype).itemsize].view(dtype)
 
-    def arrays(self, buffer: int, places: Places) -> StepArrays:
+    def arrays(self, buffer: int, places: InputOffsets) -> StepArrays:
         return StepArrays(**{name: self.array(buffer, place, places.size(name), ARRAYS[name][0])
                              for name, place in places.arrays.items()})
 
@@ -111,7 +111,7 @@ class StepInputs:
         size = math.prod(shape) * dtype.itemsize
         return self._device[place:place + size].view(dtype).view(shape)
 
-    def array(self, places: Places, name: str) -> Tensor:
+    def array(self, places: InputOffsets, name: str) -> Tensor:
         """Return one of the StepArrays on the device."""
         return self.view(places.arrays[name], _TORCH[ARRAYS[name][0]], places.size(name))
 

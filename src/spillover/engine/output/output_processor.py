@@ -35,17 +35,17 @@ class Answer:
         return [self._texts[request.request_id].text for request in self.requests]
 
     def output(self) -> RequestOutput:
-        leader = self.requests[0]
-        wanted = leader.params.prompt_logprobs is not None
+        parent = self.requests[0]
+        wanted = parent.params.prompt_logprobs is not None
         return RequestOutput(
-            request_id=leader.request_id if len(self.requests) == 1 else leader.request_id.rsplit(".", 1)[0],
+            request_id=parent.request_id if len(self.requests) == 1 else parent.request_id.rsplit(".", 1)[0],
             prompt=self.prompt,
-            prompt_token_ids=leader.prompt_token_ids,
+            prompt_token_ids=parent.prompt_token_ids,
             outputs=[self._completion(index, request) for index, request in enumerate(self.requests)],
             finished=self.finished,
-            prompt_logprobs=[None, *leader.prompt_logprobs] if wanted else None,
-            sources=leader.sources or TokenSources(),
-            timings=leader.timings if self.finished else None,
+            prompt_logprobs=[None, *parent.prompt_logprobs] if wanted else None,
+            sources=parent.sources or TokenSources(),
+            timings=parent.timings if self.finished else None,
             num_preemptions=sum(request.num_preemptions for request in self.requests),
         )
 

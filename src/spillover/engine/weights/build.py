@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from spillover.engine.weights.cpu_experts import CpuExperts, ExpertSlots, HomeExperts, SlotExperts
-from spillover.engine.weights.disk_home import DiskHome
+from spillover.engine.weights.disk_weights import DiskWeights
 from spillover.engine.weights.elastic import ElasticMemory
-from spillover.engine.weights.home import Home
+from spillover.engine.weights.host_weights import HostWeights
 from spillover.engine.weights.mover import CpuMover
 from spillover.engine.weights.placed import PlacedParts, PlacedWeights
 from spillover.kernels.formats.base import Linear, Weight
@@ -25,11 +25,11 @@ from spillover.plan.placement import WeightPlan
 Parts = Iterable[tuple[str, dict[str, Weight]]]
 
 
-def place_on_cpu(parts: Parts, placement: WeightPlan, policy: str, disk: DiskHome | None = None,
+def place_on_cpu(parts: Parts, placement: WeightPlan, policy: str, disk: DiskWeights | None = None,
                  kv_bytes: int = 0) -> PlacedWeights:
     """The "device" is an arena of the planned size; copies into it are real. `kv_bytes`: of KV, before the slots."""
     device = torch.device("cpu")
-    placed, mover = PlacedParts(placement, device, Home(device), disk), CpuMover()
+    placed, mover = PlacedParts(placement, device, HostWeights(device), disk), CpuMover()
     layers, quota = placement.slot_layers, placement.quota
     arena: Tensor | None = None
     memory: ElasticMemory | None = None

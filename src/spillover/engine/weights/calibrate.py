@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from spillover.engine.weights.cuda_experts import CudaExperts
+from spillover.kernels.host_expert_queue import PAIR
 from spillover.kernels.host_experts import HostExperts
-from spillover.kernels.mail import PAIR
 from spillover.kernels.page_table import Resolution
 from spillover.kernels.paging import gather
 

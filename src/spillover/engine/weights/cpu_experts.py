@@ -94,9 +94,9 @@ class CpuExperts:
     def nbytes(self) -> int:
         return self.slots.nbytes if self.slots is not None else 0
 
-    unpadded = 0
+    max_unpadded_rows = 0
 
-    def epoch(self, rows: int) -> int | None:
+    def graph_version(self, rows: int) -> int | None:
         return None
 
     def lend(self, layer: int, most: int) -> range:

@@ -13,16 +13,16 @@ from spillover.engine.config import EngineConfig
 from spillover.engine.weights.build import Parts, chosen_policy, filled_cache
 from spillover.engine.weights.calibrate import split_table, streaming_share
 from spillover.engine.weights.cuda_experts import HOSTED_TOKENS, Arena, CudaExperts, CudaLayerExperts
-from spillover.engine.weights.disk_home import DiskHome
+from spillover.engine.weights.disk_weights import DiskWeights
 from spillover.engine.weights.elastic import ElasticMemory
-from spillover.engine.weights.home import Home
+from spillover.engine.weights.host_weights import HostWeights
 from spillover.engine.weights.mover import CudaMover
 from spillover.engine.weights.placed import PlacedParts, PlacedWeights
 from spillover.engine.weights.policy_thread import PolicyThread
-from spillover.engine.weights.transit import Transit
+from spillover.engine.weights.stream_buffers import StreamBuffers
 from spillover.kernels.experts import expert_stacks
+from spillover.kernels.host_expert_queue import HostExpertQueue
 from spillover.kernels.host_experts import ExpertLayout, HostExperts
-from spillover.kernels.mail import Mail
 from spillover.kernels.page_table import PageTable
 from spillover.kernels.records import Record
 from spillover.models.config import ModelConfig
@@ -38,10 +38,10 @@ LITTLE = 8  # experts of a group that is not worth being cut smaller
 
 
 def place_on_cuda(parts: Parts, plan: Plan, config: EngineConfig, model: ModelConfig,
-                  disk: DiskHome | None) -> PlacedWeights:
+                  disk: DiskWeights | None) -> PlacedWeights:
     placement, device = plan.placement, torch.device("cuda")
     assert placement is not None
-    placed = PlacedParts(placement, device, Home(device), disk)
+    placed = PlacedParts(placement, device, HostWeights(device), disk)
     layers = table_layers(placement)
     quotas = [placement.quota if placement.experts[layer] in SLOTTED else 0 for layer in layers]
     slots: Tensor | None = None
@@ -89,7 +89,7 @@ def _experts(placed: PlacedParts, layers: Sequence[int], quotas: Sequence[int], 
     # Layers without a slot are the host's, whose sums are rounded otherwise: where that matters they stream past.
     paged_tokens = placement.paged_tokens if all(quotas) or not config.deterministic else 0
     experts = CudaExperts(arena, table, [run if run is not None else torch.empty(0) for run in runs],
-                          Transit(slots[sum(quotas) :], group), sum(quotas), paged_tokens, k)
+                          StreamBuffers(slots[sum(quotas) :], group), sum(quotas), paged_tokens, k)
     policy = chosen_policy(placement, config.policy)
     if placement.strategy == "demand" or any(run is None for run in runs):
         experts.fetch_on_demand(filled_cache(placement, placed.num_experts, policy),
@@ -113,7 +113,7 @@ def _delegate(experts: CudaExperts, record: Record, runs: Sequence[Tensor], quot
                           model.expert_intermediate_size, runs[0].shape[0], model.swiglu_limit)
     host = HostExperts(layout, [run.data_ptr() for run in runs])
     most = max(tokens, HOSTED_TOKENS)
-    mail = Mail.make(most, most * k, model.hidden_size, experts.arena.slots.device)
+    mail = HostExpertQueue.make(most, most * k, model.hidden_size, experts.arena.slots.device)
     everything = torch.arange(tokens * k + 1, dtype=torch.int32, device=experts.arena.slots.device)
     shared = split_table(experts, host, tokens * k) if any(quotas) else None
     if shared is None and all(quotas):  # the link alone is faster

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from spillover.engine.weights.policy_thread import PolicyThread
 from spillover.engine.weights.stream import StreamPlan, stream_plan
+from spillover.engine.weights.stream_buffers import StreamBuffers, grouped
 from spillover.engine.weights.traffic import WeightTraffic
-from spillover.engine.weights.transit import Transit, grouped
 from spillover.errors import SpilloverError
 from spillover.kernels.experts import Experts
+from spillover.kernels.host_expert_queue import HostExpertQueue
 from spillover.kernels.host_experts import HostExperts
-from spillover.kernels.mail import Mail
 from spillover.kernels.page_table import LENT, NONE, PageTable
 from spillover.kernels.paged_moe import begin_passes, paged_mixture
 from spillover.memory.experts import ExpertCache
@@ -44,7 +44,7 @@ class Arena:
 class CudaExperts:
     """All layers whose experts are neither resident nor pass with their part, in the order of the page table."""
 
-    def __init__(self, arena: Arena, table: PageTable, runs: Sequence[Tensor], transit: Transit, transit_at: int,
+    def __init__(self, arena: Arena, table: PageTable, runs: Sequence[Tensor], transit: StreamBuffers, transit_at: int,
                  paged_tokens: int, k: int) -> None:
         """`runs`: each layer's records at home [experts, record]; `transit_at`: the first slot of transit;
         `paged_tokens`: of the largest step that pages, while no slot is lent; `k`: experts of a token."""
@@ -54,7 +54,7 @@ class CudaExperts:
         self.transit = transit
         self._most_paged = paged_tokens
         self.host: HostExperts | None = None
-        self.mail: Mail | None = None
+        self.mail: HostExpertQueue | None = None
         self.split: list[Tensor | None] = [None] * len(runs)  # of a layer's missing experts, how many the host gets
         # Of the experts that would stream past in a step of so many rows, those that the host computes instead.
         self.host_share: Callable[[int], float] = lambda rows: 0.0
@@ -78,7 +78,7 @@ class CudaExperts:
         self._bytes = self._fetches = 0  # copied by the host's orders
         self._record_bytes = arena.slots.shape[1]
 
-    def delegate(self, host: HostExperts, mail: Mail, split: Sequence[Tensor | None],
+    def delegate(self, host: HostExperts, mail: HostExpertQueue, split: Sequence[Tensor | None],
                  share: Callable[[int], float] = lambda rows: 0.0) -> None:
         """The host computes some of the experts that are missing; it answers the mail from now on. `share`: of those
         missing in a step that streams, by its rows; the mail has room for HOSTED_TOKENS."""
@@ -96,11 +96,11 @@ class CudaExperts:
         return min([self._most_paged, *self._room])
 
     @property
-    def unpadded(self) -> int:
+    def max_unpadded_rows(self) -> int:
         """Rows of the largest step that looks experts up as they ask for them: padding would ask too."""
         return self.paged_tokens
 
-    def epoch(self, rows: int) -> int | None:
+    def graph_version(self, rows: int) -> int | None:
         """Under which number a graph of so many rows is good, once the step has begun; None: it cannot be recorded."""
         if self.on_demand is not None:
             return None

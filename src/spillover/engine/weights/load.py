@@ -9,7 +9,7 @@ import torch
 
 from spillover.engine.config import EngineConfig
 from spillover.engine.weights.build import place_on_cpu
-from spillover.engine.weights.disk_home import DiskHome
+from spillover.engine.weights.disk_weights import DiskWeights
 from spillover.errors import SpilloverError
 from spillover.kernels.formats.base import Weight
 from spillover.models.checkpoint import open_checkpoint
@@ -46,7 +46,7 @@ def _placed(config: EngineConfig, plan: Plan, model: ModelConfig, parts: Iterato
     disk = None
     if path is not None:
         # Held open for as long as the engine runs.
-        disk = DiskHome(PartReader(open_checkpoint(path), model, specs, getattr(torch, plan.dtype)))
+        disk = DiskWeights(PartReader(open_checkpoint(path), model, specs, getattr(torch, plan.dtype)))
     if cuda:
         from spillover.engine.weights.cuda_build import place_on_cuda  # needs Triton
 

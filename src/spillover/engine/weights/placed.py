@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from spillover.engine.weights.disk_home import DiskHome
+from spillover.engine.weights.disk_weights import DiskWeights
 from spillover.engine.weights.elastic import ElasticMemory
-from spillover.engine.weights.home import Home
+from spillover.engine.weights.host_weights import HostWeights
 from spillover.engine.weights.mover import Mover, Source
 from spillover.engine.weights.ring import Ring
 from spillover.engine.weights.traffic import WeightTraffic
@@ -79,7 +79,8 @@ class PassingPart:
 class PlacedParts:
     """Parts as they come from the loader, put where the plan says."""
 
-    def __init__(self, placement: WeightPlan, device: torch.device, home: Home, disk: DiskHome | None) -> None:
+    def __init__(self, placement: WeightPlan, device: torch.device, home: HostWeights,
+                 disk: DiskWeights | None) -> None:
         self.placement = placement
         self.device = device
         self.home = home
@@ -180,9 +181,9 @@ class ExpertStore(Protocol):
     def nbytes(self) -> int: ...  # on the device
 
     @property
-    def unpadded(self) -> int: ...  # rows of the largest step that may not be padded
+    def max_unpadded_rows(self) -> int: ...  # rows of the largest step that may not be padded
 
-    def epoch(self, rows: int) -> int | None: ...  # as ResidentWeights.epoch
+    def graph_version(self, rows: int) -> int | None: ...  # as ResidentWeights.graph_version
 
     def begin_step(self, rows: int) -> None: ...
 
@@ -220,13 +221,13 @@ class PlacedWeights(ResidentWeights):
         self._enter_by_ring()
 
     @property
-    def unpadded(self) -> int:
-        return self.experts.unpadded if self.experts is not None else 0
+    def max_unpadded_rows(self) -> int:
+        return self.experts.max_unpadded_rows if self.experts is not None else 0
 
-    def epoch(self, rows: int) -> int | None:
+    def graph_version(self, rows: int) -> int | None:
         if self._ring is not None:
             return None
-        return self.experts.epoch(rows) if self.experts is not None else 0
+        return self.experts.graph_version(rows) if self.experts is not None else 0
 
     def begin_step(self, rows: int) -> None:
         if self.experts is not None:

@@ -44,9 +44,9 @@ class BatchInvariant(WeightFormat):
         return self.base.dequantize(w, dtype)
 
     def linear(self, x: Tensor, w: Linear, bias: Tensor | None = None) -> Tensor:
-        from spillover.kernels.triton.fixed_linear import fixed_linear
+        from spillover.kernels.triton.batch_invariant_linear import batch_invariant_linear
 
-        return fixed_linear(x, self.base.dequantize(w, x.dtype), bias)
+        return batch_invariant_linear(x, self.base.dequantize(w, x.dtype), bias)
 
     def host_code(self, dtype: torch.dtype) -> int | None:
         return self.base.host_code(dtype)

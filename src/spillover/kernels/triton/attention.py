@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from spillover.kernels.batch import AttentionBatch, DecodeScratch, DeviceWork
+from spillover.kernels.triton.attention_splits import decode_splits, prefill_tiles
 from spillover.kernels.triton.decode_attention import decode_attention
-from spillover.kernels.triton.pieces import decode_items, prefill_tiles
 from spillover.kernels.triton.prefill_attention import prefill_attention
 from spillover.kernels.triton.rope_store import store
 
@@ -19,12 +19,13 @@ def attention(
     """As `kernels.attention.attention`."""
     work = batch.work or make_work(batch, q.shape[1], kv_layer.shape[2], q.shape[2], window)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if work.items is not None and work.num_items is not None and work.scratch is not None:
-        decode_attention(q, kv_layer, out, work.items, work.num_items, batch.block_table, batch.block_size,
+    if work.splits is not None and work.num_splits is not None and work.scratch is not None:
+        decode_attention(q, kv_layer, out, work.splits, work.num_splits, batch.block_table, batch.block_size,
                          work.scratch, scale, window, sinks, batch.kv_dtype, batch.seq_lens.shape[0], work.longest)
     if work.tiles is not None:
         prefill_attention(q, kv_layer, out, work.tiles, batch.query_start, batch.seq_lens, work.slots,
-                          batch.block_table, batch.block_size, scale, window, sinks, batch.kv_dtype, work.one_order)
+                          batch.block_table, batch.block_size, scale, window, sinks, batch.kv_dtype,
+                          work.batch_invariant)
     return out
 
 
@@ -41,14 +42,14 @@ def make_work(batch: AttentionBatch, heads: int, kv_heads: int, dim: int, window
     counts = np.diff(starts)
     lengths = batch.seq_lens.cpu().numpy().astype(np.int64)
     single, several = np.nonzero(counts == 1)[0], np.nonzero(counts > 1)[0]
-    items = torch.from_numpy(decode_items(starts[single], single, lengths[single], kv_heads, window)).to(device)
+    splits = torch.from_numpy(decode_splits(starts[single], single, lengths[single], kv_heads, window)).to(device)
     tiles = torch.from_numpy(prefill_tiles(several, counts[several])).to(device)
     return DeviceWork(
-        items=items if len(items) else None,
-        num_items=torch.tensor([len(items)], dtype=torch.int32, device=device),
+        splits=splits if len(splits) else None,
+        num_splits=torch.tensor([len(splits)], dtype=torch.int32, device=device),
         tiles=tiles if len(tiles) else None,
         slots=None,
-        scratch=DecodeScratch.make(len(items), len(counts), heads, kv_heads, dim, device),
+        scratch=DecodeScratch.make(len(splits), len(counts), heads, kv_heads, dim, device),
         longest=batch.max_seq,
-        one_order=True,
+        batch_invariant=True,
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from spillover.kernels.experts import Experts
 from spillover.kernels.formats.grouped_gemm import GroupedGemm, Tiles
-from spillover.kernels.mail import Mail
+from spillover.kernels.host_expert_queue import HostExpertQueue
 from spillover.kernels.page_table import PATIENCE, PageTable, Resolution
 from spillover.kernels.triton.moe import (
     FEW_TOKENS,
@@ -28,7 +28,7 @@ from spillover.kernels.triton.paging import assign, collect, gather, gather_and_
 def paged_mixture(
     x: Tensor, scores: Tensor, table: PageTable, layer: int, records: Tensor, slots: Tensor, first: Experts,
     second: Experts, k: int, renormalize: bool, limit: float | None = None,
-    split: Tensor | None = None, mail: Mail | None = None, replay: Tensor | None = None,
+    split: Tensor | None = None, mail: HostExpertQueue | None = None, replay: Tensor | None = None,
     few_tokens: int = FEW_TOKENS, tiles: Tiles | None = None, patience: int = PATIENCE,
 ) -> Tensor:
     """As kernels.paged_moe.paged_mixture."""
@@ -80,7 +80,7 @@ class PassedMixture:
         if tokens == 0:
             return
         self._plain_x = x
-        self._hosted: tuple[Resolution, Mail] | None = None
+        self._hosted: tuple[Resolution, HostExpertQueue] | None = None
         self._wide: tuple[Experts, Experts] | None = None
         if tiles is None and wide(x, gemm, experts, k, inner):
             self._wide = wide_room(experts, x.shape[1], inner, x)
@@ -96,7 +96,7 @@ class PassedMixture:
             self._order, self._places = sort_by_expert(self.ids, experts, self._tiles[0].tokens)
             self._h, self._rows = tile_room(self._x, self.ids, inner, x.dtype)
 
-    def delegate(self, hosted: Tensor, layer: int, mail: Mail) -> None:
+    def delegate(self, hosted: Tensor, layer: int, mail: HostExpertQueue) -> None:
         if self._empty is None:
             assert self._wide is None, "so large a step leaves nothing to the host"
             resolution = assign(self.ids, hosted)

@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from spillover.kernels import mail as places
 from spillover.kernels import page_table
-from spillover.kernels.mail import Mail
+from spillover.kernels.host_expert_queue import HostExpertQueue
 from spillover.kernels.page_table import PATIENCE, PageTable, Resolution
 from spillover.kernels.triton.launch import early
 
@@ -76,13 +76,13 @@ def gather(
     _gather_and_post(resolution, records, slots, None, None, 0, programs, nbytes, warps)
 
 
-def post(x: Tensor, resolution: Resolution, layer: int, mail: Mail) -> None:
+def post(x: Tensor, resolution: Resolution, layer: int, mail: HostExpertQueue) -> None:
     """As kernels.paging.post_reference."""
     _gather_and_post(resolution, None, None, x, mail, layer, 0, GATHER_BYTES, GATHER_WARPS)
 
 
 def gather_and_post(
-    x: Tensor, resolution: Resolution, layer: int, records: Tensor, slots: Tensor, mail: Mail,
+    x: Tensor, resolution: Resolution, layer: int, records: Tensor, slots: Tensor, mail: HostExpertQueue,
     programs: int = GATHER_PROGRAMS, nbytes: int = GATHER_BYTES, warps: int = GATHER_WARPS,
 ) -> None:
     """`gather` and `post` side by side."""
@@ -90,8 +90,8 @@ def gather_and_post(
 
 
 def _gather_and_post(
-    resolution: Resolution, records: Tensor | None, slots: Tensor | None, x: Tensor | None, mail: Mail | None,
-    layer: int, programs: int, nbytes: int, warps: int,
+    resolution: Resolution, records: Tensor | None, slots: Tensor | None, x: Tensor | None,
+    mail: HostExpertQueue | None, layer: int, programs: int, nbytes: int, warps: int,
 ) -> None:
     words = 0
     if records is not None and slots is not None:
@@ -113,7 +113,7 @@ def _gather_and_post(
 
 
 def collect(
-    rows: Tensor, shares: Tensor, resolution: Resolution | None, mail: Mail | None, dtype: torch.dtype,
+    rows: Tensor, shares: Tensor, resolution: Resolution | None, mail: HostExpertQueue | None, dtype: torch.dtype,
     shared: bool = False, patience: int = PATIENCE,
 ) -> Tensor:
     """As kernels.paging.collect_reference."""

@@ -35,11 +35,11 @@ def prefill_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     kv_dtype: str = "auto",
-    one_order: bool = False,
+    batch_invariant: bool = False,
 ) -> None:
     """Fills the rows of `out` [T, H, D] that `tiles` [tiles, 2] int32 name: a request without rows has nothing to do.
 
-    With `one_order` a row's bits do not depend on how many there are.
+    With `batch_invariant` a row's bits do not depend on how many there are.
     """
     _, heads, dim = q.shape
     kv_heads = kv_layer.shape[2]
@@ -48,7 +48,7 @@ def prefill_attention(
         return
     wide = q.element_size() == 4
     busy = min(count, triton.cdiv(q.shape[0], pieces.QUERIES)) * heads
-    keys, warps = TILE if one_order or kv_dtype != "auto" or busy < MANY else MANY_TILE
+    keys, warps = TILE if batch_invariant or kv_dtype != "auto" or busy < MANY else MANY_TILE
     _prefill_attention[(heads, count)](
         q, kv_layer, out, tiles, query_start, seq_lens, query_start if slots is None else slots, block_table,
         out if sinks is None else sinks, q.stride(0), block_table.stride(0), kv_layer.stride(0), kv_layer.stride(1),

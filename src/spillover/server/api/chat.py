@@ -165,12 +165,12 @@ class _Writer:
         return (event(self._chunk_head | {"choices": []} | counts | timed) if counts or timed else b"") + DONE
 
     def _about_prompt(self) -> dict[str, Any]:
-        leader = self._job.requests[0]
+        parent = self._job.requests[0]
         more: dict[str, Any] = {}
         if self._body.return_token_ids:
-            more["prompt_token_ids"] = leader.prompt_token_ids
+            more["prompt_token_ids"] = parent.prompt_token_ids
         if self._body.prompt_logprobs is not None:
-            more["prompt_logprobs"] = prompt_rows(self._front.texts, [None, *leader.prompt_logprobs], self._as_ids)
+            more["prompt_logprobs"] = prompt_rows(self._front.texts, [None, *parent.prompt_logprobs], self._as_ids)
         return more
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:

@@ -167,11 +167,11 @@ class EngineService:
                 self._stopped = True
 
     def _add(self, message: Add) -> None:
-        leader = None
+        parent = None
         sequences = []
         for wire in message.requests:
-            sequence = Sequence(wire, leader)
-            leader = leader or sequence.request
+            sequence = Sequence(wire, parent)
+            parent = parent or sequence.request
             self._sequences[sequence.id] = sequence
             sequences.append(sequence)
         if message.requests[0].params.structured_outputs is not None:
@@ -231,7 +231,7 @@ class EngineService:
             return
         self._check_host_memory()
         self._sleeping = True  # from here on no step is launched, also if moving the weights fails half way
-        self._tell([update for request in self._engine.settle() if (update := self._update(request))])
+        self._tell([update for request in self._engine.drain() if (update := self._update(request))])
         self._engine.sleep()
 
     def _wake_up(self) -> None:
@@ -342,7 +342,7 @@ class GrammarWorker:
         self._compiler: GrammarCompiler | None = None
         self._pool = ThreadPoolExecutor(1, "spillover-grammar-worker")  # reading the vocabulary takes a while
         self._done: queue.SimpleQueue[tuple[list[Sequence], str | None]] = queue.SimpleQueue()
-        self._bell, self._button = sockets.socketpair()
+        self._wakeup, self._button = sockets.socketpair()
 
     def submit(self, sequences: list[Sequence]) -> None:
         """The siblings of one request; each gets a grammar of its own."""
@@ -353,14 +353,14 @@ class GrammarWorker:
         found = []
         while not self._done.empty():
             found.append(self._done.get())
-            self._bell.recv(1)
+            self._wakeup.recv(1)
         return found
 
     def stats(self) -> GrammarStats:
         return self._compiler.stats() if self._compiler is not None else GrammarStats()
 
     def fileno(self) -> int:
-        return self._bell.fileno()
+        return self._wakeup.fileno()
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -43,11 +43,11 @@ class WireRequest(msgspec.Struct, array_like=True):
     priority: int
     cache_salt: str | None
     arrived: float
-    leader: int | None  # id of the first of the siblings
+    parent: int | None  # id of the first of the siblings
 
 
 class Add(msgspec.Struct, array_like=True, tag="add"):
-    """The sequences of one request, the leader first."""
+    """The sequences of one request, the parent first."""
 
     requests: list[WireRequest]
 

@@ -21,21 +21,21 @@ decode_from_engine = msgspec.msgpack.Decoder[FromEngine](FromEngine).decode
 
 
 def encode_add(requests: Mapping[int, Request]) -> bytes:
-    """The sequences of one request by their ids, the leader first. RequestError where a value does not fit the wire.
+    """The sequences of one request by their ids, the parent first. RequestError where a value does not fit the wire.
 
     Decoded once here, so that whatever is sent is known to be read: a message that the engine cannot read would be
     the end of everybody's requests.
     """
-    leader = next(iter(requests))
+    parent = next(iter(requests))
     try:
-        message = encode(Add([_to_wire(id, request, leader) for id, request in requests.items()]))
+        message = encode(Add([_to_wire(id, request, parent) for id, request in requests.items()]))
         decode_to_engine(message)
     except (msgspec.ValidationError, OverflowError, TypeError, UnicodeError, RecursionError) as error:
         raise RequestError(f"a parameter of the request has the wrong type or is out of range: {error}") from error
     return message
 
 
-def _to_wire(id: int, request: Request, leader: int) -> WireRequest:
+def _to_wire(id: int, request: Request, parent: int) -> WireRequest:
     return WireRequest(
         id=id,
         prompt_token_ids=request.prompt_token_ids,
@@ -45,7 +45,7 @@ def _to_wire(id: int, request: Request, leader: int) -> WireRequest:
         priority=request.priority,
         cache_salt=request.cache_salt,
         arrived=request.arrived,
-        leader=None if id == leader else leader,
+        parent=None if id == parent else parent,
     )
 
 
@@ -57,7 +57,7 @@ def _without_seed(params: SamplingParams) -> SamplingParams:
 class Sequence:
     """A request in the engine process, and how much of it the front has been told."""
 
-    def __init__(self, wire: WireRequest, leader: Request | None) -> None:
+    def __init__(self, wire: WireRequest, parent: Request | None) -> None:
         self.id = wire.id
         self.request = Request(
             request_id=str(wire.id),
@@ -67,7 +67,7 @@ class Sequence:
             seed=wire.seed,
             priority=wire.priority,
             cache_salt=wire.cache_salt,
-            leader=leader,
+            parent=parent,
             arrived=wire.arrived,
         )
         self._told = len(wire.prompt_token_ids)  # tokens, the prompt's included

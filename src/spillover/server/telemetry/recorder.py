@@ -52,20 +52,20 @@ class Phases:
     @classmethod
     def of(cls, answer: Answer, kind: str, status: str) -> Phases:
         requests = answer.requests
-        leader = requests[0]
+        parent = requests[0]
         many = len(requests) > 1
         return cls(
-            id=leader.request_id.rsplit(".", 1)[0] if many else leader.request_id,
+            id=parent.request_id.rsplit(".", 1)[0] if many else parent.request_id,
             kind=kind,
             status=status,
-            arrived=leader.arrived,
-            scheduled=leader.scheduled,
-            first_token=leader.first_token,
+            arrived=parent.arrived,
+            scheduled=parent.scheduled,
+            first_token=parent.first_token,
             finished=0.0 if status == "running" else max(r.finished for r in requests) or time.monotonic(),
-            restore=leader.timings.restore,
-            prompt_tokens=leader.num_prompt,
+            restore=parent.timings.restore,
+            prompt_tokens=parent.num_prompt,
             output_tokens=sum(len(r.token_ids) - r.num_prompt for r in requests),
-            cached_tokens=leader.sources.cached if leader.sources is not None else None,
+            cached_tokens=parent.sources.cached if parent.sources is not None else None,
         )
 
     def row(self, now: float, waits: bool = True) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from spillover.engine.config import EngineConfig
 from spillover.engine.step import StepItem
 from spillover.kernels.extents import SEGMENTS, segment_blocks
 from spillover.kernels.kv_quant import KVCodec
-from spillover.kernels.stage import stage_blocks
+from spillover.kernels.offload_stage import stage_blocks
 from spillover.memory.transfer.cuda_driver import cuda_driver
 from spillover.models.config import ModelConfig
 
@@ -29,7 +29,7 @@ def spill_codec(config: EngineConfig, model: ModelConfig, pool: Tensor, block_si
     return KVCodec(pool.shape[1], model.num_kv_heads, block_size, model.head_dim, pool.dtype, config.spill_dtype)
 
 
-class ColdStage:
+class OffloadStage:
     """The buffers that segments pass through, kept from step to step. One step at a time uses them."""
 
     def __init__(self, pool: Tensor, block_size: int, codec: KVCodec | None = None) -> None:
@@ -62,9 +62,9 @@ class ColdStage:
 
 
 class StagedPrefix:
-    """A kernels.attention.ColdPrefix: the pieces of all layers, one after the other, through the stage's buffers."""
+    """A kernels.batch.OffloadedPrefix: the segments of all layers, one after the other, through the stage's buffers."""
 
-    def __init__(self, stage: ColdStage, copier: _CpuCopier | _CudaCopier, blocks: Tensor, length: int,
+    def __init__(self, stage: OffloadStage, copier: _CpuCopier | _CudaCopier, blocks: Tensor, length: int,
                  resident: Tensor) -> None:
         self.num_blocks = len(blocks)
         self.length = length

@@ -16,7 +16,7 @@ from spillover.models.weight_specs import is_expert
 from spillover.models.weights import split_experts
 
 
-class DiskHome:
+class DiskWeights:
     def __init__(self, reader: PartReader) -> None:
         self._reader = reader
         self._lock = threading.Lock()  # readers keep buffers of their own

@@ -26,7 +26,7 @@ _POPULATE_WRITE = 23  # Linux 5.14; older ones refuse, which does no harm
 _THREADS = 8
 
 
-class Home:
+class HostWeights:
     keeps: ClassVar[bool] = False  # whether runs are kept for the next home of this process: pinning takes seconds
     _kept: ClassVar[dict[int, list[Tensor]]] = {}
 

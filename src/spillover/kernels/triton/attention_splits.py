@@ -19,12 +19,12 @@ BUSY = 264  # programs that keep a device busy; below that, sequences are split 
 FIELDS = 8  # of an item
 
 
-def most_items(requests: int, longest: int) -> int:
+def max_splits(requests: int, longest: int) -> int:
     """Items of that many sequences of up to `longest` tokens."""
     return requests * min(MOST_PIECES, -(-longest // PIECE))
 
 
-def decode_items(
+def decode_splits(
     rows: npt.NDArray[np.int64],
     slots: npt.NDArray[np.int64],
     seq_lens: npt.NDArray[np.int64],
@@ -48,8 +48,8 @@ def decode_items(
     return np.stack(fields, axis=1).astype(np.int32)
 
 
-def few_decode_items(slots: list[int], seq_lens: list[int], kv_heads: int, window: int | None) -> list[int]:
-    """As `decode_items`, one after another, for rows 0, 1 and so on: for a few of them this is faster."""
+def few_decode_splits(slots: list[int], seq_lens: list[int], kv_heads: int, window: int | None) -> list[int]:
+    """As `decode_splits`, one after another, for rows 0, 1 and so on: for a few of them this is faster."""
     cut = []
     for row, length in enumerate(seq_lens):
         oldest = 0 if window is None else max(length - window, 0)

@@ -25,7 +25,7 @@ class Group:
         return len(_runs(self.experts))
 
 
-class Transit:
+class StreamBuffers:
     def __init__(self, slots: Tensor, size: int) -> None:
         """`slots` [n, bytes], in places of `size` slots each."""
         self._places = [slots[start : start + size] for start in range(0, len(slots) - size + 1, size)]

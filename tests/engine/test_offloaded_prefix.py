@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spillover.engine.batch import cold_prefix
-from spillover.engine.batch.cold_prefix import ColdStage
+from spillover.engine.batch import offloaded_prefix
+from spillover.engine.batch.offloaded_prefix import OffloadStage
 from spillover.engine.step import Phase, StepItem
 from spillover.kernels import native
 from spillover.kernels.extents import split_blocks
@@ -59,10 +59,10 @@ def test_every_layer_sees_all_cold_blocks_in_order(
     pool = torch.zeros(3, layers, 2, HEADS, block_size * DIM, dtype=dtype)
     codec = None if kind is None else KVCodec(layers, HEADS, block_size, DIM, dtype, kind)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(cold_prefix.segment_blocks.__globals__["SEGMENT_POSITIONS"], "cpu", segment)
+        patch.setitem(offloaded_prefix.segment_blocks.__globals__["SEGMENT_POSITIONS"], "cpu", segment)
         if plain:
             patch.setattr(native, "library", lambda: None)
-        stage = ColdStage(pool, block_size, codec)
+        stage = OffloadStage(pool, block_size, codec)
         payloads: list[memoryview] = []
         wanted = torch.zeros(0, *pool.shape[1:], dtype=dtype)
         for count in counts:
@@ -93,7 +93,7 @@ def test_every_layer_sees_all_cold_blocks_in_order(
 
 
 def test_a_copy_that_fails_fails_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = ColdStage(torch.zeros(2, 1, 2, 1, 8 * 8), 8)
+    stage = OffloadStage(torch.zeros(2, 1, 2, 1, 8 * 8), 8)
     failed: Future[None] = Future()
     failed.set_exception(RuntimeError("the copy failed"))
     monkeypatch.setattr(stage._copier._thread, "submit", lambda *_: failed)  # type: ignore[union-attr]
@@ -110,7 +110,7 @@ def test_a_copy_that_fails_fails_the_step(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_plan_counts_what_a_cold_step_takes(tokens: int, kind: str) -> None:
     config = architecture(LLAMA).config(LLAMA)
     size = 16 * 64 if kind == "auto" else head_bytes(16, 64)
-    stage = ColdStage(torch.zeros(2, 3, 2, 3, size, dtype=torch.float32 if kind == "auto" else torch.uint8), 16)
+    stage = OffloadStage(torch.zeros(2, 3, 2, 3, size, dtype=torch.float32 if kind == "auto" else torch.uint8), 16)
     library = native.library()
     assert library is not None
     taken = stage.buffers.nbytes + 4 * library.attention_total_floats(tokens, 9, 3, 64)

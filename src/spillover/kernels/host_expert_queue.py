@@ -16,7 +16,7 @@ from torch import Tensor
 
 ALIGNMENT = 256  # bytes; every array begins at a multiple of it
 
-# Places in the header, an int32 [HEADER]. The two turns lie on cache lines of their own: each has one writer.
+# InputOffsets in the header, an int32 [HEADER]. The two turns lie on cache lines of their own: each has one writer.
 HEADER = 64
 POSTED = 0  # turn of the latest post; written last, by the device
 DONE = 16  # turn of the latest answer; written last, by the host
@@ -25,7 +25,7 @@ LAYER = 33  # of the post
 COUNT = 34  # pairs of the post
 TOKENS = 35  # rows of x of the post
 
-# Places in the state, an int32 [2] in the device's own memory.
+# InputOffsets in the state, an int32 [2] in the device's own memory.
 TURN = 0  # of the latest post
 GIVEN_UP = 1  # as FAILED, where the device finds it quickly
 
@@ -58,7 +58,7 @@ class MailLayout:
 
 
 @dataclass(frozen=True)
-class Mail:
+class HostExpertQueue:
     """The memory and its arrays. Row i of `out` answers pairs[i]: down(act(gate_up(x[token]))), not times its share."""
 
     layout: MailLayout
@@ -70,7 +70,7 @@ class Mail:
     state: Tensor  # int32 [2], on the device
 
     @staticmethod
-    def make(tokens: int, pairs: int, hidden: int, device: torch.device) -> Mail:
+    def make(tokens: int, pairs: int, hidden: int, device: torch.device) -> HostExpertQueue:
         layout = MailLayout(tokens, pairs, hidden)
         # The allocator for pinned memory promises less than ALIGNMENT for some sizes, so the start is looked for.
         room = torch.zeros(layout.nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -80,7 +80,7 @@ class Mail:
         def array(at: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
             return memory[at : at + rows * columns * 4].view(dtype).view(rows, columns)
 
-        return Mail(
+        return HostExpertQueue(
             layout, memory, memory[: HEADER * 4].view(torch.int32),
             array(layout.pairs_at, pairs, PAIR, torch.int32),
             array(layout.x_at, tokens, hidden, torch.float32),
