@@ -55,7 +55,7 @@ class PaddedSteps:
 
     def __init__(self) -> None:
         self.keys: list[graphs.Key] = []
-        self.places: dict[graphs.Key, InputOffsets] = {}
+        self.offsets: dict[graphs.Key, InputOffsets] = {}
 
     def size(self, rows: int) -> int:
         return 4
@@ -65,8 +65,8 @@ class PaddedSteps:
 
     def run(self, key: graphs.Key, step: Any, at_once: bool = False) -> Any:
         self.keys.append(key)
-        places, _ = step.args
-        assert self.places.setdefault(key, places) == places
+        offsets, _ = step.args
+        assert self.offsets.setdefault(key, offsets) == offsets
         hidden = step()
         assert not hidden.isnan().any()
         return None if key.draws else hidden
@@ -104,32 +104,32 @@ def check_templates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         runners[:] = [runner]
         return made(runner, shape)
 
-    def send(template: DecodeInputs, items: Any, turn: int, updates: Any) -> int | None:
-        place = sent(template, items, turn, updates)
+    def send(template: DecodeInputs, items: Any, result_row: int, updates: Any) -> int | None:
+        place = sent(template, items, result_row, updates)
         inputs, runner = runners[0]._inputs, runners[0]
         found = inputs._device.numpy().copy()
         if place is not None:
             assert found[place:place + updates.nbytes].tobytes() == updates.tobytes()
         inputs.begin()
-        places, _ = runner._write(items, template.places.shape)
-        assert places == template.places
+        offsets, _ = runner._write(items, template.offsets.shape)
+        assert offsets == template.offsets
         pinned, buffer = inputs.pinned, inputs.buffer
         inputs.begin()  # back to the buffer before
 
         def both(at: int, count: int, dtype: Any = np.int32) -> tuple[Any, Any]:
             return found[at:at + count * np.dtype(dtype).itemsize].view(dtype), pinned.array(buffer, at, count, dtype)
 
-        known = both(places.arrays["sources"], places.shape.rows)[1] < 0
-        warm = both(places.arrays["temperature"], places.shape.rows, np.float32)[1] > 0
-        for name, at in places.arrays.items():
-            mine, theirs = both(at, places.size(name), ARRAYS[name][0])
+        known = both(offsets.arrays["sources"], offsets.shape.rows)[1] < 0
+        warm = both(offsets.arrays["temperature"], offsets.shape.rows, np.float32)[1] > 0
+        for name, at in offsets.arrays.items():
+            mine, theirs = both(at, offsets.size(name), ARRAYS[name][0])
             if name == "sample_rows":
                 mine, theirs = mine[:len(items.items)], theirs[:len(items.items)]
             read = {"token_ids": known, "uniform": warm}.get(name, slice(None))
             np.testing.assert_array_equal(mine[read], theirs[read], name)
-        assert both(places.turn, 1)[0][0] == turn
-        np.testing.assert_array_equal(*both(places.tiles, 2 * places.shape.tiles))
-        for at in places.work:
+        assert both(offsets.result_row, 1)[0][0] == result_row
+        np.testing.assert_array_equal(*both(offsets.tiles, 2 * offsets.shape.tiles))
+        for at in offsets.work:
             count = both(at, 1)[1][0]
             np.testing.assert_array_equal(*both(at, HEADER + 8 * count))
         rows.append(len(items.items))
@@ -209,22 +209,22 @@ def test_slots_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_arrays_of_one_shape_lie_in_the_same_places_and_do_not_overlap() -> None:
     inputs = StepInputs(1 << 16, torch.device("cpu"))
-    places = InputOffsets.of(StepShape(rows=7, requests=3, samples=2, tiles=2), groups=2, longest=64)
-    assert places == InputOffsets.of(StepShape(rows=7, requests=3, samples=2, tiles=2), groups=2, longest=64)
+    offsets = InputOffsets.of(StepShape(rows=7, requests=3, samples=2, tiles=2), groups=2, longest=64)
+    assert offsets == InputOffsets.of(StepShape(rows=7, requests=3, samples=2, tiles=2), groups=2, longest=64)
     inputs.begin()
-    for value, array in enumerate(vars(inputs.pinned.arrays(inputs.buffer, places)).values(), 1):
+    for value, array in enumerate(vars(inputs.pinned.arrays(inputs.buffer, offsets)).values(), 1):
         array[:] = value
-    inputs.pinned.array(inputs.buffer, places.turn, 1)[:] = 77
-    inputs.pinned.array(inputs.buffer, places.tiles, 4)[:] = 88
-    for group, place in enumerate(places.work):
-        inputs.pinned.array(inputs.buffer, place, places.work_size)[:] = 90 + group
-    inputs.send(inputs.pinned, places.end)
-    fields = list(vars(inputs.pinned.arrays(inputs.buffer, places)))
-    for name in places.arrays:
-        assert inputs.array(places, name).tolist() == [fields.index(name) + 1] * places.size(name)
-    assert inputs.view(places.turn, torch.int32, 1).tolist() == [77]
-    assert inputs.view(places.tiles, torch.int32, 4).tolist() == [88] * 4
-    assert [inputs.view(place, torch.int32, 1).item() for place in places.work] == [90, 91]
+    inputs.pinned.array(inputs.buffer, offsets.result_row, 1)[:] = 77
+    inputs.pinned.array(inputs.buffer, offsets.tiles, 4)[:] = 88
+    for group, place in enumerate(offsets.work):
+        inputs.pinned.array(inputs.buffer, place, offsets.work_size)[:] = 90 + group
+    inputs.send(inputs.pinned, offsets.end)
+    fields = list(vars(inputs.pinned.arrays(inputs.buffer, offsets)))
+    for name in offsets.arrays:
+        assert inputs.array(offsets, name).tolist() == [fields.index(name) + 1] * offsets.size(name)
+    assert inputs.view(offsets.result_row, torch.int32, 1).tolist() == [77]
+    assert inputs.view(offsets.tiles, torch.int32, 4).tolist() == [88] * 4
+    assert [inputs.view(place, torch.int32, 1).item() for place in offsets.work] == [90, 91]
 
 
 def test_the_ladder_of_graphs_ends_at_the_largest_batch() -> None:

@@ -45,7 +45,7 @@ Changed = TypeVar("Changed")
 
 @dataclass(frozen=True)
 class _Work:
-    places: InputOffsets
+    offsets: InputOffsets
     num_samples: int
     sampling: SamplingBatch | None  # None: every row is sampled by temperature alone
     decodes: bool  # one row per request, and all of them are sampled from
@@ -70,7 +70,7 @@ class CudaStep:
         if self._ended is not None:
             self._ended.synchronize()
         work, table = self._work, self._runner.table
-        self._runner.weights.end_step(work.places.shape.rows)
+        self._runner.weights.end_step(work.offsets.shape.rows)
         drawn: list[int] = self._drawn[:work.num_samples].tolist()
         if work.decodes and self._logprobs is None:
             count = len(drawn)
@@ -101,7 +101,7 @@ class CudaRunner:
         self._windows = [group.window for group in model.groups]
         # Padding beside part of a prompt is cut into requests of its own, each of one tile, in the dummy block.
         self._padding_rows = min(QUERIES, limits.max_model_len)
-        self._places: dict[StepShape, InputOffsets] = {}  # of padded steps
+        self._offsets: dict[StepShape, InputOffsets] = {}  # of padded steps
         self._inputs = StepInputs(self._input_bytes(groups), device)
         self._templates: dict[int, DecodeInputs] = {}  # of steps that only decode, by rows
         self._scratch = DecodeScratch.make(max_splits(limits.max_num_seqs + 1, limits.max_model_len),
@@ -115,7 +115,7 @@ class CudaRunner:
         self._queue = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
         self._results = torch.zeros(STEPS_KEPT, limits.max_num_seqs, dtype=i64, pin_memory=cuda)
         self._read: npt.NDArray[np.int64] = self._results.numpy()
-        self._turn = 0  # the row of the results that a step's tokens are written to
+        self._result_row = 0  # the row of the results that a step's tokens are written to
         self._graphs = Graphs(device, limits.max_num_seqs, limits.captured_rows) if graphs else None
         # Everything loaded by now stays: a collection that looked through it again would hold up a step for long.
         gc.collect()
@@ -142,9 +142,9 @@ class CudaRunner:
                 self.weights.begin_step(key.rows)
                 self._inputs.begin()
                 shape = self._prompt_shape(key.rows) if key.prompts else self._decode_shape(key.rows)
-                places, end = self._write(nothing, shape)
+                offsets, end = self._write(nothing, shape)
                 self._inputs.send(self._inputs.pinned, end)
-                self._graphs.run(key, partial(self._captured, places, key), at_once=True)
+                self._graphs.run(key, partial(self._captured, offsets, key), at_once=True)
 
     @property
     def graph_stats(self) -> GraphStats | None:
@@ -194,11 +194,11 @@ class CudaRunner:
         rows: Tensor | None
         if work.key is not None:
             assert self._graphs is not None
-            rows = self._graphs.run(work.key, partial(self._captured, work.places, work.key))
+            rows = self._graphs.run(work.key, partial(self._captured, work.offsets, work.key))
         else:
-            hidden = self._forward(work.places, step.items[0])
+            hidden = self._forward(work.offsets, step.items[0])
             scored = tuple(score(self.model, self.weights, hidden, part) for part in work.prompts)
-            rows = hidden[self._inputs.array(work.places, "sample_rows")]
+            rows = hidden[self._inputs.array(work.offsets, "sample_rows")]
         if work.sampling is not None:
             assert rows is not None
             sampled = sample(self.model.logits(rows[:work.num_samples], self.weights), work.sampling)
@@ -206,55 +206,56 @@ class CudaRunner:
             logprobs = sampled.logprobs
         elif (work.key is None or not work.key.draws) and work.num_samples:
             assert rows is not None
-            self._draw(work.places, rows, work.num_samples)
+            self._draw(work.offsets, rows, work.num_samples)
         return self._send_back(step, work, logprobs, scored)
 
-    def _captured(self, places: InputOffsets, key: Key) -> Tensor:
+    def _captured(self, offsets: InputOffsets, key: Key) -> Tensor:
         """Run a step as its graph has it; returns the rows that tokens are sampled from."""
-        hidden = self._forward(places)
+        hidden = self._forward(offsets)
         if key.prompts:
-            return torch.index_select(hidden, 0, self._inputs.array(places, "sample_rows"), out=self._drawn_from)
+            return torch.index_select(hidden, 0, self._inputs.array(offsets, "sample_rows"), out=self._drawn_from)
         if key.draws:
-            self._draw(places, hidden, places.shape.samples)
+            self._draw(offsets, hidden, offsets.shape.samples)
         return hidden
 
-    def _draw(self, places: InputOffsets, rows: Tensor, count: int) -> None:
+    def _draw(self, offsets: InputOffsets, rows: Tensor, count: int) -> None:
         """Sample by temperature alone."""
         inputs = self._inputs
-        draw(self.model.logits(rows[:count], self.weights), inputs.array(places, "temperature")[:count],
-             inputs.array(places, "uniform")[:count], self._draws, self._results, inputs.view(places.turn, i32, 1))
+        draw(self.model.logits(rows[:count], self.weights), inputs.array(offsets, "temperature")[:count],
+             inputs.array(offsets, "uniform")[:count], self._draws, self._results,
+             inputs.view(offsets.result_row, i32, 1))
 
-    def _forward(self, places: InputOffsets, item: StepItem | None = None) -> Tensor:
-        """Run the model on what lies at `places`; `item` is looked at only if it is longer than the pool."""
-        token_ids = self._inputs.array(places, "token_ids")
-        fill_tokens(token_ids, self._inputs.array(places, "sources"), self._draws)
-        model_step = self._model_step(places, token_ids)
+    def _forward(self, offsets: InputOffsets, item: StepItem | None = None) -> Tensor:
+        """Run the model on what lies at `offsets`; `item` is looked at only if it is longer than the pool."""
+        token_ids = self._inputs.array(offsets, "token_ids")
+        fill_tokens(token_ids, self._inputs.array(offsets, "sources"), self._draws)
+        model_step = self._model_step(offsets, token_ids)
         if item is not None and item.host_blocks:
             model_step = self._cold_step(model_step, item)
         return self.model.forward(model_step, self.weights, self.kv)
 
-    def _model_step(self, places: InputOffsets, token_ids: Tensor) -> ModelStep:
-        inputs, shape = self._inputs, places.shape
-        positions, slots = inputs.array(places, "positions"), inputs.array(places, "slots")
+    def _model_step(self, offsets: InputOffsets, token_ids: Tensor) -> ModelStep:
+        inputs, shape = self._inputs, offsets.shape
+        positions, slots = inputs.array(offsets, "positions"), inputs.array(offsets, "slots")
         batches = []
         for group in range(len(self._windows)):
-            start = places.work[group]
+            start = offsets.work[group]
             work = DeviceWork(
                 splits=None if self._deterministic
-                else inputs.view(start + 4 * HEADER, i32, (places.work_size - HEADER) // FIELDS, FIELDS),
+                else inputs.view(start + 4 * HEADER, i32, (offsets.work_size - HEADER) // FIELDS, FIELDS),
                 num_splits=inputs.view(start, i32, 1),
-                tiles=inputs.view(places.tiles, i32, shape.tiles, 2) if shape.tiles else None,
+                tiles=inputs.view(offsets.tiles, i32, shape.tiles, 2) if shape.tiles else None,
                 slots=slots,
                 scratch=self._scratch,
                 longest=self._limits.max_model_len,
                 batch_invariant=self._deterministic,
             )
             batches.append(AttentionBatch(
-                query_start=inputs.array(places, "query_start"),
-                seq_lens=inputs.array(places, "seq_lens"),
+                query_start=inputs.array(offsets, "query_start"),
+                seq_lens=inputs.array(offsets, "seq_lens"),
                 block_table=self.table.block_tables[group],
                 positions=positions,
-                rows=inputs.array(places, "row_of"),
+                rows=inputs.array(offsets, "row_of"),
                 block_size=self._block_size,
                 max_query=0,
                 max_seq=0,
@@ -275,7 +276,7 @@ class CudaRunner:
 
     def _prepare(self, step: Step) -> _Work:
         """Lay the step out and send it."""
-        self._turn = (self._turn + 1) % STEPS_KEPT
+        self._result_row = (self._result_row + 1) % STEPS_KEPT
         table = self.table
         slots, updates = table.begin(step)
         items = ItemArrays.of(step.items, slots)
@@ -290,11 +291,11 @@ class CudaRunner:
         place = None
         if decodes and shape is not None:
             template = self._template(shape)
-            place, places = template.send(items, self._turn, few), template.places
+            place, offsets = template.send(items, self._result_row, few), template.offsets
         else:
-            places, end = self._write(items, shape)
+            offsets, end = self._write(items, shape)
             if few is not None:
-                place, end = places.end, places.end + few.nbytes
+                place, end = offsets.end, offsets.end + few.nbytes
                 self._inputs.pinned.array(self._inputs.buffer, place, len(few))[:] = few
             self._inputs.send(self._inputs.pinned, end)
         table.draw[slots] = -1
@@ -306,7 +307,7 @@ class CudaRunner:
             many = to_device(torch.from_numpy(_updates(updates)), self._device)
             update_tables(table.block_tables, many, len(updates.blocks))
         sampling = None if plain else sampling_batch(step.items, table, self.model.config.vocab_size, self._device)
-        return _Work(places, len(drawn), sampling, decodes, key, prompts)
+        return _Work(offsets, len(drawn), sampling, decodes, key, prompts)
 
     def _choose_graph(self, items: ItemArrays, decodes: bool, plain: bool,
                       capturable: bool) -> tuple[Key | None, StepShape | None]:
@@ -346,14 +347,14 @@ class CudaRunner:
         """Attention of requests with more rows than this is cut into tiles."""
         return 0 if self._deterministic else 1
 
-    def _places_of(self, shape: StepShape) -> InputOffsets:
+    def _offsets_of(self, shape: StepShape) -> InputOffsets:
         return InputOffsets.of(shape, len(self._windows), self._limits.max_model_len)
 
     def _padded(self, shape: StepShape) -> InputOffsets:
-        """Return the places of a shape that comes again and again."""
-        if shape not in self._places:
-            self._places[shape] = self._places_of(shape)
-        return self._places[shape]
+        """Return the offsets of a shape that comes again and again."""
+        if shape not in self._offsets:
+            self._offsets[shape] = self._offsets_of(shape)
+        return self._offsets[shape]
 
     def _template(self, shape: StepShape) -> DecodeInputs:
         if shape.rows not in self._templates:
@@ -364,28 +365,28 @@ class CudaRunner:
 
     def _write(self, items: ItemArrays, shape: StepShape | None) -> tuple[InputOffsets, int]:
         """Write a step into the inputs; returns where it lies, and where that ends."""
-        places = self._padded(shape) if shape is not None else self._places_of(self._own_shape(items))
-        pinned, buffer, shape = self._inputs.pinned, self._inputs.buffer, places.shape
-        into = pinned.arrays(buffer, places)
+        offsets = self._padded(shape) if shape is not None else self._offsets_of(self._own_shape(items))
+        pinned, buffer, shape = self._inputs.pinned, self._inputs.buffer, offsets.shape
+        into = pinned.arrays(buffer, offsets)
         write_step(into, items, self.table, shape.piece)
-        pinned.array(buffer, places.turn, 1)[0] = self._turn
+        pinned.array(buffer, offsets.result_row, 1)[0] = self._result_row
         starts, counts = into.query_start[:-1].astype(np.int64), np.diff(into.query_start).astype(np.int64)
         several = np.flatnonzero(counts > self._least_tiled)
         tiles = prefill_tiles(several, counts[several])
         assert len(tiles) <= shape.tiles, "a graph that was captured for fewer tiles"
-        all_tiles = pinned.array(buffer, places.tiles, 2 * shape.tiles).reshape(-1, 2)
+        all_tiles = pinned.array(buffer, offsets.tiles, 2 * shape.tiles).reshape(-1, 2)
         all_tiles[:len(tiles)] = tiles
         all_tiles[len(tiles):] = (shape.requests - 1, 0)
         single = (counts == 1) & (counts <= self._least_tiled)
         slots, lengths = into.slots[single].astype(np.int64), into.seq_lens[single].astype(np.int64)
-        end = places.end
-        for place, window in zip(places.work, self._windows, strict=True):
+        end = offsets.end
+        for place, window in zip(offsets.work, self._windows, strict=True):
             work = decode_splits(starts[single], slots, lengths, self.model.config.num_kv_heads, window)
             written = pinned.array(buffer, place, HEADER + work.size)
             written[:HEADER] = (len(work), 0, 0, 0)
             written[HEADER:] = work.ravel()
             end = place + written.nbytes
-        return places, end
+        return offsets, end
 
     def _input_bytes(self, groups: int) -> int:
         """Return the bytes of the largest step's inputs."""
@@ -399,7 +400,7 @@ class CudaRunner:
                    scored: tuple[list[SampledLogprobs], ...]) -> CudaStep:
         count = work.num_samples
         if work.sampling is not None:  # else they are there
-            self._results[self._turn, :count].copy_(self._draws[:count], non_blocking=True)
+            self._results[self._result_row, :count].copy_(self._draws[:count], non_blocking=True)
         if logprobs is not None:
             logprobs = logprobs.to_pinned()
         scored = tuple([part.to_pinned() for part in parts] for parts in scored)
@@ -407,7 +408,7 @@ class CudaRunner:
         if self._device.type == "cuda":
             ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ended.record()
-        return CudaStep(step, work, self._read[self._turn], logprobs, scored, ended, self)
+        return CudaStep(step, work, self._read[self._result_row], logprobs, scored, ended, self)
 
 
 def _updates(updates: BlockUpdates) -> npt.NDArray[np.int32]:

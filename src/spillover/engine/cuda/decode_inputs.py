@@ -22,43 +22,43 @@ UPDATE_BYTES = 1 << 15  # room behind a step's own inputs, for new entries of th
 class DecodeInputs:
     """A template: padding alone, over which a step writes its requests."""
 
-    def __init__(self, inputs: StepInputs, places: InputOffsets, table: RequestTable, kv_heads: int,
+    def __init__(self, inputs: StepInputs, offsets: InputOffsets, table: RequestTable, kv_heads: int,
                  windows: Sequence[int | None], tiled: bool) -> None:
         """`tiled`: attention is cut into tiles whatever its rows, and no work is cut for single rows."""
-        self.places = places
+        self.offsets = offsets
         self._inputs = inputs
         self._table = table
         self._kv_heads = kv_heads
         self._windows = windows
         self._tiled = tiled
-        self._size = places.shape.rows
+        self._size = offsets.shape.rows
         self._real = [0, 0]  # rows that are no padding, in either buffer
-        self._pair = pair = PinnedPair(places.end + UPDATE_BYTES, inputs.cuda)
-        self._arrays = [pair.arrays(buffer, places) for buffer in range(2)]
-        self._turn = [pair.array(buffer, places.turn, 1) for buffer in range(2)]
-        self._work = [[pair.array(buffer, place, places.work_size) for place in places.work] for buffer in range(2)]
-        self._updates = [pair.array(buffer, places.work[-1], places.work_size + UPDATE_BYTES // 4)
+        self._pair = pair = PinnedPair(offsets.end + UPDATE_BYTES, inputs.cuda)
+        self._arrays = [pair.arrays(buffer, offsets) for buffer in range(2)]
+        self._result_row = [pair.array(buffer, offsets.result_row, 1) for buffer in range(2)]
+        self._work = [[pair.array(buffer, place, offsets.work_size) for place in offsets.work] for buffer in range(2)]
+        self._updates = [pair.array(buffer, offsets.work[-1], offsets.work_size + UPDATE_BYTES // 4)
                          for buffer in range(2)]
         nothing = ItemArrays.of((), np.empty(0, dtype=np.int64))
         for buffer, arrays in enumerate(self._arrays):
             write_step(arrays, nothing, table)
             arrays.sample_rows[:] = np.arange(self._size)
-            pair.array(buffer, places.tiles, 2 * places.shape.tiles)[::2] = np.arange(places.shape.tiles)
+            pair.array(buffer, offsets.tiles, 2 * offsets.shape.tiles)[::2] = np.arange(offsets.shape.tiles)
 
-    def send(self, items: ItemArrays, turn: int, updates: npt.NDArray[np.int32] | None) -> int | None:
-        """Write and send a step. `turn`: the row of the results that its tokens go to; `updates`: what is sent with it,
-        no more than UPDATE_BYTES. Returns where that lies."""
+    def send(self, items: ItemArrays, result_row: int, updates: npt.NDArray[np.int32] | None) -> int | None:
+        """Write and send a step. `result_row`: the row of the results that its tokens go to; `updates`: at most
+        UPDATE_BYTES that are sent with it. Returns where these lie."""
         buffer, count = self._inputs.buffer, len(items.items)
         arrays = self._arrays[buffer]
         if self._real[buffer] > count:  # rows that were a request's the last time, and are none now
             write_padding(arrays, slice(count, self._real[buffer]), self._table)
         self._real[buffer] = count
-        self._turn[buffer][0] = turn
+        self._result_row[buffer][0] = result_row
         write_decodes(arrays, items, self._table)
         end, place = self._write_work(buffer), None
         if updates is not None:
             place = -(-end // 16) * 16  # as every array lies
-            first = (place - self.places.work[-1]) // 4
+            first = (place - self.offsets.work[-1]) // 4
             self._updates[buffer][first:first + len(updates)] = updates
             end = place + 4 * len(updates)
         self._inputs.send(self._pair, end)
@@ -68,7 +68,7 @@ class DecodeInputs:
         """Cut attention into pieces; returns where the inputs end."""
         arrays, end = self._arrays[buffer], 0
         slots, seq_lens = arrays.slots, arrays.seq_lens
-        for place, window, into in zip(self.places.work, self._windows, self._work[buffer], strict=True):
+        for place, window, into in zip(self.offsets.work, self._windows, self._work[buffer], strict=True):
             numbers: Sequence[int] | npt.NDArray[np.int32] = ()
             if not self._tiled and self._size <= FEW:
                 numbers = few_decode_splits(slots.tolist(), seq_lens.tolist(), self._kv_heads, window)

@@ -1,7 +1,7 @@
 """What the host tells a CUDA device about a step: written to pinned memory, from which the device brings it.
 
 There are two pinned buffers, so that the next step is written while the last one may still be brought, and one device
-buffer, whose addresses captured graphs rely on: the arrays of steps of one shape lie in the same places.
+buffer, whose addresses captured graphs rely on: the arrays of steps of one shape lie at the same offsets.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class InputOffsets:
 
     shape: StepShape
     arrays: dict[str, int]  # by the names of StepArrays
-    turn: int  # the row of the results that the step's tokens go to
+    result_row: int  # the row of the results that the step's tokens go to
     tiles: int
     work: tuple[int, ...]  # pieces of attention for requests with one row, per layer group
     work_size: int  # numbers that each has room for
@@ -68,7 +68,7 @@ class InputOffsets:
 
 
 class PinnedPair:
-    """Two pinned buffers of one size, written in turn."""
+    """Two pinned buffers of one size, written alternately."""
 
     def __init__(self, nbytes: int, cuda: bool) -> None:
         pinned = [torch.zeros(_aligned(nbytes), dtype=torch.uint8, pin_memory=cuda) for _ in range(2)]
@@ -78,9 +78,9 @@ class PinnedPair:
     def array(self, buffer: int, place: int, count: int, dtype: Any = np.int32) -> npt.NDArray[Any]:
         return self._host[buffer][place:place + count * np.dtype(dtype).itemsize].view(dtype)
 
-    def arrays(self, buffer: int, places: InputOffsets) -> StepArrays:
-        return StepArrays(**{name: self.array(buffer, place, places.size(name), ARRAYS[name][0])
-                             for name, place in places.arrays.items()})
+    def arrays(self, buffer: int, offsets: InputOffsets) -> StepArrays:
+        return StepArrays(**{name: self.array(buffer, place, offsets.size(name), ARRAYS[name][0])
+                             for name, place in offsets.arrays.items()})
 
 
 class StepInputs:
@@ -111,9 +111,9 @@ class StepInputs:
         size = math.prod(shape) * dtype.itemsize
         return self._device[place:place + size].view(dtype).view(shape)
 
-    def array(self, places: InputOffsets, name: str) -> Tensor:
+    def array(self, offsets: InputOffsets, name: str) -> Tensor:
         """Return one of the StepArrays on the device."""
-        return self.view(places.arrays[name], _TORCH[ARRAYS[name][0]], places.size(name))
+        return self.view(offsets.arrays[name], _TORCH[ARRAYS[name][0]], offsets.size(name))
 
 
 def _aligned(size: int) -> int:
