@@ -170,7 +170,7 @@ class WeightFormat(ABC):
         return BatchInvariant(self)
 
     def host_code(self, dtype: torch.dtype) -> int | None:
-        """Number the format as native/host_experts.cpp does, beside biases of `dtype`; None: it knows no such one."""
+        """Number the format as native/mixture.h does, beside biases of `dtype`; None: it knows no such one."""
         return None
 
 
