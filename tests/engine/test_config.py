@@ -67,11 +67,15 @@ def test_what_cannot_be_is_refused_in_one_sentence(flags: dict[str, Any], words:
         assert word in sentence
 
 
-def test_what_goes_together_is_taken() -> None:
-    EngineConfig(host_memory="1GB", spill_dtype="int8", kv_cache_dtype="int8")
-    EngineConfig(host_memory="1GB", spill_admission="my_package.policies:Rarely", restore="always", spill="eager")
-    EngineConfig(remote="unix:///run/valkey.sock", spill_admission="second-use")
-    EngineConfig(kv_cache_dtype="fp8", enable_prefix_caching=False)
+@pytest.mark.parametrize("flags", [
+    {"host_memory": "1GB", "spill_dtype": "int8", "kv_cache_dtype": "int8"},
+    {"host_memory": "1GB", "spill_admission": "my_package.policies:Rarely", "restore": "always", "spill": "eager"},
+    {"remote": "unix:///run/valkey.sock", "spill_admission": "second-use"},
+    {"kv_cache_dtype": "fp8", "enable_prefix_caching": False},
+], ids=lambda flags: "+".join(flags))
+def test_what_goes_together_is_taken(flags: dict[str, Any]) -> None:
+    config = EngineConfig.from_flags(**flags)
+    assert {name: getattr(config, name) for name in flags} == flags
 
 
 def test_what_is_shown_has_no_password() -> None:

@@ -49,8 +49,8 @@ def test_every_request_gets_its_own_tokens_and_nothing_leaks(seed: int) -> None:
     windows = rng.choice([(None,), (None, 16), (24,), (None, 8, 8)])
     block_size = rng.choice([8, 16])
     engine = make_engine(
-        # few blocks force preemption; one longest sequence must fit
-        num_blocks=rng.choice([16, 24, 64]) * len(windows) * (8 // 8 if block_size == 8 else 1),
+        # few blocks force preemption, larger ones as much as small ones; one longest sequence must fit
+        num_blocks=rng.choice([16, 24, 64]) * len(windows) * 8 // block_size,
         block_size=block_size,
         windows=windows,
         prefix_caching=rng.random() < 0.7,
@@ -106,6 +106,7 @@ def test_every_request_gets_its_own_tokens_and_nothing_leaks(seed: int) -> None:
         else:
             assert output == expected
             assert done.finish_reason == ("stop" if output[-1] in done.stop_ids else "length")
+            assert done.sources is not None
         if done.sources is not None:
             assert done.sources.total == done.num_prompt
     stats = scheduler.kv.stats
@@ -115,13 +116,15 @@ def test_every_request_gets_its_own_tokens_and_nothing_leaks(seed: int) -> None:
 
 
 def test_random_scenarios_do_preempt_chunk_and_hit() -> None:
-    """The scenarios above reach what they are about: a scarce pool preempts, and the tokens are still right."""
-    engine = make_engine(num_blocks=16, max_num_seqs=8, policy="fcfs", watermark=0.0)
-    requests = [request(f"r{i}", [i + 1] * 20, max_tokens=40) for i in range(8)]
+    """The scenarios above reach what they are about, and the tokens are still right."""
+    engine = make_engine(num_blocks=16, max_num_seqs=8, max_num_batched_tokens=13, policy="fcfs", watermark=0.0)
+    requests = [request(f"r{i}", [1] * 16 + [i + 1] * 4, max_tokens=40) for i in range(8)]
     for each in requests:
         engine.scheduler.add(each)
     drain(engine)
     assert engine.scheduler.num_preemptions > 0
+    assert any(item.start + item.count < 20 for step in engine.runner.steps for item in step.items)
+    assert sum(r.sources.device for r in requests) > 0
     assert all(r.output_token_ids == expected_tokens(r, 96) for r in requests)
 
 

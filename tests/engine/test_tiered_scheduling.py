@@ -20,6 +20,19 @@ def disk(wake: Callable[[], None]) -> DictTier:
     return DictTier(wake)
 
 
+class Faults:
+    """Says of a copy that it fails, at this rate, and counts."""
+
+    def __init__(self, seed: int, rate: float) -> None:
+        self.injected = 0
+        self._rng, self._rate = random.Random(seed), rate
+
+    def __call__(self) -> bool:
+        fails = self._rng.random() < self._rate
+        self.injected += fails
+        return fails
+
+
 def remote(wake: Callable[[], None]) -> DictTier:
     return DictTier(wake, "remote", lookup_delay=0.002)
 
@@ -102,10 +115,11 @@ def test_conversations(place: str, mode: str) -> None:
 @pytest.mark.parametrize("windows", [(None,), (None, 10)], ids=["full", "window"])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_conversations_with_a_failing_link(windows: tuple[int | None, ...], overlap: bool) -> None:
-    rng, faults = random.Random(5), random.Random(6)
-    world = World(48, windows, host=60, tiers=[disk], overlap=overlap, fault=lambda: faults.random() < 0.01)
+    rng, faults = random.Random(5), Faults(6, 0.01)
+    world = World(48, windows, host=60, tiers=[disk], overlap=overlap, fault=faults)
     assert conversations(world, rng, 12, 4, 0.02) > 25
     assert world.link.copied_in > 0
+    assert faults.injected > 0
     world.close()
 
 
@@ -248,16 +262,19 @@ def test_a_sequence_that_grows_past_the_device_while_others_wait() -> None:
 
 
 def test_a_long_sequence_survives_a_failing_link_or_ends_cleanly() -> None:
+    injected = 0
     for seed in range(6):
-        faults = random.Random(seed)
-        world = World(80, host=100, fault=lambda rng=faults: rng.random() < 0.02)  # type: ignore[misc]
+        faults = Faults(seed, 0.02)
+        world = World(80, host=100, fault=faults)
         request = world.request(prompt(1, 350), 40)
         world.run()
         expected = expected_tokens(request, LENGTH)
         assert request.output_token_ids == expected[: len(request.output_token_ids)]
         assert request.finish_reason == "length"
+        injected += faults.injected
         world.check()
         world.close()
+    assert injected > 0
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 10)], ids=["full", "window"])

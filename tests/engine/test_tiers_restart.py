@@ -16,6 +16,8 @@ import pytest
 from hf_reference import VOCAB, greedy, save_checkpoint, tiny_model
 
 from spillover import LLM, SamplingParams
+from spillover.memory.tiers.inspect import find_caches, verify
+from spillover.memory.tiers.record import EMPTY_HEADER
 from valkey import Valkey
 
 BLOCK = 8
@@ -142,20 +144,33 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_a_bit_that_flips_on_disk_is_computed_again(tiny: Tiny, tmp_path: Path) -> None:
+    """One bit of every stored block: each is noticed, computed again, and stored again."""
     folder, asked = tmp_path / "kv", prompts(4)
-    with load(tiny.path, disk=(f"{folder}:50MB",), spill="eager") as llm:
-        for prompt in asked:
-            ask(llm, tiny, prompt)
-    rng = random.Random(1)
-    for file in folder.rglob("*"):
-        if file.is_file() and file.stat().st_size > 100_000:
-            data = bytearray(file.read_bytes())
-            for _ in range(200):
-                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-            file.write_bytes(data)
-    with load(tiny.path, disk=(f"{folder}:50MB",)) as llm:
-        for prompt in asked:
-            ask(llm, tiny, prompt)
+
+    def found(**flags: Any) -> list[int]:
+        with load(tiny.path, disk=(f"{folder}:50MB",), **flags) as llm:
+            return [ask(llm, tiny, prompt)["disk"] for prompt in asked]
+
+    assert found(spill="eager") == [0] * 4
+    assert found() == [112] * 4, "nothing was read from disk before a bit was flipped"
+    flipped = flip_a_bit_of_every_block(folder)
+    assert flipped >= 4 * 112 // BLOCK
+    assert sum(step.bad is not None for step in verify(folder)) == flipped
+    assert found(spill="eager") == [0] * 4
+    assert found() == [112] * 4, "what was computed again was not stored again"
+
+
+def flip_a_bit_of_every_block(folder: Path) -> int:
+    """Returns how many blocks it changed."""
+    rng, flipped = random.Random(1), 0
+    for cache in find_caches(folder):
+        for segment in cache.segments(writable=True):
+            for slot, header in enumerate(segment.raw_headers()):
+                if header != EMPTY_HEADER:
+                    segment.flip_bit(slot, rng.randrange(8 * segment.payload_bytes))
+                    flipped += 1
+            segment.close()
+    return flipped
 
 
 def test_a_key_keeps_out_what_was_not_written_with_it(tiny: Tiny, tmp_path: Path) -> None:

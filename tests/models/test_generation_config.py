@@ -48,7 +48,9 @@ values = st.one_of(st.none(), st.booleans(), st.integers(-(10**9), 10**9), st.fl
 def test_whatever_a_file_says_the_defaults_are_valid(tmp_path_factory: pytest.TempPathFactory,
                                                      config: dict[str, Any]) -> None:
     folder = folder_with(tmp_path_factory.mktemp("model"), **config)
-    SamplingParams(**sampling_defaults(folder))  # type: ignore[arg-type]
+    defaults = sampling_defaults(folder)
+    params = SamplingParams(**defaults)  # type: ignore[arg-type]  # which raises for what is not valid
+    assert {name: getattr(params, name) for name in defaults} == defaults
 
 
 def test_the_default_model_has_its_authors_recommendation() -> None:

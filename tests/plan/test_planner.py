@@ -98,13 +98,18 @@ def test_what_a_refusal_names_would_fit(given_flags: dict[str, Any], model: Any)
         assume(False)
     except PlanError as error:
         sentence = str(error)
-    least = re.search(r"at least ([0-9.]+[MG]B)", sentence)
-    if least is not None:
-        make_plan(PlanRequest(**(given_flags | {"gpu_memory": parse_bytes(least[1])})), config, specs, CPU)
-    most = re.search(r"at most ([0-9,]+) tokens fit", sentence)
-    if most is not None:
-        shorter = given_flags | {"max_model_len": int(most[1].replace(",", ""))}
-        make_plan(PlanRequest(**shorter), config, specs, CPU)
+    cures = []
+    if least := re.search(r"raise --gpu-memory to at least ([0-9.]+[MG]B)", sentence):
+        cures.append({"gpu_memory": parse_bytes(least[1])})
+    if most := re.search(r"at most ([0-9,]+) tokens fit: lower --max-model-len", sentence):
+        cures.append({"max_model_len": int(most[1].replace(",", ""))})
+    if sentence.endswith("raise the one or lower the other"):
+        length = given_flags["max_model_len"]
+        cures.append({"max_num_batched_tokens": length, "gpu_memory": 20_000 * MB})
+    assert cures, f"a refusal that names nothing to type: {sentence}"
+    for cure in cures:
+        cured = make_plan(PlanRequest(**(given_flags | cure)), config, specs, CPU)
+        assert cured.device_bytes <= (given_flags | cure)["gpu_memory"]
 
 
 def test_the_defaults_of_a_cpu() -> None:
