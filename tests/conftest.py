@@ -29,7 +29,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).parent
-sys.path[:0] = [str(TESTS / folder) for folder in ("models", "engine", "../benchmarks")]
+for _folder in (TESTS, TESTS.parent / "benchmarks"):  # the package of what tests share; the scripts that are tested too
+    if str(_folder) not in sys.path:
+        sys.path.append(str(_folder))
 
 # Tests share the cores, so that an example takes long to draw is no finding; nor is it that many plans are refused, of
 # which the tests ask for others until they have enough. CI draws the same ones every time.

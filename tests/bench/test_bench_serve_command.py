@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from mock_server import MockServer
 
 from spillover.cli.main import main
+from support.mock_server import MockServer
 
 SMALL = ["--num-prompts", "6", "--random-input-len", "12", "--random-output-len", "4"]
 

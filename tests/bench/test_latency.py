@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 
 import pytest
-from fake_target import FakeLimits, FakeTarget
 from rich.console import Console
 
 from spillover.bench.latency import LatencyResult, measure
 from spillover.bench.report import latency_table
 from spillover.bench.workloads.workloads import Vocabulary
+from support.fake_target import FakeLimits, FakeTarget
 
 
 def test_iterations_run_on_fresh_prompts() -> None:

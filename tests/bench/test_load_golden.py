@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mock_server import MockServer
 
 from spillover.bench.records import Run
 from spillover.bench.serving.load import LoadOptions
@@ -23,6 +22,7 @@ from spillover.bench.serving.openai_api import Dialect
 from spillover.bench.serving.serve_request import ServeRequest
 from spillover.bench.serving.serving_metrics import measure
 from spillover.bench.workloads.arrivals import Arrivals
+from support.mock_server import MockServer
 
 pytestmark = pytest.mark.alone
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from mock_server import MockServer
 
 from spillover.bench.records import RequestRecord, Run
 from spillover.bench.serving.flight import Flight
@@ -22,6 +21,7 @@ from spillover.bench.serving.serve_request import ServeRequest
 from spillover.bench.serving.serving_metrics import measure
 from spillover.bench.workloads.arrivals import Arrivals
 from spillover.errors import SpilloverError
+from support.mock_server import MockServer
 
 COMPLETIONS, CHAT = Dialect("completions", "mock"), Dialect("chat", "mock")
 

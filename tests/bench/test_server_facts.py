@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from mock_server import MockServer
 
 from spillover.bench.serving import server_facts
 from spillover.errors import SpilloverError
+from support.mock_server import MockServer
 
 VLLM = """\
 # HELP vllm:prefix_cache_queries_total Prefix cache queries, in terms of number of queried tokens.

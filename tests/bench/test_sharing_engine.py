@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from hf_reference import VOCAB, save_checkpoint, tiny_model
 
 from spillover import LLM, SamplingParams
 from spillover.bench.workloads import workloads_synthetic as synthetic
 from spillover.bench.workloads.workload_stats import Shape
 from spillover.bench.workloads.workloads import Vocabulary
 from spillover.bench.workloads.workloads_synthetic import SyntheticWorkload
+from support.hf_reference import VOCAB, save_checkpoint, tiny_model
 
 WORKLOADS = {
     "generated-shared-prefix": synthetic.generated_shared_prefix_shapes(3, 3, 40, 20, 4, 0.5, seed=1),

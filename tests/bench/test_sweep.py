@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from mock_server import MockServer
 
 from spillover.bench.serving.load import OVER_SATURATED, LoadOptions
 from spillover.bench.serving.load_processes import run_load
@@ -18,6 +17,7 @@ from spillover.bench.serving.serve_request import ServeRequest
 from spillover.bench.sweep import Sweep, SweepPlan
 from spillover.bench.workloads.arrivals import Arrivals
 from spillover.errors import SpilloverError
+from support.mock_server import MockServer
 
 pytestmark = pytest.mark.alone
 

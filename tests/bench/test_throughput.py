@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fake_target import FakeLimits, FakeTarget
 from rich.console import Console
 
 from spillover.bench.bounds import workload_bound
@@ -16,6 +15,7 @@ from spillover.bench.report import comparison, print_throughput, throughput_tabl
 from spillover.bench.target import BenchRequest
 from spillover.bench.throughput import Setting, measure
 from spillover.bench.workloads.workloads import MixedWorkload, RandomWorkload, Vocabulary
+from support.fake_target import FakeLimits, FakeTarget
 
 WORKLOAD = RandomWorkload(Vocabulary(100), 8, input_len=12, output_len=5)
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fake_target import FakeTierTarget
 from rich.console import Console
 from rich.table import Table
 
@@ -25,6 +24,7 @@ from spillover.bench.tiers_report import (
     traffic_table,
 )
 from spillover.bench.workloads.workloads import Conversations, RandomWorkload, Vocabulary
+from support.fake_target import FakeTierTarget
 
 RANDOM = RandomWorkload(Vocabulary(1000), 3, input_len=12, output_len=5)
 CHATS = Conversations(Vocabulary(1000), count=4, rounds=3, prefix_len=40, question_len=8, answer_len=4)

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from word_tokenizer import BEGIN, USER, WordTokenizer
 
 from spillover.bench.serving.serve_request import ServeRequest
 from spillover.bench.serving.served_model import ServedModel
@@ -16,6 +15,7 @@ from spillover.bench.workloads.workload_text import as_text
 from spillover.bench.workloads.workloads import WARMUP, load_sharegpt
 from spillover.bench.workloads.workloads_recorded import RecordedWorkload, custom, sharegpt
 from spillover.errors import SpilloverError
+from support.word_tokenizer import BEGIN, USER, WordTokenizer
 
 
 def write_talks(folder: Path, talks: list[list[int]]) -> str:

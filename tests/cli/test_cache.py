@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from hf_reference import VOCAB, save_checkpoint, tiny_model
 
 from spillover import LLM, SamplingParams
 from spillover.cli.cache_warm import read_prompts
@@ -17,6 +16,7 @@ from spillover.cli.main import main
 from spillover.errors import SpilloverError
 from spillover.memory.tiers.disk import DiskTier
 from spillover.units import parse_seconds
+from support.hf_reference import VOCAB, save_checkpoint, tiny_model
 
 PAYLOAD = 5000
 BLOCKS = 6

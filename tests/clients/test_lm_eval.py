@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from client_process import OFFLINE, run_client
 from server_process import ServerProcess
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spillover.models.hub.store import resolve
 from spillover.models.tokenizer import Tokenizer
+from support.client_process import OFFLINE, run_client
 
 TASKS = Path(__file__).parent / "lm_eval_tasks"
 

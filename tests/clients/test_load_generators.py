@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from client_process import OFFLINE, run_client
 from server_process import ServerProcess
+
+from support.client_process import OFFLINE, run_client
 
 pytestmark = pytest.mark.clients
 

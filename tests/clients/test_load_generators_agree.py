@@ -10,16 +10,10 @@ ITL is our TPOT.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from client_process import OFFLINE, run_client
-
-sys.path.append(str(Path(__file__).parents[1] / "bench"))
-
-from mock_server import MockServer
 
 from spillover.bench.serving.load import LoadOptions
 from spillover.bench.serving.load_processes import run_load
@@ -27,6 +21,8 @@ from spillover.bench.serving.openai_api import Dialect
 from spillover.bench.serving.serve_request import ServeRequest
 from spillover.bench.serving.serving_metrics import ServingMetrics, measure
 from spillover.bench.workloads.arrivals import Arrivals
+from support.client_process import OFFLINE, run_client
+from support.mock_server import MockServer
 
 pytestmark = pytest.mark.clients
 COUNT, INPUT, OUTPUT, STREAMS = 24, 64, 32, 4

@@ -5,9 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-import starved
 import torch
-from loading import dummy_weights
 from torch import Tensor
 
 from spillover.engine.weights.calibrate import best_split
@@ -24,6 +22,8 @@ from spillover.memory.experts import ExpertCache
 from spillover.memory.policies.experts import LRUQuota
 from spillover.models.registry import architecture
 from spillover.models.weights import one_expert_of, split_experts
+from support import starved
+from support.loading import dummy_weights
 
 PAGED_TOKENS = 2
 UNIT = 2.0**-24  # the most that one rounding of float32 changes a number by, relative to it

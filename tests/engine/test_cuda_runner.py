@@ -28,13 +28,7 @@ from spillover.engine.cuda.step_inputs import HEADER, InputOffsets, StepInputs, 
 from spillover.engine.output.outputs import RequestOutput
 from spillover.kernels.triton import block as on_device
 from spillover.models import layers
-
-MODEL = {
-    "architectures": ["Qwen2ForCausalLM"], "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48,
-    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
-    "max_position_embeddings": 128, "eos_token_id": 3, "torch_dtype": "float32", "tie_word_embeddings": True,
-    "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1,
-}
+from support.tiny_configs import WINDOWED as MODEL
 
 
 def generate(folder: Path, prompts: list[list[int]], params: list[SamplingParams], **flags: Any) -> list[RequestOutput]:

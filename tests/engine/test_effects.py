@@ -7,15 +7,15 @@ import string
 from typing import Any
 
 import pytest
-import starved
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spillover.engine.assemble import assemble, plan_model
 from spillover.engine.config import ADMISSIONS, POLICIES, WEIGHTS, EngineConfig
 from spillover.errors import SpilloverError
+from support import starved
 
-OWN = "policy_of_my_own:Backwards"
+OWN = "support.policy_of_my_own:Backwards"
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def flags(folder: str, **more: Any) -> EngineConfig:
 
 @pytest.mark.parametrize("model", ["llama", "mixtral"])
 @pytest.mark.parametrize(("policy", "words"), [
-    ("policy_of_my_own:Backward", "did you mean 'Backwards'"),
+    ("support.policy_of_my_own:Backward", "did you mean 'Backwards'"),
     ("policy_of_me:Backwards", "No module named 'policy_of_me'"),
 ])
 def test_a_misspelt_class_is_refused_where_all_weights_are_resident(

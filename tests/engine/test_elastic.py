@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import starved
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiered_world import SIZE, World, prompt
 
 from spillover import LLM, SamplingParams
 from spillover.engine.request import Status
 from spillover.engine.weights.elastic import ElasticMemory, SlotLender
 from spillover.memory.kv.kv_cache import KVCache
+from support import starved
+from support.tiered_world import SIZE, World, prompt
 
 
 @pytest.mark.parametrize("caching", [True, False])

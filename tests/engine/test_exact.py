@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hf_reference import VOCAB, all_architectures, greedy, save_checkpoint, tiny_model
 
 from spillover import LLM, SamplingParams
 from spillover.engine.request import Request
+from support.hf_reference import VOCAB, all_architectures, greedy, save_checkpoint, tiny_model
 
 BLOCK = 8
 

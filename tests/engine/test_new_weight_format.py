@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import starved
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -16,6 +15,7 @@ from spillover.errors import CheckpointError
 from spillover.kernels.fields import FLOATING, Field, LinearShape
 from spillover.kernels.formats.base import Linear, WeightFormat, register
 from spillover.models.registry import architecture
+from support import starved
 
 LINEARS = ("proj.weight", "gate.weight")
 calls = 0

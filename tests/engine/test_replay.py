@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_cuda_runner import MODEL
 
 from spillover import LLM, SamplingParams
 from spillover.engine import replay
 from spillover.engine.step import NewRequest, Phase, Step, StepItem, StepResult, decode_step, encode_step
+from support.tiny_configs import WINDOWED as MODEL
 
 VOCAB = 97
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from simulated import VOCAB, SimulatedRunner, expected_tokens
 
 from spillover.engine.loop import Engine
 from spillover.engine.queue_policy import POLICIES
@@ -14,6 +13,7 @@ from spillover.engine.sampling_params import SamplingParams
 from spillover.engine.scheduler import Scheduler, SchedulerConfig
 from spillover.memory.connector import NullConnector
 from spillover.memory.kv.kv_cache import KVCache
+from support.simulated import VOCAB, SimulatedRunner, expected_tokens
 
 
 def make_engine(num_blocks: int = 64, block_size: int = 8, windows: tuple[int | None, ...] = (None,),

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 
 import pytest
-from simulated import expected_tokens
-from simulated_tiers import DictTier
-from tiered_world import LENGTH, PATIENCE, SIZE, World, prompt
 
 from spillover.engine.request import Request, Status
 from spillover.memory.policies.admission import SecondUse
+from support.simulated import expected_tokens
+from support.simulated_tiers import DictTier
+from support.tiered_world import LENGTH, PATIENCE, SIZE, World, prompt
 
 
 def disk(wake: Callable[[], None]) -> DictTier:

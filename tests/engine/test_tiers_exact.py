@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_tier import FaultRates, FaultyTier
-from hf_reference import VOCAB, save_checkpoint, tiny_model
 
 from spillover import LLM, SamplingParams
 from spillover.engine import tiers as engine_tiers
 from spillover.engine.request import Request, Status
 from spillover.memory.spill.tiered_connector import TieredConnector
 from spillover.memory.tiers.base import Tier
+from support.faulty_tier import FaultRates, FaultyTier
+from support.hf_reference import VOCAB, save_checkpoint, tiny_model
 
 BLOCK = 8
 POOL = 40  # blocks, and a tenth of what the conversations come to

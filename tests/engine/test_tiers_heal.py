@@ -14,9 +14,6 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
-from faulty_tier import FaultRates, FaultyTier
-from simulated_tiers import DictTier
-from tiered_world import SIZE, World, prompt
 
 from spillover.memory.policies.admission import SecondUse
 from spillover.memory.spill import spiller, store
@@ -24,7 +21,10 @@ from spillover.memory.tiers.base import Tier
 from spillover.memory.tiers.disk import DiskTier
 from spillover.memory.tiers.recovery import FIXED_BYTES, segment_cost
 from spillover.memory.tiers.remote import RemoteTier
-from valkey import Valkey
+from support.faulty_tier import FaultRates, FaultyTier
+from support.simulated_tiers import DictTier
+from support.tiered_world import SIZE, World, prompt
+from support.valkey import Valkey
 
 PROMPTS = 6
 BLOCKS = 10  # of each

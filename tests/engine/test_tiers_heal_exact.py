@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hf_reference import VOCAB, greedy, save_checkpoint, tiny_model
 
 from spillover import LLM, SamplingParams
 from spillover.memory.spill import spiller
 from spillover.memory.tiers.disk import DiskTier
-from valkey import Valkey
+from support.hf_reference import VOCAB, greedy, save_checkpoint, tiny_model
+from support.valkey import Valkey
 
 PROMPTS = 8
 LENGTH = 97  # tokens: 12 blocks of 8, and one that is always computed

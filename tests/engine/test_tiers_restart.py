@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hf_reference import VOCAB, greedy, save_checkpoint, tiny_model
 
 from spillover import LLM, SamplingParams
 from spillover.memory.tiers.inspect import find_caches, verify
 from spillover.memory.tiers.record import EMPTY_HEADER
-from valkey import Valkey
+from support.hf_reference import VOCAB, greedy, save_checkpoint, tiny_model
+from support.valkey import Valkey
 
 BLOCK = 8
 LENGTH = 12

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import starved
 import torch
-from policy_of_my_own import Backwards
 
 from spillover.engine.weights.policy_thread import PolicyThread
 from spillover.errors import SpilloverError
 from spillover.kernels.page_table import PageTable
 from spillover.memory.policies.experts import expert_policy
+from support import starved
+from support.policy_of_my_own import Backwards
 
 MODEL = "mixtral"
 HERE = __name__

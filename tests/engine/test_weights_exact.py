@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import starved
 import torch
 from safetensors.torch import save_file
 
@@ -15,6 +14,7 @@ from spillover import LLM
 from spillover.errors import PlanError, SpilloverError
 from spillover.models.loader import _tensors as stored_tensors
 from spillover.models.registry import architecture
+from support import starved
 
 STRATEGIES = ["demand", "sequential", "experts", "host-experts", "pinned", "auto"]
 _resident: dict[str, Any] = {}
@@ -53,7 +53,7 @@ def test_tokens_are_those_of_a_model_that_fits(model: tuple[str, str], strategy:
         assert found.traffic.bytes_moved + found.traffic.expert_hosted > 0
 
 
-@pytest.mark.parametrize("policy", ["static", "lru", "lfru", "next-layer", "policy_of_my_own:Backwards"])
+@pytest.mark.parametrize("policy", ["static", "lru", "lfru", "next-layer", "support.policy_of_my_own:Backwards"])
 @pytest.mark.parametrize("name", starved.MIXTURES)
 def test_no_policy_changes_a_token(name: str, policy: str, tmp_path: Path) -> None:
     folder = starved.write_config(tmp_path, name)

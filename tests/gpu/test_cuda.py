@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_reference import VOCAB, all_architectures, greedy, save_checkpoint, tiny_model
 
 from spillover import LLM, SamplingParams
+from support.hf_reference import VOCAB, all_architectures, greedy, save_checkpoint, tiny_model
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import starved
 import torch
+
+from support import starved
 
 pytestmark = [
     pytest.mark.gpu,

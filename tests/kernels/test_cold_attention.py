@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sequences import Sequences, sequences
 from torch import Tensor
 
 from spillover.kernels import attention as attention_module
@@ -17,6 +16,7 @@ from spillover.kernels import native
 from spillover.kernels.attention import attention, cold_attention_reference, store_kv
 from spillover.kernels.batch import AttentionBatch
 from spillover.kernels.extents import split_blocks
+from support.sequences import Sequences, sequences
 
 needs_native = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
 

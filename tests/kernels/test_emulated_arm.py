@@ -11,10 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from emulated import COMPILER, EmulatedLibrary, emulated, missing
 from gguf import GGMLQuantizationType as Kind
-from loading import dummy_weights
-from sequences import sequences
 from test_coded import KINDS, coded, room
 from torch import Tensor
 
@@ -38,6 +35,9 @@ from spillover.models.architectures import llama
 from spillover.models.config import ModelConfig
 from spillover.plan.hardware import probe
 from spillover.plan.planner import PlanRequest, make_plan
+from support.emulated import COMPILER, EmulatedLibrary, emulated, missing
+from support.loading import dummy_weights
+from support.sequences import sequences
 
 pytestmark = [
     pytest.mark.skipif(platform.machine() in ("aarch64", "arm64"), reason="runs these kernels itself"),

@@ -21,8 +21,8 @@ from spillover.lab.engines import process as process_module
 from spillover.lab.engines.flags import FlagStyle, to_flags
 from spillover.lab.engines.owned import OwnedEngine
 from spillover.lab.engines.process import oom_kills, why_it_ended
-
-STUB = Path(__file__).with_name("stub_server.py")
+from support import TESTS
+from support.stub_environment import STUB
 
 
 class StubEngine(OwnedEngine):
@@ -115,11 +115,12 @@ def test_an_engine_that_will_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_killed_lab_leaves_no_engine_behind(tmp_path: Path) -> None:
     children = tmp_path / "children"
-    program = ("import sys, time; sys.path.insert(0, sys.argv[1])\n"
+    program = ("import sys, time; sys.path[:0] = sys.argv[2:]\n"
                "from test_engines_process import engine\n"
-               "stub = engine(children=sys.argv[2]); stub.start()\n"
+               "stub = engine(children=sys.argv[1]); stub.start()\n"
                "print(stub.running.pid, flush=True); time.sleep(600)")
-    lab = subprocess.Popen([sys.executable, "-c", program, str(STUB.parent), str(children)], stdout=subprocess.PIPE)
+    lab = subprocess.Popen([sys.executable, "-c", program, str(children), str(TESTS / "lab"), str(TESTS)],
+                           stdout=subprocess.PIPE)
     assert lab.stdout is not None
     server = int(lab.stdout.readline())
     in_group = json.loads(children.read_text())[0]

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_lab import FakeEngine, FakeLoad, experiment, make_run
 
 from spillover.bench.records import ClientHealth
 from spillover.errors import SpilloverError
@@ -24,6 +23,7 @@ from spillover.lab.run import run_experiment
 from spillover.lab.schedule import turns, visits
 from spillover.lab.store import ResultFolder, Results
 from spillover.lab.traffic import ServedLoad
+from support.fake_lab import FakeEngine, FakeLoad, experiment, make_run
 
 TEXT = """
 name: tiers

@@ -16,15 +16,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-from mock_server import MockServer
-
 from spillover.cli.main import main
 from spillover.lab.analysis import analysis_of
 from spillover.lab.experiment import parse_experiment
 from spillover.lab.run import Bench, run_experiment
 from spillover.lab.store import Results
 from spillover.lab.traffic import ServedLoad
+from support.mock_server import MockServer
 
 # 12 requests, four at a time, 30 ms each: a tenth of a second.
 LOAD = {"dataset-name": "random", "num-prompts": 12, "random-input-len": 32, "random-output-len": 6,

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from fake_lab import make_run
 
 from spillover.bench.target import Bound
 from spillover.lab.limits import Reached, busy_seconds, most_at_once, reached
+from support.fake_lab import make_run
 
 
 class OneTokenASecond:

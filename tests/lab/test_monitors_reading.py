@@ -11,11 +11,11 @@ from typing import Any
 
 import psutil
 import pytest
-from stub_environment import STUB
 
 from spillover.lab.engines.process import free_port, status_of
 from spillover.lab.monitors import CpuMonitor, DiskMonitor, NvmlMonitor, ProcessMonitor, PrometheusMonitor
 from spillover.lab.monitors.base import Rates, named
+from support.stub_environment import STUB
 
 MIB = 2**20
 

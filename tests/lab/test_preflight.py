@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import socket
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from fake_lab import FakeLoad, experiment, make_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_validity import sample
 
 from spillover.cli.lab_run import duration
 from spillover.cli.main import main
@@ -23,9 +22,7 @@ from spillover.lab.preflight import foreseen, sending_seconds, workload_stats
 from spillover.lab.run import Watcher, run_experiment
 from spillover.lab.store import Results
 from spillover.lab.validity import Gates, few_samples, judge
-
-sys.path.append(str(Path(__file__).parent))
-from test_validity import sample
+from support.fake_lab import FakeLoad, experiment, make_run
 
 LOAD = {"dataset-name": "random", "num-prompts": 12, "random-input-len": 32, "random-output-len": 6}
 

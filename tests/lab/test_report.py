@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_up_results import ARMS, START, write_results
 
 from spillover.bench.records import ClientHealth, RequestRecord, Run
 from spillover.errors import SpilloverError
@@ -27,6 +26,7 @@ from spillover.lab.report.markdown import markdown
 from spillover.lab.report.metric import metric, shown
 from spillover.lab.report.tables import detailed_rows, gain_text, measured, summary_rows
 from spillover.lab.report.wording import counts, faults, warnings
+from support.made_up_results import ARMS, START, write_results
 
 pytest.importorskip("pyarrow")
 pytest.importorskip("matplotlib")

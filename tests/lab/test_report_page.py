@@ -5,20 +5,17 @@ The numbers are made up (`made_up_results`).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from made_up_results import write_results
 
 from spillover.lab.report.data import read_report
 from spillover.lab.report.figures import Figure, Line, LineFigure, Panel, figures
 from spillover.lab.report.html import render
-
-sys.path.append(str(Path(__file__).parents[1] / "server"))
-from chromium import Chromium, find_chromium
+from support.chromium import Chromium, find_chromium
+from support.made_up_results import write_results
 
 pytest.importorskip("pyarrow")
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_lab import FakeEngine, FakeLoad, experiment, make_run
 
 from spillover.bench.records import ClientHealth, RequestRecord, Run
 from spillover.errors import SpilloverError
 from spillover.lab.analysis import analysis_of
 from spillover.lab.run import run_experiment
 from spillover.lab.validity import ArmSample, Fault, Gates, Sample, across, judge
+from support.fake_lab import FakeEngine, FakeLoad, experiment, make_run
 
 METRICS = ("output_throughput", "median_ttft_ms")
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_lab import FakeLoad, experiment
 
 from spillover.bench.records import ClientHealth
 from spillover.bench.statistics import block_ratios, blocks_to_decide, least_blocks, sequential_ratio, student_quantile
@@ -33,6 +32,7 @@ from spillover.lab.verdict import (
     better,
     decide,
 )
+from support.fake_lab import FakeLoad, experiment
 
 RULE = Rule(CONFIDENCE, MINIMUM_BLOCKS, EQUIVALENCE)
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
-from simulated_tiers import DictTier
-from tiered_world import SIZE, World, prompt
 
 from spillover.memory.connector import KVConnector, NullConnector, Progress
 from spillover.memory.kv.kv_cache import KVCache
 from spillover.memory.tiers.base import Ticket
+from support.simulated_tiers import DictTier
+from support.tiered_world import SIZE, World, prompt
 
 PATIENCE = 10.0  # seconds that anything here may take
 BLOCKS = 24

@@ -7,11 +7,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from simulated_tiers import DictTier
-
 from spillover.memory.spill.loads import Load
 from spillover.memory.spill.store import SpillStore
 from spillover.memory.tiers.base import Ticket
+from support.simulated_tiers import DictTier
 
 BYTES = 64
 PATIENCE = 10.0  # seconds that anything here may take

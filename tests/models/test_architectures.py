@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hf_reference import VOCAB, all_architectures, config_dict, greedy, reference_logits, tiny_model
-from loading import load_weights
 from torch import Tensor
 
 from spillover.kernels import native
@@ -20,6 +18,8 @@ from spillover.kernels.formats.mxfp4 import MXFP4, dequantize, quantize
 from spillover.models.checkpoint import Checkpoint
 from spillover.models.layers import KVViews, ModelStep
 from spillover.models.registry import architecture
+from support.hf_reference import VOCAB, all_architectures, config_dict, greedy, reference_logits, tiny_model
+from support.loading import load_weights
 
 TOLERANCE = 1e-4
 CPU = torch.device("cpu")

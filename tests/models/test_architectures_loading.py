@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hf_reference import all_architectures, reference_logits, save_checkpoint, tiny_model
-from loading import dummy_weights, load_weights
 from test_architectures import CPU, PagedModel, StateDict, assert_close, one_thread  # noqa: F401
 
 from spillover.errors import CheckpointError
@@ -23,6 +21,8 @@ from spillover.models.groups import LayerGroup, layer_groups
 from spillover.models.loader import _tensors as stored_tensors
 from spillover.models.registry import architecture
 from spillover.models.weight_specs import part_nbytes
+from support.hf_reference import all_architectures, reference_logits, save_checkpoint, tiny_model
+from support.loading import dummy_weights, load_weights
 
 PROMPT = list(range(3, 40))
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from gguf_writing import llama_arrays, llama_fields, write_gguf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -20,6 +19,7 @@ from test_checkpoint import sharded_folder
 from spillover.models import fingerprint
 from spillover.models.config import ModelConfig, RopeScaling
 from spillover.models.fingerprint import SAMPLE_BYTES, WHOLE_BYTES, model_fingerprint, weights_digest
+from support.gguf_writing import llama_arrays, llama_fields, write_gguf
 
 CONFIG = ModelConfig("LlamaForCausalLM", vocab_size=32, hidden_size=8, num_layers=2, num_heads=2, num_kv_heads=1,
                      head_dim=4, intermediate_size=16, rms_norm_eps=1e-5, rope_theta=1e4, max_position=128)

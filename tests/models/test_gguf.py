@@ -11,7 +11,6 @@ import pytest
 import torch
 from gguf import MODEL_ARCH
 from gguf import GGMLQuantizationType as Kind
-from gguf_writing import llama_arrays, llama_fields, write_gguf, write_like_llama_cpp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import (
@@ -32,6 +31,7 @@ from spillover.models.checkpoint import open_checkpoint
 from spillover.models.gguf import gguf_file
 from spillover.models.gguf.gguf_config import _llama3_factors
 from spillover.models.hub import store
+from support.gguf_writing import llama_arrays, llama_fields, write_gguf, write_like_llama_cpp
 
 SHAPE: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
                          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}

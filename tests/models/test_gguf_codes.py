@@ -9,8 +9,6 @@ import gguf
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from gguf_writing import write_like_llama_cpp
-from loading import load_weights
 from test_gguf import CASES, random_model
 
 from spillover import LLM, SamplingParams
@@ -24,6 +22,8 @@ from spillover.models.checkpoint import open_checkpoint
 from spillover.models.gguf.gguf_codes import code_bits
 from spillover.models.registry import architecture
 from spillover.models.weight_specs import WeightSpecs, in_codes, kept_on, part_nbytes
+from support.gguf_writing import write_like_llama_cpp
+from support.loading import load_weights
 
 DENSE = ["llama", "llama with biases, tied", "qwen2", "qwen3"]
 needs_codes = pytest.mark.skipif(not native.multiplies_codes(), reason="this CPU does not multiply codes")

@@ -11,12 +11,12 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from gguf_writing import llama_arrays, llama_fields, write_gguf
 from safetensors.torch import save_file
 
 from spillover.errors import SpilloverError
 from spillover.models.checkpoint import open_checkpoint
 from spillover.models.hub import store
+from support.gguf_writing import llama_arrays, llama_fields, write_gguf
 
 
 @pytest.fixture(autouse=True)

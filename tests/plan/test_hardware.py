@@ -6,13 +6,13 @@ import math
 from pathlib import Path
 
 import pytest
-from plan_shapes import CPU, GIB
 
 from spillover.errors import SpilloverError
 from spillover.plan import measure as measure_module
 from spillover.plan.cgroup import CgroupLimits, read_limits
 from spillover.plan.hardware import Machine, probe
 from spillover.plan.measure import measure_disk, measure_link, measure_rates, read_size
+from support.plan_shapes import CPU, GIB
 
 
 def _write(root: Path, files: dict[str, str]) -> None:

@@ -12,8 +12,6 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from loading import dummy_weights
-from plan_shapes import CPU, GIB, GPT_OSS, GPU, RATES, SMOLLM2, SMOLLM2_SPECS, TINY
 
 from spillover.errors import PlanError
 from spillover.kernels.records import Record
@@ -26,6 +24,8 @@ from spillover.plan.planner import Plan, PlanRequest, make_plan
 from spillover.plan.strategies import Choice, Strategies
 from spillover.plan.units import weight_units
 from spillover.units import parse_bytes
+from support.loading import dummy_weights
+from support.plan_shapes import CPU, GIB, GPT_OSS, GPU, RATES, SMOLLM2, SMOLLM2_SPECS, TINY
 
 MB = 10**6
 STRATEGIES = ("auto", "demand", "sequential", "experts", "host-experts", "host-experts:2", "pinned")

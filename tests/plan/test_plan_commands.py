@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plan_shapes import CPU, GIB, GPT_OSS, GPT_OSS_SPECS, GPU, RATES, SMOLLM2, SMOLLM2_SPECS
 from rich.console import Console
 
 from spillover.cli.plan.plan import doctor
@@ -18,6 +17,7 @@ from spillover.engine.config import EngineConfig
 from spillover.errors import PlanError
 from spillover.plan import measure
 from spillover.plan.planner import PlanRequest, make_plan
+from support.plan_shapes import CPU, GIB, GPT_OSS, GPT_OSS_SPECS, GPU, RATES, SMOLLM2, SMOLLM2_SPECS
 
 SMOLLM2_JSON = {
     "architectures": ["LlamaForCausalLM"],

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from plan_shapes import CPU, GIB, GPT_OSS, GPT_OSS_SPECS, GPU, RATES, SMOLLM2, SMOLLM2_SPECS
 from rich.console import Console
 
 from spillover.cli.plan.plan import plan as plan_command
@@ -24,6 +23,7 @@ from spillover.plan.planner import Plan, PlanRequest, make_plan
 from spillover.plan.shapes import model_shape
 from spillover.plan.tiers import STAGING_BLOCKS, slot_stride, with_tier_rates
 from spillover.units import parse_bytes
+from support.plan_shapes import CPU, GIB, GPT_OSS, GPT_OSS_SPECS, GPU, RATES, SMOLLM2, SMOLLM2_SPECS
 
 MB = 10**6
 LONG = replace(SMOLLM2, max_position=1 << 20)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from plan_shapes import CPU, GIB, GPT_OSS, GPT_OSS_SPECS, GPU, RATES, SMOLLM2, SMOLLM2_SPECS
 
 from spillover.errors import PlanError
 from spillover.memory.kv.kv_cache import KVCache
 from spillover.plan.planner import RUNTIME_BYTES, STEPS_IN_FLIGHT, Plan, PlanRequest, make_plan, size_flag
 from spillover.units import parse_bytes
+from support.plan_shapes import CPU, GIB, GPT_OSS, GPT_OSS_SPECS, GPU, RATES, SMOLLM2, SMOLLM2_SPECS
 
 MB = 10**6
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from plan_shapes import CPU, GIB, GPT_OSS, GPU, RATES, SMOLLM2, SMOLLM2_SPECS
 from rich.console import Console
 
 from spillover.cli.plan.plan import plan_json, print_plan
@@ -23,6 +22,7 @@ from spillover.plan.rates import Rates
 from spillover.plan.roofline import step_limit
 from spillover.plan.shapes import model_shape
 from spillover.plan.units import weight_units
+from support.plan_shapes import CPU, GIB, GPT_OSS, GPU, RATES, SMOLLM2, SMOLLM2_SPECS
 
 MB = 10**6
 CARD = Rates("cuda", memory_read=1e12, float32=50e12, bfloat16=100e12, host_to_device=50e9, device_to_host=50e9,

@@ -5,11 +5,21 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_shapes import GPT_OSS, GPT_OSS_SPECS, MIXTURE, MIXTURE_SPECS, RATES, SMOLLM2, SMOLLM2_SPECS, TINY, TINY_SPECS
 
 from spillover.plan.rates import Rates
 from spillover.plan.roofline import Roofline, keys_seen, step_limit
 from spillover.plan.shapes import model_shape
+from support.plan_shapes import (
+    GPT_OSS,
+    GPT_OSS_SPECS,
+    MIXTURE,
+    MIXTURE_SPECS,
+    RATES,
+    SMOLLM2,
+    SMOLLM2_SPECS,
+    TINY,
+    TINY_SPECS,
+)
 
 SHAPE = model_shape(SMOLLM2, SMOLLM2_SPECS, "float32")
 TINY_SHAPE = model_shape(TINY, TINY_SPECS, "float32")

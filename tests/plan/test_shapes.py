@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from plan_shapes import GPT_OSS, GPT_OSS_SPECS, MIXTURE, MIXTURE_SPECS, SMOLLM2, SMOLLM2_SPECS, TINY, TINY_SPECS
 
 from spillover.models.weight_specs import reformatted
 from spillover.plan.shapes import model_shape
+from support.plan_shapes import GPT_OSS, GPT_OSS_SPECS, MIXTURE, MIXTURE_SPECS, SMOLLM2, SMOLLM2_SPECS, TINY, TINY_SPECS
 
 
 def test_smollm2_is_538_megabytes_with_its_tied_embedding_once() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from running_server import Server, running
 
-from valkey import valkey, valkey_program  # noqa: F401
+from support.running_server import Server, running
+from support.valkey import valkey, valkey_program  # noqa: F401
 
 
 @pytest.fixture(scope="session")

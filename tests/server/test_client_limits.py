@@ -17,15 +17,15 @@ import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from running_server import Server, until
 from starlette.requests import Request as HttpRequest
-from stub_client import StubClient
 
 from spillover.server.api.errors import ApiError
 from spillover.server.api.json_scan import MAX_DEPTH, VALUES_PER_CONTAINER, VALUES_PER_FIELD, check_shape
 from spillover.server.app import make_app
 from spillover.server.front import INLINE_BYTES, LARGE_BYTES, prepare
 from spillover.server.settings import ServerSettings
+from support.running_server import Server, until
+from support.stub_client import StubClient
 
 SMALL = {"prompt": "a", "max_tokens": 1}
 ADMIN = {"Authorization": "Bearer admin"}

@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 import uvloop
-from hf_reference import VOCAB, save_checkpoint, tiny_model
 
 from spillover import LLM, SamplingParams, StructuredOutputs
 from spillover.engine.output.output_processor import Answer
 from spillover.errors import EngineDead, QueueFull, RequestError, SpilloverError
 from spillover.server.engine import engine_keeper
 from spillover.server.engine.async_llm import AsyncLLM
+from support.hf_reference import VOCAB, save_checkpoint, tiny_model
 
 Result = TypeVar("Result")
 

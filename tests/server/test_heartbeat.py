@@ -12,13 +12,13 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from hf_reference import save_checkpoint, tiny_model
-from running_server import Server, running, until
 
 from spillover import AsyncLLM
 from spillover.errors import SpilloverError
 from spillover.server.engine import heartbeat
 from spillover.server.engine.heartbeat import CALL, IDLE, IMPORTING, LOADING, STEP, HangLimits, Heartbeat, Pulse
+from support.hf_reference import save_checkpoint, tiny_model
+from support.running_server import Server, running, until
 
 COMPLETIONS = "/v1/completions"
 

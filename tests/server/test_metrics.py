@@ -15,8 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
-from running_server import Server, running
-from stub_client import StubClient
 
 from spillover.engine.output.output_processor import Answer
 from spillover.engine.output.outputs import TokenSources
@@ -28,6 +26,8 @@ from spillover.server.engine.protocol import LiveStats
 from spillover.server.settings import ServerSettings
 from spillover.server.telemetry.metrics import SOURCES, EngineTotals, Metrics, TokenCounts, WeightedHistogram
 from spillover.server.telemetry.recorder import KEPT_REQUESTS, RateHistory, Recorder
+from support.running_server import Server, running
+from support.stub_client import StubClient
 
 # What dashboards made for vLLM ask for.
 VLLM_NAMES = """

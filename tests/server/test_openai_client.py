@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import openai
 import pydantic
 import pytest
-from running_server import Server, until
+
+from support.running_server import Server, until
 
 MODEL = "SmolLM2-135M-Instruct"
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from running_server import Server, running
 
 from spillover.cli.main import main
 from spillover.engine.profiling.profile_session import ProfileSession
 from spillover.errors import SpilloverError
+from support.running_server import Server, running
 
 
 def bench(server: Server, *words: str) -> tuple[int, str]:

@@ -10,11 +10,11 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from running_server import Server
 
 from spillover.server.api.response_store import ResponseStore
 from spillover.server.schemas.schemas_chat import ChatMessage
 from spillover.server.schemas.schemas_responses import ResponsesAnswer
+from support.running_server import Server
 
 CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}},
                         "required": ["city"], "additionalProperties": False}

@@ -17,7 +17,8 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from running_server import SPILL, Server, running, until
+
+from support.running_server import SPILL, Server, running, until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from running_server import Server
 
 from spillover.server.api.sampling import Context, sampling_params
 from spillover.server.schemas.schemas_completions import CompletionRequest
+from support.running_server import Server
 
 
 def test_a_field_that_was_sent_wins_over_the_models_default() -> None:

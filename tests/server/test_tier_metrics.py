@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from running_server import SPILL, Server, running, until
 
-from valkey import Valkey
+from support.running_server import SPILL, Server, running, until
+from support.valkey import Valkey
 
 POOL = 24  # blocks of 16 tokens, of which each conversation below takes 8
 CONVERSATIONS = 6

@@ -1,3 +1,3 @@
 """The server that the tests of the remote tier share."""
 
-from valkey import valkey, valkey_program  # noqa: F401
+from support.valkey import valkey, valkey_program  # noqa: F401

@@ -14,11 +14,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from disk_calls import PAYLOAD, open_disk, some_blocks
-from tier_calls import IDENTITY, block_key, close, get, has, put
 
 from spillover.errors import SpilloverError
 from spillover.memory.tiers.folder import CacheFolder
+from support import TESTS
+from support.disk_calls import PAYLOAD, open_disk, some_blocks
+from support.tier_calls import IDENTITY, block_key, close, get, has, put
 
 
 @pytest.fixture
@@ -98,10 +99,10 @@ def test_limit_on_file_size(tmp_path: Path) -> None:
     """As a quota would: only a part of the first segment can be written."""
     script = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path.insert(0, {str(TESTS)!r})
 from pathlib import Path
-from disk_calls import PAYLOAD, open_disk, some_blocks
-from tier_calls import IDENTITY, block_key, close, get, has, put
+from support.disk_calls import PAYLOAD, open_disk, some_blocks
+from support.tier_calls import IDENTITY, block_key, close, get, has, put
 tier = open_disk(Path({str(tmp_path)!r}), slots=4)
 results = [put(tier, some_blocks(number))[0] for number in range(9)]
 kept = [number for number in range(9) if has(tier, [block_key(number)])[0]]

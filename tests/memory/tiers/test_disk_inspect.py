@@ -7,14 +7,14 @@ import time
 from pathlib import Path
 
 import pytest
-from disk_calls import PAYLOAD, bytes_under, open_disk, some_blocks
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tier_calls import DESCRIPTION, IDENTITY, OTHER_IDENTITY, block_bytes, block_key, close, get, has, put
 
 from spillover.errors import SpilloverError
 from spillover.memory.tiers.inspect import BadRecord, list_caches, verify
 from spillover.memory.tiers.prune import prune
+from support.disk_calls import PAYLOAD, bytes_under, open_disk, some_blocks
+from support.tier_calls import DESCRIPTION, IDENTITY, OTHER_IDENTITY, block_bytes, block_key, close, get, has, put
 
 
 def fill(path: Path, numbers: range, identity: bytes = IDENTITY, slots: int = 100) -> None:

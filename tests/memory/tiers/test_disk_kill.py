@@ -8,16 +8,18 @@ import time
 from pathlib import Path
 
 import pytest
-from disk_writer import BATCH, PAYLOAD, SLOTS, big_block, open_big
-from tier_calls import block_key, close, get, has, put
+
+from support import TESTS
+from support.disk_writer import BATCH, PAYLOAD, SLOTS, big_block, open_big
+from support.tier_calls import block_key, close, get, has, put
 
 
 def write_until_killed(path: Path, first: int, seconds: float = 60.0, kill_at: int | None = None) -> int:
     """The last block that the writer said was stored, or first - 1; killed so long after it began, or by itself."""
-    command = [sys.executable, str(Path(__file__).with_name("disk_writer.py")), str(path), str(first)]
+    command = [sys.executable, "-m", "support.disk_writer", str(path), str(first)]
     if kill_at is not None:
         command.append(str(kill_at))
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=TESTS)
     assert process.stdout is not None
     assert process.stderr is not None
     watchdog = threading.Timer(60, process.kill)

@@ -6,11 +6,12 @@ import time
 from collections import OrderedDict
 from pathlib import Path
 
-from disk_calls import PAYLOAD, bytes_under, open_disk, room_for
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from tier_calls import block_bytes, block_key, close, get, has, put, wait
+
+from support.disk_calls import PAYLOAD, bytes_under, open_disk, room_for
+from support.tier_calls import block_bytes, block_key, close, get, has, put, wait
 
 NUMBERS = st.integers(0, 19)
 BATCHES = st.lists(NUMBERS, min_size=1, max_size=7, unique=True)

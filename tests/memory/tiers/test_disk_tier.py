@@ -9,12 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
-from disk_calls import PAYLOAD, bytes_under, open_disk, room_for, some_blocks
-from tier_calls import OTHER_IDENTITY, block_bytes, block_key, close, get, has, no_wake, put, wait
 
 from spillover.errors import SpilloverError
 from spillover.memory.tiers import segment as segment_module
 from spillover.memory.tiers.base import CorruptRecordError
+from support import TESTS
+from support.disk_calls import PAYLOAD, bytes_under, open_disk, room_for, some_blocks
+from support.tier_calls import OTHER_IDENTITY, block_bytes, block_key, close, get, has, no_wake, put, wait
 
 
 def test_blocks_come_back_exactly(tmp_path: Path) -> None:
@@ -282,9 +283,9 @@ def test_one_process_a_folder(tmp_path: Path) -> None:
 def test_another_process_is_refused_until_this_one_ends(tmp_path: Path) -> None:
     script = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path.insert(0, {str(TESTS)!r})
 from pathlib import Path
-from disk_calls import open_disk
+from support.disk_calls import open_disk
 from spillover.errors import SpilloverError
 try:
     open_disk(Path({str(tmp_path)!r}))

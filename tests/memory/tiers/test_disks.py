@@ -5,11 +5,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from disk_calls import PAYLOAD, open_disk, room_for, some_blocks
-from tier_calls import block_key, close, get, has, put
 
 from spillover.errors import SpilloverError
 from spillover.memory.tiers.disks import Disks
+from support.disk_calls import PAYLOAD, open_disk, room_for, some_blocks
+from support.tier_calls import block_key, close, get, has, put
 
 SIZES = {"a": 8, "b": 16, "c": 32}
 

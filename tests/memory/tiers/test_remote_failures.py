@@ -9,12 +9,12 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
-from disk_calls import PAYLOAD, some_blocks
-from tier_calls import IDENTITY, block_bytes, block_key, close, get, has, no_wake, put, wait
 
 from spillover.memory.tiers.base import Tier
 from spillover.memory.tiers.remote import RemoteTier
-from valkey import Valkey
+from support.disk_calls import PAYLOAD, some_blocks
+from support.tier_calls import IDENTITY, block_bytes, block_key, close, get, has, no_wake, put, wait
+from support.valkey import Valkey
 
 TIMEOUT = 0.4
 # Generous: a busy machine may let a thread wait, but nothing here may take as long as a socket's usual patience.

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disk_calls import PAYLOAD, some_blocks
-from faulty_tier import FaultRates, FaultyTier
-from tier_calls import IDENTITY, OTHER_IDENTITY, block_bytes, block_key, close, get, has, no_wake, put, wait
 
 from spillover.errors import SpilloverError
 from spillover.memory.tiers.base import CorruptRecordError
 from spillover.memory.tiers.record import HEADER_BYTES
 from spillover.memory.tiers.remote import RemoteTier
-from valkey import Valkey
+from support.disk_calls import PAYLOAD, some_blocks
+from support.faulty_tier import FaultRates, FaultyTier
+from support.tier_calls import IDENTITY, OTHER_IDENTITY, block_bytes, block_key, close, get, has, no_wake, put, wait
+from support.valkey import Valkey
 
 # These are about what comes back, not about when: on a busy machine a second is short.
 PATIENT = 20.0

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from disk_calls import PAYLOAD, open_disk, some_blocks
-from tier_calls import IDENTITY, block_key, close, get, has, no_wake, put
 
 from spillover.errors import SpilloverError
 from spillover.memory.tiers.base import Tier, checksum
@@ -17,7 +15,9 @@ from spillover.memory.tiers.prune import prune
 from spillover.memory.tiers.record import HEADER_BYTES, RecordHeader
 from spillover.memory.tiers.remote import RemoteTier
 from spillover.memory.tiers.seal import PLAIN, KeyedSeal, Seal, read_seal
-from valkey import Valkey
+from support.disk_calls import PAYLOAD, open_disk, some_blocks
+from support.tier_calls import IDENTITY, block_key, close, get, has, no_wake, put
+from support.valkey import Valkey
 
 OURS, THEIRS = KeyedSeal(b"a key of ours, 0123456789"), KeyedSeal(b"a key of theirs, 0123456789")
 BLOCKS = some_blocks(1, 2, 3)

@@ -5,13 +5,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from disk_calls import PAYLOAD, open_disk, some_blocks
-from faulty_tier import FaultRates, FaultyTier
-from null_tier import NullTier
-from tier_calls import block_bytes, block_key, close, get, has, no_wake, put, wait
 
 from spillover.errors import SpilloverError
 from spillover.memory.tiers.base import Tier
+from support.disk_calls import PAYLOAD, open_disk, some_blocks
+from support.faulty_tier import FaultRates, FaultyTier
+from support.null_tier import NullTier
+from support.tier_calls import block_bytes, block_key, close, get, has, no_wake, put, wait
 
 SHORT = {"slow_seconds": 0.005, "deadline_seconds": 0.01, "hang_seconds": 0.01}
 MIXED = FaultRates(slow=0.1, fail=0.1, corrupt=0.1, vanish=0.1, hang=0.1)

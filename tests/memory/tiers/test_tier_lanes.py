@@ -5,9 +5,9 @@ import time
 from collections import deque
 
 import pytest
-from tier_calls import no_wake, wait
 
 from spillover.memory.tiers.base import Lane, Ticket
+from support.tier_calls import no_wake, wait
 
 
 @pytest.fixture

@@ -7,9 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from simulated import SLOT, SimulatedRunner
-
 from spillover.memory.tiers.base import Lane, Ticket, TierStats
+from support.simulated import SLOT, SimulatedRunner
 
 
 class SimulatedLink:

@@ -7,7 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from install import command, installed
+
+from clients.install import command, installed
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 

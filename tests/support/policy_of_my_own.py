@@ -1,4 +1,4 @@
-"""A user's policy, named on the command line as policy_of_my_own:Backwards."""
+"""A user's policy, named on the command line as support.policy_of_my_own:Backwards."""
 
 from collections.abc import Sequence
 

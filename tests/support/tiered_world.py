@@ -7,9 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from simulated import VOCAB, SimulatedRunner, expected_tokens
-from simulated_tiers import SimulatedLink
-
 from spillover.engine.loop import Engine
 from spillover.engine.request import Request
 from spillover.engine.sampling_params import SamplingParams
@@ -19,6 +16,8 @@ from spillover.memory.kv.loans import BlockLender
 from spillover.memory.spill.store import SpillStore
 from spillover.memory.spill.tiered_connector import TieredConnector
 from spillover.memory.tiers.base import Tier
+from support.simulated import VOCAB, SimulatedRunner, expected_tokens
+from support.simulated_tiers import SimulatedLink
 
 SIZE = 4
 LENGTH = 400

@@ -1,6 +1,6 @@
 """A real Valkey (or Redis) server for tests: in a temporary folder, on a free port and a socket of its own.
 
-A test folder takes the fixtures over in its conftest.py: `from valkey import valkey, valkey_program  # noqa: F401`.
+A test folder takes the fixtures over in its conftest.py: `from support.valkey import valkey, valkey_program`.
 """
 
 from __future__ import annotations

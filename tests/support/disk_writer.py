@@ -1,6 +1,7 @@
 """Stores blocks first, first + 1, ... on a disk tier until it is killed, and says which are stored.
 
-`disk_writer.py FOLDER FIRST [KILL_AT]`: with KILL_AT it kills itself, -9, in the middle of its KILL_AT-th write.
+`python -m support.disk_writer FOLDER FIRST [KILL_AT]`: with KILL_AT it kills itself, -9, in the middle of its
+KILL_AT-th write.
 """
 
 import os
@@ -10,11 +11,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from disk_calls import open_disk
-from tier_calls import block_key
-
 from spillover.memory.tiers.disk import DiskTier
 from spillover.memory.tiers.recovery import FIXED_BYTES, segment_cost
+from support.disk_calls import open_disk
+from support.tier_calls import block_key
 
 PAYLOAD = 1 << 20
 SLOTS = 12

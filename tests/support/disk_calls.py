@@ -4,10 +4,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tier_calls import DESCRIPTION, IDENTITY, block_bytes, block_key, no_wake
-
 from spillover.memory.tiers.disk import DiskTier
 from spillover.memory.tiers.recovery import FIXED_BYTES, segment_cost
+from support.tier_calls import DESCRIPTION, IDENTITY, block_bytes, block_key, no_wake
 
 PAYLOAD = 5000  # not a multiple of a page
 SLOTS = 4  # in a segment
