@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from spillover.bench import tiers
 from spillover.bench.target import Completion
-from spillover.cli.bench.bench import redis_server, targets
+from spillover.cli.bench import redis_server, targets
 from spillover.cli.main import main
 from spillover.engine.output.outputs import RequestOutput
 from spillover.plan import measure

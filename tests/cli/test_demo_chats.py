@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from spillover.cli.demo.demo import demo_chats
+from spillover.cli.demo import demo_chats
 from spillover.engine.config import EngineConfig
 
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from test_structured import allowed, byte_level, walk
 
 from spillover.engine.sampling_params import StructuredOutputs
-from spillover.engine.structured.structured import Grammar, GrammarCompiler, GrammarLimits, grammar_process, structured
+from spillover.engine.structured import grammar_process, structured
+from spillover.engine.structured.structured import Grammar, GrammarCompiler, GrammarLimits
 from spillover.errors import GrammarRefused
 
 SECONDS = 0.5

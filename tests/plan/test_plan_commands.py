@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from spillover.cli.plan.plan import doctor
-from spillover.cli.plan.plan import plan as plan_command
+from spillover.cli.plan import doctor
+from spillover.cli.plan import plan as plan_command
 from spillover.engine.config import EngineConfig
 from spillover.errors import PlanError
 from spillover.plan import measure

@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from spillover.cli.plan.plan import plan as plan_command
+from spillover.cli.plan import plan as plan_command
 from spillover.errors import PlanError, SpilloverError
 from spillover.memory.budgets import DiskBudget
 from spillover.plan.measure import measure_disk

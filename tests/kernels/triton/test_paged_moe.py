@@ -21,8 +21,9 @@ from spillover.kernels.host_expert_queue import HostExpertQueue
 from spillover.kernels.page_table import PageTable
 from spillover.kernels.paged_moe import PassedMixtureReference, experts_reference, paged_mixture_reference
 
-moe = pytest.importorskip("spillover.kernels.triton.moe")
-paged = pytest.importorskip("spillover.kernels.triton.paged_moe")
+pytest.importorskip("triton")
+from spillover.kernels.triton import moe
+from spillover.kernels.triton import paged_moe as paged
 
 EXPERTS, K = 9, 2
 SHAPES = [  # form, hidden, inner, clamped, dtype

@@ -21,7 +21,8 @@ from spillover.kernels.paging import (
     resolve_reference,
 )
 
-device = pytest.importorskip("spillover.kernels.triton.paging")
+pytest.importorskip("triton")
+from spillover.kernels.triton import paging as device
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXPERTS, BYTES = 11, 768

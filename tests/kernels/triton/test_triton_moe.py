@@ -17,9 +17,10 @@ from spillover.kernels.formats.dense import DENSE
 from spillover.kernels.formats.grouped_gemm import Tile
 from spillover.kernels.moe import mixture_reference
 
-device = pytest.importorskip("spillover.kernels.triton.moe")
-widening = pytest.importorskip("spillover.kernels.triton.moe_widen")
-routing = pytest.importorskip("spillover.kernels.triton.moe_routing")
+pytest.importorskip("triton")
+from spillover.kernels.triton import moe as device
+from spillover.kernels.triton import moe_routing as routing
+from spillover.kernels.triton import moe_widen as widening
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter truncates where the device rounds
