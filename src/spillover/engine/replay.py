@@ -25,6 +25,7 @@ from spillover.engine.assemble import make_runner, plan_model
 from spillover.engine.config import EngineConfig
 from spillover.engine.loop import Engine, LaunchedStep, StepRunner
 from spillover.engine.step import Step, StepResult, decode_step, encode_step
+from spillover.errors import SpilloverError
 from spillover.plan.planner import Plan
 
 _LENGTH_BYTES = 4
@@ -33,10 +34,12 @@ _LENGTH_BYTES = 4
 @contextmanager
 def recorded(engine: Engine, config: EngineConfig, plan: Plan, path: Path | str) -> Iterator[None]:
     """Write down all steps that are launched meanwhile. No request may run when it begins."""
+    if plan.placement is not None:
+        raise SpilloverError("only a run whose weights all fit on the device can be recorded; drop --gpu-memory")
     runner = engine.runner
     launch = runner.launch
     with Path(path).open("wb") as log:
-        _write(log, msgspec.json.encode(replace(config, num_gpu_blocks_override=plan.num_blocks)))
+        _write(log, msgspec.json.encode(replace(config, num_gpu_blocks_override=plan.num_blocks, gpu_memory=None)))
 
         def recording(step: Step) -> LaunchedStep:
             _write(log, encode_step(step))
