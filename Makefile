@@ -10,6 +10,7 @@ PYTHON ?= $(shell for python in python3.12 python3.11 python3.13 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 
 GPU_WORKERS ?= 4  # of test-gpu, each with less than 5 GB of the device
+TOLD := -rs --durations=25  # what was skipped, and why; which tests took longest
 
 .PHONY: help demo test test-gpu test-clients test-wheel test-oldest soak chaos attack bench browser valkey cross venv lock wheel clean
 
@@ -37,11 +38,11 @@ test: venv browser valkey cross
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	-$(BIN)/python tests/clients/install.py lm_eval
-	$(BIN)/pytest -n auto --dist loadfile -m "not gpu and not clients and not wheel and not alone"
-	$(BIN)/pytest -m "alone and not gpu and not clients"
+	$(BIN)/pytest $(TOLD) -n auto --dist loadfile -m "not gpu and not clients and not wheel and not alone"
+	$(BIN)/pytest $(TOLD) -m "alone and not gpu and not clients"
 
 test-gpu: venv
-	$(BIN)/pytest -n $(GPU_WORKERS) -m gpu
+	$(BIN)/pytest $(TOLD) -n $(GPU_WORKERS) -m gpu
 
 test-clients: venv
 	$(BIN)/python tests/clients/install.py

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import sys
+import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -41,6 +44,38 @@ settings.register_profile("shared cores", _profile,
 settings.load_profile("shared cores")
 
 SHARED_DATA = TESTS.parent.parent / "shared" / "data"
+BUDGET_MINUTES = 20  # of a whole run; above it CI warns, and fails nothing: how fast a machine is, is no finding
+STARTED = time.monotonic()
+ALLOWED_SKIPS = [line for line in (TESTS / "allowed_skips.txt").read_text().splitlines() if line and line[0] != "#"]
+
+
+def _skips(config: pytest.Config) -> Counter[str]:
+    """How many tests, or whole modules, were skipped for each reason; in the process that reports."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    skipped = reporter.stats.get("skipped", []) if reporter is not None else []
+    return Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
+
+
+def _unforeseen(skips: Counter[str]) -> list[str]:
+    return [reason for reason in skips if not any(re.match(allowed, reason) for allowed in ALLOWED_SKIPS)]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if os.environ.get("CI") and session.exitstatus == pytest.ExitCode.OK and _unforeseen(_skips(session.config)):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    skips = _skips(config)
+    if skips:
+        terminalreporter.write_line(f"skipped: {skips.total()}, for {len(skips)} reasons")
+    if os.environ.get("CI"):
+        for reason in _unforeseen(skips):
+            terminalreporter.write_line(f"FAILED: skipped, and not in tests/allowed_skips.txt: {reason}", red=True)
+        minutes = (time.monotonic() - STARTED) / 60
+        terminalreporter.write_line(f"{minutes:.1f} minutes of a budget of {BUDGET_MINUTES}")
+        if minutes > BUDGET_MINUTES:
+            terminalreporter.write_line("WARNING: above the budget; --durations says where they went", yellow=True)
 
 
 @pytest.fixture(autouse=True)
