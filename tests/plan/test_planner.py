@@ -99,7 +99,7 @@ def test_what_a_refusal_names_would_fit(given_flags: dict[str, Any], model: Any)
     except PlanError as error:
         sentence = str(error)
     cures = []
-    if least := re.search(r"raise --gpu-memory to at least ([0-9.]+[MG]B)", sentence):
+    if least := re.search(r"raise --gpu-memory to at least ([0-9.]+(?:[MG]i)?B)", sentence):
         cures.append({"gpu_memory": parse_bytes(least[1])})
     if most := re.search(r"at most ([0-9,]+) tokens fit: lower --max-model-len", sentence):
         cures.append({"max_model_len": int(most[1].replace(",", ""))})
