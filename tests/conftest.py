@@ -35,6 +35,7 @@ TESTS = Path(__file__).parent
 for _folder in (TESTS, TESTS.parent / "benchmarks"):  # the package of what tests share; the scripts that are tested too
     if str(_folder) not in sys.path:
         sys.path.append(str(_folder))
+pytest.register_assert_rewrite("support")  # so that what fails there is told as in a test
 
 # Tests share the cores, so that an example takes long to draw is no finding; nor is it that many plans are refused, of
 # which the tests ask for others until they have enough. CI draws the same ones every time.

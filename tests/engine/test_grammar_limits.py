@@ -13,12 +13,12 @@ from concurrent.futures import Future
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_structured import allowed, byte_level, walk
 
 from spillover.engine.sampling_params import StructuredOutputs
 from spillover.engine.structured import grammar_process, structured
 from spillover.engine.structured.structured import Grammar, GrammarCompiler, GrammarLimits
 from spillover.errors import GrammarRefused
+from support.grammars import allowed, byte_level, walk
 
 SECONDS = 0.5
 

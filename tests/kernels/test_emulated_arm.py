@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from test_coded import KINDS, coded, room
 from torch import Tensor
 
 from spillover.kernels import native
@@ -35,6 +34,7 @@ from spillover.models.architectures import llama
 from spillover.models.config import ModelConfig
 from spillover.plan.hardware import probe
 from spillover.plan.planner import PlanRequest, make_plan
+from support.coded_weights import KINDS, coded, room
 from support.emulated import COMPILER, EmulatedLibrary, emulated, missing
 from support.loading import dummy_weights
 from support.sequences import sequences

@@ -12,7 +12,6 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_validity import sample
 
 from spillover.cli.lab_run import duration
 from spillover.cli.main import main
@@ -23,6 +22,7 @@ from spillover.lab.run import Watcher, run_experiment
 from spillover.lab.store import Results
 from spillover.lab.validity import Gates, few_samples, judge
 from support.fake_lab import FakeLoad, experiment, make_run
+from support.run_samples import sample
 
 LOAD = {"dataset-name": "random", "num-prompts": 12, "random-input-len": 32, "random-output-len": 6}
 

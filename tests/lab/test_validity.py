@@ -13,15 +13,9 @@ from spillover.bench.records import ClientHealth, RequestRecord, Run
 from spillover.errors import SpilloverError
 from spillover.lab.analysis import analysis_of
 from spillover.lab.run import run_experiment
-from spillover.lab.validity import ArmSample, Fault, Gates, Sample, across, judge
+from spillover.lab.validity import ArmSample, Fault, Gates, across, judge
 from support.fake_lab import FakeEngine, FakeLoad, experiment, make_run
-
-METRICS = ("output_throughput", "median_ttft_ms")
-
-
-def sample(run: Run | None = None, **changes: Any) -> Sample:
-    return Sample(**{"run": run or make_run(), "warmups": 2, "metrics": METRICS, "sharing": 0.0, "working_set": 4000,
-                     "pool": 1000, "offload": True, **changes})
+from support.run_samples import sample
 
 
 def edited(run: Run, index: int, **changes: Any) -> Run:

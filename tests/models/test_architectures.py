@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,119 +11,9 @@ import torch
 from torch import Tensor
 
 from spillover.kernels import native
-from spillover.kernels.batch import AttentionBatch
 from spillover.kernels.formats.mxfp4 import MXFP4, dequantize, quantize
-from spillover.models.checkpoint import Checkpoint
-from spillover.models.layers import KVViews, ModelStep
-from spillover.models.registry import architecture
 from support.hf_reference import VOCAB, all_architectures, config_dict, greedy, reference_logits, tiny_model
-from support.loading import load_weights
-
-TOLERANCE = 1e-4
-CPU = torch.device("cpu")
-
-
-class StateDict:
-    """A checkpoint whose file is a dictionary."""
-
-    path = Path("memory")
-
-    def __init__(self, config: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        self.config = config
-        self.tensors = tensors
-
-    def names(self) -> set[str]:
-        return set(self.tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensors[name].shape)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self.tensors[name].dtype
-
-    def file(self, name: str) -> Path:
-        return self.path
-
-    def read(self, name: str) -> Tensor:
-        return self.tensors[name].detach().clone()
-
-    def close(self) -> None: ...
-
-    def __enter__(self) -> StateDict:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-
-
-class PagedModel:
-    """A model with its pool; sequences grow by chunks, blocks lie anywhere, those behind a window are given up."""
-
-    def __init__(self, checkpoint: Checkpoint, block_size: int = 8, num_blocks: int = 256) -> None:
-        arch = architecture(checkpoint.config)
-        config = arch.config(checkpoint.config)
-        self.model = arch.build(config, CPU, torch.float32)
-        self.weights = load_weights(checkpoint, config, arch.weight_specs(config), torch.float32, CPU)
-        self.block_size = block_size
-        groups = self.model.groups
-        shape = (num_blocks, len(groups[0].layers), 2, config.num_kv_heads, block_size * config.head_dim)
-        # What an earlier request left behind must not show.
-        self.kv = KVViews(torch.full(shape, 50.0), groups)
-        self.free = list(range(1, num_blocks))
-        random.Random(0).shuffle(self.free)
-        self.lengths: dict[str, int] = {}
-        self.tables: dict[tuple[str, int], list[int]] = {}
-
-    def step(self, chunks: Mapping[str, list[int]]) -> dict[str, Tensor]:
-        """Logits [len(chunk), vocab] of each sequence's new tokens."""
-        starts = {name: self.lengths.get(name, 0) for name in chunks}
-        ends = {name: starts[name] + len(chunk) for name, chunk in chunks.items()}
-        self.lengths.update(ends)
-        rows = torch.tensor([row for row, chunk in enumerate(chunks.values()) for _ in chunk], dtype=torch.int32)
-        positions = torch.cat([torch.arange(starts[name], ends[name]) for name in chunks])
-        query_start = torch.tensor([0, *(len(chunk) for chunk in chunks.values())]).cumsum(0).int()
-        batches = tuple(
-            AttentionBatch(
-                query_start,
-                torch.tensor(list(ends.values()), dtype=torch.int32),
-                self._block_table(chunks, starts, group, members.window),
-                positions,
-                rows,
-                self.block_size,
-                max(len(chunk) for chunk in chunks.values()),
-                max(ends.values()),
-            )
-            for group, members in enumerate(self.model.groups)
-        )
-        token_ids = torch.tensor([token for chunk in chunks.values() for token in chunk])
-        hidden = self.model.forward(ModelStep(token_ids, positions, batches), self.weights, self.kv)
-        logits = self.model.logits(hidden, self.weights)
-        assert logits.dtype == hidden.dtype
-        logits = logits.float()
-        return dict(zip(chunks, logits.split([len(chunk) for chunk in chunks.values()]), strict=True))
-
-    def _block_table(
-        self, chunks: Mapping[str, list[int]], starts: Mapping[str, int], group: int, window: int | None
-    ) -> Tensor:
-        tables = []
-        for name in chunks:
-            table = self.tables.setdefault((name, group), [])
-            while len(table) * self.block_size < self.lengths[name]:
-                table.append(self.free.pop())
-            if window is not None:
-                for behind in range(max(0, starts[name] - window + 1) // self.block_size):
-                    table[behind] = 0
-            tables.append(table)
-        width = max(len(table) for table in tables)
-        return torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Models this small only lose by sharing their work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+from support.paged_model import CPU, PagedModel, StateDict, assert_close, one_thread  # noqa: F401
 
 
 @pytest.fixture(params=["native", "reference"])
@@ -149,12 +37,6 @@ def prompts_and_logits(name: str) -> tuple[dict[str, list[int]], dict[str, Tenso
     rng = random.Random(7)
     prompts = {str(length): [rng.randrange(1, VOCAB) for _ in range(length)] for length in (1, 37, 16, 53)}
     return prompts, {key: reference_logits(reference(name)[0], prompt) for key, prompt in prompts.items()}
-
-
-def assert_close(found: Tensor, expected: Tensor) -> None:
-    assert expected.std() > 0.5  # a flat answer would match anything
-    assert found.shape == expected.shape
-    assert (found - expected).abs().max().item() < TOLERANCE
 
 
 @pytest.mark.parametrize("name", all_architectures())

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_architectures import CPU, PagedModel, StateDict, assert_close, one_thread  # noqa: F401
 
 from spillover.errors import CheckpointError
 from spillover.kernels import native
@@ -23,6 +22,7 @@ from spillover.models.registry import architecture
 from spillover.models.weight_specs import part_nbytes
 from support.hf_reference import all_architectures, reference_logits, save_checkpoint, tiny_model
 from support.loading import dummy_weights, load_weights
+from support.paged_model import CPU, PagedModel, StateDict, assert_close, one_thread  # noqa: F401
 
 PROMPT = list(range(3, 40))
 

@@ -13,13 +13,13 @@ import torch
 from click.testing import CliRunner
 from fuzz_seeds import byte_level_fields
 from gguf import GGMLQuantizationType as Kind
-from test_gguf import CASES, FIELDS, random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spillover.cli.main import main
 from spillover.models.checkpoint import open_checkpoint
 from spillover.models.export import cached_export, export
 from spillover.models.tokenizer import load_tokenizer
+from support.gguf_cases import CASES, FIELDS, random_model
 from support.gguf_writing import write_like_llama_cpp
 
 MESSAGES = [{"role": "user", "content": "the that"}]

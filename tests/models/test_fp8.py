@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_architectures import CPU, PagedModel, StateDict, assert_close, one_thread  # noqa: F401
 from torch import Tensor
 
 from spillover.errors import CheckpointError
@@ -19,6 +18,7 @@ from spillover.models.registry import architecture
 from spillover.models.weight_specs import part_nbytes
 from support.hf_reference import config_dict, reference_logits, tiny_model
 from support.loading import dummy_weights, load_weights
+from support.paged_model import CPU, PagedModel, StateDict, assert_close, one_thread  # noqa: F401
 
 PROMPT = list(range(3, 40))
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}

@@ -9,20 +9,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf import MODEL_ARCH
 from gguf import GGMLQuantizationType as Kind
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    GptOssConfig,
     LlamaConfig,
-    MixtralConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
 )
 from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
 
@@ -31,32 +24,8 @@ from spillover.models.checkpoint import open_checkpoint
 from spillover.models.gguf import gguf_file
 from spillover.models.gguf.gguf_config import _llama3_factors
 from spillover.models.hub import store
+from support.gguf_cases import CASES, FIELDS, SHAPE, random_model
 from support.gguf_writing import llama_arrays, llama_fields, write_gguf, write_like_llama_cpp
-
-SHAPE: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-                         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
-FIELDS: dict[str, Any] = {"block_count": 2, "context_length": 256, "embedding_length": 64, "feed_forward_length": 96,
-                          "attention.head_count": 4, "attention.head_count_kv": 2, "rope.freq_base": 10000.0,
-                          "attention.layer_norm_rms_epsilon": 1e-5}
-CASES: dict[str, tuple[MODEL_ARCH, PreTrainedConfig, dict[str, Any]]] = {
-    "llama": (MODEL_ARCH.LLAMA, LlamaConfig(**SHAPE), {}),
-    "llama with biases, tied": (
-        MODEL_ARCH.LLAMA, LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True, tie_word_embeddings=True), {}),
-    "qwen2": (MODEL_ARCH.QWEN2, Qwen2Config(**SHAPE), {}),
-    "qwen3": (MODEL_ARCH.QWEN3, Qwen3Config(**SHAPE, head_dim=32), {"attention.key_length": 32}),
-    "mixtral": (MODEL_ARCH.LLAMA, MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
-                {"expert_count": 4, "expert_used_count": 2}),
-    "qwen3moe": (MODEL_ARCH.QWEN3MOE,
-                 Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
-                                norm_topk_prob=True, head_dim=16),
-                 {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32,
-                  "attention.key_length": 16}),
-    "gpt-oss": (MODEL_ARCH.GPT_OSS,
-                GptOssConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=8,
-                             attn_implementation="eager"),
-                {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 96,
-                 "attention.key_length": 16, "attention.sliding_window": 8}),
-}
 
 
 @pytest.fixture(scope="session")
@@ -65,14 +34,6 @@ def default_model() -> Path:
         return store.resolve(None)
     except Exception as error:
         pytest.skip(f"the default model cannot be pulled: {error}")
-
-
-def random_model(config: PreTrainedConfig) -> Any:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter)
-    return model
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -9,7 +9,6 @@ import gguf
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from test_gguf import CASES, random_model
 
 from spillover import LLM, SamplingParams
 from spillover.engine.assemble import plan_model
@@ -22,6 +21,7 @@ from spillover.models.checkpoint import open_checkpoint
 from spillover.models.gguf.gguf_codes import code_bits
 from spillover.models.registry import architecture
 from spillover.models.weight_specs import WeightSpecs, in_codes, kept_on, part_nbytes
+from support.gguf_cases import CASES, random_model
 from support.gguf_writing import write_like_llama_cpp
 from support.loading import load_weights
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_triton_moe import DEVICE, assert_near, case
 from torch import Tensor
 
 from spillover.kernels import extents
@@ -20,6 +19,7 @@ from spillover.kernels.formats.grouped_gemm import Tile
 from spillover.kernels.host_expert_queue import HostExpertQueue
 from spillover.kernels.page_table import PageTable
 from spillover.kernels.paged_moe import PassedMixtureReference, experts_reference, paged_mixture_reference
+from support.mixtures import DEVICE, assert_near, case
 
 pytest.importorskip("triton")
 from spillover.kernels.triton import moe

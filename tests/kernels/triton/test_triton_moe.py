@@ -6,12 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from spillover.kernels import extents
 from spillover.kernels.experts import Experts
-from spillover.kernels.fields import LinearShape
-from spillover.kernels.formats import fp8_block, mxfp4
 from spillover.kernels.formats.base import Linear
 from spillover.kernels.formats.dense import DENSE
 from spillover.kernels.formats.grouped_gemm import Tile
@@ -21,44 +18,9 @@ pytest.importorskip("triton")
 from spillover.kernels.triton import moe as device
 from spillover.kernels.triton import moe_routing as routing
 from spillover.kernels.triton import moe_widen as widening
+from support.mixtures import DEVICE, assert_near, case
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter truncates where the device rounds
-
-
-def stack(weight: Tensor, form: str, bias: Tensor | None, parts: int = 1) -> Experts:
-    """A dense [E, N, K] stack in another form."""
-    shape = LinearShape((weight.shape[1] // parts,) * parts, weight.shape[2])
-    if form == "dense":
-        return Experts(Linear(DENSE, shape, (weight,)), bias)
-    if form == "mxfp4":
-        blocks, scales = mxfp4.quantize(weight)
-        groups = scales.shape[-1]
-        scales = torch.nn.functional.pad(scales, (0, mxfp4.padded(groups) - groups))
-        return Experts(Linear(mxfp4.MXFP4, shape, (blocks.flatten(-2), scales.contiguous())), bias)
-    pieces = [[fp8_block.quantize(piece) for piece in one.chunk(parts)] for one in weight.float()]
-    values = torch.stack([torch.cat([value for value, _ in each]) for each in pieces])
-    scales = torch.stack([torch.cat([scale for _, scale in each]) for each in pieces])
-    return Experts(Linear(fp8_block.FP8_BLOCK, shape, (values, scales)), bias)
-
-
-def case(form: str, tokens: int, hidden: int, inner: int, experts: int, dtype: torch.dtype, clamped: bool,
-         seed: int = 0) -> tuple[Tensor, Tensor, Experts, Experts]:
-    torch.manual_seed(seed)
-    x = torch.randn(tokens, hidden, dtype=dtype, device=DEVICE)
-    scores = 2 * torch.randn(tokens, experts, dtype=dtype, device=DEVICE)
-    first = torch.randn(experts, 2 * inner, hidden, dtype=dtype, device=DEVICE) * hidden**-0.5
-    second = torch.randn(experts, hidden, inner, dtype=dtype, device=DEVICE) * inner**-0.5
-    biases = [torch.randn(experts, rows, dtype=dtype, device=DEVICE) if clamped else None
-              for rows in (2 * inner, hidden)]
-    return x, scores, stack(first, form, biases[0], 1 if clamped else 2), stack(second, form, biases[1])
-
-
-def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
-    assert expected.float().std() > 0.05
-    assert found.dtype == expected.dtype
-    error = (found.float() - expected.float()).norm() / expected.float().norm()
-    assert error.item() < tolerance
 
 
 def wide(experts: Experts) -> Experts:
