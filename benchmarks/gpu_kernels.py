@@ -24,7 +24,14 @@ import triton
 from torch import Tensor
 
 from spillover.kernels.batch import AttentionBatch
-from spillover.kernels.triton import activation, batch_invariant_linear, decode_attention, draw, gemv, norm, pieces
+from spillover.kernels.triton import (
+    activation,
+    batch_invariant_linear,
+    decode_attention,
+    draw,
+    gemv,
+    norm,
+)
 from spillover.kernels.triton import attention as device
 from spillover.kernels.triton import prefill_attention as prefill
 from spillover.kernels.triton.rope_store import norm_rope_store
@@ -136,16 +143,16 @@ def decode(tune: bool) -> None:
         time_it = partial(_attention, f"decode {name}", qkv, views, made, heads, window, nbytes, 0.0)
         time_it()
         if tune and name in ("0.6b b256 c800", "0.6b b64 c1500", "8b b1 c600", "8b b1 c32768", "8b b64 c2048 fp8"):
-            before = (pieces.TILE, pieces.PIECE, pieces.BUSY, decode_attention.WARPS, decode_attention.stages)
+            before = (splits.TILE, splits.PIECE, splits.BUSY, decode_attention.WARPS, decode_attention.stages)
             for tile, piece, busy, warps, stages in [
                 (64, 128, 264, 4, 2), (64, 128, 264, 4, 3), (64, 128, 264, 4, 5), (64, 128, 264, 8, 2),
                 (64, 128, 264, 2, 2), (32, 128, 264, 4, 2), (128, 128, 264, 4, 2), (64, 64, 264, 4, 2),
                 (64, 256, 264, 4, 2), (64, 128, 132, 4, 2), (64, 128, 528, 4, 2),
             ]:
-                pieces.TILE, pieces.PIECE, pieces.BUSY, decode_attention.WARPS = tile, piece, busy, warps
+                splits.TILE, splits.PIECE, splits.BUSY, decode_attention.WARPS = tile, piece, busy, warps
                 decode_attention.stages = lambda *_, chosen=stages: chosen
                 time_it(tile=tile, piece=piece, busy=busy, warps=warps, stages=stages)
-            pieces.TILE, pieces.PIECE, pieces.BUSY, decode_attention.WARPS, decode_attention.stages = before
+            splits.TILE, splits.PIECE, splits.BUSY, decode_attention.WARPS, decode_attention.stages = before
 
 
 def prefills(tune: bool) -> None:
@@ -163,11 +170,11 @@ def prefills(tune: bool) -> None:
         time_it = partial(_attention, f"prefill {name}", qkv, views, made, heads, window, 0.0, flops)
         time_it()
         if tune and name != "gpt-oss 8192 window":
-            before = (pieces.QUERIES, prefill.TILE, prefill.STAGES)
+            before = (splits.QUERIES, prefill.TILE, prefill.STAGES)
             for queries, keys, warps, stages in [(128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 4, 3), (64, 64, 4, 3)]:
-                pieces.QUERIES, prefill.TILE, prefill.STAGES = queries, (keys, warps), stages
+                splits.QUERIES, prefill.TILE, prefill.STAGES = queries, (keys, warps), stages
                 time_it(queries=queries, keys=keys, warps=warps, stages=stages)
-            pieces.QUERIES, prefill.TILE, prefill.STAGES = before
+            splits.QUERIES, prefill.TILE, prefill.STAGES = before
 
 
 LINEARS = [("llama qkv", 6144, 4096), ("llama o", 4096, 4096), ("llama gate_up", 28672, 4096),

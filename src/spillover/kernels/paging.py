@@ -13,7 +13,7 @@ import time
 import torch
 from torch import Tensor
 
-from spillover.kernels import mail as places
+from spillover.kernels import host_expert_queue as places
 from spillover.kernels.host_expert_queue import HostExpertQueue
 from spillover.kernels.page_table import NONE, OLDEST, PATIENCE, PageTable, Resolution
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spillover.kernels import extents
-from spillover.kernels import mail as places
+from spillover.kernels import host_expert_queue as places
 from spillover.kernels.experts import Experts
 from spillover.kernels.formats.grouped_gemm import Tile
 from spillover.kernels.host_expert_queue import HostExpertQueue

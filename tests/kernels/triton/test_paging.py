@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spillover.kernels import mail as places
+from spillover.kernels import host_expert_queue as places
 from spillover.kernels.host_expert_queue import ALIGNMENT, HEADER, HostExpertQueue
 from spillover.kernels.page_table import LENT, NONE, PageTable, Resolution
 from spillover.kernels.paging import (

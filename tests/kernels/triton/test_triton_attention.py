@@ -19,7 +19,7 @@ from spillover.kernels.batch import AttentionBatch, DecodeScratch, DeviceWork
 from spillover.kernels.kv_quant import head_bytes
 from spillover.kernels.norm import rms_norm_reference
 from spillover.kernels.rope import rope_reference
-from spillover.kernels.triton import pieces
+from spillover.kernels.triton import attention_splits as splits
 from spillover.kernels.triton.attention import attention, store_kv
 from spillover.kernels.triton.rope_store import norm_rope_store
 
@@ -98,9 +98,9 @@ def test_a_pool_of_codes(kv_dtype: str) -> None:
 
 
 def test_long_sequences_are_cut_into_larger_pieces() -> None:
-    longest = pieces.PIECE * pieces.MOST_PIECES + 300
-    items = pieces.decode_splits(np.array([0]), np.array([0]), np.array([longest]), 1, None)
-    assert 1 < len(items) <= pieces.MOST_PIECES
+    longest = splits.PIECE * splits.MOST_PIECES + 300
+    items = splits.decode_splits(np.array([0]), np.array([0]), np.array([longest]), 1, None)
+    assert 1 < len(items) <= splits.MOST_PIECES
     case = Case([1, 1], [longest, 500], 2, 1, 16, 64)
     assert error(case.found(), case.expected()) < 1e-5
 
@@ -137,13 +137,13 @@ def test_tables_by_slot_padding_and_a_reused_scratch(busy: int, monkeypatch: pyt
     case = Case([1, 1, 1], [600, 3, 300], 4, 2, 64)
     expected = case.found()
     assert error(expected, case.expected()) < 1e-5
-    monkeypatch.setattr(pieces, "BUSY", busy)
+    monkeypatch.setattr(splits, "BUSY", busy)
     lengths = case.batch.seq_lens.cpu().numpy().astype(np.int64)
     slots = np.array([5, 0, 2])
-    items = pieces.decode_splits(np.arange(3), slots, lengths, 2, None)
+    items = splits.decode_splits(np.arange(3), slots, lengths, 2, None)
     assert len(items) == (3 if busy == 1 else 5 + 1 + 3)
-    room = pieces.max_splits(3, 1024)
-    padded = np.concatenate((items, np.full((room - len(items), pieces.FIELDS), 12345, dtype=np.int32)))
+    room = splits.max_splits(3, 1024)
+    padded = np.concatenate((items, np.full((room - len(items), splits.FIELDS), 12345, dtype=np.int32)))
     tables = torch.zeros(6, case.batch.block_table.shape[1], dtype=torch.int32, device=DEVICE)
     tables[torch.from_numpy(slots).to(DEVICE)] = case.batch.block_table
     scratch = DecodeScratch.make(room, 6, 4, 2, 64, torch.device(DEVICE))
@@ -201,5 +201,5 @@ def test_store_writes_the_same_bytes(kv_dtype: str) -> None:
        st.none() | st.integers(1, 5000))
 def test_a_few_rows_are_cut_as_many_are(lengths: list[int], kv_heads: int, window: int | None) -> None:
     slots = np.arange(len(lengths))[::-1] + 3
-    many = pieces.decode_splits(np.arange(len(lengths)), slots, np.array(lengths), kv_heads, window)
-    assert pieces.few_decode_splits(slots.tolist(), lengths, kv_heads, window) == many.ravel().tolist()
+    many = splits.decode_splits(np.arange(len(lengths)), slots, np.array(lengths), kv_heads, window)
+    assert splits.few_decode_splits(slots.tolist(), lengths, kv_heads, window) == many.ravel().tolist()

@@ -1,4 +1,4 @@
-"""Paged attention of one query a request: `pieces` tells how a sequence is cut.
+"""Paged attention of one query a request: `attention_splits` tells how a sequence is cut.
 
 All query heads of a key head form one tile. Where the pieces of a sequence have programs of their own, each leaves its
 sums behind and the one that finishes last adds them up in their order.
@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from spillover.kernels.batch import DecodeScratch
-from spillover.kernels.triton import pieces
+from spillover.kernels.triton import attention_splits as splits
 from spillover.kernels.triton.codes import CODES, decode
 from spillover.kernels.triton.launch import early
 
@@ -20,7 +20,7 @@ PROGRAMS = 132 * 16  # most of a launch; each takes every so many-th item
 WARPS = 4
 MANY = 1024  # programs, of which more share a multiprocessor when each keeps fewer keys on their way
 _LOG2E = tl.constexpr(1.4426950408889634)
-_FIELDS = tl.constexpr(pieces.FIELDS)
+_FIELDS = tl.constexpr(splits.FIELDS)
 
 
 def decode_attention(
@@ -52,7 +52,7 @@ def decode_attention(
         kv_layer.stride(2), scale,
         KV_HEADS=kv_heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)),
         FEW=triton.next_power_of_2(group), DIM=dim, PADDED=max(16, triton.next_power_of_2(dim)), BLOCK=block_size,
-        TILE=pieces.TILE, WINDOW=window or 0, SINKS=sinks is not None, CODES=CODES[kv_dtype], num_warps=WARPS,
+        TILE=splits.TILE, WINDOW=window or 0, SINKS=sinks is not None, CODES=CODES[kv_dtype], num_warps=WARPS,
         num_stages=stages(requests, kv_heads, longest) if kv_dtype == "auto" else 3, **early(q.device),
     )
 

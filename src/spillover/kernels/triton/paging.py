@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from spillover.kernels import mail as places
+from spillover.kernels import host_expert_queue as places
 from spillover.kernels import page_table
 from spillover.kernels.host_expert_queue import HostExpertQueue
 from spillover.kernels.page_table import PATIENCE, PageTable, Resolution

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spillover.kernels.triton import pieces
+from spillover.kernels.triton import attention_splits as splits
 from spillover.kernels.triton.codes import CODES, decode
 from spillover.kernels.triton.decode_attention import scales
 
@@ -47,14 +47,14 @@ def prefill_attention(
     if count == 0:
         return
     wide = q.element_size() == 4
-    busy = min(count, triton.cdiv(q.shape[0], pieces.QUERIES)) * heads
+    busy = min(count, triton.cdiv(q.shape[0], splits.QUERIES)) * heads
     keys, warps = TILE if batch_invariant or kv_dtype != "auto" or busy < MANY else MANY_TILE
     _prefill_attention[(heads, count)](
         q, kv_layer, out, tiles, query_start, seq_lens, query_start if slots is None else slots, block_table,
         out if sinks is None else sinks, q.stride(0), block_table.stride(0), kv_layer.stride(0), kv_layer.stride(1),
         kv_layer.stride(2), scale,
         GROUP=heads // kv_heads, DIM=dim, PADDED=max(16, triton.next_power_of_2(dim)), BLOCK=block_size,
-        QUERIES=pieces.QUERIES, KEYS=keys, WINDOW=window or 0, SINKS=sinks is not None, SLOTS=slots is not None,
+        QUERIES=splits.QUERIES, KEYS=keys, WINDOW=window or 0, SINKS=sinks is not None, SLOTS=slots is not None,
         CODES=CODES[kv_dtype], num_warps=warps, num_stages=1 if wide else STAGES,
     )
 
