@@ -33,6 +33,7 @@ from spillover.kernels.triton import (
     norm,
 )
 from spillover.kernels.triton import attention as device
+from spillover.kernels.triton import attention_splits as splits
 from spillover.kernels.triton import prefill_attention as prefill
 from spillover.kernels.triton.rope_store import norm_rope_store
 
