@@ -55,7 +55,7 @@ def architecture(hf_config: Mapping[str, Any]) -> Architecture:
         raise CheckpointError(f"config.json: 'architectures' is not a list (found {shown(names)})")
     for name in names:
         if isinstance(name, str) and name in ARCHITECTURES:
-            module = importlib.import_module(f"spillover.models.{ARCHITECTURES[name]}")
+            module = importlib.import_module(f"spillover.models.architectures.{ARCHITECTURES[name]}")
             return Architecture(name, module.config, module.weight_specs, module.Model)
     supported = ", ".join(ARCHITECTURES)
     if not names:
