@@ -26,8 +26,7 @@ from spillover.engine.cuda.cuda_runner import CudaRunner
 from spillover.engine.cuda.decode_inputs import DecodeInputs
 from spillover.engine.cuda.step_inputs import HEADER, InputOffsets, StepInputs, StepShape
 from spillover.engine.output.outputs import RequestOutput
-from spillover.kernels.triton import block as on_device
-from spillover.models import layers
+from spillover.kernels.triton.cuda_kernels import CudaKernels
 from support.tiny_configs import WINDOWED as MODEL
 
 
@@ -73,6 +72,7 @@ def use_the_device(monkeypatch: pytest.MonkeyPatch, deterministic: bool = False)
     class Watched(CudaRunner):
         def __init__(self, model: Any, weights: Any, kv: Any, block_size: int, limits: Any, decode: Any, kv_dtype: str,
                      stage: Any) -> None:
+            model.kernels = CudaKernels(model.shape, model.cos, model.sin)
             super().__init__(model, weights, kv, block_size, torch.device("cpu"), StepLimits(4, 16, 64, 16), decode,
                              kv_dtype, stage, graphs=False, deterministic=deterministic)
             self._graphs = PaddedSteps()
@@ -83,8 +83,6 @@ def use_the_device(monkeypatch: pytest.MonkeyPatch, deterministic: bool = False)
             return work
 
     monkeypatch.setattr(assemble, "CpuRunner", Watched)
-    monkeypatch.setattr(layers, "attention_block", lambda *arguments: on_device.attention_block(*arguments[:9]))
-    monkeypatch.setattr(layers.Decoder, "_stack", lambda *_: None)  # which only a CPU has
     return steps
 
 

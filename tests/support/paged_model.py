@@ -93,7 +93,8 @@ class PagedModel:
             for group, members in enumerate(self.model.groups)
         )
         token_ids = torch.tensor([token for chunk in chunks.values() for token in chunk])
-        hidden = self.model.forward(ModelStep(token_ids, positions, batches), self.weights, self.kv)
+        step, stack = ModelStep(token_ids, positions, batches), self.model.stack(self.weights, self.kv)
+        hidden = self.model.forward_stacked(step, self.weights, self.kv, stack)
         logits = self.model.logits(hidden, self.weights)
         assert logits.dtype == hidden.dtype
         logits = logits.float()

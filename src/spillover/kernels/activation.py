@@ -13,10 +13,6 @@ SWIGLU_ALPHA = 1.702  # of clamped_swiglu, as gpt-oss was trained
 
 def silu_and_mul(x: Tensor) -> Tensor:
     """x [T, 2I], the gate in the first half -> silu(gate) * up [T, I]."""
-    if x.is_cuda:
-        from spillover.kernels.triton import activation as on_cuda
-
-        return on_cuda.silu_and_mul(x)
     library = native.library()
     if library is None or not native.serves(x):
         return silu_and_mul_reference(x)
@@ -29,10 +25,6 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 def clamped_swiglu(x: Tensor, limit: float) -> Tensor:
     """x [T, 2I], gate and up interleaved and clamped -> (up + 1) * gate * sigmoid(1.702 * gate) [T, I]."""
-    if x.is_cuda:
-        from spillover.kernels.triton import activation as on_cuda
-
-        return on_cuda.clamped_swiglu(x, limit)
     library = native.library()
     if library is None or not native.serves(x):
         return clamped_swiglu_reference(x, limit)

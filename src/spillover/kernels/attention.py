@@ -20,10 +20,6 @@ POOL_KINDS = {"auto": 0, "fp8": 1, "int8": 2}  # as attention.cpp numbers them
 
 def store_kv(k: Tensor, v: Tensor, kv_layer: Tensor, batch: AttentionBatch) -> None:
     """Writes k and v [T, Hk, D] at their positions into kv_layer [num_blocks, 2, Hk, block_size * D]."""
-    if k.is_cuda:
-        from spillover.kernels.triton import attention as on_cuda
-
-        return on_cuda.store_kv(k, v, kv_layer, batch)
     library = native.library()
     rows, heads, dim = k.shape
     k_stride, *k_inner = k.stride()
@@ -50,10 +46,6 @@ def attention(
 ) -> Tensor:
     """q [T, H, D] -> [T, H, D]. A query at position p sees keys j with p - window < j <= p; sinks [H] is one more logit
     a head that takes part in the softmax's denominator only. `layer`: whose blocks of a cold prefix to ask for."""
-    if q.is_cuda and batch.cold is None:
-        from spillover.kernels.triton import attention as on_cuda
-
-        return on_cuda.attention(q, kv_layer, batch, scale, window, sinks)
     library = native.library()
     rows, heads, dim = q.shape
     kv_heads = kv_layer.shape[2]
@@ -213,8 +205,8 @@ class _Softmax:
 def native_block_stride(
     kv_layer: Tensor, rows: Tensor, kv_heads: int, dim: int, batch: AttentionBatch
 ) -> int | None:
-    """How far blocks lie apart, or None where the native kernels do not apply: they take float32, on the CPU, and whole
-    vectors of 8 tokens and 8 dimensions."""
+    """How far blocks lie apart, or None where the native kernels do not apply: they take float32, and whole vectors of
+    8 tokens and 8 dimensions."""
     stride, *inner = kv_layer.stride()
     if batch.kv_dtype == "auto":
         size, wanted = batch.block_size * dim, rows.dtype
@@ -224,7 +216,7 @@ def native_block_stride(
         raise ValueError(f"a pool of {kv_layer.dtype} does not hold {batch.kv_dtype} KV of {rows.dtype} rows")
     if batch.block_size % 8 or dim % 8 or inner != [kv_heads * size, size, 1]:
         return None
-    return stride if rows.dtype is torch.float32 and kv_layer.is_cpu else None
+    return stride if rows.dtype is torch.float32 else None
 
 
 def _read(blocks: Tensor, batch: AttentionBatch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

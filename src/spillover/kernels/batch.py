@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 import torch
 from torch import Tensor
+
+from spillover.kernels.formats.base import Linear
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,24 @@ class LayerShape:
     head_dim: int
     scale: float
     eps: float
+
+
+class LayerWeights(TypedDict, total=False):
+    """A dense layer's weights; of biases, norms of heads and sinks those that the model has."""
+
+    input_norm: Tensor
+    qkv: Linear
+    qkv_bias: Tensor
+    q_norm: Tensor
+    k_norm: Tensor
+    sinks: Tensor
+    o: Linear
+    o_bias: Tensor
+    mlp_norm: Tensor
+    gate_up: Linear
+    gate_up_bias: Tensor
+    down: Linear
+    down_bias: Tensor
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from spillover.kernels.activation import silu_and_mul
 from spillover.kernels.batch import AttentionBatch, LayerShape
-from spillover.kernels.block import LayerStack, attention_block, mlp_block
+from spillover.kernels.cpu_kernels import LayerStack
 from spillover.kernels.experts import expert_stacks
 from spillover.kernels.formats.base import WeightFormat, make_format
 from spillover.kernels.formats.dense import DENSE, EMBEDDING
+from spillover.kernels.layer_kernels import kernels_on
 from spillover.kernels.linear import embedding, linear
 from spillover.kernels.moe import mixture, moe
-from spillover.kernels.norm import add_rms_norm
 from spillover.models.config import ModelConfig
 from spillover.models.groups import LayerGroup, layer_groups
 from spillover.models.rope import rope_tables
@@ -91,44 +91,48 @@ class Decoder:
         self.shape = LayerShape(
             config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5, config.rms_norm_eps
         )
+        self.kernels = kernels_on(device, self.shape, self.cos, self.sin)
 
     def forward(self, step: ModelStep, weights: Weights, kv: KVViews) -> Tensor:
-        """Hidden states [T, hidden] after the final norm; the step's keys and values are stored on the way."""
+        """Return hidden states [T, hidden] after the final norm; the step's keys and values are stored on the way."""
+        x, residual = self._embed(step, weights)
+        x, residual = self._layers(x, residual, step, weights, kv)
+        return self._final_norm(x, residual, weights)
+
+    def stack(self, weights: ResidentWeights, kv: KVViews) -> LayerStack | None:
+        """Bind all layers to weights and KV that never move, on a CPU; None if one is not dense, or not in panels."""
+        layers = [weights.whole(part) for part in self._parts]
+        if self.config.is_moe or not LayerStack.serves(layers):
+            return None
+        places = [kv.layer(layer) for layer in range(len(layers))]
+        return LayerStack(self.shape, self.cos, self.sin, layers, places, self.config.windows)
+
+    def forward_stacked(self, step: ModelStep, weights: Weights, kv: KVViews, stack: LayerStack | None) -> Tensor:
+        """Compute `forward` with all layers in one native call, where there is a stack and the step allows it."""
+        x, residual = self._embed(step, weights)
+        if stack is None or not stack.run(x, residual, step.attention):
+            x, residual = self._layers(x, residual, step, weights, kv)
+        return self._final_norm(x, residual, weights)
+
+    def _embed(self, step: ModelStep, weights: Weights) -> tuple[Tensor, Tensor]:
+        """Return what the half layer before the first adds to the residual, nothing, and the residual."""
         with weights.part("embed") as w:
             residual = embedding(step.token_ids, w["embedding"])
-        x = torch.zeros_like(residual)  # what the half layer before adds to the residual
-        stack = self._stack(weights, kv)
-        if stack is None or not stack.run(x, residual, self.shape, self.cos, self.sin, step.attention):
-            x, residual = self._layer_by_layer(x, residual, step, weights, kv)
-        with weights.part("head") as w:
-            return add_rms_norm(x, residual, w["norm"], self.shape.eps)[0]
+        return torch.zeros_like(residual), residual
 
-    def _layer_by_layer(self, x: Tensor, residual: Tensor, step: ModelStep, weights: Weights,
-                        kv: KVViews) -> tuple[Tensor, Tensor]:
+    def _layers(self, x: Tensor, residual: Tensor, step: ModelStep, weights: Weights,
+                kv: KVViews) -> tuple[Tensor, Tensor]:
         for layer, part in enumerate(self._parts):
             kv_layer, group = kv.layer(layer)
             batch, window = step.attention[group], self.config.windows[layer]
             with weights.part(part) as w:
-                x, residual = attention_block(
-                    x, residual, w, self.shape, self.cos, self.sin, kv_layer, batch, window, layer
-                )
+                x, residual = self.kernels.attention_block(x, residual, w, kv_layer, batch, window, layer)
                 x, residual = self.mlp(layer, x, residual, w)
         return x, residual
 
-    def _stack(self, weights: Weights, kv: KVViews) -> LayerStack | None:
-        """All layers at once, if they are dense and none of their weights ever moves, on a CPU."""
-        if type(weights) is not ResidentWeights or type(self).mlp is not Decoder.mlp or not kv.pool.is_cpu:
-            return None
-        key = kv.pool.data_ptr(), kv.pool.shape, kv.pool.dtype  # after a sleep it may lie elsewhere
-        if key not in weights.bound:
-            layers = [weights.whole(part) for part in self._parts]
-            places = [kv.layer(layer) for layer in range(len(layers))]
-            weights.bound.clear()
-            weights.bound[key] = (
-                LayerStack(layers, places, self.config.windows) if LayerStack.serves(layers) else None
-            )
-        found: LayerStack | None = weights.bound[key]
-        return found
+    def _final_norm(self, x: Tensor, residual: Tensor, weights: Weights) -> Tensor:
+        with weights.part("head") as w:
+            return self.kernels.add_rms_norm(x, residual, w["norm"])[0]
 
     def logits(self, hidden: Tensor, weights: Weights) -> Tensor:
         """hidden [R, hidden] -> [R, vocab]."""
@@ -138,7 +142,7 @@ class Decoder:
 
     def mlp(self, layer: int, x: Tensor, residual: Tensor, w: PartWeights) -> tuple[Tensor, Tensor]:
         """x and residual [T, hidden] -> (what the MLP adds, residual + x)."""
-        return mlp_block(x, residual, w, self.shape)
+        return self.kernels.mlp_block(x, residual, w)
 
 
 class MixtureDecoder(Decoder):
@@ -147,7 +151,7 @@ class MixtureDecoder(Decoder):
     def mlp(self, layer: int, x: Tensor, residual: Tensor, w: PartWeights) -> tuple[Tensor, Tensor]:
         if layer in self.config.dense_layers:
             return super().mlp(layer, x, residual, w)
-        x, residual = add_rms_norm(x, residual, w["mlp_norm"], self.shape.eps)
+        x, residual = self.kernels.add_rms_norm(x, residual, w["mlp_norm"])
         scores = linear(x, w["router"])  # [T, experts]
         k, renormalize = self.config.experts_per_token, self.config.norm_topk_prob
         if x.is_cuda:

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol, cast
 import torch
 from torch import Tensor
 
-from spillover.kernels.block import LayerWeights
+from spillover.kernels.batch import LayerWeights
 from spillover.kernels.experts import ExpertWeights
 from spillover.kernels.formats.base import Linear, Weight, moved
 from spillover.kernels.records import mapped
@@ -61,7 +61,6 @@ class ResidentWeights:
         """`paged`: who has a part's experts, where they do not stay."""
         self.parts = dict(parts)
         self.paged = paged or {}
-        self.bound: dict[Any, Any] = {}  # what was made of where they lie; forgotten when they move
         self._contexts: dict[str, AbstractContextManager[PartWeights]] = {}
         for name in parts:
             self._contexts[name] = nullcontext(self.whole(name))
@@ -79,7 +78,6 @@ class ResidentWeights:
 
         On the host they lie in pinned memory where there is a device to come back from, so that the way back is short.
         """
-        self.bound.clear()
         for name, weights in self.parts.items():
             self.parts[name] = {key: moved(weight, device) if isinstance(weight, Tensor) else weight.to(device)
                                 for key, weight in weights.items()}

@@ -80,6 +80,7 @@ class CpuRunner:
         self._block_size = block_size
         self._kv_dtype = kv_dtype
         self._stage = stage
+        self._stack = None if isinstance(weights, PlacedWeights) else model.stack(weights, kv)  # those may move
         self._drawn: Tensor | None = None  # [R], the last executed step's draws
         self._stream = ThreadPoolExecutor(1, "spillover-step")
 
@@ -161,7 +162,7 @@ class CpuRunner:
         if len(work.pending_rows):
             assert self._drawn is not None
             work.step.token_ids[work.pending_rows] = self._drawn[work.pending_draws]
-        hidden = self.model.forward(work.step, self.weights, self.kv)  # [T, H]
+        hidden = self.model.forward_stacked(work.step, self.weights, self.kv, self._stack)  # [T, H]
         sampled = None
         if work.sampling is not None:
             logits = self.model.logits(hidden[work.sample_rows], self.weights)  # [R, V]

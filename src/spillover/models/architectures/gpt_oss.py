@@ -12,7 +12,6 @@ from spillover.kernels.activation import clamped_swiglu
 from spillover.kernels.formats.mxfp4 import GROUP
 from spillover.kernels.linear import linear
 from spillover.kernels.moe import moe
-from spillover.kernels.norm import add_rms_norm
 from spillover.models.config import ModelConfig, number, parse_config, parse_windows, require, section
 from spillover.models.layers import (
     Decoder,
@@ -31,7 +30,7 @@ class Model(Decoder):
     def mlp(self, layer: int, x: Tensor, residual: Tensor, w: PartWeights) -> tuple[Tensor, Tensor]:
         limit = self.config.swiglu_limit
         assert limit is not None
-        x, residual = add_rms_norm(x, residual, w["mlp_norm"], self.shape.eps)
+        x, residual = self.kernels.add_rms_norm(x, residual, w["mlp_norm"])
         scores = linear(x, w["router"], w["router_bias"])  # [T, experts]
         k = self.config.experts_per_token
         if x.is_cuda:

@@ -10,13 +10,7 @@ import torch
 
 from spillover.kernels import native
 from spillover.kernels.batch import AttentionBatch, LayerShape
-from spillover.kernels.block import (
-    LayerStack,
-    attention_block,
-    attention_block_reference,
-    mlp_block,
-    mlp_block_reference,
-)
+from spillover.kernels.cpu_kernels import CpuKernels, LayerStack
 from spillover.kernels.extents import CODE_BLOCK
 from spillover.kernels.formats.base import Linear
 from spillover.kernels.formats.dense import DENSE
@@ -93,15 +87,15 @@ def test_one_call_is_the_kernels_in_turn(lengths: list[tuple[int, int]], extras:
     if kv_dtype != "auto":
         pool = encode_blocks(pool, BLOCK, kv_dtype)
     batch = make_batch(lengths, kv_dtype)
-    cos, sin = tables(generator)
+    kernels = CpuKernels(SHAPE, *tables(generator))
     for window in (None, 7):
         pools = pool.clone(), pool.clone()
-        expected = attention_block_reference(x.clone(), residual.clone(), w, SHAPE, cos, sin, pools[0], batch, window)
-        found = attention_block(x.clone(), residual.clone(), w, SHAPE, cos, sin, pools[1], batch, window)
+        expected = kernels.attention_block_unfused(x.clone(), residual.clone(), w, pools[0], batch, window, 0)
+        found = kernels.attention_block(x.clone(), residual.clone(), w, pools[1], batch, window, 0)
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
         assert torch.equal(*pools)
-    expected = mlp_block_reference(x.clone(), residual.clone(), w, SHAPE)
-    found = mlp_block(x.clone(), residual.clone(), w, SHAPE)
+    expected = kernels.mlp_block_unfused(x.clone(), residual.clone(), w)
+    found = kernels.mlp_block(x.clone(), residual.clone(), w)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
@@ -124,14 +118,15 @@ def test_all_layers_at_once_are_the_layers_in_turn(lengths: list[tuple[int, int]
     if kv_dtype != "auto":
         pool = encode_blocks(pool, BLOCK, kv_dtype)
     pools = pool.clone(), pool.clone()
-    expected = x.clone(), residual.clone()
+    kernels, expected = CpuKernels(SHAPE, cos, sin), (x.clone(), residual.clone())
     for layer, w in enumerate(layers):
         kv = pools[0][:, layer // 2]
-        expected = attention_block(*expected, w, SHAPE, cos, sin, kv, batches[groups[layer]], windows[layer])
-        expected = mlp_block(*expected, w, SHAPE)
-    stack = LayerStack(layers, [(pools[1][:, layer // 2], groups[layer]) for layer in range(4)], windows)
+        expected = kernels.attention_block(*expected, w, kv, batches[groups[layer]], windows[layer], layer)
+        expected = kernels.mlp_block(*expected, w)
+    kv_layers = [(pools[1][:, layer // 2], groups[layer]) for layer in range(4)]
+    stack = LayerStack(SHAPE, cos, sin, layers, kv_layers, windows)
     found = x.clone(), residual.clone()
-    assert stack.run(*found, SHAPE, cos, sin, batches)
+    assert stack.run(*found, batches)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert torch.equal(*pools)
 
@@ -143,8 +138,8 @@ def test_what_the_native_kernels_do_not_serve_is_left_alone() -> None:
     assert not LayerStack.serves([made, made | {"o": Linear(DENSE, made["o"].shape, (torch.randn(HIDDEN, 96),))}])
     batch = make_batch([(0, 2)], "auto")
     pool = torch.zeros(1 + BLOCKS, 1, 2, SHAPE.num_kv_heads, BLOCK * SHAPE.head_dim)
-    stack = LayerStack([made], [(pool[:, 0], 0)], [None])
+    stack = LayerStack(SHAPE, *tables(generator), [made], [(pool[:, 0], 0)], [None])
     x = torch.ones(2, HIDDEN)
     with native.traced(contextlib.nullcontext):  # every operation is to be seen
-        assert not stack.run(x, x, SHAPE, *tables(generator), [batch])
+        assert not stack.run(x, x, [batch])
     assert torch.equal(x, torch.ones(2, HIDDEN))

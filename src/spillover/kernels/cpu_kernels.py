@@ -1,0 +1,148 @@
+"""A decoder layer on the CPU: each half as one native call where its weights allow it, and all layers as one where they
+stay in place, so that a step with few rows does not wait for Python.
+
+Natively x and the residual are overwritten and returned; use only what is returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from spillover.kernels import native
+from spillover.kernels.activation import silu_and_mul
+from spillover.kernels.attention import POOL_KINDS, attention, native_block_stride, store_kv
+from spillover.kernels.batch import AttentionBatch, LayerShape, LayerWeights
+from spillover.kernels.formats.base import Linear
+from spillover.kernels.linear import linear
+from spillover.kernels.norm import add_rms_norm, rms_norm
+from spillover.kernels.rope import rope
+
+
+class CpuKernels:
+    def __init__(self, shape: LayerShape, cos: Tensor, sin: Tensor) -> None:
+        self.shape, self.cos, self.sin = shape, cos, sin
+
+    def attention_block(self, x: Tensor, residual: Tensor, w: LayerWeights, kv_layer: Tensor, batch: AttentionBatch,
+                        window: int | None, layer: int) -> tuple[Tensor, Tensor]:
+        library, shape = native.fused(), self.shape
+        qkv, o, q_norm = w["qkv"], w["o"], w.get("q_norm")
+        heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        stride = native_block_stride(kv_layer, x, kv_heads, dim, batch)
+        bits = qkv.format.native_bits, o.format.native_bits
+        if library is None or stride is None or None in bits or batch.cold is not None:
+            return self.attention_block_unfused(x, residual, w, kv_layer, batch, window, layer)
+        rows, hidden = x.shape
+        width = (2 if q_norm is None else 3) * (heads + kv_heads) * dim
+        scratch = torch.empty(rows * (hidden + width))
+        library.attention_block(
+            *(x.data_ptr(), residual.data_ptr(), w["input_norm"].data_ptr(), shape.eps, qkv.tensors[0].data_ptr()),
+            *(bits[0], _pointer(w.get("qkv_bias")), _pointer(q_norm), _pointer(w.get("k_norm"))),
+            *(self.cos.data_ptr(), self.sin.data_ptr(), kv_layer.data_ptr(), stride),
+            *(batch.positions.data_ptr(), batch.rows.data_ptr(), *batch.query_arguments),
+            *(shape.scale, window or 0, _pointer(w.get("sinks"))),
+            *(o.tensors[0].data_ptr(), bits[1], _pointer(w.get("o_bias"))),
+            *(rows, hidden, heads, kv_heads, dim, batch.block_size, POOL_KINDS[batch.kv_dtype], scratch.data_ptr()),
+        )
+        return x, residual
+
+    def mlp_block(self, x: Tensor, residual: Tensor, w: LayerWeights) -> tuple[Tensor, Tensor]:
+        library = native.fused()
+        gate_up, down = w["gate_up"], w["down"]
+        bits = gate_up.format.native_bits, down.format.native_bits
+        if library is None or None in bits:
+            return self.mlp_block_unfused(x, residual, w)
+        rows, hidden = x.shape
+        inner = down.shape.in_features
+        scratch = torch.empty(rows * (hidden + 3 * inner))
+        library.mlp_block(
+            *(x.data_ptr(), residual.data_ptr(), w["mlp_norm"].data_ptr(), self.shape.eps),
+            *(gate_up.tensors[0].data_ptr(), bits[0], _pointer(w.get("gate_up_bias"))),
+            *(down.tensors[0].data_ptr(), bits[1], _pointer(w.get("down_bias"))),
+            *(rows, hidden, inner, scratch.data_ptr()),
+        )
+        return x, residual
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(x, residual, weight, self.shape.eps)
+
+    def attention_block_unfused(self, x: Tensor, residual: Tensor, w: LayerWeights, kv_layer: Tensor,
+                                batch: AttentionBatch, window: int | None, layer: int) -> tuple[Tensor, Tensor]:
+        """Compute `attention_block` operation by operation: for any format, and for a cold prefix."""
+        rows, shape = x.shape[0], self.shape
+        x, residual = add_rms_norm(x, residual, w["input_norm"], shape.eps)
+        product = linear(x, w["qkv"], w.get("qkv_bias")).view(rows, -1, shape.head_dim)
+        counts = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
+        q, k, v = product.split_with_sizes(counts, dim=1)  # [T, heads, head_dim]
+        if "q_norm" in w:
+            q, k = rms_norm(q, w["q_norm"], shape.eps), rms_norm(k, w["k_norm"], shape.eps)
+        q, k = rope(q, k, self.cos, self.sin, batch.positions)
+        store_kv(k, v, kv_layer, batch)
+        out = attention(q, kv_layer, batch, shape.scale, window, w.get("sinks"), layer)
+        return linear(out.view(rows, -1), w["o"], w.get("o_bias")), residual
+
+    def mlp_block_unfused(self, x: Tensor, residual: Tensor, w: LayerWeights) -> tuple[Tensor, Tensor]:
+        """Compute `mlp_block` operation by operation, for any format."""
+        x, residual = add_rms_norm(x, residual, w["mlp_norm"], self.shape.eps)
+        inner = silu_and_mul(linear(x, w["gate_up"], w.get("gate_up_bias")))
+        return linear(inner, w["down"], w.get("down_bias")), residual
+
+
+class LayerStack:
+    """Dense layers whose weights and KV stay where they are, all in one native call."""
+
+    def __init__(self, shape: LayerShape, cos: Tensor, sin: Tensor, layers: Sequence[LayerWeights],
+                 kv_layers: Sequence[tuple[Tensor, int]], windows: Sequence[int | None]) -> None:
+        """`layers`: the weights of each, as `CpuKernels` takes them; `kv_layers`: the KV of each, and the group whose
+        batch it is of."""
+        self._shape, self._cos, self._sin = shape, cos, sin
+        self._records = torch.tensor([
+            [_pointer(w["input_norm"]), *_matrix(w["qkv"], w.get("qkv_bias")), _pointer(w.get("q_norm")),
+             _pointer(w.get("k_norm")), _pointer(w.get("sinks")), *_matrix(w["o"], w.get("o_bias")),
+             _pointer(w["mlp_norm"]), *_matrix(w["gate_up"], w.get("gate_up_bias")),
+             *_matrix(w["down"], w.get("down_bias")), kv.data_ptr(), group, window or 0]
+            for w, (kv, group), window in zip(layers, kv_layers, windows, strict=True)
+        ], dtype=torch.int64)
+        self._kv = kv_layers[0][0]
+        self._normed = "q_norm" in layers[0]
+        self._inner = layers[0]["down"].shape.in_features
+
+    @staticmethod
+    def serves(layers: Sequence[LayerWeights]) -> bool:
+        """Tell whether all matrices are in a format that the native kernels multiply with."""
+        return all(matrix.format.native_bits is not None for w in layers
+                   for matrix in (w["qkv"], w["o"], w["gate_up"], w["down"]))
+
+    def run(self, x: Tensor, residual: Tensor, batches: Sequence[AttentionBatch]) -> bool:
+        """Run the layers, or return False and do nothing where the native kernels do not apply to this step.
+
+        x and residual are overwritten as `mlp_block` returns them. `batches`: one a group.
+        """
+        library, shape, first = native.fused(), self._shape, batches[0]
+        heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        stride = native_block_stride(self._kv, x, kv_heads, dim, first)
+        if library is None or stride is None or any(batch.cold is not None for batch in batches):
+            return False
+        rows, hidden = x.shape
+        width = (3 if self._normed else 2) * (heads + kv_heads) * dim
+        scratch = torch.empty(rows * (hidden + max(width, 3 * self._inner)))
+        places = torch.tensor([[batch.positions.data_ptr(), batch.rows.data_ptr(), *batch.query_arguments]
+                               for batch in batches], dtype=torch.int64)
+        library.dense_layers(
+            *(self._records.data_ptr(), len(self._records), places.data_ptr(), x.data_ptr(), residual.data_ptr()),
+            *(shape.eps, self._cos.data_ptr(), self._sin.data_ptr(), stride, shape.scale, rows, hidden, self._inner),
+            *(heads, kv_heads, dim, first.block_size, POOL_KINDS[first.kv_dtype], scratch.data_ptr()),
+        )
+        return True
+
+
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _matrix(w: Linear, bias: Tensor | None) -> tuple[int, int, int]:
+    """Its panels, the bits of its codes, its bias."""
+    assert w.format.native_bits is not None
+    return w.tensors[0].data_ptr(), w.format.native_bits, _pointer(bias)
