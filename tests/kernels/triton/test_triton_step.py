@@ -10,12 +10,12 @@ pytest.importorskip("triton")
 
 from spillover.engine.batch.sampler import _inverse_cdf, _nucleus, _weights
 from spillover.kernels.activation import clamped_swiglu_reference, silu_and_mul_reference
-from spillover.kernels.norm import add_rms_norm_reference, rms_norm_reference
+from spillover.kernels.norm import add_rms_norm_reference
 from spillover.kernels.triton.activation import clamped_swiglu, silu_and_mul
 from spillover.kernels.triton.batch_invariant_linear import TILES, batch_invariant_linear
 from spillover.kernels.triton.draw import CHUNK, draw
 from spillover.kernels.triton.gemv import gemv, gemv_silu
-from spillover.kernels.triton.norm import add_rms_norm, rms_norm
+from spillover.kernels.triton.norm import add_rms_norm
 from spillover.kernels.triton.nucleus import keep_likely
 from spillover.kernels.triton.step_upload import bring, fill_tokens, update_tables
 
@@ -30,14 +30,12 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [64, 96, 1024, 5120])
-def test_norms(dtype: torch.dtype, width: int) -> None:
+def test_a_norm_after_the_residual_sum(dtype: torch.dtype, width: int) -> None:
     x, residual, weight = (normal(5, width, seed=i, dtype=dtype) for i in range(3))
     found, total = add_rms_norm(x, residual, weight[0], 1e-5)
     expected, sum_ = add_rms_norm_reference(x, residual, weight[0], 1e-5)
     assert torch.equal(total, sum_)
     torch.testing.assert_close(found, expected)
-    heads = normal(3, 4, width, seed=4, dtype=dtype)[:, 1:3]
-    torch.testing.assert_close(rms_norm(heads, weight[0], 1e-5), rms_norm_reference(heads, weight[0], 1e-5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

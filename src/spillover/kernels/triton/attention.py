@@ -10,7 +10,6 @@ from spillover.kernels.batch import AttentionBatch, DecodeScratch, DeviceWork
 from spillover.kernels.triton.attention_splits import decode_splits, prefill_tiles
 from spillover.kernels.triton.decode_attention import decode_attention
 from spillover.kernels.triton.prefill_attention import prefill_attention
-from spillover.kernels.triton.rope_store import store
 
 
 def attention(
@@ -27,12 +26,6 @@ def attention(
                           batch.block_table, batch.block_size, scale, window, sinks, batch.kv_dtype,
                           work.batch_invariant)
     return out
-
-
-def store_kv(k: Tensor, v: Tensor, kv_layer: Tensor, batch: AttentionBatch) -> None:
-    """As `kernels.attention.store_kv`."""
-    slots = None if batch.work is None else batch.work.slots
-    store(k, v, batch.positions, batch.rows, slots, batch.block_table, kv_layer, batch.block_size, batch.kv_dtype)
 
 
 def make_work(batch: AttentionBatch, heads: int, kv_heads: int, dim: int, window: int | None) -> DeviceWork:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from spillover.kernels.attention import cold_attention_reference
-from spillover.kernels.batch import AttentionBatch, LayerShape, LayerWeights, OffloadedPrefix
+from spillover.kernels.batch import AttentionBatch, LayerShape, LayerWeights
 from spillover.kernels.linear import linear
-from spillover.kernels.rope import rope_reference
-from spillover.kernels.triton.attention import attention, store_kv
-from spillover.kernels.triton.norm import add_rms_norm, rms_norm
+from spillover.kernels.triton.attention import attention
+from spillover.kernels.triton.norm import add_rms_norm
 from spillover.kernels.triton.rope_store import norm_rope_store
 
 
@@ -22,14 +21,15 @@ class CudaKernels:
         rows, shape = x.shape[0], self.shape
         x, residual = add_rms_norm(x, residual, w["input_norm"], shape.eps)
         qkv = linear(x, w["qkv"], w.get("qkv_bias")).view(rows, -1, shape.head_dim)
-        if batch.cold is not None:
-            out = self._cold_attention(qkv, w, kv_layer, batch, batch.cold, layer)
-        else:
-            slots = None if batch.work is None else batch.work.slots
-            norm_rope_store(qkv, w.get("q_norm"), w.get("k_norm"), shape.eps, self.cos, self.sin, batch.positions,
-                            batch.rows, slots, batch.block_table, kv_layer, batch.block_size, shape.num_heads,
-                            batch.kv_dtype)
-            out = attention(qkv[:, : shape.num_heads], kv_layer, batch, shape.scale, window, w.get("sinks"))
+        slots = None if batch.work is None else batch.work.slots
+        norm_rope_store(qkv, w.get("q_norm"), w.get("k_norm"), shape.eps, self.cos, self.sin, batch.positions,
+                        batch.rows, slots, batch.block_table, kv_layer, batch.block_size, shape.num_heads,
+                        batch.kv_dtype)
+        q, sinks = qkv[:, : shape.num_heads], w.get("sinks")
+        if batch.cold is None:
+            out = attention(q, kv_layer, batch, shape.scale, window, sinks)
+        else:  # segment by segment, as the prefix passes through its stage
+            out = cold_attention_reference(q, kv_layer, batch, batch.cold, layer, shape.scale, sinks)
         return linear(out.view(rows, -1), w["o"], w.get("o_bias")), residual
 
     def mlp_block(self, x: Tensor, residual: Tensor, w: LayerWeights) -> tuple[Tensor, Tensor]:
@@ -40,14 +40,3 @@ class CudaKernels:
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return add_rms_norm(x, residual, weight, self.shape.eps)
-
-    def _cold_attention(self, qkv: Tensor, w: LayerWeights, kv_layer: Tensor, batch: AttentionBatch,
-                        cold: OffloadedPrefix, layer: int) -> Tensor:
-        """Attend over a prefix that passes through a stage, segment by segment, and over the pool's blocks."""
-        shape = self.shape
-        q, k, v = qkv.split_with_sizes([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
-        if "q_norm" in w:
-            q, k = rms_norm(q, w["q_norm"], shape.eps), rms_norm(k, w["k_norm"], shape.eps)
-        q, k = rope_reference(q, k, self.cos, self.sin, batch.positions)
-        store_kv(k, v, kv_layer, batch)
-        return cold_attention_reference(q, kv_layer, batch, cold, layer, shape.scale, w.get("sinks"))

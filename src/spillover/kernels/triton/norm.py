@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation of rows, with or without the residual sum before it: one program a row."""
+"""Root-mean-square normalisation of rows after the residual sum: one program a row."""
 
 from __future__ import annotations
 
@@ -11,29 +11,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from spillover.kernels.triton.launch import early
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., D], weight [D] -> [..., D]."""
-    width = x.shape[-1]
-    rows = x.reshape(-1, width)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if rows.shape[0]:
-        _rms_norm[(rows.shape[0],)](
-            rows, rows, weight, out, out, eps, rows.stride(0), 0,
-            WIDTH=width, PADDED=triton.next_power_of_2(width), ADD=False, num_warps=_warps(width),
-            **early(x.device),
-        )
-    return out
-
-
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float,
                  begin_early: bool = True) -> tuple[Tensor, Tensor]:
     """x and residual [T, D] -> (rms_norm(x + residual), x + residual)."""
     rows, width = x.shape
     normed, total = torch.empty_like(x), torch.empty_like(residual)
     if rows:
-        _rms_norm[(rows,)](
+        _add_rms_norm[(rows,)](
             x, residual, weight, normed, total, eps, x.stride(0), residual.stride(0),
-            WIDTH=width, PADDED=triton.next_power_of_2(width), ADD=True, num_warps=_warps(width),
+            WIDTH=width, PADDED=triton.next_power_of_2(width), num_warps=_warps(width),
             **early(x.device, begin_early),
         )
     return normed, total
@@ -44,8 +30,8 @@ def _warps(width: int) -> int:
 
 
 @triton.jit
-def _rms_norm(x_ptr, residual_ptr, weight_ptr, normed_ptr, total_ptr, eps, x_stride, residual_stride,
-              WIDTH: tl.constexpr, PADDED: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr):
+def _add_rms_norm(x_ptr, residual_ptr, weight_ptr, normed_ptr, total_ptr, eps, x_stride, residual_stride,
+                  WIDTH: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -54,10 +40,9 @@ def _rms_norm(x_ptr, residual_ptr, weight_ptr, normed_ptr, total_ptr, eps, x_str
     inside = column < WIDTH
     dtype = normed_ptr.dtype.element_ty
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        x += tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
-        x = x.to(dtype).to(tl.float32)  # the sum as it is kept
-        tl.store(total_ptr + row * WIDTH + column, x.to(dtype), mask=inside)
+    x += tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+    x = x.to(dtype).to(tl.float32)  # the sum as it is kept
+    tl.store(total_ptr + row * WIDTH + column, x.to(dtype), mask=inside)
     normed = x * tl.rsqrt(tl.sum(x * x) / WIDTH + eps)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     normed = normed.to(dtype).to(tl.float32) * weight

@@ -6,7 +6,6 @@ program takes one head of a few tokens: neighbours in a prompt are neighbours in
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -39,41 +38,16 @@ def norm_rope_store(
 
     `rows` [T] is the request of each row, `slots` its row of the block table (None: the request's own index).
     """
-    heads, dim = qkv.shape[1:]
-    index = (positions, rows, rows if slots is None else slots, block_table, kv_layer)
-    _run(qkv, q_norm, k_norm, eps, cos, sin, *index, num_heads, (heads - num_heads) // 2, dim, block_size,
-         True, slots is not None, kv_dtype)
-
-
-def store(
-    k: Tensor,
-    v: Tensor,
-    positions: Tensor,
-    rows: Tensor,
-    slots: Tensor | None,
-    block_table: Tensor,
-    kv_layer: Tensor,
-    block_size: int,
-    kv_dtype: str = "auto",
-) -> None:
-    """Keys and values [T, Hk, D] as they are, to their positions."""
-    kv = torch.cat((k, v), dim=1)
-    index = (positions, rows, rows if slots is None else slots, block_table, kv_layer)
-    _run(kv, None, None, 0.0, kv, kv, *index, 0, k.shape[1], k.shape[2], block_size, False, slots is not None, kv_dtype)
-
-
-def _run(qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor,
-         positions: Tensor, rows: Tensor, slots: Tensor, block_table: Tensor, kv_layer: Tensor, heads: int,
-         kv_heads: int, dim: int, block_size: int, rope: bool, by_slot: bool, kv_dtype: str) -> None:
-    tokens = qkv.shape[0]
+    tokens, heads, dim = qkv.shape
     if tokens == 0:
         return
-    _norm_rope_store[(triton.cdiv(tokens, TOKENS), heads + 2 * kv_heads)](
+    _norm_rope_store[(triton.cdiv(tokens, TOKENS), heads)](
         qkv, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, eps, cos, sin, positions, rows,
-        slots, block_table, kv_layer, tokens, qkv.stride(0), block_table.stride(0), *kv_layer.stride()[:3],
-        HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, PADDED=triton.next_power_of_2(dim // 2), TOKENS=TOKENS,
-        BLOCK=block_size, NORM=q_norm is not None, ROPE=rope, SLOTS=by_slot, CODES=CODES[kv_dtype], num_warps=WARPS,
-        **early(kv_layer.device),
+        rows if slots is None else slots, block_table, kv_layer, tokens, qkv.stride(0), block_table.stride(0),
+        *kv_layer.stride()[:3],
+        HEADS=num_heads, KV_HEADS=(heads - num_heads) // 2, HALF=dim // 2, PADDED=triton.next_power_of_2(dim // 2),
+        TOKENS=TOKENS, BLOCK=block_size, NORM=q_norm is not None, SLOTS=slots is not None, CODES=CODES[kv_dtype],
+        num_warps=WARPS, **early(kv_layer.device),
     )
 
 
@@ -82,8 +56,7 @@ def _norm_rope_store(
     qkv_ptr, q_norm_ptr, k_norm_ptr, eps, cos_ptr, sin_ptr, positions_ptr, rows_ptr, slots_ptr, table_ptr, kv_ptr,
     tokens, row_stride, table_stride, block_stride, kv_stride, head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, SLOTS: tl.constexpr, CODES: tl.constexpr,
-    EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, NORM: tl.constexpr, SLOTS: tl.constexpr, CODES: tl.constexpr, EARLY: tl.constexpr,
 ):
     if EARLY:
         gdc_launch_dependents()
@@ -98,7 +71,7 @@ def _norm_rope_store(
     low = tl.load(here, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(here + HALF, mask=inside, other=0.0).to(tl.float32)
     position = tl.load(positions_ptr + token, mask=real, other=0)
-    if head < (HEADS + KV_HEADS if ROPE else 0):
+    if head < HEADS + KV_HEADS:
         if NORM:
             norm_ptr = q_norm_ptr if head < HEADS else k_norm_ptr
             factor = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / (2 * HALF) + eps)[:, None]
