@@ -30,10 +30,10 @@ from gpu_workload import MODELS, Figure, opened, write
 from mixture_workload import PREFILL, decode_rate, prefill_rate
 
 from spillover import LLM
+from spillover.engine.cuda.cuda_experts import CudaExperts
 from spillover.engine.cuda.cuda_runner import CudaStep
 from spillover.engine.request import Request
 from spillover.engine.step import StepResult
-from spillover.engine.weights.cuda_experts import CudaExperts
 from spillover.engine.weights.host_weights import HostWeights
 from spillover.engine.weights.placed import PlacedWeights
 from spillover.errors import SpilloverError

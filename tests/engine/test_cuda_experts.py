@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from spillover.engine.weights.calibrate import best_split
-from spillover.engine.weights.cuda_build import fill_table
-from spillover.engine.weights.cuda_experts import Arena, CudaExperts
-from spillover.engine.weights.stream_buffers import StreamBuffers
+from spillover.engine.cuda.calibrate import best_split
+from spillover.engine.cuda.cuda_experts import Arena, CudaExperts
+from spillover.engine.cuda.cuda_placement import fill_table
+from spillover.engine.cuda.stream_buffers import StreamBuffers
 from spillover.kernels.experts import Experts, expert_stacks
 from spillover.kernels.host_expert_queue import HostExpertQueue
 from spillover.kernels.host_experts import ExpertLayout, HostExperts

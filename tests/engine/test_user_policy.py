@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spillover.engine.weights.policy_thread import PolicyThread
+from spillover.engine.cuda.policy_thread import PolicyThread
 from spillover.errors import SpilloverError
 from spillover.kernels.page_table import PageTable
 from spillover.memory.policies.experts import expert_policy

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from spillover.engine.config import EngineConfig
-from spillover.engine.weights.build import place_on_cpu
+from spillover.engine.cpu.cpu_placement import place_on_cpu
 from spillover.engine.weights.disk_weights import DiskWeights
 from spillover.errors import SpilloverError
 from spillover.kernels.formats.base import Weight
@@ -48,7 +48,7 @@ def _placed(config: EngineConfig, plan: Plan, model: ModelConfig, parts: Iterato
         # Held open for as long as the engine runs.
         disk = DiskWeights(PartReader(open_checkpoint(path), model, specs, getattr(torch, plan.dtype)))
     if cuda:
-        from spillover.engine.weights.cuda_build import place_on_cuda  # needs Triton
+        from spillover.engine.cuda.cuda_placement import place_on_cuda  # needs Triton
 
         return place_on_cuda(parts, plan, config, model, disk)
     return place_on_cpu(parts, placement, config.policy, disk, plan.kv_bytes)

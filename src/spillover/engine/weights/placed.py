@@ -6,7 +6,7 @@ host memory as records, or stays on disk. Nothing here decides where anything go
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
@@ -25,6 +25,8 @@ from spillover.kernels.records import Record, tensors_of
 from spillover.models.weight_specs import layer_part
 from spillover.models.weights import PartWeights, ResidentWeights, one_expert_of, split_experts
 from spillover.plan.placement import WeightPlan
+
+Parts = Iterable[tuple[str, dict[str, Weight]]]  # as the loader gives them, one after another
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from spillover.engine.weights.stream_buffers import Group, grouped
+from spillover.engine.cuda.stream_buffers import Group, grouped
 from spillover.kernels.page_table import NONE
 
 

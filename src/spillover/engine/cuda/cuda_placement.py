@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from spillover.engine.config import EngineConfig
-from spillover.engine.weights.build import Parts, chosen_policy, filled_cache
-from spillover.engine.weights.calibrate import split_table, streaming_share
-from spillover.engine.weights.cuda_experts import HOSTED_TOKENS, Arena, CudaExperts, CudaLayerExperts
+from spillover.engine.cuda.calibrate import split_table, streaming_share
+from spillover.engine.cuda.cuda_experts import HOSTED_TOKENS, Arena, CudaExperts, CudaLayerExperts
+from spillover.engine.cuda.policy_thread import PolicyThread
+from spillover.engine.cuda.stream_buffers import StreamBuffers
 from spillover.engine.weights.disk_weights import DiskWeights
 from spillover.engine.weights.elastic import ElasticMemory
+from spillover.engine.weights.expert_cache import chosen_policy, filled_cache
 from spillover.engine.weights.host_weights import HostWeights
 from spillover.engine.weights.mover import CudaMover
-from spillover.engine.weights.placed import PlacedParts, PlacedWeights
-from spillover.engine.weights.policy_thread import PolicyThread
-from spillover.engine.weights.stream_buffers import StreamBuffers
+from spillover.engine.weights.placed import Parts, PlacedParts, PlacedWeights
 from spillover.kernels.experts import expert_stacks
 from spillover.kernels.host_expert_queue import HostExpertQueue
 from spillover.kernels.host_experts import ExpertLayout, HostExperts

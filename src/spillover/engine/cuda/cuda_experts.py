@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from spillover.engine.weights.policy_thread import PolicyThread
-from spillover.engine.weights.stream import StreamPlan, stream_plan
-from spillover.engine.weights.stream_buffers import StreamBuffers, grouped
+from spillover.engine.cuda.policy_thread import PolicyThread
+from spillover.engine.cuda.stream_buffers import StreamBuffers, grouped
+from spillover.engine.cuda.stream_plan import StreamPlan, stream_plan
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.errors import SpilloverError
 from spillover.kernels.experts import Experts

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spillover.engine.weights.cuda_experts import CudaExperts
+from spillover.engine.cuda.cuda_experts import CudaExperts
 from spillover.kernels.host_expert_queue import PAIR
 from spillover.kernels.host_experts import HostExperts
 from spillover.kernels.page_table import Resolution

@@ -1,28 +1,25 @@
-"""From the parts that a loader gives, one after another, to weights placed as the plan says."""
+"""Weights placed on a CPU as the plan says."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from spillover.engine.weights.cpu_experts import CpuExperts, ExpertSlots, HomeExperts, SlotExperts
+from spillover.engine.cpu.cpu_experts import CpuExperts, ExpertSlots, HomeExperts, SlotExperts
 from spillover.engine.weights.disk_weights import DiskWeights
 from spillover.engine.weights.elastic import ElasticMemory
+from spillover.engine.weights.expert_cache import chosen_policy, filled_cache
 from spillover.engine.weights.host_weights import HostWeights
 from spillover.engine.weights.mover import CpuMover
-from spillover.engine.weights.placed import PlacedParts, PlacedWeights
-from spillover.kernels.formats.base import Linear, Weight
-from spillover.memory.experts import ExpertCache
-from spillover.memory.policies.experts import Static, expert_policy
-from spillover.memory.policies.experts.protocol import ExpertPolicy, GuessingPolicy
+from spillover.engine.weights.placed import Parts, PlacedParts, PlacedWeights
+from spillover.kernels.formats.base import Linear
+from spillover.memory.policies.experts.protocol import GuessingPolicy
 from spillover.models.weight_specs import layer_part
 from spillover.models.weights import PartWeights
 from spillover.plan.placement import WeightPlan
-
-Parts = Iterable[tuple[str, dict[str, Weight]]]
 
 
 def place_on_cpu(parts: Parts, placement: WeightPlan, policy: str, disk: DiskWeights | None = None,
@@ -66,22 +63,6 @@ def _cpu_experts(placed: PlacedParts, mover: CpuMover, arena: Tensor | None, pol
             hosts.append(HomeExperts(record, lambda index, layer=layer: placed.expert_bytes(layer, index)))  # type: ignore[misc]
             placed.paged[layer_part(layer)] = hosts[-1]
     return CpuExperts(slots, hosts)
-
-
-def chosen_policy(placement: WeightPlan, name: str) -> ExpertPolicy:
-    """Only what is paged has a choice: what is pinned stays, and on demand the one unused for longest goes."""
-    if placement.strategy == "pinned":
-        return Static(placement.pinned)
-    return expert_policy(name if placement.strategy == "experts" else "lru")
-
-
-def filled_cache(placement: WeightPlan, experts: int, policy: ExpertPolicy) -> ExpertCache:
-    """The first experts of every layer lie in its slots, in order."""
-    cache = ExpertCache(len(placement.slot_layers), experts, placement.quota, policy)
-    for layer in range(cache.layers):
-        for expert in range(cache.quota):
-            cache.take(layer, expert, asked=False)
-    return cache
 
 
 def _next_router(placed: PlacedParts, layers: tuple[int, ...],
