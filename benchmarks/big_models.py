@@ -30,12 +30,11 @@ from gpu_workload import MODELS, Figure, opened, write
 from mixture_workload import PREFILL, decode_rate, prefill_rate
 
 from spillover import LLM
-from spillover.engine.cuda.cuda_experts import CudaExperts
 from spillover.engine.cuda.cuda_runner import CudaStep
+from spillover.engine.cuda.paged_experts import PagedExperts
 from spillover.engine.request import Request
 from spillover.engine.step import StepResult
 from spillover.engine.weights.host_weights import HostWeights
-from spillover.engine.weights.placed import PlacedWeights
 from spillover.errors import SpilloverError
 from spillover.memory.routing import extended, read_log, uniform
 from spillover.models.registry import architecture
@@ -73,17 +72,17 @@ def measure(asked: Asked, flags: dict[str, Any]) -> Iterator[Figure]:
         rng = random.Random(0)
         prefill_rate(llm, rng)
         decode_rate(llm, rng, 4)
-        paged = weights.experts if isinstance(weights, PlacedWeights) else None
+        paged = weights.experts
         # Where the device looks experts up by itself their choice can be played back; elsewhere it is the router's.
         routings = ["router"]
-        if isinstance(paged, CudaExperts) and paged.on_demand is None:
+        if isinstance(paged, PagedExperts):
             routings = ["uniform", "replayed"] if asked.log is not None else ["uniform"]
         count = min(asked.decode_tokens, 6) if strategy == "sequential" else asked.decode_tokens
         common = {"strategy": strategy, "policy": policy or "lru", "budget": asked.budget, "load_seconds": loaded,
                   "quota": placement.quota if placement else 0, "model": asked.model}
         yield figure(llm, asked, common, "prefill", "router", lambda: prefill_rate(llm, rng), before, PREFILL)
         for routing in routings:
-            if isinstance(paged, CudaExperts) and routing != "router":
+            if isinstance(paged, PagedExperts) and routing != "router":
                 replay(paged, asked, llm, routing)
             decode_rate(llm, rng, 64 if routing == "replayed" else min(16, count))  # slots follow what is asked for
             yield figure(llm, asked, common, "decode", routing, lambda: decode_rate(llm, rng, count), before, count)
@@ -92,12 +91,11 @@ def measure(asked: Asked, flags: dict[str, Any]) -> Iterator[Figure]:
 def figure(llm: LLM, asked: Asked, common: dict[str, Any], phase: str, routing: str, rate: Any,
            before: int, count: int) -> Figure:
     weights = llm.engine.runner.weights  # type: ignore[attr-defined]
-    placed = isinstance(weights, PlacedWeights)
-    earlier = weights.traffic() if placed else None
+    earlier = weights.traffic()
     with host_time(llm) as host:
         rates = [rate() for _ in range(asked.repeats)]
     torch.cuda.synchronize()
-    traffic = weights.traffic().since(earlier) if placed and earlier is not None else None
+    traffic = weights.traffic().since(earlier)
     predicted = llm.plan.placement.predicted if llm.plan.placement else None
     peak = torch.cuda.max_memory_allocated() - before
     if peak > asked.budget:
@@ -108,9 +106,9 @@ def figure(llm: LLM, asked: Asked, common: dict[str, Any], phase: str, routing: 
         limit = predicted.prefill_tokens_per_second if phase == "prefill" else predicted.decode_tokens_per_second
         roof = predicted.prefill_roof if phase == "prefill" else predicted.decode_roof
     details = {**common, "routing": routing, "phase": phase, "tokens": count, "peak_bytes": peak, "roof": roof,
-               "hit_rate": traffic.hit_rate if traffic else None,
-               "hosted": traffic.expert_hosted / tokens if traffic else 0,
-               "bytes_moved_per_token": traffic.bytes_moved / tokens if traffic else 0,
+               "hit_rate": traffic.hit_rate,
+               "hosted": traffic.expert_hosted / tokens,
+               "bytes_moved_per_token": traffic.bytes_moved / tokens,
                "predicted": limit, "predicted_routing": "uniform", "host_ms_per_step": statistics.median(host),
                "host_ms_p90": statistics.quantiles(host, n=10)[-1]}
     name = f"{phase}, {asked.strategy}, {routing}, {asked.budget / 1e9:.1f} GB"
@@ -146,7 +144,7 @@ def host_time(llm: LLM) -> Iterator[list[float]]:
         yield found
 
 
-def replay(experts: CudaExperts, asked: Asked, llm: LLM, routing: str) -> None:
+def replay(experts: PagedExperts, asked: Asked, llm: LLM, routing: str) -> None:
     config = architecture(MODELS[asked.model]).config(MODELS[asked.model])
     layers, wanted, k = experts.table.layers, config.num_experts, config.experts_per_token
     if routing == "uniform":
@@ -154,8 +152,8 @@ def replay(experts: CudaExperts, asked: Asked, llm: LLM, routing: str) -> None:
     else:
         assert asked.log is not None
         trace = extended(read_log(asked.log), wanted, k, layers)
-    experts.replay = torch.tensor(trace, dtype=torch.int32, device="cuda")
-    llm.engine.runner.forget_graphs()  # type: ignore[attr-defined]  # they hold the routing they were recorded with
+    experts.replay(torch.tensor(trace, dtype=torch.int32, device="cuda"))
+    llm.engine.runner.forget_graphs()  # type: ignore[attr-defined]  # they hold the routing they were captured with
 
 
 def half_budget(model: str) -> int:

@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 
 from spillover.engine.cuda.calibrate import best_split
-from spillover.engine.cuda.cuda_experts import Arena, CudaExperts
-from spillover.engine.cuda.cuda_placement import fill_table
+from spillover.engine.cuda.cuda_placement import CudaExperts, fill_table
+from spillover.engine.cuda.expert_arena import ExpertArena
+from spillover.engine.cuda.expert_stream import MAX_CAPTURED_ROWS
+from spillover.engine.cuda.fetched_experts import FetchedExperts
+from spillover.engine.cuda.host_share import HostShare
+from spillover.engine.cuda.paged_experts import PagedExperts
 from spillover.engine.cuda.stream_buffers import StreamBuffers
 from spillover.kernels.experts import Experts, expert_stacks
 from spillover.kernels.host_expert_queue import HostExpertQueue
@@ -67,9 +71,9 @@ def rounding(x: Tensor, scores: Tensor, first: Experts, second: Experts, k: int,
 
 
 class Model:
-    """Layers of experts at home in host memory, and slots for some of them."""
+    """Layers of experts in host memory, and slots for some of them."""
 
-    def __init__(self, name: str, quotas: list[int], transit: int) -> None:
+    def __init__(self, name: str, quotas: list[int], stream_slots: int) -> None:
         hf = starved.MODELS[name]
         built = architecture(hf)
         self.config = built.config(hf)
@@ -83,41 +87,46 @@ class Model:
         for layer in layers:
             self.runs.append(torch.empty(self.config.num_experts, self.record.nbytes, dtype=torch.uint8))
             self.record.write_stacks(layer, self.runs[-1])
-        slots = torch.zeros(sum(quotas) + transit, self.record.nbytes, dtype=torch.uint8)
+        self.slots = torch.zeros(sum(quotas) + stream_slots, self.record.nbytes, dtype=torch.uint8)
         for layer, quota in enumerate(quotas):
-            slots[sum(quotas[:layer]) : sum(quotas[:layer]) + quota] = self.runs[layer][:quota]
-        arena = Arena(slots, *expert_stacks(self.record.stacks(slots)))
-        k = self.config.experts_per_token
-        assert all(quota == 0 or quota > PAGED_TOKENS * k or transit == 2 for quota in quotas)
-        self.table = PageTable.make(quotas, self.config.num_experts, PAGED_TOKENS * k, 16, torch.device("cpu"))
-        fill_table(self.table, quotas)
-        self.experts = CudaExperts(arena, self.table, self.runs, StreamBuffers(slots[sum(quotas) :], transit // 2),
-                                   sum(quotas), PAGED_TOKENS, k)
+            self.slots[sum(quotas[:layer]) : sum(quotas[:layer]) + quota] = self.runs[layer][:quota]
+        self.arena = ExpertArena(self.slots, self.record)
 
-    def check(self, steps: int, seed: int) -> None:
+    def paged(self, host: HostShare | None = None) -> PagedExperts:
+        quotas, k = self.quotas, self.config.experts_per_token
+        assert all(quota == 0 or quota > PAGED_TOKENS * k for quota in quotas)
+        table = PageTable.make(quotas, self.config.num_experts, PAGED_TOKENS * k, 16, torch.device("cpu"))
+        fill_table(table, quotas)
+        streamed = self.slots[sum(quotas) :]
+        buffers = StreamBuffers(streamed, len(streamed) // 2)
+        return PagedExperts(self.arena, table, self.runs, buffers, PAGED_TOKENS, k, host)
+
+    def check(self, experts: CudaExperts, steps: int, seed: int) -> None:
         config, rng = self.config, random.Random(seed)
         generator = torch.Generator().manual_seed(seed)
         for _ in range(steps):
             tokens = rng.choice([1, 1, 2, 5, 33])
-            self.experts.begin_step(tokens)
+            experts.begin_step(tokens)
             for layer, (first, second) in enumerate(self.stacks):
                 x = torch.randn(tokens, config.hidden_size, generator=generator)
                 scores = torch.randn(tokens, config.num_experts, generator=generator)
                 arguments = (config.experts_per_token, True, config.swiglu_limit)
-                found = self.experts.mixture(layer, x, scores, *arguments)
+                found = experts.mixture(layer, x, scores, *arguments)
                 wanted = mixture_reference(x, scores, first, second, *arguments)
                 room = SIGMAS * rounding(x, scores, first, second, *arguments)
                 assert ((found - wanted).abs() <= room).all()
-            self.experts.end_step(tokens)
-            self.table.check()
+            experts.end_step(tokens)
+            if isinstance(experts, PagedExperts):
+                experts.table.check()
 
 
 @pytest.mark.parametrize("name", starved.MIXTURES)
 def test_missing_experts_are_fetched_or_stream_past(name: str) -> None:
     model = Model(name, [9, 10, 9], 6)
-    model.check(steps=12, seed=1)
-    assert model.experts.traffic.expert_misses > 0
-    assert model.experts.traffic.bytes_moved > model.experts.traffic.expert_misses * model.record.nbytes
+    experts = model.paged()
+    model.check(experts, steps=12, seed=1)
+    assert experts.traffic.expert_misses > 0
+    assert experts.traffic.bytes_moved > experts.traffic.expert_misses * model.record.nbytes
 
 
 @pytest.mark.parametrize("name", starved.MIXTURES)
@@ -128,11 +137,12 @@ def test_the_host_computes_what_it_is_given(name: str) -> None:
     layout = ExpertLayout(model.record, model.stacks[0][0].weight.format, torch.float32, config.hidden_size,
                           config.expert_intermediate_size, config.num_experts, config.swiglu_limit)
     everything = torch.arange(PAGED_TOKENS * k + 1, dtype=torch.int32)
-    with HostExperts(layout, [run.data_ptr() for run in model.runs], threads=2) as host:
-        mail = HostExpertQueue.make(33, 33 * k, model.config.hidden_size, torch.device("cpu"))
-        model.experts.delegate(host, mail, [everything // 2, everything, everything // 2], lambda rows: 0.5)
-        model.check(steps=12, seed=2)
-        traffic = model.experts.traffic
+    with HostExperts(layout, [run.data_ptr() for run in model.runs], threads=2) as cores:
+        queue = HostExpertQueue.make(33, 33 * k, model.config.hidden_size, torch.device("cpu"))
+        split = [everything // 2, everything, everything // 2]
+        experts = model.paged(HostShare(cores, queue, split, lambda rows: 0.5))
+        model.check(experts, steps=12, seed=2)
+        traffic = experts.traffic
     assert traffic.expert_hosted > 0
     assert traffic.expert_misses > 0
 
@@ -144,61 +154,102 @@ def test_on_demand_the_host_does_the_fetching(name: str) -> None:
     for layer in range(2):
         for expert in range(3):
             cache.take(layer, expert, asked=False)
-    model.experts.fetch_on_demand(cache, lambda layer, expert: model.runs[layer][expert])
-    model.check(steps=8, seed=3)
+    experts = FetchedExperts(model.arena, cache, lambda layer, expert: model.runs[layer][expert])
+    model.check(experts, steps=8, seed=3)
     cache.check()
-    assert model.experts.traffic.bytes_moved > 0
-    lent = [(layer, model.experts.lend(layer, 4)) for layer in (0, 1) for _ in range(3)]
+    assert experts.traffic.bytes_moved > 0
+    lent = [(layer, experts.lend(layer, 4)) for layer in (0, 1) for _ in range(3)]
     assert [len(slots) for _, slots in lent] == [1, 1, 0] * 2
-    model.check(steps=4, seed=8)
+    model.check(experts, steps=4, seed=8)
     cache.check()
     for layer, slots in lent:
-        model.experts.give_back(layer, slots)
-    model.check(steps=4, seed=9)
+        experts.give_back(layer, slots)
+    model.check(experts, steps=4, seed=9)
 
 
 def test_what_was_lost_in_sleep_is_fetched_again() -> None:
     model = Model("gpt-oss", [9, 9], 4)
-    model.check(steps=4, seed=4)
-    model.experts.sleep()
-    model.experts.wake_up()
-    model.check(steps=6, seed=5)
+    experts = model.paged()
+    model.check(experts, steps=4, seed=4)
+    experts.sleep()
+    experts.wake_up()
+    model.check(experts, steps=6, seed=5)
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
 def test_slots_can_be_lent_and_given_back(name: str) -> None:
     model = Model(name, [12, 12], 4)
+    experts = model.paged()
     k = model.config.experts_per_token
-    lent = [(layer, model.experts.lend(layer, 2)) for layer in (0, 1) for _ in range(12)]
+    lent = [(layer, experts.lend(layer, 2)) for layer in (0, 1) for _ in range(12)]
     assert sum(len(slots) for _, slots in lent) == 2 * (model.quotas[0] - k - 1)  # what a token may need stays
     assert not lent[-1][1]
-    assert model.experts.paged_tokens == 1  # and steps of more tokens stream
+    assert experts.paged_tokens == 1  # and steps of more tokens stream
     for _, slots in lent:
-        model.experts.arena.slots[slots.start : slots.stop].fill_(255)
-    model.check(steps=8, seed=6)
+        experts.arena.slots[slots.start : slots.stop].fill_(255)
+    model.check(experts, steps=8, seed=6)
     for layer, slots in lent:
-        assert bool((model.experts.arena.slots[slots.start : slots.stop] == 255).all())  # nobody wrote there
-        model.experts.give_back(layer, slots)
-    assert model.experts.paged_tokens == PAGED_TOKENS
-    model.check(steps=8, seed=7)
+        assert bool((experts.arena.slots[slots.start : slots.stop] == 255).all())  # nobody wrote there
+        experts.give_back(layer, slots)
+    assert experts.paged_tokens == PAGED_TOKENS
+    model.check(experts, steps=8, seed=7)
 
 
 def test_loans_come_and_go_between_steps() -> None:
     """Steps that stream know of them without asking the device, and those that page change what it has in between."""
     model, rng = Model("qwen3-moe", [12, 12], 4), random.Random(10)
+    experts = model.paged()
     lent: list[tuple[int, range]] = []
     for turn in range(16):
         layer = rng.randrange(2)
-        slots = model.experts.lend(layer, rng.randint(1, 4)) if rng.random() < 0.6 else range(0)
+        slots = experts.lend(layer, rng.randint(1, 4)) if rng.random() < 0.6 else range(0)
         if slots:
-            model.experts.arena.slots[slots.start : slots.stop].fill_(255)  # an expert there would be no number
+            experts.arena.slots[slots.start : slots.stop].fill_(255)  # an expert there would be no number
             lent.append((layer, slots))
         elif lent:
-            model.experts.give_back(*lent.pop(rng.randrange(len(lent))))
+            experts.give_back(*lent.pop(rng.randrange(len(lent))))
         taken = [slot for _, slots in lent for slot in slots]
         assert len(taken) == len(set(taken))
-        model.check(steps=rng.randint(1, 3), seed=100 + turn)
+        model.check(experts, steps=rng.randint(1, 3), seed=100 + turn)
     assert lent
+
+
+def test_a_graph_is_good_while_the_page_table_stays() -> None:
+    model = Model("qwen3-moe", [12, 12], 4)
+    experts = model.paged()
+
+    def version(rows: int) -> int | None:
+        experts.begin_step(rows)
+        return experts.graph_version(rows)
+
+    assert version(PAGED_TOKENS) == 0
+    first = version(33)
+    assert first
+    assert version(64) == version(33) == first
+    version(1)  # changes the table
+    second = version(33)
+    assert second != first
+    slots = experts.lend(0, 2)
+    third = version(33)
+    assert third not in (first, second)
+    experts.give_back(0, slots)
+    assert version(MAX_CAPTURED_ROWS + 1) is None
+
+
+def test_steps_follow_recorded_routing() -> None:
+    model = Model("qwen3-moe", [12, 12], 4)
+    experts, k = model.paged(), model.config.experts_per_token
+    routing = torch.tensor([[[3, 14], [15, 1]], [[0, 13], [14, 2]]], dtype=torch.int32)
+    experts.replay(routing)
+    for step in range(1, 4):
+        experts.begin_step(1)
+        for layer, stacks in enumerate(model.stacks):
+            x, scores = torch.randn(1, model.config.hidden_size), torch.randn(1, model.config.num_experts)
+            found = experts.mixture(layer, x, scores, k, True, None)
+            only = torch.full_like(scores, -torch.inf)
+            chosen = routing[step % 2, layer].long()
+            only[:, chosen] = scores[:, chosen]
+            torch.testing.assert_close(found, mixture_reference(x, only, *stacks, k, True))
 
 
 def test_link_and_host_share_what_is_missing() -> None:

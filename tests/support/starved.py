@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from spillover import LLM, SamplingParams
-from spillover.engine.weights.placed import PlacedWeights
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.errors import PlanError
 from spillover.plan.planner import Plan
@@ -73,10 +72,8 @@ def answer(folder: str, asked: list[list[int]], tokens: int = 10, **flags: Any) 
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         outputs = llm.generate(asked, params, use_tqdm=False)
         weights = llm.engine.runner.weights
-        placed = isinstance(weights, PlacedWeights)
         return Answers([list(output.outputs[0].token_ids) for output in outputs], llm.plan, weights,
-                       weights.traffic() if placed else WeightTraffic(), weights.nbytes,
-                       weights.host_bytes if placed else 0)
+                       weights.traffic(), weights.nbytes, weights.host_bytes)
 
 
 def least(folder: str, **flags: Any) -> int:

@@ -23,7 +23,6 @@ from spillover.engine.scheduler import Scheduler, SchedulerConfig
 from spillover.engine.tiers import make_store
 from spillover.engine.weights.elastic import ElasticMemory, SlotLender
 from spillover.engine.weights.load import load
-from spillover.engine.weights.placed import PlacedWeights
 from spillover.errors import SpilloverError
 from spillover.kernels import native
 from spillover.kernels.arena import Arena
@@ -179,8 +178,6 @@ def _lender(runner: NullRunner | ModelRunner, plan: Plan) -> SlotLender | None:
     if isinstance(runner, NullRunner) or placement is None or not placement.spare_slots:
         return None
     weights = runner.weights
-    if not isinstance(weights, PlacedWeights):
-        return None
     if weights.memory is None or weights.experts is None:
         return None
     return SlotLender(weights.memory, weights.experts, len(placement.slot_layers), placement.spare_slots,
@@ -205,8 +202,7 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None,
     trim_heap()  # what loading left behind
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    memory = weights.memory if isinstance(weights, PlacedWeights) else None
-    pool = _make_pool(plan, model_config, len(model.groups[0].layers), dtype, device, memory)
+    pool = _make_pool(plan, model_config, len(model.groups[0].layers), dtype, device, weights.memory)
     views = KVViews(pool, model.groups)
     stage = None
     if plan.offloaded_blocks:

@@ -10,10 +10,10 @@ from typing import Protocol, TypeVar
 from spillover.engine.request import Request
 from spillover.engine.scheduler import Scheduler
 from spillover.engine.step import Step, StepResult
+from spillover.engine.weights.placed import EngineWeights
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.errors import SpilloverError
 from spillover.models.layers import KVViews
-from spillover.models.weights import ResidentWeights
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class ModelRunner(StepRunner, Protocol):
     """A runner that has a model, with its weights and KV in device memory."""
 
     @property
-    def weights(self) -> ResidentWeights: ...
+    def weights(self) -> EngineWeights: ...
 
     @property
     def kv(self) -> KVViews: ...

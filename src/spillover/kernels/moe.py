@@ -3,13 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from spillover.kernels.activation import clamped_swiglu_reference, silu_and_mul_reference
+from spillover.kernels.activation import (
+    clamped_swiglu,
+    clamped_swiglu_reference,
+    silu_and_mul,
+    silu_and_mul_reference,
+)
 from spillover.kernels.experts import Experts
-from spillover.kernels.linear import linear_reference
+from spillover.kernels.linear import linear, linear_reference
+
+
+class LayerExperts(Protocol):
+    """The experts of one layer, wherever they are."""
+
+    def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None) -> Tensor:
+        """Return the mixture [T, H] of x [T, H] by the router's scores [T, E], as `mixture` of this module does."""
+        ...
+
+
+@dataclass(frozen=True)
+class ResidentExperts:
+    """The experts of a layer, all of them on the device."""
+
+    first: Experts
+    second: Experts
+
+    def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None) -> Tensor:
+        return mixture(x, scores, self.first, self.second, k, renormalize, limit)
 
 
 def mixture(
@@ -24,7 +50,28 @@ def mixture(
         from spillover.kernels.triton import moe as on_cuda
 
         return on_cuda.mixture(x, scores, first, second, k, renormalize, limit)
-    return mixture_reference(x, scores, first, second, k, renormalize, limit)
+    ids, shares = route(scores, k, renormalize, limit)
+    return moe(x, ids, shares, lambda index, rows: expert_mlp(rows, first, second, index, limit))
+
+
+def route(scores: Tensor, k: int, renormalize: bool, limit: float | None) -> tuple[Tensor, Tensor]:
+    """scores [T, E] -> (ids, shares) [T, k] of the experts that each token goes to, on the CPU.
+
+    Shares are rounded as the models' own implementations round them: those with a `limit` (gpt-oss) take the softmax of
+    the chosen scores, the others choose from the softmax of all.
+    """
+    if limit is not None and renormalize:
+        best, ids = scores.topk(k)
+        return ids, best.softmax(-1)
+    shares, ids = scores.float().softmax(-1).topk(k)
+    return ids, shares / shares.sum(-1, keepdim=True) if renormalize else shares
+
+
+def expert_mlp(x: Tensor, first: Experts, second: Experts, index: int, limit: float | None) -> Tensor:
+    """x [T, H] -> [T, H]: one expert of the stacks, on the CPU."""
+    gate_up = linear(x, first.weight.expert(index), None if first.bias is None else first.bias[index])
+    h = silu_and_mul(gate_up) if limit is None else clamped_swiglu(gate_up, limit)
+    return linear(h, second.weight.expert(index), None if second.bias is None else second.bias[index])
 
 
 def mixture_reference(
@@ -33,13 +80,14 @@ def mixture_reference(
     best, ids = scores.float().topk(k)
     shares = best.softmax(-1) if renormalize else scores.float().softmax(-1).gather(-1, ids)
 
-    def expert(index: int, rows: Tensor) -> Tensor:
-        bias = [None if stack.bias is None else stack.bias[index] for stack in (first, second)]
-        gate_up = linear_reference(rows, first.expert(index, x.dtype), bias[0])
-        h = silu_and_mul_reference(gate_up) if limit is None else clamped_swiglu_reference(gate_up, limit)
-        return linear_reference(h, second.expert(index, x.dtype), bias[1])
+    return moe(x, ids, shares, lambda index, rows: expert_mlp_reference(rows, first, second, index, limit))
 
-    return moe(x, ids, shares, expert)
+
+def expert_mlp_reference(x: Tensor, first: Experts, second: Experts, index: int, limit: float | None) -> Tensor:
+    bias = [None if stack.bias is None else stack.bias[index] for stack in (first, second)]
+    gate_up = linear_reference(x, first.expert(index, x.dtype), bias[0])
+    h = silu_and_mul_reference(gate_up) if limit is None else clamped_swiglu_reference(gate_up, limit)
+    return linear_reference(h, second.expert(index, x.dtype), bias[1])
 
 
 def moe(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, expert: Callable[[int, Tensor], Tensor]) -> Tensor:

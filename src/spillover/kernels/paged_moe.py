@@ -7,11 +7,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from spillover.kernels.activation import clamped_swiglu_reference, silu_and_mul_reference
 from spillover.kernels.experts import Experts
 from spillover.kernels.formats.grouped_gemm import GroupedGemm
 from spillover.kernels.host_expert_queue import HostExpertQueue
-from spillover.kernels.linear import linear_reference
+from spillover.kernels.moe import expert_mlp_reference
 from spillover.kernels.page_table import NONE, PageTable, Resolution
 from spillover.kernels.paging import (
     assign_reference,
@@ -132,7 +131,4 @@ def experts_reference(
         if slot == NONE:
             continue
         pairs = (flat == expert).nonzero().flatten()
-        bias = [None if stack.bias is None else stack.bias[slot] for stack in (first, second)]
-        gate_up = linear_reference(x[pairs // k], first.expert(slot, x.dtype), bias[0])
-        h = silu_and_mul_reference(gate_up) if limit is None else clamped_swiglu_reference(gate_up, limit)
-        rows[pairs] = linear_reference(h, second.expert(slot, x.dtype), bias[1])
+        rows[pairs] = expert_mlp_reference(x[pairs // k], first, second, slot, limit)

@@ -11,20 +11,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spillover.kernels.activation import silu_and_mul
 from spillover.kernels.batch import AttentionBatch, LayerShape
 from spillover.kernels.cpu_kernels import LayerStack
-from spillover.kernels.experts import expert_stacks
 from spillover.kernels.formats.base import WeightFormat, make_format
 from spillover.kernels.formats.dense import DENSE, EMBEDDING
 from spillover.kernels.layer_kernels import kernels_on
 from spillover.kernels.linear import embedding, linear
-from spillover.kernels.moe import mixture, moe
 from spillover.models.config import ModelConfig
 from spillover.models.groups import LayerGroup, layer_groups
 from spillover.models.rope import rope_tables
 from spillover.models.weight_specs import Source, WeightSpec, WeightSpecs, layer_part, stored_in
-from spillover.models.weights import PAGED, FetchedExperts, PagedExperts, PartWeights, ResidentWeights, Weights
+from spillover.models.weights import PartWeights, ResidentWeights, Weights
 
 SLEEP_BLOCKS = 64  # moved at a time
 
@@ -152,39 +149,10 @@ class MixtureDecoder(Decoder):
         if layer in self.config.dense_layers:
             return super().mlp(layer, x, residual, w)
         x, residual = self.kernels.add_rms_norm(x, residual, w["mlp_norm"])
-        scores = linear(x, w["router"])  # [T, experts]
-        k, renormalize = self.config.experts_per_token, self.config.norm_topk_prob
-        if x.is_cuda:
-            return device_mixture(w, x, scores, k, renormalize), residual
-        shares, ids = scores.float().softmax(-1).topk(k)
-        if renormalize:
-            shares = shares / shares.sum(-1, keepdim=True)
-        locate = expert_places(w, x, ids)
-
-        def expert(index: int, rows: Tensor) -> Tensor:
-            stacks, place = locate(index)
-            gate_up = linear(rows, stacks["experts.gate_up"].expert(place))
-            return linear(silu_and_mul(gate_up), stacks["experts.down"].expert(place))
-
-        return moe(x, ids, shares, expert), residual
-
-
-def device_mixture(w: PartWeights, x: Tensor, scores: Tensor, k: int, renormalize: bool,
-                   limit: float | None = None) -> Tensor:
-    """On a CUDA device, wherever the experts are."""
-    paged: PagedExperts | None = w.get(PAGED)
-    if paged is not None:
-        return paged.mixture(x, scores, k, renormalize, limit)
-    return mixture(x, scores, *expert_stacks(w), k, renormalize, limit)
-
-
-def expert_places(w: PartWeights, x: Tensor, ids: Tensor) -> Callable[[int], tuple[PartWeights, int]]:
-    """For tokens x that go to the experts ids: from an expert to the stacks it lies in, and where in them."""
-    fetched: FetchedExperts | None = w.get(PAGED)
-    if fetched is None:
-        return lambda index: (w, index)
-    fetched.routed(x, ids)
-    return lambda index: (fetched.expert(index), 0)
+        scores = linear(x, w["router"], w.get("router_bias"))  # [T, experts]
+        config = self.config
+        mixed = w["experts"].mixture(x, scores, config.experts_per_token, config.norm_topk_prob, config.swiglu_limit)
+        return mixed, residual
 
 
 def decoder_specs(config: ModelConfig, mlp_specs: Callable[[ModelConfig, int], list[WeightSpec]]) -> WeightSpecs:

@@ -1,5 +1,5 @@
 """Experts on the CPU, where the "device" is a bounded arena: fetched into a slot when tokens ask for them, one after
-another, or computed with where they live."""
+another, or computed where their record lies."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch import Tensor
 
 from spillover.engine.weights.mover import Mover, Source
 from spillover.engine.weights.traffic import WeightTraffic
+from spillover.kernels.experts import Experts, ExpertWeights, expert_stacks
 from spillover.kernels.formats.base import Linear
 from spillover.kernels.linear import linear
+from spillover.kernels.moe import expert_mlp, moe, route
 from spillover.kernels.records import Record
 from spillover.memory.experts import ExpertCache
-from spillover.models.weights import PartWeights
 
 
 class ExpertSlots:
@@ -23,26 +24,20 @@ class ExpertSlots:
 
     def __init__(self, cache: ExpertCache, record: Record, arena: Tensor, source: Callable[[int, int], Source],
                  mover: Mover) -> None:
-        """`source(layer, expert)`: the record at its home; layers are counted as the cache counts them."""
+        """`source(layer, expert)`: the record, in host memory or on disk; layers are numbered as in the cache."""
         self.cache = cache
         self._record = record
         self._arena = arena
         self._source = source
         self._mover = mover
         self._tickets: dict[int, Any] = {}  # of copies under way, by slot
-        self._bound: dict[int, PartWeights] = {}  # by slot
+        self._bound: dict[int, tuple[Experts, Experts]] = {}  # by slot
         self.step = 0
         self.bytes_moved = 0
         self.fetches = 0
 
-    def fill(self) -> None:
-        """The first experts of every layer, until their slots are full."""
-        for layer in range(self.cache.layers):
-            for expert in range(self.cache.quota):
-                self.fetch(layer, expert, (), asked=False)
-
     def fetch(self, layer: int, expert: int, keep: Sequence[int], asked: bool, pinned: bool = False) -> int | None:
-        """Starts the copy into a slot of its own."""
+        """Start the copy into a slot of its own; None: no slot can be given up."""
         slot = self.cache.take(layer, expert, keep, asked, pinned)
         if slot is not None:
             self._tickets[slot] = self._mover.start(self._arena[slot], self._source(layer, expert), None)
@@ -50,13 +45,13 @@ class ExpertSlots:
             self.fetches += 1
         return slot
 
-    def bind(self, slot: int) -> PartWeights:
-        """What lies there, once it has come."""
+    def bind(self, slot: int) -> tuple[Experts, Experts]:
+        """Return what lies there as stacks of one expert, once it has come."""
         ticket = self._tickets.pop(slot, None)
         if ticket is not None:
             self._mover.wait(ticket)
         if slot not in self._bound:
-            self._bound[slot] = cast(PartWeights, self._record.bind(self._arena[slot]))
+            self._bound[slot] = _stacks_of_one(self._record, self._arena[slot])
         return self._bound[slot]
 
     def next_step(self) -> int:
@@ -64,7 +59,7 @@ class ExpertSlots:
         return self.step
 
     def settle(self) -> None:
-        """Every copy has ended."""
+        """Wait until every copy has ended."""
         for slot in list(self._tickets):
             self.bind(slot)
 
@@ -81,23 +76,18 @@ class ExpertSlots:
 class CpuExperts:
     """All layers' experts that are not resident."""
 
-    def __init__(self, slots: ExpertSlots | None, hosts: Sequence[HomeExperts]) -> None:
+    def __init__(self, slots: ExpertSlots | None, in_place: Sequence[InPlaceExperts]) -> None:
         self.slots = slots
-        self._hosts = hosts
+        self._in_place = in_place
 
     @property
     def traffic(self) -> WeightTraffic:
-        hosted = WeightTraffic(expert_hosted=sum(host.hosted for host in self._hosts))
-        return hosted if self.slots is None else hosted.plus(self.slots.traffic)
+        computed = WeightTraffic(expert_hosted=sum(layer.computed for layer in self._in_place))
+        return computed if self.slots is None else computed.plus(self.slots.traffic)
 
     @property
     def nbytes(self) -> int:
         return self.slots.nbytes if self.slots is not None else 0
-
-    max_unpadded_rows = 0
-
-    def graph_version(self, rows: int) -> int | None:
-        return None
 
     def lend(self, layer: int, most: int) -> range:
         assert self.slots is not None
@@ -110,14 +100,8 @@ class CpuExperts:
         assert self.slots is not None
         self.slots.cache.give_back(layer, slots)
 
-    def begin_step(self, rows: int) -> None:
-        pass
-
-    def end_step(self, rows: int) -> None:
-        pass
-
     def sleep(self) -> None:
-        """The device is the host here: nothing would be won."""
+        """Do nothing: the device is the host here."""
 
     def wake_up(self) -> None:
         pass
@@ -136,26 +120,36 @@ class SlotExperts:
         self._slots = slots
         self._layer = layer
         self._next_router = next_router
-        self._wanted: list[int] = []
 
-    def routed(self, x: Tensor, ids: Tensor) -> None:
+    def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None) -> Tensor:
+        ids, shares = route(scores, k, renormalize, limit)
+        wanted: list[int] = torch.unique(ids).tolist()
+        self._prepare(x, wanted, k)
+        return moe(x, ids, shares, lambda index, rows: expert_mlp(rows, *self._fetch(index, wanted), 0, limit))
+
+    def _prepare(self, x: Tensor, wanted: list[int], k: int) -> None:
+        """Tell the policy which experts this layer wants, and fetch what it expects of the next."""
         cache, layer = self._slots.cache, self._layer
         step = self._slots.next_step() if layer == 0 else self._slots.step
-        self._wanted = torch.unique(ids).tolist()
-        cache.policy.on_phase("decode" if ids.shape[0] == 1 else "prefill")
-        cache.policy.on_route(step, layer, self._wanted)
-        if self._next_router is not None and layer + 1 < cache.layers:
-            self._guess(x, ids.shape[1])
-        for expert in cache.policy.prefetch(layer + 1) if layer + 1 < cache.layers else ():
+        cache.policy.on_phase("decode" if x.shape[0] == 1 else "prefill")
+        cache.policy.on_route(step, layer, wanted)
+        if layer + 1 == cache.layers:
+            return
+        if self._next_router is not None:
+            weight, bias = self._next_router()
+            chosen = linear(x, weight, bias).topk(k).indices
+            cache.policy.on_guess(layer + 1, torch.unique(chosen).tolist())  # type: ignore[attr-defined]
+        for expert in cache.policy.prefetch(layer + 1):
             if cache.slot(layer + 1, expert) is None:
                 self._slots.fetch(layer + 1, expert, (), asked=False)
 
-    def expert(self, index: int) -> PartWeights:
+    def _fetch(self, index: int, wanted: list[int]) -> tuple[Experts, Experts]:
+        """Return one expert as stacks of one, good until the next is fetched."""
         cache, layer = self._slots.cache, self._layer
         slot = cache.ask(layer, index)
         if slot is None:
             # Those that come later in this step stay if they can; with a small quota some of them cannot.
-            later = [expert for expert in self._wanted if expert > index]
+            later = [expert for expert in wanted if expert > index]
             slot = self._slots.fetch(layer, index, later, asked=True)
             if slot is None:
                 slot = self._slots.fetch(layer, index, (), asked=True)
@@ -164,24 +158,23 @@ class SlotExperts:
             assert slot is not None, "a layer without a slot"
         return self._slots.bind(slot)
 
-    def _guess(self, x: Tensor, k: int) -> None:
-        assert self._next_router is not None
-        weight, bias = self._next_router()
-        chosen = linear(x, weight, bias).topk(k).indices
-        self._slots.cache.policy.on_guess(self._layer + 1, torch.unique(chosen).tolist())  # type: ignore[attr-defined]
 
+class InPlaceExperts:
+    """One layer's experts, computed where their records lie."""
 
-class HomeExperts:
-    """One layer's experts, computed with where they live."""
-
-    def __init__(self, record: Record, runs: Callable[[int], Tensor]) -> None:
+    def __init__(self, record: Record, source: Callable[[int], Tensor]) -> None:
+        """`source(expert)`: an expert's bytes."""
         self._record = record
-        self._runs = runs  # an expert's bytes
-        self.hosted = 0
+        self._source = source
+        self.computed = 0  # experts, over all steps
 
-    def routed(self, x: Tensor, ids: Tensor) -> None:
-        pass
+    def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None) -> Tensor:
+        def expert(index: int, rows: Tensor) -> Tensor:
+            self.computed += 1
+            return expert_mlp(rows, *_stacks_of_one(self._record, self._source(index)), 0, limit)
 
-    def expert(self, index: int) -> PartWeights:
-        self.hosted += 1
-        return cast(PartWeights, self._record.bind(self._runs(index)))
+        return moe(x, *route(scores, k, renormalize, limit), expert)
+
+
+def _stacks_of_one(record: Record, run: Tensor) -> tuple[Experts, Experts]:
+    return expert_stacks(cast(ExpertWeights, record.bind(run)))

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from spillover.engine.cpu.cpu_experts import CpuExperts, ExpertSlots, HomeExperts, SlotExperts
+from spillover.engine.cpu.cpu_experts import CpuExperts, ExpertSlots, InPlaceExperts, SlotExperts
 from spillover.engine.weights.disk_weights import DiskWeights
 from spillover.engine.weights.elastic import ElasticMemory
 from spillover.engine.weights.expert_cache import chosen_policy, filled_cache
@@ -24,7 +24,8 @@ from spillover.plan.placement import WeightPlan
 
 def place_on_cpu(parts: Parts, placement: WeightPlan, policy: str, disk: DiskWeights | None = None,
                  kv_bytes: int = 0) -> PlacedWeights:
-    """The "device" is an arena of the planned size; copies into it are real. `kv_bytes`: of KV, before the slots."""
+    """Put parts in host memory and in an arena of the planned size that stands for the device; copies into it are real.
+    `kv_bytes`: of KV, before the slots."""
     device = torch.device("cpu")
     placed, mover = PlacedParts(placement, device, HostWeights(device), disk), CpuMover()
     layers, quota = placement.slot_layers, placement.quota
@@ -52,17 +53,17 @@ def _cpu_experts(placed: PlacedParts, mover: CpuMover, arena: Tensor | None, pol
         cache = filled_cache(placed.placement, placed.num_experts, chosen_policy(placed.placement, policy))
         slots = ExpertSlots(cache, record, arena,
                             lambda index, expert: placed.expert_source(layers[index], expert), mover)
-    hosts = []
+    in_place = []
     for layer in placed.expert_runs:
         if layer in layers:
             assert slots is not None
             guesses = isinstance(slots.cache.policy, GuessingPolicy)
             router = _next_router(placed, layers, layer) if guesses else None
-            placed.paged[layer_part(layer)] = SlotExperts(slots, layers.index(layer), router)
+            placed.experts[layer_part(layer)] = SlotExperts(slots, layers.index(layer), router)
         else:
-            hosts.append(HomeExperts(record, lambda index, layer=layer: placed.expert_bytes(layer, index)))  # type: ignore[misc]
-            placed.paged[layer_part(layer)] = hosts[-1]
-    return CpuExperts(slots, hosts)
+            in_place.append(InPlaceExperts(record, lambda index, layer=layer: placed.expert_bytes(layer, index)))  # type: ignore[misc]
+            placed.experts[layer_part(layer)] = in_place[-1]
+    return CpuExperts(slots, in_place)
 
 
 def _next_router(placed: PlacedParts, layers: tuple[int, ...],

@@ -22,11 +22,10 @@ from spillover.engine.batch.sampler import Sampled, SampledLogprobs, SamplingBat
 from spillover.engine.batch.step_layout import ItemArrays, SampleRows, StepArrays, write_step
 from spillover.engine.batch.step_result import PromptRows, prompt_rows, sampling_batch, score, to_result
 from spillover.engine.step import Step, StepResult
-from spillover.engine.weights.placed import PlacedWeights
+from spillover.engine.weights.placed import EngineWeights
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.kernels.batch import AttentionBatch
 from spillover.models.layers import Decoder, KVViews, ModelStep
-from spillover.models.weights import ResidentWeights
 
 Changed = TypeVar("Changed")
 
@@ -68,7 +67,7 @@ class LaunchedStep:
 
 
 class CpuRunner:
-    def __init__(self, model: Decoder, weights: ResidentWeights, kv: KVViews, block_size: int, limits: StepLimits,
+    def __init__(self, model: Decoder, weights: EngineWeights, kv: KVViews, block_size: int, limits: StepLimits,
                  decode: Callable[[int], str] | None = None, kv_dtype: str = "auto",
                  stage: OffloadStage | None = None) -> None:
         """`stage`: what the cold blocks of sequences longer than the pool pass through."""
@@ -103,8 +102,7 @@ class CpuRunner:
         return self.weights.nbytes
 
     def weight_traffic(self) -> WeightTraffic:
-        """Nothing where all weights are resident."""
-        return self.weights.traffic() if isinstance(self.weights, PlacedWeights) else WeightTraffic()
+        return self.weights.traffic()
 
     def close(self) -> None:
         self._stream.shutdown()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spillover.engine.cuda.cuda_experts import CudaExperts
 from spillover.kernels.host_expert_queue import PAIR
 from spillover.kernels.host_experts import HostExperts
 from spillover.kernels.page_table import Resolution
@@ -22,26 +21,27 @@ log = logging.getLogger("spillover.engine")
 ROUNDS = 20  # of which the quarter that is fastest counts: what else a process does as it starts only slows down
 ROWS = (1, 4, 8, 16)  # of an expert, in steps that stream
 SHARES = 32  # of a whole, that the host may get: few, so that steps of about the same size stream alike
-POST = 12e-6  # seconds that a letter to the host and its answer take, beside the computing
+POST = 12e-6  # seconds that a request to the host and its answer take, beside the computing
 
 
-def split_table(experts: CudaExperts, host: HostExperts, most: int) -> Tensor | None:
-    """int32 [most + 1]: of so many that are missing, how many the host gets. None: it is never worth it.
+def split_table(records: Sequence[Tensor], buffer: Tensor, host: HostExperts, most: int) -> Tensor | None:
+    """Return int32 [most + 1]: of n missing experts, how many the host computes; None if it is never worth it.
 
-    One at least is always brought to the device, so that slots follow what tokens ask for.
+    One at least is always brought to the device, so that slots follow what tokens ask for. `records`: each layer's
+    experts in host memory [experts, record]; `buffer`: slots of the device to measure copies into.
     """
-    link, alone = _link_seconds(experts), _host_seconds(host, len(experts.runs))
+    link, alone = _link_seconds(records, buffer), _host_seconds(host, len(records))
     table = [best_split(missing, link, alone) for missing in range(most + 1)]
     log.info("a missing expert takes %.0f us over the link and %.0f us on %d cores; of 1, 2, 3, 4 missing the host "
              "computes %s", 1e6 * link, 1e6 * alone, host.threads, table[1:5])
-    return torch.tensor(table, dtype=torch.int32, device=experts.arena.slots.device) if any(table) else None
+    return torch.tensor(table, dtype=torch.int32, device=buffer.device) if any(table) else None
 
 
-def streaming_share(experts: CudaExperts, host: HostExperts, k: int) -> Callable[[int], float]:
-    """By the rows of a step that streams, each of which goes to k experts: of the experts that are missing, the share
-    with which the host is done when the link is."""
-    link = _copy_seconds(experts)
-    alone = [_host_seconds(host, len(experts.runs), rows) for rows in ROWS]
+def streaming_share(records: Sequence[Tensor], buffer: Tensor, host: HostExperts, k: int) -> Callable[[int], float]:
+    """Return the fraction of missing experts that the host should compute so that host and link finish together, by the
+    rows of a step that streams, each of which goes to k experts."""
+    link = _copy_seconds(records, buffer)
+    alone = [_host_seconds(host, len(records), rows) for rows in ROWS]
     log.info("streaming: an expert takes %.0f us over the link, and on the host %s us with %s rows", 1e6 * link,
              ", ".join(f"{1e6 * each:.0f}" for each in alone), ", ".join(map(str, ROWS)))
 
@@ -53,45 +53,43 @@ def streaming_share(experts: CudaExperts, host: HostExperts, k: int) -> Callable
 
 
 def best_split(missing: int, link: float, host: float) -> int:
-    """Both work at the same time, so the later of the two counts; of equal choices the one that fetches more."""
+    """Return how many of the missing experts the host computes. Both work at the same time, so the later of the two
+    counts; of equal choices the one that fetches more."""
     return min(range(max(1, missing)), key=lambda hosted: (max((missing - hosted) * link,
                                                                hosted * host + (POST if hosted else 0.0)), hosted))
 
 
-def _link_seconds(experts: CudaExperts) -> float:
-    """Of one expert, read by the device from host memory into a slot of transit."""
-    device, slots = experts.arena.slots.device, experts.arena.slots
-    count = min(4, experts.transit.size, experts.runs[0].shape[0])
-    target = slots[len(slots) - count :]
+def _link_seconds(records: Sequence[Tensor], buffer: Tensor) -> float:
+    """Return the time of one expert, read by the device from host memory into a slot."""
+    device, count = buffer.device, min(4, len(buffer), records[0].shape[0])
+    target = buffer[len(buffer) - count :]
     pairs = torch.stack([torch.arange(count), torch.arange(count)], 1).to(torch.int32).to(device)
     nothing = torch.zeros(count, PAIR, dtype=torch.int32, device=device)
     wanted = Resolution(torch.tensor([count, 0], dtype=torch.int32, device=device), pairs, nothing, pairs[:, 0])
+    return _device_seconds(lambda turn: gather(wanted, records[turn % len(records)], target)) / count
+
+
+def _copy_seconds(records: Sequence[Tensor], buffer: Tensor) -> float:
+    """Return the time of one expert among several that are copied in order, as they stream past."""
+    count = min(len(buffer), records[0].shape[0])
+    target = buffer[len(buffer) - count :]
+    return _device_seconds(
+        lambda turn: target.copy_(records[turn % len(records)][:count], non_blocking=True)) / count
+
+
+def _device_seconds(work: Callable[[int], object]) -> float:
     times = []
     for turn in range(ROUNDS + 1):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        gather(wanted, experts.runs[turn % len(experts.runs)], target)
+        work(turn)
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return statistics.quantiles(times[1:], n=4)[0] / count
-
-
-def _copy_seconds(experts: CudaExperts) -> float:
-    """Of one expert among several that are copied in order, as they stream past."""
-    count = min(experts.transit.size, experts.runs[0].shape[0])
-    target = experts.arena.slots[len(experts.arena.slots) - count :]
-    times = []
-    for turn in range(ROUNDS + 1):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        target.copy_(experts.runs[turn % len(experts.runs)][:count], non_blocking=True)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.quantiles(times[1:], n=4)[0] / count
+    return statistics.quantiles(times[1:], n=4)[0]
 
 
 def _host_seconds(host: HostExperts, layers: int, rows: int = 1) -> float:
-    """Of one expert for so many tokens, its weights not in a cache."""
+    """Return the time of one expert for `rows` tokens, its weights not in a cache."""
     x = torch.randn(rows, host.layout.hidden)
     count = min(4, host.layout.experts)
     times = []

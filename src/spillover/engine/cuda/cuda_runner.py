@@ -26,14 +26,13 @@ from spillover.engine.cuda.decode_inputs import UPDATE_BYTES, DecodeInputs
 from spillover.engine.cuda.graphs import Graphs, GraphStats, Key
 from spillover.engine.cuda.step_inputs import HEADER, InputOffsets, StepInputs, StepShape
 from spillover.engine.step import Step, StepItem, StepResult
-from spillover.engine.weights.placed import PlacedWeights
+from spillover.engine.weights.placed import EngineWeights
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.kernels.batch import AttentionBatch, DecodeScratch, DeviceWork
 from spillover.kernels.triton.attention_splits import FIELDS, QUERIES, decode_splits, max_splits, prefill_tiles
 from spillover.kernels.triton.draw import draw
 from spillover.kernels.triton.step_upload import fill_tokens, update_tables
 from spillover.models.layers import Decoder, KVViews, ModelStep
-from spillover.models.weights import ResidentWeights
 
 FEW_UPDATES = UPDATE_BYTES // 8 - 4  # table entries that travel with the step; more of them have a copy of their own
 MAX_PREFILL_REQUESTS = 32  # requests with several rows in a step that is captured as a CUDA graph
@@ -70,7 +69,7 @@ class CudaStep:
         if self._ended is not None:
             self._ended.synchronize()
         work, table = self._work, self._runner.table
-        self._runner.weights.end_step(work.offsets.shape.rows)
+        self._runner.weights.graphs.end_step(work.offsets.shape.rows)
         drawn: list[int] = self._drawn[:work.num_samples].tolist()
         if work.decodes and self._logprobs is None:
             count = len(drawn)
@@ -81,7 +80,7 @@ class CudaStep:
 
 
 class CudaRunner:
-    def __init__(self, model: Decoder, weights: ResidentWeights, kv: KVViews, block_size: int, device: torch.device,
+    def __init__(self, model: Decoder, weights: EngineWeights, kv: KVViews, block_size: int, device: torch.device,
                  limits: StepLimits, decode: Callable[[int], str] | None = None, kv_dtype: str = "auto",
                  stage: OffloadStage | None = None, graphs: bool = True, deterministic: bool = False) -> None:
         """`stage`: what the cold blocks of sequences longer than the pool pass through; `deterministic`: all attention
@@ -130,16 +129,16 @@ class CudaRunner:
         """Capture the graphs of plain steps now, on padding alone; the largest first, whose memory all share."""
         if self._graphs is None:
             return
-        few = self.weights.max_unpadded_rows
+        few = self.weights.graphs.max_unpadded_rows
         sizes = [*range(1, few + 1), *(size for size in self._graphs.sizes if size > few)]
-        keys = [Key(size, True) for size in sizes if self.weights.graph_version(size) == 0]
+        keys = [Key(size, True) for size in sizes if self.weights.graphs.graph_version(size) == 0]
         keys += [Key(size, False, True) for size in self._graphs.prompt_sizes]
         nothing = ItemArrays.of((), np.empty(0, dtype=np.int64))
         with torch.inference_mode(), torch.cuda.stream(self._queue):
             for done, key in enumerate(sorted(keys, reverse=True)):
                 if progress is not None:
                     progress(done, len(keys))
-                self.weights.begin_step(key.rows)
+                self.weights.graphs.begin_step(key.rows)
                 self._inputs.begin()
                 shape = self._prompt_shape(key.rows) if key.prompts else self._decode_shape(key.rows)
                 offsets, end = self._write(nothing, shape)
@@ -176,8 +175,7 @@ class CudaRunner:
         return self.weights.nbytes
 
     def weight_traffic(self) -> WeightTraffic:
-        """Nothing where all weights are resident."""
-        return self.weights.traffic() if isinstance(self.weights, PlacedWeights) else WeightTraffic()
+        return self.weights.traffic()
 
     def close(self) -> None:
         gc.unfreeze()
@@ -315,12 +313,12 @@ class CudaRunner:
         graphs, rows = self._graphs if capturable else None, items.num_rows
         shape = None
         if graphs is not None and decodes:
-            shape = self._decode_shape(rows if rows <= self.weights.max_unpadded_rows else graphs.size(rows))
+            shape = self._decode_shape(rows if rows <= self.weights.graphs.max_unpadded_rows else graphs.size(rows))
         elif graphs is not None and np.count_nonzero(items.counts > 1) <= MAX_PREFILL_REQUESTS:
             padded = graphs.prompt_size(rows)
             shape = None if padded is None else self._prompt_shape(padded)
-        self.weights.begin_step(rows if shape is None else shape.rows)
-        graph_version = None if shape is None else self.weights.graph_version(shape.rows)
+        self.weights.graphs.begin_step(rows if shape is None else shape.rows)
+        graph_version = None if shape is None else self.weights.graphs.graph_version(shape.rows)
         if shape is None or graph_version is None:
             return None, None
         return Key(shape.rows, plain and decodes, not decodes, graph_version), shape

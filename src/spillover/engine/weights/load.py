@@ -10,18 +10,18 @@ import torch
 from spillover.engine.config import EngineConfig
 from spillover.engine.cpu.cpu_placement import place_on_cpu
 from spillover.engine.weights.disk_weights import DiskWeights
+from spillover.engine.weights.placed import EngineWeights, FixedWeights
 from spillover.errors import SpilloverError
 from spillover.kernels.formats.base import Weight
 from spillover.models.checkpoint import open_checkpoint
 from spillover.models.config import ModelConfig
 from spillover.models.loader import PartReader, Progress, dummy_parts, load_parts
 from spillover.models.weight_specs import WeightSpec, WeightSpecs, is_expert, kept_on
-from spillover.models.weights import ResidentWeights
 from spillover.plan.planner import Plan
 
 
 def load(config: EngineConfig, plan: Plan, model: ModelConfig, specs: WeightSpecs, path: Path,
-         progress: Progress | None = None) -> ResidentWeights:
+         progress: Progress | None = None) -> EngineWeights:
     device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
     specs = kept_on(specs, plan.device, plan.dtype, config.deterministic)
     if config.load_format == "dummy":
@@ -35,11 +35,11 @@ def load(config: EngineConfig, plan: Plan, model: ModelConfig, specs: WeightSpec
 
 
 def _placed(config: EngineConfig, plan: Plan, model: ModelConfig, parts: Iterator[tuple[str, dict[str, Weight]]],
-            specs: WeightSpecs, path: Path | None) -> ResidentWeights:
+            specs: WeightSpecs, path: Path | None) -> EngineWeights:
     """`path`: the checkpoint, where some weights stay on disk."""
     placement, cuda = plan.placement, plan.device == "cuda"
     if placement is None:
-        return ResidentWeights(dict(parts))
+        return FixedWeights(dict(parts))
     if _on_disk(plan) and path is None:
         raise SpilloverError("--load-format dummy has no file for the weights that host memory has no room for; raise "
                              "--host-memory")

@@ -1,12 +1,13 @@
 """A model's weights laid out by a plan: what stays, what passes through buffers, and what is fetched expert by expert.
 
-Parts come one after another from the loader; each is split into what the plan keeps on the device and what goes home to
+Parts come one after another from the loader; each is split into what the plan keeps on the device and what goes to
 host memory as records, or stays on disk. Nothing here decides where anything goes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
@@ -14,13 +15,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from spillover.engine.cuda.graph_weights import GraphAware
 from spillover.engine.weights.disk_weights import DiskWeights
-from spillover.engine.weights.elastic import ElasticMemory
+from spillover.engine.weights.elastic import ElasticMemory, LendsSlots
 from spillover.engine.weights.host_weights import HostWeights
 from spillover.engine.weights.mover import Mover, Source
 from spillover.engine.weights.ring import Ring
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.kernels.formats.base import Weight
+from spillover.kernels.moe import LayerExperts
 from spillover.kernels.records import Record, tensors_of
 from spillover.models.weight_specs import layer_part
 from spillover.models.weights import PartWeights, ResidentWeights, one_expert_of, split_experts
@@ -36,7 +39,7 @@ class Unit:
     own: Record | None
     expert: Record | None
     experts: int
-    run: Tensor | None  # at home; None: on disk
+    run: Tensor | None  # in host memory; None: on disk
 
     @property
     def nbytes(self) -> int:
@@ -81,18 +84,18 @@ class PassingPart:
 class PlacedParts:
     """Parts as they come from the loader, put where the plan says."""
 
-    def __init__(self, placement: WeightPlan, device: torch.device, home: HostWeights,
+    def __init__(self, placement: WeightPlan, device: torch.device, host: HostWeights,
                  disk: DiskWeights | None) -> None:
         self.placement = placement
         self.device = device
-        self.home = home
+        self.host = host
         self.disk = disk
         self.resident: dict[str, dict[str, Weight]] = {}
-        self.paged: dict[str, object] = {}  # by part: who has its experts, where they are fetched one by one
+        self.experts: dict[str, LayerExperts] = {}  # by part, where they are fetched one by one
         self.units: dict[str, Unit] = {}
         self.expert_record: Record | None = None
         self.num_experts = 0
-        self.expert_runs: dict[int, Tensor | None] = {}  # by layer: [experts, record], at home; None: on disk
+        self.expert_runs: dict[int, Tensor | None] = {}  # by layer: [experts, record] in host memory; None: on disk
 
     def put(self, part: str, weights: Mapping[str, Weight]) -> Tensor | None:
         """Gives back the layer's experts as records where they are fetched one by one, so that slots can be filled."""
@@ -113,12 +116,12 @@ class PlacedParts:
             return None
         self.expert_runs[layer] = None
         if layer not in self.placement.disk_experts:
-            run = self.home.run(records.numel()).view(records.shape)
+            run = self.host.run(records.numel()).view(records.shape)
             self.expert_runs[layer] = run.copy_(records)
         return records
 
     def expert_source(self, layer: int, expert: int) -> Source:
-        """One expert's record, at home."""
+        """Return one expert's record in host memory, or what reads it from disk."""
         runs, record = self.expert_runs[layer], self.expert_record
         assert record is not None
         if runs is not None:
@@ -128,7 +131,7 @@ class PlacedParts:
         return lambda: disk.expert(layer_part(layer), record, expert)
 
     def expert_bytes(self, layer: int, expert: int) -> Tensor:
-        """The same, read now if need be."""
+        """Return one expert's record, read now if need be."""
         source = self.expert_source(layer, expert)
         return source if isinstance(source, Tensor) else source()
 
@@ -163,7 +166,7 @@ class PlacedParts:
         expert_record = self.expert_record if experts is not None else None
         run = None
         if not on_disk:
-            run = self.home.run(unit_bytes(own_record, expert_record, count))
+            run = self.host.run(unit_bytes(own_record, expert_record, count))
             start = 0
             if own_record is not None:
                 start = own_record.nbytes
@@ -173,8 +176,8 @@ class PlacedParts:
         self.units[part] = Unit(own_record, expert_record, count, run)
 
 
-class ExpertStore(Protocol):
-    """Experts that are fetched one by one, or computed at home."""
+class ExpertStore(LendsSlots, Protocol):
+    """Experts of all layers that are fetched one by one, or computed on the host."""
 
     @property
     def traffic(self) -> WeightTraffic: ...
@@ -182,67 +185,54 @@ class ExpertStore(Protocol):
     @property
     def nbytes(self) -> int: ...  # on the device
 
-    @property
-    def max_unpadded_rows(self) -> int: ...  # rows of the largest step that may not be padded
-
-    def graph_version(self, rows: int) -> int | None: ...  # as ResidentWeights.graph_version
-
-    def begin_step(self, rows: int) -> None: ...
-
-    def end_step(self, rows: int) -> None: ...
-
-    def lend(self, layer: int, most: int) -> range: ...
-
-    def give_back(self, layer: int, slots: range) -> None: ...
-
     def sleep(self) -> None:
-        """Gives the device's memory back; what lay there is lost."""
+        """Give the device's memory back; what lay there is lost."""
 
     def wake_up(self) -> None: ...
 
     def close(self) -> None: ...
 
 
-class PlacedWeights(ResidentWeights):
+class FixedWeights(ResidentWeights):
+    """All weights on the device, for as long as the engine runs."""
+
+    memory = experts = None
+    graphs = GraphAware()
+    host_bytes = 0
+
+    def traffic(self) -> WeightTraffic:
+        return WeightTraffic()
+
+    def close(self) -> None:
+        pass
+
+
+class PlacedWeights:
     """All parts, each entered where the plan put it."""
 
     def __init__(self, placed: PlacedParts, mover: Mover, experts: ExpertStore | None,
-                 memory: ElasticMemory | None = None) -> None:
-        """`memory`: of slots and KV together, where there are slots."""
-        super().__init__(placed.resident, placed.paged)
+                 memory: ElasticMemory | None = None, graphs: GraphAware | None = None) -> None:
+        """`memory`: of slots and KV together, where there are slots; `graphs`: None on a CPU, which captures none."""
         self.memory = memory
-        self.placement = placed.placement
         self.experts = experts
-        self._home, self._disk = placed.home, placed.disk
+        self.graphs = graphs or GraphAware()
+        self._resident = ResidentWeights(placed.resident, placed.experts)
+        self._host, self._disk = placed.host, placed.disk
         self._mover = mover
         self._ring = placed.ring(mover)
         # By part that passes through the ring: its weights in each buffer.
-        self._passing = {} if self._ring is None else {
+        self._bound = {} if self._ring is None else {
             part: [unit.bind(buffer) for buffer in self._ring.buffers] for part, unit in placed.units.items()
         }
-        self._enter_by_ring()
+        self._passing = self._enter_by_ring()
 
-    @property
-    def max_unpadded_rows(self) -> int:
-        return self.experts.max_unpadded_rows if self.experts is not None else 0
-
-    def graph_version(self, rows: int) -> int | None:
-        if self._ring is not None:
-            return None
-        return self.experts.graph_version(rows) if self.experts is not None else 0
-
-    def begin_step(self, rows: int) -> None:
-        if self.experts is not None:
-            self.experts.begin_step(rows)
-
-    def end_step(self, rows: int) -> None:
-        if self.experts is not None:
-            self.experts.end_step(rows)
+    def part(self, name: str) -> AbstractContextManager[PartWeights]:
+        return self._passing[name] if name in self._passing else self._resident.part(name)
 
     def move(self, device: torch.device) -> None:
-        """What is resident goes there; what the device held of the rest is fetched again once it is back."""
-        super().move(device)
-        self._enter_by_ring()
+        """Move what is resident; what the device held of the rest is fetched again once it is back."""
+        self._resident.move(device)
+        self._passing = self._enter_by_ring()
         asleep = device.type == "cpu"
         if self._ring is not None:
             self._ring.resize(asleep)
@@ -251,11 +241,12 @@ class PlacedWeights(ResidentWeights):
         elif self.experts is not None:
             self.experts.wake_up()
 
-    def _enter_by_ring(self) -> None:
-        """Let each part that passes through the ring be entered there, beside what stays of it."""
-        for part, bound in self._passing.items():
-            assert self._ring is not None
-            self._contexts[part] = PassingPart(part, self._ring, [self.whole(part, passing) for passing in bound])
+    def _enter_by_ring(self) -> dict[str, PassingPart]:
+        """Return how each part that passes through the ring is entered, beside what stays of it."""
+        if self._ring is None:
+            return {}
+        return {part: PassingPart(part, self._ring, [self._resident.whole(part, passing) for passing in bound])
+                for part, bound in self._bound.items()}
 
     def traffic(self) -> WeightTraffic:
         ring, disk = self._ring, self._disk
@@ -265,17 +256,19 @@ class PlacedWeights(ResidentWeights):
 
     @property
     def nbytes(self) -> int:
-        """On the device, for ever or in passing."""
+        """Return the bytes on the device, for ever or in passing."""
         ring = sum(buffer.numel() for buffer in self._ring.buffers) if self._ring is not None else 0
-        return super().nbytes + ring + (self.experts.nbytes if self.experts is not None else 0)
+        return self._resident.nbytes + ring + (self.experts.nbytes if self.experts is not None else 0)
 
     @property
     def host_bytes(self) -> int:
-        """At home in host memory."""
-        return self._home.nbytes
+        return self._host.nbytes
 
     def close(self) -> None:
         if self.experts is not None:
             self.experts.close()
         self._mover.close()
-        self._home.close()
+        self._host.close()
+
+
+EngineWeights = FixedWeights | PlacedWeights

@@ -5,46 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
 from spillover.errors import CheckpointError
-from spillover.kernels.activation import clamped_swiglu
 from spillover.kernels.formats.mxfp4 import GROUP
-from spillover.kernels.linear import linear
-from spillover.kernels.moe import moe
 from spillover.models.config import ModelConfig, number, parse_config, parse_windows, require, section
-from spillover.models.layers import (
-    Decoder,
-    decoder_specs,
-    device_mixture,
-    expert_places,
-    experts,
-    linears,
-    tensor,
-)
+from spillover.models.layers import MixtureDecoder, decoder_specs, experts, linears, tensor
 from spillover.models.weight_specs import Source, WeightSpec, WeightSpecs
-from spillover.models.weights import PartWeights
 
-
-class Model(Decoder):
-    def mlp(self, layer: int, x: Tensor, residual: Tensor, w: PartWeights) -> tuple[Tensor, Tensor]:
-        limit = self.config.swiglu_limit
-        assert limit is not None
-        x, residual = self.kernels.add_rms_norm(x, residual, w["mlp_norm"])
-        scores = linear(x, w["router"], w["router_bias"])  # [T, experts]
-        k = self.config.experts_per_token
-        if x.is_cuda:
-            return device_mixture(w, x, scores, k, renormalize=True, limit=limit), residual
-        best, ids = scores.topk(k)
-        locate = expert_places(w, x, ids)
-
-        def expert(index: int, rows: Tensor) -> Tensor:
-            stacks, place = locate(index)
-            gate_up = linear(rows, stacks["experts.gate_up"].expert(place), stacks["experts.gate_up_bias"][place])
-            h = clamped_swiglu(gate_up, limit)
-            return linear(h, stacks["experts.down"].expert(place), stacks["experts.down_bias"][place])
-
-        return moe(x, ids, best.softmax(-1), expert), residual
+Model = MixtureDecoder
 
 
 def config(hf: Mapping[str, Any]) -> ModelConfig:

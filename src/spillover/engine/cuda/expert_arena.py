@@ -1,0 +1,36 @@
+"""The memory of experts on a CUDA device, whoever fetches them."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor
+
+from spillover.kernels.experts import ExpertWeights, expert_stacks
+from spillover.kernels.paged_moe import Passes, begin_passes
+from spillover.kernels.records import Record
+
+
+class ExpertArena:
+    """Slots of one expert each on the device, the stream buffers after all others."""
+
+    def __init__(self, slots: Tensor, record: Record) -> None:
+        """`slots`: uint8 [n, record]."""
+        self.slots = slots
+        self.record_bytes = record.nbytes
+        self.first, self.second = expert_stacks(cast(ExpertWeights, record.stacks(slots)))
+        self._storage_bytes = slots.untyped_storage().nbytes()
+
+    @property
+    def nbytes(self) -> int:
+        return self.slots.numel()
+
+    def passes(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None) -> Passes:
+        """Begin a mixture over these slots in several passes."""
+        return begin_passes(x, scores, k, renormalize, self.first.gemm, self.second.width, limit)
+
+    def sleep(self) -> None:
+        self.slots.untyped_storage().resize_(0)
+
+    def wake_up(self) -> None:
+        self.slots.untyped_storage().resize_(self._storage_bytes)

@@ -1,0 +1,74 @@
+"""Experts that the host fetches when the routing is known: what paging by faults amounts to, and the only way to
+experts that lie on disk. No such step can be captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from spillover.engine.cuda.expert_arena import ExpertArena
+from spillover.engine.cuda.graph_weights import GraphAware
+from spillover.engine.cuda.stream_buffers import grouped
+from spillover.engine.weights.traffic import WeightTraffic
+from spillover.kernels.page_table import NONE
+from spillover.memory.experts import ExpertCache
+
+
+class FetchedExperts(GraphAware):
+    def __init__(self, arena: ExpertArena, cache: ExpertCache, source: Callable[[int, int], Tensor]) -> None:
+        """`cache`: which expert lies in which slot; `source(layer, expert)`: its record, read if need be."""
+        self.arena = arena
+        self._cache = cache
+        self._source = source
+        self._fetches = 0
+
+    def graph_version(self, rows: int) -> int | None:
+        return None
+
+    def mixture(self, layer: int, x: Tensor, scores: Tensor, k: int, renormalize: bool,
+                limit: float | None) -> Tensor:
+        cache, arena = self._cache, self.arena
+        passes = arena.passes(x, scores, k, renormalize, limit)
+        wanted = sorted(set(passes.ids.flatten().tolist()))
+        wanted.sort(key=lambda expert: cache.slot(layer, expert) is None)  # what is there is used before it may go
+        for experts in grouped(wanted, cache.usable(layer)):
+            row = torch.full((cache.experts,), NONE, dtype=torch.int32)
+            for expert in experts:
+                slot = cache.ask(layer, expert)
+                if slot is None:
+                    slot = cache.take(layer, expert, keep=experts)
+                    if slot is None:  # a policy pins too many
+                        slot = cache.take(layer, expert, keep=experts, pinned=True)
+                    assert slot is not None
+                    arena.slots[slot].copy_(self._source(layer, expert), non_blocking=True)
+                    self._fetches += 1
+                row[expert] = slot
+            passes.add(arena.first, arena.second, row.to(x.device))
+        return passes.end()
+
+    @property
+    def nbytes(self) -> int:
+        return self.arena.nbytes
+
+    @property
+    def traffic(self) -> WeightTraffic:
+        counts = self._cache.counts
+        return WeightTraffic(self._fetches * self.arena.record_bytes, self._fetches, 0, counts.hits, counts.misses)
+
+    def lend(self, layer: int, most: int) -> range:
+        return self._cache.lend(layer)
+
+    def give_back(self, layer: int, slots: range) -> None:
+        self._cache.give_back(layer, slots)
+
+    def sleep(self) -> None:
+        self.arena.sleep()
+
+    def wake_up(self) -> None:
+        self.arena.wake_up()
+        self._cache.clear()
+
+    def close(self) -> None:
+        pass

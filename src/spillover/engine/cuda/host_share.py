@@ -1,0 +1,46 @@
+"""The host's share of the experts that a step misses: its cores compute them while the device fetches the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from spillover.errors import SpilloverError
+from spillover.kernels.host_expert_queue import HostExpertQueue
+from spillover.kernels.host_experts import HostExperts
+
+MAX_STREAMED_TOKENS = 256  # of a step that streams with the host's help; larger ones would keep its cores too long
+
+
+class HostShare:
+    """Cores, the queue that they answer from now on, and how many experts they get."""
+
+    def __init__(self, cores: HostExperts, queue: HostExpertQueue, split: Sequence[Tensor | None],
+                 streamed: Callable[[int], float]) -> None:
+        """`split`: by layer, int32 [pairs + 1]: of n missing experts of a step that pages, how many the host computes;
+        None: none. `streamed(rows)`: the fraction that it computes of those missing in a step that streams. The queue
+        has room for MAX_STREAMED_TOKENS."""
+        cores.attach(queue)
+        self.queue = queue
+        self.split = split
+        self._cores = cores
+        self._streamed = streamed
+
+    def streamed(self, rows: int) -> float:
+        """Return the fraction of the missing experts that the host computes in a step of `rows` rows that streams."""
+        return self._streamed(rows) if rows <= MAX_STREAMED_TOKENS else 0.0
+
+    def wake(self) -> None:
+        """Let the cores look at the queue: a step is about to be launched."""
+        self._cores.wake()
+
+    def check(self) -> None:
+        """Raise if an answer came too late for the device."""
+        if self.queue.failed:
+            raise SpilloverError("the host did not answer the device in time: experts that it was to compute are "
+                                 "missing, and the step is lost; start again with --weights experts --policy lru, or "
+                                 "give the process more cores")
+
+    def close(self) -> None:
+        self._cores.close()

@@ -1,0 +1,145 @@
+"""Experts that the device itself fetches in the middle of a step, into a few slots per layer.
+
+Up to `paged_tokens` tokens nothing in a step waits for the host: the device looks experts up in its page table, fetches
+those it misses straight from pinned host memory, and leaves some of them to the host's cores where that is faster. Such
+a step can be captured as a CUDA graph. Larger ones, prefill above all, stream what they miss (`expert_stream`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from spillover.engine.cuda.expert_arena import ExpertArena
+from spillover.engine.cuda.expert_stream import ExpertStream
+from spillover.engine.cuda.graph_weights import GraphAware
+from spillover.engine.cuda.host_share import HostShare
+from spillover.engine.cuda.policy_thread import PolicyThread
+from spillover.engine.cuda.stream_buffers import StreamBuffers
+from spillover.engine.weights.traffic import WeightTraffic
+from spillover.kernels.page_table import LENT, NONE, PageTable
+from spillover.kernels.paged_moe import paged_mixture
+
+
+class PagedExperts(GraphAware):
+    def __init__(self, arena: ExpertArena, table: PageTable, records: Sequence[Tensor], buffers: StreamBuffers,
+                 paged_tokens: int, k: int, host: HostShare | None = None,
+                 policy: PolicyThread | None = None) -> None:
+        """`records`: each layer's experts in host memory [experts, record]; `buffers`: over the arena's slots behind
+        those of the table; `paged_tokens`: of the largest step that pages, while no slot is lent; `k`: experts of a
+        token; `policy`: None if what experts are worth never changes."""
+        self.arena = arena
+        self.table = table
+        self._records = records
+        self._stream = ExpertStream(arena, table, records, buffers, host)
+        self._most_paged = paged_tokens
+        self._k = k
+        self._host = host
+        self._policy = policy
+        self._routing: Tensor | None = None
+        self._first: list[int] = table.first.tolist()
+        self._lent: list[set[int]] = [set() for _ in records]
+        self._room: list[int] = []  # tokens that layers have slots for, of which some are lent
+
+    @property
+    def paged_tokens(self) -> int:
+        """Return the tokens of the largest step that pages now: it needs a slot for each expert that its tokens may ask
+        for, and one to give up."""
+        return min([self._most_paged, *self._room])
+
+    def replay(self, routing: Tensor) -> None:
+        """Let steps that page follow recorded routing int32 [N, L, k] from now on, a row per step, instead of their
+        router; CUDA graphs captured before do not."""
+        self._routing = routing
+
+    @property
+    def max_unpadded_rows(self) -> int:
+        return self.paged_tokens
+
+    def graph_version(self, rows: int) -> int | None:
+        return 0 if rows <= self.paged_tokens else self._stream.graph_version(rows)
+
+    def begin_step(self, rows: int) -> None:
+        if self._host is not None:
+            self._host.wake()
+        if rows <= self.paged_tokens:
+            self._stream.table_changed()
+        else:
+            self._stream.begin_step(rows)
+
+    def end_step(self, rows: int) -> None:
+        if self._host is not None:
+            self._host.check()
+        if self._policy is not None and rows <= self.paged_tokens:
+            self._policy.ended()
+
+    def mixture(self, layer: int, x: Tensor, scores: Tensor, k: int, renormalize: bool,
+                limit: float | None) -> Tensor:
+        if x.shape[0] > self.paged_tokens:
+            return self._stream.mixture(layer, x, scores, k, renormalize, limit)
+        if layer == 0:
+            self.table.advance()
+        split = self._host.split[layer] if self._host is not None else None
+        queue = self._host.queue if self._host is not None and split is not None else None
+        return paged_mixture(
+            x, scores, self.table, layer, self._records[layer], self.arena.slots, self.arena.first, self.arena.second,
+            k, renormalize, limit, split, queue, self._routing,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self.arena.nbytes
+
+    @property
+    def traffic(self) -> WeightTraffic:
+        """Return the counts so far; waits for the device."""
+        hits, gathered, hosted = self.table.totals.sum(0).tolist()
+        stream = self._stream
+        return WeightTraffic(gathered * self.arena.record_bytes + stream.bytes_moved, gathered + stream.copies, 0, hits,
+                             gathered, hosted + stream.num_hosted)
+
+    def lend(self, layer: int, most: int) -> range:
+        """The table is changed on the device, in the order of steps, and nothing waits for it."""
+        lent, first, end = self._lent[layer], self._first[layer], self._first[layer + 1]
+        most = min(most, end - first - len(lent) - (self._k + 1))
+        if most <= 0:
+            return range(0)
+        last = next(slot for slot in range(end - 1, first - 1, -1) if slot not in lent)
+        start = last
+        while start > first and start - 1 not in lent and last + 1 - start < most:
+            start -= 1
+        slots = range(start, last + 1)
+        lent.update(slots)
+        self._count_room()
+        row = self.table.slot_of[layer]
+        row.masked_fill_((row >= start) & (row <= last), NONE)
+        self.table.owner[start : last + 1].fill_(LENT)
+        self._stream.loans_changed(layer, slots)
+        return slots
+
+    def give_back(self, layer: int, slots: range) -> None:
+        self._lent[layer].difference_update(slots)
+        self._count_room()
+        self.table.owner[slots.start : slots.stop].fill_(NONE)
+        self._stream.loans_changed(layer)
+
+    def _count_room(self) -> None:
+        slots = [end - first for first, end in zip(self._first, self._first[1:], strict=False)]
+        left = {count - len(lent) for count, lent in zip(slots, self._lent, strict=True) if lent}
+        self._room = [(count - 1) // self._k for count in left]
+
+    def sleep(self) -> None:
+        self.arena.sleep()
+
+    def wake_up(self) -> None:
+        self.arena.wake_up()
+        self._stream.table_changed()
+        self.table.slot_of.fill_(NONE)
+        self.table.owner[self.table.owner >= 0] = NONE
+
+    def close(self) -> None:
+        if self._policy is not None:
+            self._policy.close()
+        if self._host is not None:
+            self._host.close()
