@@ -13,6 +13,7 @@ from spillover.engine.cuda.cuda_placement import CudaExperts, fill_table
 from spillover.engine.cuda.expert_arena import ExpertArena
 from spillover.engine.cuda.expert_stream import MAX_CAPTURED_ROWS
 from spillover.engine.cuda.fetched_experts import FetchedExperts
+from spillover.engine.cuda.graph_weights import PassingLayers
 from spillover.engine.cuda.host_share import HostShare
 from spillover.engine.cuda.paged_experts import PagedExperts
 from spillover.engine.cuda.stream_buffers import StreamBuffers
@@ -234,6 +235,15 @@ def test_a_graph_is_good_while_the_page_table_stays() -> None:
     assert third not in (first, second)
     experts.give_back(0, slots)
     assert version(MAX_CAPTURED_ROWS + 1) is None
+
+
+def test_layers_that_pass_keep_every_step_from_being_captured() -> None:
+    experts = Model("qwen3-moe", [12, 12], 4).paged()
+    graphs = PassingLayers(experts)
+    assert graphs.graph_version(1) is None
+    assert graphs.max_unpadded_rows == PAGED_TOKENS  # a padded step would stream, and this one pages
+    graphs.begin_step(33)
+    assert experts.graph_version(33) == 1  # the experts were told
 
 
 def test_steps_follow_recorded_routing() -> None:

@@ -179,7 +179,7 @@ def test_the_deterministic_runner_too(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in expected]
 
 
-def test_graphs_can_be_recorded_on_padding_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_can_be_captured_on_padding_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     use_the_device(monkeypatch)
     with LLM(str(tmp_path), device="cpu", load_format="dummy", skip_tokenizer_init=True, block_size=8, max_num_seqs=4,
@@ -236,22 +236,22 @@ def test_prompts_are_padded_by_an_eighth_at_most() -> None:
         assert size - smaller - 1 <= max(15, size / 8)
 
 
-def test_a_prompts_graph_is_recorded_the_second_time_its_size_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded: list[graphs.Key] = []
+def test_a_prompts_graph_is_captured_the_second_time_its_size_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[graphs.Key] = []
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(graphs.Graphs, "_record", lambda self, key, step: recorded.append(key))
+    monkeypatch.setattr(graphs.Graphs, "_capture", lambda self, key, step: captured.append(key))
     book = graphs.Graphs(torch.device("cpu"), 4, 1024)
     decode, prompt = graphs.Key(4, True), graphs.Key(32, False, True)
     book.run(decode, lambda: torch.zeros(1))
     book.run(prompt, lambda: torch.zeros(1))
-    assert recorded == [decode]
+    assert captured == [decode]
     book.run(prompt, lambda: torch.zeros(1))
-    assert recorded == [decode, prompt]
+    assert captured == [decode, prompt]
     moving = [graphs.Key(8, True, graph_version=graph_version) for graph_version in (1, 2)]
     for key in (moving[0], moving[0], moving[1], moving[1]):
         book.run(key, lambda: torch.zeros(1))
-    assert recorded == [decode, prompt, *moving]
-    assert set(book._recorded) == {decode, prompt, moving[1]}  # where weights lay before is of no more use
+    assert captured == [decode, prompt, *moving]
+    assert set(book._captured) == {decode, prompt, moving[1]}  # where weights lay before is of no more use
     assert book.prompt_size(33) == 48
     assert book.prompt_size(1024) == 1024
     assert book.prompt_size(1025) is None

@@ -24,22 +24,22 @@ from spillover.kernels.paging import (
 def paged_mixture(
     x: Tensor, scores: Tensor, table: PageTable, layer: int, records: Tensor, slots: Tensor, first: Experts,
     second: Experts, k: int, renormalize: bool, limit: float | None = None,
-    split: Tensor | None = None, mail: HostExpertQueue | None = None, replay: Tensor | None = None,
+    split: Tensor | None = None, queue: HostExpertQueue | None = None, replay: Tensor | None = None,
 ) -> Tensor:
     """x [T, H], scores [T, E] -> [T, H]: kernels.moe.mixture where `first` and `second` are stacks of slots.
 
     `records` uint8 [E, bytes] are the layer's experts in host memory and `slots` uint8 [S, bytes] the arena that the
-    stacks are views of. With a `mail` the host computes what `split` (see kernels.paging.resolve) gives it. `replay`
+    stacks are views of. With a `queue` the host computes what `split` (see kernels.paging.resolve) gives it. `replay`
     int32 [N, L, k]: the experts are those of row step % N, whatever the scores.
     """
     if x.is_cuda:
         from spillover.kernels.triton import paged_moe as on_cuda
 
         return on_cuda.paged_mixture(
-            x, scores, table, layer, records, slots, first, second, k, renormalize, limit, split, mail, replay
+            x, scores, table, layer, records, slots, first, second, k, renormalize, limit, split, queue, replay
         )
     return paged_mixture_reference(
-        x, scores, table, layer, records, slots, first, second, k, renormalize, limit, split, mail, replay
+        x, scores, table, layer, records, slots, first, second, k, renormalize, limit, split, queue, replay
     )
 
 
@@ -48,7 +48,7 @@ class Passes(Protocol):
 
     ids: Tensor  # int32 [T, k]: whom the router chose
 
-    def delegate(self, hosted: Tensor, layer: int, mail: HostExpertQueue) -> None:
+    def delegate(self, hosted: Tensor, layer: int, queue: HostExpertQueue) -> None:
         """The host computes the experts that `hosted` int32 [E] marks, while the passes go over the others."""
         ...
 
@@ -85,17 +85,17 @@ def route_reference(
 def paged_mixture_reference(
     x: Tensor, scores: Tensor, table: PageTable, layer: int, records: Tensor, slots: Tensor, first: Experts,
     second: Experts, k: int, renormalize: bool, limit: float | None = None,
-    split: Tensor | None = None, mail: HostExpertQueue | None = None, replay: Tensor | None = None,
+    split: Tensor | None = None, queue: HostExpertQueue | None = None, replay: Tensor | None = None,
 ) -> Tensor:
     replayed = None if replay is None else replay[int(table.step) % replay.shape[0], layer]
     ids, shares = route_reference(scores, k, renormalize, replayed)
-    resolution = resolve_reference(ids, table, layer, None if mail is None else split)
-    if mail is not None:
-        post_reference(x, resolution, layer, mail)
+    resolution = resolve_reference(ids, table, layer, None if queue is None else split)
+    if queue is not None:
+        post_reference(x, resolution, layer, queue)
     gather_reference(resolution, records, slots)
     rows = torch.zeros(ids.numel(), x.shape[1], dtype=x.dtype, device=x.device)
     experts_reference(x, ids, table.slot_of[layer], first, second, limit, rows)
-    return collect_reference(rows, shares, resolution, mail, x.dtype)
+    return collect_reference(rows, shares, resolution, queue, x.dtype)
 
 
 class PassedMixtureReference:
@@ -108,17 +108,17 @@ class PassedMixtureReference:
         self.rows = torch.zeros(self.ids.numel(), x.shape[1], dtype=x.dtype, device=x.device)
         self.hosted: tuple[Resolution, HostExpertQueue] | None = None
 
-    def delegate(self, hosted: Tensor, layer: int, mail: HostExpertQueue) -> None:
+    def delegate(self, hosted: Tensor, layer: int, queue: HostExpertQueue) -> None:
         resolution = assign_reference(self.ids, hosted)
-        post_reference(self.x, resolution, layer, mail)
-        self.hosted = (resolution, mail)
+        post_reference(self.x, resolution, layer, queue)
+        self.hosted = (resolution, queue)
 
     def add(self, first: Experts, second: Experts, slots_row: Tensor) -> None:
         experts_reference(self.x, self.ids, slots_row, first, second, self.limit, self.rows)
 
     def end(self) -> Tensor:
-        resolution, mail = self.hosted or (None, None)
-        return collect_reference(self.rows, self.shares, resolution, mail, self.x.dtype)
+        resolution, queue = self.hosted or (None, None)
+        return collect_reference(self.rows, self.shares, resolution, queue, self.x.dtype)
 
 
 def experts_reference(

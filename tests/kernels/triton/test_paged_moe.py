@@ -128,8 +128,8 @@ def test_the_plain_paged_mixture_is_near() -> None:
 
 
 @contextmanager
-def host(there: Paged, mail: HostExpertQueue) -> Iterator[list[int]]:
-    """A thread that answers the mail; the layers it was asked about."""
+def host(there: Paged, queue: HostExpertQueue) -> Iterator[list[int]]:
+    """A thread that answers the queue; the layers it was asked about."""
     layers: list[int] = []
     stop = threading.Event()
     # Before the thread starts: a copy from the device would wait for the kernel that waits for this thread's answer.
@@ -138,18 +138,18 @@ def host(there: Paged, mail: HostExpertQueue) -> Iterator[list[int]]:
     def work() -> None:
         turn = 0
         while not stop.is_set():
-            if int(mail.header[places.POSTED]) == turn:
+            if int(queue.header[places.POSTED]) == turn:
                 stop.wait(1e-4)
                 continue
-            turn = int(mail.header[places.POSTED])
-            count, tokens = int(mail.header[places.COUNT]), int(mail.header[places.TOKENS])
-            layers.append(int(mail.header[places.LAYER]))
-            pairs = mail.pairs[:count]
-            rows = torch.zeros(count, mail.x.shape[1])
+            turn = int(queue.header[places.POSTED])
+            count, tokens = int(queue.header[places.COUNT]), int(queue.header[places.TOKENS])
+            layers.append(int(queue.header[places.LAYER]))
+            pairs = queue.pairs[:count]
+            rows = torch.zeros(count, queue.x.shape[1])
             everyone = torch.arange(EXPERTS, dtype=torch.int32)
-            experts_reference(mail.x[:tokens][pairs[:, 0].long()], pairs[:, 1:2], everyone, *cpu, there.limit, rows)
-            mail.out[:count] = rows
-            mail.header[places.DONE] = turn
+            experts_reference(queue.x[:tokens][pairs[:, 0].long()], pairs[:, 1:2], everyone, *cpu, there.limit, rows)
+            queue.out[:count] = rows
+            queue.header[places.DONE] = turn
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -163,31 +163,31 @@ def host(there: Paged, mail: HostExpertQueue) -> Iterator[list[int]]:
 @pytest.mark.parametrize("few", [True, False])
 def test_the_host_computes_its_share_of_the_misses(few: bool) -> None:
     there = Paged(SHAPES[0], 3)
-    mail = HostExpertQueue.make(3, 6, 64, torch.device(DEVICE))
+    queue = HostExpertQueue.make(3, 6, 64, torch.device(DEVICE))
     split = torch.tensor([0, 0, 1, 1, 2, 2, 3], dtype=torch.int32, device=DEVICE)
     kwargs = {"few_tokens": 8 if few else 0, "tiles": there.few if few else there.tiles}
     rng = random.Random(3)
-    with host(there, mail) as layers:
+    with host(there, queue) as layers:
         for _ in range(5):
             there.table.advance()
             x, scores = there.draw(rng, 3)
-            found = there.mixed(x, scores, split=split, mail=mail, **kwargs)
+            found = there.mixed(x, scores, split=split, queue=queue, **kwargs)
             assert_near(found, moe.mixture(x, scores, *there.whole, K, True, there.limit, **kwargs), 1e-5)
             there.table.check()
     _, gathered, hosted = there.table.totals[1].tolist()
     assert gathered > 0
     assert hosted > 0
     assert set(layers) == {1}
-    assert not mail.failed
+    assert not queue.failed
 
 
 @pytest.mark.parametrize("tokens", [3, 20])
 def test_the_host_computes_some_experts_while_others_pass(tokens: int) -> None:
     there = Paged(SHAPES[0], tokens)
-    mail = HostExpertQueue.make(tokens, tokens * K, 64, torch.device(DEVICE))
+    queue = HostExpertQueue.make(tokens, tokens * K, 64, torch.device(DEVICE))
     kwargs = {"few_tokens": 8, "tiles": there.few if tokens <= 8 else there.tiles}
     rng = random.Random(tokens)
-    with host(there, mail) as layers:
+    with host(there, queue) as layers:
         for _ in range(3):
             x, scores = there.draw(rng, tokens)
             mine = rng.sample(range(EXPERTS), 4)
@@ -199,11 +199,11 @@ def test_the_host_computes_some_experts_while_others_pass(tokens: int) -> None:
                 row[expert] = at
             passes = paged.PassedMixture(x, scores, K, True, there.first.gemm, there.second.width, there.limit,
                                          **kwargs)
-            passes.delegate(hosted, 1, mail)
+            passes.delegate(hosted, 1, queue)
             passes.add(*there.slots, row)
             assert_near(passes.end(), moe.mixture(x, scores, *there.whole, K, True, there.limit, **kwargs), 1e-5)
     assert set(layers) == {1}
-    assert not mail.failed
+    assert not queue.failed
 
 
 def test_replayed_routing_takes_the_place_of_the_router() -> None:

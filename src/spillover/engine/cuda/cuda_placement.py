@@ -73,7 +73,7 @@ def place_on_cuda(parts: Parts, plan: Plan, config: EngineConfig, model: ModelCo
         if slots is None:
             memory = ElasticMemory.make(plan.kv_bytes, sum(quotas) + placement.transit, records.shape[1], device)
             slots = memory.slots
-            placed.host.expect(records.numel(), len(layers) - index - 1 - len(placement.disk_experts))
+            placed.home.expect(records.numel(), len(layers) - index - 1 - len(placement.disk_experts))
         first = sum(quotas[:index])
         slots[first : first + quotas[index]].copy_(records[: quotas[index]])
         del records

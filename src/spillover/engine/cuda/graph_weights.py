@@ -29,6 +29,10 @@ class PassingLayers(GraphAware):
     def __init__(self, experts: GraphAware) -> None:
         self._experts = experts
 
+    @property
+    def max_unpadded_rows(self) -> int:
+        return self._experts.max_unpadded_rows
+
     def graph_version(self, rows: int) -> int | None:
         return None
 

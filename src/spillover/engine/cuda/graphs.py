@@ -1,7 +1,7 @@
 """CUDA graphs of steps, one for each of a ladder of sizes: a step is then one launch, not hundreds.
 
-A graph is recorded when its size is met, right after that step has run without one, which also compiles whatever it
-needs: the first time; the second time where it has part of a prompt, of which there are many sizes, and where it moves
+A graph is captured when its size is met, right after that step has run without one, which also compiles whatever it
+needs: the first time; the second time where it has prefill, of which there are many sizes, and where it moves
 weights that may soon lie elsewhere. All graphs share one memory pool, since only one of them runs at a time. What
 differs between steps of one size lies in device memory; numbers the host bakes into a launch are part of the key.
 """
@@ -26,8 +26,8 @@ log = logging.getLogger("spillover.engine")
 class Key(NamedTuple):
     rows: int
     draws: bool  # sampling is part of the captured graph
-    prompts: bool = False  # it has part of a prompt
-    graph_version: int = 0  # where weights lie that move; a graph of an earlier one is of no more use
+    prompts: bool = False  # it has prefill
+    graph_version: int = 0  # of where weights lie that move; graphs of earlier versions are dropped
 
 
 def prompt_ladder(most: int) -> list[int]:
@@ -45,7 +45,7 @@ def ladder(most: int) -> list[int]:
 
 @dataclass(frozen=True)
 class GraphStats:
-    """What recording has cost so far."""
+    """What capturing has cost so far."""
 
     graphs: int = 0
     seconds: float = 0.0
@@ -56,19 +56,19 @@ class GraphStats:
 
 
 @dataclass(frozen=True)
-class _Recorded:
+class _Captured:
     graph: torch.cuda.CUDAGraph
     hidden: Tensor | None  # what the step returned; kept only where somebody reads it
 
 
 class Graphs:
     def __init__(self, device: torch.device, max_num_seqs: int, prompt_rows: int) -> None:
-        """`prompt_rows`: of the largest step with part of a prompt that is recorded; 0: none is."""
+        """`prompt_rows`: largest prefill step captured; 0 disables."""
         self._sizes = ladder(max_num_seqs)
         self._prompt_sizes = prompt_ladder(prompt_rows)
         self._device = device
         self._met: set[Key] = set()
-        self._recorded: dict[Key, _Recorded] = {}
+        self._captured: dict[Key, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self.stats = GraphStats()
 
@@ -77,7 +77,7 @@ class Graphs:
         return list(self._sizes)
 
     def size(self, rows: int) -> int:
-        """The smallest recorded size that takes so many rows."""
+        """Return the smallest size with room for `rows`."""
         return self._sizes[bisect.bisect_left(self._sizes, rows)]
 
     @property
@@ -85,31 +85,31 @@ class Graphs:
         return list(self._prompt_sizes)
 
     def prompt_size(self, rows: int) -> int | None:
-        """As `size`, of steps with part of a prompt; None: so many are not recorded."""
+        """Return the same for prefill steps; None if a step of `rows` is not captured."""
         index = bisect.bisect_left(self._prompt_sizes, rows)
         return self._prompt_sizes[index] if index < len(self._prompt_sizes) else None
 
     def run(self, key: Key, step: Callable[[], Tensor], at_once: bool = False) -> Tensor | None:
-        """The step of this key, from its graph if there is one. Its result, unless the tokens are drawn already.
-        `at_once`: it is recorded now, whatever its kind."""
-        recorded = self._recorded.get(key)
-        if recorded is None:
+        """Run the step of this key, from its graph if there is one; returns its result, unless it sampled tokens.
+        `at_once`: capture it now, whatever its kind."""
+        captured = self._captured.get(key)
+        if captured is None:
             hidden = step()
             if at_once or not (key.prompts or key.graph_version) or key in self._met:
-                self._recorded[key] = self._record(key, step)
+                self._captured[key] = self._capture(key, step)
                 # Not sooner: the pool would end with the last graph in it.
-                self._recorded = {each: graph for each, graph in self._recorded.items()
+                self._captured = {each: graph for each, graph in self._captured.items()
                                   if _is_good(each, key.graph_version)}
             self._met = {each for each in self._met if _is_good(each, key.graph_version)} | {key}
             return None if key.draws else hidden
-        recorded.graph.replay()
-        return recorded.hidden
+        captured.graph.replay()
+        return captured.hidden
 
     def clear(self) -> None:
-        self._recorded.clear()
+        self._captured.clear()
         self._pool = torch.cuda.graph_pool_handle()  # the old one ends with the last graph in it
 
-    def _record(self, key: Key, step: Callable[[], Tensor]) -> _Recorded:
+    def _capture(self, key: Key, step: Callable[[], Tensor]) -> _Captured:
         start, before = time.perf_counter(), torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -122,7 +122,7 @@ class Graphs:
                                 self.stats.nbytes + grown)
         log.info("captured a CUDA graph of the %s step of %d rows; %s", "prompt" if key.prompts else "decode",
                  key.rows, self.stats)
-        return _Recorded(graph, None if key.draws else hidden)
+        return _Captured(graph, None if key.draws else hidden)
 
 
 def _is_good(key: Key, graph_version: int) -> bool:

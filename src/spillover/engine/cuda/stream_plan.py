@@ -1,7 +1,7 @@
 """What of every layer passes in a step that streams, and what the host computes meanwhile.
 
 It depends on the page table and on the host's share alone, so it is made once and serves every step until one of them
-changes: the steps can then be recorded, copies and all.
+changes: the steps can then be captured, copies and all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spillover.kernels.page_table import NONE
 class StreamPlan:
     groups: tuple[Group, ...]  # of all layers, in the order they pass
     groups_of: tuple[int, ...]  # by layer
-    rows: Tensor  # int32 [groups, E]: expert -> slot of transit
+    rows: Tensor  # int32 [groups, E]: expert -> slot of the stream buffers
     hosted: Tensor | None  # int32 [L, E]: 1 where the host computes an expert; None: it computes none
     num_hosted: int
     copies: int
@@ -31,8 +31,9 @@ class StreamPlan:
 
 def stream_plan(slot_of: npt.NDArray[np.int32], runs: Sequence[Tensor], share: float, size: int, places: int,
                 first_slot: int, device: torch.device) -> StreamPlan:
-    """`slot_of` [L, E] as in the page table, `runs` each layer's records at home, `share` of what is missing for the
-    host. Groups of `size` experts take turns in `places` places, the first of which begins at slot `first_slot`."""
+    """Plan for `slot_of` [L, E] as in the page table, `runs` each layer's records in host memory, and the `share` of
+    what is missing that the host computes. Groups of `size` experts take turns in `places` places, the first of which
+    begins at slot `first_slot`."""
     groups: list[Group] = []
     groups_of: list[int] = []
     hosted = np.zeros_like(slot_of)

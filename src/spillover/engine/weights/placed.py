@@ -84,11 +84,11 @@ class PassingPart:
 class PlacedParts:
     """Parts as they come from the loader, put where the plan says."""
 
-    def __init__(self, placement: WeightPlan, device: torch.device, host: HostWeights,
+    def __init__(self, placement: WeightPlan, device: torch.device, home: HostWeights,
                  disk: DiskWeights | None) -> None:
         self.placement = placement
         self.device = device
-        self.host = host
+        self.home = home
         self.disk = disk
         self.resident: dict[str, dict[str, Weight]] = {}
         self.experts: dict[str, LayerExperts] = {}  # by part, where they are fetched one by one
@@ -116,7 +116,7 @@ class PlacedParts:
             return None
         self.expert_runs[layer] = None
         if layer not in self.placement.disk_experts:
-            run = self.host.run(records.numel()).view(records.shape)
+            run = self.home.run(records.numel()).view(records.shape)
             self.expert_runs[layer] = run.copy_(records)
         return records
 
@@ -166,7 +166,7 @@ class PlacedParts:
         expert_record = self.expert_record if experts is not None else None
         run = None
         if not on_disk:
-            run = self.host.run(unit_bytes(own_record, expert_record, count))
+            run = self.home.run(unit_bytes(own_record, expert_record, count))
             start = 0
             if own_record is not None:
                 start = own_record.nbytes
@@ -217,7 +217,7 @@ class PlacedWeights:
         self.experts = experts
         self.graphs = graphs or GraphAware()
         self._resident = ResidentWeights(placed.resident, placed.experts)
-        self._host, self._disk = placed.host, placed.disk
+        self._host, self._disk = placed.home, placed.disk
         self._mover = mover
         self._ring = placed.ring(mover)
         # By part that passes through the ring: its weights in each buffer.

@@ -28,7 +28,7 @@ from spillover.kernels.triton.paging import assign, collect, gather, gather_and_
 def paged_mixture(
     x: Tensor, scores: Tensor, table: PageTable, layer: int, records: Tensor, slots: Tensor, first: Experts,
     second: Experts, k: int, renormalize: bool, limit: float | None = None,
-    split: Tensor | None = None, mail: HostExpertQueue | None = None, replay: Tensor | None = None,
+    split: Tensor | None = None, queue: HostExpertQueue | None = None, replay: Tensor | None = None,
     few_tokens: int = FEW_TOKENS, tiles: Tiles | None = None, patience: int = PATIENCE,
 ) -> Tensor:
     """As kernels.paged_moe.paged_mixture."""
@@ -38,18 +38,18 @@ def paged_mixture(
     replayed = None if replay is None else replay[:, layer]
     gemm = first.gemm
     ids, shares, ready = route(scores, x, k, renormalize, gemm, replayed, table.step)
-    resolution = resolve(ids, table, layer, None if mail is None else split)
-    if mail is None:
+    resolution = resolve(ids, table, layer, None if queue is None else split)
+    if queue is None:
         gather(resolution, records, slots)
     else:
-        gather_and_post(x, resolution, layer, records, slots, mail)
+        gather_and_post(x, resolution, layer, records, slots, queue)
     row = table.slot_of[layer]
     if tokens <= few_tokens and gemm.few is not None:
         chosen = tiles or gemm.few
         h, parts = pair_room(ready, ids, second.width)
-        if mail is not None:
+        if queue is not None:
             pair_products(ready, ids, shares, first, second, limit, chosen, h, parts, None, row)
-            return collect(parts, shares, resolution, mail, x.dtype, shared=True, patience=patience)
+            return collect(parts, shares, resolution, queue, x.dtype, shared=True, patience=patience)
         out = torch.empty_like(x)
         pair_products(ready, ids, shares, first, second, limit, chosen, h, parts, out, row)
         return out
@@ -57,8 +57,8 @@ def paged_mixture(
     order, places = sort_by_expert(ids, experts, chosen[0].tokens)
     h, rows = tile_room(ready, ids, second.width, x.dtype)
     tile_products(ready, order, places, k, first, second, limit, chosen, h, rows, row)
-    if mail is not None:
-        return collect(rows, shares, resolution, mail, x.dtype, patience=patience)
+    if queue is not None:
+        return collect(rows, shares, resolution, queue, x.dtype, patience=patience)
     return combine(rows, shares, x.dtype)
 
 
@@ -96,12 +96,12 @@ class PassedMixture:
             self._order, self._places = sort_by_expert(self.ids, experts, self._tiles[0].tokens)
             self._h, self._rows = tile_room(self._x, self.ids, inner, x.dtype)
 
-    def delegate(self, hosted: Tensor, layer: int, mail: HostExpertQueue) -> None:
+    def delegate(self, hosted: Tensor, layer: int, queue: HostExpertQueue) -> None:
         if self._empty is None:
             assert self._wide is None, "so large a step leaves nothing to the host"
             resolution = assign(self.ids, hosted)
-            post(self._plain_x, resolution, layer, mail)
-            self._hosted = (resolution, mail)
+            post(self._plain_x, resolution, layer, queue)
+            self._hosted = (resolution, queue)
 
     def add(self, first: Experts, second: Experts, slots_row: Tensor) -> None:
         if self._empty is not None:
@@ -120,8 +120,8 @@ class PassedMixture:
         if self._wide is not None:
             self._tile_products(*self._wide, None)
         if self._few or self._hosted is not None:
-            resolution, mail = self._hosted or (None, None)
-            return collect(self._rows, self._shares, resolution, mail, self._dtype, shared=self._few)
+            resolution, queue = self._hosted or (None, None)
+            return collect(self._rows, self._shares, resolution, queue, self._dtype, shared=self._few)
         return combine(self._rows, self._shares, self._dtype)
 
     def _tile_products(self, first: Experts, second: Experts, slots_row: Tensor | None) -> None:
