@@ -1,17 +1,14 @@
 """The few calls of the CUDA driver that copies need, by ctypes. No torch here.
 
 A copy a block through torch would give up and take back the interpreter each time, and wait for whoever has it then:
-here a batch is one call. Host memory is pinned when a copy first meets it. NVIDIA's bindings (cuda-python) would be one
+here a batch is one call. NVIDIA's bindings (cuda-python) would be one
 more thing to install and save ten declarations: kernels/native/cuda_copy.cpp needs the addresses of these functions.
 """
 
 from __future__ import annotations
 
 import ctypes
-import threading
-from collections.abc import Sequence
-from ctypes import POINTER, byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
-from dataclasses import dataclass
+from ctypes import POINTER, byref, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from functools import cache
 
 import numpy as np
@@ -23,6 +20,7 @@ _PORTABLE = 1  # pinned for every context
 _STREAM_ORDER = 1  # sources are read when the stream gets there
 _BLOCKING_SYNC, _DISABLE_TIMING = 1, 2
 _UNSUPPORTED = 801
+_EQUAL = 1
 _POPULATE_WRITE = 23  # Linux 5.14; older ones refuse, which does no harm
 
 
@@ -30,7 +28,7 @@ class DriverTable(ctypes.Structure):
     """Addresses of functions, as kernels/native/cuda_copy.cpp takes them."""
 
     _fields_ = tuple((name, c_void_p) for name in (
-        "set_context", "wait_event", "copy", "copy_batch", "record_event", "synchronize_event",
+        "set_context", "write_value", "copy", "copy_batch", "record_event", "synchronize_event",
     ))
 
 
@@ -47,38 +45,6 @@ class _CopyAttributes(ctypes.Structure):
     )
 
 
-@dataclass
-class _Slab:
-    address: int
-    nbytes: int
-    pinned: bool | None = None  # None: not tried yet
-
-
-class _Owned:
-    """Slabs by address."""
-
-    def __init__(self, slabs: list[_Slab], starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> None:
-        self.slabs = slabs
-        self._starts = starts
-        self._ends = ends
-
-    def with_one(self, slab: _Slab) -> _Owned:
-        place = int(np.searchsorted(self._starts, slab.address))
-        return _Owned([*self.slabs[:place], slab, *self.slabs[place:]], np.insert(self._starts, place, slab.address),
-                      np.insert(self._ends, place, slab.address + slab.nbytes))
-
-    def without(self, place: int) -> _Owned:
-        return _Owned(self.slabs[:place] + self.slabs[place + 1 :], np.delete(self._starts, place),
-                      np.delete(self._ends, place))
-
-    def find(self, addresses: npt.NDArray[np.int64]) -> list[_Slab]:
-        """Each that one of these lies in, once."""
-        places = np.searchsorted(self._starts, addresses, side="right") - 1
-        if len(places) and (places.min() < 0 or (addresses >= self._ends[places]).any()):
-            raise ValueError("memory that no link allocated")
-        return [self.slabs[place] for place in set(places.tolist())]
-
-
 class CudaDriver:
     """Calls that act on a device need its context, which set_context makes the calling thread's."""
 
@@ -90,7 +56,8 @@ class CudaDriver:
             "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
             "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
             "cuCtxSetCurrent": (c_void_p,),
-            "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
+            "cuStreamWaitValue32_v2": (c_void_p, c_uint64, c_uint32, c_uint),
+            "cuStreamWriteValue32_v2": (c_void_p, c_uint64, c_uint32, c_uint),
             "cuEventCreate": (POINTER(c_void_p), c_uint),
             "cuEventRecord": (c_void_p, c_void_p),
             "cuEventSynchronize": (c_void_p,),
@@ -104,9 +71,6 @@ class CudaDriver:
             )
         self._madvise = ctypes.CDLL(None).madvise
         self._madvise.argtypes = (c_void_p, c_size_t, c_int)
-        nothing = np.empty(0, dtype=np.int64)
-        self._owned = _Owned([], nothing, nothing)  # replaced as a whole, so that it is read without a lock
-        self._pinning = threading.Lock()
 
     @property
     def batches(self) -> bool:
@@ -115,7 +79,7 @@ class CudaDriver:
 
     def table(self) -> DriverTable:
         library = self._library
-        functions = (library.cuCtxSetCurrent, library.cuStreamWaitEvent, library.cuMemcpyAsync, self._batch,
+        functions = (library.cuCtxSetCurrent, library.cuStreamWriteValue32_v2, library.cuMemcpyAsync, self._batch,
                      library.cuEventRecord, library.cuEventSynchronize)
         return DriverTable(*(None if each is None else ctypes.cast(each, c_void_p) for each in functions))
 
@@ -141,32 +105,24 @@ class CudaDriver:
         _check("cuEventRecord", self._library.cuEventRecord(event, stream))
         _check("cuEventSynchronize", self._library.cuEventSynchronize(event))
 
-    def own(self, address: int, nbytes: int) -> None:
-        """From now on `pin` knows this memory, which begins at a page."""
-        self._owned = self._owned.with_one(_Slab(address, nbytes))
+    def wait_value(self, stream: int, address: int, value: int) -> None:
+        """Let the stream go on once the 32 bits at a device address have this value; also while it is captured."""
+        _check("cuStreamWaitValue32", self._library.cuStreamWaitValue32_v2(stream, address, value, _EQUAL))
 
-    def disown(self, address: int) -> None:
-        """The memory may go; no copy of it may be running."""
-        place = next((i for i, slab in enumerate(self._owned.slabs) if slab.address == address), None)
-        if place is None:
-            return
-        if self._owned.slabs[place].pinned:
-            self._library.cuMemHostUnregister(address)
-        self._owned = self._owned.without(place)
+    def write_value(self, stream: int, address: int, value: int) -> None:
+        """Write 32 bits to a device address once the stream gets there, after all that it did before."""
+        _check("cuStreamWriteValue32", self._library.cuStreamWriteValue32_v2(stream, address, value, 0))
 
-    def pin(self, addresses: Sequence[int] | npt.NDArray[np.int64]) -> bool:
-        """Pins what these lie in, if it is not; whether all of it is pinned. Milliseconds for tens of megabytes. The
-        driver refuses where locked memory is limited: then copies are slower and not asynchronous."""
-        pinned = True
-        for slab in self._owned.find(np.asarray(addresses, dtype=np.int64)):
-            if slab.pinned is None:
-                with self._pinning:
-                    if slab.pinned is None:
-                        # The pages are made first, so that the driver, whom launches wait for, is not kept for that.
-                        self._madvise(slab.address, slab.nbytes, _POPULATE_WRITE)
-                        slab.pinned = self._library.cuMemHostRegister_v2(slab.address, slab.nbytes, _PORTABLE) == 0
-            pinned = pinned and slab.pinned
-        return pinned
+    def populate(self, address: int, nbytes: int) -> None:
+        """Make the pages of host memory now; many threads at once are faster than the driver, which makes them too."""
+        self._madvise(address, nbytes, _POPULATE_WRITE)
+
+    def register(self, address: int, nbytes: int) -> bool:
+        """Pin host memory from the start of a page; return whether the driver did."""
+        return bool(self._library.cuMemHostRegister_v2(address, nbytes, _PORTABLE) == 0)
+
+    def unregister(self, address: int) -> None:
+        self._library.cuMemHostUnregister(address)
 
     def copy(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int, batch: bool = True) -> None:
         """Queues copies between host and device addresses, in any order. `batch` is for pinned memory only."""

@@ -1,0 +1,158 @@
+"""Copies of a CUDA device: a stream for each priority, and gates at which the less urgent ones wait.
+
+A copy engine serves what was queued first, whatever its stream: KV that a request waits for would stand behind all the
+layers that a step has queued ahead, at 3.5 instead of 46 GB/s on an H200. So a word of device memory is 1 while a
+more urgent copy runs, and each chunk of a less urgent one first waits until it is 0: all of it in the streams' own
+order, so that nothing can wait for itself, and in CUDA graphs too.
+
+This file and link_cuda.py are the two of this room that know torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spillover.kernels import native
+from spillover.memory.transfer.cuda_driver import Addresses, cuda_driver
+from spillover.memory.transfer.host_pool import HostPool
+from spillover.memory.transfer.link_queue import LinkQueue, Priority, Turn
+
+CHUNK_BYTES = 16 << 20  # of a prefetch, between two looks at the gates: 0.3 ms of the link
+BURST_SECONDS = 0.05  # for which restores may keep prefetches waiting before these get a share
+RATE = 25e9  # bytes a second, until a copy was timed
+
+Event = torch.cuda.Event
+Source = Tensor | Callable[[], Tensor]
+
+
+class CudaTransfers:
+    """A memory.transfer.transfers.Transfers: nothing but `copy` waits on the host, the streams wait for each other."""
+
+    def __init__(self, device: torch.device, pool: HostPool | None = None) -> None:
+        self._driver = cuda_driver()
+        self._context = self._driver.context(device.index or 0)
+        self._table = self._driver.table()
+        self.pool = pool or HostPool(self._driver)
+        self.queue = LinkQueue(duplex=True, rate=RATE)
+        self.device = device
+        # Streams of unlike priority share no queue of the device, so that none can stand behind one that waits.
+        self._streams = {each: torch.cuda.Stream(device, priority=-1 if each is Priority.RESTORE else 0)  # type: ignore[no-untyped-call]
+                         for each in Priority}
+        self._gates = torch.zeros(len(Priority), dtype=torch.int32, device=device)
+        torch.cuda.synchronize(device)  # they are zero before a stream looks at them
+        self._reading = ThreadPoolExecutor(1, "spillover-weights")  # sources that have to be read first
+        self._thread = threading.local()  # its event
+        self._burst_began = self._restored_at = 0.0
+
+    def stream(self, priority: Priority) -> torch.cuda.Stream:
+        return self._streams[priority]
+
+    def start(self, target: Tensor, source: Source, priority: Priority,
+              after: Event | None = None) -> Event | Future[Event]:
+        if isinstance(source, Tensor):
+            return self.start_all([(target, source)], priority, after)
+        return self._reading.submit(lambda: self.start_all([(target, source())], priority, after))
+
+    @torch.inference_mode()
+    def start_all(self, pairs: Sequence[tuple[Tensor, Tensor]], priority: Priority, after: Event | None = None,
+                  counted: bool = True) -> Event:
+        """Queue copies (target, source) of bytes; return the event of their end. Not `counted` is what a CUDA graph
+        will repeat, which whoever replays it counts."""
+        stream = self._streams[priority]
+        if after is not None:
+            stream.wait_event(after)
+        with torch.cuda.stream(stream):
+            for target, source in pairs:
+                target, source = target.view(-1), source.view(-1)
+                for start in range(0, len(target), CHUNK_BYTES):
+                    self._give_way(priority)
+                    target[start : start + CHUNK_BYTES].copy_(source[start : start + CHUNK_BYTES], non_blocking=True)
+            ended: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ended.record(stream)
+        if counted:
+            self.queue.count(priority, sum(target.nbytes for target, _ in pairs))
+        return ended
+
+    def wait(self, ticket: Event | Future[Event]) -> None:
+        torch.cuda.current_stream().wait_event(ticket.result() if isinstance(ticket, Future) else ticket)
+
+    def mark(self) -> Event:
+        event: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def demand(self, target: Tensor, source: Tensor) -> None:
+        """Copy in the order of the current stream, which cannot go on without it, ahead of prefetches."""
+        gate, stream = self._gate(Priority.DEMAND), torch.cuda.current_stream().cuda_stream
+        self._driver.write_value(stream, gate, 1)
+        target.copy_(source, non_blocking=True)
+        self._driver.write_value(stream, gate, 0)
+        self.queue.count(Priority.DEMAND, target.nbytes)
+
+    def queue_copies(self, targets: Addresses, sources: Addresses, sizes: Addresses, priority: Priority,
+                     pinned: bool) -> None:
+        """Queue copies between addresses on the stream of a priority."""
+        self._give_way(priority)
+        self._driver.copy(targets, sources, sizes, self._streams[priority].cuda_stream, pinned)
+        self.queue.count(priority, int(sizes.sum()))
+
+    def copy(self, targets: Addresses, sources: Addresses, sizes: Addresses, host: Addresses,
+             priority: Priority) -> None:
+        """Copy between addresses and return when the bytes are there; `host`: those of them that lie in the pool."""
+        done, pinned = self._event(), self.pool.pin(host.astype(np.int64))
+        stream = self._streams[priority].cuda_stream
+        with self.queue.turn(Turn(priority, int(sizes.sum()))):
+            gate = self._gate(priority) if priority is Priority.RESTORE and self._may_hold_up() else 0
+            library = native.library()
+            if library is not None:
+                code = library.cuda_copy(ctypes.byref(self._table), self._context, gate or None, targets.ctypes.data,
+                                         sources.ctypes.data, sizes.ctypes.data, len(sizes), stream, done, pinned)
+                if code:
+                    raise RuntimeError(f"a copy over the link failed with CUDA error {code}")
+            else:
+                self._driver.copy(targets, sources, sizes, stream, pinned)
+                self._driver.finish(stream, done)
+        self._restored_at = time.monotonic()
+
+    def finish(self, priority: Priority) -> None:
+        """Sleep until all that is in the stream of a priority now has run."""
+        self._driver.finish(self._streams[priority].cuda_stream, self._event())
+
+    def close(self) -> None:
+        self._reading.shutdown()
+        for priority in (Priority.DEMAND, Priority.PREFETCH):
+            self._streams[priority].synchronize()
+        self._driver.set_context(self._context)
+        self.pool.close()
+
+    def _give_way(self, priority: Priority) -> None:
+        """Let the stream of a priority wait while a more urgent copy of its direction runs."""
+        if priority is Priority.PREFETCH:
+            stream = self._streams[priority].cuda_stream
+            for above in (Priority.RESTORE, Priority.DEMAND):
+                self._driver.wait_value(stream, self._gate(above), 0)
+
+    def _gate(self, priority: Priority) -> int:
+        return self._gates.data_ptr() + 4 * priority
+
+    def _may_hold_up(self) -> bool:
+        """Whether a restore may keep prefetches waiting: not without end, where one restore follows another."""
+        now = time.monotonic()
+        if now - self._restored_at > BURST_SECONDS or now - self._burst_began > 2 * BURST_SECONDS:
+            self._burst_began = now
+        return now - self._burst_began <= BURST_SECONDS
+
+    def _event(self) -> int:
+        """This thread's, which nobody else records; the device's context is the thread's from then on."""
+        if not hasattr(self._thread, "event"):
+            self._driver.set_context(self._context)
+            self._thread.event = self._driver.make_event()
+        return int(self._thread.event)

@@ -1,0 +1,196 @@
+"""The host memory of an engine: one pool under one budget, in huge pages, pinned where a device copies from it.
+
+Weights that the device has no room for, KV blocks that left it and what waits out a sleep all lie here. Memory is known
+by its address, so that whoever copies has only to name what it is about to read or write.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from spillover.errors import SpilloverError
+from spillover.kernels.huge_pages import PAGE, address_of, map_pages
+from spillover.units import format_bytes
+
+POPULATED_AT_ONCE = 256 << 20  # of one slab, by one thread
+_THREADS = 8
+
+
+class Pinner(Protocol):
+    """What pins memory for a device: memory.transfer.cuda_driver."""
+
+    def populate(self, address: int, nbytes: int) -> None: ...
+
+    def register(self, address: int, nbytes: int) -> bool: ...
+
+    def unregister(self, address: int) -> None: ...
+
+
+@dataclass
+class _Slab:
+    memory: memoryview
+    address: int
+    use: str
+    pinned: bool | None = None  # None: not tried yet
+
+    @property
+    def page_bytes(self) -> int:
+        """Return its size in whole pages, which is what can be pinned."""
+        return -(-self.memory.nbytes // PAGE) * PAGE
+
+
+class _Slabs:
+    """Slabs by address; replaced as a whole, so that they are found without a lock."""
+
+    def __init__(self, slabs: list[_Slab], starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> None:
+        self.slabs = slabs
+        self._starts = starts
+        self._ends = ends
+
+    @classmethod
+    def empty(cls) -> _Slabs:
+        nothing = np.empty(0, dtype=np.int64)
+        return cls([], nothing, nothing)
+
+    def with_one(self, slab: _Slab) -> _Slabs:
+        place = int(np.searchsorted(self._starts, slab.address))
+        return _Slabs([*self.slabs[:place], slab, *self.slabs[place:]], np.insert(self._starts, place, slab.address),
+                      np.insert(self._ends, place, slab.address + slab.memory.nbytes))
+
+    def without(self, gone: Collection[int]) -> _Slabs:
+        """Return the slabs but for those at these addresses."""
+        left = np.array([slab.address not in gone for slab in self.slabs], dtype=bool)
+        return _Slabs([slab for slab in self.slabs if slab.address not in gone], self._starts[left], self._ends[left])
+
+    def find(self, addresses: npt.NDArray[np.int64]) -> list[_Slab]:
+        """Find each slab that one of the addresses lies in, once."""
+        places = np.searchsorted(self._starts, addresses, side="right") - 1
+        if len(places) and (places.min() < 0 or (addresses >= self._ends[places]).any()):
+            raise ValueError("memory that is not of this pool")
+        return [self.slabs[place] for place in set(places.tolist())]
+
+
+class HostPool:
+    keeps: ClassVar[bool] = False  # whether pinned slabs are kept for the next pool of this process: pinning is slow
+    _kept: ClassVar[dict[int, list[_Slab]]] = {}
+
+    def __init__(self, pinner: Pinner | None = None, limit: int | None = None) -> None:
+        """`pinner`: None where the device is the CPU, which needs nothing pinned; `limit`: bytes, None: no limit."""
+        self._pinner = pinner
+        self._limit = limit
+        self._slabs = _Slabs.empty()
+        self._lock = threading.Lock()
+        self._pinning = threading.Lock()
+        self._threads = ThreadPoolExecutor(_THREADS, "spillover-host-pool")
+        self._expected: deque[tuple[int, Future[_Slab]]] = deque()
+        self._bytes: dict[str, int] = {}
+
+    @property
+    def bytes_by_use(self) -> dict[str, int]:
+        return dict(self._bytes)
+
+    def expect(self, nbytes: int, count: int, use: str) -> None:
+        """Pin `count` slabs of this size meanwhile, which takes seconds for many; `allocate` then hands them out."""
+        count -= len(self._kept.get(nbytes, ()))
+        if self._pinner is not None and count > 0:
+            self._expected += [(nbytes, self._threads.submit(self._make, nbytes, use, True, False))
+                               for _ in range(count)]
+
+    def allocate(self, nbytes: int, use: str, pinned: bool = False, limited: bool = True) -> memoryview:
+        """Hand out memory for "weights", "kv" or "sleep"; MemoryError where the budget has no room for it.
+
+        `pinned`: pin it now, or refuse; else the first copy that meets it does, on that copy's thread. `limited`: it
+        counts for the budget, which what waits out a sleep does not.
+        """
+        with self._lock:
+            used = sum(self._bytes.values()) - self._bytes.get("sleep", 0)
+            if limited and self._limit is not None and used + nbytes > self._limit:
+                raise MemoryError(f"{format_bytes(nbytes)} of host memory for {use} are over the budget of "
+                                  f"{format_bytes(self._limit)}, of which {format_bytes(used)} are in use")
+            self._bytes[use] = self._bytes.get(use, 0) + nbytes
+        if pinned and self._kept.get(nbytes):
+            slab = self._kept[nbytes].pop()
+            slab.use = use
+        elif pinned and self._expected and self._expected[0][0] == nbytes:
+            slab = self._expected.popleft()[1].result()
+        else:
+            slab = self._make(nbytes, use, pinned, True)
+        with self._lock:
+            self._slabs = self._slabs.with_one(slab)
+        return slab.memory
+
+    def free(self, memory: memoryview) -> None:
+        """Give memory back that `allocate` handed out; no copy of it may be running."""
+        address = address_of(memory)
+        self._drop([slab for slab in self._slabs.slabs if slab.address == address])
+
+    def release(self, use: str) -> None:
+        """Give back, or keep for the next pool, all memory of a use; no copy of it may be running."""
+        self._drop([slab for slab in self._slabs.slabs if slab.use == use])
+
+    def pin(self, addresses: Sequence[int] | npt.NDArray[np.int64]) -> bool:
+        """Pin the slabs that these addresses lie in, if they are not; return whether all of them are pinned now.
+
+        It takes 0.2 ms a megabyte. The driver refuses where locked memory is limited: copies are slower then.
+        """
+        pinned = True
+        for slab in self._slabs.find(np.asarray(addresses, dtype=np.int64)):
+            if slab.pinned is None:
+                with self._pinning:
+                    if slab.pinned is None:
+                        slab.pinned = self._register(slab)
+            pinned = pinned and slab.pinned
+        return pinned
+
+    def close(self) -> None:
+        """Give all of it back but KV, which goes with `release` once no copy of it can be running."""
+        for _, expected in self._expected:
+            expected.result()
+        self._threads.shutdown()
+        self.release("weights")
+        self.release("sleep")
+
+    def _make(self, nbytes: int, use: str, pinned: bool, spread: bool) -> _Slab:
+        """`spread`: the pages are made by all threads, not by the caller's."""
+        memory = map_pages(nbytes)
+        slab = _Slab(memory, address_of(memory), use)
+        if pinned and self._pinner is not None:
+            pieces = [(slab.address + start, min(POPULATED_AT_ONCE, slab.page_bytes - start))
+                      for start in range(0, slab.page_bytes, POPULATED_AT_ONCE)]
+            for done in (self._threads.map if spread else map)(self._populate, *zip(*pieces, strict=True)):
+                assert done is None
+            slab.pinned = self._register(slab)
+            if not slab.pinned:
+                raise SpilloverError(f"{nbytes:,} bytes of host memory for {use} could not be pinned; raise the limit "
+                                     "of locked memory (ulimit -l) or --gpu-memory")
+        return slab
+
+    def _drop(self, slabs: Sequence[_Slab]) -> None:
+        with self._lock:
+            self._slabs = self._slabs.without({slab.address for slab in slabs})
+            for slab in slabs:
+                self._bytes[slab.use] -= slab.memory.nbytes
+        for slab in slabs:
+            if self.keeps and slab.pinned and slab.use == "weights":
+                self._kept.setdefault(slab.memory.nbytes, []).append(slab)
+            elif slab.pinned and self._pinner is not None:
+                self._pinner.unregister(slab.address)
+
+    def _populate(self, address: int, nbytes: int) -> None:
+        if self._pinner is not None:
+            self._pinner.populate(address, nbytes)
+
+    def _register(self, slab: _Slab) -> bool:
+        if self._pinner is None:
+            return False
+        # The pages are made first, so that the driver, whom launches wait for, is not kept for that.
+        self._pinner.populate(slab.address, slab.page_bytes)
+        return self._pinner.register(slab.address, slab.page_bytes)

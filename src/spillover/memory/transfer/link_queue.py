@@ -1,0 +1,138 @@
+"""Who may use the link between a device and host memory next, and what has gone over it.
+
+Every copy has a priority. A copy waits while one of a higher priority is under way or waits itself, but never for long:
+what is delayed most is still served. Where copies run in the order of a CUDA stream it is the device that waits
+(memory.transfer.cuda_transfers); here they are counted all the same.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+
+PATIENCE = 0.02  # seconds that a copy waits for those of a higher priority
+TELLING_BYTES = 1 << 20  # of a copy that says something about the link's rate
+WINDOW = 1.0  # seconds over which the share of time is taken that the link is busy
+
+
+class Priority(IntEnum):
+    """What a copy is for, the most urgent first. All but SPILL go to the device."""
+
+    RESTORE = 0  # KV that a request waits for
+    DEMAND = 1  # weights that the running step waits for
+    PREFETCH = 2  # weights, or KV of a sequence longer than the pool, that a step will need
+    SPILL = 3  # KV that leaves the device
+
+    @property
+    def direction(self) -> str:
+        return "to_host" if self is Priority.SPILL else "to_device"
+
+
+@dataclass(frozen=True)
+class TransferReport:
+    """The copies of one priority, since the start."""
+
+    priority: str
+    direction: str
+    copies: int
+    bytes: int
+    seconds: float  # of the link: timed, or taken from the rate where copies run in a stream's order
+    waiting: int  # now
+    running: int  # now, as far as the host sees it
+
+
+@dataclass(frozen=True)
+class LinkReport:
+    transfers: tuple[TransferReport, ...] = ()
+    busy: dict[str, float] | None = None  # by direction: share of the last second or so
+    rates: dict[str, float] | None = None  # by direction: bytes a second that were reached
+
+
+class Turn:
+    """A copy that waits for the link or uses it; raising its priority is heeded while it waits."""
+
+    def __init__(self, priority: Priority, nbytes: int) -> None:
+        self.priority = priority
+        self.nbytes = nbytes
+
+
+class LinkQueue:
+    def __init__(self, duplex: bool, rate: float) -> None:
+        """`duplex`: the two directions do not slow each other down; `rate`: bytes a second, until one was seen."""
+        self._duplex = duplex
+        self._changed = threading.Condition()
+        self._waiting: list[Turn] = []
+        self._running: list[Turn] = []
+        self._copies, self._bytes = dict.fromkeys(Priority, 0), dict.fromkeys(Priority, 0)
+        self._seconds = dict.fromkeys(Priority, 0.0)
+        self._rates = {"to_device": rate, "to_host": rate}
+        self._window = (time.monotonic(), {"to_device": 0.0, "to_host": 0.0})  # since when, and the seconds by then
+        self._busy = {"to_device": 0.0, "to_host": 0.0}
+
+    @contextmanager
+    def turn(self, turn: Turn) -> Iterator[None]:
+        """Wait for the link, use it, and count what it took; blocks the calling thread."""
+        with self._changed:
+            self._waiting.append(turn)
+            deadline = time.monotonic() + PATIENCE
+            while self._is_behind(turn) and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(left)
+            self._waiting.remove(turn)
+            self._running.append(turn)
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - started
+            with self._changed:
+                self._running.remove(turn)
+                self._changed.notify_all()
+                self._count(turn.priority, turn.nbytes, seconds)
+                if turn.nbytes >= TELLING_BYTES:
+                    self._observe(turn.priority.direction, turn.nbytes / max(seconds, 1e-9))
+
+    def promote(self, turn: Turn, priority: Priority) -> None:
+        """Make a copy more urgent: somebody waits for it now."""
+        with self._changed:
+            turn.priority = min(turn.priority, priority)
+            self._changed.notify_all()
+
+    def count(self, priority: Priority, nbytes: int) -> None:
+        """Count what is copied in the order of a stream, at the rate that the link is known to have."""
+        if nbytes:
+            with self._changed:
+                self._count(priority, nbytes, nbytes / self._rates[priority.direction])
+
+    def report(self) -> LinkReport:
+        now = time.monotonic()
+        with self._changed:
+            since, before = self._window
+            if now - since >= WINDOW:
+                spent = {way: sum(self._seconds[each] for each in Priority if each.direction == way)
+                         for way in self._busy}
+                self._busy = {way: min(1.0, (spent[way] - before[way]) / (now - since)) for way in spent}
+                self._window = (now, spent)
+            transfers = tuple(
+                TransferReport(each.name.lower(), each.direction, self._copies[each], self._bytes[each],
+                               self._seconds[each], sum(turn.priority is each for turn in self._waiting),
+                               sum(turn.priority is each for turn in self._running)) for each in Priority)
+            return LinkReport(transfers, dict(self._busy), dict(self._rates))
+
+    def _is_behind(self, turn: Turn) -> bool:
+        return any(other.priority < turn.priority and (not self._duplex
+                                                       or other.priority.direction == turn.priority.direction)
+                   for other in (*self._waiting, *self._running))
+
+    def _count(self, priority: Priority, nbytes: int, seconds: float) -> None:
+        self._copies[priority] += 1
+        self._bytes[priority] += nbytes
+        self._seconds[priority] += seconds
+
+    def _observe(self, direction: str, rate: float) -> None:
+        """A faster copy counts at once; a slower one may have waited for something, so it counts little."""
+        known = self._rates[direction]
+        self._rates[direction] = rate if rate > known else known + 0.05 * (rate - known)
