@@ -34,9 +34,9 @@ from spillover.engine.cuda.cuda_runner import CudaStep
 from spillover.engine.cuda.paged_experts import PagedExperts
 from spillover.engine.request import Request
 from spillover.engine.step import StepResult
-from spillover.engine.weights.host_weights import HostWeights
 from spillover.errors import SpilloverError
 from spillover.memory.routing import extended, read_log, uniform
+from spillover.memory.transfer.host_pool import HostPool
 from spillover.models.registry import architecture
 from spillover.plan.shapes import model_shape
 from spillover.units import parse_bytes
@@ -181,7 +181,7 @@ def half_budget(model: str) -> int:
 def main(model: str, gpu_memory: str, half: bool, strategies: str, sweep: str | None, log: str | None,
          decode_tokens: int, repeats: int, seconds: float, host_memory: str | None, name: str | None,
          output: str | None) -> None:
-    HostWeights.keeps = True
+    HostPool.keeps = True
     end = time.monotonic() + seconds
     budget = half_budget(model) if half else parse_bytes(gpu_memory)
     flags = {} if host_memory is None else {"host_memory": host_memory}

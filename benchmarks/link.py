@@ -29,9 +29,11 @@ from typing import Any
 import torch
 
 from spillover.bench.provenance import provenance
+from spillover.kernels.huge_pages import address_of
 from spillover.kernels.kv_quant import KVCodec
-from spillover.memory.transfer.cuda_driver import cuda_driver
-from spillover.memory.transfer.link import address_of, map_memory
+from spillover.memory.transfer.cuda_driver import CudaPinner, cuda_driver
+from spillover.memory.transfer.cuda_transfers import CudaTransfers
+from spillover.memory.transfer.host_pool import HostPool
 from spillover.memory.transfer.link_cuda import CudaLink
 from spillover.plan.hardware import probe
 
@@ -81,20 +83,18 @@ def main() -> None:
 
 
 def large_copies(total: int, repeats: int) -> dict[str, float]:
-    memory = map_memory(total)
-    view = memoryview(memory)
+    pool = HostPool(CudaPinner(0))
+    host = torch.frombuffer(pool.allocate(total, "kv"), dtype=torch.uint8)
     device = torch.zeros(total, dtype=torch.uint8, device="cuda")
-    cuda_driver().own(address_of(view), total)
     start = time.perf_counter()
-    assert cuda_driver().pin([address_of(view)]), "the driver does not pin this much memory"
+    assert pool.pin([host.data_ptr()]), "the driver does not pin this much memory"
     pinning = time.perf_counter() - start
-    host = torch.frombuffer(memory, dtype=torch.uint8)
     rates = {
         "to_device": rate(total, repeats, lambda: device.copy_(host, non_blocking=True)),
         "to_host": rate(total, repeats, lambda: host.copy_(device, non_blocking=True)),
         "pin_gb_s": total / pinning / 1e9,
     }
-    cuda_driver().disown(address_of(view))
+    pool.release("kv")
     return rates
 
 
@@ -113,19 +113,17 @@ def pinning_stall() -> dict[str, float]:
 
     longest(deadline(0.2))
     alone = longest(deadline(0.2))
-    driver, views = cuda_driver(), [memoryview(map_memory(SLAB)) for _ in range(8)]
+    pool = HostPool(CudaPinner(0))
+    views = [pool.allocate(SLAB, "kv") for _ in range(8)]
 
     def pin() -> None:
-        driver.set_context(driver.context(0))
         for view in views:
-            driver.own(address_of(view), SLAB)
-            driver.pin([address_of(view)])
+            pool.pin([address_of(view)])
 
     thread = threading.Thread(target=pin, daemon=True)
     thread.start()
     pinning = longest(lambda: not thread.is_alive())
-    for view in views:
-        driver.disown(address_of(view))
+    pool.release("kv")
     return {"alone_us": alone, "pinning_us": pinning}
 
 
@@ -138,7 +136,7 @@ def block_copies(block_bytes: int, total: int, repeats: int, limit: dict[str, fl
     count = total // block_bytes
     pool = torch.zeros(count + 1, block_bytes, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
-    link = CudaLink(pool, None)
+    link = CudaLink(pool, CudaTransfers(pool.device))
     slots = []
     for _ in range(0, total, SLAB):
         slab = link.allocate(SLAB)
@@ -172,7 +170,7 @@ def narrow_copies(kind: str, total: int, repeats: int) -> list[dict[str, object]
     count = total // codec.block_bytes
     pool = torch.randn(count + 1, 32, 2, 8, 16 * 128, device="cuda", dtype=torch.bfloat16)
     torch.cuda.synchronize()
-    link = CudaLink(pool, codec)
+    link = CudaLink(pool, CudaTransfers(pool.device), codec)
     slots = [link.allocate(codec.slot_bytes) for _ in range(count)]
     blocks, size = list(range(1, count + 1)), (64 << 20) // codec.block_bytes
     rows: list[dict[str, object]] = []
@@ -217,13 +215,14 @@ def rate(nbytes: int, repeats: int, move: Callable[[], object]) -> float:
 
 @contextmanager
 def single_calls(link: CudaLink, wanted: bool) -> Iterator[None]:
-    batch = link._table.copy_batch
+    table = link._transfers._table
+    batch = table.copy_batch
     if wanted:
-        link._table.copy_batch = None
+        table.copy_batch = None
     try:
         yield
     finally:
-        link._table.copy_batch = batch
+        table.copy_batch = batch
 
 
 @contextmanager

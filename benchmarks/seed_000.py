@@ -24,7 +24,7 @@ from big_models import half_budget
 from gpu_workload import MODELS, Figure, opened, write
 
 from spillover import SamplingParams
-from spillover.engine.weights.host_weights import HostWeights
+from spillover.memory.transfer.host_pool import HostPool
 from spillover.models.registry import architecture
 from spillover.plan.shapes import model_shape
 
@@ -91,7 +91,7 @@ def serve(model: str, arm: str, budget: int, offload: float, output_len: int, re
 @click.option("--output", default=None)
 def main(model: str, arms: str, output_len: int, repeats: int, output: str | None) -> None:
     logging.basicConfig(level=logging.INFO)  # what the engine measured, and did
-    HostWeights.keeps = True
+    HostPool.keeps = True
     built = architecture(MODELS[model])
     config = built.config(MODELS[model])
     shape = model_shape(config, built.weight_specs(config), "bfloat16")

@@ -99,7 +99,7 @@ class Model:
         table = PageTable.make(quotas, self.config.num_experts, PAGED_TOKENS * k, 16, torch.device("cpu"))
         fill_table(table, quotas)
         streamed = self.slots[sum(quotas) :]
-        buffers = StreamBuffers(streamed, len(streamed) // 2)
+        buffers = StreamBuffers(streamed, len(streamed) // 2, None)
         return PagedExperts(self.arena, table, self.runs, buffers, PAGED_TOKENS, k, host)
 
     def check(self, experts: CudaExperts, steps: int, seed: int) -> None:
@@ -155,7 +155,8 @@ def test_on_demand_the_host_does_the_fetching(name: str) -> None:
     for layer in range(2):
         for expert in range(3):
             cache.take(layer, expert, asked=False)
-    experts = FetchedExperts(model.arena, cache, lambda layer, expert: model.runs[layer][expert])
+    experts = FetchedExperts(model.arena, cache, lambda layer, expert: model.runs[layer][expert],
+                             torch.Tensor.copy_)
     model.check(experts, steps=8, seed=3)
     cache.check()
     assert experts.traffic.bytes_moved > 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from concurrent.futures import Future
 
 import pytest
 import torch
@@ -17,8 +16,9 @@ from spillover.engine.batch.offloaded_prefix import OffloadStage
 from spillover.engine.step import Phase, StepItem
 from spillover.kernels import native
 from spillover.kernels.extents import split_blocks
+from spillover.kernels.huge_pages import address_of
 from spillover.kernels.kv_quant import KVCodec, decode_blocks, encode_blocks, head_bytes
-from spillover.memory.transfer.link import address_of
+from spillover.memory.transfer.cpu_transfers import CpuTransfers
 from spillover.models.registry import architecture
 from spillover.plan.workspace import staging_bytes
 
@@ -62,7 +62,8 @@ def test_every_layer_sees_all_cold_blocks_in_order(
         patch.setitem(offloaded_prefix.segment_blocks.__globals__["SEGMENT_POSITIONS"], "cpu", segment)
         if plain:
             patch.setattr(native, "library", lambda: None)
-        stage = OffloadStage(pool, block_size, codec)
+        transfers = CpuTransfers()
+        stage = OffloadStage(pool, block_size, transfers, codec)
         payloads: list[memoryview] = []
         wanted = torch.zeros(0, *pool.shape[1:], dtype=dtype)
         for count in counts:
@@ -89,19 +90,21 @@ def test_every_layer_sees_all_cold_blocks_in_order(
                     assert torch.equal(part, seen[-1])
                 assert all(len(part) % split_blocks(block_size) == 0 for part in seen[:-1])
                 assert torch.equal(torch.cat(seen), wanted[:, layer])
-        stage.close()
+        transfers.close()
 
 
 def test_a_copy_that_fails_fails_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = OffloadStage(torch.zeros(2, 1, 2, 1, 8 * 8), 8)
-    failed: Future[None] = Future()
-    failed.set_exception(RuntimeError("the copy failed"))
-    monkeypatch.setattr(stage._copier._thread, "submit", lambda *_: failed)  # type: ignore[union-attr]
+    def fail(*_: object) -> None:
+        raise RuntimeError("the copy failed")
+
+    transfers = CpuTransfers()
+    stage = OffloadStage(torch.zeros(2, 1, 2, 1, 8 * 8), 8, transfers)
+    monkeypatch.setattr(offloaded_prefix, "stage_blocks", fail)
     payload = memoryview(bytearray(512))
     prefix = stage.prefix(make_item(8, 1, [0, 1], [payload]))
     with pytest.raises(RuntimeError, match="the copy failed"):
         next(prefix.segments(0))
-    stage.close()
+    transfers.close()
 
 
 @pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
@@ -110,10 +113,10 @@ def test_a_copy_that_fails_fails_the_step(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_plan_counts_what_a_cold_step_takes(tokens: int, kind: str) -> None:
     config = architecture(LLAMA).config(LLAMA)
     size = 16 * 64 if kind == "auto" else head_bytes(16, 64)
-    stage = OffloadStage(torch.zeros(2, 3, 2, 3, size, dtype=torch.float32 if kind == "auto" else torch.uint8), 16)
+    stage = OffloadStage(torch.zeros(2, 3, 2, 3, size, dtype=torch.float32 if kind == "auto" else torch.uint8), 16,
+                         CpuTransfers())
     library = native.library()
     assert library is not None
     taken = stage.buffers.nbytes + 4 * library.attention_total_floats(tokens, 9, 3, 64)
     planned = staging_bytes(config, "float32", "cpu", True, tokens, 16, kind)
     assert taken <= planned < taken + (1 << 20)
-    stage.close()

@@ -75,7 +75,7 @@ def test_a_policy_that_fails_beside_the_device_is_named_in_the_log(caplog: pytes
     table = PageTable.make([2], 8, 4, 4, torch.device("cpu"))
     policy = expert_policy(f"{HERE}:LosesCount")
     policy.on_load(1, 8, 2)
-    thread = PolicyThread(policy, table)
+    thread = PolicyThread(policy, table, None)
     try:
         table.log[1] = 3  # step 1 asked for expert 3, and step 2 has begun
         table.step.fill_(2)

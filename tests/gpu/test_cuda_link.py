@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from spillover.kernels.kv_quant import KVCodec, decode_blocks, encode_blocks
+from spillover.memory.transfer.cuda_transfers import CudaTransfers
 from spillover.memory.transfer.link_cuda import CudaLink
 
 pytestmark = [
@@ -36,9 +37,11 @@ def pool() -> torch.Tensor:
 
 @pytest.fixture
 def link(pool: torch.Tensor) -> Iterator[CudaLink]:
-    made = CudaLink(pool, None)
+    transfers = CudaTransfers(pool.device)
+    made = CudaLink(pool, transfers)
     yield made
     made.close()
+    transfers.close()
 
 
 def slots_of(link: CudaLink, count: int) -> list[memoryview]:
@@ -82,7 +85,8 @@ def test_random_copies_both_ways_at_once_equal_a_plain_model(pool: torch.Tensor,
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_narrow_blocks_have_the_bits_of_the_reference(pool: torch.Tensor, kind: str) -> None:
     codec = KVCodec(LAYERS, HEADS, BLOCK_SIZE, HEAD_DIM, torch.bfloat16, kind)
-    link = CudaLink(pool, codec)
+    transfers = CudaTransfers(pool.device)
+    link = CudaLink(pool, transfers, codec)
     slots, order = slots_of(link, BLOCKS), random.Random(1).sample(range(1, BLOCKS + 1), BLOCKS)
     before = pool.cpu()
     wanted = encode_blocks(before, BLOCK_SIZE, kind)
@@ -162,5 +166,5 @@ def test_copies_run_while_a_graph_is_recorded(pool: torch.Tensor, link: CudaLink
 
 def test_memory_that_is_not_the_links_is_refused(link: CudaLink) -> None:
     link.allocate(link.slot_bytes)
-    with pytest.raises(ValueError, match="no link allocated"):
+    with pytest.raises(ValueError, match="not of this pool"):
         link.copy_out([1], [memoryview(bytearray(link.slot_bytes))])

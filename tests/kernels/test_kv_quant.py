@@ -10,6 +10,7 @@ from torch import Tensor
 
 from spillover.kernels import native
 from spillover.kernels.kv_quant import KVCodec, decode, decode_blocks, encode, encode_blocks, head_bytes, views
+from spillover.memory.transfer.cpu_transfers import CpuTransfers
 from spillover.memory.transfer.link_cpu import CpuLink
 
 needs_native = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
@@ -136,7 +137,7 @@ def test_blocks_cross_the_link_narrow_and_come_back(dtype: torch.dtype, kind: st
     codec = KVCodec(3, 2, 16, 32, dtype, kind)
     pool = torch.randn(6, 3, 2, 2, 16 * 32).to(dtype)
     wanted = encode_blocks(pool[2], 16, kind)
-    link = CpuLink(memory_of(pool), codec.block_bytes, codec)
+    link = CpuLink(memory_of(pool), codec.block_bytes, CpuTransfers(), codec)
     assert link.slot_bytes == codec.slot_bytes == 3 * 2 * 2 * 16 * 36
     slot = link.allocate(link.slot_bytes)
     before = pool.clone()

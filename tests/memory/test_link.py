@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spillover.kernels.huge_pages import address_of
 from spillover.memory.spill.host import Slots
-from spillover.memory.transfer.cuda_driver import _Owned, _Slab
-from spillover.memory.transfer.link import SlotMap, SlotViews, address_of
+from spillover.memory.transfer.cpu_transfers import CpuTransfers
+from spillover.memory.transfer.link import SlotMap, SlotViews
 from spillover.memory.transfer.link_cpu import CpuLink
 
 BLOCK = 96
@@ -26,7 +27,7 @@ def make_pool(num_blocks: int, block_bytes: int = BLOCK, seed: int = 0) -> np.nd
 
 
 def make_link(pool: np.ndarray, **options: object) -> CpuLink:
-    return CpuLink(memoryview(pool.reshape(-1)), pool.shape[1], **options)  # type: ignore[arg-type]
+    return CpuLink(memoryview(pool.reshape(-1)), pool.shape[1], CpuTransfers(), **options)  # type: ignore[arg-type]
 
 
 def cut(memory: memoryview, size: int) -> list[memoryview]:
@@ -105,23 +106,6 @@ def test_every_slot_lies_where_its_address_says() -> None:
     slots.check()
 
 
-def test_pinning_finds_the_slab_that_memory_lies_in() -> None:
-    nothing = np.empty(0, dtype=np.int64)
-    owned = _Owned([], nothing, nothing)
-    for address in (3000, 1000, 5000):
-        owned = owned.with_one(_Slab(address, 500))
-    assert [slab.address for slab in owned.find(np.array([3499, 3000]))] == [3000]
-    assert {slab.address for slab in owned.find(np.array([5001, 1000, 5499]))} == {1000, 5000}
-    for outside in (999, 3500, 5500):
-        with pytest.raises(ValueError, match="no link allocated"):
-            owned.find(np.array([1000, outside]))
-    left = owned.without(1)
-    assert [slab.address for slab in left.slabs] == [1000, 5000]
-    with pytest.raises(ValueError, match="no link allocated"):
-        left.find(np.array([3000]))
-    assert left.find(nothing) == []
-
-
 @pytest.mark.parametrize("codec", [None, Halves()])
 @pytest.mark.parametrize("wrong", ["dummy", "beyond", "negative", "short slot", "long slot", "count"])
 def test_a_wrong_block_or_slot_moves_nothing(wrong: str, codec: Halves | None) -> None:
@@ -145,9 +129,9 @@ def test_a_wrong_block_or_slot_moves_nothing(wrong: str, codec: Halves | None) -
 
 def test_a_pool_must_be_writable_and_whole() -> None:
     with pytest.raises(ValueError, match="writable"):
-        CpuLink(memoryview(bytes(4 * BLOCK)), BLOCK)
+        CpuLink(memoryview(bytes(4 * BLOCK)), BLOCK, CpuTransfers())
     with pytest.raises(ValueError, match="whole blocks"):
-        CpuLink(memoryview(bytearray(4 * BLOCK + 1)), BLOCK)
+        CpuLink(memoryview(bytearray(4 * BLOCK + 1)), BLOCK, CpuTransfers())
 
 
 def test_memory_begins_at_a_page_and_costs_nothing_before_it_is_touched() -> None:

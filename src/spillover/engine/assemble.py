@@ -32,6 +32,11 @@ from spillover.memory.budgets import parse_disk
 from spillover.memory.connector import KVConnector, NullConnector
 from spillover.memory.kv.kv_cache import KVCache
 from spillover.memory.spill.tiered_connector import TieredConnector
+from spillover.memory.transfer.cpu_transfers import CpuTransfers
+from spillover.memory.transfer.cuda_driver import CudaPinner
+from spillover.memory.transfer.cuda_transfers import CudaTransfers
+from spillover.memory.transfer.host_pool import HostPool
+from spillover.memory.transfer.transfers import Transfers
 from spillover.models.checkpoint import read_config
 from spillover.models.config import ModelConfig
 from spillover.models.fingerprint import model_fingerprint
@@ -155,7 +160,7 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
                  most_blocks=most, lender=_lender(runner, plan))
     connector: KVConnector = NullConnector()
     if plan.tiers and not isinstance(runner, NullRunner):
-        store = make_store(config, plan, planned.model_config, runner.kv.pool, identity)
+        store = make_store(config, plan, planned.model_config, runner.kv.pool, identity, runner.transfers)
         margin = 2 * -(-plan.max_num_batched_tokens // plan.block_size) * len(plan.windows)
         connector = TieredConnector(kv, store, margin, config.restore)
     scheduler = Scheduler(SchedulerConfig(
@@ -197,7 +202,8 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None,
         return NullRunner(ordinary_tokens(model_config.vocab_size, tokenizer, model_config.eos_token_ids), decode)
     device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
     model = planned.architecture.build(model_config, device, dtype, plan.max_model_len)
-    weights = load(config, plan, model_config, planned.specs, planned.path,
+    transfers = make_transfers(plan)
+    weights = load(config, plan, model_config, planned.specs, planned.path, transfers,
                    lambda done, total, _: show(done, total, WEIGHTS))
     trim_heap()  # what loading left behind
     if device.type == "cuda":
@@ -206,17 +212,25 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None,
     views = KVViews(pool, model.groups)
     stage = None
     if plan.offloaded_blocks:
-        stage = OffloadStage(pool, plan.block_size, spill_codec(config, model_config, pool, plan.block_size))
+        stage = OffloadStage(pool, plan.block_size, transfers, spill_codec(config, model_config, pool, plan.block_size))
     limits = StepLimits(plan.max_num_seqs, plan.max_num_batched_tokens, plan.max_model_len, plan.captured_rows)
     if device.type == "cuda":
         from spillover.engine.cuda.cuda_runner import CudaRunner  # needs Triton
 
-        runner = CudaRunner(model, weights, views, plan.block_size, device, limits, decode, plan.kv_cache_dtype, stage,
-                            not config.enforce_eager, config.deterministic)
+        runner = CudaRunner(model, weights, views, plan.block_size, device, limits, transfers, decode,
+                            plan.kv_cache_dtype, stage, not config.enforce_eager, config.deterministic)
         if config.graph_capture == "start":
             runner.capture(lambda done, total: show(done, total, CAPTURING))
         return runner
-    return CpuRunner(model, weights, views, plan.block_size, limits, decode, plan.kv_cache_dtype, stage)
+    return CpuRunner(model, weights, views, plan.block_size, limits, transfers, decode, plan.kv_cache_dtype, stage)
+
+
+def make_transfers(plan: Plan) -> Transfers:
+    """Make what copies between the device and host memory, of which the plan says how much there is."""
+    limit = plan.host_bytes + plan.host_weight_bytes
+    if plan.device == "cuda":
+        return CudaTransfers(torch.device("cuda"), HostPool(CudaPinner(0), limit))
+    return CpuTransfers(HostPool(limit=limit))
 
 
 def _make_pool(plan: Plan, config: ModelConfig, layers: int, dtype: torch.dtype, device: torch.device,

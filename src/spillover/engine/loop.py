@@ -13,6 +13,7 @@ from spillover.engine.step import Step, StepResult
 from spillover.engine.weights.placed import EngineWeights
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.errors import SpilloverError
+from spillover.memory.transfer.transfers import Transfers
 from spillover.models.layers import KVViews
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,9 @@ class StepRunner(Protocol):
 
     @property
     def weight_bytes(self) -> int: ...
+
+    @property
+    def transfers(self) -> Transfers: ...
 
     def weight_traffic(self) -> WeightTraffic: ...
 

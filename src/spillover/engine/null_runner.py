@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from spillover.engine.output.outputs import Logprob, PositionLogprobs
 from spillover.engine.step import NewRequest, Step, StepItem, StepResult
 from spillover.engine.weights.traffic import WeightTraffic
+from spillover.memory.transfer.cpu_transfers import CpuTransfers
 from spillover.models.tokenizer import Tokenizer
 
 CYCLE = 512  # different tokens that it draws
@@ -29,6 +30,7 @@ class NullRunner:
         self._token_ids = list(token_ids)
         self._decode = decode
         self._requests: dict[int, NewRequest] = {}
+        self.transfers = CpuTransfers()  # of which there are none
 
     def launch(self, step: Step) -> NullStep:
         for id in step.ended:
@@ -55,7 +57,7 @@ class NullRunner:
         return WeightTraffic()
 
     def close(self) -> None:
-        pass
+        self.transfers.close()
 
     def _draw(self, item: StepItem) -> tuple[int, ...]:
         """Every request begins elsewhere in the cycle, at a place its prompt decides."""

@@ -20,8 +20,12 @@ from spillover.memory.tiers.base import Tier
 from spillover.memory.tiers.disk import DiskTier
 from spillover.memory.tiers.disks import Disks
 from spillover.memory.tiers.seal import read_seal
+from spillover.memory.transfer.cpu_transfers import CpuTransfers
+from spillover.memory.transfer.cuda_transfers import CudaTransfers
 from spillover.memory.transfer.link import DeviceLink
 from spillover.memory.transfer.link_cpu import CpuLink
+from spillover.memory.transfer.link_cuda import CudaLink
+from spillover.memory.transfer.transfers import Transfers
 from spillover.models.config import ModelConfig
 from spillover.plan.planner import Plan
 from spillover.plan.tiers import STAGING_BLOCKS, with_tier_rates
@@ -30,11 +34,12 @@ SWITCH_SECONDS = 0.0002  # for which a thread may keep the interpreter while ano
 DISK_READ = REMOTE_READ = 1e9  # bytes a second, until a load has been seen
 
 
-def make_store(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tensor, identity: bytes) -> SpillStore:
+def make_store(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tensor, identity: bytes,
+               transfers: Transfers) -> SpillStore:
     """What lies below the device, as the plan has it. Disks and links are timed, which takes a moment."""
     # Copies begin and end in Python on threads of their own; the engine's must not wait 5 ms whenever one of them runs.
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
-    link = _make_link(config, plan, model, pool)
+    link = _make_link(config, plan, model, pool, transfers)
     wake = threading.Event()
     timed = with_tier_rates(plan.tiers, plan.device, link.slot_bytes)
     reads = {tier.name: tier.read for tier in reversed(timed) if tier.read is not None}
@@ -53,14 +58,14 @@ def make_store(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tenso
     )
 
 
-def _make_link(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tensor) -> DeviceLink:
+def _make_link(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tensor,
+               transfers: Transfers) -> DeviceLink:
     codec = spill_codec(config, model, pool, plan.block_size)
     block_bytes = pool.stride(0) * pool.itemsize
-    if pool.device.type == "cuda":
-        from spillover.memory.transfer.link_cuda import CudaLink
-
-        return CudaLink(pool, codec)
-    return CpuLink(pool.view(-1).view(torch.uint8).numpy().data, block_bytes, codec)
+    if isinstance(transfers, CudaTransfers):
+        return CudaLink(pool, transfers, codec)
+    assert isinstance(transfers, CpuTransfers)
+    return CpuLink(pool.view(-1).view(torch.uint8).numpy().data, block_bytes, transfers, codec)
 
 
 def _make_tiers(config: EngineConfig, plan: Plan, payload: int, identity: bytes,

@@ -23,8 +23,6 @@ from spillover.models.rope import rope_tables
 from spillover.models.weight_specs import Source, WeightSpec, WeightSpecs, layer_part, stored_in
 from spillover.models.weights import PartWeights, ResidentWeights, Weights
 
-SLEEP_BLOCKS = 64  # moved at a time
-
 
 @dataclass(frozen=True)
 class ModelStep:
@@ -40,7 +38,6 @@ class KVViews:
 
     def __init__(self, pool: Tensor, groups: Sequence[LayerGroup]) -> None:
         self.pool = pool
-        self._asleep: tuple[Tensor, Tensor, int] | None = None  # blocks, what they hold, bytes of the pool
         self._views = {
             layer: (pool[:, index], group)
             for group, members in enumerate(groups)
@@ -50,27 +47,6 @@ class KVViews:
     def layer(self, layer: int) -> tuple[Tensor, int]:
         """The view [num_blocks, 2, kv_heads, block_size * head_dim] and the group whose block tables index it."""
         return self._views[layer]
-
-    def sleep(self, blocks: Sequence[int]) -> None:
-        """Gives the pool's memory back, its views stay; what these blocks hold is kept on the host."""
-        index = torch.tensor(blocks, dtype=torch.long)
-        kept = torch.empty(len(blocks), *self.pool.shape[1:], dtype=self.pool.dtype)
-        for start in range(0, len(blocks), SLEEP_BLOCKS):
-            part = index[start:start + SLEEP_BLOCKS]
-            kept[start:start + len(part)] = self.pool[part.to(self.pool.device)].cpu()
-        self._asleep = (index, kept, self.pool.untyped_storage().nbytes())
-        self.pool.untyped_storage().resize_(0)
-
-    def wake_up(self) -> None:
-        if self._asleep is None:
-            return
-        index, kept, nbytes = self._asleep
-        self.pool.untyped_storage().resize_(nbytes)
-        self.pool.zero_()
-        for start in range(0, len(index), SLEEP_BLOCKS):
-            part = slice(start, start + SLEEP_BLOCKS)
-            self.pool[index[part].to(self.pool.device)] = kept[part].to(self.pool.device)
-        self._asleep = None
 
 
 class Decoder:

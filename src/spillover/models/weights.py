@@ -6,16 +6,15 @@ it after: that is where weights which are not resident can be fetched.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
-import torch
 from torch import Tensor
 
 from spillover.kernels.batch import LayerWeights
 from spillover.kernels.experts import ExpertWeights, expert_stacks
-from spillover.kernels.formats.base import Linear, Weight, moved
+from spillover.kernels.formats.base import Linear, Weight
 from spillover.kernels.moe import LayerExperts, ResidentExperts
 from spillover.kernels.records import mapped
 from spillover.models.weight_specs import is_expert
@@ -58,14 +57,11 @@ class ResidentWeights:
             part["experts"] = ResidentExperts(*expert_stacks(part))
         return part
 
-    def move(self, device: torch.device) -> None:
-        """Move every weight to another device, part by part, so that no second copy of them all is ever held.
-
-        On the host they lie in pinned memory where there is a device to come back from, so that the way back is short.
-        """
+    def move(self, copy: Callable[[Tensor], Tensor], asleep: bool) -> None:
+        """Replace every tensor by its copy elsewhere, part by part, so that no second copy of them all is ever held.
+        `asleep`: the copies lie on the host, and nothing computes with them."""
         for name, weights in self.parts.items():
-            self.parts[name] = {key: moved(weight, device) if isinstance(weight, Tensor) else weight.to(device)
-                                for key, weight in weights.items()}
+            self.parts[name] = {key: mapped(weight, copy) for key, weight in weights.items()}
             self._contexts[name] = nullcontext(self.whole(name))
 
     @property

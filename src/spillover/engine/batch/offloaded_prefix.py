@@ -7,7 +7,7 @@ The CPU's own kernel needs no stage for blocks that lie in host memory as they w
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,7 +18,10 @@ from spillover.engine.step import StepItem
 from spillover.kernels.extents import SEGMENTS, segment_blocks
 from spillover.kernels.kv_quant import KVCodec
 from spillover.kernels.offload_stage import stage_blocks
-from spillover.memory.transfer.cuda_driver import cuda_driver
+from spillover.memory.transfer.cpu_transfers import CpuCopy, CpuTransfers
+from spillover.memory.transfer.cuda_transfers import CudaTransfers
+from spillover.memory.transfer.link_queue import Priority
+from spillover.memory.transfer.transfers import Transfers
 from spillover.models.config import ModelConfig
 
 
@@ -32,14 +35,14 @@ def spill_codec(config: EngineConfig, model: ModelConfig, pool: Tensor, block_si
 class OffloadStage:
     """The buffers that segments pass through, kept from step to step. One step at a time uses them."""
 
-    def __init__(self, pool: Tensor, block_size: int, codec: KVCodec | None = None) -> None:
+    def __init__(self, pool: Tensor, block_size: int, transfers: Transfers, codec: KVCodec | None = None) -> None:
         """`pool` [num_blocks, layers, 2, Hk, size]; `codec`: what blocks in host memory are narrowed with, if any."""
         self.block_size = block_size
         self.layers = pool.shape[1]
         self.segment_blocks = segment_blocks(block_size, pool.device.type)
         self.in_place = pool.is_cpu and codec is None
         self.buffers = torch.zeros(SEGMENTS, self.segment_blocks, *pool.shape[2:], dtype=pool.dtype, device=pool.device)
-        self._copier = _CudaCopier(self.buffers, codec) if pool.is_cuda else _CpuCopier(codec)
+        self._copier = _copier(transfers, self.buffers, codec)
         self._addresses: tuple[int, ...] = ()
 
     def prefix(self, item: StepItem) -> StagedPrefix:
@@ -49,9 +52,6 @@ class OffloadStage:
         if self.buffers.is_cuda:
             resident = resident.pin_memory().to(self.buffers.device, non_blocking=True)
         return StagedPrefix(self, self._copier, self._find(item.host_blocks), item.end, resident)
-
-    def close(self) -> None:
-        self._copier.close()
 
     def _find(self, addresses: tuple[int, ...]) -> Tensor:
         """Return the addresses as a tensor, once those that were not there the step before have been prepared."""
@@ -99,34 +99,40 @@ class StagedPrefix:
         return self._stage.buffers[piece % SEGMENTS, :count]
 
 
+def _copier(transfers: Transfers, buffers: Tensor, codec: KVCodec | None) -> _CpuCopier | _CudaCopier:
+    if isinstance(transfers, CudaTransfers):
+        return _CudaCopier(transfers, buffers, codec)
+    assert isinstance(transfers, CpuTransfers)
+    return _CpuCopier(transfers, codec)
+
+
 class _CpuCopier:
-    def __init__(self, codec: KVCodec | None) -> None:
+    def __init__(self, transfers: CpuTransfers, codec: KVCodec | None) -> None:
+        self._transfers = transfers
         self._codec = codec
-        self._thread = ThreadPoolExecutor(1, "spillover-stage")
-        self._copies: list[Future[None] | None] = [None] * SEGMENTS
+        self._copies: list[CpuCopy | None] = [None] * SEGMENTS
 
     def prepare(self, addresses: Sequence[int]) -> None:
         """Blocks that were not there the step before."""
 
     def begin(self, buffer: int, blocks: Tensor, layer: int, stage: Tensor) -> None:
-        self._copies[buffer] = self._thread.submit(stage_blocks, blocks, layer, stage, self._codec)
+        self._copies[buffer] = self._transfers.submit(partial(stage_blocks, blocks, layer, stage, self._codec),
+                                                      stage.nbytes, Priority.PREFETCH)
 
     def wait(self, buffer: int) -> None:
         copy = self._copies[buffer]
         assert copy is not None
-        copy.result()
-
-    def close(self) -> None:
-        self._thread.shutdown()
+        self._transfers.wait(copy)
 
 
 class _CudaCopier:
     """Nothing here waits on the host: the streams wait for each other."""
 
-    def __init__(self, buffers: Tensor, codec: KVCodec | None) -> None:
+    def __init__(self, transfers: CudaTransfers, buffers: Tensor, codec: KVCodec | None) -> None:
+        self._transfers = transfers
         self._codec = None if codec is None else codec.one_layer
         self._device = buffers.device
-        self._stream = torch.cuda.Stream(buffers.device)  # type: ignore[no-untyped-call]
+        self._stream = transfers.stream(Priority.PREFETCH)
         self._copied = [torch.cuda.Event() for _ in range(SEGMENTS)]  # type: ignore[no-untyped-call]
         self._pinned = True
         self._codes: Tensor | None = None
@@ -135,7 +141,7 @@ class _CudaCopier:
             self._codes = torch.zeros(buffers.shape[1], self._codec.slot_bytes, dtype=torch.uint8, device=self._device)
 
     def prepare(self, addresses: Sequence[int]) -> None:
-        self._pinned = cuda_driver().pin(addresses) and self._pinned
+        self._pinned = self._transfers.pool.pin(addresses) and self._pinned
 
     def begin(self, buffer: int, blocks: Tensor, layer: int, stage: Tensor) -> None:
         # All that reads the buffer has been launched on the current stream.
@@ -153,12 +159,9 @@ class _CudaCopier:
     def wait(self, buffer: int) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._copied[buffer])
 
-    def close(self) -> None:
-        self._stream.synchronize()
-
     def _copy(self, blocks: Tensor, layer: int, target: Tensor) -> None:
         piece = target[0].nbytes
         sources = (blocks.numpy() + layer * piece).astype(np.uint64)
         targets = (target.data_ptr() + np.arange(len(sources)) * piece).astype(np.uint64)
         sizes = np.full(len(sources), piece, dtype=np.uint64)
-        cuda_driver().copy(targets, sources, sizes, self._stream.cuda_stream, self._pinned)
+        self._transfers.queue_copies(targets, sources, sizes, Priority.PREFETCH, self._pinned)

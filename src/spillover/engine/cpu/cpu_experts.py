@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from spillover.engine.weights.mover import Mover, Source
+from spillover.engine.weights.ring import Source
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.kernels.experts import Experts, ExpertWeights, expert_stacks
 from spillover.kernels.formats.base import Linear
@@ -17,19 +17,21 @@ from spillover.kernels.linear import linear
 from spillover.kernels.moe import expert_mlp, moe, route
 from spillover.kernels.records import Record
 from spillover.memory.experts import ExpertCache
+from spillover.memory.transfer.link_queue import Priority
+from spillover.memory.transfer.transfers import Transfers
 
 
 class ExpertSlots:
     """The arena and its cache, for all layers that have slots."""
 
     def __init__(self, cache: ExpertCache, record: Record, arena: Tensor, source: Callable[[int, int], Source],
-                 mover: Mover) -> None:
+                 transfers: Transfers) -> None:
         """`source(layer, expert)`: the record, in host memory or on disk; layers are numbered as in the cache."""
         self.cache = cache
         self._record = record
         self._arena = arena
         self._source = source
-        self._mover = mover
+        self._transfers = transfers
         self._tickets: dict[int, Any] = {}  # of copies under way, by slot
         self._bound: dict[int, tuple[Experts, Experts]] = {}  # by slot
         self.step = 0
@@ -40,7 +42,8 @@ class ExpertSlots:
         """Start the copy into a slot of its own; None: no slot can be given up."""
         slot = self.cache.take(layer, expert, keep, asked, pinned)
         if slot is not None:
-            self._tickets[slot] = self._mover.start(self._arena[slot], self._source(layer, expert), None)
+            self._tickets[slot] = self._transfers.start(self._arena[slot], self._source(layer, expert),
+                                                        Priority.DEMAND if asked else Priority.PREFETCH)
             self.bytes_moved += self._record.nbytes
             self.fetches += 1
         return slot
@@ -49,7 +52,7 @@ class ExpertSlots:
         """Return what lies there as stacks of one expert, once it has come."""
         ticket = self._tickets.pop(slot, None)
         if ticket is not None:
-            self._mover.wait(ticket)
+            self._transfers.wait(ticket)
         if slot not in self._bound:
             self._bound[slot] = _stacks_of_one(self._record, self._arena[slot])
         return self._bound[slot]

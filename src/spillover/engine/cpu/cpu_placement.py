@@ -12,22 +12,21 @@ from spillover.engine.cpu.cpu_experts import CpuExperts, ExpertSlots, InPlaceExp
 from spillover.engine.weights.disk_weights import DiskWeights
 from spillover.engine.weights.elastic import ElasticMemory
 from spillover.engine.weights.expert_cache import chosen_policy, filled_cache
-from spillover.engine.weights.host_weights import HostWeights
-from spillover.engine.weights.mover import CpuMover
 from spillover.engine.weights.placed import Parts, PlacedParts, PlacedWeights
 from spillover.kernels.formats.base import Linear
 from spillover.memory.policies.experts.protocol import GuessingPolicy
+from spillover.memory.transfer.transfers import Transfers
 from spillover.models.weight_specs import layer_part
 from spillover.models.weights import PartWeights
 from spillover.plan.placement import WeightPlan
 
 
-def place_on_cpu(parts: Parts, placement: WeightPlan, policy: str, disk: DiskWeights | None = None,
-                 kv_bytes: int = 0) -> PlacedWeights:
+def place_on_cpu(parts: Parts, placement: WeightPlan, policy: str, transfers: Transfers,
+                 disk: DiskWeights | None = None, kv_bytes: int = 0) -> PlacedWeights:
     """Put parts in host memory and in an arena of the planned size that stands for the device; copies into it are real.
     `kv_bytes`: of KV, before the slots."""
     device = torch.device("cpu")
-    placed, mover = PlacedParts(placement, device, HostWeights(device), disk), CpuMover()
+    placed = PlacedParts(placement, device, transfers, disk)
     layers, quota = placement.slot_layers, placement.quota
     arena: Tensor | None = None
     memory: ElasticMemory | None = None
@@ -41,10 +40,10 @@ def place_on_cpu(parts: Parts, placement: WeightPlan, policy: str, disk: DiskWei
             arena = memory.slots
         first = layers.index(layer) * quota
         arena[first : first + quota].copy_(records[:quota])
-    return PlacedWeights(placed, mover, _cpu_experts(placed, mover, arena, policy), memory)
+    return PlacedWeights(placed, _cpu_experts(placed, arena, policy), memory)
 
 
-def _cpu_experts(placed: PlacedParts, mover: CpuMover, arena: Tensor | None, policy: str) -> CpuExperts | None:
+def _cpu_experts(placed: PlacedParts, arena: Tensor | None, policy: str) -> CpuExperts | None:
     record, layers = placed.expert_record, placed.placement.slot_layers
     if record is None or not placed.expert_runs:
         return None
@@ -52,7 +51,7 @@ def _cpu_experts(placed: PlacedParts, mover: CpuMover, arena: Tensor | None, pol
     if arena is not None:
         cache = filled_cache(placed.placement, placed.num_experts, chosen_policy(placed.placement, policy))
         slots = ExpertSlots(cache, record, arena,
-                            lambda index, expert: placed.expert_source(layers[index], expert), mover)
+                            lambda index, expert: placed.expert_source(layers[index], expert), placed.transfers)
     in_place = []
     for layer in placed.expert_runs:
         if layer in layers:

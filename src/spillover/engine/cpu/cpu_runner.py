@@ -22,9 +22,10 @@ from spillover.engine.batch.sampler import Sampled, SampledLogprobs, SamplingBat
 from spillover.engine.batch.step_layout import ItemArrays, SampleRows, StepArrays, write_step
 from spillover.engine.batch.step_result import PromptRows, prompt_rows, sampling_batch, score, to_result
 from spillover.engine.step import Step, StepResult
-from spillover.engine.weights.placed import EngineWeights
+from spillover.engine.weights.placed import EngineWeights, FixedWeights
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.kernels.batch import AttentionBatch
+from spillover.memory.transfer.transfers import Transfers
 from spillover.models.layers import Decoder, KVViews, ModelStep
 
 Changed = TypeVar("Changed")
@@ -68,18 +69,19 @@ class LaunchedStep:
 
 class CpuRunner:
     def __init__(self, model: Decoder, weights: EngineWeights, kv: KVViews, block_size: int, limits: StepLimits,
-                 decode: Callable[[int], str] | None = None, kv_dtype: str = "auto",
+                 transfers: Transfers, decode: Callable[[int], str] | None = None, kv_dtype: str = "auto",
                  stage: OffloadStage | None = None) -> None:
         """`stage`: what the cold blocks of sequences longer than the pool pass through."""
         self.model = model
         self.weights = weights
         self.kv = kv
         self.decode = decode
+        self.transfers = transfers
         self.table = limits.request_table(len(model.groups), block_size, torch.device("cpu"))
         self._block_size = block_size
         self._kv_dtype = kv_dtype
         self._stage = stage
-        self._stack = None if isinstance(weights, PlacedWeights) else model.stack(weights, kv)  # those may move
+        self._stack = model.stack(weights, kv) if isinstance(weights, FixedWeights) else None
         self._drawn: Tensor | None = None  # [R], the last executed step's draws
         self._stream = ThreadPoolExecutor(1, "spillover-step")
 
@@ -107,8 +109,7 @@ class CpuRunner:
     def close(self) -> None:
         self._stream.shutdown()
         self.weights.close()
-        if self._stage is not None:
-            self._stage.close()
+        self.transfers.close()
 
     def _lay_out(self, step: Step) -> _Work:
         slots, updates = self.table.begin(step)

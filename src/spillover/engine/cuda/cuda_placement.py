@@ -21,13 +21,12 @@ from spillover.engine.cuda.stream_buffers import StreamBuffers
 from spillover.engine.weights.disk_weights import DiskWeights
 from spillover.engine.weights.elastic import ElasticMemory
 from spillover.engine.weights.expert_cache import chosen_policy, filled_cache
-from spillover.engine.weights.host_weights import HostWeights
-from spillover.engine.weights.mover import CudaMover
 from spillover.engine.weights.placed import Parts, PlacedParts, PlacedWeights
 from spillover.kernels.host_expert_queue import HostExpertQueue
 from spillover.kernels.host_experts import ExpertLayout, HostExperts
 from spillover.kernels.page_table import PageTable
 from spillover.kernels.records import Record
+from spillover.memory.transfer.cuda_transfers import CudaTransfers
 from spillover.models.config import ModelConfig
 from spillover.models.weight_specs import layer_part
 from spillover.plan.placement import SLOTTED, WeightPlan
@@ -54,11 +53,11 @@ class CudaLayerExperts:
 
 
 def place_on_cuda(parts: Parts, plan: Plan, config: EngineConfig, model: ModelConfig,
-                  disk: DiskWeights | None) -> PlacedWeights:
+                  disk: DiskWeights | None, transfers: CudaTransfers) -> PlacedWeights:
     """Put parts on the device and in host memory, and choose who fetches experts."""
     placement, device = plan.placement, torch.device("cuda")
     assert placement is not None
-    placed = PlacedParts(placement, device, HostWeights(device), disk)
+    placed = PlacedParts(placement, device, transfers, disk)
     layers = table_layers(placement)
     quotas = [placement.quota if placement.experts[layer] in SLOTTED else 0 for layer in layers]
     slots: Tensor | None = None
@@ -73,7 +72,7 @@ def place_on_cuda(parts: Parts, plan: Plan, config: EngineConfig, model: ModelCo
         if slots is None:
             memory = ElasticMemory.make(plan.kv_bytes, sum(quotas) + placement.transit, records.shape[1], device)
             slots = memory.slots
-            placed.home.expect(records.numel(), len(layers) - index - 1 - len(placement.disk_experts))
+            transfers.pool.expect(records.numel(), len(layers) - index - 1 - len(placement.disk_experts), "weights")
         first = sum(quotas[:index])
         slots[first : first + quotas[index]].copy_(records[: quotas[index]])
         del records
@@ -81,11 +80,11 @@ def place_on_cuda(parts: Parts, plan: Plan, config: EngineConfig, model: ModelCo
     torch.cuda.empty_cache()  # what loading left behind
     experts = None
     if slots is not None:
-        experts = _experts(placed, layers, quotas, slots, plan, config, model)
+        experts = _experts(placed, layers, quotas, slots, plan, config, model, transfers)
         for index, layer in enumerate(layers):
             placed.experts[layer_part(layer)] = CudaLayerExperts(experts, index)
     graphs: GraphAware = experts or GraphAware()
-    return PlacedWeights(placed, CudaMover(device), experts, memory, PassingLayers(graphs) if placed.units else graphs)
+    return PlacedWeights(placed, experts, memory, PassingLayers(graphs) if placed.units else graphs)
 
 
 def table_layers(placement: WeightPlan) -> tuple[int, ...]:
@@ -94,7 +93,7 @@ def table_layers(placement: WeightPlan) -> tuple[int, ...]:
 
 
 def _experts(placed: PlacedParts, layers: Sequence[int], quotas: Sequence[int], slots: Tensor, plan: Plan,
-             config: EngineConfig, model: ModelConfig) -> CudaExperts:
+             config: EngineConfig, model: ModelConfig, transfers: CudaTransfers) -> CudaExperts:
     """Choose who fetches the experts: the host where it must read them from disk or is asked to, else the device."""
     placement, record, k = placed.placement, placed.expert_record, model.experts_per_token
     assert record is not None
@@ -103,7 +102,7 @@ def _experts(placed: PlacedParts, layers: Sequence[int], quotas: Sequence[int], 
     records = [run for layer in layers if (run := placed.expert_runs[layer]) is not None]
     if placement.strategy == "demand" or len(records) < len(layers):
         return FetchedExperts(arena, filled_cache(placement, placed.num_experts, policy),
-                              lambda index, expert: placed.expert_bytes(layers[index], expert))
+                              lambda index, expert: placed.expert_bytes(layers[index], expert), transfers.demand)
     table = PageTable.make(quotas, placed.num_experts, max(1, placement.paged_tokens) * k, LOG_ROWS, slots.device)
     fill_table(table, quotas)
     policy.on_load(len(layers), placed.num_experts, placement.quota)
@@ -116,8 +115,8 @@ def _experts(placed: PlacedParts, layers: Sequence[int], quotas: Sequence[int], 
     if placement.strategy in ("experts", "host-experts") and not config.deterministic:
         host = _host_share(arena, record, records, slots[len(slots) - group :], quotas, plan, model)
     if placement.strategy == "experts" and config.policy not in ("lru", "static"):
-        thread = PolicyThread(policy, table)
-    buffers = StreamBuffers(slots[sum(quotas) :], group)
+        thread = PolicyThread(policy, table, transfers)
+    buffers = StreamBuffers(slots[sum(quotas) :], group, transfers)
     return PagedExperts(arena, table, records, buffers, paged_tokens, k, host, thread)
 
 

@@ -24,6 +24,7 @@ from spillover.engine.batch.step_layout import ItemArrays, write_step
 from spillover.engine.batch.step_result import PromptRows, prompt_rows, sampling_batch, score, to_device, to_result
 from spillover.engine.cuda.decode_inputs import UPDATE_BYTES, DecodeInputs
 from spillover.engine.cuda.graphs import Graphs, GraphStats, Key
+from spillover.engine.cuda.sleeping_kv import SleepingKV
 from spillover.engine.cuda.step_inputs import HEADER, InputOffsets, StepInputs, StepShape
 from spillover.engine.step import Step, StepItem, StepResult
 from spillover.engine.weights.placed import EngineWeights
@@ -32,6 +33,8 @@ from spillover.kernels.batch import AttentionBatch, DecodeScratch, DeviceWork
 from spillover.kernels.triton.attention_splits import FIELDS, QUERIES, decode_splits, max_splits, prefill_tiles
 from spillover.kernels.triton.draw import draw
 from spillover.kernels.triton.step_upload import fill_tokens, update_tables
+from spillover.memory.transfer.cuda_transfers import CudaTransfers
+from spillover.memory.transfer.transfers import Transfers
 from spillover.models.layers import Decoder, KVViews, ModelStep
 
 FEW_UPDATES = UPDATE_BYTES // 8 - 4  # table entries that travel with the step; more of them have a copy of their own
@@ -81,7 +84,8 @@ class CudaStep:
 
 class CudaRunner:
     def __init__(self, model: Decoder, weights: EngineWeights, kv: KVViews, block_size: int, device: torch.device,
-                 limits: StepLimits, decode: Callable[[int], str] | None = None, kv_dtype: str = "auto",
+                 limits: StepLimits, transfers: Transfers, decode: Callable[[int], str] | None = None,
+                 kv_dtype: str = "auto",
                  stage: OffloadStage | None = None, graphs: bool = True, deterministic: bool = False) -> None:
         """`stage`: what the cold blocks of sequences longer than the pool pass through; `deterministic`: all attention
         by the kernel that sums up a row in one order whatever the chunk it is in."""
@@ -90,7 +94,9 @@ class CudaRunner:
         self.weights = weights
         self.kv = kv
         self.decode = decode
+        self.transfers = transfers
         self.table = limits.request_table(groups, block_size, device)
+        self._asleep: SleepingKV | None = None
         self._block_size = block_size
         self._device = device
         self._kv_dtype = kv_dtype
@@ -161,14 +167,18 @@ class CudaRunner:
 
     def sleep(self, blocks: Sequence[int]) -> None:
         """Move weights and the KV of these blocks to the host. No step may run."""
+        assert isinstance(self.transfers, CudaTransfers), "only a device's memory is given back"
         self.forget_graphs()
-        self.kv.sleep(blocks)  # first: slots of experts may lie in the same memory
-        self.weights.move(torch.device("cpu"))
+        # KV first: slots of experts may lie in the same memory.
+        self._asleep = SleepingKV(self.kv.pool, blocks, self.transfers)
+        self.weights.move(self.transfers.to_host, asleep=True)
         torch.cuda.empty_cache()
 
     def wake_up(self) -> None:
-        self.weights.move(self._device)
-        self.kv.wake_up()
+        if self._asleep is not None and isinstance(self.transfers, CudaTransfers):
+            self.weights.move(self.transfers.to_device, asleep=False)
+            self._asleep.wake_up()
+            self._asleep = None
 
     @property
     def weight_bytes(self) -> int:
@@ -180,8 +190,7 @@ class CudaRunner:
     def close(self) -> None:
         gc.unfreeze()
         self.weights.close()
-        if self._stage is not None:
-            self._stage.close()
+        self.transfers.close()
 
     # On the device
 

@@ -17,6 +17,7 @@ from spillover.engine.cuda.host_share import HostShare
 from spillover.engine.cuda.stream_buffers import StreamBuffers
 from spillover.engine.cuda.stream_plan import StreamPlan, stream_plan
 from spillover.kernels.page_table import NONE, PageTable
+from spillover.memory.transfer.link_queue import Priority
 
 MAX_CAPTURED_ROWS = 512  # of a step that streams
 
@@ -64,6 +65,7 @@ class ExpertStream:
             self._share = share
             self._version += 1
         self.bytes_moved += self._plan.bytes_moved
+        self._buffers.count(Priority.PREFETCH, self._plan.bytes_moved)
         self.copies += self._plan.copies
         self.num_hosted += self._plan.num_hosted
 

@@ -17,11 +17,14 @@ from spillover.memory.experts import ExpertCache
 
 
 class FetchedExperts(GraphAware):
-    def __init__(self, arena: ExpertArena, cache: ExpertCache, source: Callable[[int, int], Tensor]) -> None:
-        """`cache`: which expert lies in which slot; `source(layer, expert)`: its record, read if need be."""
+    def __init__(self, arena: ExpertArena, cache: ExpertCache, source: Callable[[int, int], Tensor],
+                 copy: Callable[[Tensor, Tensor], object]) -> None:
+        """`cache`: which expert lies in which slot; `source(layer, expert)`: its record, read if need be; `copy` brings
+        that into a slot."""
         self.arena = arena
         self._cache = cache
         self._source = source
+        self._copy = copy
         self._fetches = 0
 
     def graph_version(self, rows: int) -> int | None:
@@ -42,7 +45,7 @@ class FetchedExperts(GraphAware):
                     if slot is None:  # a policy pins too many
                         slot = cache.take(layer, expert, keep=experts, pinned=True)
                     assert slot is not None
-                    arena.slots[slot].copy_(self._source(layer, expert), non_blocking=True)
+                    self._copy(arena.slots[slot], self._source(layer, expert))
                     self._fetches += 1
                 row[expert] = slot
             passes.add(arena.first, arena.second, row.to(x.device))

@@ -20,6 +20,7 @@ from spillover.engine.cuda.stream_buffers import StreamBuffers
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.kernels.page_table import LENT, NONE, PageTable
 from spillover.kernels.paged_moe import paged_mixture
+from spillover.memory.transfer.link_queue import Priority
 
 
 class PagedExperts(GraphAware):
@@ -37,6 +38,8 @@ class PagedExperts(GraphAware):
         self._k = k
         self._host = host
         self._policy = policy
+        self._buffers = buffers
+        self._gathered = 0  # experts that the device had fetched when it was last asked
         self._routing: Tensor | None = None
         self._first: list[int] = table.first.tolist()
         self._lent: list[set[int]] = [set() for _ in records]
@@ -95,6 +98,8 @@ class PagedExperts(GraphAware):
     def traffic(self) -> WeightTraffic:
         """Return the counts so far; waits for the device."""
         hits, gathered, hosted = self.table.totals.sum(0).tolist()
+        self._buffers.count(Priority.DEMAND, (gathered - self._gathered) * self.arena.record_bytes)
+        self._gathered = gathered
         stream = self._stream
         return WeightTraffic(gathered * self.arena.record_bytes + stream.bytes_moved, gathered + stream.copies, 0, hits,
                              gathered, hosted + stream.num_hosted)

@@ -13,6 +13,8 @@ import torch
 from spillover.errors import SpilloverError
 from spillover.kernels.page_table import PageTable
 from spillover.memory.policies.experts.protocol import ExpertPolicy
+from spillover.memory.transfer.cuda_transfers import CudaTransfers
+from spillover.memory.transfer.link_queue import Priority
 
 log = logging.getLogger("spillover.engine")
 
@@ -20,11 +22,11 @@ PAUSE = 0.002  # seconds between two looks, so that several steps are read at on
 
 
 class PolicyThread:
-    def __init__(self, policy: ExpertPolicy, table: PageTable) -> None:
+    def __init__(self, policy: ExpertPolicy, table: PageTable, transfers: CudaTransfers | None) -> None:
         self._policy = policy
         self._table = table
         self._worth = torch.zeros(table.worth.shape, pin_memory=table.worth.is_cuda)
-        self._stream = torch.cuda.Stream(table.worth.device) if table.worth.is_cuda else None  # type: ignore[no-untyped-call]
+        self._stream = transfers.stream(Priority.DEMAND) if transfers is not None else None
         self._read = 0  # steps of the log
         self._ended = False  # one more since then
         self._news = threading.Condition()

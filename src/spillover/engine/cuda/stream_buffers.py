@@ -12,6 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spillover.memory.transfer.cuda_transfers import CudaTransfers
+from spillover.memory.transfer.link_queue import Priority
+
 
 @dataclass(frozen=True)
 class Group:
@@ -26,11 +29,11 @@ class Group:
 
 
 class StreamBuffers:
-    def __init__(self, slots: Tensor, size: int) -> None:
-        """`slots` [n, bytes], in places of `size` slots each."""
+    def __init__(self, slots: Tensor, size: int, transfers: CudaTransfers | None) -> None:
+        """`slots` [n, bytes], in places of `size` slots each; `transfers`: None where slots are on a CPU, in tests."""
         self._places = [slots[start : start + size] for start in range(0, len(slots) - size + 1, size)]
         self.size = size
-        self._stream = torch.cuda.Stream(slots.device) if slots.is_cuda else None  # type: ignore[no-untyped-call]
+        self._transfers = transfers
         self._left: list[torch.cuda.Event | None] = [None] * len(self._places)  # the last use of a place is over
         self._groups: Sequence[Group] = ()
         self._started = self._taken = 0
@@ -40,14 +43,19 @@ class StreamBuffers:
     def places(self) -> int:
         return len(self._places)
 
+    def count(self, priority: Priority, nbytes: int) -> None:
+        """Count what steps copy, which a CUDA graph may do without the host."""
+        if self._transfers is not None:
+            self._transfers.queue.count(priority, nbytes)
+
     def begin(self, groups: Sequence[Group]) -> None:
         """A step's groups, in the order they will be taken in. Also while a graph of the step is recorded: what ran
         before it is not waited for one by one, but as a whole."""
         assert self._taken == len(self._groups), "the step before has not taken all of its groups"
         self._groups, self._started, self._taken, self._arrived = groups, 0, 0, []
         self._left = [None] * len(self._places)
-        if self._stream is not None and groups:
-            self._stream.wait_stream(torch.cuda.current_stream())
+        if self._transfers is not None and groups:
+            self._transfers.stream(Priority.PREFETCH).wait_stream(torch.cuda.current_stream())
         while self._started < min(len(groups), len(self._places)):
             self._start()
 
@@ -59,26 +67,24 @@ class StreamBuffers:
         return self._taken % len(self._places)
 
     def leave(self) -> None:
-        if self._stream is not None:
-            left: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            left.record()
-            self._left[self._taken % len(self._places)] = left
+        if self._transfers is not None:
+            self._left[self._taken % len(self._places)] = self._transfers.mark()
         self._taken += 1
         if self._started < len(self._groups):
             self._start()
 
     def _start(self) -> None:
         group, place = self._groups[self._started], self._started % len(self._places)
-        left, target, arrived = self._left[place], self._places[place], None
-        with torch.cuda.stream(self._stream):  # None: where the caller is
-            if left is not None and self._stream is not None:
-                self._stream.wait_event(left)
-            for at, first, count in _runs(group.experts):
-                target[at : at + count].copy_(group.runs[first : first + count], non_blocking=True)
-            if self._stream is not None:
-                arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                arrived.record(self._stream)
-        self._arrived.append(arrived)
+        target = self._places[place]
+        pairs = [(target[at : at + count], group.runs[first : first + count])
+                 for at, first, count in _runs(group.experts)]
+        if self._transfers is not None:
+            # A CUDA graph repeats these copies: they are counted step by step, by whoever began the step.
+            self._arrived.append(self._transfers.start_all(pairs, Priority.PREFETCH, self._left[place], counted=False))
+        else:
+            for into, source in pairs:
+                into.copy_(source)
+            self._arrived.append(None)
         self._started += 1
 
 

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from spillover.engine.weights.host_weights import HostWeights
 from spillover.kernels.fields import ALIGNMENT
+from spillover.kernels.huge_pages import map_pages
 
 log = logging.getLogger("spillover.engine")
 
@@ -35,7 +35,7 @@ class ElasticMemory:
     def make(cls, kv_bytes: int, slots: int, slot_bytes: int, device: torch.device) -> ElasticMemory:
         start = _aligned(kv_bytes)
         if device.type == "cpu":
-            run = HostWeights(device).run(start + slots * slot_bytes)
+            run = torch.frombuffer(map_pages(start + slots * slot_bytes), dtype=torch.uint8)
         else:
             run = torch.empty(start + slots * slot_bytes, dtype=torch.uint8, device=device)
         return cls(run, kv_bytes, slot_bytes)

@@ -13,6 +13,8 @@ from spillover.engine.weights.disk_weights import DiskWeights
 from spillover.engine.weights.placed import EngineWeights, FixedWeights
 from spillover.errors import SpilloverError
 from spillover.kernels.formats.base import Weight
+from spillover.memory.transfer.cuda_transfers import CudaTransfers
+from spillover.memory.transfer.transfers import Transfers
 from spillover.models.checkpoint import open_checkpoint
 from spillover.models.config import ModelConfig
 from spillover.models.loader import PartReader, Progress, dummy_parts, load_parts
@@ -20,24 +22,25 @@ from spillover.models.weight_specs import WeightSpec, WeightSpecs, is_expert, ke
 from spillover.plan.planner import Plan
 
 
-def load(config: EngineConfig, plan: Plan, model: ModelConfig, specs: WeightSpecs, path: Path,
+def load(config: EngineConfig, plan: Plan, model: ModelConfig, specs: WeightSpecs, path: Path, transfers: Transfers,
          progress: Progress | None = None) -> EngineWeights:
     device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
     specs = kept_on(specs, plan.device, plan.dtype, config.deterministic)
     if config.load_format == "dummy":
-        return _placed(config, plan, model, dummy_parts(specs, dtype, device, config.seed), specs, None)
+        return _placed(config, plan, model, dummy_parts(specs, dtype, device, config.seed), specs, None,
+                       transfers)
     with open_checkpoint(path) as checkpoint:
         def where(part: str, spec: WeightSpec) -> torch.device:
             return device if _stays(plan, part, spec) else torch.device("cpu")
 
         parts = load_parts(checkpoint, model, specs, dtype, where, progress=progress)
-        return _placed(config, plan, model, parts, specs, None if not _on_disk(plan) else path)
+        return _placed(config, plan, model, parts, specs, None if not _on_disk(plan) else path, transfers)
 
 
 def _placed(config: EngineConfig, plan: Plan, model: ModelConfig, parts: Iterator[tuple[str, dict[str, Weight]]],
-            specs: WeightSpecs, path: Path | None) -> EngineWeights:
+            specs: WeightSpecs, path: Path | None, transfers: Transfers) -> EngineWeights:
     """`path`: the checkpoint, where some weights stay on disk."""
-    placement, cuda = plan.placement, plan.device == "cuda"
+    placement = plan.placement
     if placement is None:
         return FixedWeights(dict(parts))
     if _on_disk(plan) and path is None:
@@ -47,11 +50,11 @@ def _placed(config: EngineConfig, plan: Plan, model: ModelConfig, parts: Iterato
     if path is not None:
         # Held open for as long as the engine runs.
         disk = DiskWeights(PartReader(open_checkpoint(path), model, specs, getattr(torch, plan.dtype)))
-    if cuda:
+    if isinstance(transfers, CudaTransfers):
         from spillover.engine.cuda.cuda_placement import place_on_cuda  # needs Triton
 
-        return place_on_cuda(parts, plan, config, model, disk)
-    return place_on_cpu(parts, placement, config.policy, disk, plan.kv_bytes)
+        return place_on_cuda(parts, plan, config, model, disk, transfers)
+    return place_on_cpu(parts, placement, config.policy, transfers, disk, plan.kv_bytes)
 
 
 def _on_disk(plan: Plan) -> bool:

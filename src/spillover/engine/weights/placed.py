@@ -6,7 +6,7 @@ host memory as records, or stays on disk. Nothing here decides where anything go
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -18,13 +18,13 @@ from torch import Tensor
 from spillover.engine.cuda.graph_weights import GraphAware
 from spillover.engine.weights.disk_weights import DiskWeights
 from spillover.engine.weights.elastic import ElasticMemory, LendsSlots
-from spillover.engine.weights.host_weights import HostWeights
-from spillover.engine.weights.mover import Mover, Source
-from spillover.engine.weights.ring import Ring
+from spillover.engine.weights.ring import Ring, Source
 from spillover.engine.weights.traffic import WeightTraffic
+from spillover.errors import SpilloverError
 from spillover.kernels.formats.base import Weight
 from spillover.kernels.moe import LayerExperts
 from spillover.kernels.records import Record, tensors_of
+from spillover.memory.transfer.transfers import Transfers
 from spillover.models.weight_specs import layer_part
 from spillover.models.weights import PartWeights, ResidentWeights, one_expert_of, split_experts
 from spillover.plan.placement import WeightPlan
@@ -84,11 +84,11 @@ class PassingPart:
 class PlacedParts:
     """Parts as they come from the loader, put where the plan says."""
 
-    def __init__(self, placement: WeightPlan, device: torch.device, home: HostWeights,
+    def __init__(self, placement: WeightPlan, device: torch.device, transfers: Transfers,
                  disk: DiskWeights | None) -> None:
         self.placement = placement
         self.device = device
-        self.home = home
+        self.transfers = transfers
         self.disk = disk
         self.resident: dict[str, dict[str, Weight]] = {}
         self.experts: dict[str, LayerExperts] = {}  # by part, where they are fetched one by one
@@ -116,7 +116,7 @@ class PlacedParts:
             return None
         self.expert_runs[layer] = None
         if layer not in self.placement.disk_experts:
-            run = self.home.run(records.numel()).view(records.shape)
+            run = self._host(records.numel()).view(records.shape)
             self.expert_runs[layer] = run.copy_(records)
         return records
 
@@ -135,14 +135,21 @@ class PlacedParts:
         source = self.expert_source(layer, expert)
         return source if isinstance(source, Tensor) else source()
 
-    def ring(self, mover: Mover) -> Ring | None:
+    def ring(self) -> Ring | None:
         """What the units pass through."""
         if not self.units:
             return None
         sizes = {part: unit.nbytes for part, unit in self.units.items()}
         count = max(1, min(self.placement.ring, len(self.units)))
         buffers = [torch.empty(max(sizes.values()), dtype=torch.uint8, device=self.device) for _ in range(count)]
-        return Ring(buffers, list(self.units), sizes, self._unit_source, mover, ahead=count > 1)
+        return Ring(buffers, list(self.units), sizes, self._unit_source, self.transfers, ahead=count > 1)
+
+    def _host(self, nbytes: int) -> Tensor:
+        """Take host memory for weights, which the device may read."""
+        try:
+            return torch.frombuffer(self.transfers.pool.allocate(nbytes, "weights", pinned=True), dtype=torch.uint8)
+        except MemoryError as error:
+            raise SpilloverError(f"{error}; raise --host-memory") from error
 
     def _unit_source(self, part: str) -> Source:
         unit, disk = self.units[part], self.disk
@@ -166,7 +173,7 @@ class PlacedParts:
         expert_record = self.expert_record if experts is not None else None
         run = None
         if not on_disk:
-            run = self.home.run(unit_bytes(own_record, expert_record, count))
+            run = self._host(unit_bytes(own_record, expert_record, count))
             start = 0
             if own_record is not None:
                 start = own_record.nbytes
@@ -210,16 +217,15 @@ class FixedWeights(ResidentWeights):
 class PlacedWeights:
     """All parts, each entered where the plan put it."""
 
-    def __init__(self, placed: PlacedParts, mover: Mover, experts: ExpertStore | None,
+    def __init__(self, placed: PlacedParts, experts: ExpertStore | None,
                  memory: ElasticMemory | None = None, graphs: GraphAware | None = None) -> None:
         """`memory`: of slots and KV together, where there are slots; `graphs`: None on a CPU, which captures none."""
         self.memory = memory
         self.experts = experts
         self.graphs = graphs or GraphAware()
         self._resident = ResidentWeights(placed.resident, placed.experts)
-        self._host, self._disk = placed.home, placed.disk
-        self._mover = mover
-        self._ring = placed.ring(mover)
+        self._pool, self._disk = placed.transfers.pool, placed.disk
+        self._ring = placed.ring()
         # By part that passes through the ring: its weights in each buffer.
         self._bound = {} if self._ring is None else {
             part: [unit.bind(buffer) for buffer in self._ring.buffers] for part, unit in placed.units.items()
@@ -229,11 +235,10 @@ class PlacedWeights:
     def part(self, name: str) -> AbstractContextManager[PartWeights]:
         return self._passing[name] if name in self._passing else self._resident.part(name)
 
-    def move(self, device: torch.device) -> None:
+    def move(self, copy: Callable[[Tensor], Tensor], asleep: bool) -> None:
         """Move what is resident; what the device held of the rest is fetched again once it is back."""
-        self._resident.move(device)
+        self._resident.move(copy, asleep)
         self._passing = self._enter_by_ring()
-        asleep = device.type == "cpu"
         if self._ring is not None:
             self._ring.resize(asleep)
         if self.experts is not None and asleep:
@@ -262,13 +267,11 @@ class PlacedWeights:
 
     @property
     def host_bytes(self) -> int:
-        return self._host.nbytes
+        return self._pool.bytes_by_use.get("weights", 0)
 
     def close(self) -> None:
         if self.experts is not None:
             self.experts.close()
-        self._mover.close()
-        self._host.close()
 
 
 EngineWeights = FixedWeights | PlacedWeights

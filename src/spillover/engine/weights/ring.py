@@ -11,12 +11,15 @@ from typing import Any
 
 from torch import Tensor
 
-from spillover.engine.weights.mover import Mover, Source
+from spillover.memory.transfer.link_queue import Priority
+from spillover.memory.transfer.transfers import Transfers
+
+Source = Tensor | Callable[[], Tensor]  # what has to be read first is called on a thread that computes nothing
 
 
 class Ring:
     def __init__(self, buffers: Sequence[Tensor], order: Sequence[str], sizes: Mapping[str, int],
-                 source: Callable[[str], Source], mover: Mover, ahead: bool) -> None:
+                 source: Callable[[str], Source], transfers: Transfers, ahead: bool) -> None:
         """`order`: the units in the order of their use in a step, which begins again after the last; `source`: the
         bytes of one, at home."""
         self._buffers = buffers
@@ -25,7 +28,7 @@ class Ring:
         self._place = {unit: place for place, unit in enumerate(self._order)}
         self._sizes = sizes
         self._source = source
-        self._mover = mover
+        self._transfers = transfers
         self._ahead = ahead
         self._holds: list[str | None] = [None] * len(buffers)
         self._tickets: list[Any] = [None] * len(buffers)  # of the copy that brings it
@@ -44,9 +47,9 @@ class Ring:
         """The buffer that holds the unit, to be computed with until `release`."""
         index = self._find(unit)
         if index is None:
-            index = self._fetch(unit, ())
+            index = self._fetch(unit, (), Priority.DEMAND)
             assert index is not None, "more units in use than the ring has buffers"
-        self._mover.wait(self._tickets[index])
+        self._transfers.wait(self._tickets[index])
         self._users[index] += 1
         self._last += 1
         self._used_at[index] = self._last
@@ -56,7 +59,7 @@ class Ring:
 
     def release(self, index: int) -> None:
         self._users[index] -= 1
-        self._marks[index] = self._mover.mark()
+        self._marks[index] = self._transfers.mark()
 
     def resize(self, empty: bool) -> None:
         """Gives the buffers' memory back, or takes it again; what they held is lost."""
@@ -68,13 +71,13 @@ class Ring:
         first = self._place[unit] + 1
         soon = [self._order[(first + step) % len(self._order)] for step in range(len(self._buffers) - 1)]
         for wanted in soon:
-            if self._find(wanted) is None and self._fetch(wanted, (unit, *soon)) is None:
+            if self._find(wanted) is None and self._fetch(wanted, (unit, *soon), Priority.PREFETCH) is None:
                 return
 
     def _find(self, unit: str) -> int | None:
         return self._holds.index(unit) if unit in self._holds else None
 
-    def _fetch(self, unit: str, keep: Sequence[str]) -> int | None:
+    def _fetch(self, unit: str, keep: Sequence[str], priority: Priority) -> int | None:
         """Into a buffer that nobody uses and that holds none of `keep`, the one unused for longest."""
         free = [index for index, held in enumerate(self._holds) if not self._users[index] and held not in keep]
         if not free:
@@ -82,7 +85,8 @@ class Ring:
         index = min(free, key=self._used_at.__getitem__)
         size = self._sizes[unit]
         self._holds[index] = unit
-        self._tickets[index] = self._mover.start(self._buffers[index][:size], self._source(unit), self._marks[index])
+        self._tickets[index] = self._transfers.start(self._buffers[index][:size], self._source(unit), priority,
+                                                     self._marks[index])
         self.bytes_moved += size
         self.fetches += 1
         return index

@@ -69,9 +69,6 @@ class Linear:
     def map(self, change: Callable[[Tensor], Tensor]) -> Linear:
         return replace(self, tensors=tuple(change(tensor) for tensor in self.tensors))
 
-    def to(self, device: torch.device) -> Linear:
-        return self.map(lambda tensor: moved(tensor, device))
-
 
 Weight = Tensor | Linear  # norms, biases and sinks are tensors
 
@@ -189,14 +186,3 @@ def make_format(quant_method: str, quantization: Mapping[str, Any]) -> WeightFor
     """Build a registered format; `quantization`: as config.json has it, empty where it has none."""
     found = _registered[quant_method]
     return found.from_config(quantization) if quantization else found()
-
-
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy to a device; to the host into pinned memory, where there is a device to come back from."""
-    if device.type != "cpu" or tensor.device.type == "cpu":
-        return tensor.to(device)
-    try:
-        host = torch.empty_like(tensor, device=device, pin_memory=True)
-    except RuntimeError:  # no more may be pinned
-        host = torch.empty_like(tensor, device=device)
-    return host.copy_(tensor)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from spillover.memory.transfer.link import SlotViews, address_of
+from spillover.kernels.huge_pages import address_of
+from spillover.memory.transfer.link import SlotViews
 
 # Host memory is taken from the system in at most this many slabs, and at least so much at a time. Pinning a slab holds
 # up the device's driver, 0.2 ms a megabyte: a small one is hidden by the step that runs meanwhile.

@@ -114,7 +114,6 @@ class CudaDriver:
         _check("cuStreamWriteValue32", self._library.cuStreamWriteValue32_v2(stream, address, value, 0))
 
     def populate(self, address: int, nbytes: int) -> None:
-        """Make the pages of host memory now; many threads at once are faster than the driver, which makes them too."""
         self._madvise(address, nbytes, _POPULATE_WRITE)
 
     def register(self, address: int, nbytes: int) -> bool:
@@ -141,6 +140,26 @@ class CudaDriver:
         attributes, first, failed = _CopyAttributes(source_order=_STREAM_ORDER), c_size_t(0), c_size_t(0)
         return int(self._batch(targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(targets),
                                byref(attributes), byref(first), 1, byref(failed), stream))
+
+
+class CudaPinner:
+    """Pins memory for a device, on any thread: a memory.transfer.host_pool.Pinner."""
+
+    def __init__(self, device: int) -> None:
+        self._driver = cuda_driver()
+        self._context = self._driver.context(device)
+
+    def populate(self, address: int, nbytes: int) -> None:
+        """Make the pages now; many threads at once are faster than the driver, which would make them too."""
+        self._driver.populate(address, nbytes)
+
+    def register(self, address: int, nbytes: int) -> bool:
+        self._driver.set_context(self._context)
+        return self._driver.register(address, nbytes)
+
+    def unregister(self, address: int) -> None:
+        self._driver.set_context(self._context)
+        self._driver.unregister(address)
 
 
 @cache

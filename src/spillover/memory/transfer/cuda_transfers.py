@@ -13,15 +13,17 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from spillover.errors import SpilloverError
 from spillover.kernels import native
-from spillover.memory.transfer.cuda_driver import Addresses, cuda_driver
+from spillover.memory.transfer.cuda_driver import Addresses, CudaPinner, cuda_driver
 from spillover.memory.transfer.host_pool import HostPool
 from spillover.memory.transfer.link_queue import LinkQueue, Priority, Turn
 
@@ -40,7 +42,7 @@ class CudaTransfers:
         self._driver = cuda_driver()
         self._context = self._driver.context(device.index or 0)
         self._table = self._driver.table()
-        self.pool = pool or HostPool(self._driver)
+        self.pool = pool or HostPool(CudaPinner(device.index or 0))
         self.queue = LinkQueue(duplex=True, rate=RATE)
         self.device = device
         # Streams of unlike priority share no queue of the device, so that none can stand behind one that waits.
@@ -69,7 +71,7 @@ class CudaTransfers:
         stream = self._streams[priority]
         if after is not None:
             stream.wait_event(after)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), self._ahead(stream, priority):
             for target, source in pairs:
                 target, source = target.view(-1), source.view(-1)
                 for start in range(0, len(target), CHUNK_BYTES):
@@ -91,11 +93,26 @@ class CudaTransfers:
 
     def demand(self, target: Tensor, source: Tensor) -> None:
         """Copy in the order of the current stream, which cannot go on without it, ahead of prefetches."""
-        gate, stream = self._gate(Priority.DEMAND), torch.cuda.current_stream().cuda_stream
-        self._driver.write_value(stream, gate, 1)
-        target.copy_(source, non_blocking=True)
-        self._driver.write_value(stream, gate, 0)
+        with self._ahead(torch.cuda.current_stream(), Priority.DEMAND):
+            target.copy_(source, non_blocking=True)
         self.queue.count(Priority.DEMAND, target.nbytes)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor to the pool, pinned where it may be, until `to_device` brings it back."""
+        try:
+            memory = self.pool.allocate(max(1, tensor.nbytes), "sleep", pinned=True, limited=False)
+        except SpilloverError:  # no more may be pinned
+            memory = self.pool.allocate(max(1, tensor.nbytes), "sleep", limited=False)
+        host = torch.frombuffer(memory, dtype=torch.uint8)[: tensor.nbytes]
+        self.start_all([(host, _bytes_of(tensor))], Priority.SPILL, self.mark()).synchronize()
+        return host.view(tensor.dtype).view(tensor.shape)
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """Bring back what `to_host` took away, and free the host's copy."""
+        target = torch.empty_like(tensor, device=self.device)
+        self.start_all([(_bytes_of(target), _bytes_of(tensor))], Priority.DEMAND, self.mark()).synchronize()
+        self.pool.free(tensor.data_ptr())
+        return target
 
     def queue_copies(self, targets: Addresses, sources: Addresses, sizes: Addresses, priority: Priority,
                      pinned: bool) -> None:
@@ -120,7 +137,8 @@ class CudaTransfers:
             else:
                 self._driver.copy(targets, sources, sizes, stream, pinned)
                 self._driver.finish(stream, done)
-        self._restored_at = time.monotonic()
+        if priority is Priority.RESTORE:
+            self._restored_at = time.monotonic()
 
     def finish(self, priority: Priority) -> None:
         """Sleep until all that is in the stream of a priority now has run."""
@@ -130,8 +148,18 @@ class CudaTransfers:
         self._reading.shutdown()
         for priority in (Priority.DEMAND, Priority.PREFETCH):
             self._streams[priority].synchronize()
-        self._driver.set_context(self._context)
         self.pool.close()
+
+    @contextmanager
+    def _ahead(self, stream: torch.cuda.Stream, priority: Priority) -> Iterator[None]:
+        """Let prefetches wait while what is queued within is copied, if that is demanded."""
+        if priority is Priority.DEMAND:
+            self._driver.write_value(stream.cuda_stream, self._gate(priority), 1)
+        try:
+            yield
+        finally:
+            if priority is Priority.DEMAND:
+                self._driver.write_value(stream.cuda_stream, self._gate(priority), 0)
 
     def _give_way(self, priority: Priority) -> None:
         """Let the stream of a priority wait while a more urgent copy of its direction runs."""
@@ -156,3 +184,7 @@ class CudaTransfers:
             self._driver.set_context(self._context)
             self._thread.event = self._driver.make_event()
         return int(self._thread.event)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)

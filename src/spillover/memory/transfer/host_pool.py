@@ -127,9 +127,8 @@ class HostPool:
             self._slabs = self._slabs.with_one(slab)
         return slab.memory
 
-    def free(self, memory: memoryview) -> None:
+    def free(self, address: int) -> None:
         """Give memory back that `allocate` handed out; no copy of it may be running."""
-        address = address_of(memory)
         self._drop([slab for slab in self._slabs.slabs if slab.address == address])
 
     def release(self, use: str) -> None:

@@ -6,16 +6,13 @@ no one else frees, reuses or evicts the blocks and slots of a copy before it ret
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import mmap
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
 
-PAGE = 4096
+from spillover.kernels.huge_pages import address_of
 
 
 class DeviceLink(Protocol):
@@ -28,7 +25,7 @@ class DeviceLink(Protocol):
     slot_bytes: int  # of the same block in host memory; a codec may narrow it
 
     def allocate(self, nbytes: int) -> memoryview:
-        """Writable memory from the start of a page, fast for this link; freed with the link."""
+        """Hand out writable memory from the start of a page, fast for this link; freed with the link."""
         ...
 
     def copy_out(self, blocks: Sequence[int], slots: Sequence[memoryview]) -> None: ...
@@ -115,17 +112,3 @@ class SlotMap:
         if isinstance(slots, SlotViews):
             return slots.addresses
         return np.array([address_of(slot) for slot in slots], dtype=np.int64)
-
-
-def address_of(memory: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
-
-
-def map_memory(nbytes: int) -> mmap.mmap:
-    """Zeros from the start of a page, not there before they are touched, in large pages where the system has them."""
-    memory = mmap.mmap(-1, -(-nbytes // PAGE) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if advice is not None:
-        with contextlib.suppress(OSError):  # a system without large pages
-            memory.madvise(advice)
-    return memory

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 from collections.abc import Sequence
 
-from spillover.memory.transfer.link import BlockCodec, SlotMap, address_of, map_memory
+from spillover.kernels.huge_pages import address_of
+from spillover.memory.transfer.cpu_transfers import CpuTransfers
+from spillover.memory.transfer.link import BlockCodec, SlotMap
+from spillover.memory.transfer.link_queue import Priority, Turn
 
 
 class CpuLink:
     """A pool in main memory. ctypes gives the interpreter to other threads while bytes move."""
 
-    def __init__(self, pool: memoryview, block_bytes: int, codec: BlockCodec | None = None) -> None:
+    def __init__(self, pool: memoryview, block_bytes: int, transfers: CpuTransfers,
+                 codec: BlockCodec | None = None) -> None:
         """`pool`: all blocks, the dummy block 0 first, as bytes that are kept alive by this view."""
         if pool.nbytes % block_bytes or pool.readonly:
             raise ValueError(f"a writable pool of whole blocks is needed, not {pool.nbytes} bytes in {block_bytes}")
@@ -22,34 +25,34 @@ class CpuLink:
         self._base = address_of(pool)
         self._slots = SlotMap(pool.nbytes // block_bytes - 1, self.slot_bytes)
         self._codec = codec
-        self._memory: list[mmap.mmap] = []
+        self._transfers = transfers
 
     def allocate(self, nbytes: int) -> memoryview:
-        memory = map_memory(nbytes)
-        self._memory.append(memory)
-        return memoryview(memory)[:nbytes]
+        return self._transfers.pool.allocate(nbytes, "kv")
 
     def copy_out(self, blocks: Sequence[int], slots: Sequence[memoryview]) -> None:
         runs = self._slots.runs(blocks, slots)
-        if self._codec is None:
-            for block, slot, count in zip(*(array.tolist() for array in runs), strict=True):
-                ctypes.memmove(slot, self._base + block * self.block_bytes, count * self.block_bytes)
-        else:
-            for block, view in zip(blocks, slots, strict=True):
-                self._codec.encode(self._block(block), view)
+        with self._transfers.queue.turn(Turn(Priority.SPILL, len(blocks) * self.slot_bytes)):
+            if self._codec is None:
+                for block, slot, count in zip(*(array.tolist() for array in runs), strict=True):
+                    ctypes.memmove(slot, self._base + block * self.block_bytes, count * self.block_bytes)
+            else:
+                for block, view in zip(blocks, slots, strict=True):
+                    self._codec.encode(self._block(block), view)
 
     def copy_in(self, slots: Sequence[memoryview], blocks: Sequence[int]) -> None:
         runs = self._slots.runs(blocks, slots)
-        if self._codec is None:
-            for block, slot, count in zip(*(array.tolist() for array in runs), strict=True):
-                ctypes.memmove(self._base + block * self.block_bytes, slot, count * self.block_bytes)
-        else:
-            for block, view in zip(blocks, slots, strict=True):
-                self._codec.decode(view, self._block(block))
+        with self._transfers.queue.turn(Turn(Priority.RESTORE, len(blocks) * self.slot_bytes)):
+            if self._codec is None:
+                for block, slot, count in zip(*(array.tolist() for array in runs), strict=True):
+                    ctypes.memmove(self._base + block * self.block_bytes, slot, count * self.block_bytes)
+            else:
+                for block, view in zip(blocks, slots, strict=True):
+                    self._codec.decode(view, self._block(block))
 
     def close(self) -> None:
-        """The memory goes once the last view of it does."""
-        self._memory.clear()
+        """Give the slots' memory back; it goes once the last view of it does."""
+        self._transfers.pool.release("kv")
 
     def _block(self, block: int) -> memoryview:
         return self._pool[block * self.block_bytes : (block + 1) * self.block_bytes]

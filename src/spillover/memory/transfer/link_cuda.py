@@ -1,13 +1,7 @@
-"""The link of a CUDA device: blocks to and from pinned host memory, each direction on a stream of its own.
-
-This is the one file of its room that knows torch, for streams and for the codec, which runs on the device.
-"""
+"""The link of a CUDA device: blocks to and from pinned host memory, narrowed by a codec that runs on the device."""
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import threading
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -15,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spillover.kernels import native
-from spillover.memory.transfer.cuda_driver import Addresses, cuda_driver
-from spillover.memory.transfer.link import PAGE, Runs, SlotMap, address_of, map_memory
+from spillover.memory.transfer.cuda_driver import Addresses
+from spillover.memory.transfer.cuda_transfers import CudaTransfers
+from spillover.memory.transfer.link import Runs, SlotMap
+from spillover.memory.transfer.link_queue import Priority
 
 CODEC_BYTES = 32 << 20  # of blocks that are encoded or decoded at a time: their codes take device memory meanwhile
 
@@ -38,7 +33,7 @@ class TensorCodec(Protocol):
 class CudaLink:
     """Copies of one direction share a stream; a thread that waits for its own does not keep the next from starting."""
 
-    def __init__(self, pool: Tensor, codec: TensorCodec | None) -> None:
+    def __init__(self, pool: Tensor, transfers: CudaTransfers, codec: TensorCodec | None = None) -> None:
         """`pool` [num_blocks + 1, ...]."""
         if not (pool.is_cuda and pool.is_contiguous()):
             raise ValueError("a contiguous pool on a CUDA device is needed")
@@ -47,77 +42,45 @@ class CudaLink:
         self.block_bytes = self._pool.shape[1]
         self.slot_bytes = self.block_bytes if codec is None else codec.slot_bytes
         self._slots = SlotMap(pool.shape[0] - 1, self.slot_bytes)
-        self._out = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
-        self._in = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
-        self._driver = cuda_driver()
-        self._table = self._driver.table()
-        self._context = self._driver.context(pool.device.index or 0)
-        self._thread = threading.local()  # its event
-        self._memory: list[tuple[int, mmap.mmap]] = []  # and its address
+        self._transfers = transfers
 
     def allocate(self, nbytes: int) -> memoryview:
-        """The memory is pinned by the first copy that meets it, on that copy's thread: pinning takes milliseconds."""
-        # A page that is never touched keeps slabs apart, so that no copy reaches from one into the next.
-        memory = map_memory(nbytes + PAGE)
-        view = memoryview(memory)[:nbytes]
-        self._memory.append((address_of(view), memory))
-        self._driver.own(address_of(view), -(-nbytes // PAGE) * PAGE)
-        return view
+        """Hand out memory that is pinned by the first copy that meets it, on that copy's thread: it takes a while."""
+        return self._transfers.pool.allocate(nbytes, "kv")
 
     def copy_out(self, blocks: Sequence[int], slots: Sequence[memoryview]) -> None:
         runs = self._slots.runs(blocks, slots)
         if self._codec is None:
-            self._copy(runs, self._places(runs), self._out, inwards=False)
+            self._copy(runs, self._places(runs), Priority.SPILL)
             return
-        with torch.cuda.stream(self._out), torch.inference_mode():
+        with torch.cuda.stream(self._transfers.stream(Priority.SPILL)), torch.inference_mode():
             for part in self._parts(blocks, slots):
                 codes = self._codec.encode_pool(self._pool, torch.tensor(part[0], device=self._pool.device))
                 runs = self._slots.runs(*part)
-                self._copy(runs, _rows(codes, runs), self._out, inwards=False)
+                self._copy(runs, _rows(codes, runs), Priority.SPILL)
 
     def copy_in(self, slots: Sequence[memoryview], blocks: Sequence[int]) -> None:
         runs = self._slots.runs(blocks, slots)
         if self._codec is None:
-            self._copy(runs, self._places(runs), self._in, inwards=True)
+            self._copy(runs, self._places(runs), Priority.RESTORE)
             return
-        with torch.cuda.stream(self._in), torch.inference_mode():
+        with torch.cuda.stream(self._transfers.stream(Priority.RESTORE)), torch.inference_mode():
             for part in self._parts(blocks, slots):
                 runs = self._slots.runs(*part)
                 codes = torch.empty(len(part[0]), self.slot_bytes, dtype=torch.uint8, device=self._pool.device)
-                self._copy(runs, _rows(codes, runs), self._in, inwards=True)
+                self._copy(runs, _rows(codes, runs), Priority.RESTORE)
                 self._codec.decode_pool(codes, self._pool, torch.tensor(part[0], device=self._pool.device))
-                self._driver.finish(self._in.cuda_stream, self._event())
+                self._transfers.finish(Priority.RESTORE)
 
     def close(self) -> None:
-        """No copy may be running."""
-        self._driver.set_context(self._context)
-        for address, _ in self._memory:
-            self._driver.disown(address)
-        self._memory.clear()
+        """Give the slots' memory back; no copy may be running."""
+        self._transfers.pool.release("kv")
 
-    def _copy(self, runs: Runs, device: Addresses, stream: torch.cuda.Stream, inwards: bool) -> None:
-        """Returns when the bytes are there."""
+    def _copy(self, runs: Runs, device: Addresses, priority: Priority) -> None:
+        """Return when the bytes are there."""
         host, sizes = runs.addresses.astype(np.uint64), (runs.counts * self.slot_bytes).astype(np.uint64)
-        targets, sources = (device, host) if inwards else (host, device)
-        done = self._event()
-        pinned = self._driver.pin(runs.addresses)
-        library = native.library()
-        if library is not None:
-            code = library.cuda_copy(ctypes.byref(self._table), self._context, None, targets.ctypes.data,
-                                     sources.ctypes.data, sizes.ctypes.data, len(sizes), stream.cuda_stream, done,
-                                     pinned)
-            if code:
-                raise RuntimeError(f"a copy over the link failed with CUDA error {code}")
-            return
-        self._driver.copy(targets, sources, sizes, stream.cuda_stream, pinned)
-        self._driver.finish(stream.cuda_stream, done)
-
-    def _event(self) -> int:
-        """This thread's, which nobody else records; the device's context is the thread's from then on."""
-        if not hasattr(self._thread, "event"):
-            self._driver.set_context(self._context)
-            self._thread.event = self._driver.make_event()
-        return int(self._thread.event)
+        targets, sources = (host, device) if priority is Priority.SPILL else (device, host)
+        self._transfers.copy(targets, sources, sizes, host, priority)
 
     def _places(self, runs: Runs) -> Addresses:
         return (self._pool.data_ptr() + runs.blocks * self.block_bytes).astype(np.uint64)

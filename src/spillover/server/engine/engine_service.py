@@ -327,6 +327,8 @@ class EngineService:
             slots_wasted=engine.slots_wasted,
             tiers=tuple(tiers),
             kv_tiers=reports,
+            link=engine.runner.transfers.queue.report(),
+            host_pool=engine.runner.transfers.pool.bytes_by_use,
         )
 
     def _send(self, message: FromEngine) -> None:

@@ -14,6 +14,7 @@ from spillover.engine.config import EngineConfig
 from spillover.engine.output.outputs import Logprob, TokenSources
 from spillover.engine.sampling_params import SamplingParams
 from spillover.memory.spill.report import TierReport
+from spillover.memory.transfer.link_queue import LinkReport
 from spillover.models.config import ModelConfig
 from spillover.plan.planner import Plan
 
@@ -171,6 +172,8 @@ class LiveStats(msgspec.Struct, array_like=True, frozen=True):
     grammar_bytes: int = 0  # of those that are kept
     tiers: tuple[TierUse, ...] = ()
     kv_tiers: tuple[TierReport, ...] = ()  # below the device, one a name
+    link: LinkReport = LinkReport()  # between the device and host memory
+    host_pool: dict[str, int] = {}  # bytes of host memory by use
 
     @property
     def kv_usage(self) -> float:

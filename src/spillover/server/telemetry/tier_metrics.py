@@ -21,8 +21,8 @@ def tier_families(model: str, tiers: Sequence[TierReport], slot_bytes: int, quer
     """`slot_bytes`: of a block below the device, 0 if not known; `queries`: prompt tokens that were looked up;
     `found`: of these, on the device."""
     yield from _external(model, tiers, queries, found)
-    moved = _Families(model, "kv_transfer", ("tier", "direction"))
-    held = _Families(model, "kv_tier", ("tier",))
+    moved = Families(model, "kv_transfer", ("tier", "direction"))
+    held = Families(model, "kv_tier", ("tier",))
     for tier in tiers:
         for way, count, seconds, rate, link in (
             ("in", tier.bytes_in, tier.seconds_in, tier.rate_in, tier.link_in),
@@ -69,7 +69,7 @@ def _external(model: str, tiers: Sequence[TierReport], queries: int, found: int)
     yield from (asked, hits, moved, took)
 
 
-class _Families:
+class Families:
     """Metrics that share a beginning of their names and their labels."""
 
     def __init__(self, model: str, begin: str, labels: tuple[str, ...]) -> None:

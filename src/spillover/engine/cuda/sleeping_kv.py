@@ -1,0 +1,31 @@
+"""A KV pool whose device memory is given back while the engine sleeps: blocks in use wait on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from spillover.memory.transfer.cuda_transfers import CudaTransfers
+
+BLOCKS_AT_ONCE = 64
+
+
+class SleepingKV:
+    def __init__(self, pool: Tensor, blocks: Sequence[int], transfers: CudaTransfers) -> None:
+        """Copy these blocks to the host and give the pool's memory back; views of it stay good until `wake_up`."""
+        self._pool = pool
+        self._transfers = transfers
+        self._nbytes = pool.untyped_storage().nbytes()
+        indices = [torch.tensor(blocks[start : start + BLOCKS_AT_ONCE], dtype=torch.long, device=pool.device)
+                   for start in range(0, len(blocks), BLOCKS_AT_ONCE)]
+        self._kept = [(index, transfers.to_host(pool[index])) for index in indices]
+        pool.untyped_storage().resize_(0)
+
+    def wake_up(self) -> None:
+        """Take the memory again and bring the blocks back."""
+        self._pool.untyped_storage().resize_(self._nbytes)
+        self._pool.zero_()
+        for index, kept in self._kept:
+            self._pool[index] = self._transfers.to_device(kept)

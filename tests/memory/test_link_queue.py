@@ -1,0 +1,138 @@
+"""Priorities on the link: who goes first, that nobody waits for ever, and what is counted."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from spillover.memory.transfer import link_queue
+from spillover.memory.transfer.cpu_transfers import CpuTransfers
+from spillover.memory.transfer.link_queue import LinkQueue, Priority, Turn
+
+MB = 1 << 20
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_queue, "PATIENCE", 30.0)
+
+
+def start(queue: LinkQueue, priority: Priority, order: list[str]) -> tuple[threading.Thread, Turn]:
+    """A copy on a thread of its own; returns once it waits for the link."""
+    turn = Turn(priority, MB)
+    before = waiting(queue)
+
+    def copy() -> None:
+        with queue.turn(turn):
+            order.append(turn.priority.name)
+
+    thread = threading.Thread(target=copy, daemon=True)
+    thread.start()
+    while waiting(queue) == before:
+        time.sleep(0.001)
+    return thread, turn
+
+
+def waiting(queue: LinkQueue) -> int:
+    return sum(each.waiting for each in queue.report().transfers)
+
+
+@pytest.mark.usefixtures("patient")
+def test_what_waits_goes_by_its_priority_and_not_by_its_time() -> None:
+    queue, order = LinkQueue(duplex=False, rate=1e9), []
+    with queue.turn(Turn(Priority.RESTORE, MB)):
+        threads = [start(queue, priority, order)[0]
+                   for priority in (Priority.SPILL, Priority.PREFETCH, Priority.DEMAND)]
+        assert not order
+    for thread in threads:
+        thread.join(10)
+    assert order == ["DEMAND", "PREFETCH", "SPILL"]
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_prefetch_that_is_waited_for_becomes_a_demand() -> None:
+    queue, order = LinkQueue(duplex=False, rate=1e9), []
+    with queue.turn(Turn(Priority.DEMAND, MB)):
+        thread, turn = start(queue, Priority.PREFETCH, order)
+        queue.promote(turn, Priority.DEMAND)
+        thread.join(10)
+        assert order == ["DEMAND"]
+
+
+@pytest.mark.usefixtures("patient")
+def test_the_two_directions_of_a_duplex_link_do_not_wait_for_each_other() -> None:
+    queue = LinkQueue(duplex=True, rate=1e9)
+    with queue.turn(Turn(Priority.RESTORE, MB)), queue.turn(Turn(Priority.SPILL, MB)):
+        running = {each.priority: each.running for each in queue.report().transfers}
+    assert running == {"restore": 1, "demand": 0, "prefetch": 0, "spill": 1}
+
+
+def test_nobody_waits_for_ever() -> None:
+    queue = LinkQueue(duplex=False, rate=1e9)
+    with queue.turn(Turn(Priority.RESTORE, MB)):
+        started = time.monotonic()
+        with queue.turn(Turn(Priority.SPILL, MB)):
+            waited = time.monotonic() - started
+    assert link_queue.PATIENCE <= waited < 10
+
+
+def test_bytes_time_and_rates_are_counted() -> None:
+    queue = LinkQueue(duplex=True, rate=1e3)
+    queue.count(Priority.PREFETCH, 2000)
+    with queue.turn(Turn(Priority.SPILL, MB)):
+        time.sleep(0.01)
+    with pytest.raises(RuntimeError), queue.turn(Turn(Priority.RESTORE, 10)):
+        raise RuntimeError("a copy that failed leaves the link free")
+    report = queue.report()
+    found = {each.priority: each for each in report.transfers}
+    assert (found["prefetch"].copies, found["prefetch"].bytes, found["prefetch"].seconds) == (1, 2000, 2.0)
+    assert found["spill"].bytes == MB
+    assert found["spill"].seconds >= 0.01
+    assert report.rates is not None
+    assert 1e3 < report.rates["to_host"] <= MB / 0.01
+    assert report.rates["to_device"] == 1e3  # ten bytes say nothing about it
+    assert all(each.running == each.waiting == 0 for each in report.transfers)
+
+
+def test_the_busy_share_is_of_the_last_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = LinkQueue(duplex=True, rate=1e6)
+    monkeypatch.setattr(link_queue, "WINDOW", 0.05)
+    time.sleep(0.06)
+    queue.count(Priority.DEMAND, 10_000_000)  # ten seconds of it
+    first, second = queue.report(), queue.report()
+    assert first.busy == second.busy == {"to_device": 1.0, "to_host": 0.0}
+    time.sleep(0.06)
+    assert queue.report().busy == {"to_device": 0.0, "to_host": 0.0}
+
+
+class Box:
+    """As much of a tensor as a copy needs."""
+
+    def __init__(self, value: int) -> None:
+        self.value, self.nbytes = value, 8
+
+    def copy_(self, other: Box) -> None:
+        self.value = other.value
+
+
+def test_whoever_waits_makes_the_copy_that_has_not_begun() -> None:
+    """While the thread of copies is held up by one that is slow, a demand behind it is served at once."""
+    transfers, held, let_go = CpuTransfers(), threading.Event(), threading.Event()
+
+    def slow() -> Box:
+        held.set()
+        let_go.wait(30)
+        return Box(1)
+
+    first, second, boxes = Box(0), Box(0), [Box(2), Box(3)]
+    one = transfers.start(first, slow, Priority.PREFETCH)
+    held.wait(10)
+    two = transfers.start(second, boxes[0], Priority.DEMAND)
+    transfers.wait(two)
+    assert (first.value, second.value) == (0, 2)
+    let_go.set()
+    transfers.wait(one)
+    assert first.value == 1
+    transfers.close()
