@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from spillover.bench.records import Run
 from spillover.lab.analysis import analysis_of
@@ -19,6 +19,7 @@ PHASES = ("queue", "restore", "prefill", "decode")
 SOURCES = ("computed", "device", "host", "disk", "remote")
 PLAN = ("max_blocks", "time_limit", "order", "restart", "window", "confidence", "minimum_blocks", "equivalence",
         "warmups", "slo", "gates")
+Part = TypeVar("Part", "Report", "Arm", "Workload", "Cell", "Visit", "Verdict")
 FORMATS = {"dummy": "random weights", "null": "no model"}  # a load format whose answers mean nothing
 
 
@@ -199,20 +200,19 @@ def read_report(folder: Path) -> Report:
     results = Results.open(folder)
     experiment, analysis = results.experiment, analysis_of(results)
     stats = {visit["workload"]: visit["workload_stats"] for visit in results.visits if visit.get("workload_stats")}
-    return Report(
+    return _read(
+        Report, experiment,
         folder=folder,
-        name=experiment["name"],
-        about=experiment.get("about") or "",
         seed=experiment.get("seed") or "",
-        scale=experiment.get("scale") or "",
-        baseline=experiment["baseline"],
-        primary=experiment["primary"],
         metrics=tuple(experiment["metrics"]),
         arms=tuple(_arm(arm, results.arms.get(arm["name"])) for arm in experiment["arms"]),
-        workloads=tuple(_workload(workload, stats) for workload in experiment["workloads"]),
+        workloads=tuple(_read(Workload, workload, stats=stats.get(workload["name"], {}))
+                        for workload in experiment["workloads"]),
         cells=tuple(_cell(cell) for cell in analysis["cells"]),
         visits=tuple(_visit(results, visit) for visit in results.visits),
-        verdicts=tuple(_verdict(verdict) for verdict in analysis["verdicts"]),
+        verdicts=tuple(_read(Verdict, verdict, higher_is_better=verdict.get("better") != "lower",
+                             block_ratios=tuple(verdict.get("block_ratios") or ()))
+                       for verdict in analysis["verdicts"]),
         headline=tuple(analysis.get("headline") or ()),
         plan={key: experiment[key] for key in PLAN if experiment.get(key) is not None},
         blocks=analysis["blocks"],
@@ -220,105 +220,55 @@ def read_report(folder: Path) -> Report:
         stop_text=analysis["stopped"]["text"],
         family=analysis.get("family") or {},
         provenance=results.sessions[-1] if results.sessions else experiment.get("provenance") or {},
-        document=experiment.get("document") or {},
     )
+
+
+def _read(kind: type[Part], written: Mapping[str, Any], **made: Any) -> Part:
+    """Make a part of the report: `made` as it is, other fields as the file has them under the same name, where it
+    has them."""
+    names = {item.name for item in fields(kind)}
+    found = {name: value for name, value in written.items() if name in names and value is not None}
+    return kind(**{**found, **made})
 
 
 def _arm(asked: Mapping[str, Any], told: Mapping[str, Any] | None) -> Arm:
     spec, found = asked.get("spec") or {}, told or {"status": "not started"}
     args = spec.get("args") or {}
-    return Arm(
-        name=asked["name"],
+    return _read(
+        Arm, {**found, **spec, **asked},
         engine=spec.get("kind") or "",
-        about=asked.get("about") or "",
         label=asked.get("label") or FORMATS.get(str(args.get("load-format")), ""),
-        model=str(spec.get("model") or ""),
-        preset=spec.get("preset") or "",
         args=args,
-        env=spec.get("env") or {},
-        status=found["status"],
-        reason=found.get("reason") or "",
-        install=found.get("install") or "",
-        version=found.get("version") or "",
         command=shlex.join(found.get("command") or []),
         pool_tokens=found.get("device_pool_tokens"),
-        log_tail=found.get("log_tail") or "",
-    )
-
-
-def _workload(written: Mapping[str, Any], stats: Mapping[str, Mapping[str, Any]]) -> Workload:
-    return Workload(
-        name=written["name"],
-        group=written.get("group") or "",
-        about=written.get("about") or "",
-        sweep=written.get("sweep") or {},
-        options=written.get("options") or {},
-        stats=stats.get(written["name"], {}),
     )
 
 
 def _cell(written: Mapping[str, Any]) -> Cell:
     metrics, limit = written.get("metrics") or {}, written.get("limit") or {}
-    return Cell(
-        workload=written["workload"],
-        arm=written["arm"],
-        status=written["status"],
-        valid=bool(written.get("valid")),
-        reason=written.get("reason") or "",
+    return _read(
+        Cell, written,
         faults=tuple(_fault(fault) for fault in written.get("faults") or ())
         + tuple(_fault(note, fatal=False) for note in written.get("notes") or ()),
         values={name: tuple(value for value in summary.get("values") or () if value is not None)
                 for name, summary in metrics.items()},
         medians=_medians(metrics),
         steady=_medians(written.get("window_metrics") or {}),
-        sources=written.get("sources") or {},
         split={phase: value for phase, value in (written.get("latency_split") or {}).items() if value is not None},
-        hit_rate=written.get("hit_rate"),
         limit=limit.get("text") or "-",
         limit_percent=limit.get("percent"),
-        requests=int(written.get("requests") or 0),
-        errors=int(written.get("errors") or 0),
         visits=tuple(written.get("visits") or ()),
     )
 
 
 def _visit(results: Results, written: Mapping[str, Any]) -> Visit:
-    return Visit(
-        key=written["key"],
-        index=written["index"],
-        block=written["block"],
-        workload=written["workload"],
-        arm=written["arm"],
-        status=written["status"],
-        reason=written.get("reason") or "",
-        log_tail=written.get("log_tail") or "",
-        started=written.get("started") or 0.0,
+    return _read(
+        Visit, written,
         metrics={name: value for name, value in (written.get("metrics") or {}).items() if value is not None},
         faults=tuple(_fault(fault) for fault in written.get("faults") or ()),
         spoilt=tuple(_fault(fault) for fault in written.get("spoilt") or ()),
-        client=written.get("client") or {},
         run=lambda: results.run(written),
         monitors_path=results.path / written["monitors"] if written.get("monitors") else None,
-    )
-
-
-def _verdict(written: Mapping[str, Any]) -> Verdict:
-    return Verdict(
-        workload=written["workload"],
-        arm=written["arm"],
-        metric=written["metric"],
-        primary=bool(written["primary"]),
-        verdict=written["verdict"],
-        word=written["word"],
-        why=written.get("why") or "",
-        higher_is_better=written.get("better") != "lower",
-        ratio=written.get("ratio"),
-        low=written.get("low"),
-        high=written.get("high"),
-        confidence=written.get("confidence"),
-        p=written.get("p"),
-        blocks=int(written.get("blocks") or 0),
-        block_ratios=tuple(written.get("block_ratios") or ()),
     )
 
 
