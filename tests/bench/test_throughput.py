@@ -13,11 +13,12 @@ from rich.console import Console
 from spillover.bench.bounds import workload_bound
 from spillover.bench.report import comparison, print_throughput, throughput_table, write_json
 from spillover.bench.target import BenchRequest
-from spillover.bench.throughput import Setting, measure
-from spillover.bench.workloads.workloads import MixedWorkload, RandomWorkload, Vocabulary
+from spillover.bench.throughput import Setting, measure, offline
+from spillover.bench.workloads.workloads import Vocabulary
+from spillover.bench.workloads.workloads_synthetic import SyntheticWorkload, mixed_shapes, random_workload
 from support.fake_target import FakeLimits, FakeTarget
 
-WORKLOAD = RandomWorkload(Vocabulary(100), 8, input_len=12, output_len=5)
+WORKLOAD = random_workload(Vocabulary(100), 8, input_len=12, output_len=5)
 
 
 def into(made: list[FakeTarget], max_num_seqs: int = 4) -> Callable[[], FakeTarget]:
@@ -117,6 +118,6 @@ def test_one_request_at_a_time_hides_nothing() -> None:
 
 
 def test_the_bound_of_single_tokens_is_the_prefill() -> None:
-    requests = MixedWorkload(Vocabulary(50), 6, (3, 30), (1, 1)).requests(0)
+    requests = offline(SyntheticWorkload("mixed", mixed_shapes(6, (3, 30), (1, 1)), Vocabulary(50)), 0)
     total = sum(len(request.prompt_token_ids) for request in requests)
     assert workload_bound(FakeLimits(), requests, [0] * 6, max_num_seqs=4).flops == total

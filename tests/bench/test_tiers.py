@@ -15,6 +15,7 @@ from rich.table import Table
 from spillover.bench import tiers
 from spillover.bench.restart import RestartResult, folder_bytes, run_stage
 from spillover.bench.target import BenchRequest, TierTraffic
+from spillover.bench.throughput import offline
 from spillover.bench.tiers import Agreement, Arm, multi_turn, no_reuse
 from spillover.bench.tiers_report import (
     agreement_line,
@@ -23,10 +24,11 @@ from spillover.bench.tiers_report import (
     restart_table,
     traffic_table,
 )
-from spillover.bench.workloads.workloads import Conversations, RandomWorkload, Vocabulary
+from spillover.bench.workloads.workloads import Conversations, Vocabulary
+from spillover.bench.workloads.workloads_synthetic import random_workload
 from support.fake_target import FakeTierTarget
 
-RANDOM = RandomWorkload(Vocabulary(1000), 3, input_len=12, output_len=5)
+RANDOM = random_workload(Vocabulary(1000), 3, input_len=12, output_len=5)
 CHATS = Conversations(Vocabulary(1000), count=4, rounds=3, prefix_len=40, question_len=8, answer_len=4)
 
 
@@ -69,7 +71,7 @@ def test_every_arm_gets_the_same_prompts_and_none_twice(together: bool) -> None:
     results = no_reuse(arms, RANDOM, 4, together, agreement)
     sent = {name: [request.prompt_token_ids for target in targets for call in target.calls for request in call]
             for name, targets in made.targets.items()}
-    warm_up = {request.prompt_token_ids for request in RANDOM.requests(-1)}
+    warm_up = {request.prompt_token_ids for request in offline(RANDOM, -1)}
     measured = {name: [prompt for prompt in prompts if prompt not in warm_up] for name, prompts in sent.items()}
     assert sorted(measured["off"]) == sorted(measured["host"])
     assert len(set(measured["off"])) == len(measured["off"]) == 12

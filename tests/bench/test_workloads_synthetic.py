@@ -12,7 +12,7 @@ from spillover.bench.serving.serve_request import ServeRequest
 from spillover.bench.workloads import workloads_synthetic as synthetic
 from spillover.bench.workloads.sharing import Part, simulate, token_parts
 from spillover.bench.workloads.workload_stats import Shape
-from spillover.bench.workloads.workloads import WARMUP, RandomWorkload, Vocabulary
+from spillover.bench.workloads.workloads import WARMUP, Vocabulary
 from spillover.bench.workloads.workloads_synthetic import SyntheticWorkload
 from spillover.errors import SpilloverError
 
@@ -82,13 +82,6 @@ def test_no_two_workloads_or_parts_begin_alike() -> None:
     parts = [Shape((Part(key, 8),), 1) for key in ((0,), (0, 0), (0, 0, 0), (1,), (1, 0), (0, 1))]
     drawn = {ids(request) for request in SyntheticWorkload("keys", tuple(parts), VOCABULARY).requests(0)}
     assert len(drawn) == len(parts)
-
-
-def test_random_has_the_lengths_of_the_offline_benchmark() -> None:
-    offline = RandomWorkload(VOCABULARY, 30, 40, 20, 0.5, prefix_len=7, seed=11).requests(0)
-    shapes = synthetic.random_shapes(30, 40, 20, 0.5, prefix_len=7, seed=11)
-    assert [(shape.prompt_len, shape.output_len) for shape in shapes] == [
-        (len(request.prompt_token_ids), request.output_len) for request in offline]
 
 
 def test_sglangs_defaults_of_the_shared_prefix() -> None:

@@ -1,4 +1,4 @@
-"""`spill bench tiers` and `spill bench restart` on a tiny model: bytes really move, tokens stay the same."""
+"""`spill bench tiers`, `restart` and `throughput` on a tiny model: bytes really move, tokens stay the same."""
 
 from __future__ import annotations
 
@@ -117,12 +117,26 @@ def test_a_server_is_started_for_the_run(model: list[str], tmp_path: Path) -> No
     (("--num-gpu-blocks-override", "9"), "--num-gpu-blocks-override is set by the workload"),
     (("--disk", "/nowhere/at/all:1GB", *CHATS), "/nowhere/at/all is not a folder"),
     (("--repeats", "0"), "--repeats must be at least 1"),
+    (("--input-len", "0"), "--input-len must be at least 1"),
 ])
 def test_what_cannot_be_is_refused_before_anything_runs(model: list[str], arguments: tuple[str, ...],
                                                         words: str) -> None:
     result = bench("tiers", model, "--workload", "multi-turn", *arguments)
     assert result.exit_code == 2
     assert words in result.stderr
+
+
+def test_throughput_takes_the_workloads_that_can_be_sent_at_once(model: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = bench("throughput", model, "--dataset-name", "prefix-repetition", "--num-prompts", "6", "--input-len",
+                   "20", "--output-len", "4", "--prefix-repetition-num-prefixes", "2",
+                   "--prefix-repetition-prefix-len", "32", "--output-json", str(out))
+    assert result.exit_code == 0, result.output + result.stderr
+    document = written(out)
+    assert (document["total_prompt_tokens"], document["total_output_tokens"]) == (6 * 52, 6 * 4)
+    refused = bench("throughput", model, "--dataset-name", "multi-turn")
+    assert refused.exit_code == 2
+    assert "it is for spill bench serve" in refused.stderr
 
 
 @pytest.mark.parametrize("end", [(), ("--kill",)], ids=["closed", "killed"])

@@ -1,6 +1,6 @@
 """Offline throughput: all requests at once, time until the last has ended. vLLM's flags, console lines and JSON keys.
 
-A repeat never sees a prompt that an earlier one has left in the prefix cache (see `workloads`), and the warm-up has
+A repeat never sees a prompt that an earlier one has left in the prefix cache (see `ServeWorkload`), and the warm-up has
 prompts of its own, so that what is measured is the model and not the cache.
 """
 
@@ -17,9 +17,10 @@ from typing import Any
 import psutil
 
 from spillover.bench.bounds import Achieved, achieved, workload_bound
+from spillover.bench.serving.serve_request import ServeWorkload
 from spillover.bench.statistics import Interval, median_interval
 from spillover.bench.target import SOURCES, BenchRequest, Counters, Generates
-from spillover.bench.workloads.workloads import WARMUP, Workload
+from spillover.bench.workloads.workloads import WARMUP
 
 WARMUP_REQUESTS = 4
 WARMUP_OUTPUT = 8
@@ -117,13 +118,13 @@ class ThroughputResult:
         }
 
 
-def measure(setting: Setting, workload: Workload, num_iters: int = 1, progress: bool = False,
+def measure(setting: Setting, workload: ServeWorkload, num_iters: int = 1, progress: bool = False,
             compiles: bool = False) -> ThroughputResult:
     """`compiles`: the target compiles kernels and captures graphs for the shapes of steps as it meets them."""
     target = setting.make()
     try:
         warm_up(target, workload, whole=compiles)
-        runs = tuple(run_once(target, workload.requests(repeat), progress) for repeat in range(num_iters))
+        runs = tuple(run_once(target, offline(workload, repeat), progress) for repeat in range(num_iters))
         result = ThroughputResult(setting.coordinates, runs, None, target.planned_bytes)
         if target.limits is None:
             return result
@@ -136,16 +137,25 @@ def measure(setting: Setting, workload: Workload, num_iters: int = 1, progress: 
         give_back_memory()
 
 
-def warm_up(target: Generates, workload: Workload, whole: bool = False) -> None:
+def warm_up(target: Generates, workload: ServeWorkload, whole: bool = False) -> None:
     """First-use costs (kernels, allocators, thread pools) are paid here, on prompts that never come again. `whole`: in
     an iteration of full size, so that every shape of a step has been met."""
-    requests = workload.requests(WARMUP)
+    requests = offline(workload, WARMUP)
     if whole:
         target.generate(requests)
         return
     requests = requests[:WARMUP_REQUESTS]
     target.generate([BenchRequest(request.prompt_token_ids, min(request.output_len, WARMUP_OUTPUT))
                      for request in requests])
+
+
+def offline(workload: ServeWorkload, repeat: int) -> list[BenchRequest]:
+    """Return the requests of a repeat to send all at once, as token ids."""
+    requests = []
+    for request in workload.requests(repeat):
+        assert isinstance(request.prompt, tuple)
+        requests.append(BenchRequest(request.prompt, request.output_len))
+    return requests
 
 
 def give_back_memory() -> None:

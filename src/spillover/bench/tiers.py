@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from spillover.bench.bounds import Achieved, achieved, workload_bound
+from spillover.bench.serving.serve_request import ServeWorkload
 from spillover.bench.statistics import Interval, Ratio, median_interval, paired_ratio
 from spillover.bench.target import SOURCES, BenchRequest, Completion, GeneratesWithTiers, Limits, TierTraffic
-from spillover.bench.throughput import give_back_memory
-from spillover.bench.workloads.workloads import WARMUP, Conversations, RandomWorkload
+from spillover.bench.throughput import give_back_memory, offline
+from spillover.bench.workloads.workloads import WARMUP, Conversations
 
 Progress = Callable[[int, int], None]  # turns done, and of how many
 SETTLE_SECONDS = 0.05  # the threads of the arm that ran last spin for a while
@@ -188,17 +189,17 @@ class NoReuseResult:
         }
 
 
-def no_reuse(arms: Sequence[Arm], workload: RandomWorkload, repeats: int, together: bool, agreement: Agreement,
+def no_reuse(arms: Sequence[Arm], workload: ServeWorkload, repeats: int, together: bool, agreement: Agreement,
              on_turn: Progress = lambda done, total: None) -> list[NoReuseResult]:
     """Prompts that never come again. Ratios are to the first arm, over blocks of two repeats in opposite order."""
 
     def warm_up(target: GeneratesWithTiers) -> None:
-        target.generate(workload.requests(WARMUP))  # fills the device's pool, so that what follows evicts
+        target.generate(offline(workload, WARMUP))  # fills the device's pool, so that what follows evicts
 
     with Lineup(arms, together, warm_up) as lineup:
         done: dict[str, list[Repeat]] = {name: [] for name in lineup.names}
         for repeat in range(repeats):
-            requests = workload.requests(repeat)
+            requests = offline(workload, repeat)
             for name in lineup.order(repeat):
                 completions, settled = lineup.generate(name, requests)
                 done[name].append(_repeat(completions, settled))
@@ -325,11 +326,11 @@ def _repeat(completions: Sequence[Completion], settled: float) -> Repeat:
     )
 
 
-def _limit(lineup: Lineup, workload: RandomWorkload, result: NoReuseResult) -> Achieved | None:
+def _limit(lineup: Lineup, workload: ServeWorkload, result: NoReuseResult) -> Achieved | None:
     """How close the median time came to what the machine allows."""
     if lineup.limits is None:
         return None
-    requests = workload.requests(0)  # all repeats have the same lengths
+    requests = offline(workload, 0)  # all repeats have the same lengths
     bound = workload_bound(lineup.limits, requests, [0] * len(requests), lineup.max_num_seqs)
     return achieved(float(np.median([repeat.elapsed for repeat in result.repeats])), bound, lineup.limits)
 

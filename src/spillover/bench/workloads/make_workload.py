@@ -115,5 +115,5 @@ def _check_fits(options: WorkloadOptions, shapes: tuple[Shape, ...], longest: in
         return
     most = max(sum(part.length for part in prompt) + answer.length for prompt, answer in whole_prompts(shapes))
     if most > longest:
-        raise SpilloverError(f"the workload {options.dataset} has requests of {most:,} tokens, but the server takes "
-                             f"{longest:,}; shorten them, or raise its --max-model-len")
+        raise SpilloverError(f"the workload {options.dataset} has requests of {most:,} tokens, but the model takes "
+                             f"{longest:,}; shorten them, or raise --max-model-len")

@@ -111,9 +111,9 @@ class WorkloadOptions:
     given: frozenset[str] = field(default=frozenset(), compare=False)  # names that were not left at their default
 
     @classmethod
-    def from_mapping(cls, options: Mapping[str, Any]) -> WorkloadOptions:
-        """Names with hyphens or underscores; None is "not given"."""
-        workload, others = cls.split(options)
+    def from_mapping(cls, options: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> WorkloadOptions:
+        """Names with hyphens or underscores; None is "not given". `defaults`: in place of the class's own."""
+        workload, others = cls.split(options, defaults)
         if others:
             name = next(iter(others))
             near = difflib.get_close_matches(name.replace("_", "-"), [_option(item) for item in names()], n=1)
@@ -122,7 +122,8 @@ class WorkloadOptions:
         return workload
 
     @classmethod
-    def split(cls, options: Mapping[str, Any]) -> tuple[WorkloadOptions, dict[str, Any]]:
+    def split(cls, options: Mapping[str, Any],
+              defaults: Mapping[str, Any] | None = None) -> tuple[WorkloadOptions, dict[str, Any]]:
         """As `from_mapping`, and the options that are not a workload's, as they were."""
         hints, known = get_type_hints(cls), set(names())
         mine: dict[str, Any] = {}
@@ -133,7 +134,7 @@ class WorkloadOptions:
                 others[name] = value
             elif value is not None:
                 mine[plain] = _converted(plain, value, hints[plain])
-        return cls(**mine, given=frozenset(mine))._checked(), others
+        return cls(**{**(defaults or {}), **mine}, given=frozenset(mine))._checked(), others
 
     def as_dict(self) -> dict[str, Any]:
         """What was asked for, by the names of the options."""

@@ -88,6 +88,13 @@ def random_shapes(count: int, input_len: int = 1024, output_len: int = 128, rang
                  for index, (length, output) in enumerate(zip(inputs, outputs, strict=True)))
 
 
+def random_workload(vocabulary: Vocabulary, count: int, input_len: int, output_len: int, prefix_len: int = 0,
+                    seed: int = 0) -> SyntheticWorkload:
+    """Make vLLM's `random` of exact lengths."""
+    shapes = random_shapes(count, input_len, output_len, prefix_len=prefix_len, seed=seed)
+    return SyntheticWorkload("random", shapes, vocabulary, seed)
+
+
 def mixed_shapes(count: int, input_range: tuple[int, int] = (16, 512), output_range: tuple[int, int] = (8, 128),
                  prefix_len: int = 0, seed: int = 0) -> tuple[Shape, ...]:
     """Lengths log-uniform over a range: many short ones and a few long. Every second request has the prefix."""

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from spillover.bench.workloads.workload_options import FILES, WorkloadOptions
 from spillover.cli.bench.bench_restart import restart
 from spillover.cli.bench.bench_serve import serve as serve_command
 from spillover.cli.bench.bench_sweep import sweep
 from spillover.cli.bench.bench_tiers import tiers
 from spillover.cli.bench.bench_workload import workload as workload_command
 from spillover.cli.bench.measuring import check_counts, make_console, make_vocabulary, measure_limits, write_results
+from spillover.cli.bench.workload_options import workload_options
 from spillover.cli.options import comma_list, engine_options, engine_sweep_options
 from spillover.engine.config import EngineConfig
 from spillover.errors import SpilloverError
 
 if TYPE_CHECKING:
+    from spillover.bench.serving.serve_request import ServeWorkload
     from spillover.bench.target import Generates, Limits
     from spillover.bench.throughput import Setting
-    from spillover.bench.workloads.workloads import Workload
     from spillover.engine.assemble import PlannedModel
 
 
@@ -46,37 +49,10 @@ bench.add_command(sweep)
 bench.add_command(workload_command)
 
 
-def _range(_ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, int]:
-    low, comma, high = value.partition(",")
-    if not comma or not low.strip().isdigit() or not high.strip().isdigit():
-        raise SpilloverError(f"{param.opts[0]} takes LOW,HIGH such as 16,512; got '{value}'")
-    return int(low), int(high)
-
-
-_WORKLOAD_OPTIONS: list[Callable[[Any], Any]] = [
+_RUN_OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--backend", default="spillover", callback=comma_list(click.Choice(["spillover", "hf"])),
                  metavar="[spillover|hf],...",
                  help="Engine to measure; hf is transformers.generate with static padding. [default: spillover]"),
-    click.option("--dataset-name", default=None, type=click.Choice(["random", "mixed", "sharegpt"]),
-                 help="Where requests come from. [default: sharegpt with --dataset-path, else random]"),
-    click.option("--dataset-path", "--dataset", "dataset_path", default=None,
-                 help="A JSON file in the ShareGPT format."),
-    click.option("--num-prompts", default=64, show_default=True, help="Number of requests, all sent at once."),
-    click.option("--input-len", type=int, default=None, help="Prompt tokens per request; short for "
-                                                             "--random-input-len."),
-    click.option("--output-len", type=int, default=None, help="Output tokens per request, in place of the dataset's "
-                                                              "own too."),
-    click.option("--random-input-len", type=int, default=None, help="Prompt tokens per request, the shared prefix not "
-                                                                    "counted. [default: 256]"),
-    click.option("--random-output-len", type=int, default=None, help="Output tokens per request. [default: 64]"),
-    click.option("--random-range-ratio", default=0.0, show_default=True,
-                 help="Vary lengths uniformly by up to this fraction either way."),
-    click.option("--random-prefix-len", "--prefix-len", "prefix_len", default=0, show_default=True,
-                 help="Length of the prefix that all prompts (mixed: every second one) share."),
-    click.option("--mixed-input-range", default="16,512", show_default=True, callback=_range, metavar="LOW,HIGH",
-                 help="Prompt tokens of the mixed workload, log-uniform."),
-    click.option("--mixed-output-range", default="8,128", show_default=True, callback=_range, metavar="LOW,HIGH",
-                 help="Output tokens of the mixed workload, log-uniform."),
     click.option("--num-iters", default=1, show_default=True,
                  help="Number of repeats, each on fresh prompts; the median is shown."),
     click.option("--hf-max-batch-size", default="16", show_default=True, callback=comma_list(click.INT),
@@ -88,16 +64,17 @@ _WORKLOAD_OPTIONS: list[Callable[[Any], Any]] = [
 ]
 
 
-def _workload_options(command: Any) -> Any:
-    for option in reversed(_WORKLOAD_OPTIONS):
+def _run_options(command: Any) -> Any:
+    for option in reversed(_RUN_OPTIONS):
         command = option(command)
     return command
 
 
 @bench.command()
-@_workload_options
+@_run_options
+@workload_options(of_engine=("seed", "tokenizer"), num_prompts=64, random_input_len=256, random_output_len=64)
 @engine_sweep_options()
-def throughput(configs: list[EngineConfig], **options: Any) -> None:
+def throughput(configs: list[EngineConfig], workload: WorkloadOptions, **options: Any) -> None:
     """Measure requests per second when all are sent at once. Comma lists in options make a table, one row per
     combination.
 
@@ -115,11 +92,12 @@ def throughput(configs: list[EngineConfig], **options: Any) -> None:
 
     console = make_console()
     planned = look_at(configs[0])
-    workload = _workload(planned, **options)
+    check_counts(num_iters=options["num_iters"])
+    made = _workload(planned, workload)
     settings = _settings(configs, planned, measure_limits(planned, console), options)
     results = []
     for setting in settings:
-        results.append(measure(setting, workload, options["num_iters"], progress=sys.stderr.isatty(),
+        results.append(measure(setting, made, options["num_iters"], progress=sys.stderr.isatty(),
                                compiles=planned.plan.device == "cuda"))
         report.print_throughput(console, results[-1])
     console.print(report.throughput_table(results))
@@ -185,35 +163,21 @@ def latency(config: EngineConfig, batch_size: tuple[int, ...], input_len: int, o
     write_results(output_json, config, [result.as_dict() for result in results])
 
 
-def _workload(planned: PlannedModel, dataset_name: str | None, dataset_path: str | None,
-              num_prompts: int, input_len: int | None, output_len: int | None, random_input_len: int | None,
-              random_output_len: int | None, random_range_ratio: float, prefix_len: int,
-              mixed_input_range: tuple[int, int], mixed_output_range: tuple[int, int], num_iters: int,
-              **_others: Any) -> Workload:
-    from spillover.bench.workloads.workloads import MixedWorkload, RandomWorkload, load_sharegpt
-    from spillover.models.tokenizer import load_tokenizer
+def _workload(planned: PlannedModel, options: WorkloadOptions) -> ServeWorkload:
+    from spillover.bench.serving.served_model import ServedModel
+    from spillover.bench.workloads.make_workload import make_workload
+    from spillover.bench.workloads.workloads_synthetic import SyntheticWorkload
+    from spillover.cli.bench.workload_options import LocalTokenizer
 
-    check_counts(num_iters=num_iters)
-    seed, vocabulary = planned.config.seed, make_vocabulary(planned)
-    name = dataset_name or ("sharegpt" if dataset_path else "random")
-    if dataset_path is not None and name != "sharegpt":
-        raise SpilloverError(f"--dataset-path is read for --dataset-name sharegpt only, not for {name}")
-    if name == "sharegpt":
-        if dataset_path is None:
-            raise SpilloverError("--dataset-name sharegpt needs --dataset-path, a JSON file in the ShareGPT format")
-        return load_sharegpt(dataset_path, load_tokenizer(planned.config.tokenizer or planned.path), vocabulary,
-                             num_prompts, output_len, seed, planned.plan.max_model_len)
-    if name == "mixed":
-        return MixedWorkload(vocabulary, num_prompts, mixed_input_range, mixed_output_range, prefix_len, seed)
-    return RandomWorkload(vocabulary, num_prompts, _one_of("input", input_len, random_input_len, 256),
-                          _one_of("output", output_len, random_output_len, 64), random_range_ratio, prefix_len, seed)
-
-
-def _one_of(which: str, short: int | None, long: int | None, default: int) -> int:
-    if short is not None and long is not None and short != long:
-        raise SpilloverError(f"--{which}-len {short} and --random-{which}-len {long} contradict each other: give one")
-    chosen = short if short is not None else long
-    return default if chosen is None else chosen
+    # Random tokens need none, and a model may come without one.
+    tokenizer = LocalTokenizer(str(planned.config.tokenizer or planned.path)) if options.dataset in FILES else None
+    made = make_workload(options, ServedModel(str(planned.path), planned.plan.max_model_len, tokenizer))
+    if any(shape.session is not None or shape.at is not None for shape in made.shapes):
+        raise SpilloverError(f"--dataset-name {options.dataset} has requests that wait for answers or for their time, "
+                             "but here all are sent at once; it is for spill bench serve")
+    if isinstance(made, SyntheticWorkload):
+        made = dataclasses.replace(made, vocabulary=make_vocabulary(planned))
+    return made
 
 
 def _settings(configs: list[EngineConfig], planned: PlannedModel, limits: Limits,

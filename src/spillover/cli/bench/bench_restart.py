@@ -54,17 +54,18 @@ def restart(configs: list[EngineConfig], num_prompts: int, prefix_len: int, inpu
       spill bench restart --kill --block-size 16,256
     """
     from spillover.bench.restart import STAGES, RestartResult, folder_bytes
+    from spillover.bench.throughput import offline
     from spillover.bench.tiers import Agreement
     from spillover.bench.tiers_report import agreement_line, restart_table
-    from spillover.bench.workloads.workloads import RandomWorkload
+    from spillover.bench.workloads.workloads_synthetic import random_workload
     from spillover.cli.loading import look_at
     from spillover.memory.budgets import parse_disk
 
-    check_counts(prefix_len=prefix_len)
+    check_counts(prefix_len=prefix_len, input_len=input_len, output_len=output_len)
     console = make_console()
     vocabulary = make_vocabulary(look_at(configs[0]))
-    requests = RandomWorkload(vocabulary, num_prompts, input_len, output_len, prefix_len=prefix_len,
-                              seed=configs[0].seed).requests(0)
+    requests = offline(random_workload(vocabulary, num_prompts, input_len, output_len, prefix_len=prefix_len,
+                                       seed=configs[0].seed), 0)
     agreement, results = Agreement(), []
     for config in configs:
         with ExitStack() as stack, console.status(f"block size {config.block_size}"):

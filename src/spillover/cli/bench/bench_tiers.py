@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from spillover.bench.target import GeneratesWithTiers
     from spillover.bench.tiers import Agreement, Arm
-    from spillover.bench.workloads.workloads import Conversations, RandomWorkload
+    from spillover.bench.workloads.workloads import Conversations
+    from spillover.bench.workloads.workloads_synthetic import SyntheticWorkload
     from spillover.cli.bench.targets import RooflineLimits
     from spillover.engine.assemble import PlannedModel
 
@@ -98,15 +99,16 @@ def tiers(config: EngineConfig, arms: tuple[str, ...], workload: tuple[str, ...]
     """
     from spillover.bench.tiers import Agreement
     from spillover.bench.tiers_report import agreement_line
-    from spillover.bench.workloads.workloads import Conversations, RandomWorkload
+    from spillover.bench.workloads.workloads import Conversations
+    from spillover.bench.workloads.workloads_synthetic import random_workload
     from spillover.cli.loading import look_at
 
-    check_counts(repeats=options["repeats"], off_rounds=options["off_rounds"])
+    check_counts(**{name: options[name] for name in ("repeats", "off_rounds", "input_len", "output_len")})
     console = make_console()
     planned = look_at(bare(config))
     vocabulary = make_vocabulary(planned)
-    random = RandomWorkload(vocabulary, options["num_prompts"], options["input_len"], options["output_len"],
-                            seed=config.seed)
+    random = random_workload(vocabulary, options["num_prompts"], options["input_len"], options["output_len"],
+                             seed=config.seed)
     chats = Conversations(vocabulary, options["conversations"], options["rounds"], options["prefix_len"],
                           options["question_len"], options["answer_len"], config.seed)
     limits = measure_limits(planned, console)
@@ -234,21 +236,22 @@ def fresh_disk(config: EngineConfig, stack: ExitStack, size: int | None = None) 
     return f"{folder}:{given.capacity_bytes}"
 
 
-def _no_reuse(console: Console, setup: Setup, workload: RandomWorkload, agreement: Agreement,
+def _no_reuse(console: Console, setup: Setup, workload: SyntheticWorkload, agreement: Agreement,
               repeats: int) -> list[dict[str, Any]]:
     from spillover.bench.tiers import no_reuse
     from spillover.bench.tiers_report import no_reuse_table, traffic_table
 
-    tokens = workload.input_len + workload.output_len
+    prompts, one = len(workload.shapes), workload.shapes[0]
+    tokens = one.prompt_len + one.output_len
     planned = setup.plan(tokens)
-    pool = round(ROOM * workload.num_prompts * _blocks(planned, tokens)) + SPARE_BLOCKS
-    written = (repeats + 1) * workload.num_prompts * _blocks(planned, tokens)
+    pool = round(ROOM * prompts * _blocks(planned, tokens)) + SPARE_BLOCKS
+    written = (repeats + 1) * prompts * _blocks(planned, tokens)
     with ExitStack() as stack:
         arms, together = setup.arms(pool, tokens, 2 * pool, 2 * pool, written, stack)
         status = stack.enter_context(console.status("loading"))
         results = no_reuse(arms, workload, repeats, together, agreement, _turns(status, "no reuse"))
-    console.print(no_reuse_table(results, f"No reuse: {workload.num_prompts} prompts of {workload.input_len} at once, "
-                                          f"{workload.output_len} out, {pool:,} device blocks{_how(together)}"))
+    console.print(no_reuse_table(results, f"No reuse: {prompts} prompts of {one.prompt_len} at once, "
+                                          f"{one.output_len} out, {pool:,} device blocks{_how(together)}"))
     console.print(traffic_table({result.arm.name: result.traffic for result in results}, "Moved meanwhile"))
     return [result.as_dict() for result in results]
 

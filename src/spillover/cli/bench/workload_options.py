@@ -22,19 +22,25 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 _TYPES: dict[type, click.ParamType[Any]] = {int: click.INT, float: click.FLOAT, str: click.STRING}
 
 
-def workload_options() -> Callable[[Command], Command]:
-    """Gives a command every workload flag; it receives one `workload: WorkloadOptions`."""
+# Other names of vLLM's for the same flag.
+_ALIASES = {"dataset_path": ("--dataset",), "random_prefix_len": ("--prefix-len",)}
+
+
+def workload_options(of_engine: Sequence[str] = (), **defaults: Any) -> Callable[[Command], Command]:
+    """Gives a command every workload flag; it receives one `workload: WorkloadOptions`. `of_engine`: flags that the
+    command has as the engine's, whose values are the workload's as well."""
+    own = [name for name in names() if name not in of_engine]
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
         def with_workload(**given: Any) -> Any:
             # On the command line None is "not given", so that it can be told from "given as its default".
-            flags = {name: given.pop(name) for name in names()}
-            return command(workload=WorkloadOptions.from_mapping(flags), **given)
+            flags = {name: given.pop(name) for name in own} | {name: given[name] for name in of_engine}
+            return command(workload=WorkloadOptions.from_mapping(flags, defaults), **given)
 
         wrapped: Any = with_workload
-        for name in reversed(names()):
-            wrapped = _option(name)(wrapped)
+        for name in reversed(own):
+            wrapped = _option(name, defaults)(wrapped)
         decorated: Command = wrapped
         return decorated
 
@@ -78,9 +84,9 @@ class LocalTokenizer:
         return self._tokenizer.decode(ids)
 
 
-def _option(name: str) -> Callable[[Any], Any]:
+def _option(name: str, defaults: Mapping[str, Any]) -> Callable[[Any], Any]:
     item = next(item for item in dataclasses.fields(WorkloadOptions) if item.name == name)
-    default: Any = item.default
+    default: Any = defaults.get(name, item.default)
     option, text, datasets = "--" + name.replace("_", "-"), item.metadata["help"], item.metadata["datasets"]
     if datasets and len(datasets) <= 2 and not name.startswith(datasets[0].replace("-", "_")):
         text = f"({', '.join(datasets)}) {text}"
@@ -94,7 +100,7 @@ def _option(name: str) -> Callable[[Any], Any]:
         return click.option(option, name, default=None, metavar="INT,...", help=f"{text} [default: {shown}]")
     if default is not None:
         text += f" [default: {default}]"
-    return click.option(option, name, type=_TYPES[kind], default=None, help=text)
+    return click.option(option, *_ALIASES.get(name, ()), name, type=_TYPES[kind], default=None, help=text)
 
 
 def _plain(hint: Any) -> Any:

@@ -135,12 +135,12 @@ def _serve_load(console: Console, target: EngineTarget, limits: Limits,
                 vocabulary: Vocabulary) -> tuple[int, Achieved]:
     """The output tokens of the load, and how close its time came to the limit."""
     from spillover.bench.bounds import achieved, workload_bound
-    from spillover.bench.throughput import run_once
-    from spillover.bench.workloads.workloads import MixedWorkload
+    from spillover.bench.throughput import offline, run_once
+    from spillover.bench.workloads.workloads_synthetic import SyntheticWorkload, mixed_shapes
 
-    workload = MixedWorkload(vocabulary, LOAD_REQUESTS, LOAD_INPUTS, LOAD_OUTPUTS, LOAD_PREFIX)
+    shapes = mixed_shapes(LOAD_REQUESTS, LOAD_INPUTS, LOAD_OUTPUTS, LOAD_PREFIX)
     with console.status(f"answering {LOAD_REQUESTS} requests"):
-        run = run_once(target, workload.requests(0), progress=False)
+        run = run_once(target, offline(SyntheticWorkload("mixed", shapes, vocabulary), 0), progress=False)
     sources = ", ".join(f"{count:,} {name}" for name, count in run.sources.items() if count)
     console.print(f"{run.prompt_tokens:,} prompt and {run.output_tokens:,} output tokens in {run.elapsed:.1f} s, "
                   f"{run.counters.steps} steps, {run.counters.preemptions} preemptions", highlight=False)
