@@ -38,10 +38,11 @@ class GrammarRefused(RequestError):  # noqa: N818
 GRAMMAR_REASONS = ("size", "invalid", "time", "memory", "crash", "unavailable")
 
 
-def did_you_mean(given: str, names: Iterable[str]) -> str:
-    """The end of a refusal: "; did you mean 'lru'?", or nothing where no name is near."""
-    near = difflib.get_close_matches(given, list(names), n=1)
-    return f"; did you mean '{near[0]}'?" if near else ""
+def did_you_mean(given: str, names: Iterable[str], listed: bool = False) -> str:
+    """The end of a refusal: "; did you mean 'lru'?". Where no name is near, all of them if `listed`, or nothing."""
+    known = list(names)
+    near = difflib.get_close_matches(given, known, n=1)
+    return f"; did you mean '{near[0]}'?" if near else f"; there are {', '.join(known)}" if listed else ""
 
 
 class EngineDead(SpilloverError):  # noqa: N818

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import tomllib
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
-from spillover.errors import SpilloverError
+from spillover.errors import SpilloverError, did_you_mean
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -33,9 +32,8 @@ def _use(ctx: click.Context, _param: click.Parameter, name: str | None) -> None:
     for key, value in _read(Path(name).expanduser()).items():
         param = options.get(_plain(key))
         if param is None:
-            near = difflib.get_close_matches(_plain(key), options, n=1)
             raise SpilloverError(f"{name} sets '{key}', which is no flag of this command"
-                                 + (f"; did you mean '{near[0]}'?" if near else ""))
+                                 + did_you_mean(_plain(key), options))
         assert param.name is not None
         defaults[param.name] = _value(param, value, f"'{key}' in {name}")
     ctx.default_map = {**(ctx.default_map or {}), **defaults}

@@ -22,7 +22,7 @@ from spillover.cli.lab import lab
 from spillover.cli.plan.planning import doctor, plan
 from spillover.cli.pull import pull
 from spillover.cli.serve import serve
-from spillover.errors import SpilloverError
+from spillover.errors import SpilloverError, did_you_mean
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
@@ -99,9 +99,7 @@ def _usage(error: click.UsageError) -> int:
     message = error.format_message()
     if error.ctx is not None and isinstance(error.ctx.command, click.Group) and message.startswith("No such command"):
         typed, names = message.split("'")[1], error.ctx.command.list_commands(error.ctx)
-        near = difflib.get_close_matches(typed, names, n=1)
-        message = f"No such command '{typed}'" + (f"; did you mean '{near[0]}'?" if near
-                                                  else f"; there are {', '.join(names)}")
+        message = f"No such command '{typed}'" + did_you_mean(typed, names, listed=True)
     return _complain(message)
 
 

@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from spillover.errors import SpilloverError
+from spillover.errors import SpilloverError, did_you_mean
 
 SUFFIXES = (".yaml", ".yml")
 
@@ -28,9 +27,8 @@ def read_document(name: str) -> dict[str, Any]:
     if path.suffix not in SUFFIXES and name in shipped():
         path = shipped()[name]
     if not path.is_file():
-        near = difflib.get_close_matches(name, shipped(), n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(shipped()) or 'none'}"
-        raise SpilloverError(f"There is no experiment '{name}': {hint} Give one of these or a YAML file.")
+        raise SpilloverError(f"There is no experiment '{name}'{did_you_mean(name, shipped(), listed=True)} Give one of "
+                             "these or a YAML file.")
     try:
         return parse_document(path.read_text(encoding="utf-8-sig"), str(path))
     except (OSError, UnicodeDecodeError) as error:

@@ -16,7 +16,6 @@ long it may run is not: a verdict may be looked for after every block (`verdict`
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -24,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from spillover.bench.workloads.workload_options import truth
-from spillover.errors import SpilloverError
+from spillover.errors import SpilloverError, did_you_mean
 from spillover.lab.document import read_document, scaled
 from spillover.lab.engines import KINDS, EngineSpec
 from spillover.lab.run_metrics import metric_names
@@ -387,18 +386,14 @@ def _share(where: str, document: Mapping[str, Any], key: str, default: float) ->
 def _one_of(what: str, value: str, known: Iterable[str]) -> str:
     names = list(known)
     if value not in names:
-        near = difflib.get_close_matches(value, names, n=1)
-        raise SpilloverError(f"{what} is '{value}'; " + (f"did you mean '{near[0]}'?" if near
-                                                         else f"there are {', '.join(names)}"))
+        raise SpilloverError(f"{what} is '{value}'{did_you_mean(value, names, listed=True)}")
     return value
 
 
 def _check_names(where: str, given: Mapping[str, Any], known: set[str]) -> None:
     for key in given:
         if str(key) not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            raise SpilloverError(f"{where}: there is no '{key}'; " + (f"did you mean '{near[0]}'?" if near else
-                                                                      f"there are {', '.join(sorted(known))}"))
+            raise SpilloverError(f"{where}: there is no '{key}'{did_you_mean(str(key), sorted(known), listed=True)}")
 
 
 def _hyphens(key: object) -> str:

@@ -6,15 +6,15 @@ run. Greedy unless the workload says otherwise: arms then do the same work.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from spillover.bench.records import Run
+from spillover.bench.serving.openai_api import BACKENDS, SAMPLING, Dialect, Kind
 from spillover.bench.workloads.workload_options import WorkloadOptions, truth
-from spillover.errors import SpilloverError
+from spillover.errors import SpilloverError, did_you_mean
 from spillover.lab.experiment import Experiment, WorkloadSpec
 from spillover.lab.run_metrics import run_metrics
 
@@ -27,12 +27,10 @@ Truth = TypeVar("Truth", bool, None)
 WARMUP_REPEAT = -1
 WARMUP_SECONDS = 600.0
 # Options of `spill bench serve` that say how requests are sent; all others are the workload's.
-SAMPLING = ("temperature", "top-p", "top-k", "min-p", "frequency-penalty", "presence-penalty", "repetition-penalty")
 LOAD_OPTIONS = frozenset({"request-rate", "burstiness", "max-concurrency", "ramp-up-strategy", "ramp-up-start-rps",
                           "ramp-up-end-rps", "self-timed", "max-seconds", "backend", "endpoint", "extra-body",
-                          "ignore-eos", "return-token-ids", "client-processes", "request-timeout", *SAMPLING})
-BACKENDS = {"openai": "completions", "vllm": "completions", "spillover": "completions", "sglang": "completions",
-            "sglang-oai": "completions", "llama.cpp": "completions", "openai-chat": "chat"}
+                          "ignore-eos", "return-token-ids", "client-processes", "request-timeout",
+                          *(name.replace("_", "-") for name in SAMPLING)})
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,6 @@ class ServedLoad:
 
     def _options(self, workload: WorkloadSpec, url: str, model: str | None, seed: int) -> LoadOptions:
         from spillover.bench.serving.load import LoadOptions
-        from spillover.bench.serving.openai_api import Dialect
         from spillover.bench.workloads.arrivals import Arrivals
 
         given = workload.options
@@ -133,9 +130,9 @@ class ServedLoad:
             ramp_up_start=_number(given, "ramp-up-start-rps", 0.0),
             ramp_up_end=_number(given, "ramp-up-end-rps", 0.0), self_timed=_truth(given, "self-timed", True), seed=seed)
         ignore_eos = _truth(given, "ignore-eos", None)
-        body = {"temperature": 0, **{name.replace("-", "_"): given[name] for name in SAMPLING if name in given},
+        body = {"temperature": 0, **{name: given[key] for name in SAMPLING if (key := name.replace("_", "-")) in given},
                 **_extra_body(given)}
-        dialect = Dialect(kind="chat" if _backend(given) == "chat" else "completions", model=model or None,
+        dialect = Dialect(kind=_backend(given), model=model or None,
                           extra_body={key: value for key, value in body.items() if value is not None},
                           return_token_ids=_truth(given, "return-token-ids", False), ignore_eos=ignore_eos)
         seconds = _number(given, "max-seconds", math.inf)
@@ -186,12 +183,10 @@ def _count(options: Mapping[str, Any], name: str) -> int | None:
     return value
 
 
-def _backend(options: Mapping[str, Any]) -> str:
+def _backend(options: Mapping[str, Any]) -> Kind:
     name = str(options.get("backend", "openai"))
     if name not in BACKENDS:
-        near = difflib.get_close_matches(name, BACKENDS, n=1)
-        raise SpilloverError(f"there is no backend '{name}'; " + (f"did you mean '{near[0]}'?" if near
-                                                                  else f"there are {', '.join(BACKENDS)}"))
+        raise SpilloverError(f"there is no backend '{name}'{did_you_mean(name, BACKENDS, listed=True)}")
     return BACKENDS[name]
 
 

@@ -7,7 +7,6 @@ baseline's. Limits and switches are set by name in an experiment's `gates:`.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ import numpy as np
 
 from spillover.bench.records import RequestRecord, Run
 from spillover.bench.statistics import student_quantile
-from spillover.errors import SpilloverError
+from spillover.errors import SpilloverError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -47,9 +46,7 @@ class Gates:
         for key, value in given.items():
             name = str(key).replace("_", "-")
             if name not in names:
-                near = difflib.get_close_matches(name, names, n=1)
-                raise SpilloverError(f"{where}: there is no gate '{key}'; " + (
-                    f"did you mean '{near[0]}'?" if near else f"there are {', '.join(names)}"))
+                raise SpilloverError(f"{where}: there is no gate '{key}'{did_you_mean(name, names, listed=True)}")
             if not isinstance(value, int | float) or math.isnan(value):
                 raise SpilloverError(f"{where}: gate '{name}' takes a limit or false; got '{value}'")
             if value is not True:  # true is the default limit

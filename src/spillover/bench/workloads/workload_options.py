@@ -7,14 +7,13 @@ SGLang's where those have one. An option that the chosen dataset does not use is
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from spillover.errors import SpilloverError
+from spillover.errors import SpilloverError, did_you_mean
 
 RANDOM, MIXED, SHAREGPT, CUSTOM = "random", "mixed", "sharegpt", "custom"
 GSP, PREFIX_REPETITION, MULTI_TURN = "generated-shared-prefix", "prefix-repetition", "multi-turn"
@@ -116,9 +115,8 @@ class WorkloadOptions:
         workload, others = cls.split(options, defaults)
         if others:
             name = next(iter(others))
-            near = difflib.get_close_matches(name.replace("_", "-"), [_option(item) for item in names()], n=1)
             raise SpilloverError(f"a workload has no option '{name}'"
-                                 + (f"; did you mean '{near[0]}'?" if near else f"; there are {_listed()}"))
+                                 + did_you_mean(_option(name), map(_option, names()), listed=True))
         return workload
 
     @classmethod
@@ -169,9 +167,7 @@ class WorkloadOptions:
         if self.dataset_name is None and str(self.dataset_path).endswith(".csv"):
             raise SpilloverError(f"which trace is '{self.dataset_path}'? give --dataset-name azure or burstgpt")
         if dataset not in DATASETS:
-            near = difflib.get_close_matches(dataset, DATASETS, n=1)
-            raise SpilloverError(f"there is no dataset '{dataset}'" + (f"; did you mean '{near[0]}'?" if near else
-                                                                      f"; there are {', '.join(DATASETS)}"))
+            raise SpilloverError(f"there is no dataset '{dataset}'" + did_you_mean(dataset, DATASETS, listed=True))
         if dataset == MULTI_TURN and "num_prompts" in self.given:
             raise SpilloverError("--num-prompts is not for --dataset-name multi-turn; --multi-turn-num-sessions and "
                                  "--multi-turn-num-turns say how many requests there are")
@@ -225,10 +221,6 @@ def truth(name: str, value: Any) -> bool:
 
 def _option(name: str) -> str:
     return name.replace("_", "-")
-
-
-def _listed() -> str:
-    return ", ".join(_option(name) for name in names())
 
 
 def _converted(name: str, value: Any, hint: Any) -> Any:

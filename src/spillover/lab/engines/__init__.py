@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from pathlib import Path
 
-from spillover.errors import SpilloverError
+from spillover.errors import SpilloverError, did_you_mean
 from spillover.lab.engines.base import CacheReset, Engine, EngineFailed, EngineSpec, Missing, Running
 from spillover.lab.engines.needs import unmet
 
@@ -27,9 +26,7 @@ KINDS = {
 
 def engine_class(kind: str) -> type[Engine]:
     if kind not in KINDS:
-        near = difflib.get_close_matches(kind, KINDS, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else f"; there are {', '.join(KINDS)}"
-        raise SpilloverError(f"There is no engine '{kind}'{hint}")
+        raise SpilloverError(f"There is no engine '{kind}'{did_you_mean(kind, KINDS, listed=True)}")
     module, _, name = KINDS[kind].partition(":")
     found: type[Engine] = getattr(importlib.import_module(module), name)
     return found

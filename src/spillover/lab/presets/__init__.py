@@ -5,9 +5,7 @@ One file an engine. A preset is no more than flags and environment: an experimen
 
 from __future__ import annotations
 
-import difflib
-
-from spillover.errors import SpilloverError
+from spillover.errors import SpilloverError, did_you_mean
 from spillover.lab.presets import llamacpp, sglang, spillover, vllm
 from spillover.lab.presets.preset import Preset
 
@@ -19,7 +17,5 @@ PRESETS: dict[str, Preset] = {preset.name: preset for engine in (spillover, vllm
 
 def find_preset(name: str) -> Preset:
     if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else "see spill lab list"
-        raise SpilloverError(f"There is no preset '{name}'; {hint}")
+        raise SpilloverError(f"There is no preset '{name}'{did_you_mean(name, PRESETS) or '; see spill lab list'}")
     return PRESETS[name]

@@ -5,7 +5,6 @@ Limits come first, at the speed of a byte count; a body larger than a few KiB is
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect, Request
 
+from spillover.errors import did_you_mean
 from spillover.server.api.errors import ApiError, field_path, validation_error
 from spillover.server.api.json_scan import check_shape
 from spillover.server.front import front_of, prepare
@@ -109,17 +109,12 @@ def _num_fields(value: Any, containers: int) -> int:
     return n
 
 
-def nearest(name: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean '{near[0]}'?" if near else ""
-
-
 def _unknown_field(problems: Sequence[ErrorDetails], model: type[BaseModel]) -> ApiError | None:
     for problem in problems:
         if problem["type"] == "extra_forbidden":
             *path, name = problem["loc"]
             where = field_path(path)
-            hint = "" if where else nearest(str(name), list(model.model_fields))
+            hint = "" if where else did_you_mean(str(name), model.model_fields)
             return ApiError(400, f"unknown field '{str(name)[:64]}'{f' in {where}' if where else ''}{hint}",
                             field_path(problem["loc"]), "unknown_field")
     return None
