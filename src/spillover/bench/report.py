@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spillover.bench.latency import LatencyResult
+from spillover.bench.table import make_table
 from spillover.bench.target import Limits
 from spillover.bench.throughput import ThroughputResult
 from spillover.errors import SpilloverError
@@ -52,9 +53,7 @@ def throughput_table(results: Sequence[ThroughputResult]) -> Table:
     rows = [[*(result.coordinates.get(option, NOTHING) for option in options), *_throughput_cells(result, first)]
             for result in results]
     kept = [index for index in range(len(headings)) if any(row[index] != NOTHING for row in rows)]
-    table = Table(title="Throughput", title_justify="left")
-    for index in kept:
-        table.add_column(headings[index], justify="left" if index < len(options) else "right")
+    table = make_table("Throughput", *(headings[index] for index in kept), text=options)
     for row in rows:
         table.add_row(*(row[index] for index in kept))
     return table
@@ -73,10 +72,8 @@ def comparison(results: Sequence[ThroughputResult]) -> list[str]:
 
 
 def latency_table(results: Sequence[LatencyResult]) -> Table:
-    table = Table(title="Latency by phase", title_justify="left")
-    table.add_column("phase")
-    for heading in ("median", "95% interval", "tok/s", "memory read", "matrix products", "of limit", "bound"):
-        table.add_column(heading, justify="right")
+    table = make_table("Latency by phase", "phase", "median", "95% interval", "tok/s", "memory read", "matrix products",
+                       "of limit", "bound")
     for result in results:
         shape = f"batch {result.batch_size}, {result.input_len} in"
         first, whole = result.first_token, result.latency

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from rich.table import Table
 
 from spillover.bench.restart import RestartResult
 from spillover.bench.statistics import Ratio
+from spillover.bench.table import make_table
 from spillover.bench.target import SOURCES, TierTraffic
 from spillover.bench.tiers import Agreement, Arm, MultiTurnResult, NoReuseResult
 from spillover.units import format_bytes, format_rate
@@ -18,8 +18,8 @@ NOTHING = "-"
 
 
 def no_reuse_table(results: Sequence[NoReuseResult], title: str) -> Table:
-    table = _table(title, "tiers", "output tok/s", "mean TTFT ms", "mean TPOT ms",
-                   f"x {results[0].arm.name}, 95% range", "of limit", "hit rate")
+    table = make_table(title, "tiers", "output tok/s", "mean TTFT ms", "mean TPOT ms",
+                       f"x {results[0].arm.name}, 95% range", "of limit", "hit rate")
     for result in results:
         if not result.repeats:
             _not_run(table, result.arm)
@@ -39,8 +39,8 @@ def no_reuse_table(results: Sequence[NoReuseResult], title: str) -> Table:
 
 def multi_turn_table(results: Sequence[MultiTurnResult], title: str) -> Table:
     used = [source for source in SOURCES if any(result.sources[source] for result in results if result.warm)]
-    table = _table(title, "tiers", "warm TTFT ms", "95% range", "recompute / this, 95% range",
-                   *(f"{source} tok" for source in used), "hit rate")
+    table = make_table(title, "tiers", "warm TTFT ms", "95% range", "recompute / this, 95% range",
+                       *(f"{source} tok" for source in used), "hit rate")
     for result in results:
         if not result.warm:
             _not_run(table, result.arm)
@@ -59,7 +59,7 @@ def multi_turn_table(results: Sequence[MultiTurnResult], title: str) -> Table:
 
 def traffic_table(traffic: Mapping[str, Sequence[TierTraffic]], title: str) -> Table:
     """`traffic`: by arm."""
-    table = _table(title, "tiers", "way", "moved", "while moving", "link", "of link", "failures")
+    table = make_table(title, "tiers", "way", "moved", "while moving", "link", "of link", "failures")
     for arm, tiers in traffic.items():
         for tier in tiers:
             for way, count, rate, link in tier.directions():
@@ -78,8 +78,9 @@ def traffic_table(traffic: Mapping[str, Sequence[TierTraffic]], title: str) -> T
 def restart_table(results: Sequence[RestartResult], title: str) -> Table:
     used = [source for source in SOURCES if any(stage.sources[source] for result in results
                                                 for stage in result.stages)]
-    table = _table(title, "block", "stage", "mean TTFT ms", "tok/s", "x cold", *(f"{source} tok" for source in used),
-                   "ready after", "blocks on disk", "bytes on disk", "per block")
+    table = make_table(title, "block", "stage", "mean TTFT ms", "tok/s", "x cold",
+                       *(f"{source} tok" for source in used), "ready after", "blocks on disk", "bytes on disk",
+                       "per block")
     for result in results:
         cold = result.stages[0]
         for stage in result.stages:
@@ -119,12 +120,3 @@ def _not_run(table: Table, arm: Arm) -> None:
 
 def _mean_ms(seconds: Sequence[float]) -> str:
     return f"{1e3 * float(np.mean(seconds)):,.1f} (n={len(seconds)})" if seconds else NOTHING
-
-
-def _table(title: str, first: str, *headings: str) -> Table:
-    style: dict[str, Any] = {"title": title, "title_justify": "left", "title_style": "bold", "caption_justify": "left"}
-    table = Table(**style)
-    table.add_column(first)
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    return table

@@ -47,16 +47,17 @@ def lab() -> None:
 def list_experiments(presets: bool) -> None:
     """Experiments that ship, or presets of engines."""
     from rich.markup import escape
-    from rich.table import Table
+
+    from spillover.bench.table import make_table
 
     console = make_console()
+    headings: tuple[str, ...]
     if presets:
         from spillover.lab.engines import EngineSpec, missing
         from spillover.lab.presets import PRESETS
 
-        table = Table(title="Presets: an arm is {preset: NAME, args: {...}}", title_justify="left")
-        for heading in ("preset", "engine", "here?", "what it is"):
-            table.add_column(heading)
+        headings = ("preset", "engine", "here?", "what it is")
+        table = make_table("Presets: an arm is {preset: NAME, args: {...}}", *headings, text=headings)
         for preset in PRESETS.values():
             spec = EngineSpec(preset.engine, args=preset.args, env=preset.env, preset=preset.name)
             absent = missing(spec)
@@ -67,9 +68,9 @@ def list_experiments(presets: bool) -> None:
     from spillover.cli.lab_run import duration
     from spillover.lab.document import read_document, shipped
     from spillover.lab.experiment import load_experiment
-    table = Table(title="Experiments: spill lab run NAME", title_justify="left")
-    for heading in ("name", "arms", "workloads", "at most", "sizes", "about"):
-        table.add_column(heading)
+
+    headings = ("name", "arms", "workloads", "at most", "sizes", "about")
+    table = make_table("Experiments: spill lab run NAME", *headings, text=headings)
     for name in shipped():
         made, document = load_experiment(name), read_document(name)
         table.add_row(name, ", ".join(arm.name for arm in made.arms),

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
+from spillover.bench.table import make_table
 from spillover.errors import SpilloverError
 from spillover.lab.analysis import Stop, analysis_of
 from spillover.lab.engines import EngineSpec
@@ -196,9 +196,8 @@ def show_plan(console: Console, experiment: Experiment, folder: Path) -> None:
     load = ServedLoad(experiment)
     for workload in experiment.workloads:
         load.check(workload)
-    arms = Table(title=f"{experiment.name}: arms, baseline {experiment.baseline}", title_justify="left")
-    for heading in ("arm", "command, or what is missing"):
-        arms.add_column(heading, overflow="fold")
+    headings = ("arm", "command, or what is missing")
+    arms = make_table(f"{experiment.name}: arms, baseline {experiment.baseline}", *headings, text=headings)
     for arm in experiment.arms:
         absent = missing(arm.spec)
         command = shlex.join(make_engine(arm.spec).command(0)) if absent is None else str(absent)
@@ -208,9 +207,8 @@ def show_plan(console: Console, experiment: Experiment, folder: Path) -> None:
         arms.add_row(escape(arm.name), escape(command))
     console.print(arms)
     stats = workload_stats(experiment)
-    loads = Table(title="Workloads, per run", title_justify="left")
-    for heading in ("workload", "requests", "prompt tokens", "output tokens", "shared", "working set", "must spill"):
-        loads.add_column(heading, justify="left" if heading == "workload" else "right")
+    loads = make_table("Workloads, per run", "workload", "requests", "prompt tokens", "output tokens", "shared",
+                       "working set", "must spill")
     for workload in experiment.workloads:
         found = stats[workload.name]
         loads.add_row(workload.name, f"{found.count:,}", f"{found.prompt.total:,}", f"{found.output.total:,}",

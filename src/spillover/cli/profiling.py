@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.table import Table
 
+from spillover.bench.table import make_table
 from spillover.bench.target import BenchRequest, Generates, Limits
 from spillover.bench.workloads.workloads import Vocabulary
 from spillover.engine.profiling.profile import IDLE, KINDS, OTHER, Breakdown, profiled
@@ -64,10 +65,7 @@ def _seconds(limits: Limits, read: float, flops: float) -> float:
 
 
 def _kinds_table(breakdown: Breakdown, least: dict[str, float], title: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("kind")
-    for heading in ("time", "share", "limit", "of limit"):
-        table.add_column(heading, justify="right")
+    table = make_table(title, "kind", "time", "share", "limit", "of limit")
     for kind in (*(kind for kind, _ in sorted(KINDS)), OTHER, IDLE):
         seconds = breakdown.seconds.get(kind, 0.0)
         if seconds == 0.0 and kind != IDLE:

@@ -77,15 +77,13 @@ class WorkloadStats:
     def table(self) -> RenderableType:
         """The lengths, and under them what else is known."""
         from rich.console import Group
-        from rich.table import Table
         from rich.text import Text
+
+        from spillover.bench.table import make_table
 
         guess = "about " if self.estimated else ""
         asked = f"{self.count:,} requests" + (f" in {self.sessions:,} sessions" if self.sessions else "")
-        table = Table(title=f"Workload {self.name}: {asked}", title_justify="left")
-        table.add_column("tokens")
-        for heading in ("mean", "p50", "p90", "p99", "max", "total"):
-            table.add_column(heading, justify="right")
+        table = make_table(f"Workload {self.name}: {asked}", "tokens", "mean", "p50", "p90", "p99", "max", "total")
         for name, lengths in (("prompt", self.prompt), ("output", self.output)):
             table.add_row(f"{guess}{name}", f"{lengths.mean:,.1f}", f"{lengths.p50:,.0f}", f"{lengths.p90:,.0f}",
                           f"{lengths.p99:,.0f}", f"{lengths.max:,}", f"{lengths.total:,}")

@@ -144,15 +144,11 @@ def _run(requests: list[ServeRequest], load: LoadOptions, silent: bool) -> Run:
 
 
 def _points_table(points: list[Arrivals], reports: list[Report]) -> Table:
-    from rich.table import Table
+    from spillover.bench.table import make_table
 
-    style: dict[str, Any] = {"title": "All runs", "title_justify": "left", "title_style": "bold"}
-    table = Table(**style)
-    headings = ["rate", "concurrency", "requests", "failed", "req/s", "output tok/s", "TTFT p50 ms", "p99 ms",
-                "TPOT p50 ms", "p99 ms"]
     goals = reports[0].asked.goodput is not None
-    for heading in [*headings, *(["objectives met"] if goals else [])]:
-        table.add_column(heading, justify="right")
+    table = make_table("All runs", "rate", "concurrency", "requests", "failed", "req/s", "output tok/s", "TTFT p50 ms",
+                       "p99 ms", "TPOT p50 ms", "p99 ms", *(["objectives met"] if goals else []))
     for arrivals, report in zip(points, reports, strict=True):
         whole = report.whole
         times = (whole.ttft.median, whole.ttft.percentiles[99.0], whole.tpot.median, whole.tpot.percentiles[99.0])

@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -92,16 +92,11 @@ def sweep(workload: WorkloadOptions, server: ServerOptions, steps: int, max_conc
 
 
 def sweep_table(result: SweepResult) -> Table:
-    from rich.table import Table
+    from spillover.bench.table import make_table
 
-    style: dict[str, Any] = {"title": "Rates from one request at a time to saturation", "title_justify": "left",
-                             "title_style": "bold", "caption_justify": "left"}
-    table = Table(**style)
-    table.add_column("offered")
-    headings = ["requests", "failed", "req/s", "output tok/s", "at once", "TTFT p50 ms", "p99 ms", "TPOT p50 ms",
-                "p99 ms", "E2EL p50 ms"]
-    for heading in [*headings, *(["objectives met"] if result.plan.goodput else []), "client"]:
-        table.add_column(heading, justify="right")
+    table = make_table("Rates from one request at a time to saturation", "offered", "requests", "failed", "req/s",
+                       "output tok/s", "at once", "TTFT p50 ms", "p99 ms", "TPOT p50 ms", "p99 ms", "E2EL p50 ms",
+                       *(["objectives met"] if result.plan.goodput else []), "client")
     slowest_first = sorted(result.steps, key=lambda step: (step.kind == "throughput", step.rate or 0.0))
     for step in slowest_first:
         whole = step.whole

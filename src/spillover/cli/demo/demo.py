@@ -151,15 +151,10 @@ def _serve_load(console: Console, target: EngineTarget, limits: Limits,
 
 def _speed_table(rows: list[tuple[str, int, Achieved | None]]) -> Table:
     """(what, tokens that come of it, time and limit of it)"""
-    from rich.table import Table
-
+    from spillover.bench.table import make_table
     from spillover.units import format_rate
 
-    table = Table()
-    table.add_column("what")
-    for heading in ("tok/s", "limit", "of limit"):
-        table.add_column(heading, justify="right")
-    table.add_column("bound by")
+    table = make_table("Speed", "what", "tok/s", "limit", "of limit", "bound by", text=("bound by",))
     for name, tokens, work in rows:
         if work is None:
             table.add_row(name, *["-"] * 4)

@@ -83,13 +83,10 @@ def _ask(llm: LLM, chat: list[Message], tokens: int) -> Answer:
 
 
 def _table(computed: list[Answer], spilled: list[Answer]) -> Table:
-    from rich.table import Table
+    from spillover.bench.table import make_table
 
-    table = Table(title="TTFT of the second question; where its prompt came from with spilling", title_justify="left",
-                  title_style="")
-    table.add_column("chat about")
-    for heading in ("without", "with spilling", "faster", "computed", "device", "host"):
-        table.add_column(heading, justify="right")
+    table = make_table("TTFT of the second question; where its prompt came from with spilling", "chat about", "without",
+                       "with spilling", "faster", "computed", "device", "host")
     rows = [(name, [without], [ours]) for name, without, ours in zip(MODULES, computed, spilled, strict=True)]
     for name, without, ours in [*rows, ("all", computed, spilled)]:
         before, after = (sum(answer.first_token for answer in answers) / len(answers) for answers in (without, ours))

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from spillover.bench.table import make_table
 from spillover.cli.loading import look_at
 from spillover.cli.plan.plan_weights import placement_table, predicted_table
 from spillover.engine.config import EngineConfig
@@ -79,11 +80,7 @@ def plan_json(plan: Plan, rates: Rates | None = None) -> dict[str, Any]:
 
 
 def _memory_table(plan: Plan) -> Table:
-    table = Table(title="Memory", title_justify="left")
-    table.add_column("What")
-    table.add_column("Bytes", justify="right")
-    table.add_column("Share", justify="right")
-    table.add_column("Details")
+    table = make_table("Memory", "What", "Bytes", "Share", "Details", text=("Details",))
 
     def row(name: str, count: int, detail: str = "", style: str | None = None) -> None:
         table.add_row(name, format_bytes(count), f"{100 * count / plan.total_bytes:.1f}%", detail, style=style)
@@ -110,12 +107,8 @@ def _memory_table(plan: Plan) -> Table:
 
 def _tiers_table(plan: Plan) -> Table:
     kind = "" if plan.spill_dtype == "auto" else f" in {plan.spill_dtype}"
-    table = Table(title="KV tiers", title_justify="left", caption_justify="left",
-                  caption=f"A block below the device takes {format_bytes(plan.slot_bytes)}{kind}.")
-    table.add_column("Tier")
-    for heading in ("Bytes", "Blocks", "Tokens", "In", "Out"):
-        table.add_column(heading, justify="right")
-    table.add_column("Where", overflow="fold")
+    table = make_table("KV tiers", "Tier", "Bytes", "Blocks", "Tokens", "In", "Out", "Where", text=("Where",),
+                       caption=f"A block below the device takes {format_bytes(plan.slot_bytes)}{kind}.")
     table.add_row("device", format_bytes(plan.kv_bytes), f"{plan.num_blocks:,}", f"{plan.token_capacity:,}", "", "",
                   escape(plan.device_name))
     for tier in plan.tiers:
@@ -131,10 +124,7 @@ def _rate(value: float | None) -> str:
 
 
 def _limits_table(plan: Plan) -> Table:
-    table = Table(title="Limits", title_justify="left", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_column()
+    table = make_table("Limits", "Limit", "Value", "Details", text=("Details",))
     table.add_row("--max-model-len", f"{plan.max_model_len:,}", _length_detail(plan))
     table.add_row("--max-num-seqs", f"{plan.max_num_seqs:,}", "requests per step")
     table.add_row("--max-num-batched-tokens", f"{plan.max_num_batched_tokens:,}", "tokens per step")
@@ -155,11 +145,8 @@ def _costs_table(plan: Plan, rates: Rates | None) -> Table:
     if rates is not None:
         caption = (f"At {format_rate(rates.memory_read, 'B/s')} of memory read and "
                    f"{format_rate(rates.flops(plan.dtype), 'FLOP/s')} in matrix products, measured now.")
-    table = Table(title="Best case (hardware limit)", title_justify="left", caption=caption, caption_justify="left")
-    table.add_column("Step")
-    table.add_column("Time", justify="right")
-    table.add_column("Rate", justify="right")
-    table.add_column("Bound by")
+    table = make_table("Best case (hardware limit)", "Step", "Time", "Rate", "Bound by", text=("Bound by",),
+                       caption=caption)
 
     def row(name: str, roof: Roof) -> None:
         table.add_row(name, format_seconds(roof.seconds), format_rate(roof.tokens_per_second, "tok/s"), roof.bound)

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spillover.bench.latency import LatencyResult
+from spillover.bench.table import make_table
 from spillover.plan.placement import Predicted, WeightPlan
 from spillover.plan.predict import UNKNOWN_DISK
 from spillover.plan.rates import Rates
@@ -32,12 +33,8 @@ def print_predicted(console: Console, plan: WeightPlan, results: Sequence[Latenc
 
 
 def placement_table(plan: WeightPlan) -> Table:
-    table = Table(title=f"Weights, {plan.strategy}", title_justify="left", caption=_caption(plan),
-                  caption_justify="left")
-    table.add_column("Unit")
-    table.add_column("Where")
-    for heading in ("Device", "Host", "Disk"):
-        table.add_column(heading, justify="right")
+    table = make_table(f"Weights, {plan.strategy}", "Unit", "Where", "Device", "Host", "Disk", text=("Where",),
+                       caption=_caption(plan))
     for row in plan.rows:
         table.add_row(row.kind, row.place, *(_size(count) for count in (row.device, row.host, row.disk)))
     table.add_row("All", "", *(_size(count) for count in (plan.device_bytes, plan.host_bytes, plan.disk_bytes)),
@@ -47,13 +44,8 @@ def placement_table(plan: WeightPlan) -> Table:
 
 def predicted_table(predicted: Predicted, rates: Rates | None = None) -> Table:
     """Each step's share of the roof that binds it, and what the others take."""
-    table = Table(title="Predicted (best case)", title_justify="left", caption=_assumed(predicted, rates),
-                  caption_justify="left")
-    table.add_column("Step")
-    table.add_column("Time", justify="right")
-    table.add_column("Rate", justify="right")
-    table.add_column("Bound by")
-    table.add_column("Details")
+    table = make_table("Predicted (best case)", "Step", "Time", "Rate", "Bound by", "Details",
+                       text=("Bound by", "Details"), caption=_assumed(predicted, rates))
 
     def row(name: str, tokens: int, rate: float, roof: str, parts: tuple[tuple[str, float], ...], moved: int) -> None:
         seconds = tokens / rate
