@@ -9,7 +9,6 @@ import re
 import select
 import signal
 import struct
-import subprocess
 import sys
 import termios
 import time
@@ -17,9 +16,11 @@ from collections.abc import Iterator
 from fcntl import ioctl
 
 import pytest
+from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spillover.cli.main import main
 from spillover.cli.terminal import WordWrap
 
 SPILL = [sys.executable, "-c", "from spillover.cli.main import main; main()"]
@@ -174,16 +175,15 @@ def test_a_session(terminal: Terminal) -> None:
     assert terminal.code() == 130
 
 
-def piped(command: str, text: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*SPILL, command, *flags, "--load-format", "null", "--max-model-len", "512"], input=text,
-                          capture_output=True, text=True, timeout=120, check=False)
+def piped(text: str, *flags: str) -> Result:
+    return CliRunner().invoke(main, ["chat", *flags, "--load-format", "null", "--max-model-len", "512"], input=text)
 
 
 def test_piped_input_is_one_message_or_one_per_line() -> None:
-    whole = piped("chat", "/what is\nthis?\n", "--max-tokens", "3")
-    assert (whole.returncode, whole.stdout.count("\n")) == (0, 1), whole.stderr
-    lines = piped("chat", "one\n\ntwo\n/exit\nthree\n", "--line", "--max-tokens", "3")
-    assert (lines.returncode, lines.stdout.count("\n")) == (0, 2), lines.stderr
-    empty = piped("chat", " \n")
-    assert empty.returncode == 2
+    whole = piped("/what is\nthis?\n", "--max-tokens", "3")
+    assert (whole.exit_code, whole.stdout.count("\n")) == (0, 1), whole.stderr
+    lines = piped("one\n\ntwo\n/exit\nthree\n", "--line", "--max-tokens", "3")
+    assert (lines.exit_code, lines.stdout.count("\n")) == (0, 2), lines.stderr
+    empty = piped(" \n")
+    assert empty.exit_code == 2
     assert "nothing was piped in" in empty.stderr

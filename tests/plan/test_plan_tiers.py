@@ -95,6 +95,14 @@ def test_a_disk_smaller_than_its_budget_is_told(tmp_path: Path) -> None:
     assert planned(disks=(DiskBudget(tmp_path, 10 * MB),)).tiers[0].note == ""
 
 
+@pytest.mark.parametrize("where", ["file", "file/kv"])
+def test_a_disk_that_is_a_file_or_lies_in_one_is_refused(tmp_path: Path, where: str) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / where
+    assert refusal(disks=(DiskBudget(path, 100 * MB),)) == (
+        f"--disk {path} cannot be used: it is, or lies in, a file; give a folder that can be written")
+
+
 # Host memory and the machine
 
 @settings(max_examples=100, deadline=None)

@@ -15,7 +15,7 @@ from schemathesis.core.result import Ok
 from server_process import ServerProcess
 from soak import is_error, total
 
-EXAMPLES = 15  # of each operation, as the document says and against it
+EXAMPLES = 8  # of each operation, as the document says and against it
 # A sleeping engine makes every other request wait.
 LEFT_OUT = ("/sleep", "/wake_up")
 
