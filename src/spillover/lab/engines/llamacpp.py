@@ -15,13 +15,12 @@ from typing import Any, ClassVar
 from spillover.errors import SpilloverError
 from spillover.lab.engines.base import CacheReset, EngineSpec, Missing
 from spillover.lab.engines.flags import FlagStyle, to_flags
-from spillover.lab.engines.owned import OwnedEngine, ask, has_module, module_version, not_found
+from spillover.lab.engines.owned import OwnedEngine, ask, has_module, interpreter, module_version, not_found
 from spillover.lab.engines.process import HOST
 from spillover.lab.engines.spillover import spill
 
 STYLE = FlagStyle(short=("a", "b", "c", "cb", "cmoe", "ctk", "ctv", "dev", "fa", "hf", "kvu", "m", "mg", "n", "ncmoe",
                          "ngl", "nkvo", "np", "ot", "sm", "t", "tb", "ts", "ub"))
-VARIABLE = "SPILLOVER_LLAMACPP_PYTHON"
 SERVER = Path(__file__).with_name("llamacpp_server.py")
 _SLOTS = re.compile(r"n_slots = (\d+), n_ctx_slot = (\d+), kv_unified = '(\w+)'")
 
@@ -39,8 +38,7 @@ class LlamaCppEngine(OwnedEngine):
     def installed(cls, spec: EngineSpec) -> Missing | None:
         if server_program(spec) is not None or has_module(interpreter(spec), "xllamacpp"):
             return None
-        return not_found(interpreter(spec), "no llama-server is on PATH and xllamacpp", "pip install xllamacpp",
-                         VARIABLE)
+        return not_found(spec, "no llama-server is on PATH and xllamacpp", "pip install xllamacpp")
 
     def command(self, port: int) -> list[str]:
         program = server_program(self.spec)
@@ -90,10 +88,6 @@ class LlamaCppEngine(OwnedEngine):
 def server_program(spec: EngineSpec) -> str | None:
     """None where the wheel is to be used: no binary is on PATH, or `python:` says where the wheel is."""
     return shutil.which("llama-server") if spec.python is None else None
-
-
-def interpreter(spec: EngineSpec) -> str:
-    return spec.python or os.environ.get(VARIABLE) or sys.executable
 
 
 def devices(spec: EngineSpec) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from spillover.errors import SpilloverError
 from spillover.lab.engines.base import EngineSpec, Missing
-from spillover.lab.engines.owned import ask, cuda_devices, has_module
+from spillover.lab.engines.owned import ask, cuda_devices, has_module, interpreter
 
 DECLARED = "SPILLOVER_HAS"
 
@@ -60,16 +60,12 @@ def _cuda(_spec: EngineSpec, detail: str) -> Missing | None:
 
 
 def _module(spec: EngineSpec, detail: str) -> Missing | None:
-    from spillover.lab.engines.vllm import interpreter
-
     python = interpreter(spec)
     return None if has_module(python, detail) else Missing(f"{detail} is not in {python}",
                                                            f"{python} -m pip install {detail}")
 
 
 def _vllm_uvm(spec: EngineSpec, _detail: str) -> Missing | None:
-    from spillover.lab.engines.vllm import interpreter
-
     code = "import sys, vllm.envs as e; sys.exit('VLLM_USE_UVM' not in e.environment_variables)"
     if ask(interpreter(spec), code) is not None:
         return None

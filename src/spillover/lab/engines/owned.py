@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import subprocess
 import sys
@@ -137,6 +138,16 @@ def cuda_devices() -> int:
     return 0
 
 
-def not_found(python: str, what: str, install: str, variable: str) -> Missing:
+def interpreter(spec: EngineSpec) -> str:
+    """The Python of the environment that holds the engine: the arm's, that of the variable, or this one."""
+    return spec.python or os.environ.get(_variable(spec)) or sys.executable
+
+
+def not_found(spec: EngineSpec, what: str, install: str) -> Missing:
+    python = interpreter(spec)
     where = "this environment" if python == sys.executable else python
-    return Missing(f"{what} is not in {where} ('python:' of the arm or {variable} may name another)", install)
+    return Missing(f"{what} is not in {where} ('python:' of the arm or {_variable(spec)} may name another)", install)
+
+
+def _variable(spec: EngineSpec) -> str:
+    return f"SPILLOVER_{spec.kind.upper()}_PYTHON"

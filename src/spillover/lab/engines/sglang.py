@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from typing import Any, ClassVar
 
 from spillover.lab.engines.base import EngineSpec, Missing
 from spillover.lab.engines.exported import absent, model_argument
 from spillover.lab.engines.flags import FlagStyle, to_flags
 from spillover.lab.engines.metrics_text import total
-from spillover.lab.engines.owned import OwnedEngine, has_module, module_version, not_found
+from spillover.lab.engines.owned import OwnedEngine, has_module, interpreter, module_version, not_found
 from spillover.lab.engines.process import HOST
 
 STYLE = FlagStyle(has_negative=False)
-VARIABLE = "SPILLOVER_SGLANG_PYTHON"
 # Without these it counts nothing that a run could be checked against.
 TELLING: dict[str, Any] = {"enable-metrics": True, "enable-cache-report": True}
 
@@ -32,10 +29,9 @@ class SglangEngine(OwnedEngine):
 
     @classmethod
     def installed(cls, spec: EngineSpec) -> Missing | None:
-        python = interpreter(spec)
-        if has_module(python, "sglang"):
+        if has_module(interpreter(spec), "sglang"):
             return absent(spec.model)
-        return not_found(python, "SGLang", 'pip install "sglang[all]"', VARIABLE)
+        return not_found(spec, "SGLang", 'pip install "sglang[all]"')
 
     def command(self, port: int) -> list[str]:
         args = TELLING | dict(self.spec.args)
@@ -57,7 +53,3 @@ class SglangEngine(OwnedEngine):
             if isinstance(told, dict):
                 return told
         return {}
-
-
-def interpreter(spec: EngineSpec) -> str:
-    return spec.python or os.environ.get(VARIABLE) or sys.executable

