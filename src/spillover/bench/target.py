@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+PHASES = ("queue", "restore", "prefill", "decode")  # of a request, as the server times them
 SOURCES = ("computed", "device", "host", "disk", "remote")
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from spillover.bench.statistics import block_ratios, median_interval
+from spillover.bench.target import PHASES
 from spillover.lab.experiment import LAYOUT, ORDERS
 from spillover.lab.store import Results, read_json
 from spillover.lab.validity import ArmSample, Fault, Gates, across
@@ -16,7 +17,6 @@ from spillover.lab.verdict import DECIDED, Comparison, Rule, Verdict, decide
 
 RESAMPLES = 400  # of intervals that are shown and decide nothing
 SPOILT = 0.2  # share of an arm's runs that busy moments may spoil, retries included, before the arm is not valid
-SPLIT = ("queue", "restore", "prefill", "decode")
 
 
 def analysis_of(results: Results) -> Mapping[str, Any]:
@@ -243,7 +243,7 @@ def _cell_json(cell: _Cell, judged: Sequence[tuple[Fault, list[str]]]) -> dict[s
     faults = [{**fault.to_json(), "visits": keys} for fault, keys in judged]
     told = [visit["sources"] for visit in good if visit.get("sources")]
     sources = {name: sum(each.get(name, 0) for each in told) for name in {key for each in told for key in each}}
-    split = {name: _mean([visit["metrics"].get(f"{name}_ms") for visit in good]) for name in SPLIT}
+    split = {name: _mean([visit["metrics"].get(f"{name}_ms") for visit in good]) for name in PHASES}
     limits = [visit["limit"] for visit in good if (visit.get("limit") or {}).get("percent") is not None]
     middle = sorted(limits, key=lambda each: float(each["percent"]))[len(limits) // 2] if limits else None
     return {

@@ -18,6 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from spillover.bench.target import PHASES
 from spillover.errors import SpilloverError
 from spillover.lab import engines
 from spillover.lab.analysis import Stop, analyse, stop
@@ -342,7 +343,7 @@ def _told_by_server(measured: Measured) -> dict[str, float]:
     """Means over requests of what the server says of itself, and the share of prompt tokens it found cached."""
     told: dict[str, float] = {}
     timings = [record.timings for record in measured.run.completed if record.timings]
-    for name in ("queue", "restore", "prefill", "decode"):
+    for name in PHASES:
         values = [each[name] for each in timings if name in each]
         if values:
             told[f"{name}_ms"] = 1e3 * sum(values) / len(values)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from spillover.bench.serving.serve_request import ServeRequest
+from spillover.bench.target import PHASES
 from spillover.errors import SpilloverError
 
 Kind = Literal["completions", "chat"]
@@ -204,7 +205,7 @@ class Answer:
         """Ours is a list with an entry a prompt; llama.cpp's is one object in milliseconds."""
         if isinstance(timings, list) and timings:
             entry = timings[0]
-            self.timings = {name: float(entry[name]) for name in ("queue", "restore", "prefill", "decode")
+            self.timings = {name: float(entry[name]) for name in PHASES
                             if name in entry}
             told = entry.get("tokens")
             if told is not None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from spillover.bench.records import Run
 from spillover.bench.serving.serving_metrics import Spread, gaps, measure, ttft
+from spillover.bench.target import PHASES
 
 WIDTH = 50
 DEFINITIONS = ("TTFT: first chunk with text or token ids, from when the request was sent. TPOT: (last - first) / "
@@ -121,7 +122,7 @@ class Report:
         if not told:
             return []
         means = {name: sum(times.get(name, 0.0) for times in told) / len(told)
-                 for name in ("queue", "restore", "prefill", "decode") if any(name in times for times in told)}
+                 for name in PHASES if any(name in times for times in told)}
         return ["Mean time in the server: " + ", ".join(f"{name} {_ms(value)} ms" for name, value in means.items())]
 
     def _faults(self) -> list[str]:

@@ -207,28 +207,20 @@ def _gather(given: dict[str, Any]) -> ServerOptions:
     if logprobs is not None:
         chat = BACKENDS[given["backend"]] == "chat"
         sampling |= {"logprobs": True, "top_logprobs": logprobs} if chat else {"logprobs": logprobs}
-    processes, warmups = given.pop("client_processes"), given.pop("num_warmups")
-    if processes is not None and processes < 1:
-        raise SpilloverError(f"--client-processes must be at least 1; got {processes}")
-    if warmups < 0:
-        raise SpilloverError(f"--num-warmups must not be negative; got {warmups}")
+    if given["client_processes"] is not None and given["client_processes"] < 1:
+        raise SpilloverError(f"--client-processes must be at least 1; got {given['client_processes']}")
+    if given["num_warmups"] < 0:
+        raise SpilloverError(f"--num-warmups must not be negative; got {given['num_warmups']}")
     authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return ServerOptions(
         base_url=(base_url or f"http://{authority}").rstrip("/").removesuffix("/v1"),
-        backend=given.pop("backend"),
-        endpoint=given.pop("endpoint"),
         model=served_name or name,
         api_key=given.pop("api_key") or os.environ.get("OPENAI_API_KEY"),
         headers=tuple(pairs(given.pop("header"), "--header").items()),
-        insecure=given.pop("insecure"),
         ready_seconds=given.pop("ready_check_timeout_sec"),
         extra_body=sampling | _json_object(given.pop("extra_body")),
-        ignore_eos=given.pop("ignore_eos"),
-        return_token_ids=given.pop("return_token_ids"),
-        client_processes=processes,
-        request_timeout=given.pop("request_timeout"),
-        num_warmups=warmups,
-    )
+        **{key: given.pop(key) for key in ("backend", "endpoint", "insecure", "ignore_eos", "return_token_ids",
+                                           "client_processes", "request_timeout", "num_warmups")})
 
 
 def pairs(given: tuple[str, ...], option: str) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from spillover.bench.target import BenchRequest, Bound, Completion, Counters, Limits, TierTraffic
 from spillover.engine.llm import LLM
@@ -97,8 +97,7 @@ class EngineTarget:
 def _completion(output: RequestOutput) -> Completion:
     timings, sources = output.timings, output.sources
     count = sum(len(each.token_ids) for each in output.outputs)
-    by_source = {"computed": sources.computed, "device": sources.device, "host": sources.host, "disk": sources.disk,
-                 "remote": sources.remote}
+    by_source = asdict(sources)
     token_ids = tuple(token for each in output.outputs for token in each.token_ids)
     if timings is None:
         return Completion(count, by_source, token_ids=token_ids)

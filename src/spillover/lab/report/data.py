@@ -15,8 +15,6 @@ from spillover.bench.records import Run
 from spillover.lab.analysis import analysis_of
 from spillover.lab.store import Results
 
-PHASES = ("queue", "restore", "prefill", "decode")
-SOURCES = ("computed", "device", "host", "disk", "remote")
 PLAN = ("max_blocks", "time_limit", "order", "restart", "window", "confidence", "minimum_blocks", "equivalence",
         "warmups", "slo", "gates")
 Part = TypeVar("Part", "Report", "Arm", "Workload", "Cell", "Visit", "Verdict")

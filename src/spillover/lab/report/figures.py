@@ -13,7 +13,8 @@ from typing import Any, Literal
 import numpy as np
 
 from spillover.bench.records import Run
-from spillover.lab.report.data import PHASES, SOURCES, Cell, Report, Visit
+from spillover.bench.target import PHASES, SOURCES
+from spillover.lab.report.data import Cell, Report, Visit
 from spillover.lab.report.metric import metric
 
 BINS = 160  # over time: enough to see a spike of one step, few enough to keep a page small

@@ -11,8 +11,9 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from spillover.bench.target import PHASES, SOURCES
 from spillover.lab.report import wording
-from spillover.lab.report.data import PHASES, SOURCES, Report
+from spillover.lab.report.data import Report
 from spillover.lab.report.figures import Figure, as_json
 from spillover.lab.report.forest import TONES, forest
 from spillover.lab.report.metric import metric

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from spillover.bench.target import PHASES, SOURCES
 from spillover.errors import SpilloverError
-from spillover.lab.report.data import PHASES, SOURCES, Report, Visit
+from spillover.lab.report.data import Report, Visit
 
 TEXTS = ("experiment", "arm", "workload", "run", "error")
 WHOLE = ("block", "request", "session", "turn", "prompt_tokens", "output_tokens", "asked_output",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from spillover.engine.output.outputs import PositionLogprobs, TokenSources
@@ -65,8 +65,7 @@ def timings(jobs: Sequence[Job]) -> list[dict[str, Any]]:
         rows.append({
             "queue": times.queue, "restore": times.restore, "prefill": times.prefill,
             "decode": last - times.first_token,
-            "tokens": {"computed": sources.computed, "device": sources.device, "host": sources.host,
-                       "disk": sources.disk, "remote": sources.remote},
+            "tokens": asdict(sources),
         })
     return rows
 
