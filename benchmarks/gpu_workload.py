@@ -110,7 +110,7 @@ def graph_line(llm: LLM) -> str:
     stats = getattr(llm.engine.runner, "graph_stats", None)
     if stats is None:
         return "no CUDA graphs"
-    return f"{stats.graphs} CUDA graphs recorded in {stats.seconds:.2f} s, {stats.nbytes / 1e6:.0f} MB"
+    return f"{stats.graphs} CUDA graphs captured in {stats.seconds:.2f} s, {stats.nbytes / 1e6:.0f} MB"
 
 
 def roofline(name: str, rates: Rates | None = None) -> Roofline:

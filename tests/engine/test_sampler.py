@@ -223,7 +223,7 @@ def test_shortcuts_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert batch.candidates is not None
         usual = sample(logits[subset], batch)
         with monkeypatch.context() as patch:
-            patch.setitem(sampler.DRAW_ENTRIES, "cpu", 7000)
+            patch.setitem(sampler.SAMPLE_ENTRIES, "cpu", 7000)
             plain = sample(logits[subset], replace(batch, candidates=None))
         assert torch.equal(usual.token_ids, plain.token_ids)
         assert usual.logprobs is not None

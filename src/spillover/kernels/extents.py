@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 SPLIT = 256  # positions that attention.cpp sums up before it merges; kSplit there
-MOST_SCORES = 1 << 23  # of a cold prefix, that the reference makes at a time
+MOST_SCORES = 1 << 23  # most scores of an offloaded prefix that the reference makes at a time
 # Positions of a segment. On a CPU it stays in the cache between its copy and its use; a CUDA device wants large copies.
 SEGMENT_POSITIONS = {"cpu": 1024, "cuda": 4096}
 SEGMENTS = 2  # one is attended while the next is copied

@@ -1,6 +1,6 @@
 """Experts that the host's cores compute where their weights lie, beside a device that computes the others.
 
-An expert's tensors lie in one record of bytes, the records of a layer side by side. Asked by a call, or by mail that
+An expert's tensors lie in one record of bytes, the records of a layer side by side. Asked by a call, or by a queue that
 the device writes in the middle of its step. The threads are the class's own; they spin for the next request while
 steps are under way and sleep when none comes.
 """
@@ -31,7 +31,7 @@ from spillover.kernels.records import Record
 
 GRAIN = 32 << 10  # bytes of weights that a thread takes at a time
 TILE_ROWS = 4  # an expert of as many rows is computed in the cores' tiles as bfloat16, where they have such
-NAP = 50e-6  # seconds between looks at the mail, where torch computes
+NAP = 50e-6  # seconds between looks at the queue, where torch computes
 REFUSED = 2  # as FAILED: the host cannot make sense of what was posted
 
 
@@ -107,7 +107,7 @@ class HostExperts:
         )
         if not self._handle:
             raise SpilloverError(f"the host cannot start {self.threads} threads for experts; ask for fewer")
-        # Also where nobody closes it, and before the mail's memory goes: its reader would read on.
+        # Also where nobody closes it, and before the queue's memory goes: its reader would read on.
         self._end = weakref.finalize(self, self._library.host_experts_delete, self._handle)
 
     def run(self, layer: int, x: Tensor, pairs: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class HostExperts:
         return out
 
     def attach(self, mail: HostExpertQueue) -> None:
-        """Answers this mail from now on, in place of any other."""
+        """Answer this queue from now on, in place of any other."""
         self.detach()
         if self._library is None:
             self._reader = _Reader(self, mail)
@@ -149,7 +149,7 @@ class HostExperts:
             self._library.host_experts_detach(self._handle)
 
     def wake(self) -> None:
-        """A step was launched, and mail may come soon: the threads spin for it."""
+        """Make the threads spin: a step was launched, and may soon post experts."""
         if self._library is not None and self._handle:
             self._library.host_experts_wake(self._handle)
 
@@ -204,7 +204,7 @@ def available_cores() -> int:
 
 
 class _Reader:
-    """Reads the mail where there is no library."""
+    """A thread that reads the queue where there is no native library."""
 
     def __init__(self, experts: HostExperts, mail: HostExpertQueue) -> None:
         self._experts, self._mail = experts, mail

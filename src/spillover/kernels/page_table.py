@@ -13,7 +13,7 @@ LENT = -2  # in `owner`: not a slot for now, its bytes serve something else
 NEVER = -2  # in `stamp`: before any step
 MOST_SLOTS = 1 << 12  # of a layer
 OLDEST = (1 << 17) - 1  # steps; experts unused for longer than that are equally old
-PATIENCE = 1 << 21  # looks at the mail before the device gives up; one takes about a microsecond
+PATIENCE = 1 << 21  # looks at the queue before the device gives up; one takes about a microsecond
 
 
 @dataclass(frozen=True)

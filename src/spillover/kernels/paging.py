@@ -1,6 +1,6 @@
 """Experts that share a few slots of device memory: which lies where, who must go, what is copied or asked of the host.
 
-Every expert's home is a record in host memory; slots hold copies, so nothing is ever written back. The page table lies
+Every expert is a record in host memory; slots hold copies, so nothing is ever written back. The page table lies
 on the device and a step changes it without the host: the functions here are captured in a CUDA graph. Each layer has
 slots of its own (its quota), so that one token's way through the layers does not push out its own experts.
 """
@@ -113,7 +113,7 @@ def gather_reference(resolution: Resolution, records: Tensor, slots: Tensor) -> 
 
 
 def post_reference(x: Tensor, resolution: Resolution, layer: int, mail: HostExpertQueue) -> None:
-    """Rows x [T, H] and the pairs for the host go into the mail, and its turn is raised; nothing if there are none."""
+    """Write rows x [T, H] and the pairs for the host into the queue and raise its turn; nothing if there are none."""
     count = int(resolution.counts[1])
     if count == 0:
         return
@@ -130,7 +130,7 @@ def collect_reference(
 ) -> Tensor:
     """rows [T * k, H], shares [T, k] -> sum over j of share * row in the order of j, [T, H].
 
-    Rows that the host has computed are taken from the mail, after waiting for them. `shared`: those of the device are
+    Rows that the host has computed are taken from the queue, after waiting for them. `shared`: those of the device are
     multiplied with their shares already.
     """
     (tokens, k), hidden = shares.shape, rows.shape[1]

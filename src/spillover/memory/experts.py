@@ -1,6 +1,6 @@
 """Which expert lies in which slot of the device. Ids only: the bytes are someone else's.
 
-Every expert has its home elsewhere and the device holds copies, so one that is evicted is forgotten, not written back.
+Every expert is stored elsewhere and the device holds copies, so one that is evicted is forgotten, not written back.
 A layer has a quota of slots of its own: slots layer * quota and on.
 """
 

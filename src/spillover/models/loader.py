@@ -71,7 +71,7 @@ def checkpoint_tensors(checkpoint: Checkpoint, config: ModelConfig, specs: Weigh
 
 
 class PartReader:
-    """Reads parts, and single experts, whenever they are asked for: weights whose home is the checkpoint itself."""
+    """Parts and single experts, read whenever they are asked for: weights that stay in the checkpoint itself."""
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig, specs: WeightSpecs, dtype: torch.dtype) -> None:
         self._reader = _Reader(checkpoint, config)

@@ -14,7 +14,7 @@ from spillover.plan.request import PlanRequest
 from spillover.plan.shapes import ModelShape
 from spillover.plan.strategies import largest
 from spillover.plan.tiers import TierPlan
-from spillover.plan.workspace import RECORDED_ROWS, Workspace, staging_bytes, workspace
+from spillover.plan.workspace import CAPTURED_ROWS, Workspace, staging_bytes, workspace
 from spillover.units import format_bytes
 
 CPU_KV_BYTES = 1 << 30  # KV cache of a CPU plan that was given no budget, where memory allows
@@ -45,10 +45,10 @@ class Sizes:
         self.resident = True  # all weights are there in every step
         # Blocks of a sequence that may wait in host memory: attention streams them only where every layer sees all,
         # and only as they lay on the device.
-        cold = next((tier.blocks or 0 for tier in tiers if tier.name == "host"), 0)
+        host_blocks = next((tier.blocks or 0 for tier in tiers if tier.name == "host"), 0)
         as_is = request.spill_dtype == "auto" or request.kv_cache_dtype != "auto"
-        unit = split_blocks(request.block_size)  # they move there so many at a time
-        self.offloaded_blocks = cold // unit * unit if shape.group_windows == (None,) and as_is else 0
+        unit = split_blocks(request.block_size)  # blocks that move there together
+        self.offloaded_blocks = host_blocks // unit * unit if shape.group_windows == (None,) and as_is else 0
         self.block_bytes = shape.block_bytes(request.block_size)
         self.steps = STEPS[device][0]  # requests and tokens of one, where nobody asked
 
@@ -72,8 +72,8 @@ class Sizes:
         return tokens if self.request.enable_chunked_prefill else max(tokens, length)
 
     def captured_rows(self, length: int) -> int:
-        """Of a step with part of a prompt that is replayed: where weights come and go, none is."""
-        return min(RECORDED_ROWS, self.batched_tokens(length)) if self.device == "cuda" and self.resident else 0
+        """Return the rows of the largest prefill step captured as a CUDA graph: 0 where weights come and go."""
+        return min(CAPTURED_ROWS, self.batched_tokens(length)) if self.device == "cuda" and self.resident else 0
 
     def workspace(self, length: int, long: bool = False) -> Workspace:
         """`long`: some of that length's blocks wait in host memory."""
@@ -190,16 +190,16 @@ def fixed_blocks(request: PlanRequest, sizes: Sizes, blocks: int, available: int
     """(max_model_len, blocks) for a count of blocks that was given."""
     longest = longest_allowed(request, sizes)
     resident = largest(lambda n: sizes.blocks_needed(n) <= blocks, longest)
-    cold = sizes.offloaded_blocks if blocks >= sizes.least_long_blocks(longest) else 0
-    fits = largest(lambda n: sizes.blocks_needed(n) <= blocks + cold, longest)
+    offloaded = sizes.offloaded_blocks if blocks >= sizes.least_long_blocks(longest) else 0
+    fits = largest(lambda n: sizes.blocks_needed(n) <= blocks + offloaded, longest)
     length = request.max_model_len or resident
     if length > fits or fits == 0:
         length = max(length, 1)
         most = f"at most {fits:,} tokens fit: lower --max-model-len or raise" if fits else "raise"
-        beside = f" beside {cold:,} in host memory" if cold else ""
+        beside = f" beside {offloaded:,} in host memory" if offloaded else ""
         raise TooFewBlocksError(
             f"--num-gpu-blocks-override {blocks}{beside} is too few for a sequence of {length:,} tokens; "
-            f"{most} --num-gpu-blocks-override to at least {sizes.blocks_needed(length) - cold:,}"
+            f"{most} --num-gpu-blocks-override to at least {sizes.blocks_needed(length) - offloaded:,}"
         )
     fixed = sizes.fixed(length, length > resident)
     need = fixed + (blocks + 1) * sizes.block_bytes

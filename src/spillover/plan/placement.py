@@ -1,7 +1,7 @@
 """Where each unit of the weights lies when they do not all fit on the device: which stay, which move, and how.
 
 A unit is a part's weights that every token goes through ("layers.3" without its experts), or one expert of a layer.
-Every unit is resident or has its home in host memory or on disk; what the device holds of the latter are copies.
+Every unit is resident or lies in host memory or on disk; what the device holds of the latter are copies.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class WeightPlan:
     spare_slots: int = 0  # of all layers together, those that KV may take back as contexts grow
     resident_bytes: int = 0  # weights that stay on the device for ever, outside slots
     device_bytes: int = 0  # all that weights take there: resident, slots, ring and tables
-    host_bytes: int = 0  # homes in host memory
-    disk_bytes: int = 0  # homes that host memory has no room for: the checkpoint on disk
-    disk_parts: tuple[str, ...] = ()  # that are at home there, last first
+    host_bytes: int = 0  # weights in host memory
+    disk_bytes: int = 0  # weights that host memory has no room for: read from the checkpoint
+    disk_parts: tuple[str, ...] = ()  # parts read from disk, last first
     disk_experts: tuple[int, ...] = ()  # layers whose experts are
     rows: tuple[UnitBytes, ...] = ()
     predicted: Predicted | None = None

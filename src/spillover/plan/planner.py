@@ -88,7 +88,7 @@ class Plan:
 
     @property
     def device_weight_bytes(self) -> int:
-        """What weights take on the device, copies of those at home elsewhere too."""
+        """Return the bytes of weights on the device, copies of those kept elsewhere included."""
         return self.weight_bytes if self.placement is None else self.placement.device_bytes
 
     @property

@@ -25,7 +25,7 @@ class _Moves:
     streamed: float  # parts that are known to be needed before they are, and what travels with them
     missed: float  # experts that are asked for and not there
     hosted: float  # experts that the host computes
-    from_disk: float  # of these, from homes on disk
+    from_disk: float  # of these, from disk
 
 
 def predict(plan: WeightPlan, units: Units, shape: ModelShape, rates: Rates, max_model_len: int,
@@ -125,7 +125,7 @@ def _time(plan: WeightPlan, device: Limit, moves: _Moves, rates: Rates,
 
 
 def _link(rates: Rates) -> float:
-    """Bytes a second from home to the device; on a CPU a copy reads and writes the memory it computes from."""
+    """Return bytes a second from host or disk to the device; a copy on a CPU reads and writes the same memory."""
     return rates.host_to_device or rates.memory_read / 2
 
 

@@ -36,7 +36,7 @@ class Choice:
 
 class Strategies:
     def __init__(self, units: Units, device: str, host_budget: int, paged_tokens: int | None = None) -> None:
-        """`host_budget`: bytes of host memory for weights; homes beyond it are on disk."""
+        """`host_budget`: bytes of host memory for weights; what exceeds it is read from the checkpoint on disk."""
         self.units = units
         self.device = device
         self.host_budget = host_budget
@@ -44,7 +44,7 @@ class Strategies:
 
     def place(self, choice: Choice, room: int) -> WeightPlan | None:
         plan = self._placed(choice, room)
-        return None if plan is None else self._with_homes(self._with_tokens(plan))
+        return None if plan is None else self._with_host_and_disk(self._with_tokens(plan))
 
     def least(self, choice: Choice) -> int | None:
         """The smallest room that is enough; None: no room is, as host memory is too small."""
@@ -120,7 +120,7 @@ class Strategies:
             for transit in dict.fromkeys((self._transit if self._least_transit else 0, self._least_transit)):
                 plan = self._hosted(hosted, transit)
                 if plan.device_bytes <= room:
-                    # The host computes from memory: it has no use for a home on disk.
+                    # The host computes from memory: weights on disk are of no use to it.
                     return plan if hosted * self.units.layer_record_bytes <= self.host_budget else None
         return None
 
@@ -131,7 +131,7 @@ class Strategies:
         return self._sized(WeightPlan("host-experts", parts, experts, transit=transit if hosted else 0))
 
     def _offloaded(self, count: int) -> WeightPlan:
-        """At least `count` bytes at home on the host, whole layers from the first, each copied when it is used."""
+        """Keep at least `count` bytes on the host, whole layers from the first, each copied when it is used."""
         units, away, gone = self.units, set[str](), 0
         for part in units.layers:
             if gone < count:
@@ -183,28 +183,28 @@ class Strategies:
             return replace(plan, paged_tokens=tokens, spare_slots=(quota - kept) * len(plan.slot_layers))
         return replace(plan, paged_tokens=tokens, pinned=quota if quota == units.num_experts else quota - least)
 
-    def _with_homes(self, plan: WeightPlan) -> WeightPlan:
-        """Host memory holds what it can; the last layers are at home on disk."""
+    def _with_host_and_disk(self, plan: WeightPlan) -> WeightPlan:
+        """Fill host memory with what is not resident; the last layers stay on disk."""
         units = self.units
-        homes: list[tuple[str, int, int]] = []  # part, layer whose experts they are or -1, bytes; the last to go first
+        held: list[tuple[str, int, int]] = []  # part, layer whose experts they are or -1, bytes; the last leaves first
         away = [part for part, where in plan.parts.items() if where != "resident"]
-        homes += [(part, -1, units.records[part]) for part in away if part_layer(part) < 0]
+        held += [(part, -1, units.records[part]) for part in away if part_layer(part) < 0]
         for part in units.layers:
             if part in away:
-                homes.append((part, -1, units.records[part]))
+                held.append((part, -1, units.records[part]))
             layer = part_layer(part)
             if plan.experts.get(layer, "resident") != "resident":
-                homes.append((part, layer, units.layer_record_bytes))
-        total = held = sum(count for _, _, count in homes)
+                held.append((part, layer, units.layer_record_bytes))
+        total = host_bytes = sum(count for _, _, count in held)
         parts, experts = [], []
-        while held > self.host_budget:
-            part, layer, count = homes.pop()
-            held -= count
+        while host_bytes > self.host_budget:
+            part, layer, count = held.pop()
+            host_bytes -= count
             if layer < 0:
                 parts.append(part)
             else:
                 experts.append(layer)
-        return replace(plan, host_bytes=held, disk_bytes=total - held, disk_parts=tuple(parts),
+        return replace(plan, host_bytes=host_bytes, disk_bytes=total - host_bytes, disk_parts=tuple(parts),
                        disk_experts=tuple(experts))
 
     def with_rows(self, plan: WeightPlan) -> WeightPlan:

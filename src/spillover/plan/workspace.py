@@ -13,16 +13,16 @@ from spillover.plan.shapes import kv_layer_bytes
 
 # For each entry of the vocabulary: the logits, the copy that penalties, bias and masks edit, and what penalties count.
 LOGIT_BYTES = 4 + 4 + (1 + 4)
-# While a token is drawn: scaled and sorted logits, the sort's indices and buffers, integer weights, their running sum,
+# While sampling: scaled and sorted logits, the sort's indices and buffers, integer weights, their running sum,
 # the sum before each and its comparison with the nucleus.
-DRAW_BYTES = 4 + 4 + 8 + 8 + 8 + 8 + 8 + 8
-DRAW_ENTRIES = {"cpu": 1 << 20, "cuda": 1 << 23}  # rows are drawn in chunks of about this many entries
+SAMPLE_BYTES = 4 + 4 + 8 + 8 + 8 + 8 + 8 + 8
+SAMPLE_ENTRIES = {"cpu": 1 << 20, "cuda": 1 << 23}  # rows are sampled in chunks of about this many entries
 SCORED_ROWS = 64  # prompt log probabilities are made this many rows at a time
 BLAS_BYTES = {"cpu": 0, "cuda": 32 << 20}  # cuBLAS keeps a workspace a handle
 # Attention without a native kernel holds float32 scores [heads, queries, keys] of one request; room for that much.
 SCORES_BYTES = 256 << 20
 ITEM_ROWS = 24  # that the native attention keeps totals of together, at most beyond the rows there are
-RECORDED_ROWS = 1024  # of the largest step with part of a prompt that a CUDA graph is recorded of
+CAPTURED_ROWS = 1024  # rows of the largest prefill step captured as a CUDA graph
 SMALLEST_BLOCK = 8  # tokens, of which a block table has an entry each
 
 
@@ -30,7 +30,7 @@ SMALLEST_BLOCK = 8  # tokens, of which a block table has an entry each
 class Workspace:
     activations: int  # on a CUDA device what they take beyond logits and sampler, which come where they were
     logits: int
-    sampler: int  # what is made of the logits while tokens are drawn
+    sampler: int  # what is made of the logits while tokens are sampled
     rope: int  # cos and sin for every position
     kernels: int  # what the kernels take for themselves
     staging: int = 0  # that KV of sequences longer than the pool streams through
@@ -42,21 +42,21 @@ class Workspace:
 
 def workspace(
     config: ModelConfig, dtype: str, device: str, native: bool, tokens: int, rows: int, positions: int,
-    recorded: int = 0,
+    captured: int = 0,
 ) -> Workspace:
-    """For steps of `tokens` of which `rows` draw a token, in sequences of up to `positions`. `recorded`: rows of the
-    largest step with part of a prompt that a graph is recorded of."""
+    """Size steps of `tokens` of which `rows` sample a token, in sequences of up to `positions`. `captured`: rows of the
+    largest prefill step captured as a CUDA graph."""
     kernels = BLAS_BYTES[device] + (0 if native else SCORES_BYTES)
     if device == "cuda":
-        kernels += _cuda_bytes(config, dtype, recorded, rows, positions) + _wide_bytes(config, dtype, tokens)
-    if config.expert_format != "dense" and device == "cpu":  # one expert at a time is widened, and packed beside that
+        kernels += _cuda_bytes(config, dtype, captured, rows, positions) + _wide_bytes(config, dtype, tokens)
+    if config.expert_format != "dense" and device == "cpu":  # one expert at a time is dequantised, then packed
         kernels += 2 * 2 * config.expert_intermediate_size * config.hidden_size * ITEMSIZE[dtype]
     vocab = config.vocab_size
     stored = ITEMSIZE[dtype] if dtype != "float32" else 0  # logits before they are widened
     activations = tokens * _row_bytes(config, dtype, native)
     logits = min(max(rows, SCORED_ROWS), tokens) * vocab * (LOGIT_BYTES + stored)
-    sampler = min(min(rows, tokens) * vocab, max(vocab, DRAW_ENTRIES[device])) * DRAW_BYTES
-    if device == "cuda":  # tokens are drawn where the layers' rows were, of which one a token is left
+    sampler = min(min(rows, tokens) * vocab, max(vocab, SAMPLE_ENTRIES[device])) * SAMPLE_BYTES
+    if device == "cuda":  # tokens are sampled where the layers' rows were, of which one a token is left
         activations = max(activations - logits - sampler, tokens * config.hidden_size * ITEMSIZE[dtype])
     return Workspace(
         activations=activations,
@@ -71,7 +71,7 @@ def staging_bytes(
     config: ModelConfig, dtype: str, device: str, native: bool, tokens: int, block_size: int, kv_dtype: str = "auto",
     spill_dtype: str = "auto",
 ) -> int:
-    """What steps of `tokens` take besides, where cold blocks of a sequence longer than the pool stream through."""
+    """Return the bytes steps of `tokens` take besides where offloaded blocks of a sequence stream through."""
     positions = segment_blocks(block_size, device) * block_size
     buffers = SEGMENTS * positions * kv_layer_bytes(config, dtype, kv_dtype)
     totals = (tokens + ITEM_ROWS) * config.num_heads * (config.head_dim + 2) * 4
@@ -84,18 +84,18 @@ def staging_bytes(
     return buffers + 2 * totals + 3 * segment + widened + 5 * 4 * MOST_SCORES
 
 
-def _cuda_bytes(config: ModelConfig, dtype: str, recorded: int, rows: int, positions: int) -> int:
-    """What attention's pieces leave for each other, block tables by slot, and the memory that recorded graphs keep."""
+def _cuda_bytes(config: ModelConfig, dtype: str, captured: int, rows: int, positions: int) -> int:
+    """Return the bytes of split attention's partial results, block tables by slot, and memory of captured graphs."""
     items = max_splits(rows + 1, positions)
     scratch = scratch_bytes(items, rows + 1, config.num_heads, config.num_kv_heads, config.head_dim)
     tables = (rows + 1) * len(layer_groups(config)) * -(-positions // SMALLEST_BLOCK) * 4
-    graphs = max(rows, recorded) * _row_bytes(config, dtype, False)
+    graphs = max(rows, captured) * _row_bytes(config, dtype, False)
     graphs += rows * (config.hidden_size * ITEMSIZE[dtype] + config.vocab_size * (ITEMSIZE[dtype] + 1))
     return scratch + tables + graphs
 
 
 def _wide_bytes(config: ModelConfig, dtype: str, tokens: int) -> int:
-    """A layer's experts, where steps of so many tokens dequantise them."""
+    """Return the bytes of a layer's experts, dequantised where steps of `tokens` do that."""
     from spillover.kernels.formats.base import make_format  # imports torch, which who only reads a plan does without
 
     expert = 3 * config.expert_intermediate_size * config.hidden_size * ITEMSIZE[dtype]

@@ -41,7 +41,7 @@ def test_blocks_spread_and_come_back(tmp_path: Path) -> None:
 def test_homes_follow_the_sizes_and_stay_when_a_disk_comes(tmp_path: Path) -> None:
     tier, fewer = open_striped(tmp_path), open_striped(tmp_path / "fewer", "a")
     keys = [block_key(number) for number in range(4000)]
-    homes = [tier.home(key) for key in keys]
+    homes = [tier.disk_of(key) for key in keys]
     share = Counter(homes)
     weights = [disk.capacity_bytes for disk in tier.disks]
     for i, weight in enumerate(weights):
@@ -50,7 +50,7 @@ def test_homes_follow_the_sizes_and_stay_when_a_disk_comes(tmp_path: Path) -> No
     close(tier)
     two = open_striped(tmp_path, "bc")
     names = {key: "abc"[home] for key, home in zip(keys, homes, strict=True)}
-    assert all("bc"[two.home(key)] == names[key] for key in keys if names[key] != "a")
+    assert all("bc"[two.disk_of(key)] == names[key] for key in keys if names[key] != "a")
     close(two)
 
 
@@ -58,7 +58,7 @@ def test_lost_disk_loses_only_its_own_blocks(tmp_path: Path) -> None:
     tier = open_striped(tmp_path)
     blocks = some_blocks(*range(20))
     put(tier, blocks)
-    gone = {key for key in blocks if tier.home(key) == 2}
+    gone = {key for key in blocks if tier.disk_of(key) == 2}
     assert 0 < len(gone) < 20
     close(tier)
     shutil.rmtree(tmp_path / "c")

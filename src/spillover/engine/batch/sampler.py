@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spillover.engine.output.outputs import Logprob, PositionLogprobs
 from spillover.engine.sampling_params import SamplingParams
-from spillover.plan.workspace import DRAW_ENTRIES
+from spillover.plan.workspace import SAMPLE_ENTRIES
 
 # exp(logit - max) becomes an integer of this many bits; 2**18 tokens of the largest weight still fit in int64.
 _WEIGHT_SCALE = 2.0**40
@@ -319,7 +319,7 @@ def _falling(logits: Tensor) -> Tensor:
 
 def _chunks(logits: Tensor) -> list[slice]:
     """Rows are edited and drawn a chunk at a time, which bounds the workspace whatever the batch."""
-    size = max(1, DRAW_ENTRIES[logits.device.type] // logits.shape[1])
+    size = max(1, SAMPLE_ENTRIES[logits.device.type] // logits.shape[1])
     return [slice(start, start + size) for start in range(0, logits.shape[0], size)] or [slice(0, 0)]
 
 

@@ -55,7 +55,6 @@ class SampleRows:
     """The rows that tokens are sampled from, each array [number of samples]."""
 
     rows: Integers  # of the step
-    items: Integers  # indices of the items they belong to
     slots: Integers
     output_index: Integers  # of the token that is sampled, among the request's output tokens
 
@@ -67,7 +66,7 @@ class SampleRows:
         ends = np.cumsum(items.counts)
         slots = items.slots[owners]
         output_index = (items.starts + items.counts)[owners] + offsets + 1 - table.num_prompt[slots]
-        return SampleRows(ends[owners] + offsets, owners, slots, output_index)
+        return SampleRows(ends[owners] + offsets, slots, output_index)
 
 
 @dataclass(frozen=True)

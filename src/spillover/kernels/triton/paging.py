@@ -1,4 +1,4 @@
-"""The page table of the experts on a CUDA device: who is where, copies from host memory, mail to the host and back.
+"""The page table of the experts on a CUDA device: who is where, copies from host memory, the queue of host experts.
 
 All of it is launches without the host: how much there is to do lies on the device, and a CUDA graph can hold it.
 """
@@ -20,7 +20,7 @@ from spillover.kernels.triton.launch import early
 GATHER_PROGRAMS = 8  # each keeps GATHER_BYTES on their way over the link
 GATHER_BYTES = 32 * 1024
 GATHER_WARPS = 8
-FEW_PROGRAMS = 16  # that look at the mail themselves; of more, one that runs before them does, to spare the link
+FEW_PROGRAMS = 16  # most that poll the queue themselves; of more, one that runs before them does, to spare the link
 
 _NONE = tl.constexpr(page_table.NONE)
 _OLDEST = tl.constexpr(page_table.OLDEST)
@@ -255,7 +255,7 @@ def _gather_or_post(
     counts_ptr, gathers_ptr, records_ptr, slots_ptr, words, x_ptr, hosted_ptr, header_ptr, pairs_ptr, mail_x_ptr,
     state_ptr, layer, tokens, hidden, x_stride, WORDS: tl.constexpr, EARLY: tl.constexpr,
 ):
-    """Where there is mail the first program posts it; the others copy records into slots."""
+    """Copy records into slots; the first program posts rows for the host, if there are any."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()

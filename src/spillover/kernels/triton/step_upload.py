@@ -29,7 +29,7 @@ def fill_tokens(token_ids: Tensor, sources: Tensor, drawn: Tensor) -> None:
 def update_tables(tables: Tensor, updates: Tensor, most: int) -> None:
     """tables.flatten()[index] = block for updates [0] pairs (index, block), which begin at updates[2]; at most `most`.
 
-    The count lies on the device, so that a recorded graph serves any number of them.
+    The count lies on the device, so that a captured graph serves any number of them.
     """
     _update_tables[(triton.cdiv(max(1, most), _BLOCK),)](tables, updates, BLOCK=_BLOCK, num_warps=2)
 

@@ -1,4 +1,4 @@
-"""Several disks as one tier: every key has its home on one of them, by its hash and in proportion to their sizes."""
+"""Several disks as one tier: every key belongs to one of them, by its hash and in proportion to their sizes."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,8 +21,8 @@ class Disks:
         self.disks = list(disks)
         self._seeds = [xxhash.xxh3_64_intdigest(str(disk.path.absolute()).encode()) for disk in disks]
 
-    def home(self, key: bytes) -> int:
-        """Which disk a key belongs to: weighted rendezvous hashing."""
+    def disk_of(self, key: bytes) -> int:
+        """Return the index of the disk that a key belongs to, by weighted rendezvous hashing."""
         best, best_score = 0, -math.inf
         for i, (seed, disk) in enumerate(zip(self._seeds, self.disks, strict=True)):
             draw = (xxhash.xxh3_64_intdigest(key, seed) + 1) / (2**64 + 1)  # 0 < draw < 1
@@ -33,14 +33,14 @@ class Disks:
 
     def lookup(self, keys: Sequence[bytes]) -> Ticket[list[bool]]:
         found = [False] * len(keys)
-        for disk, indices in self._by_home(keys):
+        for disk, indices in self._by_disk(keys):
             ticket = disk.lookup([keys[i] for i in indices])
             for i, there in zip(indices, ticket.result() or (), strict=True):
                 found[i] = there
         return Ticket.ended(found)
 
     def has(self, key: bytes) -> bool:
-        return self.disks[self.home(key)].has(key)
+        return self.disks[self.disk_of(key)].has(key)
 
     def store(self, items: Sequence[tuple[bytes, memoryview]]) -> list[Ticket[bool]]:
         return self._spread(items, DiskTier.store)
@@ -93,16 +93,16 @@ class Disks:
         return sum(disk.max_blocks() for disk in self.disks)
 
     def damage(self, key: bytes, bit: int) -> bool:
-        return self.disks[self.home(key)].damage(key, bit)
+        return self.disks[self.disk_of(key)].damage(key, bit)
 
     def check(self) -> None:
         for disk in self.disks:
             disk.check()
 
-    def _by_home(self, keys: Sequence[bytes]) -> list[tuple[DiskTier, list[int]]]:
+    def _by_disk(self, keys: Sequence[bytes]) -> list[tuple[DiskTier, list[int]]]:
         indices: list[list[int]] = [[] for _ in self.disks]
         for i, key in enumerate(keys):
-            indices[self.home(key)].append(i)
+            indices[self.disk_of(key)].append(i)
         return [(disk, mine) for disk, mine in zip(self.disks, indices, strict=True) if mine]
 
     def _spread(
@@ -111,6 +111,6 @@ class Disks:
         do: Callable[[DiskTier, Sequence[tuple[bytes, memoryview]]], list[Ticket[bool]]],
     ) -> list[Ticket[bool]]:
         tickets: dict[int, Ticket[bool]] = {}
-        for disk, indices in self._by_home([key for key, _ in items]):
+        for disk, indices in self._by_disk([key for key, _ in items]):
             tickets.update(zip(indices, do(disk, [items[i] for i in indices]), strict=True))
         return [tickets[i] for i in range(len(items))]
