@@ -31,7 +31,7 @@ _LINE_SECONDS = 10.0  # between lines where there is no bar
 
 @contextmanager
 def stages(console: Console | None = None) -> Iterator[Show]:
-    """Gives a function to call with each stage and its progress. Appears with the first call; leaves nothing behind."""
+    """Give a function to call with each stage and its progress. Appears with the first call; leaves nothing behind."""
     console = console or Console(stderr=True)
     if not console.is_terminal:
         yield _Lines(console)
@@ -87,7 +87,7 @@ class _Left(rich.TimeRemainingColumn):
 
 
 class _Lines:
-    """For logs and pipes: a line when something long begins, and now and then while it goes on."""
+    """Progress for logs and pipes: a line when something long begins, and now and then while it goes on."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -15,7 +15,7 @@ _LEAST = 4096  # a budget below this is a number without its unit
 
 
 def parse_bytes(text: str | int | float, flag: str = "") -> int:
-    """'8GB' -> 8_000_000_000, '8GiB' or '8G' -> 8 * 1024**3; a plain number is bytes. `flag`: that it was given to."""
+    """Parse a size: '8GB' -> 8_000_000_000, '8GiB' or '8G' -> 8 * 1024**3; a plain number is bytes."""
     if isinstance(text, int | float):
         return int(text)
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
@@ -26,7 +26,7 @@ def parse_bytes(text: str | int | float, flag: str = "") -> int:
 
 
 def parse_budget(text: str, flag: str, whole: int | None = None) -> int:
-    """A size, or a share of a tier that has `whole` bytes ('90%'). Without `whole` a share is only checked, as 0."""
+    """Return a size, or a share ('90%') of a tier of `whole` bytes. Without `whole` a share is only checked, as 0."""
     share = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*%\s*", text)
     if share is not None:
         if not 0 < float(share[1]) <= 100:
@@ -44,7 +44,7 @@ def parse_budget(text: str, flag: str, whole: int | None = None) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """'90s', '15min', '12h', '7d'; a plain number is seconds."""
+    """Parse a time: '90s', '15min', '12h', '7d'; a plain number is seconds."""
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(s|min|h|d|)\s*", text)
     if match is None:
         raise SpilloverError(f"'{text}' is not a time; write one like 90s, 15min, 12h or 7d")
@@ -52,7 +52,7 @@ def parse_seconds(text: str) -> float:
 
 
 def format_bytes(count: float) -> str:
-    """1536 -> '1.5 KiB'; binary units throughout, as memory is counted."""
+    """Format a size: 1536 -> '1.5 KiB'; binary units throughout, as memory is counted."""
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(size) < 1024 or unit == "TiB":
@@ -62,7 +62,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_rate(per_second: float, unit: str) -> str:
-    """2.5e10, 'B/s' -> '25.0 GB/s'; decimal units, as links and FLOPs are counted."""
+    """Format a rate: 2.5e10, 'B/s' -> '25.0 GB/s'; decimal units, as links and FLOPs are counted."""
     for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if per_second >= factor:
             return f"{per_second / factor:.1f} {prefix}{unit}"

@@ -41,7 +41,7 @@ class Achieved:
         return self.flops_per_second / self.matrix_rate
 
     def cells(self) -> list[str]:
-        """Four cells of a table: bytes and FLOPs a second beside their rates, the limit, and what binds."""
+        """Return four cells of a table: bytes and FLOPs a second beside their rates, the limit, and what binds."""
         return [f"{format_rate(self.bytes_per_second, 'B/s')} ({self.of_memory_rate:.0%})",
                 f"{format_rate(self.flops_per_second, 'FLOP/s')} ({self.of_matrix_rate:.0%})",
                 f"{self.of_limit:.0%}", self.bound.name]
@@ -60,7 +60,7 @@ def achieved(seconds: float, bound: Bound, limits: Limits) -> Achieved:
 
 
 def workload_bound(limits: Limits, requests: Sequence[BenchRequest], cached: Sequence[int], max_num_seqs: int) -> Bound:
-    """The least time a set of requests can take when at most `max_num_seqs` run at once.
+    """Return the least time a set of requests can take when at most `max_num_seqs` run at once.
 
     Every computed prompt token and every output token is computed once (`cached`: prompt tokens a request did not have
     to compute); the weights are read once a step, in the fewest steps that the longest output and the batch limit

@@ -73,7 +73,7 @@ class TransformersTarget:
         return Counters()
 
     def reset_prefix_cache(self) -> None:
-        """Nothing outlives a batch here."""
+        """Do nothing: no KV outlives a batch here."""
 
     def close(self) -> None:
         del self._model

@@ -72,7 +72,7 @@ def measure(target: Generates, vocabulary: Vocabulary, batch_size: int, input_le
     rng = np.random.default_rng([seed, batch_size, input_len])
 
     def run() -> tuple[float, float, float]:
-        """Seconds of the whole batch, to the last first token, and a decode step."""
+        """Return the seconds of the whole batch, to the last first token, and a decode step."""
         batch = [BenchRequest(vocabulary.draw(rng, input_len), output_len) for _ in range(batch_size)]
         start = time.perf_counter()
         completions = target.generate(batch)
@@ -103,10 +103,10 @@ def measure(target: Generates, vocabulary: Vocabulary, batch_size: int, input_le
 
 
 def _middle(iterations: list[Achieved]) -> Achieved | None:
-    """The one with the median share of the limit."""
+    """Return the result with the median share of the limit."""
     return sorted(iterations, key=lambda each: each.of_limit)[len(iterations) // 2] if iterations else None
 
 
 def _mean_step(limits: Limits, batch_size: int, input_len: int, output_len: int) -> Bound:
-    """Bytes and FLOPs of a step grow linearly with the context, so the step at the mean context is the mean step."""
+    """Return the mean step, that at the mean context: bytes and FLOPs grow linearly with the context."""
     return limits.step([(1, input_len + output_len // 2)] * batch_size)

@@ -26,7 +26,7 @@ def provenance(hardware: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The checkout's commit, marked where files differ from it; None outside a checkout."""
+    """Return the checkout's commit, marked where files differ from it; None outside a checkout."""
     folder = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str | None:
@@ -45,7 +45,7 @@ def commit() -> str | None:
 
 
 def versions(*more: str) -> dict[str, str]:
-    """Of the packages that a result depends on, as far as they are installed."""
+    """Return the versions of the packages that a result depends on, as far as they are installed."""
     found = {}
     for package in (*PACKAGES, *more):
         try:

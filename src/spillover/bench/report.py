@@ -45,7 +45,7 @@ def print_throughput(console: Console, result: ThroughputResult) -> None:
 
 
 def throughput_table(results: Sequence[ThroughputResult]) -> Table:
-    """One row a setting; the relative column is against the first. A column with nothing in it is left out."""
+    """Return one row a setting; the relative column is against the first. A column with nothing in it is left out."""
     options = list(dict.fromkeys(option for result in results for option in result.coordinates))
     headings = [*options, "output tok/s", "x first", "total tok/s", "of limit", "mean batch", "blocks", "wasted slots",
                 "cached prompt", "preempted"]
@@ -60,7 +60,7 @@ def throughput_table(results: Sequence[ThroughputResult]) -> Table:
 
 
 def comparison(results: Sequence[ThroughputResult]) -> list[str]:
-    """One line where a run holds both: our best beside the best that transformers reached."""
+    """Return one line where a run holds both: our best beside the best that transformers reached."""
     theirs = [result for result in results if result.coordinates.get("backend") == "hf"]
     ours = [result for result in results if result.coordinates.get("backend") == "spillover"]
     if not theirs or not ours:
@@ -92,7 +92,7 @@ def latency_table(results: Sequence[LatencyResult]) -> Table:
 
 
 def print_latency(console: Console, result: LatencyResult) -> None:
-    """The lines of `vllm bench latency`."""
+    """Print the lines of `vllm bench latency`."""
     values = result.as_dict()
     if result.batch_size:
         console.print(f"[bold]batch size {result.batch_size}, {result.input_len} in, {result.output_len} out[/]",
@@ -108,7 +108,7 @@ def print_limits(console: Console, limits: Limits) -> None:
 
 
 def write_json(path: str, header: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> None:
-    """A single result also stands at the top level, where parsers of vLLM's files look for its keys."""
+    """Write the results; a single one also stands at the top level, where parsers of vLLM's files look for its keys."""
     single = dict(results[0]) if len(results) == 1 else {}
     try:
         Path(path).write_text(json.dumps({**single, **header, "results": list(results)}, indent=2) + "\n")

@@ -29,7 +29,7 @@ class Stage:
 
     @property
     def token_rate(self) -> float:
-        """Prompt and output tokens a second."""
+        """Return the prompt and output tokens a second."""
         return (self.prompt_tokens + self.output_tokens) / self.elapsed
 
     def as_dict(self) -> dict[str, Any]:
@@ -69,5 +69,5 @@ def run_stage(name: str, target: Generates, requests: Sequence[BenchRequest], re
 
 
 def folder_bytes(folder: Path) -> int:
-    """What a folder takes on its disk: blocks that are really there, not the length of sparse files."""
+    """Return what a folder takes on its disk: blocks that are really there, not the length of sparse files."""
     return sum(512 * file.stat().st_blocks for file in folder.rglob("*") if file.is_file())

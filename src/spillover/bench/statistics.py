@@ -32,7 +32,7 @@ def percentiles(values: Sequence[float], ranks: Sequence[int] = PERCENTILES) -> 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95, resamples: int = 2000,
                     seed: int = 0) -> Interval:
-    """Percentile bootstrap of the median. With one value the range is that value: nothing is known about its spread."""
+    """Return the percentile bootstrap interval of the median; of one value, that value."""
     data = np.asarray(values, dtype=float)
     if data.size == 0:
         raise ValueError("no values to summarise")
@@ -60,7 +60,7 @@ class Ratio:
 
 def paired_ratio(values: Sequence[float], base: Sequence[float], block: int = 1, confidence: float = 0.95,
                  resamples: int = 5000, seed: int = 0) -> Ratio:
-    """Each value over the base that was measured beside it, so that a machine whose speed drifts changes both alike.
+    """Return each value over the base measured beside it, so that a machine whose speed drifts changes both.
 
     `block` consecutive pairs count as one, such as two that were taken in opposite order. The range is the wider of a
     percentile bootstrap over blocks and Student's interval: the first is too narrow for few blocks.
@@ -80,7 +80,7 @@ def paired_ratio(values: Sequence[float], base: Sequence[float], block: int = 1,
 
 
 def block_ratios(values: Sequence[float], base: Sequence[float], block: int = 1) -> list[float]:
-    """What `paired_ratio` is the geometric mean of, one a block."""
+    """Return what `paired_ratio` is the geometric mean of, one a block."""
     ratios: list[float] = np.exp(_block_logs(values, base, block)).tolist()
     return ratios
 
@@ -99,7 +99,7 @@ class Sequential:
 
 def sequential_ratio(values: Sequence[float], base: Sequence[float], block: int = 1, confidence: float = 0.95,
                      first: int = 2) -> Sequential:
-    """An anytime-valid confidence sequence of the ratio, from block `first` on.
+    """Return an anytime-valid confidence sequence of the ratio, from block `first` on.
 
     The intervals of all numbers of blocks hold the true ratio together with the given confidence, so that a run may
     stop at whichever block decides it. Logarithms of block ratios are taken as normal with unknown variance; the bound
@@ -126,12 +126,12 @@ def sequential_ratio(values: Sequence[float], base: Sequence[float], block: int 
 
 @lru_cache(maxsize=1_000)
 def least_blocks(confidence: float) -> int:
-    """The fewest blocks for which a confidence sequence has an interval at all."""
+    """Return the fewest blocks for which a confidence sequence has an interval at all."""
     return next(n for n in range(2, 10_000) if math.isfinite(_reach(n, confidence)))
 
 
 def blocks_to_decide(ratio: float, spread: float, confidence: float, margin: float, most: int) -> int:
-    """About how many blocks it takes until an interval excludes 1 or lies within `margin` of it, if `ratio` and the
+    """Estimate how many blocks it takes until an interval excludes 1 or lies within `margin` of it, if `ratio` and the
     standard deviation `spread` of the blocks' logarithms are the true ones; `most` where that is not enough."""
     away, room = abs(math.log(ratio)), math.log1p(margin)
     for n in range(2, most):
@@ -146,7 +146,7 @@ SHRINK = 0.1  # differences of about 1 / sqrt(SHRINK), 3 standard deviations of 
 
 @lru_cache(maxsize=10_000)
 def _reach(count: int, confidence: float) -> float:
-    """The squared half width of an interval over the sum of squares about the mean; infinite for few blocks.
+    """Return the squared half width of an interval over the sum of squares about the mean; infinite for few blocks.
 
     With n blocks of mean m and sum of squares S, r = SHRINK / (n + SHRINK) and d = m - u, the evidence against a true
     mean of u is sqrt(r) * ((S + n d^2) / (S + r n d^2)) ** (n / 2): the ratio of likelihoods of a t test, mixed over
@@ -180,7 +180,7 @@ def _block_logs(values: Sequence[float], base: Sequence[float], block: int) -> n
 
 
 def student_quantile(share: float, freedom: int) -> float:
-    """Of Student's distribution, for shares of a half and more."""
+    """Return a quantile of Student's distribution, for shares of a half and more."""
     low, high = 0.0, 1.0
     while _student_within(high, freedom) < 2 * share - 1:
         low, high = high, 2 * high
@@ -191,7 +191,7 @@ def student_quantile(share: float, freedom: int) -> float:
 
 
 def _student_within(t: float, freedom: int) -> float:
-    """P(|T| <= t): the finite series for whole degrees of freedom (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
+    """Return P(|T| <= t) by the finite series for whole degrees of freedom (Abramowitz and Stegun 26.7.3, 26.7.4)."""
     angle = math.atan(t / math.sqrt(freedom))
     sine, square = math.sin(angle), math.cos(angle) ** 2
     odd = freedom % 2

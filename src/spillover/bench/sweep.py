@@ -60,11 +60,11 @@ class Step:
 
     @property
     def reached(self) -> float:
-        """Requests a second that were answered."""
+        """Return the requests a second that were answered."""
         return max(self.whole.request_throughput, self.steady.request_throughput)
 
     def keeps(self, attainment: float) -> bool:
-        """Whether the objectives were met by enough requests, all of which were answered."""
+        """Return whether the objectives were met by enough requests, all of which were answered."""
         share = self.whole.attainment
         return share is not None and share >= attainment and not self.saturated and not self.whole.failed
 
@@ -81,18 +81,18 @@ class SweepResult:
 
     @property
     def best(self) -> Step:
-        """The step of most output tokens a second."""
+        """Return the step of most output tokens a second."""
         return max(self.steps, key=lambda step: max(step.whole.output_throughput, step.steady.output_throughput))
 
     @property
     def max_rate(self) -> float | None:
-        """The highest offered rate at which the objectives were kept; None where none did or none were given."""
+        """Return the highest offered rate at which the objectives were kept; None where none did or none were given."""
         return max((step.rate for step in self.steps if step.rate is not None and step.keeps(self.plan.attainment)),
                    default=None)
 
     @property
     def saturation_rate(self) -> float | None:
-        """The lowest rate that the server did not keep up with; None where it kept up with all."""
+        """Return the lowest rate that the server did not keep up with; None where it kept up with all."""
         return min((step.rate for step in self.steps if step.rate is not None and step.saturated), default=None)
 
     def to_json(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ Watch = Callable[[str, int], Callable[[Live], None]]  # told of a step's name an
 
 
 class Sweep:
-    """`requests(step)` must give other prompts for each step, or the prefix cache is what is measured."""
+    """A sweep over rates: `requests(step)` must give each step other prompts, or the prefix cache is measured."""
 
     def __init__(self, requests: Callable[[int], list[ServeRequest]], options: LoadOptions, plan: SweepPlan,
                  watch: Watch | None = None) -> None:
@@ -123,7 +123,7 @@ class Sweep:
         self.steps: list[Step] = []
 
     def run(self) -> Iterator[Step]:
-        """Each step as it ends; all are in `result()` afterwards."""
+        """Yield each step as it ends; all are in `result()` afterwards."""
         plan = self._plan
         alone = self._step(SYNCHRONOUS, Arrivals(max_concurrency=1, self_timed=False))
         yield alone
@@ -149,7 +149,7 @@ class Sweep:
         return SweepResult(self._plan, tuple(self.steps))
 
     def _between(self) -> float | None:
-        """Halfway from the highest rate that kept the objectives to the lowest above it that did not."""
+        """Return the rate halfway from the highest that kept the objectives to the lowest above it that did not."""
         kept = self.result().max_rate
         tried = [step for step in self.steps if step.rate is not None and not step.keeps(self._plan.attainment)]
         above = [step.rate for step in tried if step.rate is not None and (kept is None or step.rate > kept)]
@@ -174,7 +174,7 @@ class Sweep:
 
 
 def run_piles_up(run: Run) -> bool:
-    """The same judgement as during a run, on all of it up to the last request sent."""
+    """Return the same judgement as during a run, on all of it up to the last request sent."""
     records = sorted(run.completed, key=lambda record: record.chunks[0][0])
     levels = concurrency(run.records)
     last = max((record.sent for record in records), default=-math.inf)

@@ -12,7 +12,7 @@ SOURCES = ("computed", "device", "host", "disk", "remote")
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """Token ids, not text: a decode and encode round trip would change the promised length."""
+    """A request in token ids, not text: a decode and encode round trip would change the promised length."""
 
     prompt_token_ids: tuple[int, ...]
     output_len: int
@@ -36,7 +36,7 @@ class Completion:
 
     @property
     def cached(self) -> int:
-        """Prompt tokens that were not computed."""
+        """Return the prompt tokens that were not computed."""
         return sum(count for source, count in self.sources.items() if source != "computed")
 
 
@@ -84,7 +84,7 @@ class TierTraffic:
                        seconds_out=self.seconds_out + other.seconds_out, failures=self.failures + other.failures)
 
     def directions(self) -> list[tuple[str, int, float | None, float | None]]:
-        """(which way, bytes, bytes a second while they moved, that of the link), for each way that was used."""
+        """Return (which way, bytes, bytes a second while they moved, that of the link), for each way that was used."""
         ways = [("in", self.bytes_in, self.seconds_in, self.link_in),
                 ("out", self.bytes_out, self.seconds_out, self.link_out)]
         return [(way, count, count / seconds if seconds > 0 else None, link)
@@ -117,13 +117,13 @@ class Limits(Protocol):
     def matrix_rate(self) -> float: ...  # FLOP a second
 
     def again(self) -> Limits:
-        """Measured anew, briefly."""
+        """Measure the limits again, briefly."""
 
     def mean(self, other: Limits) -> Limits:
-        """At rates halfway between these and the other's."""
+        """Return limits at rates halfway between these and the other's."""
 
     def step(self, batch: Sequence[tuple[int, int]]) -> Bound:
-        """One step of (new tokens, tokens cached before it), one pair a request; each request draws a token."""
+        """Return the limit of a step: (new tokens, tokens cached before it) of each request, which samples a token."""
 
 
 class Generates(Protocol):
@@ -151,4 +151,4 @@ class GeneratesWithTiers(Generates, Protocol):
     """A target that may keep KV beside the device."""
 
     def tiers(self) -> tuple[TierTraffic, ...]:
-        """Nearest first; empty where there are none."""
+        """Return the tiers, nearest first; empty where there are none."""

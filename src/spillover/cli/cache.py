@@ -144,7 +144,7 @@ def prune(path: str, size: str | None, older_than: str | None, identity: str | N
 
 
 def _folder(text: str) -> Path:
-    """A folder, also as `--disk` has it with its size behind it."""
+    """Return a folder, also as `--disk` has it with its size behind it."""
     path = Path(text).expanduser()
     if not path.exists() and ":" in text:
         from spillover.memory.budgets import parse_disk

@@ -77,7 +77,7 @@ class Warmed:
 
 
 def read_prompts(lines: Iterable[str]) -> list[Any]:
-    """Texts, {"messages": ...}, or what LLM.generate takes otherwise; a line that is none of it is named."""
+    """Read texts, {"messages": ...}, or what LLM.generate takes otherwise; a line that is none of it is named."""
     prompts: list[Any] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():

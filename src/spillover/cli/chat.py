@@ -73,7 +73,7 @@ def chat(config: EngineConfig, sampling: dict[str, Any], system: str | None, by_
 
 @contextlib.contextmanager
 def answering() -> Iterator[Callable[[], bool]]:
-    """Around an answer: keys are not echoed, and Ctrl-C asks for its end, so that a step is never cut in half. A
+    """Hide keys while an answer is written, and let Ctrl-C ask for its end, so that a step is never cut in half. A
     second Ctrl-C is raised as usual."""
     from spillover.cli.terminal import keys_unseen
 
@@ -93,7 +93,7 @@ def answering() -> Iterator[Callable[[], bool]]:
 
 
 def timing_line(output: RequestOutput, elapsed: float) -> str:
-    """12 tokens, first after 80 ms, then 41.3 tok/s; prompt 38 tokens, 32 from cache."""
+    """Return a line like: 12 tokens, first after 80 ms, then 41.3 tok/s; prompt 38 tokens, 32 from cache."""
     count = len(output.outputs[0].token_ids)
     line = f"{count} tokens in {elapsed:.2f} s"
     if output.timings is not None and output.timings.first_token:

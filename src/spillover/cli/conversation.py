@@ -53,7 +53,7 @@ class Conversation:
         self.history: list[dict[str, str]] = []
 
     def run(self, messages: Iterable[str]) -> None:
-        """Until they end or one of them is /exit. What cannot be done is told, and the conversation goes on."""
+        """Run lines until they end or one is /exit. What cannot be done is told, and the conversation goes on."""
         for message in messages:
             try:
                 if message.lstrip().startswith("/"):
@@ -91,7 +91,7 @@ class Conversation:
             self._ended(last, time.perf_counter() - start)
 
     def _obey(self, command: str, rest: str) -> bool:
-        """Whether the conversation goes on."""
+        """Return whether the conversation goes on."""
         rest = rest.strip()
         match ALIASES.get(command, command):
             case "/exit":

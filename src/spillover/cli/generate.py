@@ -22,7 +22,7 @@ STDIN = "-"
 
 
 def _place_model(flags: dict[str, Any], given: dict[str, Any]) -> None:
-    """Of two positional words the first is the model."""
+    """Take the first of two positional words as the model."""
     words = given["words"]
     if len(words) > 2:
         raise SpilloverError("generate takes a prompt, or a model and a prompt; put a prompt of several words in "
@@ -90,7 +90,7 @@ def _prompt(word: str | None) -> str:
 
 
 def _schema(given: str) -> dict[str, object]:
-    """A JSON schema, in full or from a file."""
+    """Return a JSON schema, in full or from a file."""
     text, where = given, "--schema"
     if not given.lstrip().startswith("{"):
         where = f"--schema {given}"

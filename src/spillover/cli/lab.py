@@ -45,7 +45,7 @@ def lab() -> None:
 @lab.command("list")
 @click.option("--presets", is_flag=True, help="The configurations of engines that arms can name.")
 def list_experiments(presets: bool) -> None:
-    """Experiments that ship, or presets of engines."""
+    """List experiments that ship, or presets of engines."""
     from rich.markup import escape
 
     from spillover.bench.table import make_table

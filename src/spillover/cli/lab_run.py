@@ -127,7 +127,7 @@ class Shown(Watcher):
         self._tell(told)
 
     def _eta(self, found: Stop) -> str:
-        """From blocks until now; limits bound it."""
+        """Estimate the time left from blocks until now; limits bound it."""
         blocks = max((verdict.blocks_left(self._experiment.max_blocks) for verdict in found.undecided), default=0)
         blocks = max(1, blocks, self._experiment.minimum_blocks - found.blocks)
         least = self._experiment.rule.least_blocks(len(found.verdicts))
@@ -151,7 +151,7 @@ class _CountDown(ProgressColumn):
 
 
 def duration(seconds: float) -> str:
-    """'45 s', '12 min', '2 h 5 min'."""
+    """Format seconds: '45 s', '12 min', '2 h 5 min'."""
     if seconds < 100:
         return f"{math.ceil(seconds)} s"
     minutes = round(seconds / 60)
@@ -188,8 +188,8 @@ def show_foreseen(console: Console, faults: Sequence[str]) -> None:
 
 
 def show_plan(console: Console, experiment: Experiment, folder: Path) -> None:
-    """What would be run: arms with their commands, workloads with their sizes, the order, what will be refused and how
-    long it may take. Nothing is started; servers that should be running are asked once."""
+    """Show what would be run: arms with their commands, workloads with their sizes, the order, what will be refused and
+    how long it may take. Nothing is started; servers that should be running are asked once."""
     from spillover.lab.engines import make_engine, missing
     from spillover.lab.engines.process import status_of
 
@@ -245,7 +245,7 @@ def _plan_sentences(experiment: Experiment, stats: Mapping[str, WorkloadStats], 
 
 
 def _seconds_per_block(folder: Path, runs: int) -> float | None:
-    """Where the experiment was begun already."""
+    """Return where the experiment was begun already."""
     from spillover.lab.store import Results
 
     if not (folder / "experiment.json").exists():
@@ -264,8 +264,8 @@ def forget_failed(folder: Path) -> None:
 
 
 def limits_of(experiment: Experiment, console: Console) -> LimitsOf:
-    """Of spillover's arms, whose model and number format are known; measured before the first server starts, so that
-    nothing runs beside it."""
+    """Compute limits of spillover's arms, whose model and number format are known; measured before the first server
+    starts, so that nothing runs beside it."""
     found: dict[str, Limits] = {}
     rates: dict[str, Rates] = {}
     for arm in experiment.arms:

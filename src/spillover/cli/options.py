@@ -39,17 +39,17 @@ Complete = Callable[[dict[str, Any], dict[str, Any]], None]
 
 def engine_options(positional: bool = True, defaults: Mapping[str, Any] | None = None,
                    complete: Complete | None = None) -> Callable[[Command], Command]:
-    """Gives a command every engine flag; it receives one `config: EngineConfig`."""
+    """Give a command every engine flag; it receives one `config: EngineConfig`."""
     return _engine_options(positional, defaults or {}, sweep=False, complete=complete)
 
 
 def engine_sweep_options(defaults: Mapping[str, Any] | None = None) -> Callable[[Command], Command]:
-    """As `engine_options`, but a flag may hold a comma list; the command receives `configs`, one a combination."""
+    """Add flags as `engine_options` does, which may hold comma lists; the command receives `configs`."""
     return _engine_options(True, defaults or {}, sweep=True)
 
 
 def comma_list(item: click.ParamType[Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """An option's callback: `16` or `8,16,32` becomes a tuple, each part checked as `item` would be."""
+    """Return an option's callback: `16` or `8,16,32` becomes a tuple, each part checked as `item` would be."""
 
     def split(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[Any, ...] | None:
         if value is None:
@@ -135,7 +135,7 @@ def _options(item: dataclasses.Field[Any], hint: Any, defaults: Mapping[str, Any
 
 
 def _switch(given: dict[str, Any], name: str, sweep: bool) -> Any:
-    """What click parsed of a switch; None if it was not given, refused if it was given both ways."""
+    """Return what click parsed of a switch; None if it was not given, refused if it was given both ways."""
     sweep = sweep and name not in NOT_SWEPT
     value, off = given.pop(name), sweep and given.pop(f"no_{name}")
     if (not sweep and len(set(value)) > 1) or (off and value is not None):
@@ -160,7 +160,7 @@ def _repeatable(hint: Any) -> bool:
 
 
 def _plain(hint: Any) -> type:
-    """int | None -> int."""
+    """Return the type without None: int | None -> int."""
     if isinstance(hint, UnionType):
         hint = next(part for part in get_args(hint) if part is not type(None))
     plain: type = hint

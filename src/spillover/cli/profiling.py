@@ -41,7 +41,7 @@ def profile_batch(target: Generates, planned: PlannedModel, limits: Limits, voca
 
 def least_seconds(shape: ModelShape, limits: Limits, batch_size: int, input_len: int,
                   output_len: int) -> dict[str, float]:
-    """The least time of each kind of work, were nothing else to be done: one prefill, then a decode for each token."""
+    """Return the least time of each kind of work by itself: one prefill, then a decode for each token."""
     least = {"attention": 0.0, "GEMM": 0.0, "MoE": 0.0}
     steps = [(input_len, 0)] + [(1, input_len + drawn) for drawn in range(output_len - 1)]
     for new, context in steps:

@@ -23,7 +23,7 @@ _OPTIONS: tuple[tuple[str, type, str], ...] = (
 
 
 def sampling_options(**defaults: Any) -> Callable[[Command], Command]:
-    """Gives a command every sampling flag; it receives `sampling`, keywords of `SamplingParams`."""
+    """Give a command every sampling flag; it receives `sampling`, keywords of `SamplingParams`."""
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)

@@ -95,7 +95,7 @@ def serve(config: EngineConfig, **options: Any) -> None:
 
 
 def _settings(config: EngineConfig, options: dict[str, Any]) -> ServerSettings:
-    """The command's own options, whose names are the settings', checked."""
+    """Return the command's own options, whose names are the settings', checked."""
     from spillover.server.engine.heartbeat import HangLimits
     from spillover.server.settings import ServerSettings
     from spillover.units import format_bytes, parse_bytes
@@ -173,7 +173,7 @@ def _run(config: EngineConfig, settings: ServerSettings, listening: socket, addr
 
 
 def _name(model: str | None) -> str:
-    """What requests call a model that was given as a path: its last part."""
+    """Return what requests call a model that was given as a path: its last part."""
     from spillover.models.hub.store import DEFAULT_MODEL
 
     if model is None:

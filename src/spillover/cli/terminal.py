@@ -16,7 +16,7 @@ class LeaveError(Exception):
 
 
 def typed_messages(notice: Callable[[str], None]) -> Iterator[str]:
-    """What is typed at the prompt, until Ctrl-D. Ctrl-C clears the line; a second one in a row raises LeaveError."""
+    """Yield what is typed until Ctrl-D. Ctrl-C clears the line; a second one in a row raises LeaveError."""
     _bind_keys()
     warned = False
     while True:
@@ -36,7 +36,7 @@ def typed_messages(notice: Callable[[str], None]) -> Iterator[str]:
 
 
 def _message() -> str:
-    r"""One message: a line, several that end in \ but the last, or a block between two lines of triple quotes."""
+    r"""Return a message: a line, several that end in \ but the last, or a block between lines of triple quotes."""
     line = input("> ")
     if line.lstrip().startswith('"""'):
         first, closed, _ = line.lstrip()[3:].partition('"""')
@@ -62,7 +62,7 @@ def _bind_keys() -> None:
 
 @contextlib.contextmanager
 def keys_unseen() -> Iterator[None]:
-    """While an answer is written, keys are not echoed into it; they are kept for the next prompt."""
+    """Keep keys typed while an answer is written for the next prompt, and do not echo them."""
     if not sys.stdin.isatty():
         yield
         return
@@ -87,7 +87,7 @@ def terminal_width() -> int:
 
 
 class WordWrap:
-    """Writes text that comes in pieces; a word that would cross the right edge goes to the next line as a whole.
+    """A writer of text that comes in pieces; a word that would cross the right edge goes to the next line as a whole.
 
     A word is held back until it ends, so a text ends with a line break."""
 
@@ -132,7 +132,7 @@ class WordWrap:
         return out
 
     def _take_word(self) -> str:
-        """The word that has ended, after the spaces before it, or after a line break in their place."""
+        """Return the word that has ended, after the spaces before it, or after a line break in their place."""
         if not self._word:
             return ""
         word, spaces = self._word, self._spaces
@@ -147,7 +147,7 @@ class WordWrap:
 
 
 def _columns(character: str) -> int:
-    """Columns that a character takes on a terminal."""
+    """Return the columns that a character takes on a terminal."""
     if unicodedata.combining(character) or unicodedata.category(character) in ("Cf", "Mn", "Me"):
         return 0
     return 2 if unicodedata.east_asian_width(character) in ("W", "F") else 1

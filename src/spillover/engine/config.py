@@ -17,13 +17,13 @@ from spillover.units import UNITS_HELP, parse_budget, parse_bytes
 
 
 def _flag(default: Any, text: str, choices: tuple[str, ...] = (), aliases: Mapping[str, str] | None = None) -> Any:
-    """`aliases`: other people's names for some of the choices, taken but not offered."""
+    """Make a field with its help. `aliases`: other people's names for some of the choices, taken but not offered."""
     return field(default=default, metadata={"help": text, "choices": choices, "aliases": aliases or {}})
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """None means: chosen by the planner from the model and the machine, and printed with the plan."""
+    """All flags of an engine; None is chosen by the planner for model and machine, and printed with the plan."""
 
     model: str | None = _flag(None, "Model: a name from `spill pull`, a Hugging Face folder, a GGUF file or a hub id.")
     tokenizer: str | None = _flag(None, "Tokenizer folder or GGUF file, if not the model's own.")
@@ -106,7 +106,7 @@ class EngineConfig:
 
     @classmethod
     def from_flags(cls, **flags: Any) -> EngineConfig:
-        """As the constructor, but a mistyped name is answered with the nearest right ones, and a value of the wrong
+        """Construct from keywords: a mistyped name is answered with the nearest right ones, and a value of the wrong
         type with the right one."""
         hints, kept = get_type_hints(cls), {}
         for name, value in flags.items():
@@ -152,11 +152,11 @@ class EngineConfig:
 
     @property
     def has_tiers(self) -> bool:
-        """Whether KV has anywhere to go but the device."""
+        """Return whether KV has anywhere to go but the device."""
         return self.host_memory is not None or bool(self.disk) or self.remote is not None
 
     def shown(self) -> dict[str, Any]:
-        """Every flag by its name, without what is secret in --remote: for files and pages."""
+        """Return every flag by its name, without what is secret in --remote: for files and pages."""
         flags = dataclasses.asdict(self)
         if self.remote is not None:
             from spillover.memory.tiers.remote_address import RemoteAddress
@@ -165,7 +165,7 @@ class EngineConfig:
         return flags
 
     def _settle(self) -> None:
-        """Other spellings become the one that the rest of the program reads."""
+        """Replace other spellings by the one that the rest of the program reads."""
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
             if isinstance(value, str) and value in item.metadata["aliases"]:

@@ -16,7 +16,7 @@ def check_policies(config: EngineConfig) -> None:
 
 
 def without_effect(config: EngineConfig, model: ModelConfig, plan: Plan) -> tuple[str, ...]:
-    """One sentence for each flag that was given and changes nothing under this plan."""
+    """Return one sentence for each flag that was given and changes nothing under this plan."""
     notes = []
     placement = plan.placement
     if not model.is_moe:

@@ -33,7 +33,7 @@ class Call:
     """What one caller waits for: the answers to its prompts."""
 
     def __init__(self, answers: Sequence[Answer], snapshots: bool) -> None:
-        """`snapshots`: each time its first answer has grown, the caller wants it as it is then."""
+        """Note a call. `snapshots`: the caller wants its first answer each time it has grown, as it is then."""
         self.answers = list(answers)
         self.snapshots = snapshots
         self.latest: RequestOutput | None = None
@@ -64,7 +64,7 @@ class EngineThread:
     # Called by any thread
 
     def outputs(self, answer: Answer) -> Generator[RequestOutput]:
-        """One answer as it grows; closing the iterator ends the request."""
+        """Yield one answer as it grows; closing the iterator ends the request."""
         call = Call([answer], snapshots=True)
         try:
             self._put(partial(self._add, call))
@@ -78,7 +78,7 @@ class EngineThread:
             self._end(call)
 
     def answers(self, answers: Sequence[Answer]) -> Generator[Answer]:
-        """Each of the answers when it is complete; closing the iterator ends those that are not."""
+        """Yield each of the answers when it is complete; closing the iterator ends those that are not."""
         call = Call(answers, snapshots=False)
         try:
             self._put(partial(self._add, call))
@@ -90,7 +90,7 @@ class EngineThread:
             self._end(call)
 
     def run(self, work: Callable[[], Result]) -> Result:
-        """What `work` returns, called between two steps."""
+        """Return what `work` returns, called between two steps."""
         done: Future[Result] = Future()
         self._put(partial(_settle, done, work))
         return self._result(done)
@@ -124,7 +124,7 @@ class EngineThread:
             self._inbox.put(work)
 
     def _wait(self, call: Call) -> None:
-        """Until something is new; raises what ended the call."""
+        """Wait until something is new; raises what ended the call."""
         while not call.news.wait(ALIVE_SECONDS):
             self._check_alive()
         call.news.clear()
@@ -132,7 +132,7 @@ class EngineThread:
             raise call.error
 
     def _end(self, call: Call) -> None:
-        """Ends what still runs of it. With nobody else waiting, the engine is idle after this."""
+        """End what still runs of it. With nobody else waiting, the engine is idle after this."""
         done: Future[None] = Future()
         try:
             self._put(partial(self._drop, call, done))
@@ -176,7 +176,7 @@ class EngineThread:
                 self._ended.set_result(None)
 
     def _take_in(self) -> None:
-        """What callers have asked for; waits for it if there is nothing else to do."""
+        """Take in what callers have asked for; wait for it if there is nothing else to do."""
         if not self._engine.has_copies_in_flight or self._open:
             self._let_go()
         if not self._open and not self._engine.has_copies_in_flight:
@@ -244,7 +244,7 @@ class EngineThread:
                 call.news.set()
 
     def _advance(self, call: Call, answer: Answer, request: Request) -> bool:
-        """Takes in a sequence's new tokens; False if its call has failed over them."""
+        """Take in a sequence's new tokens; False if its call has failed over them."""
         try:
             stop_string = answer.advance(request)
         except Exception as error:  # one sequence's text must not be the end of the others

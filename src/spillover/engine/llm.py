@@ -107,11 +107,11 @@ class LLM:
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:
-        """What the model's generation config says of sampling: fields of SamplingParams."""
+        """Return what the model's generation config says of sampling: fields of SamplingParams."""
         return self._factory.sampling_defaults
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What a call without sampling_params uses: the model's generation config over SamplingParams()."""
+        """Return what a call without sampling_params uses: the model's generation config over SamplingParams()."""
         return SamplingParams(**self._factory.sampling_defaults)
 
     def get_tokenizer(self) -> Tokenizer | None:

@@ -60,7 +60,7 @@ class NullRunner:
         self.transfers.close()
 
     def _draw(self, item: StepItem) -> tuple[int, ...]:
-        """Every request begins elsewhere in the cycle, at a place its prompt decides."""
+        """Return the token of the cycle that follows the prompt's last one."""
         if not item.num_samples:
             return ()
         request = self._requests[item.id]
@@ -83,7 +83,7 @@ class NullRunner:
 
 
 def ordinary_tokens(vocab_size: int, tokenizer: Tokenizer | None, eos_token_ids: Sequence[int]) -> list[int]:
-    """Up to CYCLE ids that are words or pieces of them: nothing special, nothing that ends a sequence."""
+    """Return up to CYCLE ids that are words or pieces of them: nothing special, nothing that ends a sequence."""
     if tokenizer is None:
         found = [token for token in range(vocab_size) if token not in eos_token_ids]
         return found[:CYCLE] or [0]

@@ -19,7 +19,7 @@ _KEYS = ("prompt", "prompt_token_ids")
 
 
 def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list."""
+    """Return one prompt or several, as a list."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
@@ -29,7 +29,7 @@ def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
 
 
 def prompt_parts(prompt: Prompt) -> tuple[str | None, list[int] | None]:
-    """The prompt's text, its token ids, or both."""
+    """Return the prompt's text, its token ids, or both."""
     if isinstance(prompt, str):
         return prompt, None
     if isinstance(prompt, Mapping):
@@ -45,7 +45,7 @@ def prompt_parts(prompt: Prompt) -> tuple[str | None, list[int] | None]:
 
 
 def params_for(count: int, params: Params, default: SamplingParams) -> Sequence[SamplingParams]:
-    """One SamplingParams for each of `count` prompts; `default` where none is given."""
+    """Return one SamplingParams for each of `count` prompts; `default` where none is given."""
     if params is None or isinstance(params, SamplingParams):
         return [params or default] * count
     wrong = params if isinstance(params, str | Mapping) or not isinstance(params, Sequence) else next(
@@ -69,7 +69,7 @@ def priorities_for(count: int, priority: Sequence[int] | None) -> Sequence[int]:
 
 
 def conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
-    """One conversation or several, as a list."""
+    """Return one conversation or several, as a list."""
     if not isinstance(messages, str | Mapping) and isinstance(messages, Sequence):
         if all(isinstance(each, Mapping) for each in messages):
             return [messages] if messages else []  # type: ignore[list-item]

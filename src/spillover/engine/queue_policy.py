@@ -21,18 +21,18 @@ def fcfs(waiting: Sequence[Request], match: Match) -> list[Request]:
 
 
 def priority(waiting: Sequence[Request], match: Match) -> list[Request]:
-    """Lower numbers first; equals in order of arrival."""
+    """Order by priority, lower numbers first; equals in order of arrival."""
     return sorted(waiting, key=lambda request: request.priority)
 
 
 def longest_prefix_match(waiting: Sequence[Request], match: Match) -> list[Request]:
-    """Requests that reuse most of the cache first, so that their blocks are used before they are evicted."""
+    """Return the requests that reuse most of the cache first, so that their blocks are used before they are evicted."""
     head, tail = list(waiting[:MATCHED_QUEUE]), list(waiting[MATCHED_QUEUE:])
     return sorted(head, key=lambda request: -match(request)) + tail
 
 
 def dfs_weight(waiting: Sequence[Request], match: Match) -> list[Request]:
-    """Depth first through the tree of cached prefixes, subtrees with more waiting requests first.
+    """Order depth first through the tree of cached prefixes, subtrees with more waiting requests first.
 
     Requests under one prefix then run next to each other, and a prefix is left only when nobody waits for it.
     """

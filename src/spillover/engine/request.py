@@ -66,7 +66,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens there are, the one still on the device included."""
+        """Return the tokens there are, the one still on the device included."""
         return len(self.token_ids) + self.pending
 
     @property
@@ -79,7 +79,7 @@ class Request:
 
     @property
     def needs_previous_token(self) -> bool:
-        """Its next step cannot be prepared before the last one's token is known."""
+        """Return whether its next step can be prepared only once the last one's token is known."""
         return self.params.needs_history
 
     @property

@@ -25,7 +25,7 @@ class RequestFactory:
     def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None, max_model_len: int, seed: int,
                  compile_grammars: bool = True, grammar_limits: GrammarLimits | None = None,
                  sampling_defaults: Mapping[str, float] | None = None) -> None:
-        """Without `compile_grammars` requests carry what they ask for, and who runs them compiles it.
+        """Make a factory. Without `compile_grammars` requests carry what they ask for, and who runs them compiles it.
 
         `sampling_defaults`: fields of SamplingParams for whoever does not say how to sample."""
         self.sampling_defaults: dict[str, Any] = dict(sampling_defaults or {})
@@ -44,7 +44,7 @@ class RequestFactory:
 
     def make(self, text: str | None, token_ids: Sequence[SupportsIndex] | None, params: SamplingParams,
              priority: int = 0, cache_salt: str | None = None, name: str | None = None) -> list[Request]:
-        """The n sequences of one request; the first is the parent whose prompt blocks the others share."""
+        """Return the n sequences of one request; the first is the parent whose prompt blocks the others share."""
         if token_ids is None:
             if text is None:
                 raise RequestError("a prompt is a string, a list of token ids, or a dict with 'prompt' or "
@@ -72,7 +72,7 @@ class RequestFactory:
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None,
                **options: Any) -> list[int]:
-        """A conversation through the chat template, as token ids."""
+        """Encode a conversation through the chat template."""
         tokenizer = self._need_tokenizer("chat")
         text = tokenizer.apply_chat_template(messages, tools=tools, **options)
         return tokenizer.encode(text, add_special_tokens=False)
@@ -84,7 +84,7 @@ class RequestFactory:
                 self._grammars.close()
 
     def _checked(self, token_ids: Sequence[SupportsIndex], params: SamplingParams) -> list[int]:
-        """The prompt as plain integers, whatever kind of integers it was given in."""
+        """Return the prompt as plain integers, whatever kind of integers it was given in."""
         if not len(token_ids):
             raise RequestError("the prompt is empty: it needs at least one token")
         if len(token_ids) >= self._max_model_len:
@@ -123,7 +123,7 @@ class RequestFactory:
 
 
 def _mix(seed: int, salt: int) -> int:
-    """A seed of its own for each request and sibling, the same in every run."""
+    """Return a seed of its own for each request and sibling, the same in every run."""
     return (seed * 6364136223846793005 + salt * 1442695040888963407 + 1) & (2**63 - 1)
 
 

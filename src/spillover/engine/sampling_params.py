@@ -16,7 +16,7 @@ _WHOLE = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_
 
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """Constrain the output to exactly one of: a JSON schema, any JSON object, a regex, a Lark grammar, a choice."""
+    """A constraint of the output, exactly one: a JSON schema, any JSON object, a regex, a Lark grammar, a choice."""
 
     json: str | dict[str, object] | None = None  # a schema, as a dict or as text; a pydantic model class is taken too
     json_object: bool = False
@@ -45,7 +45,7 @@ class StructuredOutputs:
 
     @classmethod
     def of(cls, given: object) -> StructuredOutputs:
-        """From what a caller may pass: a StructuredOutputs, or a dict of its fields."""
+        """Build from what a caller may pass: a StructuredOutputs, or a dict of its fields."""
         if isinstance(given, cls):
             return given
         if not isinstance(given, Mapping):
@@ -60,7 +60,7 @@ class StructuredOutputs:
 
 
 def _schema(given: object) -> object:
-    """A JSON schema as text or a dict; also that of a pydantic model."""
+    """Return a JSON schema given as text, a dict or a pydantic model."""
     if isinstance(given, str):
         return given
     if isinstance(given, Mapping):
@@ -122,7 +122,7 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """Whether the next token's distribution depends on the tokens before it other than through the model."""
+        """Return whether the next token's distribution depends on the tokens before it other than through the model."""
         return (self.structured_outputs is not None or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
                 or self.repetition_penalty != 1.0)
 

@@ -64,7 +64,7 @@ class Scheduler:
         self._lookup(request)
 
     def schedule(self) -> Step:
-        """Decodes first, then prefills already begun, then new requests, until the token budget is used up."""
+        """Schedule decodes first, then prefills already begun, then new requests, until the token budget is used up."""
         items: list[StepItem] = []
         budget = self.config.max_num_batched_tokens
         self.connector.poll_loads()
@@ -91,8 +91,8 @@ class Scheduler:
         return step
 
     def poll_transfers(self, step: Step) -> None:
-        """Looks after the cache's copies while this step, just launched, is computed. Beside one that only decodes
-        there is time; one with part of a prompt has kept the host busy launching it, and there is none to lose."""
+        """Look after the cache's copies while this step, just launched, is computed. Beside one that only decodes there
+        is time; one with part of a prompt has kept the host busy launching it, and there is none to lose."""
         self.connector.poll(hurried=step.has_prefill)
         self._give_back()
 
@@ -102,7 +102,7 @@ class Scheduler:
         self.connector.observe(prefill_tokens, step.num_tokens, seconds)
 
     def pop_ended(self) -> list[Request]:
-        """Requests that have ended without a step since the last call."""
+        """Return the requests that have ended without a step since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -135,7 +135,7 @@ class Scheduler:
         return changed
 
     def _give_back(self) -> None:
-        """Returns borrowed blocks as soon as nobody needs them."""
+        """Give borrowed blocks back as soon as nobody needs them."""
         while not self.running and not self.waiting and self.kv.shrink():
             pass
 
@@ -165,7 +165,7 @@ class Scheduler:
         self._leave_when_idle(request)
 
     def reset_prefix_cache(self, external: bool = False) -> None:
-        """Forgets every prefix, on the device and in host memory; `external`: also on disk and in a remote store."""
+        """Forget every prefix, on the device and in host memory; `external`: also on disk and in a remote store."""
         self.connector.clear(external)
         self.kv.reset_prefix_cache()
 
@@ -174,7 +174,7 @@ class Scheduler:
         return bool(self.waiting or self.running or self._leaving or self.connector.busy)
 
     def slots(self) -> tuple[int, int]:
-        """Token slots in the blocks of running requests, and how many have a token once launched steps end."""
+        """Return the token slots in blocks of running requests, and how many have a token once launched steps end."""
         held = sum(len(self.kv.table(r.request_id)) for r in self.running) * self.kv.block_size
         return held, sum(r.num_computed for r in self.running)
 
@@ -190,7 +190,7 @@ class Scheduler:
     # Choosing
 
     def _ready(self, request: Request) -> bool:
-        """Whether the request may take another step before its pending token, if any, is known."""
+        """Return whether the request may take another step before its pending token, if any, is known."""
         if request.pending == 0:
             return True
         if request.needs_previous_token:
@@ -237,7 +237,7 @@ class Scheduler:
                                     request.seed, tuple(request.stop_ids), request.grammar is not None))
 
     def _make_room(self, request: Request, num_tokens: int, items: list[StepItem]) -> bool:
-        """Blocks for the request's first `num_tokens`, preempting later ones where they are short."""
+        """Take blocks for the request's first `num_tokens`, preempting later ones where they are short."""
         urgent = bool(request.num_output)
         while not self.kv.extend(request.request_id, num_tokens, urgent):
             needed = self.kv.blocks_needed(request.request_id, num_tokens)
@@ -293,7 +293,7 @@ class Scheduler:
         self._forming = False
 
     def _fits(self, request: Request, outstanding: int) -> bool:
-        """Whether there are blocks for a request just begun, besides the outstanding ones of those that run."""
+        """Return whether there are blocks for a request just begun, besides the outstanding ones of those that run."""
         needed = min(self.kv.blocks_needed(request.request_id, request.num_tokens),
                      self.kv.peak_blocks(request.num_tokens, self._chunk))
         if not self.running:  # a sequence longer than the device goes alone, and what does not fit is moved out
@@ -304,7 +304,7 @@ class Scheduler:
         return needed <= self.kv.num_free
 
     def _may_admit(self) -> bool:
-        """Static batching takes requests in only while it forms a batch, and forms one only when the last has ended."""
+        """Return whether requests may be admitted: static batching forms a batch only when the last has ended."""
         if any(r.long for r in self.running):
             return False
         if not self.config.static_batching:
@@ -316,7 +316,7 @@ class Scheduler:
         return 0 if _needs_prompt_logits(request) else self.kv.match(request.token_ids, request.cache_salt)
 
     def _waits_for_leader(self, request: Request) -> bool:
-        """Siblings share the prompt's blocks, so they start when the parent has computed them."""
+        """Return whether its parent has still to compute the prompt's blocks, which siblings share."""
         parent = request.parent
         return (parent is not None and parent.status in (Status.WAITING, Status.RUNNING, Status.PREEMPTED)
                 and not parent.output_token_ids)
@@ -330,13 +330,13 @@ class Scheduler:
         return self.kv.admit(request.request_id, request.token_ids, request.cache_salt)
 
     def _load(self, request: Request) -> int | None:
-        """Starts loading stored blocks; returns up to which token to compute meanwhile, None if there is no room."""
+        """Start loading stored blocks; returns up to which token to compute meanwhile, None if there is no room."""
         if request.computes_all or _needs_prompt_logits(request):
             return request.num_tokens
         return self.connector.begin(request.request_id, request.token_ids, request.cache_salt)
 
     def _enter(self, request: Request, covered: int, end: int) -> None:
-        """Starts running the request, which is computed from `covered` up to `end` while what follows is loaded."""
+        """Start running the request, which is computed from `covered` up to `end` while what follows is loaded."""
         self.connector.forget(request.request_id)
         request.status = Status.RUNNING
         request.num_computed = covered
@@ -352,12 +352,12 @@ class Scheduler:
     # Blocks in other tiers
 
     def _lookup(self, request: Request) -> bool:
-        """Whether it is known which of the request's blocks are stored; until then others go first."""
+        """Return whether it is known which of the request's blocks are stored; until then others go first."""
         return _needs_prompt_logits(request) or self.connector.lookup(
             request.request_id, request.token_ids, request.cache_salt)
 
     def _progress(self, request: Request) -> None:
-        """Counts what has been loaded so far as computed; gives a restore up that cannot end."""
+        """Count what has been loaded so far as computed; gives a restore up that cannot end."""
         progress = self.connector.progress(request.request_id, request.num_computed)
         if progress is None:
             request.computes_all = True
@@ -371,7 +371,7 @@ class Scheduler:
             request.sources = request.sources.restored(progress.sources)
 
     def _offload(self, request: Request) -> None:
-        """Moves the oldest blocks of the only request there is, which has outgrown the device, to host memory."""
+        """Move the oldest blocks of the only request there is, which has outgrown the device, to host memory."""
         if request.in_flight:
             return
         request.long = True

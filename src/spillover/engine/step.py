@@ -73,7 +73,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class StepResult:
-    """Parallel to the step's items."""
+    """The outcome of a step, parallel to its items."""
 
     token_ids: list[tuple[int, ...]]  # sampled, after a verify those accepted and one more; () where none are
     logprobs: list[tuple[PositionLogprobs, ...]]  # of these; () where none were asked for

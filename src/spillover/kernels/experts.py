@@ -43,15 +43,15 @@ class Experts:
 
     @property
     def width(self) -> int:
-        """Inputs of one linear."""
+        """Return the inputs of one linear."""
         return self.weight.shape.in_features
 
     def expert(self, index: int, dtype: torch.dtype) -> Tensor:
-        """One linear's weight in numbers [out, in]."""
+        """Return one linear's weight in numbers [out, in]."""
         return self.weight.format.dequantize(self.weight.expert(index), dtype)
 
 
 def expert_stacks(w: ExpertWeights) -> tuple[Experts, Experts]:
-    """A layer's experts: gate_up and down with their biases."""
+    """Return a layer's experts: gate_up and down with their biases."""
     return (Experts(w["experts.gate_up"], w.get("experts.gate_up_bias")),
             Experts(w["experts.down"], w.get("experts.down_bias")))

@@ -18,12 +18,12 @@ WIDE_BYTES = 2 << 30
 
 
 def dequantizes(experts: int, k: int, expert_bytes: int, tokens: int) -> bool:
-    """`expert_bytes`: of one that is dequantised."""
+    """Return whether a step dequantises its experts first. `expert_bytes`: of one that is dequantised."""
     return (tokens >= WIDE_TOKENS and tokens * k >= WIDE_ROWS * experts and experts * expert_bytes <= WIDE_BYTES)
 
 
 def split_blocks(block_size: int) -> int:
-    """Blocks that the native kernel sums up before it merges. A sequence may be cut at multiples of it, bit by bit."""
+    """Return the blocks that the native kernel sums up before it merges: a sequence may be cut at multiples."""
     return max(1, SPLIT // block_size)
 
 

@@ -90,12 +90,12 @@ class HostExpertQueue:
 
     @property
     def failed(self) -> bool:
-        """Whether an answer came too late: what was computed since is not to be used."""
+        """Return whether an answer came too late: what was computed since is not to be used."""
         return bool(self._numbers[FAILED])
 
     @cached_property
     def _numbers(self) -> npt.NDArray[np.int32]:
-        """The header, for who looks at it after every step."""
+        """Return the header, for who looks at it after every step."""
         numbers: npt.NDArray[np.int32] = self.header.numpy()
         return numbers
 

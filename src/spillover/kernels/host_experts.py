@@ -54,7 +54,7 @@ class ExpertLayout:
     @classmethod
     def packed(cls, weight_format: WeightFormat, dtype: torch.dtype, hidden: int, inner: int, experts: int,
                limit: float | None = None, biased: bool = False) -> ExpertLayout:
-        """The tensors one after another: those of gate_up and its bias, then those of down."""
+        """Return the tensors one after another: those of gate_up and its bias, then those of down."""
         one: dict[str, Weight] = {}
         sizes = (inner, inner) if limit is None else (2 * inner,)  # rows in turn are quantised together
         for name, shape in (("experts.gate_up", LinearShape(sizes, hidden)),
@@ -67,12 +67,12 @@ class ExpertLayout:
         return cls(Record.of(one), weight_format, dtype, hidden, inner, experts, limit)
 
     def stacks(self, records: Tensor) -> tuple[Experts, Experts]:
-        """Of the records uint8 [E, record.nbytes] of a layer: views of gate_up and down."""
+        """Return, of the records uint8 [E, record.nbytes] of a layer: views of gate_up and down."""
         return expert_stacks(cast(ExpertWeights, self.record.stacks(records)))
 
     @property
     def numbers(self) -> list[int]:
-        """For the native kernels; where each linear's values, scales and bias begin, -1: it has none."""
+        """Return for the native kernels where each linear's values, scales and bias begin, -1: it has none."""
         code = self.format.host_code(self.dtype)
         assert code is not None, f"the host computes no {self.format}"
         at = [offset for name in ("experts.gate_up", "experts.down")
@@ -88,9 +88,9 @@ class HostExperts:
         self, layout: ExpertLayout, layer_bases: Sequence[int], threads: int | None = None, grain: int = GRAIN,
         tile_rows: int = TILE_ROWS,
     ) -> None:
-        """`layer_bases`: where each layer's first record lies, 0 for a layer that is not computed here; the memory
-        must outlive this. `threads`: all cores but two, which the engine is left with, unless given. `tile_rows`: 0 for
-        float32 always."""
+        """Start the threads. `layer_bases`: where each layer's first record lies, 0 for a layer that is not computed
+        here; the memory must outlive this. `threads`: all cores but two, which the engine is left with, unless given.
+        `tile_rows`: 0 for float32 always."""
         self.layout = layout
         self.threads = threads or max(1, available_cores() - 2)
         self._bases = tuple(layer_bases)
@@ -111,7 +111,7 @@ class HostExperts:
         self._end = weakref.finalize(self, self._library.host_experts_delete, self._handle)
 
     def run(self, layer: int, x: Tensor, pairs: Tensor) -> Tensor:
-        """x [T, H] float32, pairs int32 [n, 4] (token, expert, ...) -> [n, H]: a row a pair, not times its share."""
+        """Compute x [T, H] float32, pairs int32 [n, 4] (token, expert, ...) -> [n, H], not times their shares."""
         x, pairs = x.float().contiguous(), pairs.int().contiguous()
         assert x.shape[1] == self.layout.hidden, f"x has {x.shape[1]} columns, the experts {self.layout.hidden}"
         assert pairs.shape[1] == PAIR
@@ -181,7 +181,7 @@ def _has_tiles(library: ctypes.CDLL | None) -> bool:
 def host_experts_reference(
     layout: ExpertLayout, records: Tensor, x: Tensor, pairs: Tensor, rounded: bool = False
 ) -> Tensor:
-    """records uint8 [E, record.nbytes], x [T, H], pairs int32 [n, 4] -> [n, H], float32.
+    """Compute records uint8 [E, record.nbytes], x [T, H], pairs int32 [n, 4] -> [n, H], float32.
 
     `rounded`: x and the activation are rounded to bfloat16, as where experts are computed in tiles.
     """

@@ -24,12 +24,12 @@ _CODE = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 def head_bytes(block_size: int, head_dim: int) -> int:
-    """One head of a block, keys or values."""
+    """Return one head of a block, keys or values."""
     return block_size * (head_dim + SCALE_BYTES)
 
 
 def encode(x: Tensor, kv_dtype: str, dim: int = -1) -> tuple[Tensor, Tensor]:
-    """Codes (uint8, shaped as x) and scales (float32, without `dim`), one scale for all that lies along `dim`."""
+    """Return codes (uint8, shaped as x) and scales (float32, without `dim`), one for all that lies along `dim`."""
     x, largest = x.float(), _LARGEST[kv_dtype]
     top = x.abs().amax(dim, keepdim=True)
     scales = top / torch.full_like(top, largest)  # by a number, CUDA would multiply with its reciprocal
@@ -40,12 +40,12 @@ def encode(x: Tensor, kv_dtype: str, dim: int = -1) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scales: Tensor, kv_dtype: str, dim: int = -1) -> Tensor:
-    """In float32."""
+    """Return the values in float32."""
     return codes.view(_CODE[kv_dtype]).float() * scales.unsqueeze(dim)
 
 
 def views(quantised: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of [..., 2, Hk, head_bytes]: key codes [..., Hk, D, bs], their scales [..., Hk, bs], value codes
+    """Return views of [..., 2, Hk, head_bytes]: key codes [..., Hk, D, bs], their scales [..., Hk, bs], value codes
     [..., Hk, bs, D], their scales. Writing to them writes to the block."""
     head_dim = quantised.shape[-1] // block_size - SCALE_BYTES
     size = block_size * head_dim
@@ -56,7 +56,7 @@ def views(quantised: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def encode_blocks(x: Tensor, block_size: int, kv_dtype: str) -> Tensor:
-    """x [..., 2, Hk, bs * D] of any float type -> [..., 2, Hk, head_bytes] uint8."""
+    """Encode x [..., 2, Hk, bs * D] of any float type -> [..., 2, Hk, head_bytes] uint8."""
     head_dim = x.shape[-1] // block_size
     out = torch.empty(*x.shape[:-1], head_bytes(block_size, head_dim), dtype=torch.uint8, device=x.device)
     keys, key_scales, values, value_scales = views(out, block_size)
@@ -71,7 +71,7 @@ def encode_blocks(x: Tensor, block_size: int, kv_dtype: str) -> Tensor:
 
 
 def decode_blocks(quantised: Tensor, block_size: int, kv_dtype: str, dtype: torch.dtype) -> Tensor:
-    """[..., 2, Hk, head_bytes] uint8 -> [..., 2, Hk, bs * D]."""
+    """Decode [..., 2, Hk, head_bytes] uint8 -> [..., 2, Hk, bs * D]."""
     keys, key_scales, values, value_scales = views(quantised, block_size)
     parts = (decode(keys, key_scales, kv_dtype, -2), decode(values, value_scales, kv_dtype, -1))
     return torch.stack([part.flatten(-2) for part in parts], dim=-3).to(dtype)
@@ -79,7 +79,7 @@ def decode_blocks(quantised: Tensor, block_size: int, kv_dtype: str, dtype: torc
 
 @dataclass(frozen=True)
 class KVCodec:
-    """Whole blocks [layers, 2, Hk, bs * D] of a full-precision pool to their quantised form and back, as bytes."""
+    """A codec of whole blocks [layers, 2, Hk, bs * D] of a full-precision pool to quantised ones and back, as bytes."""
 
     layers: int
     kv_heads: int
@@ -97,7 +97,7 @@ class KVCodec:
         return self.layers * 2 * self.kv_heads * head_bytes(self.block_size, self.head_dim)
 
     def encode(self, block: memoryview, slot: memoryview) -> None:
-        """From main memory to main memory, on this thread alone."""
+        """Encode from main memory to main memory, on this thread alone."""
         self._check(block, slot)
         if (library := self.native()) is not None:
             library.encode_block(_address(block), _address(slot), *self.numbers)
@@ -113,11 +113,11 @@ class KVCodec:
 
     @property
     def one_layer(self) -> KVCodec:
-        """Of a layer's piece of these blocks."""
+        """Return the codec of a layer's piece of these blocks."""
         return replace(self, layers=1)
 
     def encode_tensor(self, blocks: Tensor) -> Tensor:
-        """[..., block_bytes] uint8 -> [..., slot_bytes] uint8, on their device."""
+        """Encode [..., block_bytes] uint8 -> [..., slot_bytes] uint8, on their device."""
         x = _split(blocks.view(self.dtype), *self._shape)
         return encode_blocks(x, self.block_size, self.kv_dtype).flatten(-4)
 
@@ -127,7 +127,7 @@ class KVCodec:
         return x.flatten(-4).view(torch.uint8)
 
     def encode_pool(self, pool: Tensor, blocks: Tensor) -> Tensor:
-        """These blocks [n] int64 of a pool [num_blocks, block_bytes] uint8 -> [n, slot_bytes] uint8, on its device."""
+        """Encode blocks [n] int64 of a pool [num_blocks, block_bytes] uint8 -> [n, slot_bytes] uint8, on its device."""
         if pool.is_cuda:
             from spillover.kernels.triton import block_codec
 
@@ -136,7 +136,7 @@ class KVCodec:
         return self.encode_tensor(pool[blocks])
 
     def decode_pool(self, slots: Tensor, pool: Tensor, blocks: Tensor) -> None:
-        """[n, slot_bytes] uint8, to these blocks."""
+        """Decode [n, slot_bytes] uint8 to these blocks."""
         if pool.is_cuda:
             from spillover.kernels.triton import block_codec
 
@@ -151,11 +151,11 @@ class KVCodec:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """As the native kernels take them."""
+        """Return the sizes as the native kernels take them."""
         return self.layers, self.kv_heads, self.head_dim, self.block_size, int(self.kv_dtype == "fp8")
 
     def native(self) -> ctypes.CDLL | None:
-        """The kernels where they apply: they take float32 and whole vectors of 8 tokens and 8 dimensions."""
+        """Return the native library where it applies: float32, and whole vectors of 8 tokens and dimensions."""
         if self.dtype is not torch.float32 or self.block_size % 8 or self.head_dim % 8:
             return None
         return native.library()
@@ -171,7 +171,7 @@ class KVCodec:
 
 
 def _split(x: Tensor, *shape: int) -> Tensor:
-    """A view whose last dimension is cut into `shape`."""
+    """Return a view whose last dimension is cut into `shape`."""
     return x.view(*x.shape[:-1], *shape)
 
 

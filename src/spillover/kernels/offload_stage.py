@@ -16,8 +16,8 @@ from spillover.kernels.kv_quant import KVCodec
 
 
 def stage_blocks(blocks: Tensor, layer: int, stage: Tensor, codec: KVCodec | None) -> None:
-    """blocks [n] int64, addresses in main memory; stage [n, 2, Hk, size] on the CPU, laid out as a layer of the pool.
-    `codec`: what the blocks are narrowed with, where the pool is not."""
+    """Copy blocks [n] int64, addresses in main memory; stage [n, 2, Hk, size] on the CPU, laid out as a layer of the
+    pool. `codec`: what the blocks are narrowed with, where the pool is not."""
     library, count = native.library(), len(blocks)
     if codec is None:
         piece = stage[0].nbytes

@@ -18,7 +18,7 @@ PATIENCE = 1 << 21  # looks at the queue before the device gives up; one takes a
 
 @dataclass(frozen=True)
 class PageTable:
-    """L layers of E experts in S slots; all of it on the device but the log."""
+    """The page table of L layers of E experts in S slots; all of it on the device but the log."""
 
     slot_of: Tensor  # int32 [L, E]: slot in the arena, or NONE
     owner: Tensor  # int32 [S]: expert of the slot's layer that lies there, NONE or LENT
@@ -32,7 +32,7 @@ class PageTable:
 
     @staticmethod
     def make(quotas: Sequence[int], experts: int, pairs: int, log_rows: int, device: torch.device) -> PageTable:
-        """All slots free. `quotas`: slots of each layer; `pairs`: the most (token, expert) pairs of a step."""
+        """Make an empty table. `quotas`: slots of each layer; `pairs`: the most (token, expert) pairs of a step."""
         layers, slots = len(quotas), sum(quotas)
         assert max(quotas, default=0) <= min(experts, MOST_SLOTS), "more slots than experts"
         first = [sum(quotas[:layer]) for layer in range(layers + 1)]
@@ -59,11 +59,11 @@ class PageTable:
         return self.slot_of.shape[1]
 
     def advance(self) -> None:
-        """The next step begins."""
+        """Begin the next step."""
         self.step.add_(1)
 
     def check(self) -> None:
-        """Asserts that slots and experts tell the same: for tests, and for an engine that is idle."""
+        """Assert that slots and experts tell the same: for tests, and for an engine that is idle."""
         first, owner, slot_of = self.first.tolist(), self.owner.tolist(), self.slot_of.tolist()
         for layer, row in enumerate(slot_of):
             there = {expert: slot for expert, slot in enumerate(row) if slot != NONE}

@@ -19,7 +19,7 @@ from spillover.kernels.page_table import NONE, OLDEST, PATIENCE, PageTable, Reso
 
 
 def resolve(ids: Tensor, table: PageTable, layer: int, split: Tensor | None = None) -> Resolution:
-    """ids int32 [T, k] -> what to do so that every expert asked for is in a slot, or with the host; the table follows.
+    """Resolve ids int32 [T, k] -> what to do so that every expert is in a slot, or with the host; update the table.
 
     Of the m distinct experts that are not there, in ascending id, the last split[m] go to the host (`split`: int32 on
     the device; None: none do). Each other takes a free slot, or that of an expert of its layer which is not asked for:
@@ -33,7 +33,7 @@ def resolve(ids: Tensor, table: PageTable, layer: int, split: Tensor | None = No
 
 
 def assign_reference(ids: Tensor, hosted: Tensor) -> Resolution:
-    """ids int32 [T, k] -> the pairs whose expert the host computes: those that `hosted` int32 [E] marks."""
+    """Return, of ids int32 [T, k], the pairs whose expert the host computes: those that `hosted` int32 [E] marks."""
     flat, k = ids.flatten(), ids.shape[1]
     mine = hosted[flat.long()] > 0
     pairs = mine.nonzero().flatten().int()
@@ -45,7 +45,7 @@ def assign_reference(ids: Tensor, hosted: Tensor) -> Resolution:
 
 
 def gather(resolution: Resolution, records: Tensor, slots: Tensor) -> None:
-    """Copies each expert that is to be gathered from its record, uint8 [E, bytes] in host memory, into its slot."""
+    """Copy each expert that is to be gathered from its record, uint8 [E, bytes] in host memory, into its slot."""
     if slots.is_cuda:
         from spillover.kernels.triton import paging as on_cuda
 
@@ -90,7 +90,7 @@ def resolve_reference(ids: Tensor, table: PageTable, layer: int, split: Tensor |
 
 
 def _vacate(table: PageTable, layer: int, step: int, asked: list[int]) -> int:
-    """A slot of the layer that may be filled; who was there is gone from the table."""
+    """Return a slot of the layer that may be filled; who was there is gone from the table."""
     first, end = table.first[layer : layer + 2].tolist()
     owner = table.owner[first:end].tolist()
     if NONE in owner:
@@ -128,7 +128,7 @@ def collect_reference(
     rows: Tensor, shares: Tensor, resolution: Resolution | None, mail: HostExpertQueue | None, dtype: torch.dtype,
     shared: bool = False, patience: int = PATIENCE,
 ) -> Tensor:
-    """rows [T * k, H], shares [T, k] -> sum over j of share * row in the order of j, [T, H].
+    """Add up rows [T * k, H], shares [T, k] -> sum over j of share * row in the order of j, [T, H].
 
     Rows that the host has computed are taken from the queue, after waiting for them. `shared`: those of the device are
     multiplied with their shares already.

@@ -30,7 +30,7 @@ class Extent:
         return run[self.offset : end].view(self.dtype).view(self.shape)
 
     def stack(self, runs: Tensor) -> Tensor:
-        """Of records of one expert each: the tensor [n, ...] over all of them."""
+        """Return, of records of one expert each, the tensor [n, ...] over all of them."""
         size, inner = self.dtype.itemsize, self.shape[1:]
         strides = [math.prod(inner[axis + 1 :]) for axis in range(len(inner))]
         return runs.view(self.dtype).as_strided(
@@ -59,7 +59,7 @@ class Record:
 
     @classmethod
     def of(cls, weights: Mapping[str, Weight]) -> Record:
-        """As these weights need it, in their order."""
+        """Lay out a record as these weights need it, in their order."""
         entries, end = [], 0
         for name, weight in weights.items():
             extents = []
@@ -71,22 +71,22 @@ class Record:
         return cls(tuple(entries), end)
 
     def bind(self, run: Tensor) -> dict[str, Weight]:
-        """The weights whose bytes lie in `run` [nbytes] uint8."""
+        """Return the weights whose bytes lie in `run` [nbytes] uint8."""
         return {entry.name: entry.make(lambda extent: extent.view(run)) for entry in self.entries}
 
     def write(self, weights: Mapping[str, Weight], run: Tensor) -> None:
         _copy(weights, self.bind(run))
 
     def stacks(self, runs: Tensor) -> dict[str, Weight]:
-        """Of records of one expert each, one a row of `runs` [n, nbytes]: the stacks [n, ...] over all of them."""
+        """Return, of records of one expert, one a row of `runs` [n, nbytes], the stacks [n, ...] over all of them."""
         return {entry.name: entry.make(lambda extent: extent.stack(runs)) for entry in self.entries}
 
     def write_stacks(self, stacks: Mapping[str, Weight], runs: Tensor) -> None:
-        """Whole stacks of experts into records [n, nbytes] of one each."""
+        """Write whole stacks of experts into records [n, nbytes] of one each."""
         _copy(stacks, self.stacks(runs))
 
     def offsets(self, name: str) -> tuple[int, ...]:
-        """Where a weight's tensors begin; none, if it has no such weight."""
+        """Return where a weight's tensors begin; none, if it has no such weight."""
         return tuple(extent.offset for entry in self.entries if entry.name == name for extent in entry.extents)
 
 

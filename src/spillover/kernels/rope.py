@@ -9,8 +9,8 @@ from spillover.kernels import native
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """q [T, H, D], k [T, Hk, D], cos and sin [P, D/2], positions [T] -> rotated (q, k); use only what is returned,
-    q and k themselves may have been overwritten."""
+    """Rotate q [T, H, D], k [T, Hk, D] by cos and sin [P, D/2] at positions [T] -> (q, k); use only what is returned, q
+    and k themselves may have been overwritten."""
     library = native.library()
     rows, heads, dim = q.shape
     q_stride, *q_inner = q.stride()

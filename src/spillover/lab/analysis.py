@@ -20,7 +20,7 @@ SPOILT = 0.2  # share of an arm's runs that busy moments may spoil, retries incl
 
 
 def analysis_of(results: Results) -> Mapping[str, Any]:
-    """As it was written, or made from what is there."""
+    """Read the analysis as it was written, or make it from what is there."""
     path = results.path / "analysis.json"
     found: Mapping[str, Any] = read_json(path) if path.exists() else analyse(results)
     return found
@@ -76,7 +76,7 @@ class Stop:
 
 
 def stop(results: Results) -> Stop:
-    """Asked after every block. An arm that drifts, or that busy moments spoil, is measured on: that may pass."""
+    """Return whether to stop after a block. An arm that drifts, or that busy moments spoil, is measured on."""
     experiment, cells = results.experiment, _cells(results)
     judged = _all_judged(results, cells, replace(_gates(results), drift=False), spoilt=0.5)
     verdicts = tuple(decide(_comparisons(results, cells, judged, [experiment["primary"]]), _rule(results)))
@@ -126,7 +126,7 @@ class _Cell:
 
     @property
     def reason(self) -> str | None:
-        """Of a skip or a failure."""
+        """Return the reason of a skip or a failure."""
         if self.status == "skipped" and self.told is not None and self.told.get("reason"):
             return str(self.told["reason"])
         reasons = [visit["reason"] for visit in self.visits if visit["status"] != "ok" and visit.get("reason")]
@@ -168,13 +168,13 @@ def _gates(results: Results) -> Gates:
 
 
 def _passes(results: Results) -> int:
-    """Those that were begun."""
+    """Return the passes that were begun."""
     return 1 + max((int(visit["pass"]) for visit in results.visits), default=-1)
 
 
 def _judged(results: Results, cell: _Cell, base: _Cell, gates: Gates,
             spoilt: float) -> list[tuple[Fault, list[str]]]:
-    """Every fault of a cell once, with the runs it was found in. What a busy moment spoilt is left out of the
+    """Return every fault of a cell once, with the runs it was found in. What a busy moment spoilt is left out of the
     comparison (`_blocks`) and does not count against the arm while it is rare."""
     found: dict[tuple[str, str | None], tuple[Fault, list[str]]] = {}
     for visit in cell.good:
@@ -214,7 +214,7 @@ def _comparison(results: Results, cell: _Cell, base: _Cell,
 
 
 def _barred(cell: _Cell, judged: Sequence[tuple[Fault, list[str]]], metric: str) -> str | None:
-    """A crash or a skip is told first: it explains the rest."""
+    """Return why there is no verdict; a crash or a skip is told first: it explains the rest."""
     if cell.status in ("failed", "skipped"):
         return f"{cell.arm} was skipped: {cell.reason}" if cell.status == "skipped" else f"{cell.arm}: {cell.reason}"
     reasons = [fault.reason for fault, _ in judged if fault.fatal and fault.metric in (None, metric)]
@@ -222,8 +222,8 @@ def _barred(cell: _Cell, judged: Sequence[tuple[Fault, list[str]]], metric: str)
 
 
 def _blocks(results: Results, cell: _Cell, base: _Cell) -> list[list[tuple[Mapping[str, Any], Mapping[str, Any]]]]:
-    """Pairs of runs of the same pass, block by block; only blocks of which nothing is missing and which no busy moment
-    of the machine spoilt."""
+    """Return the pairs of runs of the same pass, block by block; only blocks of which nothing is missing and which no
+    busy moment of the machine spoilt."""
     size = ORDERS[results.experiment["order"]]
     mine, theirs = ({visit["pass"]: visit for visit in side.good if not _spoilt(visit)} for side in (cell, base))
     blocks = []

@@ -16,13 +16,13 @@ SUFFIXES = (".yaml", ".yml")
 
 
 def shipped() -> dict[str, Path]:
-    """Experiments that come with the package, by name."""
+    """Return the experiments that come with the package, by name."""
     folder = Path(str(resources.files("spillover.lab"))) / "seeds"
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def read_document(name: str) -> dict[str, Any]:
-    """Of a file, or of one that ships with the package by its name."""
+    """Read the document of a file, or of one that ships with the package by its name."""
     path = Path(name)
     if path.suffix not in SUFFIXES and name in shipped():
         path = shipped()[name]
@@ -50,7 +50,7 @@ def parse_document(text: str, name: str = "the experiment") -> dict[str, Any]:
 
 
 def scaled(document: Mapping[str, Any], scale: str | None) -> dict[str, Any]:
-    """The document with what it says under `scales` for this size laid over it; null there removes a value."""
+    """Return the document with what it says under `scales` for this size laid over it; null there removes a value."""
     base = {key: value for key, value in document.items() if key != "scales"}
     scales = document.get("scales") or {}
     if not isinstance(scales, Mapping):

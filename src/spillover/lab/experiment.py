@@ -60,7 +60,7 @@ class Arm:
 
     @property
     def label(self) -> str:
-        """What makes its numbers not those of a real model."""
+        """Return what makes its numbers not those of a real model."""
         return {"dummy": "random weights", "null": "no model: nothing is computed"}.get(
             str(self.spec.args.get("load-format")), "")
 
@@ -108,7 +108,7 @@ class Experiment:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Those that are compared, the one that decides first."""
+        """Return the metrics that are compared, the one that decides first."""
         return (self.primary, *self.secondary)
 
     @property
@@ -117,7 +117,7 @@ class Experiment:
 
     @property
     def passes(self) -> int:
-        """At most."""
+        """Return the most passes."""
         return self.max_blocks * self.passes_per_block
 
     @property
@@ -147,7 +147,7 @@ class Experiment:
 def load_experiment(name: str, scale: str | None = None, model: str | None = None, max_blocks: int | None = None,
                     arms: Iterable[str] = (), workloads: Iterable[str] = (),
                     time_limit: float | None = None) -> Experiment:
-    """By a file's path or the name of one that ships. `arms` and `workloads`: only these; the baseline always stays."""
+    """Load an experiment by path, or by name where it ships. `arms`, `workloads`: only these, and the baseline."""
     document = read_document(name)
     experiment = parse_experiment(scaled(document, scale), scale or "cpu", model)
     experiment = replace(experiment, max_blocks=max_blocks or experiment.max_blocks,
@@ -156,7 +156,7 @@ def load_experiment(name: str, scale: str | None = None, model: str | None = Non
 
 
 def parse_experiment(document: Mapping[str, Any], scale: str = "cpu", model: str | None = None) -> Experiment:
-    """Refuses what it does not know: a misspelt setting must not be a setting that is not there."""
+    """Parse an experiment; refuse a name that it does not know, which may be a misspelt setting."""
     where = f"experiment '{document.get('name', '')}'"
     if "repeats" in document:
         raise SpilloverError(f"{where}: there is no 'repeats': an experiment runs until it is decided. Give max-blocks "
@@ -264,7 +264,7 @@ def _arm(where: str, name: str, value: Any, model: str | None) -> Arm:
 
 
 def _points(where: str, name: str, value: Any, offload: bool) -> list[WorkloadSpec]:
-    """One workload, or one for every point of its sweep."""
+    """Return one workload, or one for every point of its sweep."""
     where = f"{where}, workload '{name}'"
     if not isinstance(value, Mapping):
         raise SpilloverError(f"{where} must hold options of spill bench serve, such as {{dataset-name: random}}")
@@ -295,7 +295,7 @@ def _offload_differs(arms: Iterable[Arm]) -> bool:
 
 
 def _unique_files(where: str, arms: Iterable[Arm], workloads: Iterable[WorkloadSpec]) -> None:
-    """Names become parts of file names: two may not become the same."""
+    """Refuse names that become the same part of a file name."""
     for names in ([arm.name for arm in arms], [workload.name for workload in workloads]):
         files = [file_part(name) for name in names]
         twice = next((name for name, file in zip(names, files, strict=True) if files.count(file) > 1), None)
@@ -322,7 +322,7 @@ def _environment(where: str, arm: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _mapping(where: str, given: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Empty where it is left out."""
+    """Return a mapping; empty where it is left out."""
     value = given.get(key)
     if value is None:
         return {}
@@ -373,7 +373,7 @@ def _seconds(where: str, document: Mapping[str, Any], key: str, default: float) 
 
 
 def _share(where: str, document: Mapping[str, Any], key: str, default: float) -> float:
-    """0.02 or 2%."""
+    """Parse a share: 0.02 or 2%."""
     value = document.get(key)
     if not isinstance(value, str):
         return _number(where, document, key, float, default)

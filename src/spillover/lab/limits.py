@@ -53,7 +53,7 @@ def busy_seconds(records: Sequence[RequestRecord]) -> float:
 
 
 def most_at_once(records: Sequence[RequestRecord]) -> int:
-    """An end counts before a beginning at the same time."""
+    """Return the most requests under way; an end counts before a beginning at the same time."""
     events = sorted([(record.done, -1) for record in records] + [(record.sent, 1) for record in records])
     running = most = 0
     for _, change in events:

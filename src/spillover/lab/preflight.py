@@ -18,20 +18,20 @@ BLOCK_SIZE = 16  # spillover's own, where an arm does not give one
 
 
 def workload_stats(experiment: Experiment) -> dict[str, WorkloadStats]:
-    """Of one run of each workload, by its name."""
+    """Return the statistics of one run of each workload, by its name."""
     return {workload.name: make_workload(WorkloadOptions.from_mapping(workload_part(workload.options)), None).stats()
             for workload in experiment.workloads}
 
 
 def foreseen(experiment: Experiment, stats: Mapping[str, WorkloadStats]) -> list[str]:
-    """Why there will be no verdict, one sentence each; empty where nothing stands against one."""
+    """Return why there will be no verdict, one sentence each; empty where nothing stands against one."""
     return [*_limits(experiment), *_warmups(experiment),
             *(told for workload in experiment.workloads for told in _workload(experiment, workload,
                                                                               stats[workload.name]))]
 
 
 def sending_seconds(workload: WorkloadSpec, stats: WorkloadStats) -> float | None:
-    """The least time of one run, where requests come at a rate; None where the server sets the pace."""
+    """Return the least time of one run, where requests come at a rate; None where the server sets the pace."""
     longest = _number(workload.options.get("max-seconds"))
     rate = _number(workload.options.get("request-rate"))
     seconds = stats.duration if stats.duration is not None else stats.count / rate if rate else None
@@ -78,7 +78,7 @@ def _arm(experiment: Experiment, workload: WorkloadSpec, stats: WorkloadStats, a
 
 
 def _number(value: object) -> float | None:
-    """None where there is none, or no end."""
+    """Return a number, None where there is none, or no end."""
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):

@@ -39,28 +39,28 @@ Watch = Callable[[Engine, Path], AbstractContextManager[None]]
 
 
 class Watcher:
-    """Who is told how the experiment goes. Does nothing by itself."""
+    """An observer of how the experiment goes. Does nothing by itself."""
 
     def arm_skipped(self, arm: Arm, why: str) -> None: ...
 
     def starting(self, arm: Arm) -> None:
-        """Its server is started, or waited for, until it is ready or `arm.spec.ready_seconds` have passed."""
+        """Tell that its server is started, or waited for, until it is ready or `arm.spec.ready_seconds` have passed."""
 
     def arm_failed(self, arm: Arm, why: str) -> None:
-        """It could not be started before the first run."""
+        """Tell that an arm could not be started before the first run."""
 
     def block_begins(self, block: int, runs: int) -> None: ...
 
     def visit_begins(self, visit: Visit) -> None: ...
 
     def live(self) -> Progress | None:
-        """Takes figures while a run is under way."""
+        """Return what is shown while a run is under way."""
         return None
 
     def visit_ends(self, visit: Visit, told: Mapping[str, Any]) -> None: ...
 
     def block_ends(self, found: Stop, seconds: float) -> None:
-        """`found`: what is decided by now; `seconds`: that the block took."""
+        """Tell that a block has ended. `found`: what is decided by now; `seconds`: that the block took."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Bench:
 
 def run_experiment(experiment: Experiment, path: Path, bench: Bench | None = None, watcher: Watcher | None = None,
                    session: Mapping[str, Any] | None = None) -> Results:
-    """Goes on until it is decided or at a limit. The same call resumes; the time limit counts from each call."""
+    """Run an experiment until it is decided or at a limit. The same call resumes; its time limit is its own."""
     bench = bench or Bench(ServedLoad(experiment))
     for workload in experiment.workloads:
         bench.load.check(workload)
@@ -115,7 +115,7 @@ class _Runner:
         self._dead: dict[str, EngineFailed] = {}  # arms that could not be started before the first run
 
     def run(self) -> str | None:
-        """Why it stopped; None where every block was run."""
+        """Return why it stopped; None where every block was run."""
         skipped = self._skip_missing()
         begun = time.monotonic()
         longest = 0.0  # seconds of a block of this session
@@ -144,7 +144,7 @@ class _Runner:
         return None
 
     def _try_all(self, skipped: set[str], first: str) -> None:
-        """Starts every arm once, so that what cannot start is known before anything is measured. Servers that stay up
+        """Start every arm once, so that what cannot start is known before anything is measured. Servers that stay up
         are kept, and so is that of `first`, whose turn comes next."""
         arms = [arm for arm in self._experiment.arms if arm.name not in skipped]
         for arm in sorted(arms, key=lambda arm: arm.name == first):
@@ -162,7 +162,7 @@ class _Runner:
                 self._close(arm.name)
 
     def _skip_missing(self) -> set[str]:
-        """Arms whose engine is not here. Their visits are not written, so that installing it and resuming runs them."""
+        """Skip arms whose engine is missing. Their visits are not written, so that resuming runs them."""
         skipped = set()
         for arm in self._experiment.arms:
             missing = self._bench.missing(arm.spec)
@@ -223,8 +223,8 @@ class _Runner:
                                      "log_tail": failure.log_tail})
 
     def _engine(self, name: str, log_name: str) -> Engine:
-        """Running already, or started now. One that died while it stood idle is started again: each visit judges its
-        own server."""
+        """Return an arm's engine, running already or started now. One that died while it stood idle is started again:
+        each visit judges its own server."""
         if name in self._open:
             try:
                 self._open[name].check()
@@ -243,7 +243,7 @@ class _Runner:
         return engine
 
     def _measure(self, visit: Visit, engine: Engine) -> _Visited:
-        """A run that a busy moment of the machine spoilt is run again; what spoilt it is told."""
+        """Measure a visit, again if a busy moment of the machine spoilt it, and tell what spoilt it."""
         visited = self._once(visit, engine, 0)
         spoilt: tuple[Fault, ...] = ()
         for attempt in range(1, 1 + self._experiment.retries):
@@ -296,7 +296,7 @@ class _Runner:
         }
 
     def _fail(self, visit: Visit, failure: EngineFailed, begun: float, visited: _Visited | None = None) -> None:
-        """`visited`: what had been measured until then, which is kept as it is."""
+        """Note that a run failed. `visited`: what had been measured until then, which is kept as it is."""
         key = visit.arm, visit.workload
         self._failures[key] = self._failures.get(key, 0) + 1
         self._end(visit, {"status": "failed", "reason": _why(failure), "cause": failure.cause,
@@ -333,14 +333,14 @@ def _since(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str,
 
 
 def _not_forgotten(forgot: CacheReset) -> Iterator[Fault]:
-    """A cache that could not be emptied is told; whether it helped is what the gate on hits finds."""
+    """Yield a fault for a cache that could not be emptied; whether it helped is what the gate on hits finds."""
     if not forgot.done:
         yield Fault("contamination", f"the prefix cache was not emptied before the run ({forgot.how}); every run has "
                                      "prompts of its own", fatal=False)
 
 
 def _told_by_server(measured: Measured) -> dict[str, float]:
-    """Means over requests of what the server says of itself, and the share of prompt tokens it found cached."""
+    """Return means over requests of what the server says of itself, and the share of prompt tokens it found cached."""
     told: dict[str, float] = {}
     timings = [record.timings for record in measured.run.completed if record.timings]
     for name in PHASES:

@@ -43,7 +43,7 @@ class Turn:
 
 
 def visits(experiment: Experiment) -> tuple[Visit, ...]:
-    """All that may be run, up to the experiment's limit of blocks."""
+    """Return all visits that may be run, up to the experiment's limit of blocks."""
     planned: list[Visit] = []
     # Points of a sweep are the same workload: with the same repeat, one would find the prompts of another cached.
     places = {workload.name: place for place, workload in enumerate(experiment.workloads)}
@@ -56,14 +56,14 @@ def visits(experiment: Experiment) -> tuple[Visit, ...]:
 
 
 def turns(planned: Sequence[Visit]) -> list[Turn]:
-    """Neighbours of one arm and pass. Servers that stay up are found running, whichever turn it is."""
+    """Return the neighbours of one arm and pass. Servers that stay up are found running, whichever turn it is."""
     grouped = groupby(planned, key=lambda visit: (visit.pass_, visit.arm))
     return [Turn(arm, tuple(group)) for (_pass, arm), group in grouped]
 
 
 def _forward(experiment: Experiment) -> list[tuple[str, str]]:
-    """Where servers stay up, arms alternate on each workload: what is compared lies side by side in time. Where each
-    turn starts a server, it serves all workloads before it goes."""
+    """Order turns: where servers stay up, arms alternate on each workload: what is compared lies side by side in time.
+    Where each turn starts a server, it serves all workloads before it goes."""
     arms, workloads = ([each.name for each in many] for many in (experiment.arms, experiment.workloads))
     if experiment.restart == "never":
         return [(workload, arm) for workload in workloads for arm in arms]

@@ -38,7 +38,7 @@ INCIDENTAL = ("about", "document", "provenance", *LIMITS)
 
 
 class ResultFolder:
-    """Written while an experiment runs."""
+    """A folder of results, written while an experiment runs."""
 
     def __init__(self, path: Path, experiment: Experiment) -> None:
         self.path = path
@@ -46,7 +46,7 @@ class ResultFolder:
 
     @classmethod
     def open(cls, path: Path, experiment: Experiment) -> ResultFolder:
-        """A new folder, or one in which the same experiment was begun."""
+        """Return a new folder, or one in which the same experiment was begun."""
         folder = cls(path, experiment)
         described = path / "experiment.json"
         asked = json.loads(json.dumps(_plain(experiment.to_json())))
@@ -65,7 +65,7 @@ class ResultFolder:
         return folder
 
     def begin(self, session: Mapping[str, Any]) -> None:
-        """`session`: the command, code, versions and machine of this start."""
+        """Begin a session. `session`: the command, code, versions and machine of this start."""
         path = self.path / "sessions.json"
         sessions = read_json(path) if path.exists() else []
         write_json(path, [*sessions, dict(session)])
@@ -74,7 +74,7 @@ class ResultFolder:
                                                        "provenance": dict(session)})
 
     def end(self, stopped: str | None) -> None:
-        """Why this session ended; None where it was interrupted."""
+        """Note why this session ended; None where it was interrupted."""
         path = self.path / "sessions.json"
         *before, last = read_json(path)
         write_json(path, [*before, {**last, "stopped": stopped}])
@@ -90,7 +90,7 @@ class ResultFolder:
         write_json(self.path / "arms" / f"{file_part(name)}.json", {"name": name, **told})
 
     def unskip(self, name: str) -> None:
-        """What was missing when the folder was last run is here now."""
+        """Forget skips: what was missing when the folder was last run is here now."""
         path = self.path / "arms" / f"{file_part(name)}.json"
         if path.exists() and read_json(path).get("status") == "skipped":
             path.unlink()
@@ -121,7 +121,7 @@ class ResultFolder:
 
 @dataclass(frozen=True)
 class Results:
-    """Read back: what a folder holds now, finished or not. `experiment` and the rest are plain JSON values."""
+    """The results read back: what a folder holds now, finished or not. Fields are plain JSON values."""
 
     path: Path
     experiment: Mapping[str, Any]
@@ -145,7 +145,7 @@ class Results:
                    {arm["name"]: arm for arm in arms}, tuple(sorted(visits, key=lambda visit: visit["index"])))
 
     def run(self, visit: Mapping[str, Any]) -> Run | None:
-        """Every event of a visit; None where it failed before any."""
+        """Return every event of a visit; None where it failed before any."""
         if visit.get("run") is None:
             return None
         path = self.path / visit["run"]
@@ -169,7 +169,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Whole or not at all, also when the machine stops."""
+    """Write a file whole or not at all, also when the machine stops."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -183,7 +183,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no infinity and no NaN: what is not a number is null, an unbounded rate the word 'inf'."""
+    """Return a value that JSON can hold: what is not a number is null, an unbounded rate the word 'inf'."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

@@ -52,17 +52,17 @@ class Load(Protocol):
     """What the lab asks of a load generator; tests have their own."""
 
     def check(self, workload: WorkloadSpec) -> None:
-        """Refuses options that no run could use, before anything is started."""
+        """Refuse options that no run could use, before anything is started."""
 
     def warm_up(self, workload: WorkloadSpec, running: Running, count: int) -> int:
-        """Sends prompts that no measured run has; how many were answered."""
+        """Send prompts that no measured run has; return how many were answered."""
 
     def measure(self, workload: WorkloadSpec, running: Running, repeat: int,
                 progress: Progress | None = None) -> Measured: ...
 
 
 class ServedLoad:
-    """Over HTTP, by the load generator of `spill bench serve`."""
+    """Load over HTTP, by the load generator of `spill bench serve`."""
 
     def __init__(self, experiment: Experiment) -> None:
         self._slo = experiment.slo
@@ -77,7 +77,7 @@ class ServedLoad:
             raise SpilloverError(f"workload '{workload.group or workload.name}': {error}") from error
 
     def warm_up(self, workload: WorkloadSpec, running: Running, count: int) -> int:
-        """Four at once, so that batches of more than one have been seen as well."""
+        """Send four at once, so that batches of more than one have been seen as well."""
         from spillover.bench.serving.load_processes import run_load
         from spillover.bench.workloads.arrivals import Arrivals
 
@@ -102,7 +102,7 @@ class ServedLoad:
                         None if stats.estimated else stats.working_set_tokens)
 
     def _workload(self, spec: WorkloadSpec, running: Running) -> ServeWorkload:
-        """Made once, from the first server: every arm gets the same tokens."""
+        """Make the workload once, from the first server: every arm gets the same tokens."""
         from spillover.bench.serving.served_model import ServedModel
         from spillover.bench.workloads.make_workload import make_workload
         from spillover.bench.workloads.workload_text import as_text
@@ -191,7 +191,7 @@ def _backend(options: Mapping[str, Any]) -> Kind:
 
 
 def _whole_sessions(requests: list[ServeRequest], count: int) -> list[ServeRequest]:
-    """The first `count`; of a chat that is begun, turns are kept in order, and no turn without the one before it."""
+    """Return the first `count`; of a chat, turns are kept in order, and no turn without the one before it."""
     kept: list[ServeRequest] = []
     turns: dict[int, int] = {}
     for request in requests:

@@ -57,7 +57,7 @@ class Gates:
         return {name.replace("_", "-"): value for name, value in asdict(self).items()}
 
     def limit(self, gate: str) -> float | None:
-        """None: turned off."""
+        """Return the limit of a gate; None: turned off."""
         value = getattr(self, gate.replace("-", "_"))
         return None if value is False else float(value)
 
@@ -104,7 +104,7 @@ RunGate = Callable[[Sample, float], Fault | None]
 
 
 def judge(sample: Sample, gates: Gates) -> list[Fault]:
-    """Every fault of one run."""
+    """Return every fault of one run."""
     found: list[Fault] = []
     for name, gate in RUN_GATES.items():
         limit = gates.limit(name)
@@ -128,7 +128,7 @@ def errors(sample: Sample, limit: float) -> Fault | None:
 
 
 def cold_start(sample: Sample, limit: float) -> Fault | None:
-    """The first request against the others like it: the same turn of its chat, and slower for its work as well."""
+    """Compare the first request with the others like it: the same turn of its chat, and slower for its work as well."""
     if sample.warmups < 1:
         return Fault("cold-start", "the server had answered no request before: its first ones pay for what later ones "
                                    "find ready; set warmups", 0)
@@ -160,7 +160,7 @@ def client_saturated(sample: Sample, limit: float) -> Fault | None:
 
 
 def rate(sample: Sample, limit: float) -> Fault | None:
-    """Requests as they were sent, against their schedule and against the rate that was asked."""
+    """Compare requests as they were sent with their schedule and with the rate that was asked."""
     details = sample.run.details
     sent = [record for record in sample.run.records if record.turn == 0]  # later turns wait for an answer
     if len(sent) < 2 or details.get("arrival") in (None, "closed", "burst"):
@@ -185,7 +185,7 @@ def rate(sample: Sample, limit: float) -> Fault | None:
 
 
 def contamination(sample: Sample, limit: float) -> Fault | None:
-    """Hits beyond what the workload shares within itself came from runs before it."""
+    """Find contamination: hits beyond what the workload shares within itself, which came from runs before it."""
     hits, prompt = cache_hits(sample.run)
     if hits is None or prompt <= 0:
         return Fault("contamination", "the server does not tell its prefix hits: that runs did not reuse each other's "
@@ -203,7 +203,7 @@ def contamination(sample: Sample, limit: float) -> Fault | None:
 
 
 def lengths(sample: Sample, limit: float) -> Fault | None:
-    """Where an end-of-sequence token may end an answer, only longer ones are wrong."""
+    """Find wrong lengths; where an end-of-sequence token may end an answer, only longer ones."""
     done = sample.completed
     asked = sum(record.asked_output for record in done)
     if not asked:
@@ -232,14 +232,14 @@ def offload(sample: Sample, limit: float) -> Fault | None:
 
 
 def too_few_samples(sample: Sample, least: float) -> list[Fault]:
-    """A percentile with hardly any value beyond it is the luck of single requests. One fault a metric."""
+    """Find percentiles with hardly any value beyond them, which are the luck of single requests. One fault a metric."""
     requests = len(sample.completed)
     return few_samples(sample.metrics, requests, sum(max(0, each.output_tokens - 1) for each in sample.completed),
                        least)
 
 
 def few_samples(metrics: Sequence[str], requests: int, gaps: int, least: float) -> list[Fault]:
-    """`gaps`: between tokens, over all requests. Known beforehand from what a workload sends."""
+    """Find percentiles with too few samples. `gaps`: between tokens, over all requests."""
     found = []
     for metric in metrics:
         share = _beyond(metric)
@@ -286,8 +286,8 @@ def across(sample: ArmSample, gates: Gates) -> list[Fault]:
 
 
 def drift(sample: ArmSample, limit: float) -> Fault | None:
-    """A trend of the ratio: one of the two became faster or slower while it was measured. What both share cancels in
-    the ratio; a trend that chance explains is none."""
+    """Find a trend of the ratio: one of the two became faster or slower while it was measured. What both share cancels
+    in the ratio; a trend that chance explains is none."""
     count = len(sample.ratios)
     if count < 4 or any(ratio <= 0 for ratio in sample.ratios):
         return None
@@ -322,7 +322,7 @@ def version(sample: ArmSample, _limit: float) -> Fault | None:
 
 
 def cache_hits(run: Run) -> tuple[float | None, float]:
-    """Prompt tokens found in a cache, of how many; None where the server tells neither by request nor by counter."""
+    """Return prompt tokens found in a cache, of how many; None where neither requests nor counters tell."""
     told = [record for record in run.completed if record.sources is not None]
     if told:
         prompt = sum(sum((record.sources or {}).values()) for record in told)
@@ -338,7 +338,7 @@ def _first_token(record: RequestRecord) -> float:
 
 
 def _work(record: RequestRecord) -> float:
-    """Prompt tokens that had to be computed, as far as the server tells."""
+    """Return the prompt tokens that had to be computed, as far as the server tells."""
     sources = record.sources
     return max(1.0, float(record.prompt_tokens if sources is None else sources.get("computed", record.prompt_tokens)))
 
@@ -349,13 +349,13 @@ def _rate(times: Sequence[float]) -> float:
 
 
 def _arrival_spread(details: Mapping[str, Any]) -> float:
-    """Standard deviation of the gaps between arrivals over their mean."""
+    """Return the standard deviation of the gaps between arrivals over their mean."""
     burstiness = details.get("burstiness")
     return 1.0 if burstiness is None else 0.0 if burstiness == "inf" else 1 / math.sqrt(float(burstiness))
 
 
 def _beyond(metric: str) -> float | None:
-    """Share of values beyond a percentile; None for means and rates, whose chance the interval shows."""
+    """Return the share of values beyond a percentile; None for means and rates, whose chance the interval shows."""
     if metric.startswith("median_"):
         return 0.5
     found = re.match(r"p(\d+(?:\.\d+)?)_", metric)

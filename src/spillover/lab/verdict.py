@@ -34,7 +34,7 @@ LOWER = frozenset({"duration", "failed", "max_concurrent_requests", "mean_concur
 
 
 def better(metric: str) -> str:
-    """Which way is good, of every name in `run_metrics.metric_names`: times are better lower, rates and shares
+    """Return which way is good, of every name in `run_metrics.metric_names`: times are better lower, rates and shares
     higher."""
     return "lower" if metric.endswith("_ms") or metric in LOWER else "higher"
 
@@ -63,7 +63,7 @@ class Rule:
     equivalence: float = 0.0  # 0: never the same
 
     def level(self, comparisons: int) -> float:
-        """The confidence of each interval of a family, so that all of them hold together with `confidence`."""
+        """Return the confidence of each interval of a family, so that all of them hold together with `confidence`."""
         return 1 - (1 - self.confidence) / max(1, comparisons)
 
     def least_blocks(self, comparisons: int) -> int:
@@ -86,27 +86,27 @@ class Verdict:
 
     @property
     def final(self) -> bool:
-        """More blocks would not change it: it is decided, or can no longer be."""
+        """Return whether more blocks would not change it: it is decided, or can no longer be."""
         return self.verdict in DECIDED or (self.verdict == NO_VERDICT and not self.early)
 
     @property
     def early(self) -> bool:
-        """There is no verdict only because there are too few blocks."""
+        """Return whether there is no verdict only because there are too few blocks."""
         return self.verdict == NO_VERDICT and self.comparison.barred is None and not _unsound(self.comparison)
 
     @property
     def times(self) -> float | None:
-        """How many times as good, or as bad, whichever is 1 or more."""
+        """Return how many times as good, or as bad, whichever is 1 or more."""
         return None if self.ratio is None else max(self.ratio, 1 / self.ratio)
 
     @property
     def word(self) -> str:
-        """The verdict as a person reads it."""
+        """Return the verdict as a person reads it."""
         return f"same within {100 * self.equivalence:g}%" if self.verdict == SAME else self.verdict
 
     @property
     def range_text(self) -> str:
-        """The interval as a person reads it: how many times better, or worse where the verdict is slower."""
+        """Return the interval as a person reads it: how many times better, or worse where the verdict is slower."""
         if self.low is None or self.high is None or self.ratio is None:
             return ""
         turned = (better(self.comparison.metric) == "lower") != (self.verdict == SLOWER)
@@ -128,7 +128,7 @@ class Verdict:
         return f"{what}: {_times(self.times)} {self.verdict} after {self.blocks} blocks ({interval})"
 
     def blocks_left(self, most: int) -> int:
-        """About how many more blocks will decide it, if they go as those until now; `most` counts from the first."""
+        """Estimate how many more blocks will decide it, if they go as those until now; `most` counts from the first."""
         if self.final:
             return 0
         known = [math.log(ratio) for ratio in self.block_ratios]
@@ -149,7 +149,7 @@ class Verdict:
 
 
 def decide(comparisons: Sequence[Comparison], rule: Rule) -> list[Verdict]:
-    """In the order given; the two families apart."""
+    """Decide comparisons in the order given; the two families apart."""
     verdicts: dict[int, Verdict] = {}
     for primary in (True, False):
         family = {index: each for index, each in enumerate(comparisons) if each.primary == primary}
@@ -159,7 +159,7 @@ def decide(comparisons: Sequence[Comparison], rule: Rule) -> list[Verdict]:
 
 
 def _decide(comparison: Comparison, rule: Rule, family: int) -> Verdict:
-    """`family`: comparisons that are judged together. A ratio is told even where there can be no verdict."""
+    """Decide one comparison. `family`: comparisons judged together. A ratio is told even without a verdict."""
     why = comparison.barred
     if not comparison.values:
         return Verdict(comparison, NO_VERDICT, why or "no block in which both were measured")

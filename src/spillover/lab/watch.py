@@ -13,7 +13,7 @@ HZ = 2.0
 
 
 class Monitored:
-    """Used as `with watch(engine, path):`. What could not be watched is told once."""
+    """Monitors beside a run: `with watch(engine, path):`. What could not be watched is told once."""
 
     def __init__(self, tell: Callable[[str], None] = lambda note: None, hz: float = HZ) -> None:
         self._tell, self._hz = tell, hz

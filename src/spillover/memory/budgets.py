@@ -17,7 +17,7 @@ class DiskBudget:
 
 
 def parse_disk(text: str) -> DiskBudget:
-    """'/nvme/kv:200GB'; the size stands behind the last colon, so that a path may have colons of its own."""
+    """Parse '/nvme/kv:200GB'; the size stands behind the last colon, so that a path may have colons of its own."""
     path, colon, size = text.rpartition(":")
     if not colon or not path or not size.strip():
         raise SpilloverError(f"--disk takes PATH:SIZE, such as /nvme/kv:200GB; got '{text}'")

@@ -31,78 +31,78 @@ class KVConnector(Protocol):
     # A request that waits
 
     def lookup(self, seq: str, tokens: Sequence[int], salt: str | None) -> bool:
-        """Asks the tiers what they hold of the prompt, once; returns whether all have answered or had time to."""
+        """Ask the tiers what they hold of the prompt, once; returns whether all have answered or had time to."""
 
     def forget(self, seq: str) -> None:
-        """Ends the lookup: the request was admitted, or no longer waits."""
+        """End the lookup: the request was admitted, or no longer waits."""
 
     # A request that runs
 
     def begin(self, seq: str, tokens: Sequence[int], salt: str | None) -> int | None:
-        """Starts loading the blocks that follow those a newly admitted sequence found on the device, where it is worth
-        it. Returns up to which token it is to be computed meanwhile: all of them if nothing is loaded, and None,
-        having changed nothing, if there is no room yet."""
+        """Start loading the blocks that follow those a newly admitted sequence found on the device, where it is worth
+        it. Returns up to which token it is to be computed meanwhile: all of them if nothing is loaded, and None, having
+        changed nothing, if there is no room yet."""
 
     def progress(self, seq: str, num_computed: int) -> Progress | None:
-        """Takes over what has been loaded; None: the loads cannot end, and the sequence has to start over."""
+        """Take over what has been loaded; None: the loads cannot end, and the sequence has to start over."""
 
     def limit(self, seq: str, num_computed: int, num_tokens: int) -> int:
-        """Returns up to which token the sequence is to be computed: what follows is loaded, or may be soon."""
+        """Return up to which token the sequence is to be computed: what follows is loaded, or may be soon."""
 
     def offload(self, seq: str, num_blocks: int) -> bool:
-        """Starts moving the sequence's oldest blocks to host memory, because the device has no room for more.
+        """Start moving the sequence's oldest blocks to host memory, because the device has no room for more.
 
         For a sequence that is alone and has no step in flight. True while blocks are on their way, so that room is to
         come; False if none can be moved. The prefix tree is emptied: all that is left in it belongs to this sequence.
         """
 
     def host_blocks(self, seq: str) -> tuple[int, ...]:
-        """Returns the addresses in host memory of the sequence's leading blocks, whose table entries are 0."""
+        """Return the addresses in host memory of the sequence's leading blocks, whose table entries are 0."""
 
     def end(self, seq: str) -> None:
-        """Drops the sequence's loads and offloaded blocks; called just before the cache releases its blocks."""
+        """Drop the sequence's loads and offloaded blocks; called just before the cache releases its blocks."""
 
     # Between steps
 
     def observe(self, prefill_tokens: int, num_tokens: int, seconds: float) -> None:
-        """Learns from a step how long computing takes."""
+        """Learn from a step how long computing takes."""
 
     def reserve(self, num_blocks: int) -> None:
-        """Keeps n blocks free for requests that decode: other requests and copies leave them alone."""
+        """Keep n blocks free for requests that decode: other requests and copies leave them alone."""
 
     def poll_loads(self) -> None:
-        """Takes in what requests wait for: a small part of poll()."""
+        """Take in what requests wait for: a small part of poll()."""
 
     def poll(self, hurried: bool = False) -> None:
-        """Takes in copies that have ended, and starts new ones. `hurried`: all but loads may wait for another step."""
+        """Take in copies that have ended, and start new ones. `hurried`: all but loads may wait for another step."""
 
     def wait(self, seconds: float) -> None:
-        """Sleeps until a copy may have ended."""
+        """Sleep until a copy may have ended."""
 
     @property
     def busy(self) -> bool:
-        """Whether copies are under way that poll() would take further."""
+        """Return whether copies are under way that poll() would take further."""
 
     # All that is stored
 
     @property
     def tiers(self) -> Sequence[Tier]:
-        """Those below host memory, which may change without the engine's doing."""
+        """Return the tiers below host memory, which may change without the engine's doing."""
 
     def reports(self) -> list[TierReport]: ...
 
     def clear(self, external: bool = False) -> None:
-        """Forgets what host memory holds; `external`: also what lies on disk and in a remote store."""
+        """Forget what host memory holds; `external`: also what lies on disk and in a remote store."""
 
     def close(self, deadline: float) -> None:
-        """Ends all copies. What only the device or host memory has is first written to the tiers that last, in time."""
+        """End all copies. What only the device or host memory has is first written to the tiers that last, in time."""
 
     def check(self) -> None:
-        """Asserts what must hold between any two steps."""
+        """Assert what must hold between any two steps."""
 
 
 class NullConnector:
-    """Stands where nothing lies below the device: finds nothing, loads nothing, keeps nothing."""
+    """The connector where nothing lies below the device: finds nothing, loads nothing, keeps nothing."""
 
     busy = False
     tiers = ()

@@ -14,7 +14,7 @@ from spillover.memory.policies.experts.protocol import ExpertPolicy
 
 @dataclass(frozen=True)
 class CacheCounts:
-    """Since the cache was made, in experts that steps asked for."""
+    """Counts since the cache was made, in experts that steps asked for."""
 
     hits: int = 0
     misses: int = 0
@@ -58,7 +58,7 @@ class ExpertCache:
         return self._slot_of[layer].keys()
 
     def ask(self, layer: int, expert: int) -> int | None:
-        """The slot of an expert that is about to be used; None: it is not there, and counts as missed."""
+        """Return the slot of an expert that is about to be used; None: it is not there, and counts as missed."""
         slot = self._slot_of[layer].get(expert)
         self._counts[0 if slot is not None else 1] += 1
         if slot is not None:
@@ -67,9 +67,9 @@ class ExpertCache:
 
     def take(self, layer: int, expert: int, keep: Collection[int] = (), asked: bool = True,
              pinned: bool = False) -> int | None:
-        """A slot for an expert that is not there, which has it from now on. `keep`: experts that must stay meanwhile.
-        None: every slot holds one of those, or of infinite worth. `asked`: for a step, rather than ahead of one;
-        `pinned`: also the slot of one of infinite worth."""
+        """Return a slot for an expert that is not there, which has it from now on. `keep`: experts that must stay
+        meanwhile. None: every slot holds one of those, or of infinite worth. `asked`: for a step, rather than ahead of
+        one; `pinned`: also the slot of one of infinite worth."""
         if expert in self._slot_of[layer]:
             raise ValueError(f"expert {expert} of layer {layer} is there already")
         if self._free[layer]:
@@ -87,7 +87,7 @@ class ExpertCache:
         return slot
 
     def lend(self, layer: int) -> range:
-        """Takes a slot out of the layer's use, evicting if need be; none where only one is left that anybody can
+        """Take a slot out of the layer's use, evicting if need be; none where only one is left that anybody can
         have."""
         worth = self.policy.worth(layer)
         pinned = sum(worth[expert] == float("inf") for expert in self._slot_of[layer])
@@ -104,7 +104,7 @@ class ExpertCache:
         return range(slot, slot + 1)
 
     def usable(self, layer: int) -> int:
-        """Slots of a layer that are not lent."""
+        """Return the slots of a layer that are not lent."""
         return self.quota - len(self._withheld[layer])
 
     def give_back(self, layer: int, slots: range) -> None:
@@ -118,7 +118,7 @@ class ExpertCache:
             self._slot_of[layer].clear()
 
     def check(self) -> None:
-        """Free, taken and lent slots of a layer are its quota, each once."""
+        """Assert that free, taken and lent slots of a layer are its quota, each once."""
         for layer in range(self.layers):
             slots = [*self._free[layer], *self._slot_of[layer].values(), *self._withheld[layer]]
             assert sorted(slots) == list(range(layer * self.quota, (layer + 1) * self.quota)), (layer, slots)

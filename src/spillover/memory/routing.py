@@ -22,7 +22,7 @@ Trace = list[list[list[int]]]  # step, layer -> experts, in the router's order
 
 
 def read_log(path: str | Path, phase: int | None = 1) -> Trace:
-    """The decode steps of a log (its prefill ones, or with None all tokens), in order; every step has all layers."""
+    """Return the decode steps of a log (prefill ones, or with None all), in order; every step has all layers."""
     steps: dict[tuple[int, int, int], dict[int, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
     try:
         with Path(path).open(newline="", encoding="utf-8") as file:
@@ -44,8 +44,8 @@ def read_log(path: str | Path, phase: int | None = 1) -> Trace:
 
 
 def extended(trace: Trace, experts: int, k: int, layers: int | None = None, seed: int = 0) -> Trace:
-    """With k experts a token: the recorded ones, then others drawn by the layer's own frequencies, none twice.
-    `layers`: as many, the recorded ones over and over."""
+    """Extend a trace to k experts a token: the recorded ones, then others drawn by the layer's own frequencies, none
+    twice. `layers`: as many, the recorded ones over and over."""
     rng = np.random.default_rng(seed)
     recorded = len(trace[0])
     counts = np.full((recorded, experts), 0.0)
@@ -68,13 +68,13 @@ def extended(trace: Trace, experts: int, k: int, layers: int | None = None, seed
 
 
 def uniform(steps: int, layers: int, experts: int, k: int, seed: int = 0) -> Trace:
-    """Every expert as likely as any other, which is how random weights route."""
+    """Return every expert as likely as any other, which is how random weights route."""
     rng = np.random.default_rng(seed)
     return [[rng.choice(experts, k, replace=False).tolist() for _ in range(layers)] for _ in range(steps)]
 
 
 def simulate(trace: Trace, experts: int, quota: int, policy: ExpertPolicy, warm: int = 0) -> CacheCounts:
-    """Plays a trace through a cache that begins with the first experts of each layer; the first `warm` steps do not
+    """Play a trace through a cache that begins with the first experts of each layer; the first `warm` steps do not
     count."""
     cache = ExpertCache(len(trace[0]), experts, quota, policy)
     for layer in range(cache.layers):
@@ -95,7 +95,7 @@ def simulate(trace: Trace, experts: int, quota: int, policy: ExpertPolicy, warm:
 
 
 def distinct(trace: Trace) -> Sequence[Sequence[Sequence[int]]]:
-    """For policies that look ahead."""
+    """Return each step's distinct experts, for policies that look ahead."""
     return [[list(dict.fromkeys(chosen)) for chosen in by_layer] for by_layer in trace]
 
 

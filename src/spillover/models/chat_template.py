@@ -47,14 +47,14 @@ class TemplateLimit(RequestError):  # noqa: N818
 
 
 class ChatTemplates:
-    """Compiles and renders templates; safe from any thread."""
+    """A compiler and renderer of templates; safe from any thread."""
 
     def __init__(self) -> None:
         self._environment = _Environment()
         self._compiled: dict[str, Template] = {}
 
     def compile(self, source: str) -> Template:
-        """TemplateError where it is not a template."""
+        """Compile a template; TemplateError where it is none."""
         template = self._compiled.get(source)
         if template is None:
             if len(source) > MAX_SOURCE:
@@ -67,7 +67,7 @@ class ChatTemplates:
         return template
 
     def render(self, source: str, variables: Mapping[str, Any]) -> str:
-        """RequestError with the reason where it cannot be."""
+        """Render messages; RequestError with the reason where it cannot be done."""
         try:
             template = self.compile(source)
             with self._environment.metered():
@@ -105,7 +105,7 @@ class _Meter:
 
 
 class _CodeGenerator(CodeGenerator):
-    """Lists, dictionaries and joined texts pass through the environment, which sees their size."""
+    """A generator whose lists, dictionaries and joined texts pass through the environment, which sees their size."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
         self.write("environment.joined((")
@@ -134,7 +134,7 @@ class _CodeGenerator(CodeGenerator):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """As transformers sets it up, so that a template renders to the same bytes."""
+    """Jinja as transformers sets it up, so that a template renders to the same bytes."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
     code_generator_class = _CodeGenerator
@@ -166,7 +166,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return ""
 
     def made(self, value: Any) -> Any:
-        """A value that has just been made: counted, and refused where writing it out would be too long."""
+        """Return a value that has just been made: counted, and refused where writing it out would be too long."""
         meter = self._meter
         if isinstance(value, str):
             meter.make(len(value))
@@ -216,7 +216,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     # Limits
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """With a look at the clock at the beginning of every loop's body."""
+        """Parse, with a look at the clock at the beginning of every loop's body."""
         tree = super()._parse(source, name, filename)
         for loop in tree.find_all(nodes.For):
             look = nodes.ExprStmt(nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None))
@@ -225,7 +225,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return tree
 
     def _shown(self, value: Any) -> Any:
-        """What is written into the output."""
+        """Return what is written into the output."""
         if isinstance(value, str):
             self._meter.make(len(value))
         elif isinstance(value, list | tuple | dict | set | Namespace):
@@ -255,7 +255,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             self._meter.make(len(text) + text.count(old) * max(0, len(new) - len(old)))
 
     def _limited(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter that counts what it makes, and refuses what would be too much before making it."""
+        """Return a filter that counts what it makes, and refuses what would be too much before making it."""
         skipped = 1 if hasattr(work, "jinja_pass_arg") else 0
 
         @functools.wraps(work)
@@ -315,7 +315,7 @@ class _GenerationBlock(Extension):
 
 
 def _weigh(value: Any, meter: _Meter) -> int:
-    """Characters and elements of a value as it would be written out, however often it holds the same part."""
+    """Return the characters and elements of a value written out, however often it holds the same part."""
     if isinstance(value, str):
         return len(value)
     weight, stack = 0, [value]
@@ -335,7 +335,7 @@ def _weigh(value: Any, meter: _Meter) -> int:
 
 
 def _width(option: Any) -> int:
-    """Characters that an option adds where it is written."""
+    """Return the characters that an option adds where it is written."""
     if isinstance(option, list | tuple):
         return max(map(_width, option), default=0)
     return len(option) if isinstance(option, str) else option if isinstance(option, int) else 0
@@ -358,7 +358,7 @@ def _check_bits(bits: int) -> None:
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None,
              separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
-    """Without the escapes for HTML that jinja's own filter makes."""
+    """Write JSON without the escapes for HTML that jinja's own filter makes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

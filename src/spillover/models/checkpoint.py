@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Checkpoint(Protocol):
-    """Tensors are read one at a time and own their memory: nothing stays mapped after a read."""
+    """A model on disk. Tensors are read one at a time and own their memory: nothing stays mapped after a read."""
 
     path: Path
     # As in config.json, plus "generation_eos_token_id", every id that ends a generation, and "code_bits", those of the
@@ -31,10 +31,10 @@ class Checkpoint(Protocol):
     def file(self, name: str) -> Path: ...  # that holds the tensor
 
     def read(self, name: str, row: int | None = None) -> Tensor:
-        """The tensor, or one entry of its first dimension."""
+        """Return the tensor, or one entry of its first dimension."""
 
     def read_codes(self, name: str) -> Codes:
-        """A matrix as it is stored."""
+        """Return a matrix as it is stored."""
 
     def close(self) -> None: ...
 
@@ -44,7 +44,7 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Checks that every file is whole; reads no tensor."""
+    """Open a checkpoint after checking that every file is whole; reads no tensor."""
     from spillover.models.gguf.gguf_file import GGUFCheckpoint
     from spillover.models.safetensors_folder import SafetensorsCheckpoint
 
@@ -59,7 +59,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """The checkpoint's config alone; a folder needs no weights for it, which is all that random weights ask."""
+    """Return the checkpoint's config alone; a folder needs no weights for it, which is all that random weights ask."""
     from spillover.models.safetensors_folder import read_config as read_folder_config
 
     path = Path(path).expanduser()

@@ -18,7 +18,7 @@ _LIMITS = {"num_hidden_layers": MOST_LAYERS, "num_local_experts": MOST_EXPERTS, 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Only the fields of its kind are read."""
+    """The scaling of a rope; only the fields of its kind are read."""
 
     kind: str  # "linear" | "llama3" | "yarn"
     factor: float = 1.0
@@ -83,7 +83,7 @@ def parse_config(
     head_dim: int | None = None,
     **fields: Any,
 ) -> ModelConfig:
-    """What every architecture shares, from a config.json; `fields` are the architecture's own.
+    """Return what every architecture shares, from a config.json; `fields` are the architecture's own.
 
     `theta`, `eps` and `head_dim` are the architecture's defaults for a file that leaves them out.
     """
@@ -139,7 +139,7 @@ def require(hf: Mapping[str, Any], key: str) -> int:
 
 
 def optional(hf: Mapping[str, Any], key: str, least: int = 1) -> int | None:
-    """A count: a whole number that a model may have; None where the file has none."""
+    """Return a count: a whole number that a model may have; None where the file has none."""
     value, most = hf.get(key), _LIMITS.get(key, MOST)
     if value is None:
         return None
@@ -151,7 +151,7 @@ def optional(hf: Mapping[str, Any], key: str, least: int = 1) -> int | None:
 
 
 def number(hf: Mapping[str, Any], key: str, default: float) -> float:
-    """Positive and finite; the default where the file has none, or 0."""
+    """Return a positive finite number; the default where the file has none, or 0."""
     value = hf.get(key) or default
     if type(value) not in (int, float) or not 0 < value <= MOST_NUMBER:
         raise CheckpointError(f"config.json: '{key}' is {shown(value)}, not a positive number")
@@ -166,7 +166,7 @@ def section(hf: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def token_ids(value: object, key: str) -> tuple[int, ...]:
-    """One id, a list of them, or none."""
+    """Return one id, a list of them, or none."""
     ids = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
     for index in ids:
         if type(index) is not int or not 0 <= index <= MOST:
@@ -175,12 +175,12 @@ def token_ids(value: object, key: str) -> tuple[int, ...]:
 
 
 def named(name: str) -> str:
-    """A tensor's name as it is, unless it does not belong in a sentence."""
+    """Return a tensor's name as it is, unless it does not belong in a sentence."""
     return name if name.isprintable() and 0 < len(name) <= 120 else shown(name)
 
 
 def parse_rope(hf: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling | None]:
-    """Base and scaling, from `rope_parameters` (new files) or `rope_theta` and `rope_scaling` (older ones)."""
+    """Parse base and scaling from `rope_parameters` (new files) or `rope_theta` and `rope_scaling` (older ones)."""
     rope = section(hf, "rope_scaling") or section(hf, "rope_parameters")
     per_layer_type = [value for value in rope.values() if isinstance(value, Mapping)]
     if per_layer_type:
@@ -217,7 +217,7 @@ def parse_rope(hf: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling 
 
 
 def expert_format(hf: Mapping[str, Any]) -> str:
-    """The format that experts are kept in: that of all linears."""
+    """Return the format that experts are kept in: that of all linears."""
     from spillover.kernels.formats.base import registered  # imports torch, which who only reads a config does without
 
     found = registered(section(hf, "quantization_config").get("quant_method"))
@@ -225,7 +225,7 @@ def expert_format(hf: Mapping[str, Any]) -> str:
 
 
 def parse_windows(hf: Mapping[str, Any], layer_types: Sequence[str]) -> tuple[int | None, ...]:
-    """One window a layer, from its type."""
+    """Return one window a layer, from its type."""
     if not isinstance(layer_types, list):
         raise CheckpointError(f"config.json: 'layer_types' is {shown(layer_types)}, not a list")
     for kind in layer_types:

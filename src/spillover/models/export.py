@@ -72,7 +72,7 @@ def export(source: Path, target: Path, dtype: str = "auto", shard_nbytes: int = 
 
 
 def cached_export(source: Path, dtype: str = "auto", progress: Progress | None = None) -> Path:
-    """The export of a checkpoint kept beside the model cache, under its weights' digest; made on first use."""
+    """Return the export of a checkpoint kept beside the model cache, under its weights' digest; made on first use."""
     name = f"{source.name.removesuffix('.gguf')}-{dtype}-{weights_digest(source).hex()[:16]}"
     target = models_folder().with_name("exports") / name
     if not (target / "config.json").is_file():
@@ -83,7 +83,7 @@ def cached_export(source: Path, dtype: str = "auto", progress: Progress | None =
 
 @contextmanager
 def _assembling(target: Path) -> Iterator[Path]:
-    """A folder beside the target, whose files move into it when the block ends well."""
+    """Yield a folder beside the target, whose files move into it when the block ends well."""
     folder = target.absolute().with_name(f".{target.absolute().name}.{os.getpid()}.partial")
     try:
         folder.mkdir(parents=True)
@@ -102,7 +102,7 @@ def _assembling(target: Path) -> Iterator[Path]:
 
 def _write_weights(checkpoint: Checkpoint, names: Sequence[str], folder: Path, dtype: torch.dtype | None,
                    shard_nbytes: int, progress: Progress | None) -> None:
-    """In the order of `names`, in as many files of at most `shard_nbytes` as it takes."""
+    """Write weights in the order of `names`, in as many files of at most `shard_nbytes` as it takes."""
     kinds = {name: _stored_as(checkpoint, name, dtype) for name in names}
     sizes = {name: math.prod(checkpoint.shape(name)) * DTYPES[_NAMES[kinds[name]]] for name in names}
     shards: list[list[str]] = [[]]
@@ -140,7 +140,7 @@ def _write_weights(checkpoint: Checkpoint, names: Sequence[str], folder: Path, d
 
 
 def _stored_as(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None) -> torch.dtype:
-    """The type that a tensor is written in."""
+    """Return the type that a tensor is written in."""
     found = checkpoint.dtype(name)
     return found if dtype is None or not found.is_floating_point or found.itemsize == 1 else dtype
 

@@ -38,7 +38,7 @@ KEPT_BYTES = 1 << 20  # a digest of less is made again rather than kept
 
 def model_fingerprint(path: Path, config: ModelConfig, load_format: str, *, dtype: str, device: str, seed: int,
                       full: bool = False) -> bytes:
-    """The same for the same model in another folder, another for any other model or another way to compute it.
+    """Return a digest, the same for the same model in another folder, another for any other model or way to compute it.
 
     `dtype`, `device` and `seed` count for dummy weights only, whose values depend on them; `full` reads every weight.
     """
@@ -53,7 +53,7 @@ def model_fingerprint(path: Path, config: ModelConfig, load_format: str, *, dtyp
 
 
 def weights_digest(path: Path, full: bool = False) -> bytes:
-    """Of a checkpoint's tensors alone. Kept in the model cache under the files' sizes and times."""
+    """Return a digest of a checkpoint's tensors alone. Kept in the model cache under the files' sizes and times."""
     files = [file.resolve() for file in _files(path)]
     key = [VERSION, full, *_states(files)]
     kept = _record(path, full)
@@ -116,14 +116,14 @@ def _read(tensor: _Tensor, full: bool) -> Iterator[bytes]:
 
 
 def _pieces(nbytes: int, full: bool) -> list[tuple[int, int]]:
-    """(place, size) of what is read of a tensor."""
+    """Return (place, size) of what is read of a tensor."""
     if full or nbytes <= WHOLE_BYTES:
         return [(place, min(CHUNK_BYTES, nbytes - place)) for place in range(0, nbytes, CHUNK_BYTES)]
     return [((nbytes - SAMPLE_BYTES) * index // (SAMPLES - 1), SAMPLE_BYTES) for index in range(SAMPLES)]
 
 
 def _files(path: Path) -> list[Path]:
-    """Those whose change may change the weights."""
+    """Return the config values whose change may change the weights."""
     if path.is_dir():
         return sorted(file for file in (*path.glob("*.safetensors"), path / INDEX) if file.is_file())
     split = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path.name)
@@ -131,7 +131,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _states(files: list[Path]) -> list[list[Any]]:
-    """The time of the last change is beside that of the last write, which a copy may have carried over."""
+    """Return size and times; the last change beside the last write, which a copy may have carried over."""
     states = [(file, file.stat()) for file in files]
     return [[str(file), state.st_size, state.st_mtime_ns, state.st_ctime_ns] for file, state in states]
 
@@ -142,7 +142,7 @@ def _record(path: Path, full: bool) -> Path:
 
 
 def _keep(file: Path, record: dict[str, Any]) -> None:
-    """A cache that cannot be written costs the next start some reads, no more."""
+    """Keep a digest: a cache that cannot be written costs the next start some reads, no more."""
     partial = file.with_suffix(f".{os.getpid()}.partial")
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)

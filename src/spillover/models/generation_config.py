@@ -18,7 +18,7 @@ _GGUF = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "mi
 
 
 def sampling_defaults(path: Path, choice: str = "auto") -> dict[str, float]:
-    """Some of FIELDS. `choice`: auto reads the model's own, none gives nothing, else a folder or file to read."""
+    """Return some of FIELDS. `choice`: auto reads the model's own, none nothing, else a folder or file to read."""
     if choice == "none":
         return {}
     if choice != "auto":
@@ -42,7 +42,7 @@ def _of_file(file: Path) -> dict[str, float]:
 
 
 def _valid(given: dict[str, Any]) -> dict[str, float]:
-    """A recommendation that makes no sense is no reason not to serve the model."""
+    """Return the recommendations that make sense: others are no reason not to serve the model."""
     low = {"temperature": 0.0, "top_k": -1.0, "min_p": 0.0}
     high = {"top_p": 1.0, "min_p": 1.0}
     kept = {}

@@ -15,7 +15,7 @@ class LayerGroup:
 
 
 def layer_groups(config: ModelConfig) -> tuple[LayerGroup, ...]:
-    """Full attention first, then windows from small to large; every group has as many layers as the next."""
+    """Return groups of equally many layers: full attention first, then windows from small to large."""
     kinds: dict[int | None, list[int]] = {}
     for layer, window in enumerate(config.windows):
         kinds.setdefault(window, []).append(layer)

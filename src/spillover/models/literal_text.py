@@ -15,7 +15,7 @@ from spillover.models.tokenizer import Tokenizer
 
 
 class LiteralText:
-    """Marks special tokens in what others wrote before a chat template sees it, and encodes the rendered text so that
+    """A marker of special tokens in what others wrote before a chat template sees it; encodes the rendered text so that
     only those of the template's own are tokens.
 
     A copy of the tokenizer knows the special tokens under secret names; everything else about it is the same, so text
@@ -40,7 +40,7 @@ class LiteralText:
                                   "--no-special-tokens-in-user-text out")
 
     def mark(self, value: Any) -> Any:
-        """The same value with every special token in its strings marked; what a dictionary calls its entries stays."""
+        """Return the value with every special token in its strings marked; keys of dictionaries stay."""
         if isinstance(value, str):
             return self._special.sub(lambda found: self._marks[found[0]], value)
         if isinstance(value, Mapping):
@@ -57,7 +57,7 @@ class LiteralText:
 
 
 def _renamed(backend: tokenizers.Tokenizer, names: Mapping[str, str]) -> tokenizers.Tokenizer:
-    """A copy that knows these added tokens under other names, with the same ids."""
+    """Return a copy that knows these added tokens under other names, with the same ids."""
     made = json.loads(backend.to_str())
     for token in made["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"]) if token["special"] else token["content"]

@@ -32,7 +32,7 @@ def load_parts(
     device: DeviceOf,
     progress: Progress | None = None,
 ) -> Iterator[tuple[str, dict[str, Weight]]]:
-    """Part after part. Reads every weight once; at any time no more than one checkpoint tensor is held besides what is
+    """Load part after part, every weight once; at any time no more than one checkpoint tensor is held besides what is
     loaded."""
     reader = _Reader(checkpoint, config)
     chosen = {part: [(spec, reader.choose(spec)) for spec in listed] for part, listed in specs.items()}
@@ -50,7 +50,7 @@ def load_parts(
 
 def dummy_parts(specs: WeightSpecs, dtype: torch.dtype, device: torch.device,
                 seed: int = 0) -> Iterator[tuple[str, dict[str, Weight]]]:
-    """Random weights of the true shapes, part after part, made where they will lie; the same for the same seed."""
+    """Yield random weights of the true shapes, part after part, made where they will lie; equal for equal seeds."""
     random, target = torch.Generator(device).manual_seed(seed), Target(_named(dtype), device, Arena())
 
     def make(spec: WeightSpec) -> Weight:
@@ -64,7 +64,7 @@ def dummy_parts(specs: WeightSpecs, dtype: torch.dtype, device: torch.device,
 
 
 def checkpoint_tensors(checkpoint: Checkpoint, config: ModelConfig, specs: WeightSpecs) -> list[str]:
-    """The names of the checkpoint's tensors that make these weights, in their order; checks that all are there."""
+    """Return the names of the checkpoint's tensors that make these weights, in order; all must be there."""
     reader = _Reader(checkpoint, config)
     return [tensor.name for listed in specs.values() for spec in listed
             for tensor in _tensors(spec, reader.choose(spec))]
@@ -79,18 +79,18 @@ class PartReader:
         self._target = Target(_named(dtype), torch.device("cpu"))
 
     def part(self, part: str, wanted: Callable[[str], bool]) -> dict[str, Weight]:
-        """Those of a part's weights whose name is wanted, in host memory."""
+        """Return those of a part's weights whose name is wanted, in host memory."""
         return {spec.name: self._reader.load(spec, source, self._target) for spec, source in self._chosen[part]
                 if wanted(spec.name)}
 
     def expert(self, part: str, expert: int) -> dict[str, Weight]:
-        """One of a part's experts, as stacks of one."""
+        """Return one of a part's experts, as stacks of one."""
         return {spec.name: self._reader.load_expert(spec, source, expert, self._target)
                 for spec, source in self._chosen[part] if is_expert(spec.name)}
 
 
 class _Reader:
-    """Checks what a checkpoint holds against what a spec expects, and names file and tensor where they differ."""
+    """A check of what a checkpoint holds against what a spec expects; names file and tensor where they differ."""
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig) -> None:
         self.checkpoint = checkpoint
@@ -98,7 +98,7 @@ class _Reader:
         self.names = checkpoint.names()
 
     def choose(self, spec: WeightSpec) -> Source:
-        """The first source whose tensors are all there, with the right shapes."""
+        """Return the first source whose tensors are all there, with the right shapes."""
         missing: list[str] = []
         for source in spec.sources:
             tensors = list(_tensors(spec, source))
@@ -128,7 +128,7 @@ class _Reader:
         return Linear(spec.format, spec.linear, stacks)
 
     def load_expert(self, spec: WeightSpec, source: Source, expert: int, target: Target) -> Weight:
-        """One entry of a stack, as a stack of one."""
+        """Return one entry of a stack, as a stack of one."""
         if spec.format is None:
             entry = self.read(Field(source.names[0], FLOATING, spec.shape), row=expert)
             return entry.to(getattr(torch, target.dtype)).contiguous().unsqueeze(0)
@@ -136,7 +136,7 @@ class _Reader:
         return Linear(spec.format, spec.linear, tuple(tensor.unsqueeze(0) for tensor in made))
 
     def read(self, tensor: Field, transposed: bool = False, row: int | None = None) -> Tensor:
-        """`row`: of its first dimension, that alone."""
+        """Read a tensor. `row`: of its first dimension, that alone."""
         if tensor.name not in self.names:
             raise self._missing([tensor.name])
         self._check_shape(tensor)
@@ -174,8 +174,8 @@ class _Tensors:
 
     def __init__(self, reader: _Reader, spec: WeightSpec, source: Source, expert: int | None = None,
                  whole: dict[str, Tensor] | None = None) -> None:
-        """`expert`: of a stack, the one that is read; None: all of it. `whole`: tensors of all experts, kept for the
-        others; None: of such tensors only one expert's part is read."""
+        """Read tensors of a source. `expert`: of a stack, the one that is read; None: all of it. `whole`: tensors of
+        all experts, kept for the others; None: of such tensors only one expert's part is read."""
         self.matrices: Sequence[tuple[str, int]] = _matrices(source, expert or 0)
         self._reader = reader
         self._stack = 0 if source.per_expert else spec.experts
@@ -199,7 +199,7 @@ class _Tensors:
 
 
 def _tensors(spec: WeightSpec, source: Source) -> Iterator[Field]:
-    """The checkpoint tensors of a source."""
+    """Yield the checkpoint tensors of a source."""
     stack = 0 if source.per_expert else spec.experts
     for expert in range(spec.experts) if source.per_expert else range(1):
         for name, rows in _matrices(source, expert):
@@ -211,7 +211,7 @@ def _tensors(spec: WeightSpec, source: Source) -> Iterator[Field]:
 
 
 def _stored(tensor: Field, stack: int, transposed: bool) -> Field:
-    """A tensor as the checkpoint has it."""
+    """Return a tensor as the checkpoint has it."""
     shape = (stack, *tensor.shape) if stack else tensor.shape
     return replace(tensor, shape=(*shape[:-2], shape[-1], shape[-2]) if transposed else shape)
 

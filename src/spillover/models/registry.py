@@ -40,7 +40,7 @@ class Architecture:
 
 
 def read_architecture(hf_config: Mapping[str, Any], path: Path) -> tuple[Architecture, ModelConfig]:
-    """A checkpoint's architecture and its shape; what is wrong with its configuration is said of its file."""
+    """Return a checkpoint's architecture and its shape; what is wrong with its configuration is said of its file."""
     file = path / "config.json" if path.is_dir() else path
     try:
         found = architecture(hf_config)

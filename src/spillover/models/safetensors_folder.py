@@ -72,7 +72,7 @@ class SafetensorsCheckpoint:
         raise CheckpointError(f"{self._entry(name).file}: tensor {name} is not stored in codes")
 
     def close(self) -> None:
-        """No file is held open between reads."""
+        """Do nothing: no file is held open between reads."""
 
     def __enter__(self) -> Self:
         return self
@@ -88,7 +88,7 @@ class SafetensorsCheckpoint:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json, with the ids that end a generation under "generation_eos_token_id"."""
+    """Read config.json, with the ids that end a generation under "generation_eos_token_id"."""
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} has no config.json, so it is not a model folder")
     config = read_json(folder / "config.json")
@@ -113,7 +113,7 @@ def _check_quantization(quantization: object, file: Path) -> None:
 
 
 def eos_ids(value: object, file: Path) -> list[int]:
-    """One id or a list of them, as files have it."""
+    """Return one id or a list of them, as files have it."""
     ids = value if isinstance(value, list) else [value]
     for index in ids:
         if type(index) is not int or not 0 <= index <= MOST:
@@ -171,7 +171,7 @@ def _single_file(folder: Path) -> Path:
 
 
 def _read_header(file: Path) -> dict[str, _Entry]:
-    """Names, types and shapes, from the header alone; checks that the file is as long as its header says."""
+    """Read names, types and shapes from the header alone; checks that the file is as long as its header says."""
     try:
         size = os.path.getsize(file)
         with file.open("rb") as stream:
@@ -197,7 +197,7 @@ def _read_header(file: Path) -> dict[str, _Entry]:
 
 
 def _read_entry(file: Path, name: str, entry: object) -> tuple[_Entry, int]:
-    """A tensor of a header, and where its bytes end."""
+    """Return a tensor of a header, and where its bytes end."""
     def wrong(what: str) -> CheckpointError:
         return CheckpointError(f"{file} has a corrupt header (tensor {named(name)} {what})")
 

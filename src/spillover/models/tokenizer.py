@@ -24,8 +24,8 @@ _SHORT = 2048  # characters, which are encoded before another thread would miss 
 
 
 def load_tokenizer(path: str | Path, chat_template: str | None = None) -> Tokenizer:
-    """From a model folder's tokenizer.json, or from a GGUF file's metadata; with another chat template if one is given,
-    as a file or as its text."""
+    """Load a tokenizer from a model folder's tokenizer.json, or from a GGUF file's metadata; with another chat template
+    if one is given, as a file or as its text."""
     tokenizer = _load(Path(path).expanduser())
     if chat_template is not None:
         tokenizer.set_chat_template(_given_template(chat_template))
@@ -43,7 +43,7 @@ def _load(path: Path) -> Tokenizer:
 class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], eos_token_ids: Sequence[int],
                  chat_templates: Mapping[str, str], source: str) -> None:
-        """`special_tokens` are by role ("bos_token"); `chat_templates` by name, the usual one as "default"."""
+        """Wrap a tokenizer. `special_tokens`: by role ("bos_token"); `chat_templates`: by name, such as "default"."""
         self.backend = backend
         self._special_tokens = dict(special_tokens)
         self._templates = dict(chat_templates)
@@ -62,7 +62,7 @@ class Tokenizer:
         self.eos_token_id = self.eos_token_ids[0] if self.eos_token_ids else None
 
     def set_chat_template(self, text: str) -> None:
-        """In place of all of the model's own. CheckpointError if it cannot be compiled."""
+        """Set a chat template in place of all of the model's own. CheckpointError if it cannot be compiled."""
         try:
             self._renderer.compile(text)
         except (TemplateError, TemplateLimit) as error:
@@ -71,12 +71,12 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> Mapping[str, str]:
-        """By role, such as "bos_token"."""
+        """Return special tokens by role, such as "bos_token"."""
         return self._special_tokens
 
     @property
     def chat_templates(self) -> Mapping[str, str]:
-        """By name."""
+        """Return the chat templates by name."""
         return self._templates
 
     @property
@@ -98,7 +98,7 @@ class Tokenizer:
         return text
 
     def token_bytes(self, index: int) -> bytes:
-        """Exactly what this token adds to the text; nothing for an id that no token has."""
+        """Return exactly what this token adds to the text; nothing for an id that no token has."""
         added = self._added.get(index)
         if added is not None:
             return added.content.encode()
@@ -114,7 +114,7 @@ class Tokenizer:
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]],
                             tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True,
                             **variables: Any) -> str:
-        """The prompt's text; encode it with add_special_tokens=False, for it carries its own."""
+        """Return the prompt's text; encode it with add_special_tokens=False, for it carries its own."""
         source = self._templates.get("tool_use") if tools else None
         source = source or self.chat_template
         if source is None:
@@ -124,7 +124,7 @@ class Tokenizer:
             "add_generation_prompt": add_generation_prompt, **self._special_tokens, **variables})
 
     def template_trouble(self) -> str | None:
-        """Why no chat can be rendered, found by rendering a short one; None if it can, or if there is no template."""
+        """Return why no chat can be rendered, found with a short one; None if it can, or if there is no template."""
         if self.chat_template is None:
             return None
         try:
@@ -145,7 +145,7 @@ class Tokenizer:
 
 
 def _byte_of_letter() -> dict[str, bytes]:
-    """GPT-2's table: printable bytes stand for themselves, the others for the letters from U+0100 on."""
+    """Return GPT-2's table: printable bytes stand for themselves, the others for the letters from U+0100 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return ({chr(byte): bytes([byte]) for byte in printable}
@@ -209,7 +209,7 @@ def _from_folder(folder: Path) -> Tokenizer:
 
 
 def _folder_eos(folder: Path, known: bool) -> list[int]:
-    """generation_config.json's, and config.json's where nothing else names one."""
+    """Return the end-of-sequence ids of generation_config.json, and config.json's where nothing else names one."""
     for file in ("generation_config.json", *(() if known else ("config.json",))):
         eos = _optional_json(folder / file).get("eos_token_id")
         if eos is not None:
@@ -232,7 +232,7 @@ def _folder_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, st
 
 
 def _is_utf8(text: str) -> bool:
-    """JSON can write half of a surrogate pair, which is no text."""
+    """Return whether a text is UTF-8: JSON can write half of a surrogate pair, which is no text."""
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 

@@ -38,7 +38,7 @@ class WeightSpec:
 
     @property
     def experts(self) -> int:
-        """How many linears it is a stack of; 0: it is one, or a tensor."""
+        """Return how many linears it is a stack of; 0: it is one, or a tensor."""
         return self.shape[0] if self.format is not None and len(self.shape) == 3 else 0
 
     @property
@@ -47,7 +47,7 @@ class WeightSpec:
 
     @property
     def params(self) -> int:
-        """Two FLOPs each for every token."""
+        """Return the FLOPs: two per weight for every token."""
         return math.prod(self.shape) if self.format is not None else 0
 
     def fields(self, dtype: str) -> list[Field]:
@@ -69,7 +69,7 @@ def layer_part(layer: int) -> str:
 
 
 def is_expert(name: str) -> bool:
-    """Whether a weight of that name has an entry an expert."""
+    """Return whether a weight of that name has an entry an expert."""
     return name.startswith("experts.")
 
 
@@ -78,8 +78,8 @@ def part_nbytes(specs: Iterable[WeightSpec], dtype: str) -> int:
 
 
 def stored_in(specs: WeightSpecs, stored: Callable[[str], WeightFormat]) -> WeightSpecs:
-    """The same, but unquantised linears take the format that a checkpoint has all their tensors in, each by its name;
-    those that differ stay as they are."""
+    """Return the same, but unquantised linears take the format that a checkpoint has all their tensors in, each by its
+    name; those that differ stay as they are."""
     from spillover.kernels.formats.dense import DENSE
 
     def taken(spec: WeightSpec) -> WeightSpec:
@@ -92,7 +92,7 @@ def stored_in(specs: WeightSpecs, stored: Callable[[str], WeightFormat]) -> Weig
 
 
 def in_codes(specs: WeightSpecs, code_bits: Mapping[str, int]) -> WeightSpecs:
-    """The same, but linears stay in the codes of a GGUF file; `code_bits`: of its tensors that are in codes."""
+    """Return the same, but linears stay in the codes of a GGUF file; `code_bits`: of its tensors that are in codes."""
     from spillover.kernels.formats.dense import DENSE
     from spillover.kernels.formats.gguf_codes import GgufCodes
 
@@ -100,7 +100,7 @@ def in_codes(specs: WeightSpecs, code_bits: Mapping[str, int]) -> WeightSpecs:
 
 
 def kept_on(specs: WeightSpecs, device: str, dtype: str, batch_invariant: bool = False) -> WeightSpecs:
-    """The same in the formats that a device computes with."""
+    """Return the same in the formats that a device computes with."""
     from spillover.kernels import native
 
     if device == "cuda":

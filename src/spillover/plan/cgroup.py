@@ -21,7 +21,7 @@ class CgroupLimits:
 
 
 def read_limits(membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> CgroupLimits:
-    """`membership` names the groups of this process, `root` is where the hierarchies are mounted."""
+    """Read the memory limits. `membership` names the process's groups, `root` is where hierarchies are mounted."""
     memory: int | None = None
     free: int | None = None
     cpus: float | None = None
@@ -50,8 +50,8 @@ def read_limits(membership: Path = Path("/proc/self/cgroup"), root: Path = Path(
 
 
 def _ancestors(mount: Path, path: str) -> Iterator[Path]:
-    """The group's folder and its parents up to the mount. In a container the path may lie outside what is mounted:
-    then the mount itself is the group."""
+    """Yield the group's folder and its parents up to the mount. In a container the path may lie outside what is
+    mounted: then the mount itself is the group."""
     folder = mount / path.lstrip("/")
     while folder != mount and mount in folder.parents:
         if folder.is_dir():

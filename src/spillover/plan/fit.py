@@ -27,7 +27,7 @@ STEPS_IN_FLIGHT = 2  # a step is scheduled while the one before it runs, whose w
 
 
 class TooFewBlocksError(PlanError):
-    """As many as were asked for hold no sequence of the length that was: moving weights does not help."""
+    """The blocks asked for hold no sequence of the length asked for: moving weights does not help."""
 
 
 class Sizes:
@@ -53,7 +53,7 @@ class Sizes:
         self.steps = STEPS[device][0]  # requests and tokens of one, where nobody asked
 
     def changed(self, steps: tuple[int, int] | None = None, weight_bytes: int | None = None) -> Sizes:
-        """With other steps, or with other weights on the device, while the others come and go."""
+        """Return a copy with other steps, or with other weights on the device, while the others come and go."""
         other = copy.copy(self)
         other.resident = self.resident and weight_bytes is None
         other.steps = steps or self.steps
@@ -76,7 +76,7 @@ class Sizes:
         return min(CAPTURED_ROWS, self.batched_tokens(length)) if self.device == "cuda" and self.resident else 0
 
     def workspace(self, length: int, long: bool = False) -> Workspace:
-        """`long`: some of that length's blocks wait in host memory."""
+        """Return the workspace. `long`: some of that length's blocks wait in host memory."""
         tokens = self.batched_tokens(length)
         space = workspace(self.config, self.shape.dtype, self.device, self.native, tokens, self.max_num_seqs, length,
                           self.captured_rows(length))
@@ -88,12 +88,12 @@ class Sizes:
             request.kv_cache_dtype, request.spill_dtype))
 
     def least_long_blocks(self, length: int) -> int:
-        """Device blocks of a sequence whose others wait in host memory: what moves there at a time, and a step's."""
+        """Return the device blocks of an offloaded sequence: what moves at a time, and a step's."""
         size = self.request.block_size
         return split_blocks(size) + math.ceil(self.batched_tokens(length) / size) + 1
 
     def blocks_needed(self, length: int) -> int:
-        """A window group keeps its window and the chunks of the steps in flight, which may begin inside a block."""
+        """Return a sequence's blocks; a window group keeps its window and the chunks of steps in flight."""
         size = self.request.block_size
         chunks = STEPS_IN_FLIGHT * self.batched_tokens(length)
         full = math.ceil(length / size)
@@ -103,44 +103,44 @@ class Sizes:
         )
 
     def fixed(self, length: int, long: bool = False) -> int:
-        """Bytes of weights and workspace."""
+        """Return the bytes of weights and workspace."""
         return self.weight_bytes + self.workspace(length, long).total
 
     def kv(self, length: int) -> int:
-        """Bytes of blocks for one sequence of that length, and of the dummy block."""
+        """Return the bytes of blocks for one sequence of that length, and of the dummy block."""
         return (self.blocks_needed(length) + 1) * self.block_bytes
 
     @property
     def beside(self) -> str:
-        """What else takes the RAM that a CPU plan is made in, for sentences."""
+        """Return what else takes the RAM that a CPU plan is made in, for sentences."""
         host = self.request.host_memory
         return f" beside --host-memory {size_flag(host)}" if self.device == "cpu" and host is not None else ""
 
     def cure(self, lacking: int) -> str:
-        """What helps where `lacking` bytes of the machine are missing."""
+        """Return what helps where `lacking` bytes of the machine are missing."""
         host = self.request.host_memory
         if self.device == "cpu" and host is not None and lacking < host:
             return f"lower --host-memory to at most {size_flag(host - lacking, up=False)}"
         return "choose a smaller model"
 
     def least(self, length: int) -> int:
-        """Bytes to serve one sequence of that length."""
+        """Return the bytes to serve one sequence of that length."""
         return self.fixed(length) + self.kv(length)
 
 
 def step_choices(request: PlanRequest, device: str) -> tuple[tuple[int, int], ...]:
-    """Defaults that may be planned with, the largest first; what was asked for is not to be chosen."""
+    """Return the defaults that may be planned with, the largest first; what was asked for is not to be chosen."""
     asked = request.max_num_seqs is not None and request.max_num_batched_tokens is not None
     return STEPS[device][:1] if asked else STEPS[device]
 
 
 def fit(request: PlanRequest, sizes: Sizes, machine: Machine, available: int) -> tuple[int, int]:
-    """(max_model_len, blocks) within the budget: the one given, or the default of the device."""
+    """Return (max_model_len, blocks) within the budget: the one given, or the default of the device."""
     longest = longest_allowed(request, sizes)
     shortest = request.max_model_len or min(longest, MIN_MODEL_LEN)
 
     def room(length: int, long: bool = False) -> int:
-        """Bytes for KV beside what that length takes otherwise."""
+        """Return the bytes for KV beside what that length takes otherwise."""
         if request.gpu_memory is not None:
             return request.gpu_memory - sizes.fixed(length, long)
         left = available - sizes.fixed(length, long)
@@ -172,8 +172,8 @@ def fit(request: PlanRequest, sizes: Sizes, machine: Machine, available: int) ->
 
 
 def least_resident(request: PlanRequest, sizes: Sizes, length: int) -> int | None:
-    """The smallest budget that serves one sequence of that length with every weight on the device; None where some
-    have to leave it, or where the count of blocks was given."""
+    """Return the smallest budget that serves one sequence of that length with every weight on the device; None where
+    some have to leave it, or where the count of blocks was given."""
     if request.num_gpu_blocks_override is not None or request.cpu_offload or ":" in request.weights:
         return None
     found = []
@@ -187,7 +187,7 @@ def least_resident(request: PlanRequest, sizes: Sizes, length: int) -> int | Non
 
 
 def fixed_blocks(request: PlanRequest, sizes: Sizes, blocks: int, available: int) -> tuple[int, int]:
-    """(max_model_len, blocks) for a count of blocks that was given."""
+    """Return (max_model_len, blocks) for a count of blocks that was given."""
     longest = longest_allowed(request, sizes)
     resident = largest(lambda n: sizes.blocks_needed(n) <= blocks, longest)
     offloaded = sizes.offloaded_blocks if blocks >= sizes.least_long_blocks(longest) else 0
@@ -214,7 +214,7 @@ def fixed_blocks(request: PlanRequest, sizes: Sizes, blocks: int, available: int
 
 
 def longest_allowed(request: PlanRequest, sizes: Sizes) -> int:
-    """A prompt that may not be split must fit into one step."""
+    """Return the longest sequence, which fits into one step where prompts may not be split."""
     longest = sizes.config.max_position
     if not request.enable_chunked_prefill and request.max_num_batched_tokens is not None:
         longest = min(longest, request.max_num_batched_tokens)
@@ -247,7 +247,7 @@ def check_machine(request: PlanRequest, machine: Machine, sizes: Sizes, availabl
 def _too_small(
     request: PlanRequest, sizes: Sizes, machine: Machine, available: int, shortest: int, most: int, room: int
 ) -> str:
-    """Why not even one sequence of `shortest` tokens fits, and what would: `most` tokens, `room` blocks."""
+    """Return why not even one sequence of `shortest` tokens fits, and what would: `most` tokens, `room` blocks."""
     need = sizes.least(shortest)
     cure = "" if need > available else f"raise --gpu-memory to at least {size_flag(need)}"
     if request.gpu_memory is not None:
@@ -280,8 +280,8 @@ def supply(machine: Machine, sizes: Sizes, available: int) -> str:
 
 
 def size_flag(count: int, up: bool = True) -> str:
-    """A size as one would type it: 960MiB, 12.4GiB; rounded up for a least and down for a most. In the units of every
-    other size in a sentence."""
+    """Format a size as one would type it: 960MiB, 12.4GiB; rounded up for a least and down for a most. In the units of
+    every other size in a sentence."""
     unit, name, digits = (1 << 30, "GiB", 1) if count >= 10 << 30 else (1 << 20, "MiB", 0)
     if count < unit:
         return f"{count}B"

@@ -56,7 +56,7 @@ class Machine:
 
     @property
     def memory(self) -> int:
-        """RAM this process could ever have: the smaller of what is built in and what the cgroup allows."""
+        """Return the RAM this process could ever have: the smaller of what is built in and what the cgroup allows."""
         return self.memory_total if self.memory_limit is None else min(self.memory_total, self.memory_limit)
 
 
@@ -91,14 +91,14 @@ def probe() -> Machine:
 
 
 def trim_heap() -> None:
-    """Hands back what the allocator keeps of freed memory: loading leaves holes between the weights that stay."""
+    """Hand back what the allocator keeps of freed memory: loading leaves holes between the weights that stay."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)
 
 
 def cache_folder() -> Path:
-    """Where kernels are built to and models are kept."""
+    """Return where kernels are built to and models are kept."""
     return Path(os.environ.get("SPILLOVER_CACHE") or "~/.cache/spillover").expanduser()
 
 
@@ -118,7 +118,7 @@ def _cuda_devices() -> tuple[CudaDevice, ...]:
 
 @functools.cache
 def _keep_no_holes() -> None:
-    """Has torch map device memory page by page, before it takes any. In blocks, it would keep the holes that steps of
+    """Have torch map device memory page by page, before it takes any. In blocks, it would keep the holes that steps of
     different sizes leave between them: a tenth of the budget, taken beyond it."""
     import torch
 
@@ -131,7 +131,7 @@ def _keep_no_holes() -> None:
 
 @functools.cache
 def _limit_binds_cuda() -> bool:
-    """Whether CUDA keeps to the limit on locked memory: most drivers pin pages without counting them against it.
+    """Return whether CUDA keeps to the limit on locked memory: most drivers pin pages without counting them against it.
 
     Tried under a limit lowered to less than a small piece, as trying beyond the real one might take all the memory.
     """

@@ -31,7 +31,7 @@ _QUICK_SECONDS = 0.6  # of timing, for a plan that must choose before it can loa
 
 
 def measure_rates(device: str = "cpu", seconds: float = 2.0, disk: Path | None = None) -> Rates:
-    """Times this machine for about `seconds`, half of it on memory and half on matrix products."""
+    """Time this machine for about `seconds`, half of it on memory and half on matrix products."""
     machine = probe()
     if device == "cuda":
         if not machine.cuda:
@@ -48,7 +48,7 @@ def measure_rates(device: str = "cpu", seconds: float = 2.0, disk: Path | None =
 
 @functools.cache
 def quick_rates(device: str) -> Rates:
-    """Timed once a process and in short: what a plan chooses by when a model does not fit, also of copies on a CPU."""
+    """Time, once a process and in short, what a plan chooses by when a model does not fit, also of copies on a CPU."""
     rates = measure_rates(device, _QUICK_SECONDS)
     if device == "cpu":
         rates = replace(rates, host_to_device=measure_link("cpu", 1 << 20).to_device)
@@ -56,12 +56,12 @@ def quick_rates(device: str) -> Rates:
 
 
 def read_size(machine: Machine) -> int:
-    """Bytes to read through: four times the last cache so that it holds little of them, within an eighth of the RAM."""
+    """Return the bytes to read through: four times the last cache, within an eighth of the RAM."""
     return max(1 << 20, min(max(512 << 20, 4 * machine.last_level_cache), machine.memory_available // 8))
 
 
 def _cpu_read(machine: Machine, seconds: float) -> float:
-    """The faster of a reduction and a matrix-vector product: which of them that is differs between CPUs."""
+    """Return the faster of a reduction and a matrix-vector product: which of them that is differs between CPUs."""
     columns = 16384
     rows = max(1, read_size(machine) // (4 * columns))
     data = torch.empty(rows, columns).fill_(1.0)  # written, or the kernel would hand out one shared page of zeros
@@ -99,7 +99,7 @@ def _cuda_rates(machine: Machine, seconds: float) -> Rates:
 
 
 def _cuda_memory(machine: Machine, seconds: float) -> tuple[float, float]:
-    """(read, copy) within the device; a copy counts the bytes read and those written."""
+    """Return (read, copy) within the device; a copy counts the bytes read and those written."""
     source = torch.zeros(min(4 << 30, machine.cuda[0].free // 8) // 4, device="cuda")
     target = torch.empty_like(source)
     copied = 2 * source.nbytes / _sustained(lambda: target.copy_(source), seconds / 2, "cuda")
@@ -107,7 +107,7 @@ def _cuda_memory(machine: Machine, seconds: float) -> tuple[float, float]:
 
 
 def _cuda_link(nbytes: int, seconds: float) -> tuple[float, float]:
-    """(host to device, device to host) from pinned memory."""
+    """Return (host to device, device to host) from pinned memory."""
     count = nbytes // 4
     host, device = torch.zeros(count, pin_memory=True), torch.zeros(count, device="cuda")
     sent = host.nbytes / _sustained(lambda: device.copy_(host, non_blocking=True), seconds / 2, "cuda")
@@ -115,7 +115,7 @@ def _cuda_link(nbytes: int, seconds: float) -> tuple[float, float]:
 
 
 def _kernel_read(seconds: float) -> float:
-    """Of pinned host memory by a kernel, as a step fetches the experts that it misses."""
+    """Return the rate of reading pinned host memory by a kernel, as a step fetches the experts that it misses."""
     count = 8
     records = torch.zeros(count, _LINK_BYTES // count, dtype=torch.uint8, pin_memory=True)
     slots = torch.empty_like(records, device="cuda")
@@ -127,8 +127,8 @@ def _kernel_read(seconds: float) -> float:
 
 
 def _sustained(run: Callable[[], object], seconds: float, device: str = "cpu", warm: bool = False) -> float:
-    """Median seconds of a run. One untimed run first unless all is `warm`; then at least three, until `seconds` are
-    used up."""
+    """Return the median seconds of a run. One untimed run first unless all is `warm`; then at least three, until
+    `seconds` are used up."""
     if not warm:
         run()
     times: list[float] = []
@@ -145,7 +145,7 @@ def _sustained(run: Callable[[], object], seconds: float, device: str = "cpu", w
 
 
 def measure_link(device: str, block_bytes: int, seconds: float = 0.1) -> LinkRates:
-    """Times copies for about `seconds`: block by block on a CPU, in large pieces from pinned memory on CUDA."""
+    """Time copies for about `seconds`: block by block on a CPU, in large pieces from pinned memory on CUDA."""
     if device == "cuda":
         sent, fetched = _cuda_link(_LINK_BYTES, seconds)
         torch.cuda.empty_cache()  # or the next plan would find that memory taken
@@ -165,7 +165,7 @@ def measure_link(device: str, block_bytes: int, seconds: float = 0.1) -> LinkRat
 
 
 def measure_disk(folder: Path, size: int = 64 << 20, seconds: float = 0.12) -> DiskRates:
-    """Writes and reads a file of up to `size` in `folder` for about `seconds` each, and deletes it."""
+    """Write and read a file of up to `size` in `folder` for about `seconds` each, and delete it."""
     free = psutil.disk_usage(str(folder)).free if folder.is_dir() else None
     if free is None:
         raise SpilloverError(f"--disk {folder} is not a folder; name one on the disk to measure")
@@ -185,7 +185,7 @@ def measure_disk(folder: Path, size: int = 64 << 20, seconds: float = 0.12) -> D
 
 
 def _disk_pass(path: str, mode: int, step: Callable[[int], int], chunks: int, seconds: float) -> tuple[int, float]:
-    """(chunks done, seconds they took): all of them, or as many as the time allows."""
+    """Return (chunks done, seconds they took): all of them, or as many as the time allows."""
     try:
         handle = os.open(path, mode | getattr(os, "O_DIRECT", 0))
     except OSError:  # not every file system takes direct I/O

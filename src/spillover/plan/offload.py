@@ -24,9 +24,9 @@ from spillover.plan.units import Units
 from spillover.units import format_bytes, parse_bytes
 
 LENGTHS = (8192, 4096, 2048)  # that a longest sequence may shrink to before it is refused, where nobody asked
-KV_SHARE = 16  # KV beyond one longest sequence is at most one part in so many of the budget
-# And the workspace is at most so much of it, or else little more than the least, where nobody asked for larger steps: a
-# step that streams takes as long whatever its tokens, so that a prompt in twice the steps takes twice as long.
+KV_SHARE = 16  # KV beyond one longest sequence is at most 1/n of the budget
+# The workspace is at most 1/n of it, or else little more than the least, where nobody asked for larger steps: a step
+# that streams takes as long whatever its tokens, so that a prompt in twice the steps takes twice as long.
 STEP_SHARE = 8
 STREAMED_STEP = {"cuda": (256, 16384)}  # tried before the steps of a model that fits
 RESERVE = 2 << 30  # of host memory that weights leave free, or a tenth of it if that is more
@@ -56,7 +56,7 @@ class Offload:
 
     @property
     def budget(self) -> int:
-        """Bytes of the device tier."""
+        """Return the bytes of the device tier."""
         if self.request.gpu_memory is not None:
             return self.request.gpu_memory
         if self.device == "cuda":
@@ -67,7 +67,7 @@ class Offload:
 
     @property
     def host_budget(self) -> int:
-        """Bytes of host memory for weights."""
+        """Return the bytes of host memory for weights."""
         if self.request.host_memory is not None:
             return self.request.host_memory
         free = self.machine.memory_available - self._reserve
@@ -77,7 +77,7 @@ class Offload:
 
     @property
     def available(self) -> int:
-        """The largest budget that could be given."""
+        """Return the largest budget that could be given."""
         if self.device == "cuda":
             return self.machine.cuda[0].free
         return self.machine.memory_available - (self.request.host_memory or 0)
@@ -88,7 +88,7 @@ class Offload:
 
     @property
     def sizes(self) -> Sizes:
-        """Of all but the weights."""
+        """Return the sizes of all but the weights."""
         return Sizes(self.request, self.config, self.shape, self.device, self.native).changed(weight_bytes=0)
 
     @property
@@ -97,14 +97,14 @@ class Offload:
 
     @property
     def others(self) -> list[Choice]:
-        """What auto chooses from, and what a refusal proposes: the strategies that no other one always beats."""
+        """Return what auto chooses from, and what a refusal proposes: the strategies that no other one always beats."""
         return [Choice(name) for name in AUTO if self.units.stacks or "experts" not in name]
 
     def given(self, budget: int) -> Offload:
         return replace(self, request=replace(self.request, gpu_memory=budget))
 
     def lengths(self, sizes: Sizes) -> list[int]:
-        """Of a longest sequence, the most welcome first."""
+        """Return lengths of a longest sequence, the most welcome first."""
         if self.request.max_model_len is not None:
             return [self.request.max_model_len]
         longest = longest_allowed(self.request, sizes)
@@ -118,7 +118,7 @@ class Offload:
         return sizes.kv(length) if blocks is None else (blocks + 1) * sizes.block_bytes
 
     def settings(self) -> Iterator[tuple[Sizes, int]]:
-        """Steps and longest sequences that may be planned with, the most welcome first; the least is always there."""
+        """Yield the steps and longest sequences to plan with, the most welcome first; the least is always there."""
         steps = step_choices(self.request, self.device)
         if self.device in STREAMED_STEP and self.request.max_num_batched_tokens is None:
             steps = (STREAMED_STEP[self.device], *steps)
@@ -132,7 +132,7 @@ class Offload:
 
 
 def plan_weights(ask: Offload) -> tuple[WeightPlan, Sizes]:
-    """What lies where, and what steps it leaves room for; or a refusal that names a budget."""
+    """Return what lies where, and what steps it leaves room for; or a refusal that names a budget."""
     choice = _choice(ask)
     if ask.request.paged_tokens is not None and not ask.units.stacks:
         raise PlanError(f"--paged-tokens was given but {ask.request.model} has no experts to page; leave it out")
@@ -162,7 +162,7 @@ def plan_weights(ask: Offload) -> tuple[WeightPlan, Sizes]:
 
 
 def _choice(ask: Offload) -> Choice | None:
-    """None: the fastest."""
+    """Return the strategy asked for; None: the fastest."""
     if ask.request.cpu_offload:
         return Choice("cpu-offload", ask.request.cpu_offload)
     name, _, count = ask.request.weights.partition(":")
@@ -199,7 +199,7 @@ def _place(ask: Offload, choice: Choice) -> tuple[WeightPlan, Sizes] | None:
 
 
 def _need(ask: Offload, choice: Choice) -> int | None:
-    """The smallest budget that this strategy works with; None: it is not the budget that is too small."""
+    """Return the smallest budget that this strategy works with; None: it is not the budget that is too small."""
     least = ask.strategies.least(choice)
     if least is None:
         return None
@@ -212,7 +212,7 @@ def _works(ask: Offload, choice: Choice, budget: int) -> bool:
 
 
 def _refusal(ask: Offload, choice: Choice, chosen: bool = True) -> str:
-    """One sentence: what is needed, what there is, and what to type. `chosen`: the user named the strategy."""
+    """Return one sentence: what is needed, what there is, and what to type. `chosen`: the user named the strategy."""
     request = ask.request
     need = _need(ask, choice)
     others = [other for other in (*ask.others, Choice(LAST)) if other.name != choice.name] if chosen else []

@@ -43,7 +43,7 @@ class UnitBytes:
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """Of a model that does not lie on the device as a whole. Experts that are "streamed" travel with their part."""
+    """The placement of a model that does not fit on the device. Experts that are "streamed" travel with their part."""
 
     strategy: str  # "demand" | "sequential" | "experts" | "host-experts" | "pinned" | "cpu-offload"
     parts: Mapping[str, str]  # weights that are not experts, by part: "resident" | "streamed" | "demand"
@@ -67,15 +67,15 @@ class WeightPlan:
 
     @property
     def is_resident(self) -> bool:
-        """Nothing is away after all."""
+        """Return whether every weight is on the device."""
         return {*self.parts.values(), *self.experts.values()} <= {"resident"}
 
     @property
     def slot_layers(self) -> tuple[int, ...]:
-        """Layers that have slots, in the order of their slots."""
+        """Return the layers that have slots, in the order of their slots."""
         return tuple(layer for layer, where in self.experts.items() if where in SLOTTED)
 
     @property
     def slots(self) -> int:
-        """Of all layers, and those of transit."""
+        """Return the slots of all layers, and the stream buffers."""
         return self.quota * len(self.slot_layers) + self.transit

@@ -97,27 +97,27 @@ class Plan:
 
     @property
     def device_bytes(self) -> int:
-        """What a --gpu-memory budget is held against."""
+        """Return what a --gpu-memory budget is held against."""
         return self.device_weight_bytes + self.kv_bytes + self.workspace_bytes
 
     @property
     def total_bytes(self) -> int:
-        """Device memory once loaded; on the CPU that is the process, so its base and what lies in host memory count."""
+        """Return device memory once loaded; on a CPU that of the process, its base and host tier included."""
         host = self.host_bytes + self.host_weight_bytes if self.device == "cpu" else 0
         return self.device_bytes + self.base_bytes + host
 
     @property
     def host_blocks(self) -> int:
-        """Of the host tier; 0 without one."""
+        """Return the blocks of the host tier; 0 without one."""
         return next((tier.blocks or 0 for tier in self.tiers if tier.name == "host"), 0)
 
     @property
     def offloaded_blocks(self) -> int:
-        """Of a longest sequence, those that the device has no room for and that wait in host memory."""
+        """Return the blocks of a longest sequence that the device has no room for and that wait in host memory."""
         return max(0, self.blocks_per_sequence - self.num_blocks)
 
     def tokens(self, blocks: int) -> int:
-        """That so many blocks hold, if no layer forgot what lies behind its window."""
+        """Return the tokens that n blocks hold, if no layer forgot what lies behind its window."""
         return blocks // len(self.windows) * self.block_size
 
     @property
@@ -126,7 +126,7 @@ class Plan:
 
     @property
     def max_concurrency(self) -> float:
-        """Sequences of max_model_len that fit on the device at once."""
+        """Return the sequences of max_model_len that fit on the device at once."""
         return self.num_blocks / self.blocks_per_sequence
 
 
@@ -138,7 +138,7 @@ def make_plan(
     rates: Rates | None = None,
     measure: Callable[[str], Rates] | None = None,
 ) -> Plan:
-    """`measure` times the device, asked only for a model that does not fit and whose rates are not given."""
+    """Make a plan. `measure` times the device, only for a model that does not fit and has no given rates."""
     device, dtype = where(request, config, machine)
     from spillover.kernels.native import panel_width  # imports torch, which who only reads a plan does without
 
@@ -208,13 +208,13 @@ def make_plan(
 
 
 def where(request: PlanRequest, config: ModelConfig, machine: Machine) -> tuple[str, str]:
-    """The device, and the type that is computed in."""
+    """Return the device, and the type that is computed in."""
     device = _device(request, machine)
     return device, _dtype(request, config, device)
 
 
 def with_costs(plan: Plan, config: ModelConfig, specs: WeightSpecs, rates: Rates) -> Plan:
-    """The plan, and what its steps cost at least at these rates."""
+    """Return the plan, and what its steps cost at least at these rates."""
     roofline = Roofline(model_shape(config, specs, plan.dtype, kv_dtype=plan.kv_cache_dtype), rates)
     context, tokens = min(512, plan.max_model_len - 1), min(512, plan.max_model_len, plan.max_num_batched_tokens)
     costs = Costs(
@@ -228,7 +228,7 @@ def with_costs(plan: Plan, config: ModelConfig, specs: WeightSpecs, rates: Rates
 
 
 def _with_predicted(plan: Plan, config: ModelConfig, specs: WeightSpecs, rates: Rates) -> Plan:
-    """The plan, and how fast steps would be whose weights are not all on the device."""
+    """Return the plan, and how fast steps would be whose weights are not all on the device."""
     if plan.placement is None:
         return plan
     predicted = predict(plan.placement, weight_units(config, specs, plan.dtype),
@@ -238,7 +238,7 @@ def _with_predicted(plan: Plan, config: ModelConfig, specs: WeightSpecs, rates: 
 
 
 def _resident(request: PlanRequest, sizes: Sizes, machine: Machine, available: int) -> tuple[Sizes, int, int] | None:
-    """With every weight on the device, (sizes, max_model_len, blocks); None: some have to leave it, or are to."""
+    """Plan with every weight on the device: (sizes, max_model_len, blocks); None: some have to leave it, or are to."""
     strategy, _, count = request.weights.partition(":")
     if request.cpu_offload or count:
         return None
@@ -267,14 +267,14 @@ def _resident(request: PlanRequest, sizes: Sizes, machine: Machine, available: i
 
 
 def _blocks(request: PlanRequest, sizes: Sizes, machine: Machine, available: int) -> tuple[int, int]:
-    """(max_model_len, blocks) beside the weights that lie on the device."""
+    """Return (max_model_len, blocks) beside the weights that lie on the device."""
     if request.num_gpu_blocks_override is not None:
         return fixed_blocks(request, sizes, request.num_gpu_blocks_override, available)
     return fit(request, sizes, machine, available)
 
 
 def _left_for_kv(request: PlanRequest, placement: WeightPlan, slot_bytes: int) -> int | None:
-    """Of --host-memory, what weights leave; None: not even a block."""
+    """Return what weights leave of --host-memory; None: not even a block."""
     left = (request.host_memory or 0) - placement.host_bytes
     return left if left >= slot_stride(slot_bytes) else None
 

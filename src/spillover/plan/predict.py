@@ -56,7 +56,7 @@ def predict(plan: WeightPlan, units: Units, shape: ModelShape, rates: Rates, max
 
 
 def hit_rate(plan: WeightPlan, units: Units) -> float | None:
-    """Of experts asked for in layers that have slots; None: there are no slots."""
+    """Return the hit rate of experts asked for in layers that have slots; None: there are no slots."""
     if not plan.quota:
         return None
     lasting = plan.pinned if plan.strategy == "pinned" else plan.quota
@@ -64,7 +64,7 @@ def hit_rate(plan: WeightPlan, units: Units) -> float | None:
 
 
 def tokens_fetched(plan: WeightPlan, tokens: int) -> bool:
-    """Whether a step of so many tokens fetches its misses itself and may leave some to the host."""
+    """Return whether a step of n tokens fetches its misses itself and may leave some to the host."""
     return plan.strategy == "experts" and tokens <= plan.paged_tokens
 
 
@@ -99,7 +99,7 @@ def _moves(plan: WeightPlan, units: Units, shape: ModelShape, hit: float, tokens
 
 def _time(plan: WeightPlan, device: Limit, moves: _Moves, rates: Rates,
           shared: bool) -> tuple[tuple[tuple[str, float], ...], float, str]:
-    """(seconds of each roof, of the step, the roof that takes longest). `shared`: host and link divide the misses."""
+    """Return (seconds of each roof, of the step, the longest roof). `shared`: host and link divide the misses."""
     link, host = _link(rates), rates.host_read or rates.memory_read
     computing = device.seconds(rates)
     bound = device.bound(rates)
@@ -134,7 +134,7 @@ def _kernel_link(rates: Rates) -> float:
 
 
 def _link_share(plan: WeightPlan, rates: Rates) -> float:
-    """Of the misses of a decode step, those that come over the link while the host computes the others."""
+    """Return the share of a decode step's misses that come over the link while the host computes the others."""
     if plan.strategy != "experts" or rates.device == "cpu" or rates.host_read is None:
         return 1.0
     return _kernel_link(rates) / (_kernel_link(rates) + rates.host_read)

@@ -22,7 +22,7 @@ class Rates:
     disk_read: float | None = None
 
     def flops(self, dtype: str) -> float:
-        """Matrix FLOP/s in a compute type. A 16-bit type on a CPU has no roof of its own: it is given float32's."""
+        """Return the matrix FLOP/s in a compute type. A 16-bit type on a CPU is given float32's."""
         return self.bfloat16 if dtype in ("bfloat16", "float16") and self.bfloat16 is not None else self.float32
 
 

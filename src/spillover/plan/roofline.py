@@ -52,7 +52,7 @@ class Roof:
         return self.tokens / self.seconds
 
     def percent(self, seconds: float) -> float:
-        """How much of the limit a measured time reaches; 100 is the roof."""
+        """Return how much of the limit a measured time reaches; 100 is the roof."""
         return 100 * self.seconds / seconds
 
     def __str__(self) -> str:
@@ -65,21 +65,21 @@ class Roofline:
         self.rates = rates
 
     def decode(self, batch: int, context: int) -> Roof:
-        """One step that draws a token for each of `batch` requests with `context` tokens in the cache."""
+        """Return the limit of a step that decodes `batch` requests with `context` tokens in the cache each."""
         return self.step([(1, context)] * batch, batch)
 
     def prefill(self, tokens: int, context: int = 0) -> Roof:
-        """One request's `tokens` of prompt in one step, after `context` that are cached."""
+        """Return the limit of one request's `tokens` of prompt in one step, after `context` that are cached."""
         return self.step([(tokens, context)], tokens)
 
     def step(self, batch: Sequence[tuple[int, int]], tokens: int | None = None) -> Roof:
-        """A mixed step of (new tokens, tokens in the cache before it); `tokens` is the count a rate is given in."""
+        """Return the limit of a mixed step of (new tokens, tokens cached before); `tokens`: the count of its rate."""
         limit = step_limit(self.shape, batch)
         count = sum(new for new, _ in batch) if tokens is None else tokens
         return Roof(limit.seconds(self.rates), count, limit.bound(self.rates), limit)
 
     def generate(self, batch: int, prompt: int, output: int) -> Roof:
-        """`batch` equal requests from prompt to last token, all at once: a prefill, then `output` - 1 decodes."""
+        """Return the limit of `batch` equal requests all at once: a prefill, then `output` - 1 decodes."""
         steps = [self.step([(prompt, 0)] * batch)]
         steps += [self.decode(batch, prompt + drawn) for drawn in range(output - 1)]
         limit = steps[0].limit
@@ -91,7 +91,7 @@ class Roofline:
 
 
 def step_limit(shape: ModelShape, batch: Sequence[tuple[int, int]]) -> Limit:
-    """`batch` is (new tokens, tokens in the cache before the step) of each request; each draws one token."""
+    """Return the limit of a step. `batch`: (new tokens, tokens cached before) of each request; each samples a token."""
     tokens = sum(new for new, _ in batch)
     rows = len(batch)
     read = (

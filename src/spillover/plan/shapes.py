@@ -47,15 +47,15 @@ class ModelShape:
 
     @property
     def kv_token_bytes(self) -> int:
-        """One token in all layers."""
+        """Return the bytes of one token in all layers."""
         return self.kv_layer_bytes * sum(layers for _, layers in self.windows)
 
     def block_bytes(self, block_size: int) -> int:
-        """One block: `block_size` tokens in the layers of one group."""
+        """Return the bytes of one block: `block_size` tokens in the layers of one group."""
         return self.group_layers * self.kv_layer_bytes * block_size
 
     def distinct_experts(self, tokens: int) -> float:
-        """Experts of a layer that `tokens` touch on average, were routing uniform."""
+        """Return the experts of a layer that `tokens` touch on average, were routing uniform."""
         if self.num_experts == 0:
             return 0.0
         return self.num_experts * (1 - (1 - self.experts_per_token / self.num_experts) ** tokens)
@@ -104,7 +104,7 @@ def model_shape(config: ModelConfig, specs: WeightSpecs, dtype: str, kv_dtype: s
 
 
 def kv_layer_bytes(config: ModelConfig, dtype: str, kv_dtype: str = "auto") -> int:
-    """One token in one layer, keys and values. `kv_dtype`: "auto" is the engine's, "fp8" and "int8" are a byte each."""
+    """Return the bytes of a token in a layer, keys and values. `kv_dtype`: "auto" is the compute type."""
     row = config.head_dim * ITEMSIZE[dtype] if kv_dtype == "auto" else config.head_dim + KV_SCALE_BYTES
     return 2 * config.num_kv_heads * row
 

@@ -15,7 +15,7 @@ from spillover.plan.units import Units, part_layer
 PAGED_TOKENS = 8  # tokens of a step whose misses are fetched within it, where the slots allow
 LEAST_TRANSIT = 2  # slots: one is filled while the other is computed with
 GROUP_BYTES = 100 << 20  # of experts that stream together: they fill a link, and a GPU while it computes with them
-TRANSIT_SHARE = 10  # transit takes at most one in so many slots
+TRANSIT_SHARE = 10  # stream buffers take at most one in n slots
 # Embedding and head stay as long as they can: first the head travels, then the embedding instead, then both.
 _ENDS = (("embed", "head"), ("embed",), ("head",), ())
 
@@ -28,7 +28,7 @@ class Choice:
     count: int = 0  # host-experts: layers, 0: the fewest that fit; cpu-offload: bytes
 
     def __str__(self) -> str:
-        """As one would type it."""
+        """Return the choice as one would type it."""
         if self.name == "cpu-offload":
             return f"--cpu-offload-gb {self.count / 2**30:g}"
         return f"--weights {self.name}" + (f":{self.count}" if self.count else "")
@@ -36,7 +36,7 @@ class Choice:
 
 class Strategies:
     def __init__(self, units: Units, device: str, host_budget: int, paged_tokens: int | None = None) -> None:
-        """`host_budget`: bytes of host memory for weights; what exceeds it is read from the checkpoint on disk."""
+        """Note budgets. `host_budget`: host memory for weights; what exceeds it is read from the checkpoint on disk."""
         self.units = units
         self.device = device
         self.host_budget = host_budget
@@ -47,7 +47,7 @@ class Strategies:
         return None if plan is None else self._with_host_and_disk(self._with_tokens(plan))
 
     def least(self, choice: Choice) -> int | None:
-        """The smallest room that is enough; None: no room is, as host memory is too small."""
+        """Return the smallest room that is enough; None: no room is, as host memory is too small."""
         if choice.name == "host-experts":
             most = self.host_budget // max(1, self.units.layer_record_bytes)
             if choice.count > most:
@@ -74,8 +74,8 @@ class Strategies:
         return self._grown(plan, room) if plan.quota else plan
 
     def _builders(self, strategy: str) -> list[Callable[[int], WeightPlan]]:
-        """From a count of layers that stay to the smallest plan that keeps them; one for each choice of embedding and
-        head, of which the first that fits is taken."""
+        """Return functions from a count of layers that stay to the smallest plan that keeps them; one for each choice
+        of embedding and head, of which the first that fits is taken."""
         units = self.units
         slots = bool(units.stacks) and strategy != "sequential"
         ahead = strategy in ("sequential", "experts")
@@ -99,14 +99,14 @@ class Strategies:
         return [builder(ends) for ends in _ENDS]
 
     def _most(self, build: Callable[[int], WeightPlan], room: int) -> int:
-        """Layers that can stay; all of them need no ring, so that they may fit where one less does not."""
+        """Return the layers that can stay; all of them need no ring, so that they may fit where one less does not."""
         count = len(self.units.layers)
         if build(count).device_bytes <= room:
             return count
         return largest(lambda resident: build(resident).device_bytes <= room, count - 1)
 
     def _grown(self, plan: WeightPlan, room: int) -> WeightPlan:
-        """As many slots as fit, equally many a layer; transit takes its share of them."""
+        """Take as many slots as fit, equally many a layer; stream buffers take their share of them."""
         layers = len(plan.slot_layers)
         slots = (room - plan.device_bytes) // plan.record_bytes + plan.slots
         transit = min(self._transit, max(LEAST_TRANSIT, slots // TRANSIT_SHARE), slots - plan.quota * layers)
@@ -114,7 +114,7 @@ class Strategies:
         return self._sized(replace(plan, quota=quota, transit=transit))
 
     def _host(self, room: int, count: int) -> WeightPlan | None:
-        """The fewest layers on the host that fit, or those that were asked for."""
+        """Return the fewest layers on the host that fit, or those that were asked for."""
         counts = [count] if count else range(len(self.units.stacks) + 1)
         for hosted in counts:
             for transit in dict.fromkeys((self._transit if self._least_transit else 0, self._least_transit)):
@@ -125,7 +125,7 @@ class Strategies:
         return None
 
     def _hosted(self, hosted: int, transit: int) -> WeightPlan:
-        """All stays but the experts of the first layers, which the host computes, and a GPU streams for long steps."""
+        """Keep all but the experts of the first layers, which the host computes, and a GPU streams for long steps."""
         experts = {layer: "host" if index < hosted else "resident" for index, layer in enumerate(self.units.stacks)}
         parts = dict.fromkeys(self.units.parts, "resident")
         return self._sized(WeightPlan("host-experts", parts, experts, transit=transit if hosted else 0))
@@ -146,7 +146,7 @@ class Strategies:
         return {part: "resident" if part in stay else how for part in self.units.parts}
 
     def _sized(self, plan: WeightPlan) -> WeightPlan:
-        """The plan with what it takes on the device."""
+        """Return the plan with what it takes on the device."""
         units = self.units
         moved = [part for part, where in plan.parts.items() if where != "resident"]
         with_experts = "streamed" in plan.experts.values()
@@ -166,7 +166,7 @@ class Strategies:
         )
 
     def _with_tokens(self, plan: WeightPlan) -> WeightPlan:
-        """How many tokens a step may have and still fetch its misses by itself."""
+        """Return how many tokens a step may have and still fetch its misses by itself."""
         units, quota = self.units, plan.quota
         if not quota:
             hosted = "host" in plan.experts.values()
@@ -184,7 +184,7 @@ class Strategies:
         return replace(plan, paged_tokens=tokens, pinned=quota if quota == units.num_experts else quota - least)
 
     def _with_host_and_disk(self, plan: WeightPlan) -> WeightPlan:
-        """Fill host memory with what is not resident; the last layers stay on disk."""
+        """Return the plan with host memory filled with what is not resident; the last layers stay on disk."""
         units = self.units
         held: list[tuple[str, int, int]] = []  # part, layer whose experts they are or -1, bytes; the last leaves first
         away = [part for part, where in plan.parts.items() if where != "resident"]
@@ -208,7 +208,7 @@ class Strategies:
                        disk_experts=tuple(experts))
 
     def with_rows(self, plan: WeightPlan) -> WeightPlan:
-        """The plan, and what lies where by kind of unit."""
+        """Return the plan, and what lies where by kind of unit."""
         units = self.units
         kinds = {"embedding": ["embed"], "layers": list(units.layers), "head": ["head"]}
         rows = []
@@ -241,34 +241,34 @@ class Strategies:
                          away * units.layer_record_bytes - disk, disk)
 
     def _least_quota(self, tokens: int) -> int:
-        """Slots of a layer without which steps of so many tokens cannot be served."""
+        """Return the slots of a layer that steps of n tokens need at least."""
         if self.device == "cpu":  # experts are fetched and computed one after another
             return min(1, self.units.num_experts)
         return self._slots_used(tokens)
 
     def _slots_used(self, tokens: int) -> int:
-        """Of a layer by a step: every expert asked for, and one that may be given up for the next."""
+        """Return the slots of a layer that a step uses: every expert asked for, and one to give up for the next."""
         return min(self.units.num_experts, tokens * self.units.experts_per_token + 1)
 
     @property
     def _least_transit(self) -> int:
-        """Of host experts: a CPU computes long steps with them where they lie."""
+        """Return the least stream buffers of host experts: a CPU computes long steps with them where they lie."""
         return LEAST_TRANSIT if self.device == "cuda" else 0
 
     @property
     def _transit(self) -> int:
-        """Slots for three groups of experts, as many as pay."""
+        """Return the slots for three groups of experts, as many as pay."""
         group = -(-GROUP_BYTES // max(1, self.units.record_bytes))
         return max(LEAST_TRANSIT, min(3 * group, self.units.num_experts))
 
     @property
     def _tables(self) -> int:
-        """What the device keeps about slots: where each expert lies, what it is worth, when it was used."""
+        """Return what the device keeps about slots: where each expert lies, what it is worth, when it was used."""
         return 4096 + 32 * len(self.units.stacks) * (self.units.num_experts + 2) if self.units.stacks else 0
 
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest n up to `limit` that fits, where every smaller one fits too; 0 if none does."""
+    """Return the largest n up to `limit` that fits, where every smaller one fits too; 0 if none does."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
@@ -277,12 +277,12 @@ def largest(fits: Callable[[int], bool], limit: int) -> int:
 
 
 def _counted(places: Sequence[str]) -> str:
-    """"3 resident, 33 streamed"; of one, only where it is."""
+    """Count placements: "3 resident, 33 streamed"; of one, only where it is."""
     counts = Counter(places)
     return ", ".join(name if len(places) == 1 else f"{count} {name}" for name, count in counts.items())
 
 
 def _spread(parts: Sequence[str], count: int) -> list[str]:
-    """`count` of the parts, as evenly as can be."""
+    """Choose `count` of the parts, as evenly as can be."""
     return [part for index, part in enumerate(parts)
             if (index + 1) * count // len(parts) > index * count // len(parts)]

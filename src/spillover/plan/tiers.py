@@ -33,7 +33,7 @@ class TierPlan:
 
 def plan_tiers(host_memory: int | None, disks: tuple[DiskBudget, ...], remote: str | None, slot_bytes: int,
                device: str) -> tuple[TierPlan, ...]:
-    """Lower tiers, nearest first. `slot_bytes`: of a block once it has left the device."""
+    """Plan the lower tiers, nearest first. `slot_bytes`: of a block once it has left the device."""
     tiers = []
     if host_memory is not None:
         blocks = host_memory // slot_stride(slot_bytes)
@@ -55,7 +55,7 @@ def plan_tiers(host_memory: int | None, disks: tuple[DiskBudget, ...], remote: s
 
 
 def host_bytes(tiers: tuple[TierPlan, ...], slot_bytes: int) -> int:
-    """RAM that the lower tiers take at most: the host tier's, or a few slots that others are reached through."""
+    """Return the most RAM of the lower tiers: the host tier's, or a few slots that others are reached through."""
     if not tiers:
         return 0
     given = next((tier.bytes for tier in tiers if tier.name == "host"), None)
@@ -63,7 +63,7 @@ def host_bytes(tiers: tuple[TierPlan, ...], slot_bytes: int) -> int:
 
 
 def check_host_memory(host_memory: int | None, machine: Machine, device: str, size: str, least: str) -> None:
-    """`size` and `least`: the budget and what there is, as one would type them."""
+    """Refuse a host tier that does not fit. `size`, `least`: the budget and what there is, as one types them."""
     if host_memory is None:
         return
     if host_memory > machine.memory_available:
@@ -80,7 +80,7 @@ def check_host_memory(host_memory: int | None, machine: Machine, device: str, si
 
 
 def with_tier_rates(tiers: tuple[TierPlan, ...], device: str, slot_bytes: int) -> tuple[TierPlan, ...]:
-    """The tiers and how fast they are, timed now; a folder that is not there yet is timed by what it will be in.
+    """Return the tiers and how fast they are, timed now; a folder that is not there yet is timed by what it will be in.
 
     A disk that is full or cannot be written has no rate: it may hold blocks all the same.
     """
@@ -110,7 +110,7 @@ def _check_holds_one(flag: str, given: int, blocks: int, least: int) -> None:
 
 
 def _check_usable(path: Path) -> None:
-    """Before a model is loaded; what only a write can show is found when the tier is opened."""
+    """Check a folder before a model is loaded; what only a write can show is found when the tier is opened."""
     folder = _existing(path)
     reason = None
     if folder != path and os.path.lexists(folder / path.relative_to(folder).parts[0]):
@@ -122,7 +122,7 @@ def _check_usable(path: Path) -> None:
 
 
 def _shortage(disk: DiskBudget) -> str:
-    """A disk may fill up or be cleared while the engine runs, so that too little is told and not refused."""
+    """Describe too little free space, which is no error: a disk may be filled or cleared while the engine runs."""
     folder = _existing(disk.path)
     free = shutil.disk_usage(folder).free
     held = sum(file.stat().st_size for file in disk.path.rglob("*") if file.is_file()) if folder == disk.path else 0

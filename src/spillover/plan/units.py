@@ -30,7 +30,7 @@ class Units:
 
     @property
     def layer_record_bytes(self) -> int:
-        """All experts of one layer."""
+        """Return the bytes of all experts of one layer."""
         return self.num_experts * self.record_bytes
 
     @property
@@ -38,7 +38,7 @@ class Units:
         return sum(self.parts.values()) + sum(self.stacks.values())
 
     def travelling(self, part: str) -> int:
-        """Bytes of a part that takes its experts along."""
+        """Return the bytes of a part that takes its experts along."""
         return self.records[part] + (self.layer_record_bytes if part_layer(part) in self.stacks else 0)
 
 
@@ -56,7 +56,7 @@ def weight_units(config: ModelConfig, specs: WeightSpecs, dtype: str) -> Units:
 
 
 def part_layer(part: str) -> int:
-    """The layer of "layers.3"; -1 of another part."""
+    """Return the layer of "layers.3"; -1 of another part."""
     return int(part.removeprefix("layers.")) if part.startswith("layers.") else -1
 
 

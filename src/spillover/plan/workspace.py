@@ -44,8 +44,8 @@ def workspace(
     config: ModelConfig, dtype: str, device: str, native: bool, tokens: int, rows: int, positions: int,
     captured: int = 0,
 ) -> Workspace:
-    """Size steps of `tokens` of which `rows` sample a token, in sequences of up to `positions`. `captured`: rows of the
-    largest prefill step captured as a CUDA graph."""
+    """Size the workspace of steps of `tokens` of which `rows` sample a token, in sequences of up to `positions`.
+    `captured`: rows of the largest prefill step captured as a CUDA graph."""
     kernels = BLAS_BYTES[device] + (0 if native else SCORES_BYTES)
     if device == "cuda":
         kernels += _cuda_bytes(config, dtype, captured, rows, positions) + _wide_bytes(config, dtype, tokens)
@@ -106,7 +106,7 @@ def _wide_bytes(config: ModelConfig, dtype: str, tokens: int) -> int:
 
 
 def _row_bytes(config: ModelConfig, dtype: str, native: bool) -> int:
-    """Bytes a token at the widest moment of a layer."""
+    """Return the bytes a token at the widest moment of a layer."""
     hidden = config.hidden_size
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     qkv = heads + 2 * kv_heads

@@ -26,7 +26,7 @@ _QUIET = ("/health", "/ping", "/metrics", "/live", "/page/", "/favicon.ico")
 
 
 class RequestLog:
-    """Gives each request an id, and writes one line when it is over. Never a word of a prompt."""
+    """Middleware that gives each request an id and logs one line when it is over, without prompts."""
 
     def __init__(self, app: ASGIApp, front: Front) -> None:
         self._app = app
@@ -74,7 +74,7 @@ class RequestLog:
 
 
 class BodyLimit:
-    """Refuses a body that is too large, and any beyond what all bodies together may hold in memory at once."""
+    """Middleware that refuses a body that is too large, and any beyond the memory of all bodies together."""
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
         self._app = app

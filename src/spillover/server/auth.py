@@ -19,7 +19,7 @@ ADMIN_PATHS = frozenset(("/sleep", "/wake_up", "/reset_prefix_cache", "/start_pr
 
 
 class ApiKeys:
-    """Asks for a key: one of `keys` on most routes, one of `admin_keys` on those of ADMIN_PATHS if there are any."""
+    """Middleware that asks for a key: one of `keys` on most routes, one of `admin_keys` (if any) on ADMIN_PATHS."""
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...], admin_keys: tuple[str, ...]) -> None:
         self._app = app

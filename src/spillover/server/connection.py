@@ -36,7 +36,7 @@ class Connections:
     idle: dict[Connection, None] = field(default_factory=dict)
 
     def protocol(self) -> Any:
-        """What uvicorn calls for each connection."""
+        """Return what uvicorn calls for each connection."""
         return partial(Connection, self)
 
 
@@ -91,7 +91,7 @@ class Connection(HttpToolsProtocol):
         self._parse_waiting()
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """A client may end its half once it has sent its request, and still gets the answer."""
+        """Go on: a client may end its half once it has sent its request, and still gets the answer."""
         serving = self._serving()
         if not serving or self._in_message or self.scheme == "https" or self.cycle.scope["http_version"] == "1.0":
             return None
@@ -151,7 +151,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Called where the parser gave up: for a limit of this file, or because it is not HTTP."""
+        """Answer 400 where the parser gave up: for a limit of this file, or because it is not HTTP."""
         refusal, self._refusal = self._refusal, None
         self._refuse(refusal or ApiError(400, "This is not a valid HTTP/1.1 request.", code="malformed_http"))
 
@@ -162,7 +162,7 @@ class Connection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _serving(self) -> bool:
-        """Some request that has come is not answered yet; `cycle` is the latest."""
+        """Return whether a request that has come is not answered yet; `cycle` is the latest."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _parse_waiting(self) -> None:
@@ -185,7 +185,7 @@ class Connection(HttpToolsProtocol):
             self._rest()
 
     def _rest(self) -> None:
-        """Nothing is under way: the connection is kept for a while, unless others need its place."""
+        """Rest, as nothing is under way: the connection is kept for a while, unless others need its place."""
         self._shared.idle[self] = None
         if self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive,
@@ -198,7 +198,7 @@ class Connection(HttpToolsProtocol):
             raise self._refusal  # stops the parser, which then calls send_400_response
 
     def _look_at_deadline(self) -> None:
-        """The time is up: unless the body has come at a fair rate, or nobody reads it here, the client is too slow."""
+        """Close the connection of a slow client, unless the body came at a fair rate, or nobody reads it here."""
         self._deadline = None
         if not self._in_message or self.transport.is_closing():
             return
@@ -224,7 +224,7 @@ class Connection(HttpToolsProtocol):
             self._probe = self.loop.call_later(_PROBE_SECONDS, self._look_for_client)
 
     def _refuse(self, error: ApiError) -> None:
-        """The last thing this connection says, unless an answer is on its way: then that is the last one."""
+        """Refuse and close, unless an answer is on its way: then that is the last one."""
         assert error.code is not None
         self._shared.refused(error.code)
         self._waiting.clear()

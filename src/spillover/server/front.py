@@ -51,7 +51,7 @@ class Front:
     _making_literal: threading.Lock = field(default_factory=threading.Lock)
 
     def model_name(self, asked: str | None) -> str:
-        """The name an answer carries; 404 for one that is not served."""
+        """Return the name an answer carries; 404 for one that is not served."""
         if asked is not None and asked not in self.settings.model_names:
             names = ", ".join(f"'{name}'" for name in self.settings.model_names)
             raise ApiError(404, f"The model '{asked[:256]}' is not served here; there are {names}.", "model",
@@ -59,7 +59,7 @@ class Front:
         return self.settings.served_model_names[0]
 
     def require_engine(self) -> None:
-        """Called first by every route that needs the model's facts, which are known once the engine is up."""
+        """Refuse requests while the engine is not ready; called first by routes that need the model."""
         if not self.client.ready:
             raise EngineDead(f"The engine is not ready ({self.client.engine_state}): {self.client.trouble}.")
 
@@ -92,7 +92,7 @@ class Front:
 
     @property
     def literal_text(self) -> LiteralText | None:
-        """What encodes conversations where messages may not hold special tokens; None where they may."""
+        """Return what encodes conversations where messages may not hold special tokens; None where they may."""
         if self.settings.special_tokens_in_user_text:
             return None
         with self._making_literal:

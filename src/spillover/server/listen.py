@@ -14,7 +14,7 @@ BACKLOG = 2048
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; SpilloverError with what to type where that cannot be."""
+    """Return a socket that listens; SpilloverError with what to type where that cannot be."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM,
                                                                 flags=socket.AI_PASSIVE)[0]
@@ -51,7 +51,7 @@ def _refusal(host: str, port: int, error: OSError) -> str:
 
 
 def _holder(port: int) -> str | None:
-    """Who listens there, as far as this user may know."""
+    """Return who listens there, as far as this user may know."""
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections(kind="tcp"):
             if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:

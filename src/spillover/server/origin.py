@@ -15,7 +15,7 @@ _OPEN_PATHS = ("/health", "/ping")  # asked by load balancers under whatever nam
 
 
 class SameSite:
-    """Refuses requests that a page of another site makes, by its Origin, or by the Host that its name was bound to."""
+    """Middleware that refuses requests of another site's page, by Origin, or by the Host its name was bound to."""
 
     def __init__(self, app: ASGIApp, host: str, origins: tuple[str, ...], hosts: tuple[str, ...]) -> None:
         self._app = app
@@ -45,7 +45,7 @@ class SameSite:
                              f"--cors-origin {origin[:128]}.", code="foreign_origin")
 
     def _known(self, host: str) -> bool:
-        """A name that anybody can have point here is not; an address, and a name without a dot, nobody can."""
+        """Return whether a host is allowed: named, or an address or dotless name, which nobody can have point here."""
         name = _name(host)
         return ("." not in name or "*" in self._hosts or name in self._hosts or name.endswith(".localhost")
                 or _is_address(name))
@@ -56,7 +56,7 @@ def _header(scope: Scope, wanted: bytes) -> str:
 
 
 def _name(host: str) -> str:
-    """Without the port: example.org:80, [::1]:80."""
+    """Return a host without its port: example.org:80, [::1]:80."""
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     return name.lower().rstrip(".")
 

@@ -32,7 +32,7 @@ _LAST_BYTES_SECONDS = 5  # for answers that are complete to reach clients that r
 def serve(config: EngineConfig, settings: ServerSettings, listening: socket.socket, *,
           on_plan: Callable[[Plan], None], on_progress: Callable[[str, int, int], None],
           on_ready: Callable[[AsyncLLM], None]) -> None:
-    """Until a signal ends it. SpilloverError if the engine cannot start."""
+    """Serve until a signal ends it. SpilloverError if the engine cannot start."""
     sys.setswitchinterval(_SWITCH_SECONDS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(config, settings, listening, on_plan, on_progress, on_ready))
@@ -73,7 +73,7 @@ async def _serve(config: EngineConfig, settings: ServerSettings, listening: sock
 
 async def _leave(client: AsyncLLM, server: _HttpServer, http: asyncio.Future[None], stop: _StopSignal,
                  drain_seconds: float) -> None:
-    """No new connections; what runs may end; then the engine stops, which ends every stream that is left."""
+    """Shut down: no new connections; what runs may end; then the engine stops, which ends every stream that is left."""
     server.should_exit = True
     if client.num_open:
         log.info("Stopping once %d running sequences have ended, in %.0f s at most; Ctrl-C again stops at once",
@@ -91,7 +91,7 @@ async def _leave(client: AsyncLLM, server: _HttpServer, http: asyncio.Future[Non
 
 
 class _StopSignal:
-    """SIGINT and SIGTERM: the first asks for an orderly end, the second hurries it."""
+    """A handler of SIGINT and SIGTERM: the first asks for an orderly end, the second hurries it."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
@@ -105,7 +105,7 @@ class _StopSignal:
 
 
 class _HttpServer(uvicorn.Server):
-    """Signals are handled here, not by uvicorn, which would end the streams first."""
+    """A server whose signals are handled here, not by uvicorn, which would end the streams first."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -39,5 +39,5 @@ class ServerSettings:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Every name a request may use."""
+        """Return every name a request may use."""
         return tuple(dict.fromkeys((*self.served_model_names, DEFAULT_ALIAS)))

@@ -22,11 +22,11 @@ class Flight:
 
     @property
     def sent(self) -> float | None:
-        """When its bytes were handed to the socket; None where no connection could be opened."""
+        """Return when its bytes were handed to the socket; None where no connection could be opened."""
         return self._connection.sent or None
 
     async def run(self, call: Call, timeout: float) -> bool:
-        """Whether the connection can be used again. What went wrong is in `answer.error`."""
+        """Return whether the connection can be used again. What went wrong is in `answer.error`."""
         answer, connection = self.answer, self._connection
         connection.sent = 0.0
         try:
@@ -69,6 +69,6 @@ class Flight:
 
 
 async def sleep_until(when: float) -> None:
-    """`when` is a time of `time.perf_counter()`. Event loops count in milliseconds and may wake early: look again."""
+    """Sleep until `when`, a time of `time.perf_counter()`. Event loops count in milliseconds and may wake early."""
     while (left := when - time.perf_counter()) > 0:
         await asyncio.sleep(left)

@@ -58,38 +58,38 @@ class Connection:
         self.sent = 0.0  # when the last message was handed to the socket
 
     async def exchange(self, message: bytes | Call, sink: Callable[[Reply], Sink]) -> Reply:
-        """Sends it and returns when the whole answer has come. `sink` is asked, once the head is there, where to put
-        the body."""
+        """Send it and return when the whole answer has come. `sink` is asked, once the head is there, where to put the
+        body."""
         return await self._attempt(message, lambda wire: wire.whole(sink))
 
     async def send(self, call: Call) -> Reply:
-        """Sends it and reads the answer's head; `read` or `chunks` must follow, or `close`."""
+        """Send it and read the answer's head; `read` or `chunks` must follow, or `close`."""
         return await self._attempt(call, lambda wire: wire.head())
 
     async def read(self, reply: Reply) -> bytes:
         return b"".join([piece async for piece in self.chunks(reply)])
 
     async def chunks(self, reply: Reply) -> AsyncIterator[bytes]:
-        """The body as it comes. An end before the framing's own raises IncompleteReadError."""
+        """Yield the body as it comes. An end before the framing's own raises IncompleteReadError."""
         assert self._wire is not None
         async for _at, piece in self._wire.pieces():
             yield piece
 
     async def hang_up(self, call: Call, after: float) -> None:
-        """Sends it and goes away without reading the answer."""
+        """Send it and go away without reading the answer."""
         wire = await self._open()
         wire.write(call.message(self._authority))
         await asyncio.sleep(after)
         await self.close()
 
     async def close(self) -> None:
-        """At once, also in the middle of an answer."""
+        """Close the connection at once, also in the middle of an answer."""
         if self._wire is not None:
             self._wire.abort()
             self._wire = None
 
     async def open(self) -> None:
-        """Before there is anything to send, where the time of opening should not count."""
+        """Open the connection before there is anything to send, where the time of opening should not count."""
         if self._wire is None or self._wire.lost:
             await self._open()
 
@@ -132,7 +132,7 @@ class _Wire(asyncio.Protocol):
         self._choose: Callable[[Reply], Sink] | None = None
 
     def expect(self) -> None:
-        """A new answer is to come."""
+        """Prepare for a new answer."""
         loop = asyncio.get_running_loop()
         self.heard = False
         self._at = 0.0
@@ -153,7 +153,7 @@ class _Wire(asyncio.Protocol):
         return self._reply
 
     async def whole(self, sink: Callable[[Reply], Sink]) -> Reply:
-        """To be awaited right after writing: until then nothing can have come."""
+        """Wait for the whole answer; call it right after writing: until then nothing can have come."""
         self._choose = sink
         await self._ended
         return self._reply

@@ -113,7 +113,7 @@ class Share:
 
 
 def chains(requests: Sequence[ServeRequest], arrivals: Arrivals) -> list[Chain]:
-    """Sessions strung together, each due at the time of its first turn."""
+    """Return sessions strung together, each due at the time of its first turn."""
     grouped: dict[tuple[str, int], list[tuple[int, ServeRequest]]] = {}
     for index, request in enumerate(requests):
         key = ("alone", index) if request.session is None else ("session", request.session)
@@ -127,8 +127,8 @@ def chains(requests: Sequence[ServeRequest], arrivals: Arrivals) -> list[Chain]:
 
 def run_share(share: Sequence[Chain], options: LoadOptions, begin: Callable[[], float],
               tell: Callable[[Live], None]) -> Share:
-    """Blocks until all has come back. `begin` is asked, once connections are open, for the time of
-    `time.perf_counter()` that counts as 0; it is the same for all processes."""
+    """Run a share of the load and return when all has come back. `begin` is asked, once connections are open, for the
+    time of `time.perf_counter()` that counts as 0; it is the same for all processes."""
     with _quiet_memory(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
         loop = runner.get_loop()
         running = loop.create_task(_Generator(share, options, tell).run(begin))
@@ -202,7 +202,7 @@ class _Generator:
 
     async def _request(self, index: int, request: ServeRequest, said: Conversation, due: float | None,
                        goes_on: bool) -> str | None:
-        """From its sending to its end. Returns why its chat cannot go on, if it cannot."""
+        """Send one request and read its answer. Returns why its chat cannot go on, if it cannot."""
         ready = time.perf_counter()  # from here on only ourselves hold it up
         options = self._options
         ids_matter = goes_on and not isinstance(request.prompt, str)
@@ -254,7 +254,7 @@ class _Generator:
                                                turn=request.turn))
 
     async def _tokenize(self, text: str) -> list[int]:
-        """An answer's ids by the server's own tokenizer, for servers that do not send them along."""
+        """Return an answer's ids by the server's own tokenizer, for servers that do not send them along."""
         connection = Connection(self._host, self._port, self._tls)
         try:
             for body in tokenize_bodies(text, self._options.dialect.model):
@@ -277,7 +277,7 @@ class _Generator:
                 self._watch.note(time.perf_counter() - self._start, self._sent - self._completed - self._failed, since)
 
     def _over(self) -> bool:
-        """Whether no more is to be sent."""
+        """Return whether no more is to be sent."""
         seconds = self._options.seconds
         if self._stopped is None and seconds is not None and time.perf_counter() - self._start > seconds:
             self._stopped = f"{seconds:g} s were over"
@@ -286,9 +286,9 @@ class _Generator:
         return self._stopped is not None
 
     async def _open_connections(self) -> None:
-        """What is due at the start finds its connection open, so that a burst is one of requests and not of
-        handshakes. All others open theirs when none is idle: some servers have a thread a connection, and one that
-        only waits keeps it from a request."""
+        """Open connections for what is due at the start, so that a burst is one of requests and not of handshakes. All
+        others open theirs when none is idle: some servers have a thread a connection, and one that only waits keeps it
+        from a request."""
         at_once = sum(not chain.at for chain in self._share)
         for _ in range(min(at_once, self._options.arrivals.max_concurrency or 64, 512)):
             connection = Connection(self._host, self._port, self._tls)
@@ -317,9 +317,9 @@ class _Generator:
 
 @contextlib.contextmanager
 def _interrupted_by(stop: Callable[[], object]) -> Iterator[None]:
-    """Ctrl-C calls `stop`, and is raised once all has ended. Raised at once it could come up in a callback of a parser
-    or of the event loop, which take it for an error of one connection, and `Runner.run` forgets one that comes as the
-    last answer ends. A second one is raised at once."""
+    """Call `stop` on Ctrl-C, which is raised once all has ended. Raised at once it could come up in a callback of a
+    parser or of the event loop, which take it for an error of one connection, and `Runner.run` forgets one that comes
+    as the last answer ends. A second one is raised at once."""
     ours = threading.current_thread() is threading.main_thread()
     if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -348,7 +348,7 @@ def _interrupted_by(stop: Callable[[], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_memory() -> Iterator[None]:
-    """A collection of garbage in the middle of a run would hold up every stream at once."""
+    """Collect garbage before a run and not during it, where it would hold up every stream at once."""
     enabled = gc.isenabled()
     gc.collect()
     gc.freeze()

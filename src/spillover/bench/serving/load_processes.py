@@ -40,7 +40,7 @@ SATURATED_LAG = (0.020, 0.05)  # p99: seconds, and share of the median latency; 
 
 def run_load(requests: Sequence[ServeRequest], options: LoadOptions,
              progress: Callable[[Live], None] | None = None) -> Run:
-    """Sends all of it and waits for all answers. `progress` is called a few times a second."""
+    """Send all of it and wait for all answers. `progress` is called a few times a second."""
     if not requests:
         raise SpilloverError("the workload has no requests; ask for at least one with --num-prompts")
     options.address()  # refused before anything is sent
@@ -72,7 +72,7 @@ def run_load(requests: Sequence[ServeRequest], options: LoadOptions,
 
 
 def _within(requests: Sequence[ServeRequest], options: LoadOptions) -> tuple[Sequence[ServeRequest], LoadOptions]:
-    """As many as the rate sends in the time there is: cut off by the clock, a random schedule would miss its rate."""
+    """Return as many chains as the rate sends in time: cut off by the clock, a random schedule would miss its rate."""
     rate, seconds = options.arrivals.rate, options.seconds
     if seconds is None or math.isinf(rate) or any(request.session is not None for request in requests):
         return requests, options
@@ -81,7 +81,7 @@ def _within(requests: Sequence[ServeRequest], options: LoadOptions) -> tuple[Seq
 
 
 def automatic_processes(options: LoadOptions, work: Sequence[Chain]) -> int:
-    """By the rate and the concurrency asked for, but half of the cores at most: the server may need the others."""
+    """Choose by rate and concurrency, but half of the cores at most: the server may need the others."""
     arrivals = options.arrivals
     rate = arrivals.ramp_up_end if arrivals.ramp_up is not None else arrivals.rate
     streams = arrivals.max_concurrency or (len(work) if math.isinf(rate) else 1)
@@ -109,7 +109,7 @@ def _run(work: Sequence[Chain], options: LoadOptions, count: int,
 
 def _run_processes(work: Sequence[Chain], options: LoadOptions, count: int,
                    tell: Callable[[Live], None]) -> tuple[float, list[Share]]:
-    """Chains are dealt out like cards; a limit of concurrency is dealt out too."""
+    """Deal out chains to processes like cards, and a limit of concurrency too."""
     limit = options.arrivals.max_concurrency
     count = count if limit is None else min(count, limit)
     clients = [_Client() for _ in range(count)]
@@ -155,13 +155,13 @@ class _Client:
 
 
 def _plain(chain: Chain) -> Chain:
-    """As it can be sent to another process."""
+    """Return the load as it can be sent to another process."""
     return replace(chain, turns=tuple((index, replace(request, extra=dict(request.extra)))
                                       for index, request in chain.turns))
 
 
 def serve(descriptor: int) -> None:
-    """What a client process does."""
+    """Run a client process."""
     pipe: Connection = Connection(descriptor)
 
     def begin() -> float:

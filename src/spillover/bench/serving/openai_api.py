@@ -41,8 +41,8 @@ class Dialect:
     ignore_eos: bool | None = None  # None: as each request says
 
     def body(self, request: ServeRequest, prompt: Prompt, ids_matter: bool = False) -> bytes:
-        """`prompt` is all that is sent: in a session, with everything said before. `ids_matter`: the answer's token
-        ids are wanted whatever else is asked."""
+        """Return a request's body. `prompt` is all that is sent: in a session, with everything said before.
+        `ids_matter`: the answer's token ids are wanted whatever else is asked."""
         body: dict[str, Any] = {"model": self.model} if self.model is not None else {}
         if self.kind == "chat":
             body |= {"messages": prompt, "max_completion_tokens": request.output_len}
@@ -71,7 +71,7 @@ class Conversation:
         self._ids: list[int] = []
 
     def ask(self, request: ServeRequest) -> Prompt:
-        """The whole prompt of the next turn."""
+        """Return the whole prompt of the next turn."""
         if self._kind == "chat":
             if not isinstance(request.prompt, str):
                 raise SpilloverError("this workload's prompts are token ids, which no chat message holds; use "
@@ -85,7 +85,7 @@ class Conversation:
         return self._ids
 
     def hear(self, text: str, token_ids: Sequence[int]) -> None:
-        """The answer, which the next prompt holds too."""
+        """Add the answer, which the next prompt holds too."""
         self._messages.append({"role": "assistant", "content": text})
         self._text += text
         self._ids.extend(token_ids)
@@ -117,7 +117,7 @@ class Answer:
         return bool(self._times)
 
     def take(self, at: float, data: bytes) -> int:
-        """How many tokens it brought, as far as that can be told now."""
+        """Return how many tokens it brought, as far as that can be told now."""
         if data == b"[DONE]":
             self.finished = True
             return 0
@@ -146,7 +146,7 @@ class Answer:
             return 0
 
     def chunks(self, count: int | None = None) -> tuple[tuple[float, int], ...]:
-        """(time, new tokens) of every chunk with text or ids. `count`: the tokens there are, where it is known.
+        """Return (time, new tokens) of every chunk with text or ids. `count`: the tokens there are, where it is known.
 
         Chunks that say how many tokens they hold are believed. Else each holds one, and where the total is larger the
         rest is put where the longest texts are; where it is smaller (text that a server held back and sent at the end)
@@ -202,7 +202,7 @@ class Answer:
             self.sources = {"computed": self.prompt_tokens - cached, "cached": cached}
 
     def _timings(self, timings: Any) -> None:
-        """Ours is a list with an entry a prompt; llama.cpp's is one object in milliseconds."""
+        """Take the server's timings: ours are a list, one a prompt; llama.cpp's an object in milliseconds."""
         if isinstance(timings, list) and timings:
             entry = timings[0]
             self.timings = {name: float(entry[name]) for name in PHASES
@@ -216,7 +216,7 @@ class Answer:
 
 
 def error_text(body: Any) -> str:
-    """What a server says went wrong, in whichever of the usual shapes."""
+    """Return what a server says went wrong, in whichever of the usual shapes."""
     error = body.get("error", body) if isinstance(body, dict) else body
     if isinstance(error, dict):
         error = error.get("message") or error.get("detail") or error
@@ -232,13 +232,13 @@ def refusal(status: int, body: bytes) -> str:
 
 
 def tokenize_bodies(text: str, model: str | None) -> list[bytes]:
-    """What to POST to /tokenize: as vLLM and spillover have it, and as llama.cpp does."""
+    """Return what to POST to /tokenize: as vLLM and spillover have it, and as llama.cpp does."""
     named = {} if model is None else {"model": model}
     return [_encode({**named, "prompt": text, "add_special_tokens": False}), _encode({"content": text})]
 
 
 def tokens_of(body: bytes) -> list[int]:
-    """The ids in an answer of /tokenize; none where it is something else."""
+    """Return the ids in an answer of /tokenize; none where it is something else."""
     try:
         tokens = _decode(body).get("tokens")
     except (msgspec.DecodeError, AttributeError):
@@ -247,7 +247,7 @@ def tokens_of(body: bytes) -> list[int]:
 
 
 def _tokens(counts: Mapping[str, Any], name: str) -> int | None:
-    """None where it is not told; ValueError where it is no number of tokens."""
+    """Return a count of tokens, None where it is not told; ValueError where it is no number of tokens."""
     count = counts.get(name)
     if count is None:
         return None
@@ -262,7 +262,7 @@ def _logprob_count(choice: Mapping[str, Any]) -> int:
 
 
 def _spread(total: int, weights: Sequence[int]) -> list[int]:
-    """At least one each, the rest in proportion to the weights, whole numbers that add up."""
+    """Spread tokens over chunks: at least one each, the rest by the weights, in whole numbers that add up."""
     spare, weight = total - len(weights), max(1, sum(weights))
     exact = [spare * one / weight for one in weights]
     shares = [1 + int(part) for part in exact]

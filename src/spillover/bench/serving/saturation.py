@@ -18,7 +18,7 @@ SIGNIFICANCE = 5.0  # a slope over its standard error; large, as neighbouring sa
 
 
 class SaturationWatch:
-    """Told of each first token; a sample is (time, requests under way, time to first token)."""
+    """A watch for saturation, told of each first token; a sample is (time, requests under way, time to first token)."""
 
     def __init__(self) -> None:
         self._samples: list[tuple[float, float, float]] = []
@@ -39,7 +39,7 @@ class SaturationWatch:
 
 
 def piles_up(samples: list[tuple[float, float, float]]) -> bool:
-    """The first quarter, in which any load builds up, is left out."""
+    """Return whether requests pile up; the first quarter, in which any load builds up, is left out."""
     kept = np.asarray(samples[len(samples) // 4:], dtype=float)
     if len(kept) < MIN_SAMPLES // 2:
         return False

@@ -31,8 +31,8 @@ class ServeRequest:
 
 
 class ServeWorkload(Protocol):
-    """`requests(repeat)` keeps lengths, times and sharing and changes the tokens; repeat -1 is the warm-up's, whose
-    prompts are never those of a measured repeat."""
+    """A workload to serve: `requests(repeat)` keeps lengths, times and sharing and changes the tokens; repeat -1 is the
+    warm-up's, whose prompts are never those of a measured repeat."""
 
     @property
     def name(self) -> str: ...

@@ -34,7 +34,7 @@ class TextTokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def chat(self, text: str) -> list[int]:
-        """As one message of a user, through the chat template."""
+        """Encode a text as one message of a user, through the chat template."""
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -49,7 +49,7 @@ class ServedModel:
     def ask(cls, base_url: str, model: str | None = None, api_key: str | None = None,
             tokenizer: TextTokenizer | None = None, headers: Mapping[str, str] | None = None,
             insecure: bool = False) -> ServedModel:
-        """`tokenizer`: one at hand, used instead of the server's. `insecure`: any certificate will do."""
+        """Ask a server for its model. `tokenizer`: used instead of its own. `insecure`: any certificate will do."""
         authorized = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         server = _Server(base_url, {**authorized, **(headers or {})}, insecure)
         cards = server.get("/v1/models").get("data") or []
@@ -133,7 +133,7 @@ class _Server:
         return self._answer("POST", path, body)
 
     def has(self, path: str, body: Mapping[str, Any]) -> bool:
-        """False where the server knows no such path; one that is still starting is an error."""
+        """Return whether the server knows the path; one that is still starting is an error."""
         status, content = self._exchange("POST", path, body)
         if status in NO_SUCH_THING:
             return False

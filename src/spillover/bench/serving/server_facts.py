@@ -25,7 +25,7 @@ NOT_TOLD_APART = {"model_name", "engine", "engine_type", "pid", "tp_rank", "pp_r
 
 
 def counters(base_url: str, headers: Mapping[str, str] | None = None, insecure: bool = False) -> dict[str, float]:
-    """Prometheus counters of /metrics; none where the server has no such page.
+    """Return the Prometheus counters of /metrics; none where the server has no such page.
 
     An engine's prefix and `_total` are left off, so that the same thing has the same name everywhere:
     `prefix_cache_hits`, `num_preemptions`. Labels that tell samples apart follow: `prompt_tokens_by_source/host`.
@@ -60,7 +60,7 @@ def difference(after: Mapping[str, float], before: Mapping[str, float]) -> dict[
 
 
 def version(base_url: str, headers: Mapping[str, str] | None = None, insecure: bool = False) -> str | None:
-    """As far as it can be known from outside: /version of vLLM and spillover, /props of llama.cpp, SGLang's info."""
+    """Return the server's version: /version of vLLM and spillover, /props of llama.cpp, SGLang's info."""
     for path, key in (("/version", "version"), ("/props", "build_info"), ("/get_server_info", "version")):
         text = _get(base_url.rstrip("/") + path, headers, insecure)
         try:
@@ -74,7 +74,7 @@ def version(base_url: str, headers: Mapping[str, str] | None = None, insecure: b
 
 def wait_until_ready(base_url: str, seconds: float | None, headers: Mapping[str, str] | None = None,
                      insecure: bool = False, say: Callable[[str], None] | None = None) -> None:
-    """Returns when the server answers well. `seconds`: the longest wait; None: STARTING_SECONDS for a server that is
+    """Wait until the server answers well. `seconds`: the longest wait; None: STARTING_SECONDS for a server that is
     starting, ABSENT_SECONDS for one that nothing is heard of. `say` is told now and then what is waited for."""
     began = time.monotonic()
     while True:
@@ -100,7 +100,7 @@ def wait_until_ready(base_url: str, seconds: float | None, headers: Mapping[str,
 
 
 def post(url: str, headers: Mapping[str, str] | None = None, insecure: bool = False) -> dict[str, Any]:
-    """What an empty POST is answered with, {} where that is no JSON object. SpilloverError: why it was refused."""
+    """Return the answer to an empty POST, {} where it is no JSON object. SpilloverError: why it was refused."""
     status, text = _exchange(url, headers, insecure, b"", POST_SECONDS)
     if 200 <= status < 300:
         return _object(text)
@@ -108,7 +108,7 @@ def post(url: str, headers: Mapping[str, str] | None = None, insecure: bool = Fa
 
 
 def _refusal(text: str) -> str | None:
-    """The sentence of an error in OpenAI's shape."""
+    """Return the sentence of an error in OpenAI's shape."""
     error = _object(text).get("error")
     told = error.get("message") if isinstance(error, dict) else None
     return None if told is None else " ".join(str(told).split()).rstrip(".")
@@ -129,7 +129,7 @@ def _get(url: str, headers: Mapping[str, str] | None, insecure: bool, data: byte
 
 def _exchange(url: str, headers: Mapping[str, str] | None, insecure: bool,
               data: bytes | None = None, seconds: float = 10.0) -> tuple[int, str]:
-    """Status and text; 0 where nobody answers."""
+    """Return the status and text; 0 where nobody answers."""
     request: Any = urllib.request.Request(url, data=data, headers=dict(headers or {}))
     context = ssl._create_unverified_context() if insecure and url.startswith("https") else None
     try:

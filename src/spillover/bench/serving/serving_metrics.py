@@ -60,7 +60,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class ServingMetrics:
-    """Of a whole run, or of a window of it."""
+    """The metrics of a whole run, or of a window of it."""
 
     window: Window
     completed: int
@@ -96,8 +96,8 @@ class ServingMetrics:
 
 def measure(run: Run, goodput: Mapping[str, float] | None = None, window: Window | None = None,
             ranks: Sequence[float] = RANKS) -> ServingMetrics:
-    """`goodput`: seconds by metric (ttft, tpot, e2el). `window`: latencies of requests sent within it, throughput
-    of what came within it; None is the whole run."""
+    """Measure a run. `goodput`: seconds by metric (ttft, tpot, e2el). `window`: latencies of requests sent within it,
+    throughput of what came within it; None is the whole run."""
     completed = [record for record in run.records if record.ok]
     start = min((record.sent for record in run.records), default=0.0)
     span = window or (start, start + run.duration)
@@ -146,14 +146,14 @@ def e2el(record: RequestRecord) -> float:
 
 
 def tpot(record: RequestRecord) -> float | None:
-    """None for an answer of one token."""
+    """Return the mean seconds per output token after the first; None for an answer of one token."""
     if record.output_tokens < 2:
         return None
     return (record.chunks[-1][0] - record.chunks[0][0]) / (record.output_tokens - 1)
 
 
 def gaps(record: RequestRecord) -> npt.NDArray[np.float64]:
-    """Inter-token latencies. The tokens of the first chunk after its first one came with no gap between them."""
+    """Return inter-token latencies. The tokens of the first chunk came with no gap between them."""
     times = np.array([at for at, _ in record.chunks])
     counts = np.array([count for _, count in record.chunks])
     with_tokens = counts > 0
@@ -170,12 +170,12 @@ def meets(record: RequestRecord, objectives: Mapping[str, float]) -> bool:
 
 
 def token_times(records: Sequence[RequestRecord]) -> npt.NDArray[np.float64]:
-    """(time, tokens) of every chunk of these, one a row."""
+    """Return (time, tokens) of every chunk of these requests, one a row."""
     return np.array([chunk for record in records for chunk in record.chunks], dtype=float).reshape(-1, 2)
 
 
 def concurrency(records: Sequence[RequestRecord]) -> npt.NDArray[np.float64]:
-    """(time, requests under way from then on), one row a change."""
+    """Return (time, requests under way from then on), one row a change."""
     edges = np.array([(record.sent, 1) for record in records] + [(record.done, -1) for record in records],
                      dtype=float).reshape(-1, 2)
     edges = edges[np.lexsort((edges[:, 1], edges[:, 0]))]
@@ -183,7 +183,7 @@ def concurrency(records: Sequence[RequestRecord]) -> npt.NDArray[np.float64]:
 
 
 def mean_level(levels: npt.NDArray[np.float64], window: Window) -> float:
-    """Of a step function, over time."""
+    """Return the mean of a step function over time."""
     if not len(levels) or window[1] <= window[0]:
         return 0.0
     times = np.clip(np.append(levels[:, 0], window[1]), *window)
@@ -191,7 +191,7 @@ def mean_level(levels: npt.NDArray[np.float64], window: Window) -> float:
 
 
 def steady_window(records: Sequence[RequestRecord], closed: bool) -> Window:
-    """See the module's head. `closed`: requests followed one another, so that the last one sent ends the plateau."""
+    """Return the time in which load neither rises nor falls. `closed`: the last request sent ends it."""
     if not records:
         return (0.0, 0.0)
     first, last = min(record.sent for record in records), max(record.done for record in records)

@@ -52,7 +52,7 @@ class Report:
         self.steady = measure(run, asked.goodput, run.window, ranks)
 
     def block(self) -> str:
-        """vLLM's, line by line."""
+        """Return vLLM's result block, line by line."""
         run, whole, asked = self.run, self.whole, self.asked
         rate, limit = run.details.get("request_rate"), run.details.get("max_concurrency")
         lines = [_title(" Serving Benchmark Result ", "="),
@@ -79,7 +79,7 @@ class Report:
         return "\n".join([*lines, "=" * WIDTH])
 
     def notes(self) -> list[str]:
-        """What vLLM does not tell, a line each."""
+        """Return what vLLM does not tell, a line each."""
         run, whole, steady = self.run, self.whole, self.steady
         begin, end = run.window
         lines = [
@@ -117,7 +117,7 @@ class Report:
         return [*lines, f"Preemptions: {preempted:.0f}"] if preempted else lines
 
     def _parts(self) -> list[str]:
-        """Where a request's time went, by the server's own account."""
+        """Return where a request's time went, by the server's own account."""
         told = [record.timings for record in self.run.completed if record.timings]
         if not told:
             return []
@@ -147,7 +147,7 @@ class Report:
         return lines
 
     def to_json(self, detailed: bool = False) -> dict[str, Any]:
-        """vLLM's keys at the top; what it does not have under names of our own."""
+        """Return a JSON object with vLLM's keys at the top; what it does not have under names of our own."""
         run, whole, asked = self.run, self.whole, self.asked
         details = run.details
         result: dict[str, Any] = {
@@ -188,7 +188,7 @@ class Report:
 
 
 def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
-    """`ttft:500 tpot:50`, in milliseconds, to seconds."""
+    """Parse objectives like `ttft:500 tpot:50`, in milliseconds, to seconds."""
     from spillover.bench.serving.serving_metrics import OBJECTIVES
     from spillover.errors import SpilloverError
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 
 class EventParser:
-    """Fed as bytes come, however they are cut. Comments and fields other than `data` are left out."""
+    """A parser fed as bytes come, however they are cut. Comments and fields other than `data` are left out."""
 
     def __init__(self) -> None:
         self._buffer = b""
@@ -21,13 +21,13 @@ class EventParser:
         return [data for event in events if (data := _data(event)) is not None]
 
     def finish(self) -> None:
-        """The stream is over: an event that was not ended is an error, as it may be half of one."""
+        """End the stream: an event that was not ended is an error, as it may be half of one."""
         if self._buffer.strip():
             raise ValueError(f"the stream ends in half an event: {self._buffer[-80:]!r}")
 
 
 async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The `data` of each event of a body that comes in pieces."""
+    """Yield the `data` of each event of a body that comes in pieces."""
     parser = EventParser()
     async for piece in pieces:
         for data in parser.feed(piece):

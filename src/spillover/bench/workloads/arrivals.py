@@ -52,17 +52,17 @@ class Arrivals:
                                      f"{self.ramp_up_start:g} and {self.ramp_up_end:g}")
 
     def replays(self, times: Sequence[float | None]) -> bool:
-        """Whether a workload's own times are kept."""
+        """Return whether a workload's own times are kept."""
         return (self.self_timed and math.isinf(self.rate) and self.ramp_up is None
                 and any(at is not None for at in times))
 
     def is_closed(self, times: Sequence[float | None]) -> bool:
-        """Whether a request is sent because another ended, not because its time has come."""
+        """Return whether a request is sent because another ended, not because its time has come."""
         return (self.max_concurrency is not None and math.isinf(self.rate) and self.ramp_up is None
                 and not self.replays(times))
 
     def times(self, own: Sequence[float | None]) -> list[float]:
-        """Seconds after the start for each request, given those that the workload itself names."""
+        """Return the seconds after the start for each request, given those that the workload itself names."""
         count = len(own)
         if self.replays(own):
             return [at or 0.0 for at in own]
@@ -80,7 +80,7 @@ class Arrivals:
         return result
 
     def describe(self, own: Sequence[float | None]) -> dict[str, Any]:
-        """For a result's details: JSON has no infinity."""
+        """Return the arrivals for a result's details: JSON has no infinity."""
         kind = ("trace" if self.replays(own) else "ramp-up" if self.ramp_up is not None
                 else "closed" if self.is_closed(own) else "burst" if math.isinf(self.rate)
                 else "constant" if math.isinf(self.burstiness) else "poisson" if self.burstiness == 1 else "gamma")

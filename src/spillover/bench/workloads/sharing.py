@@ -33,7 +33,7 @@ class Sharing:
 
 
 def simulate(requests: Iterable[tuple[Sequence[Part], Part]], block_size: int = BLOCK_SIZE) -> Sharing:
-    """`requests`: each one's whole prompt and its answer, in the order that they come."""
+    """Count the hits of an endless prefix cache. `requests`: whole prompts and answers, in order of arrival."""
     tree = PrefixTree()
     total = shared = distinct = 0
     for prompt, answer in requests:
@@ -55,7 +55,7 @@ class PrefixTree:
         self._root = _Node()
 
     def add(self, parts: Iterable[Part]) -> int:
-        """How many tokens of it, from the start, were there already."""
+        """Add a prompt and return how many of its tokens, from the start, were there already."""
         node, found = self._root, 0
         known = True
         for part in parts:
@@ -81,6 +81,6 @@ class _Node:
 
 
 def token_parts(ids: Sequence[int], block_size: int = BLOCK_SIZE) -> tuple[Part, ...]:
-    """Parts of a prompt whose tokens are known: they are their own key, a block at a time."""
+    """Return the parts of a prompt whose tokens are known: they are their own key, a block at a time."""
     return tuple(Part(tuple(ids[start : start + block_size]), min(block_size, len(ids) - start))
                  for start in range(0, len(ids), block_size))

@@ -51,7 +51,7 @@ class Replay:
 
 
 def trace_shapes(rows: Sequence[TraceRow], replay: Replay) -> tuple[tuple[Shape, ...], tuple[str, ...]]:
-    """The requests, and what a reader of their numbers must know. Times start at 0 with the first row played."""
+    """Return the requests, and what a reader of their numbers must know. Times start at 0 with the first row played."""
     if not rows:
         raise SpilloverError("the trace has no request that was answered")
     played = sorted(rows, key=lambda row: row.at)[: replay.limit]
@@ -74,7 +74,7 @@ def trace_shapes(rows: Sequence[TraceRow], replay: Replay) -> tuple[tuple[Shape,
 
 
 def read_mooncake(path: str) -> list[TraceRow]:
-    """JSON lines: timestamp in milliseconds, input_length, output_length, hash_ids."""
+    """Read JSON lines: timestamp in milliseconds, input_length, output_length, hash_ids."""
 
     def row(line: str) -> TraceRow:
         entry = json.loads(line)
@@ -89,14 +89,14 @@ def read_mooncake(path: str) -> list[TraceRow]:
 
 
 def read_azure(path: str) -> list[TraceRow]:
-    """CSV: TIMESTAMP (date and time), ContextTokens, GeneratedTokens."""
+    """Read CSV: TIMESTAMP (date and time), ContextTokens, GeneratedTokens."""
     return _csv(path, "Azure", ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
                 lambda row: TraceRow(_moment(row["TIMESTAMP"]), int(row["ContextTokens"]), int(row["GeneratedTokens"])))
 
 
 def read_burstgpt(path: str, model: str | None = None) -> list[TraceRow]:
-    """CSV: Timestamp (seconds), Model, Request tokens, Response tokens. Requests that failed have no response; vLLM
-    plays those of GPT-4 alone."""
+    """Read CSV: Timestamp (seconds), Model, Request tokens, Response tokens. Requests that failed have no response;
+    vLLM plays those of GPT-4 alone."""
     rows = _csv(path, "BurstGPT", ("Timestamp", "Model", "Request tokens", "Response tokens"),
                 lambda row: None if model is not None and row["Model"] != model else TraceRow(
                     float(row["Timestamp"]), int(row["Request tokens"]), int(row["Response tokens"])))
@@ -121,13 +121,13 @@ def _scaled(length: int, scale: float) -> int:
 
 
 def _fitting_scale(rows: Sequence[TraceRow], longest: int) -> float:
-    """With which nine of ten fit."""
+    """Return the scale with which nine of ten requests fit."""
     totals = sorted(row.prompt_len + row.output_len for row in rows)
     return longest / (totals[int(0.9 * (len(totals) - 1))] + 1)
 
 
 def _moment(text: str) -> float:
-    """Azure writes 7 digits of a second; datetime keeps 6."""
+    """Parse a time; Azure writes 7 digits of a second; datetime keeps 6."""
     moment = datetime.fromisoformat(text)
     return (moment.replace(tzinfo=None) - datetime(2000, 1, 1)).total_seconds()
 
@@ -144,7 +144,7 @@ def _csv(path: str, kind: str, columns: tuple[str, ...],
 
 def _rows(path: str, kind: str, expected: str, lines: Iterable[Line],
           parse: Callable[[Line], TraceRow | None]) -> list[TraceRow]:
-    """Rows without a prompt or an answer are requests that failed."""
+    """Read the rows; those without a prompt or an answer are requests that failed."""
     rows = []
     for number, line in enumerate(lines, start=1):
         try:

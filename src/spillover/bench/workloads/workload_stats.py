@@ -49,7 +49,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class WorkloadStats:
-    """Of one repeat; every repeat has the same."""
+    """The statistics of one repeat; every repeat has the same."""
 
     name: str
     count: int
@@ -75,7 +75,7 @@ class WorkloadStats:
                 "block_size": BLOCK_SIZE}
 
     def table(self) -> RenderableType:
-        """The lengths, and under them what else is known."""
+        """Return the lengths, and under them what else is known."""
         from rich.console import Group
         from rich.text import Text
 
@@ -112,7 +112,7 @@ def measure(name: str, shapes: Sequence[Shape], estimated: bool = False, notes: 
 
 
 def whole_prompts(shapes: Iterable[Shape]) -> Iterator[tuple[tuple[Part, ...], Part]]:
-    """Each request's prompt with what its session said before, and its answer, which is nobody else's."""
+    """Yield each request's prompt with what its session said before, and its answer, which is nobody else's."""
     said: dict[int, tuple[Part, ...]] = {}
     for index, shape in enumerate(shapes):
         answer = Part(("answer", index), shape.output_len)

@@ -18,7 +18,7 @@ from spillover.errors import SpilloverError
 
 
 def as_text(workload: ServeWorkload, served: ServedModel, chat: bool = True) -> ServeWorkload:
-    """`chat`: the texts go to an endpoint that puts them into the model's chat template."""
+    """Return the workload with prompts as texts. `chat`: the endpoint puts them into the chat template."""
     return TextWorkload(workload, served.tokenizer, chat)
 
 
@@ -34,7 +34,7 @@ class TextWorkload:
 
     @property
     def shapes(self) -> Sequence[Shape]:
-        """With the template's tokens around what a session begins with: all requests share the first of them."""
+        """Return the shapes with the template's tokens around a session's beginning: all share the first of them."""
         templated = isinstance(self.inner, RecordedWorkload) and self.inner.templated
         if not self.chat or templated or self.tokenizer is None:
             return self.inner.shapes
@@ -65,11 +65,11 @@ class TextWorkload:
 
 
 def _template(tokenizer: TextTokenizer) -> tuple[int, int]:
-    """How many tokens a chat template puts before a message, and how many after."""
+    """Return how many tokens a chat template puts before a message, and how many after."""
     one, other = tokenizer.chat("one"), tokenizer.chat("two three")
     return _alike(one, other), _alike(one[::-1], other[::-1])
 
 
 def _alike(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens from the first that both have."""
+    """Return the tokens from the first that both have."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -53,7 +53,7 @@ class RecordedWorkload:
     templated: bool = False  # the tokens are those of the chat template
 
     def in_words(self) -> RecordedWorkload:
-        """The file's own texts, without a template, for an endpoint that tokenizes."""
+        """Return the file's own texts, without a template, for an endpoint that tokenizes."""
         return replace(self, records=tuple(replace(record, prompt=record.text) if record.text else record
                                            for record in self.records))
 
@@ -88,8 +88,8 @@ class RecordedWorkload:
 def sharegpt(path: str, tokenizer: TextTokenizer | None, num_prompts: int, output_len: int | None = None,
              turns: int = 1, shuffle: bool = True, seed: int = 0,
              max_model_len: int | None = None) -> RecordedWorkload:
-    """The first question of each conversation and the length of its answer, filtered as vLLM filters them; with more
-    turns, conversations as sessions, as far as they fit the model."""
+    """Return the first question of each conversation and the length of its answer, filtered as vLLM filters them; with
+    more turns, conversations as sessions, as far as they fit the model."""
     check_positive(num_prompts=num_prompts, sharegpt_turns=turns)
     talks = read_talks(path)
     if shuffle:
@@ -112,8 +112,8 @@ def sharegpt(path: str, tokenizer: TextTokenizer | None, num_prompts: int, outpu
 def custom(path: str, tokenizer: TextTokenizer | None, num_prompts: int | None = None, output_len: int | None = None,
            chat: bool = True, shuffle: bool = True, seed: int = 0,
            max_model_len: int | None = None) -> RecordedWorkload:
-    """vLLM's `custom`: lines of {"prompt": text, "output_tokens": n}. The file's own lengths come before the default;
-    `prompt` may also be a list of token ids. With `chat` a text goes through the model's chat template."""
+    """Read vLLM's `custom`: lines of {"prompt": text, "output_tokens": n}. The file's own lengths come before the
+    default; `prompt` may also be a list of token ids. With `chat` a text goes through the model's chat template."""
     entries = list(_jsonl(path))
     if shuffle:
         np.random.default_rng(seed).shuffle(entries)
@@ -145,7 +145,7 @@ def estimate_tokens(text: str) -> int:
 
 def _turns(talk: Sequence[str], tokenizer: TextTokenizer | None, output_len: int | None,
            max_model_len: int | None) -> list[tuple[tuple[int, ...] | str, int]]:
-    """(what the turn adds, tokens of its answer), as many as fit; empty where the first does not pass."""
+    """Return (what the turn adds, tokens of its answer), as many as fit; empty where the first does not pass."""
     turns: list[tuple[tuple[int, ...] | str, int]] = []
     total = 0
     for question, answer in zip(talk[::2], talk[1::2], strict=False):
@@ -205,7 +205,7 @@ def _vocabulary(tokenizer: TextTokenizer | None) -> Vocabulary | None:
 
 
 def _short_of(asked: int | None, found: int, which: str) -> tuple[str, ...]:
-    """Nothing is sent twice to make up the number: that would measure the prefix cache."""
+    """Say that the file is short: nothing is sent twice to make up for it, which would measure the prefix cache."""
     if asked is None or found >= asked:
         return ()
     return (f"{asked:,} were asked for; the file has {found:,} {which}",)

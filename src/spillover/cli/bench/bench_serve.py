@@ -122,7 +122,7 @@ def serve(workload: WorkloadOptions, server: ServerOptions, **options: Any) -> N
 
 
 def _points(workload: WorkloadOptions, options: dict[str, Any]) -> list[Arrivals]:
-    """One for each rate and limit of concurrency, checked before the first is run."""
+    """Return one load for each rate and limit of concurrency, checked before the first is run."""
     from spillover.bench.workloads.arrivals import Arrivals
 
     return [Arrivals(rate, options["burstiness"], limit, options["ramp_up_strategy"], options["ramp_up_start_rps"],
@@ -180,7 +180,7 @@ def _asked(server: ServerOptions, workload: WorkloadOptions, options: dict[str, 
 
 @contextlib.contextmanager
 def live_bar(total: int, disabled: bool = False, what: str = "requests") -> Iterator[Callable[[Live], None]]:
-    """Done, running, failed, tokens per second and the mean TTFT so far; silent where stderr is a file."""
+    """Show requests done, running and failed, tokens per second and mean TTFT; silent where stderr is a file."""
     from spillover.progress import counted
 
     with counted(total, what, not disabled) as show:
@@ -221,7 +221,7 @@ def _profiled(server: ServerOptions, wanted: bool) -> Iterator[None]:
 
 
 def _write(report: Report, options: dict[str, Any], point: Arrivals | None) -> None:
-    """`point`: one of several, which get a file each unless they are appended to one."""
+    """Write the result. `point`: one of several, which get a file each unless they are appended to one."""
     result = report.to_json(options["save_detailed"])
     path = Path(options["result_dir"] or ".") / (options["result_filename"] or _file_name(report, options))
     if point is not None and options["result_filename"] and not options["append_result"]:
@@ -240,7 +240,7 @@ def _write(report: Report, options: dict[str, Any], point: Arrivals | None) -> N
 
 
 def _file_name(report: Report, options: dict[str, Any]) -> str:
-    """As vLLM makes it."""
+    """Return the file name as vLLM makes it."""
     details = report.run.details
     model = str(details.get("model") or "model").rpartition("/")[2]
     limit = details.get("max_concurrency")

@@ -115,7 +115,7 @@ def sweep_table(result: SweepResult) -> Table:
 
 
 def sweep_lines(result: SweepResult) -> list[str]:
-    """What was found, a sentence each."""
+    """Return what was found, a sentence each."""
     best, found = result.best, result.to_json()
     lines = [f"Max throughput: {found['max_output_throughput']:,.1f} output tokens/s, at {best.name}; "
              f"{found['max_request_throughput']:.2f} requests/s"]

@@ -40,7 +40,7 @@ class Rate(click.ParamType[float]):
 
 
 class SeveralValues(click.Command):
-    """Lets an option that may be repeated take several values after its name, as in `--goodput ttft:500 tpot:50`."""
+    """An option that may be repeated and takes several values after its name, as in `--goodput ttft:500 tpot:50`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         repeated = {name for param in self.params if isinstance(param, click.Option) and param.multiple
@@ -130,7 +130,7 @@ _OPTIONS: list[Callable[[Any], Any]] = [
 
 
 def server_options(command: Command) -> Command:
-    """The command receives one `server: ServerOptions`."""
+    """Add options; the command receives one `server: ServerOptions`."""
 
     @functools.wraps(command)
     def with_server(**given: Any) -> Any:
@@ -144,7 +144,7 @@ def server_options(command: Command) -> Command:
 
 
 def prepare(server: ServerOptions, workload: WorkloadOptions) -> tuple[LoadOptions, ServeWorkload]:
-    """The server is up, its model known, and the workload made for it."""
+    """Wait for the server, ask for its model and make the workload for it."""
     from spillover.bench.serving import server_facts
     from spillover.bench.workloads.make_workload import make_workload
     from spillover.bench.workloads.workload_text import as_text
@@ -162,7 +162,7 @@ def prepare(server: ServerOptions, workload: WorkloadOptions) -> tuple[LoadOptio
 
 @contextlib.contextmanager
 def waiting_line() -> Iterator[Callable[[str], None]]:
-    """Gives who shows what is waited for on stderr: one line that changes at a terminal, else a line in ten seconds."""
+    """Give who shows what is waited for on stderr: one line that changes at a terminal, else a line in ten seconds."""
     terminal, last = sys.stderr.isatty(), -math.inf
 
     def say(text: str) -> None:
@@ -183,7 +183,7 @@ def waiting_line() -> Iterator[Callable[[str], None]]:
 
 
 def warm_up(made: ServeWorkload, options: LoadOptions, count: int) -> None:
-    """With prompts of the warm-up's own, at most as many at once as will be measured."""
+    """Send prompts of the warm-up's own, at most as many at once as will be measured."""
     from dataclasses import replace
 
     from spillover.bench.serving.load_processes import run_load

@@ -27,7 +27,7 @@ def find_server() -> str | None:
 
 @contextmanager
 def run_server(binary: str, max_bytes: int) -> Iterator[str]:
-    """The address of a new server that keeps data in memory only and drops the oldest when full; it ends with this."""
+    """Run a server and yield its address; it keeps data in memory only and drops the oldest when full."""
     with tempfile.TemporaryDirectory(prefix="spill-") as folder:
         path = Path(folder) / "server.sock"
         process = subprocess.Popen(
@@ -46,7 +46,7 @@ def run_server(binary: str, max_bytes: int) -> Iterator[str]:
 
 
 def measure_remote(url: str, block_bytes: int) -> tuple[float, float]:
-    """Bytes a second to a server and from it, several blocks on one connection at a time."""
+    """Return the bytes a second to a server and from it, several blocks on one connection at a time."""
     import redis
 
     client = redis.Redis.from_url(url, socket_timeout=START_SECONDS)

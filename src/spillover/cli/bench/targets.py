@@ -20,7 +20,7 @@ SETTLE_SECONDS = 0.1  # OpenMP threads that took part spin for a while, on cores
 
 
 class RooflineLimits:
-    """`plan.roofline` in the benchmarks' terms."""
+    """Limits by `plan.roofline`, in the benchmarks' terms."""
 
     def __init__(self, roofline: Roofline) -> None:
         self._roofline = roofline
@@ -50,7 +50,7 @@ class RooflineLimits:
 class EngineTarget:
     def __init__(self, llm: LLM, limits: Limits | None = None, temperature: float = 0.0, detokenize: bool = True,
                  cache_salt: str | None = None, links: Mapping[str, tuple[float, float]] | None = None) -> None:
-        """`links`: bytes a second (to, from) tiers whose link the engine does not measure itself."""
+        """Wrap an engine. `links`: bytes a second (to, from) tiers whose link the engine does not measure itself."""
         self._llm = llm
         self._cache_salt = cache_salt
         self._links = links or {}

@@ -36,8 +36,8 @@ class Answer:
 
 
 def show_chats(console: Console, config: EngineConfig) -> None:
-    """Asks each chat twice. At the second question its KV has left the device: it comes back from host memory, or all
-    is computed again."""
+    """Ask each chat twice. At the second question its KV has left the device: it comes back from host memory, or all is
+    computed again."""
     from spillover.cli.loading import open_llm
 
     starved = _starved(config)
@@ -57,7 +57,7 @@ def show_chats(console: Console, config: EngineConfig) -> None:
 
 
 def _starved(config: EngineConfig) -> EngineConfig:
-    """With a device pool for one chat and host memory for all."""
+    """Return the flags with a device pool for one chat and host memory for all."""
     from spillover.cli.loading import look_at
     from spillover.plan.tiers import slot_stride
 

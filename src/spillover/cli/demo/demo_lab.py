@@ -14,7 +14,7 @@ NEEDS = ("yaml", "pyarrow", "matplotlib")
 
 
 def show_comparison(console: Console, config: EngineConfig) -> None:
-    """`spill lab run demo`, with the model that was asked for; says so where the lab is not installed."""
+    """Run `spill lab run demo` with the model that was asked for; say so where the lab is not installed."""
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         console.print(f"left out: the lab needs {', '.join(missing)}; pip install 'spillover\\[lab]'", highlight=False)

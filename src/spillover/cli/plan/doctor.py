@@ -53,7 +53,7 @@ def has_nvidia_driver() -> bool:
 
 
 def warnings(machine: Machine, has_kernels: bool, has_driver: bool) -> list[str]:
-    """One sentence a finding: what it costs, and what to type."""
+    """Return one sentence a finding: what it costs, and what to type."""
     found = []
     if not has_kernels:
         found.append(

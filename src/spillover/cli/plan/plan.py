@@ -53,7 +53,7 @@ def print_plan(console: Console, plan: Plan, rates: Rates | None = None) -> None
 
 
 def plan_json(plan: Plan, rates: Rates | None = None) -> dict[str, Any]:
-    """Every number of the plan; sizes in bytes, rates a second."""
+    """Return every number of the plan; sizes in bytes, rates a second."""
     data = asdict(plan)
     data["weights"] = dict(plan.weights)
     data["workspace"] = asdict(plan.workspace)

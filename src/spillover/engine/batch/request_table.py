@@ -46,7 +46,7 @@ class BlockUpdates(NamedTuple):
 
 class RequestTable:
     def __init__(self, count: int, groups: int, width: int, device: torch.device) -> None:
-        """`width`: blocks of the longest sequence. There is one slot more, whose table is empty: for padding."""
+        """Make the slots. `width`: blocks of the longest sequence. One slot more has an empty table: for padding."""
         self.padding = count
         self.block_tables = torch.zeros(groups, count + 1, width, dtype=torch.int32, device=device)
         self.num_prompt = np.zeros(count, dtype=np.int64)

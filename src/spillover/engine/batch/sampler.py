@@ -74,12 +74,12 @@ class SampledLogprobs:
     top_logprobs: Tensor  # [R, k] float32
 
     def to_pinned(self) -> SampledLogprobs:
-        """To host memory without waiting; readable once what the device does now has ended."""
+        """Copy to host memory without waiting; readable once what the device does now has ended."""
         return SampledLogprobs(*(torch.empty_like(part, device="cpu", pin_memory=part.is_cuda).copy_(part, True)
                                  for part in (self.logprob, self.rank, self.top_ids, self.top_logprobs)))
 
     def host_rows(self) -> list[LogprobRow]:
-        """Waits for the device."""
+        """Return the rows on the host, after waiting for the device."""
         return [LogprobRow(*row) for row in zip(self.logprob.tolist(), self.rank.tolist(), self.top_ids.tolist(),
                                                 self.top_logprobs.tolist(), strict=True)]
 
@@ -104,7 +104,7 @@ class RowState:
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
-    """logits [R, V], left unchanged."""
+    """Sample a token for each row of logits [R, V], which stay unchanged."""
     edited = _edit(logits, batch)  # [R, V]
     if edited.is_cuda:
         token_ids = _draw_on_cuda(edited, batch)
@@ -120,7 +120,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
 
 
 def prompt_logprobs(logits: Tensor, next_ids: Tensor, k: int) -> SampledLogprobs:
-    """logits [P, V] at each position, next_ids [P] the token that follows it."""
+    """Return log probabilities of a prompt; logits [P, V] at each position, next_ids [P] the token that follows it."""
     logits = logits.float()
     k = min(k, logits.shape[1])
     chosen = next_ids.long().unsqueeze(1)  # [P, 1]
@@ -138,7 +138,7 @@ def prompt_logprobs(logits: Tensor, next_ids: Tensor, k: int) -> SampledLogprobs
 
 def to_position_logprobs(row: LogprobRow, token_id: int, k: int,
                          decode: Callable[[int], str] | None = None) -> PositionLogprobs:
-    """The chosen token first, then up to k alternatives without repeating it."""
+    """Return the chosen token first, then up to k alternatives without repeating it."""
     position = {token_id: Logprob(row.logprob, row.rank, decode(token_id) if decode else None)}
     for rank, (token, logprob) in enumerate(zip(row.top_ids[:k], row.top_logprobs[:k], strict=True), start=1):
         if token != token_id:
@@ -147,29 +147,29 @@ def to_position_logprobs(row: LogprobRow, token_id: int, k: int,
 
 
 def uniform(seed: int, step: int) -> float:
-    """The random number in [0, 1) with which a sequence of this seed draws its token number `step`."""
+    """Return the random number in [0, 1) with which a sequence of this seed draws its token number `step`."""
     return float(_uniforms([seed], [step])[0])
 
 
 def temperature_only(params: SamplingParams) -> bool:
-    """Whether a token is drawn from the model's own logits by temperature alone, and nothing else is asked for."""
+    """Return whether a token is sampled from the model's own logits by temperature and nothing else."""
     return not (params.needs_history or params.logit_bias or params.min_tokens or params.logprobs is not None
                 or (not params.greedy and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0)))
 
 
 def seed_stream(seed: int) -> int:
-    """Where the random numbers of this seed begin."""
+    """Return where the random numbers of this seed begin."""
     return int(_splitmix(np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64) + _GOLDEN)[0])
 
 
 def random_numbers(streams: npt.NDArray[np.uint64], steps: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """The random number number `step` of each stream, in [0, 1)."""
+    """Return the random number number `step` of each stream, in [0, 1)."""
     bits = _splitmix(streams + (steps + np.uint64(1)) * _GOLDEN)  # wraps modulo 2**64
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def build_sampling_batch(rows: Sequence[RowState], vocab_size: int, device: torch.device | str) -> SamplingBatch:
-    """Copies to the device only what some row needs; for plain greedy rows, nothing."""
+    """Build the batch and copy to the device only what some row needs; for plain greedy rows, nothing."""
     device = torch.device(device)
     seen = _Collected()
     for i, row in enumerate(rows):
@@ -200,7 +200,7 @@ def build_sampling_batch(rows: Sequence[RowState], vocab_size: int, device: torc
 
 
 def _edit(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Bias, penalties and forbidden tokens; the logits themselves where there are none."""
+    """Apply bias, penalties and forbidden tokens; return the logits themselves where there are none."""
     if batch.bias is None and batch.penalties is None and batch.mask is None and batch.banned is None:
         return logits
     logits = logits.to(torch.float32, copy=True)
@@ -228,7 +228,7 @@ def _edit(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """One random token a row, [R]; what it says of greedy rows is not used."""
+    """Return one random token a row, [R]; what it says of greedy rows is not used."""
     assert batch.temperature is not None
     assert batch.uniform is not None
     drawn = []
@@ -246,8 +246,8 @@ def _draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _draw_on_cuda(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """One token a row, [R]. Whatever the rows ask for, one kernel draws them all, so that what a row asks for cannot
-    change the last bits of another's weights."""
+    """Return one token a row, [R]. Whatever the rows ask for, one kernel draws them all, so that what a row asks for
+    cannot change the last bits of another's weights."""
     from spillover.kernels.triton.draw import draw
     from spillover.kernels.triton.nucleus import keep_likely
 
@@ -264,19 +264,19 @@ def _draw_on_cuda(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _limits(batch: SamplingBatch, rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """top_k, top_p and min_p of every row, those that nobody asks for turned off."""
+    """Return top_k, top_p and min_p of every row, those that nobody asks for turned off."""
     top_k = batch.top_k if batch.top_k is not None else torch.zeros(rows, dtype=torch.int64, device=device)
     top_p = batch.top_p if batch.top_p is not None else torch.ones(rows, dtype=torch.float64, device=device)
     return top_k, top_p, batch.min_p if batch.min_p is not None else torch.zeros(rows, device=device)
 
 
 def _weights(logits: Tensor, highest: Tensor) -> Tensor:
-    """Probabilities up to a factor, as int64: sums of them are exact in any order. The likeliest has 2**40."""
+    """Return probabilities up to a factor, as int64: sums are exact in any order. The likeliest has 2**40."""
     return ((logits - highest).exp() * _WEIGHT_SCALE).long()
 
 
 def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """The first token whose cumulative weight exceeds u * total; its own weight is therefore above 0."""
+    """Return the first token whose cumulative weight exceeds u * total; its own weight is therefore above 0."""
     cumulative = weights.cumsum(dim=-1)  # [C, V]
     total = cumulative[:, -1]
     target = torch.minimum((uniforms * total).long(), total - 1)  # u * total may round up to total
@@ -285,7 +285,7 @@ def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _nucleus(logits: Tensor, top_k: Tensor, top_p: Tensor, candidates: int | None) -> Tensor:
-    """Which tokens [C, V] top-k, then top-p keep. top_k, top_p [C, 1].
+    """Return which tokens [C, V] top-k, then top-p keep. top_k, top_p [C, 1].
 
     What is kept is the head of the row's tokens in falling order, equal ones by rising id. So exactly top_k tokens are
     kept even when the last of them has equals, and top_k=1 is the argmax.
@@ -305,7 +305,7 @@ def _nucleus(logits: Tensor, top_k: Tensor, top_p: Tensor, candidates: int | Non
 
 
 def _argmax(logits: Tensor) -> Tensor:
-    """[R]; the first of equals. On the CPU numpy is many times faster than torch, here and below."""
+    """Return the largest of each row, [R]; the first of equals. On the CPU numpy is far faster than torch."""
     if logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(axis=-1))
     return logits.argmax(dim=-1)
@@ -318,7 +318,7 @@ def _falling(logits: Tensor) -> Tensor:
 
 
 def _chunks(logits: Tensor) -> list[slice]:
-    """Rows are edited and drawn a chunk at a time, which bounds the workspace whatever the batch."""
+    """Cut rows into chunks that are edited and sampled one at a time, which bounds the workspace whatever the batch."""
     size = max(1, SAMPLE_ENTRIES[logits.device.type] // logits.shape[1])
     return [slice(start, start + size) for start in range(0, logits.shape[0], size)] or [slice(0, 0)]
 
@@ -381,7 +381,7 @@ def _penalties(rows: Sequence[RowState], penalised: list[int], vocab_size: int, 
 
 
 def _count(sequences: Sequence[Sequence[int]], vocab_size: int, device: torch.device) -> Tensor:
-    """How often each token occurs in each sequence, [N, V] int32."""
+    """Return how often each token occurs in each sequence, [N, V] int32."""
     flat = [np.asarray(tokens, dtype=np.int64) + i * vocab_size for i, tokens in enumerate(sequences)]
     index = _move(torch.from_numpy(np.concatenate(flat)), device)
     counts = torch.zeros(len(sequences) * vocab_size, dtype=torch.int32, device=device)
@@ -398,7 +398,7 @@ def _masks(rows: Sequence[RowState], vocab_size: int, device: torch.device) -> T
 
 
 def _uniforms(seeds: Sequence[int], steps: Sequence[int]) -> npt.NDArray[np.float64]:
-    """splitmix64 of each (seed, step): the step'th number of a stream that starts at a hash of the seed."""
+    """Return splitmix64 of each (seed, step): the step'th number of a stream that starts at a hash of the seed."""
     streams = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)
     return random_numbers(_splitmix(streams + _GOLDEN), np.array(steps, dtype=np.uint64))
 
@@ -418,5 +418,5 @@ def _longs(values: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _move(host: Tensor, device: torch.device) -> Tensor:
-    """Through pinned memory, so that the host does not wait; torch keeps it until the copy has ended."""
+    """Copy to the device through pinned memory without waiting; torch keeps it until the copy has ended."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

@@ -39,18 +39,18 @@ class IncrementalDetokenizer:
 
     @property
     def text(self) -> str:
-        """All that has been shown."""
+        """Return all text that has been shown."""
         if len(self._parts) > 1:
             self._parts = ["".join(self._parts)]
         return self._parts[0] if self._parts else ""
 
     @property
     def stopped(self) -> str | None:
-        """The stop string that was found; nothing is shown after it."""
+        """Return the stop string that was found; nothing is shown after it."""
         return self._stops.matched if self._stops is not None else None
 
     def append(self, token_id: int) -> str:
-        """The new text that is safe to show, often that of this token."""
+        """Return the new text that is safe to show, often that of this token."""
         self._num_tokens += 1
         if not self._detokenize or self.stopped is not None:
             return ""
@@ -60,7 +60,7 @@ class IncrementalDetokenizer:
         return self._show(new)
 
     def flush(self) -> str:
-        """The rest, once no token follows; an incomplete character is shown as U+FFFD."""
+        """Return the rest, once no token follows; an incomplete character is shown as U+FFFD."""
         if not self._detokenize or self.stopped is not None:
             return ""
         text = self._decode(self._window)
@@ -108,7 +108,7 @@ class IncrementalDetokenizer:
         return new
 
     def _context(self) -> list[int]:
-        """The end of the window, from a token that is not in the middle of a run of bytes."""
+        """Return the end of the window, from a token that is not in the middle of a run of bytes."""
         start = len(self._window) - _CONTEXT_TOKENS
         while start > 0 and self._window[start] in self._byte_tokens:
             start -= 1
@@ -137,7 +137,7 @@ class IncrementalDetokenizer:
 
 
 class StopStrings:
-    """Finds the first stop string in a text that grows, and holds back what may be the start of one.
+    """A finder of the first stop string in a text that grows; holds back what may be the start of one.
 
     First is the one that is complete first, whatever pieces the text comes in; of two that end together the longer.
     """
@@ -149,7 +149,7 @@ class StopStrings:
         self.matched: str | None = None
 
     def append(self, text: str) -> str:
-        """What can be shown now; with a match, the text before it (or up to its end, where it is included)."""
+        """Return what can be shown now; with a match, the text before it (or up to its end, where it is included)."""
         if self.matched is not None or not text:
             return ""
         text = self._held + text
@@ -163,7 +163,7 @@ class StopStrings:
         return text[:len(text) - length]
 
     def skip(self, text: str) -> str:
-        """Text in which no stop string counts, nor begins."""
+        """Return the text in which no stop string counts, nor begins."""
         return self.flush() + text
 
     def flush(self) -> str:
@@ -171,7 +171,7 @@ class StopStrings:
         return held
 
     def _beginning(self, text: str) -> int:
-        """Length of the longest end of the text that a stop string begins with."""
+        """Return the length of the longest end of the text that a stop string begins with."""
         longest = 0
         for stop in self._stops:
             for length in range(min(len(stop) - 1, len(text)), longest, -1):
@@ -183,6 +183,6 @@ class StopStrings:
 
 @lru_cache(maxsize=8)
 def _byte_tokens(tokenizer: Tokenizer) -> frozenset[int]:
-    """SentencePiece's <0x00> to <0xFF>, where the tokenizer has them."""
+    """Return SentencePiece's <0x00> to <0xFF>, where the tokenizer has them."""
     ids = (tokenizer.backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
     return frozenset(token for token in ids if token is not None)

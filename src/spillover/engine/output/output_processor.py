@@ -31,7 +31,7 @@ class Answer:
         return sum(len(request.output_token_ids) for request in self.requests)
 
     def texts(self) -> list[str]:
-        """The text of each sequence so far."""
+        """Return the text of each sequence so far."""
         return [self._texts[request.request_id].text for request in self.requests]
 
     def output(self) -> RequestOutput:

@@ -36,14 +36,14 @@ class TokenSources:
         return self.computed + self.cached
 
     def restored(self, tokens: Mapping[str, int]) -> TokenSources:
-        """Counts so many tokens by tier as loaded instead of computed."""
+        """Return the sources with n tokens by tier counted as loaded instead of computed."""
         return replace(self, computed=self.computed - sum(tokens.values()),
                        **{tier: getattr(self, tier) + count for tier, count in tokens.items()})
 
 
 @dataclass(frozen=True)
 class RequestTimings:
-    """Monotonic seconds. queue + restore + prefill + decode is the whole latency."""
+    """A request's phases in monotonic seconds: queue + restore + prefill + decode is the whole latency."""
 
     arrived: float
     scheduled: float

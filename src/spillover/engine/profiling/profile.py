@@ -48,14 +48,14 @@ class Breakdown:
         return self.seconds.get(kind, 0.0) / self.whole if self.whole else 0.0
 
     def slowest(self, count: int) -> list[tuple[str, str, int, float]]:
-        """(name, kind, calls, seconds), the largest first."""
+        """Return (name, kind, calls, seconds), the largest first."""
         rows = [(name, *values) for name, values in self.kernels.items()]
         return sorted(rows, key=lambda row: -row[3])[:count]
 
 
 @contextlib.contextmanager
 def profiled(folder: Path, name: str, device: str, add_up: bool = True) -> Iterator[Breakdown]:
-    """Profiles what runs inside; the breakdown is filled in at the end and the trace lies at folder/name.json.gz.
+    """Profile what runs inside; the breakdown is filled in at the end and the trace lies at folder/name.json.gz.
     `add_up=False`: the trace alone, in a third of the time."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ def _device_events(events: Iterable[FunctionEvent]) -> list[_Event]:
 
 
 def _host_events(events: Iterable[FunctionEvent]) -> list[_Event]:
-    """Calls recorded here, and torch's own operations outside of them on the same threads."""
+    """Return calls recorded here, and torch's own operations outside of them on the same threads."""
     listed = list(events)
     threads = {each.thread for each in listed if each.name.startswith(PREFIX)}
     top = [each for each in listed if each.thread in threads and each.cpu_parent is None]
@@ -102,7 +102,7 @@ def _host_events(events: Iterable[FunctionEvent]) -> list[_Event]:
 
 
 def _add_up(breakdown: Breakdown, events: list[_Event]) -> None:
-    """Where events overlap, the time between counts once, for the earlier one."""
+    """Add up events; where they overlap, the time counts once, for the earlier one."""
     if not events:
         return
     events.sort(key=lambda event: event.start)

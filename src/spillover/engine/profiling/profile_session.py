@@ -13,7 +13,7 @@ MAX_STEPS = 100  # a step is about a thousand events, and the engine stands stil
 
 
 class ProfileSession:
-    """At most one profile at a time, of the steps that `stepped` is told of."""
+    """The one profile that runs at a time, of the steps that `stepped` is told of."""
 
     def __init__(self, device: str, max_steps: int = MAX_STEPS) -> None:
         self._device = device
@@ -32,14 +32,14 @@ class ProfileSession:
         self._open, self._steps = profile, 0
 
     def stepped(self, steps: int) -> None:
-        """Called between steps with the count of those that ran since the last call."""
+        """Count steps that ran since the last call; called between steps."""
         if self._open is not None:
             self._steps += steps
             if self._steps >= self._max_steps:
                 self._end()
 
     def stop(self) -> dict[str, object]:
-        """The trace's path, and the steps it holds."""
+        """Return the trace's path, and the steps it holds."""
         self._end()
         trace, self._trace = self._trace, None
         if trace is None:

@@ -30,7 +30,7 @@ class Vocabulary(msgspec.Struct, frozen=True, array_like=True):
 
 
 def make_tokenizer(vocabulary: Vocabulary, encode: Callable[[str], list[int]] | None = None) -> LLTokenizer:
-    """`encode`: the model's own way from text to tokens; without it, a token per byte."""
+    """Make the tokenizer of grammars. `encode`: the model's own, from text to tokens; else a token per byte."""
     return LLTokenizer(TokenizerWrapper(_Wrapped(vocabulary, encode)), eos_token=vocabulary.eos_ids)
 
 

@@ -61,7 +61,7 @@ def write_frame(file: int, data: bytes) -> None:
 
 @dataclass
 class Frames:
-    """Bytes in, whole frames out."""
+    """A buffer: bytes in, whole frames out."""
 
     data: bytearray = field(default_factory=bytearray)
 
@@ -97,7 +97,7 @@ class TrialServer:
         self._selector.register(0, selectors.EVENT_READ)
 
     def run(self, frames: Frames) -> None:
-        """Until standard input ends; `frames` may hold the beginning of the next grammar."""
+        """Serve until standard input ends; `frames` may hold the beginning of the next grammar."""
         try:
             while True:
                 self._start_children()
@@ -206,7 +206,7 @@ def _some_token(mask: bytes, rng: random.Random) -> int | None:
 
 
 def _memory(column: int) -> int:
-    """Bytes of this process: 0, its address space; 1, what of it is in memory."""
+    """Return the bytes of this process: 0, its address space; 1, what of it is in memory."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[column]) * resource.getpagesize()
 

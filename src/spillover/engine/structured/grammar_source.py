@@ -35,7 +35,7 @@ def check_size(outputs: StructuredOutputs) -> None:
 
 
 def renamed(refusal: GrammarRefused, outputs: StructuredOutputs) -> GrammarRefused:
-    """The refusal with the name that the person used for this field."""
+    """Return the refusal with the name that the person used for this field."""
     if outputs.sent_as is None:
         return refusal
     own = f"structured_outputs.{kind_of(outputs)}"
@@ -43,7 +43,7 @@ def renamed(refusal: GrammarRefused, outputs: StructuredOutputs) -> GrammarRefus
 
 
 def source_of(outputs: StructuredOutputs) -> str:
-    """What llguidance compiles, as its own JSON text."""
+    """Return what llguidance compiles, as its own JSON text."""
     if outputs.json is not None:
         return _grammar_of_schema(_checked_schema(outputs.json))
     check_size(outputs)
@@ -67,7 +67,7 @@ def kind_of(outputs: StructuredOutputs) -> str:
 
 
 def does_not_compile(kind: str, message: str) -> GrammarRefused:
-    """The compiler's message, without its long quotes from the source."""
+    """Return the compiler's message, without its long quotes from the source."""
     lines = [line if len(line) <= 160 else line[:157] + "..." for line in message.strip().splitlines()[:8]]
     return GrammarRefused(f"structured_outputs.{kind} does not compile: " + "\n".join(lines), "invalid")
 
@@ -114,7 +114,7 @@ def _too_deep() -> GrammarRefused:
 
 
 def _walk(schema: dict[str, object]) -> Iterator[tuple[int, object, object]]:
-    """Every (depth, key, value), without recursion."""
+    """Yield every (depth, key, value), without recursion."""
     stack: list[tuple[int, object]] = [(1, schema)]
     while stack:
         depth, node = stack.pop()

@@ -21,10 +21,10 @@ MAX_WAITING = 256  # grammars tried or waiting; each is of a request of its own
 
 
 class GrammarTrials:
-    """Tries grammars out beside this process. Safe from any thread."""
+    """A process that tries grammars out beside this one. Safe from any thread."""
 
     def __init__(self, vocabulary: Vocabulary, seconds: float, nbytes: int) -> None:
-        """`seconds` of CPU time and `nbytes` of memory are what one grammar may take."""
+        """Set limits: `seconds` of CPU time and `nbytes` of memory are what one grammar may take."""
         self._vocabulary = vocabulary
         self._seconds = seconds
         self._nbytes = nbytes
@@ -35,7 +35,7 @@ class GrammarTrials:
         self._closed = False
 
     def submit(self, source: str) -> Future[Verdict]:
-        """Every future ends: with a verdict, or with GrammarRefused if the process dies or is closed."""
+        """Start a trial; every future ends: with a verdict, or with GrammarRefused if the process dies or is closed."""
         future: Future[Verdict] = Future()
         with self._lock:
             if self._closed or len(self._waiting) >= MAX_WAITING:
@@ -57,7 +57,7 @@ class GrammarTrials:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, while there is one."""
+        """Return the id of the process, while there is one."""
         return self._process.pid if self._process is not None else None
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ from spillover.errors import GrammarRefused, RequestError
 from spillover.models.tokenizer import Tokenizer
 from spillover.units import format_bytes, parse_bytes
 
-# What masks may cost a request, in CPU time: this at once, and so much more with each token. Usual grammars take well
+# What masks may cost a request, in CPU time: this at once, and this more with each token. Usual grammars take well
 # under a millisecond a token.
 FIRST_SECONDS = 0.5
 TOKEN_SECONDS = 0.005
@@ -67,7 +67,7 @@ class Grammar:
         self.error: str | None = None  # why the answer cannot go on under this grammar
 
     def copy(self) -> Grammar:
-        """The same grammar for another sequence; only before its first token."""
+        """Return the same grammar for another sequence; only before its first token."""
         assert not self._accepted
         return Grammar(self._matcher.deep_copy(), self._eos, self._mask_words)
 
@@ -104,12 +104,12 @@ class Grammar:
 
     @property
     def finished(self) -> bool:
-        """Nothing but an end token can follow."""
+        """Return whether nothing but an end token can follow."""
         return self.error is not None or bool(self._matcher.is_stopped())
 
     @property
     def complete(self) -> bool:
-        """The output so far fits as a whole, though more may follow."""
+        """Return whether the output so far fits as a whole, though more may follow."""
         return bool(self._matcher.is_accepting())
 
     def rollback(self, count: int) -> None:
@@ -123,7 +123,7 @@ class Grammar:
             self._matcher.rollback(count - ends)
 
     def _took(self, seconds: float) -> None:
-        """A grammar that costs too much per token ends its own request, as every other waits for its masks."""
+        """Charge a grammar for its masks, which all requests wait for; one that costs too much ends its request."""
         self._seconds += seconds
         if self._matcher.is_error():
             reason = str(self._matcher.get_error()).strip().splitlines()[0][:160]
@@ -135,7 +135,7 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """Compiles for one tokenizer; keeps the last grammars, since requests tend to share them. Safe from any thread."""
+    """A compiler for one tokenizer; keeps the last grammars, which requests tend to share. Safe from any thread."""
 
     def __init__(self, tokenizer: Tokenizer, limits: GrammarLimits | None = None) -> None:
         if not tokenizer.eos_token_ids:
@@ -161,7 +161,7 @@ class GrammarCompiler:
         return self.begin(outputs).result()
 
     def begin(self, outputs: StructuredOutputs) -> Future[Grammar]:
-        """The grammar when it is ready, or GrammarRefused; the caller need not wait."""
+        """Return the grammar when it is ready, or GrammarRefused; the caller need not wait."""
         made: Future[Grammar] = Future()
 
         def ended(future: Future[LLMatcher]) -> None:
@@ -204,7 +204,7 @@ class GrammarCompiler:
         return Grammar(matcher.deep_copy(), frozenset(self._vocabulary.eos_ids), words)
 
     def _matcher(self, outputs: StructuredOutputs) -> Future[LLMatcher]:
-        """Kept, or on its way for another request already, or tried out and compiled."""
+        """Return the matcher: kept, on its way for another request already, or tried out and compiled."""
         source = source_of(outputs)
         key = hashlib.blake2b(source.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         with self._lock:
@@ -270,7 +270,7 @@ class GrammarCompiler:
         future.set_result(matcher)
 
     def _end(self, key: bytes, future: Future[LLMatcher], error: Exception) -> None:
-        """Refused; remembered, so that the same grammar is not tried again, unless the fault was ours."""
+        """Refuse the grammar and remember it, so that it is not tried again, unless the fault was ours."""
         with self._lock:
             self._in_work.pop(key, None)
             if isinstance(error, GrammarRefused) and error.reason != "unavailable":

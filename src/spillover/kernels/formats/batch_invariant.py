@@ -15,7 +15,7 @@ from spillover.kernels.formats.grouped_gemm import GroupedGemm
 
 @dataclass(frozen=True)
 class BatchInvariant(WeightFormat):
-    """Kept and loaded as `base` is."""
+    """A batch-invariant format, kept and loaded as `base` is."""
 
     base: WeightFormat
     quant_method = "batch_invariant"

@@ -23,8 +23,8 @@ BELOW_2 = 0xBF  # without the top bit of the exponent e4m3 stays below 2 and is 
 @register
 @dataclass(frozen=True)
 class Fp8Block(WeightFormat):
-    """Values float8_e4m3fn [N, K] and float32 scales [blocks of N, blocks of K]; each of several matrices that are
-    fused begins a block of its own."""
+    """A format: values float8_e4m3fn [N, K] and float32 scales [blocks of N, blocks of K]; each of several matrices
+    that are fused begins a block of its own."""
 
     quant_method = "fp8"
     # The fastest of those tried on an H200 with the shapes of Qwen3-30B-A3B. A tile that not all of an expert's rows
@@ -77,7 +77,7 @@ class Fp8Block(WeightFormat):
 
 @dataclass(frozen=True)
 class DequantizedFp8(Dense):
-    """Numbers, dequantised when they are loaded; what the checkpoint did not quantise is loaded as it is."""
+    """FP8 dequantised when it is loaded; what the checkpoint did not quantise is loaded as it is."""
 
     def read(self, reader: TensorReader, tensor: Field) -> Tensor:
         if reader.dtype(tensor.name) is not torch.float8_e4m3fn:
@@ -91,19 +91,19 @@ DEQUANTIZED = DequantizedFp8()
 
 
 def blocks(size: int) -> int:
-    """Blocks along a dimension; the last may be partly empty."""
+    """Return the blocks along a dimension; the last may be partly empty."""
     return -(-size // BLOCK)
 
 
 def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """values float8_e4m3fn [..., N, K], scales float32 [..., blocks of N, blocks of K] -> [..., N, K]."""
+    """Dequantise values float8_e4m3fn [..., N, K], scales float32 [..., blocks of N, blocks of K] -> [..., N, K]."""
     rows, columns = values.shape[-2:]
     wide = scales.repeat_interleave(BLOCK, -2)[..., :rows, :].repeat_interleave(BLOCK, -1)[..., :columns]
     return (values.float() * wide).to(dtype)
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight [N, K] -> (float8_e4m3fn [N, K], float32 [blocks of N, blocks of K]), the largest of a block at 448."""
+    """Quantise weight [N, K] -> (float8_e4m3fn [N, K], float32 [blocks of N, of K]), the largest of a block at 448."""
     rows, columns = weight.shape
     padded = torch.zeros(blocks(rows) * BLOCK, blocks(columns) * BLOCK, device=weight.device)
     padded[:rows, :columns] = weight

@@ -33,7 +33,7 @@ class Codes:
 
 @dataclass(frozen=True)
 class GgufCodes(Panels):
-    """Panels [ceil(N / CODE_PANEL), K / CODE_BLOCK, CODE_BYTES] uint8."""
+    """A format: panels [ceil(N / CODE_PANEL), K / CODE_BLOCK, CODE_BYTES] uint8."""
 
     native_bits: int  # of a code
     quant_method = "gguf"
@@ -49,14 +49,14 @@ class GgufCodes(Panels):
         return unpack_codes(w)
 
     def look_up(self, ids: Tensor, w: Linear) -> Tensor:
-        """Looks into the panels of these rows alone."""
+        """Look up rows in their panels alone."""
         unique, where = torch.unique(ids // CODE_PANEL, return_inverse=True)
         shape = LinearShape((unique.shape[0] * CODE_PANEL,), w.shape.in_features)
         return unpack_codes(Linear(self, shape, (w.tensors[0][unique],)))[where * CODE_PANEL + ids % CODE_PANEL]
 
 
 def pack_codes(parts: list[Codes], arena: Arena | None = None) -> Linear:
-    """Weights of one form below each other. `arena` is where panels that stay are to lie."""
+    """Pack weights of one form below each other. `arena` is where panels that stay are to lie."""
     rows, columns = sum(part.values.shape[0] for part in parts), parts[0].values.shape[1]
     shape = (-(-rows // CODE_PANEL), columns // CODE_BLOCK, CODE_BYTES[parts[0].bits])
     panels = (torch.empty(shape, dtype=torch.uint8) if arena is None
@@ -74,7 +74,7 @@ def pack_codes(parts: list[Codes], arena: Arena | None = None) -> Linear:
 
 
 def unpack_codes(w: Linear) -> Tensor:
-    """The [N, K] weight in float32."""
+    """Return the [N, K] weight in float32."""
     (panels,) = w.tensors
     count, blocks, size = panels.shape
     bits = next(bits for bits, block_bytes in CODE_BYTES.items() if block_bytes == size)
@@ -83,7 +83,7 @@ def unpack_codes(w: Linear) -> Tensor:
     scales, *offsets, codes = panels.split_with_sizes([2 * CODE_PANEL] * numbers + [code_bytes], dim=-1)
 
     def channels(part: Tensor) -> Tensor:
-        """float16 [panels, blocks, 32] -> float32 [channels, blocks, 1]."""
+        """Reorder float16 [panels, blocks, 32] -> float32 [channels, blocks, 1]."""
         return part.contiguous().view(torch.float16).transpose(1, 2).reshape(count * CODE_PANEL, blocks, 1).float()
 
     words = codes.reshape(count, blocks, 2, VECTORS[bits], HALF, 2, 2)  # half, vector, channel, parity, byte
@@ -97,7 +97,7 @@ def unpack_codes(w: Linear) -> Tensor:
 
 
 def _packed(codes: Codes) -> Tensor:
-    """[panels, blocks, bytes]; rows past the last are zero."""
+    """Return [panels, blocks, bytes]; rows past the last are zero."""
     rows, columns = codes.values.shape
     count, blocks = -(-rows // CODE_PANEL), columns // CODE_BLOCK
 

@@ -42,12 +42,12 @@ class GroupedGemm:
 
 
 def tiles(*sizes: tuple[int, int, int, int, int, int, int]) -> dict[int, Tiles]:
-    """By tokens of a tile. Each is tokens, depth; rows, warps and stages of the first; rows and warps of the second."""
+    """Return by tokens of a tile: tokens, depth; rows, warps, stages of the first; rows, warps of the second."""
     return {tokens: (Tile(tokens, rows, depth, warps, stages), Tile(tokens, more, depth, others, stages))
             for tokens, depth, rows, warps, stages, more, others in sizes}
 
 
 def invariant_tiles(depth: int) -> dict[int, Tiles]:
-    """Those that go through wgmma, where the size of a tile makes no difference to a sum."""
+    """Return the tiles that go through wgmma, where the size of a tile makes no difference to a sum."""
     return tiles((16, depth, 32, 4, 4, 64, 4), (32, depth, 32, 4, 4, 64, 4), (64, depth, 64, 4, 3, 128, 4),
                  (128, depth, 64, 8, 3, 128, 8))

@@ -25,7 +25,7 @@ VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, 
 @register
 @dataclass(frozen=True)
 class Mxfp4(WeightFormat):
-    """Values uint8 [N, K / 2] and scales uint8 with their rows padded, [N, padded(K / GROUP)]."""
+    """A format: values uint8 [N, K / 2] and scales uint8 with their rows padded, [N, padded(K / GROUP)]."""
 
     quant_method = "mxfp4"
     experts_only = True
@@ -74,12 +74,12 @@ MXFP4 = Mxfp4()
 
 
 def padded(groups: int) -> int:
-    """Scales that a row takes in memory, of which `groups` mean something."""
+    """Return the scales that a row takes in memory, of which `groups` mean something."""
     return -(-groups // SCALE_PADDING) * SCALE_PADDING
 
 
 def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """blocks uint8 [..., G, 16], scales uint8 [..., G or padded(G)] -> [..., G * 32]."""
+    """Dequantise blocks uint8 [..., G, 16], scales uint8 [..., G or padded(G)] -> [..., G * 32]."""
     pairs, powers = _tables(blocks.device)
     values = F.embedding(blocks.int(), pairs).flatten(-2)  # [..., G, 32]
     values *= F.embedding(scales[..., : blocks.shape[-2]].int(), powers)
@@ -88,14 +88,14 @@ def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The two values of every byte [256, 2], and the power of two of every scale [256, 1]."""
+    """Return the two values of every byte [256, 2], and the power of two of every scale [256, 1]."""
     values, codes = torch.tensor(VALUES, device=device), torch.arange(256, device=device)
     pairs = torch.stack((values[codes & 0x0F], values[codes >> 4]), 1)
     return pairs, torch.ldexp(torch.ones(256, 1, device=device), codes[:, None] - SCALE_BIAS)
 
 
 def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
-    """values [..., G * 32] -> (blocks uint8 [..., G, 16], scales uint8 [..., G]), each value to the nearest."""
+    """Quantise values [..., G * 32] -> (blocks uint8 [..., G, 16], scales uint8 [..., G]), to the nearest."""
     grouped = values.float().view(*values.shape[:-1], -1, GROUP)  # [..., G, 32]
     largest = grouped.abs().amax(-1)
     exponents = torch.frexp(largest).exponent - 1 - MAX_EXPONENT  # frexp: largest = m * 2**e with m in [0.5, 1)

@@ -54,12 +54,12 @@ class Panels(WeightFormat):
 
     @abstractmethod
     def look_up(self, ids: Tensor, w: Linear) -> Tensor:
-        """As `embedding`, by torch."""
+        """Look up rows as `embedding` does, by torch."""
 
 
 @dataclass(frozen=True)
 class Packed(Panels):
-    """Numbers, panels [ceil(N / width), K, width], so that one vector load serves `width` channels at one k."""
+    """Numbers in panels [ceil(N / width), K, width], so that one vector load serves `width` channels at one k."""
 
     width: int
     base: Dense = DENSE  # that it is loaded as
@@ -84,7 +84,7 @@ class Packed(Panels):
         return (stack,)
 
     def pack(self, weight: Tensor, arena: Arena | None = None) -> Tensor:
-        """weight [N, K] -> panels."""
+        """Pack weight [N, K] -> panels."""
         n, k = weight.shape
         width, whole = self.width, n // self.width
         count = -(-n // width)
@@ -104,7 +104,7 @@ class Packed(Panels):
 
 
 def pack(weight: Tensor) -> Linear:
-    """The form [N, K] numbers are multiplied fastest in: panels where the native kernels serve them, else as it is."""
+    """Return the form in which [N, K] is multiplied fastest: panels where native kernels serve it, else as it is."""
     shape = LinearShape((weight.shape[0],), weight.shape[1])
     library = native.library()
     if library is None or not native.serves(weight):

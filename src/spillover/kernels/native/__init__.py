@@ -76,19 +76,19 @@ _COUNTS = ("panel_width", "multiplies_codes", "attention_total_floats", "cuda_co
 
 
 def library() -> ctypes.CDLL | None:
-    """The kernels, or None where they are turned off or cannot be built."""
+    """Return the kernels, or None where they are turned off or cannot be built."""
     loaded = _told(_load().library)
     return _traced or loaded
 
 
 def fused() -> ctypes.CDLL | None:
-    """The kernels that do several operations at once; None too while each operation is to be seen by itself."""
+    """Return the kernels that do several operations at once; None too while each operation is to be seen by itself."""
     return None if _traced is not None else _told(_load().library)
 
 
 @contextlib.contextmanager
 def traced(record: Callable[[str], AbstractContextManager[object]]) -> Iterator[None]:
-    """Every call within `record(its name)`, on whatever thread; for profiling."""
+    """Run every call within `record(its name)`, on whatever thread; for profiling."""
     global _traced
     loaded = _load().library
     _traced = None if loaded is None else cast(ctypes.CDLL, _Traced(loaded, record))
@@ -99,13 +99,13 @@ def traced(record: Callable[[str], AbstractContextManager[object]]) -> Iterator[
 
 
 def panel_width() -> int:
-    """Channels in a panel of float32 weights; 0 where these kernels are off and weights are not packed."""
+    """Return the channels in a panel of float32 weights; 0 where these kernels are off and weights are not packed."""
     loaded = _load().library
     return 0 if loaded is None else int(loaded.panel_width())
 
 
 def multiplies_codes() -> bool:
-    """Whether these kernels multiply with weights in the codes that a file has: see kernels.formats.gguf_codes."""
+    """Return whether these kernels multiply with a file's codes: see kernels.formats.gguf_codes."""
     loaded = _load().library
     return loaded is not None and loaded.multiplies_codes() > 0
 
@@ -120,12 +120,12 @@ def on_build(callback: build.Progress) -> None:
 
 
 def describe() -> str:
-    """One line for `spill doctor`."""
+    """Return one line for `spill doctor`."""
     return f"native CPU kernels: {_load().note}"
 
 
 def serves(x: Tensor) -> bool:
-    """Whether these kernels compute on this tensor."""
+    """Return whether these kernels compute on this tensor."""
     return x.is_cpu and x.dtype is torch.float32 and _load().library is not None
 
 

@@ -87,7 +87,7 @@ def command(cores: str = "") -> list[str]:
 
 
 def library_name(command: list[str]) -> str:
-    """A file name that differs whenever anything differs that decides the library's code."""
+    """Return a file name that differs whenever anything differs that decides the library's code."""
     version = subprocess.run([command[0], "--version"], capture_output=True, check=False).stdout
     digest = hashlib.blake2b(version + "\0".join([*command, *LINK_FLAGS, _cpu()]).encode(), digest_size=10)
     for source in (*SOURCES, *sorted(_FOLDER.glob("*.h"))):
@@ -195,13 +195,13 @@ def _locked(opened: int, path: Path, waited: Callable[[int], None]) -> bool:
 
 
 def _cpu() -> str:
-    """What -march=native looks at: the first processor's model and features."""
+    """Return what -march=native looks at: the first processor's model and features."""
     keys = ("model", "model name", "stepping", "flags", "Features", "CPU implementer", "CPU part")
     features = [line for line in _cpuinfo() if line.split(":")[0].strip() in keys]
     return "\n".join([platform.machine(), platform.processor(), *features])
 
 
 def _cpuinfo() -> list[str]:
-    """The lines of the first processor."""
+    """Return the lines of the first processor."""
     path = Path("/proc/cpuinfo")
     return path.read_text().split("\n\n")[0].splitlines() if path.exists() else []

@@ -15,12 +15,12 @@ ALPHA = tl.constexpr(1.702)  # as kernels.activation.SWIGLU_ALPHA
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """x [T, 2I], the gate in the first half -> silu(gate) * up [T, I]."""
+    """Return silu(gate) * up [T, I] of x [T, 2I], the gate in the first half."""
     return _gated(x, 0.0, clamped=False)
 
 
 def clamped_swiglu(x: Tensor, limit: float) -> Tensor:
-    """x [T, 2I], gate and up interleaved and clamped -> (up + 1) * gate * sigmoid(1.702 * gate) [T, I]."""
+    """Return (up + 1) * gate * sigmoid(1.702 * gate) [T, I] of x [T, 2I], gate and up interleaved and clamped."""
     return _gated(x, limit, clamped=True)
 
 

@@ -20,7 +20,7 @@ FIELDS = 8  # of an item
 
 
 def max_splits(requests: int, longest: int) -> int:
-    """Items of that many sequences of up to `longest` tokens."""
+    """Return the items of n sequences of up to `longest` tokens."""
     return requests * min(MOST_PIECES, -(-longest // PIECE))
 
 
@@ -31,8 +31,8 @@ def decode_splits(
     kv_heads: int,
     window: int | None,
 ) -> npt.NDArray[np.int32]:
-    """[items, FIELDS] for requests with one new token each: the row of its query, its row of the block tables, its
-    first key and the one past the last, the oldest key it sees, keys a piece, items of the request, and which it is."""
+    """Return [items, FIELDS] for requests with one new token each: the row of its query, its row of the block tables,
+    its first key and the one past the last, the oldest key it sees, keys a piece, items of the request, its index."""
     oldest = np.zeros_like(seq_lens) if window is None else np.maximum(seq_lens - window, 0)
     origin = oldest // TILE * TILE
     span = seq_lens - origin
@@ -49,7 +49,7 @@ def decode_splits(
 
 
 def few_decode_splits(slots: list[int], seq_lens: list[int], kv_heads: int, window: int | None) -> list[int]:
-    """As `decode_splits`, one after another, for rows 0, 1 and so on: for a few of them this is faster."""
+    """Split as `decode_splits` does, one after another, for rows 0, 1 and so on: for a few of them this is faster."""
     cut = []
     for row, length in enumerate(seq_lens):
         oldest = 0 if window is None else max(length - window, 0)
@@ -68,7 +68,7 @@ def few_decode_splits(slots: list[int], seq_lens: list[int], kv_heads: int, wind
 
 
 def prefill_tiles(requests: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-    """[tiles, 2]: request, and the first of its rows; those that see most keys first, so that the end is even."""
+    """Return [tiles, 2]: request and the first of its rows; those that see most keys first, for an even end."""
     tiles = -(-counts // QUERIES)
     starts = np.cumsum(tiles) - tiles
     first = (np.arange(tiles.sum()) - np.repeat(starts, tiles)) * QUERIES
@@ -77,5 +77,5 @@ def prefill_tiles(requests: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
 
 
 def scratch_bytes(items: int, slots: int, heads: int, kv_heads: int, dim: int) -> int:
-    """Of decode_attention.DecodeScratch."""
+    """Return the bytes of decode_attention.DecodeScratch."""
     return 4 * (items * heads * (dim + 2) + slots * kv_heads)

@@ -29,7 +29,7 @@ TILES = (Tile(16, 32, 128, 4, 4), Tile(64, 64, 128, 4, 3), Tile(128, 128, 64, 8,
 
 
 def batch_invariant_linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, K], w [N, K], bias [N] -> [T, N]."""
+    """Multiply x [T, K], w [N, K], bias [N] -> [T, N]."""
     rows, inner = x.shape
     channels = w.shape[0]
     out = torch.empty(rows, channels, dtype=x.dtype, device=x.device)

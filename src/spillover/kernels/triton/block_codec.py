@@ -18,7 +18,7 @@ SCALE_BYTES = 4
 
 
 def encode_blocks(pool: Tensor, blocks: Tensor, block_size: int, kv_dtype: str) -> Tensor:
-    """pool [num_blocks, layers, 2, Hk, bs * D], blocks [n] int64 -> [n, layers, 2, Hk, bs * (D + 4)] uint8."""
+    """Encode pool [num_blocks, layers, 2, Hk, bs * D], blocks [n] int64 -> [n, layers, 2, Hk, bs * (D + 4)] uint8."""
     _, layers, _, heads, size = pool.shape
     codes = torch.empty(len(blocks), layers, 2, heads, size + block_size * SCALE_BYTES, dtype=torch.uint8,
                         device=pool.device)
@@ -27,7 +27,7 @@ def encode_blocks(pool: Tensor, blocks: Tensor, block_size: int, kv_dtype: str) 
 
 
 def decode_blocks(codes: Tensor, pool: Tensor, blocks: Tensor, block_size: int, kv_dtype: str) -> None:
-    """The other way, to these blocks of the pool."""
+    """Decode to these blocks of the pool."""
     _run(_decode, codes, pool, blocks, block_size, kv_dtype)
 
 
@@ -77,7 +77,7 @@ def _decode(
 
 @triton.jit
 def _head(KEYS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """This program's head among those of a block, and where its codes begin."""
+    """Return this program's head among those of a block, and where its codes begin."""
     layer, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
     inside = (layer * 2 + (0 if KEYS else 1)) * HEADS + head
     start = (tl.program_id(0).to(tl.int64) * (tl.num_programs(1) * 2) + inside) * (BLOCK * (DIM + 4))
@@ -86,7 +86,7 @@ def _head(KEYS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def _places(KEYS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
-    """Where the elements of a head lie, keys [DIM, BLOCK] and values [BLOCK, DIM], and which of them there are."""
+    """Return where the elements of a head lie, keys [DIM, BLOCK] and values [BLOCK, DIM], and which there are."""
     d, t = tl.arange(0, PADDED), tl.arange(0, TOKENS)
     if KEYS:
         places, there = d[:, None] * BLOCK + t[None, :], (d < DIM)[:, None] & (t < BLOCK)[None, :]

@@ -13,7 +13,7 @@ _ROUNDER = tl.constexpr(12582912.0)
 
 @triton.jit
 def encode(value, scale, CODES: tl.constexpr):
-    """float32 -> uint8, to the nearest code, halves to even; a scale for each value. A scale of 0 means all zeros."""
+    """Encode float32 -> uint8, to the nearest code, halves to even; a scale for each value, 0 for all zeros."""
     divided = tl.where(scale > 0, tl.div_rn(value, tl.where(scale > 0, scale, 1.0)), 0.0)
     if CODES == 1:
         size = tl.minimum(tl.abs(divided), 448.0)
@@ -30,7 +30,7 @@ def encode(value, scale, CODES: tl.constexpr):
 
 @triton.jit
 def decode(code, dtype: tl.constexpr, CODES: tl.constexpr):
-    """uint8 -> the code's value in `dtype`; all of them are exact in bfloat16 and float16."""
+    """Decode uint8 -> the code's value in `dtype`; all of them are exact in bfloat16 and float16."""
     if CODES == 1:
         value = code.to(tl.float8e4nv, bitcast=True).to(dtype)
     else:

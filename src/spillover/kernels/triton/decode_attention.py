@@ -16,7 +16,7 @@ from spillover.kernels.triton import attention_splits as splits
 from spillover.kernels.triton.codes import CODES, decode
 from spillover.kernels.triton.launch import early
 
-PROGRAMS = 132 * 16  # most of a launch; each takes every so many-th item
+PROGRAMS = 132 * 16  # most of a launch; of n programs each takes every n-th item
 WARPS = 4
 MANY = 1024  # programs, of which more share a multiprocessor when each keeps fewer keys on their way
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -39,7 +39,7 @@ def decode_attention(
     requests: int = 1,
     longest: int = 0,
 ) -> None:
-    """Fills the rows of `out` [T, H, D] that `items` [I, FIELDS] int32 name; `num_items` [1] says how many count.
+    """Fill the rows of `out` [T, H, D] that `items` [I, FIELDS] int32 name; `num_items` [1] says how many count.
 
     `requests`, of up to `longest` tokens, is what the launch is tuned for.
     """
@@ -58,7 +58,7 @@ def decode_attention(
 
 
 def stages(requests: int, kv_heads: int, longest: int) -> int:
-    """How deep loads run ahead: not deep for a few short sequences, nor where many programs hide each other's waits."""
+    """Return how deep loads run ahead: less for few short sequences, or where programs hide each other's waits."""
     programs = requests * kv_heads
     return 2 if programs >= MANY or (programs <= 64 and longest <= 4096) else 5
 
@@ -168,7 +168,7 @@ def _decode_attention(
 @triton.jit
 def _add_up(sums_ptr, stats_ptr, first, parts, kv_head, d, out_ptr, sinks_ptr, KV_HEADS: tl.constexpr,
             GROUP: tl.constexpr, FEW: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, SINKS: tl.constexpr):
-    """What the pieces of a sequence have left for one key head, in their order."""
+    """Add up what the pieces of a sequence have left for one key head, in their order."""
     member = tl.arange(0, FEW)
     there = member < GROUP
     place = (first * GROUP + member).to(tl.int64)
@@ -212,7 +212,7 @@ def _finish(highest, weight, acc, head, there, d, out_ptr, sinks_ptr, DIM: tl.co
 
 @triton.jit
 def _add(highest, weight, acc, more_highest, more_weight, more_acc):
-    """The sums of more keys to those so far. What is rounded when is said, so that it is the same wherever it is done.
+    """Add the sums of more keys to those so far, with rounding written out, so that it is the same everywhere.
 
     `more_highest` of minus infinity, with zeros beside it, adds nothing; not for the first.
     """
@@ -225,7 +225,7 @@ def _add(highest, weight, acc, more_highest, more_weight, more_acc):
 
 @triton.jit
 def _left(sums_ptr, stats_ptr, place, exists, there, d, DIM: tl.constexpr):
-    """What a piece has left at `place` [FEW]. From beyond the first cache: another multiprocessor wrote it."""
+    """Load what a piece has left at `place` [FEW]. From beyond the first cache: another multiprocessor wrote it."""
     wanted = there & exists
     highest = tl.load(stats_ptr + place * 2, mask=wanted, other=float("-inf"), cache_modifier=".cg")
     weight = tl.load(stats_ptr + place * 2 + 1, mask=wanted, other=0.0, cache_modifier=".cg")
@@ -236,6 +236,6 @@ def _left(sums_ptr, stats_ptr, place, exists, there, d, DIM: tl.constexpr):
 
 @triton.jit
 def scales(slab, block_offset, token, seen, BLOCK: tl.constexpr, DIM: tl.constexpr):
-    """float32 scales [TILE] of tokens in quantised slabs: they lie behind the codes."""
+    """Load float32 scales [TILE] of tokens in quantised slabs: they lie behind the codes."""
     pointers = (slab + block_offset + BLOCK * DIM).to(tl.pointer_type(tl.float32))
     return tl.load(pointers + token, mask=seen, other=0.0)

@@ -20,7 +20,7 @@ _WEIGHT_SCALE = tl.constexpr(1099511627776.0)  # 2**40, of the likeliest token
 
 def draw(logits: Tensor, temperature: Tensor, uniform: Tensor, out: Tensor, host: Tensor | None = None,
          turn: Tensor | None = None) -> None:
-    """logits [R, V], temperature [R] float32 (0: the largest, the first of equals), uniform [R] float64 -> out [R].
+    """Sample from logits [R, V], temperature [R] float32 (0: the first largest), uniform [R] float64 -> out [R].
 
     `host` [N, R or more], in pinned memory: its row `turn` [1] int32 is given the tokens too.
     """
@@ -58,7 +58,7 @@ def _peaks(logits_ptr, peaks_ptr, places_ptr, stride, vocab, CHUNK: tl.constexpr
 
 @triton.jit
 def _weights(logits_ptr, highest, temperature, row, chunk, stride, vocab, CHUNK: tl.constexpr):
-    """A chunk's probabilities up to a factor, as whole numbers."""
+    """Return a chunk's probabilities up to a factor, as whole numbers."""
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     logits = tl.load(logits_ptr + row * stride + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
     return token_weights(logits, highest, temperature)

@@ -19,12 +19,12 @@ WARPS = 4
 
 
 def gemv(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [1, K], w [N, K], bias [N] -> [1, N]. Sums in float32, in one fixed order."""
+    """Multiply x [1, K], w [N, K], bias [N] -> [1, N]. Sums in float32, in one fixed order."""
     return _run(x, w, bias, w.shape[0], gated=False)
 
 
 def gemv_silu(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [1, K], w [2I, K], the gate's rows first -> silu(gate) * up [1, I]."""
+    """Multiply x [1, K], w [2I, K], the gate's rows first -> silu(gate) * up [1, I]."""
     return _run(x, w, bias, w.shape[0] // 2, gated=True)
 
 
@@ -42,7 +42,7 @@ def _run(x: Tensor, w: Tensor, bias: Tensor | None, channels: int, gated: bool) 
 
 @cache
 def _channels(channels: int, device: torch.device) -> int:
-    """So many a program that the last round of programs leaves the fewest multiprocessors idle."""
+    """Return the channels per program with which the last round of programs leaves the fewest multiprocessors idle."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
     def filled(each: int) -> float:

@@ -17,7 +17,7 @@ ALLOWED = True
 
 
 def early(device: torch.device, wanted: bool = True) -> dict[str, Any]:
-    """Arguments for a launch on this device: a kernel's EARLY, and the launcher's own."""
+    """Return the arguments for a launch on this device: a kernel's EARLY, and the launcher's own."""
     if wanted and ALLOWED and device.type == "cuda" and _capable(device):
         return {"EARLY": True, "launch_pdl": True}
     return {"EARLY": False}

@@ -29,7 +29,7 @@ def experts_gate_up_tiles(
     CLAMPED: tl.constexpr, BIAS: tl.constexpr, W_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr,
     BIAS_STRIDE: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """The first product with its activation: h[position] = act(gate_up[expert] @ x[token] + bias)."""
+    """Compute the first product with its activation: h[position] = act(gate_up[expert] @ x[token] + bias)."""
     n_tiles: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
     place = tl.program_id(0) // n_tiles
     first_column = tl.program_id(0) % n_tiles * BLOCK_N
@@ -66,7 +66,7 @@ def experts_gate_up_pairs(
     CLAMPED: tl.constexpr, BIAS: tl.constexpr, W_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr,
     BIAS_STRIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):
-    """The first product with its activation, of one token by one expert: h[pair] = share * act(...)."""
+    """Compute the first product with its activation, of one token by one expert: h[pair] = share * act(...)."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -100,7 +100,7 @@ def experts_down_tiles(
     SCALE_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """The second product: out[pair] = down[expert] @ h[position] + bias."""
+    """Compute the second product: out[pair] = down[expert] @ h[position] + bias."""
     n_tiles: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
     place = tl.program_id(0) // n_tiles
     column = tl.program_id(0) % n_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -135,7 +135,7 @@ def experts_down_pairs(
     W_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr, SUM: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):
-    """The second product of one token by one expert; with SUM the program that is last adds up the token's experts.
+    """Compute the second product of one token by one expert; with SUM the last program adds up its experts.
 
     They are added in the router's order whoever is last. h carries the shares already. `arrived` counts the programs
     that are done with a token's columns; it is zero before and after. Without SUM the parts are left as they are, which
@@ -180,7 +180,7 @@ def experts_down_pairs(
 def _gate_up_rows(
     first_column, INNER: tl.constexpr, CLAMPED: tl.constexpr, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Rows of the weights, and of their scales, that make BLOCK_N columns of h: gate, up, gate, up."""
+    """Return the rows of the weights, and of their scales, that make BLOCK_N columns of h: gate, up, gate, up."""
     row = tl.arange(0, 2 * BLOCK_N)
     column = tl.minimum(first_column + row // 2, INNER - 1)
     if CLAMPED:  # they alternate in the checkpoint too

@@ -84,7 +84,7 @@ lop3.b32 $1, high, 0x80008000, rest, 0xEA;
 
 @triton.jit
 def activation_columns(column, width, FORMAT: tl.constexpr):
-    """Where the input of a product keeps a column: for MXFP4 the even ones first, as a byte of weights holds two."""
+    """Return where the input of a product keeps a column: for MXFP4 even ones first, as a byte holds two weights."""
     if FORMAT == MXFP4:
         return (column % 2) * (width // 2) + column // 2
     return column
@@ -92,7 +92,7 @@ def activation_columns(column, width, FORMAT: tl.constexpr):
 
 @triton.jit
 def activation_values(value, dtype: tl.constexpr, FORMAT: tl.constexpr):
-    """float32 activations as the input of a product keeps them."""
+    """Return float32 activations as the input of a product keeps them."""
     if FORMAT != DENSE:
         value *= 4.0 if dtype == tl.float16 else 18446744073709551616.0  # 2**shift
     return value.to(dtype)
@@ -100,7 +100,7 @@ def activation_values(value, dtype: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def mxfp4_factor(scale, dtype: tl.constexpr):
-    """E8M0 scales as what unpacked codes are multiplied by."""
+    """Return E8M0 scales as what unpacked codes are multiplied by."""
     if dtype == tl.float16:
         # A scale of 2**(s - 127), 2**14 for the code, less the shift: the exponent field, whose bias is 15.
         exponent = tl.minimum(tl.maximum(scale.to(tl.int32) - (127 - 14 - 15 + FLOAT16_SHIFT), 0), 30)
@@ -113,7 +113,7 @@ def mxfp4_factor(scale, dtype: tl.constexpr):
 
 @triton.jit
 def spread_mxfp4(codes, dtype: tl.constexpr):
-    """codes uint8 [N, B] -> the even and the odd ones [N, B] each, as 2**-14 (float16) or 2**-126 of their value."""
+    """Spread codes uint8 [N, B] -> even and odd ones [N, B] each, as 2**-14 (float16) or 2**-126 of their value."""
     if not ASSEMBLY:
         wide = codes.to(tl.uint32)
         even = (((wide & 0x8) << 28) | ((wide & 0x7) << 22)).to(tl.float32, bitcast=True)
@@ -134,7 +134,7 @@ def spread_mxfp4(codes, dtype: tl.constexpr):
 
 @triton.jit
 def spread_fp8(codes):
-    """float8e4nv -> 2**-120 of the value."""
+    """Spread float8e4nv -> 2**-120 of the value."""
     if ASSEMBLY:
         wide = tl.inline_asm_elementwise(_SPREAD_FP8, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
     else:
@@ -144,7 +144,7 @@ def spread_fp8(codes):
 
 @triton.jit
 def multiply(w, x, total):
-    """w [N, K], x [M, K] -> total + w @ x.T, with w turned into x's type."""
+    """Multiply w [N, K], x [M, K] -> total + w @ x.T, with w turned into x's type."""
     if ASSEMBLY:
         total = tl.dot(w.to(x.dtype), tl.trans(x), total, input_precision="ieee")
     else:
@@ -157,7 +157,7 @@ def product(
     total, x_ptr, x_rows, x_mask, w_ptr, scale_ptr, w_rows, scale_rows, k_end, K: tl.constexpr,
     FORMAT: tl.constexpr, N: tl.constexpr, M: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """total + sum over k of w[w_rows, k] * x[x_rows, k], float32 [N, M].
+    """Return total + sum over k of w[w_rows, k] * x[x_rows, k], float32 [N, M].
 
     `w_ptr` and `scale_ptr` point at one expert; `scale_rows` [N] are the rows its scales are in. Rows of x outside
     `x_mask` count as zero. `k_end` is K again, as a number the compiler does not know, or it would unroll the loop.
@@ -218,7 +218,7 @@ def row_product(
     x_ptr, x_row, w_ptr, scale_ptr, w_rows, scale_rows, k_end, K: tl.constexpr, FORMAT: tl.constexpr, N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """sum over k of w[w_rows, k] * x[x_row, k], float32 [N]; the arguments are those of `product`.
+    """Return the sum over k of w[w_rows, k] * x[x_row, k], float32 [N]; the arguments are those of `product`.
 
     The tensor cores take eight rows of x at least. With scaled weights each of the eight holds another group of values
     of the one row that share a scale, so that what comes out is a sum a group, and its scale is one multiplication.

@@ -23,7 +23,7 @@ def route(
     scores: Tensor, x: Tensor, k: int, renormalize: bool, gemm: GroupedGemm,
     replay: Tensor | None = None, step: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """scores [T, E], x [T, H] -> (ids [T, k] int32, shares [T, k] float32, x as the first product wants it).
+    """Route scores [T, E], x [T, H] -> (ids [T, k] int32, shares [T, k] float32, x as the first product wants it).
 
     Of equal scores the lower id comes first. Shares are those of a softmax over all experts; `renormalize` makes those
     of the chosen ones add up to one, which is a softmax over them alone. `replay` int32 [N, k] with `step` int32 [1]:
@@ -47,7 +47,7 @@ def route(
 
 
 def sort_by_expert(ids: Tensor, experts: int, tile: int) -> tuple[Tensor, Tensor]:
-    """ids [T, k] -> (order, tiles): the pairs t * k + j in the order of their expert, and how they fall into tiles.
+    """Sort ids [T, k] -> (order, tiles): the pairs t * k + j by expert, and how they fall into tiles.
 
     tiles [most, 3] int32: expert, first position, end of the expert's positions. A tile is of one expert and takes up
     to `tile` positions; the expert is -1 where there are fewer tiles than the routing could have made.
@@ -66,12 +66,12 @@ def sort_by_expert(ids: Tensor, experts: int, tile: int) -> tuple[Tensor, Tensor
 
 
 def most_tiles(pairs: int, experts: int, tile: int) -> int:
-    """The most tiles that any routing of so many pairs can make: each expert may end in one that is not full."""
+    """Return the most tiles that any routing of n pairs can make: each expert may end in one that is not full."""
     return min(pairs, pairs // tile + min(experts, pairs))
 
 
 def combine(rows: Tensor, shares: Tensor, dtype: torch.dtype) -> Tensor:
-    """rows [T * k, H], shares [T, k] -> sum over j of shares[:, j] * rows[t * k + j], in the order of j."""
+    """Add up rows [T * k, H], shares [T, k] -> sum over j of shares[:, j] * rows[t * k + j], in the order of j."""
     tokens, k = shares.shape
     hidden = rows.shape[1]
     out = torch.empty(tokens, hidden, dtype=dtype, device=rows.device)
@@ -87,7 +87,7 @@ def _route(
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, K: tl.constexpr, PADDED_K: tl.constexpr,
     RENORMALIZE: tl.constexpr, HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, FORMAT: tl.constexpr, EARLY: tl.constexpr,
 ):
-    """The first program of a token chooses its experts, the others copy its activations."""
+    """Route: the first program of a token chooses its experts, the others copy its activations."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -130,7 +130,7 @@ def _sort(
     ids_ptr, order_ptr, tiles_ptr, pairs, most,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """One program an expert: each counts all experts' pairs, and then writes its own pairs and tiles."""
+    """Sort, one program an expert: each counts all experts' pairs, and then writes its own pairs and tiles."""
     expert = tl.program_id(0)
     lane = tl.arange(0, CHUNK)
     bins = tl.arange(0, PADDED)

@@ -18,7 +18,7 @@ from spillover.kernels.triton.moe_product import FP8_BLOCK
 
 
 def wide_room(experts: int, hidden: int, inner: int, x: Tensor) -> tuple[Experts, Experts]:
-    """Where the two products of so many experts find room, in the type of x."""
+    """Allocate room for the two products of n experts, in the type of x."""
 
     def room(rows: int, columns: int) -> Experts:
         made = torch.empty(experts, rows, columns, dtype=x.dtype, device=x.device)
@@ -28,7 +28,7 @@ def wide_room(experts: int, hidden: int, inner: int, x: Tensor) -> tuple[Experts
 
 
 def widen(first: Experts, second: Experts, room: tuple[Experts, Experts], slots: Tensor | None = None) -> None:
-    """Both products of every expert into `room`, where each lies by its id.
+    """Dequantise both products of every expert into `room`, where each lies by its id.
 
     `slots` int32 [E]: the stacks are of slots, and this is where each expert lies; those in none (-1) are left alone.
     """
@@ -54,7 +54,7 @@ def _widen(
     values_ptr, scales_ptr, wide_ptr, slots_ptr, wide_stride, PART: tl.constexpr, COLUMNS: tl.constexpr,
     W_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """A program a block of one expert that has a scale."""
+    """Dequantise, a program a block of one expert that has a scale."""
     expert = tl.program_id(1).to(tl.int64)
     place = expert
     if slots_ptr is not None:

@@ -17,7 +17,7 @@ CHUNK = 4096
 
 
 def keep_likely(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """logits [R, V] -> the same with the others at minus infinity.
+    """Filter logits [R, V] -> the same with the others at minus infinity.
 
     temperature [R] float32 (0: the row is left as it is), top_k [R] int64 (0: off), top_p [R] float64, min_p [R]
     float32.
@@ -100,7 +100,7 @@ def _keep_likely(logits_ptr, out_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min
 @triton.jit
 def _measure(logits_ptr, vocab, peak, divisor, least, key, WEIGH: tl.constexpr, BITS: tl.constexpr,
              CHUNK: tl.constexpr):
-    """How many tokens are above a key, or how much they weigh."""
+    """Return how many tokens are above a key, or how much they weigh."""
     index = tl.arange(0, CHUNK)
     total = tl.zeros([CHUNK], tl.int64)
     for start in range(0, vocab, CHUNK):
@@ -120,7 +120,7 @@ def _load(logits_ptr, token, vocab):
 
 @triton.jit
 def _key(logits, BITS: tl.constexpr):
-    """A number in the logits' order, of as many bits as they are stored in (the upper ones of a float32)."""
+    """Return a number in the logits' order, of as many bits as they are stored in (the upper ones of a float32)."""
     bits = (logits + 0.0).to(tl.int32, bitcast=True)  # one zero, not two
     key = tl.where(bits < 0, ~bits, bits | -2147483648).to(tl.uint32, bitcast=True).to(tl.int64)
     return key >> (32 - BITS)
@@ -128,7 +128,7 @@ def _key(logits, BITS: tl.constexpr):
 
 @triton.jit
 def _key_weight(key, peak, divisor, BITS: tl.constexpr):
-    """The weight of tokens with this key."""
+    """Return the weight of tokens with this key."""
     FILLED: tl.constexpr = (1 << (32 - BITS)) - 1  # what was cut off: ones, since negative numbers are kept inverted
     bits = ((key << (32 - BITS)) | FILLED).to(tl.uint32).to(tl.int32, bitcast=True)
     logit = tl.where(bits < 0, bits & (2147483647 - FILLED), ~bits).to(tl.float32, bitcast=True)

@@ -34,7 +34,7 @@ _ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 def resolve(ids: Tensor, table: PageTable, layer: int, split: Tensor | None = None) -> Resolution:
-    """As kernels.paging.resolve."""
+    """Resolve as kernels.paging.resolve does."""
     pairs, k = ids.numel(), ids.shape[1]
     # A layer without any slot leaves all to the host.
     assert table.quota == 0 or table.quota >= min(pairs, table.experts), "fewer slots than a step may ask for"
@@ -56,7 +56,7 @@ def resolve(ids: Tensor, table: PageTable, layer: int, split: Tensor | None = No
 
 
 def assign(ids: Tensor, hosted: Tensor) -> Resolution:
-    """As kernels.paging.assign_reference."""
+    """Assign as kernels.paging.assign_reference does."""
     pairs, k = ids.numel(), ids.shape[1]
     counts = torch.empty(2, dtype=torch.int32, device=ids.device)
     to_host = torch.empty(pairs, places.PAIR, dtype=torch.int32, device=ids.device)
@@ -72,12 +72,12 @@ def gather(
     resolution: Resolution, records: Tensor, slots: Tensor, programs: int = GATHER_PROGRAMS,
     nbytes: int = GATHER_BYTES, warps: int = GATHER_WARPS,
 ) -> None:
-    """As kernels.paging.gather: `programs` read `nbytes` at a time each."""
+    """Gather as kernels.paging.gather does: `programs` read `nbytes` at a time each."""
     _gather_and_post(resolution, records, slots, None, None, 0, programs, nbytes, warps)
 
 
 def post(x: Tensor, resolution: Resolution, layer: int, mail: HostExpertQueue) -> None:
-    """As kernels.paging.post_reference."""
+    """Post as kernels.paging.post_reference does."""
     _gather_and_post(resolution, None, None, x, mail, layer, 0, GATHER_BYTES, GATHER_WARPS)
 
 
@@ -85,7 +85,7 @@ def gather_and_post(
     x: Tensor, resolution: Resolution, layer: int, records: Tensor, slots: Tensor, mail: HostExpertQueue,
     programs: int = GATHER_PROGRAMS, nbytes: int = GATHER_BYTES, warps: int = GATHER_WARPS,
 ) -> None:
-    """`gather` and `post` side by side."""
+    """Run `gather` and `post` side by side."""
     _gather_and_post(resolution, records, slots, x, mail, layer, programs, nbytes, warps)
 
 
@@ -116,7 +116,7 @@ def collect(
     rows: Tensor, shares: Tensor, resolution: Resolution | None, mail: HostExpertQueue | None, dtype: torch.dtype,
     shared: bool = False, patience: int = PATIENCE,
 ) -> Tensor:
-    """As kernels.paging.collect_reference."""
+    """Collect as kernels.paging.collect_reference does."""
     tokens, k = shares.shape
     hidden = rows.shape[1]
     out = torch.empty(tokens, hidden, dtype=dtype, device=rows.device)
@@ -142,7 +142,7 @@ def _resolve(
     LAYERS: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr, K: tl.constexpr, PADDED_PAIRS: tl.constexpr,
     LOG_ROWS: tl.constexpr, LOG_PAIRS: tl.constexpr, PADDED_LOG: tl.constexpr, EARLY: tl.constexpr,
 ):
-    """One program, with the layer's experts and slots in registers."""
+    """Resolve in one program, with the layer's experts and slots in registers."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -230,7 +230,7 @@ def _assign(
 
 @triton.jit
 def _to_host(ids, pair, mine, real, to_host_ptr, place_ptr, K: tl.constexpr):
-    """Writes the pairs that are the host's, and for every pair which of them it is."""
+    """Write the pairs that are the host's, and for every pair which of them it is."""
     place = tl.cumsum(mine.to(tl.int32), 0) - 1
     tl.store(place_ptr + pair, tl.where(mine, place, _NONE), mask=real)
     tl.store(to_host_ptr + place * _PAIR, pair // K, mask=mine)
@@ -241,7 +241,7 @@ def _to_host(ids, pair, mine, real, to_host_ptr, place_ptr, K: tl.constexpr):
 
 @triton.jit
 def _order(worth, stamp, step, slot):
-    """int64, lowest first by: worth is infinite, used now or in the step before, worth, step of last use, slot."""
+    """Return int64, lowest first by: worth is infinite, used now or in the step before, worth, last use, slot."""
     # The bits of floats are in the order of the floats once those below the sign of negative ones are turned.
     bits = worth.to(tl.int32, bitcast=True)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 0x80000000
@@ -353,7 +353,7 @@ def _await_answer(counts_ptr, header_ptr, state_ptr, patience, EARLY: tl.constex
 
 @triton.jit
 def _await(counts_ptr, header_ptr, state_ptr, patience):
-    """Until the host has answered the latest post, if this was one. A device that once gave up does not wait again."""
+    """Wait until the host has answered the latest post, if any. A device that gave up does not wait again."""
     if tl.load(counts_ptr + 1) > 0:
         turn = tl.load(state_ptr + _TURN)
         left = tl.where(tl.load(state_ptr + _GIVEN_UP) != 0, 0, patience)
@@ -368,7 +368,7 @@ def _await(counts_ptr, header_ptr, state_ptr, patience):
 
 @triton.jit
 def _acquire(ptr):
-    """A number that the host writes after what it tells of."""
+    """Load a number that the host writes after what it tells of."""
     if _ASSEMBLY:
         value = tl.inline_asm_elementwise(
             "ld.acquire.sys.global.s32 $0, [$1];", "=r,l", [ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
@@ -380,7 +380,7 @@ def _acquire(ptr):
 
 @triton.jit
 def _release(ptr, value):
-    """A number that the host reads before what it tells of: all that this program has stored before is seen with it."""
+    """Store a number that the host reads first: all that this program has stored before is seen with it."""
     if _ASSEMBLY:
         tl.inline_asm_elementwise(
             "st.release.sys.global.s32 [$1], $2; mov.b32 $0, $2;", "=r,l,r", [ptr.to(tl.int64), value], dtype=tl.int32,

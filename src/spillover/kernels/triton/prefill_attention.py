@@ -37,7 +37,7 @@ def prefill_attention(
     kv_dtype: str = "auto",
     batch_invariant: bool = False,
 ) -> None:
-    """Fills the rows of `out` [T, H, D] that `tiles` [tiles, 2] int32 name: a request without rows has nothing to do.
+    """Fill the rows of `out` [T, H, D] that `tiles` [tiles, 2] int32 name: a request without rows has nothing to do.
 
     With `batch_invariant` a row's bits do not depend on how many there are.
     """
@@ -115,7 +115,7 @@ def _take(
     DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
     MASKED: tl.constexpr, CODES: tl.constexpr,
 ):
-    """One tile of keys into the running softmax."""
+    """Take one tile of keys into the running softmax."""
     RUN: tl.constexpr = BLOCK if BLOCK < KEYS else KEYS
     n = start + tl.arange(0, KEYS)
     seen = n < end

@@ -12,22 +12,22 @@ _WORDS = 512  # of eight bytes, that a program brings
 
 
 def bring(to: Tensor, pinned: Tensor, nbytes: int) -> None:
-    """The first bytes of `pinned`, in host memory, to the device; both int64. A kernel that reads over the link begins
-    sooner after the one before it, and is seen sooner by the next, than a copy."""
+    """Copy the first bytes of `pinned`, in host memory, to the device; both int64. A kernel that reads over the link
+    begins sooner after the one before it, and is seen sooner by the next, than a copy."""
     words = triton.cdiv(nbytes, 8)
     if words:
         _bring[(triton.cdiv(words, _WORDS),)](to, pinned, words, WORDS=_WORDS, num_warps=4)
 
 
 def fill_tokens(token_ids: Tensor, sources: Tensor, drawn: Tensor) -> None:
-    """token_ids[i] = drawn[sources[i]] where sources [T] int32 is not negative."""
+    """Set token_ids[i] = drawn[sources[i]] where sources [T] int32 is not negative."""
     count = token_ids.shape[0]
     if count:
         _fill_tokens[(triton.cdiv(count, _BLOCK),)](token_ids, sources, drawn, count, BLOCK=_BLOCK, num_warps=2)
 
 
 def update_tables(tables: Tensor, updates: Tensor, most: int) -> None:
-    """tables.flatten()[index] = block for updates [0] pairs (index, block), which begin at updates[2]; at most `most`.
+    """Set tables.flatten()[index] = block for updates [0] pairs (index, block) from updates[2] on; at most `most`.
 
     The count lies on the device, so that a captured graph serves any number of them.
     """

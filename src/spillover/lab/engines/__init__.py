@@ -33,10 +33,10 @@ def engine_class(kind: str) -> type[Engine]:
 
 
 def make_engine(spec: EngineSpec, log_folder: Path | None = None) -> Engine:
-    """`log_folder`: where its log is kept; without one it lies in a temporary file until it stops."""
+    """Make an engine. `log_folder`: where its log is kept; without one it lies in a temporary file until it stops."""
     return engine_class(spec.kind)(spec, log_folder)
 
 
 def missing(spec: EngineSpec) -> Missing | None:
-    """Why this arm must be skipped: without its engine, or what its configuration needs beside it. None: it can run."""
+    """Return why this arm must be skipped: its engine, or what its configuration needs, is missing. None: it runs."""
     return engine_class(spec.kind).installed(spec) or unmet(spec)

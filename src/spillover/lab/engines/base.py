@@ -38,7 +38,7 @@ class EngineSpec:
     ready_seconds: float = 600.0
 
     def to_json(self) -> dict[str, Any]:
-        """What a result says about its arm; the same engine gives the same text."""
+        """Return what a result says about its arm; the same engine gives the same text."""
         return {"kind": self.kind, "model": self.model, "args": dict(self.args), "env": dict(self.env),
                 "preset": self.preset, "python": self.python, "url": self.url, "ready_seconds": self.ready_seconds}
 
@@ -69,7 +69,7 @@ class Missing:
 
 @dataclass(frozen=True)
 class CacheReset:
-    """`done` False: this engine cannot forget its prefix cache, so runs must use prompts it has not seen."""
+    """The outcome of a reset; `done` False: the prefix cache stays, so runs need prompts it has not seen."""
 
     done: bool
     how: str
@@ -111,18 +111,18 @@ class Engine(ABC):
     @classmethod
     @abstractmethod
     def installed(cls, spec: EngineSpec) -> Missing | None:
-        """None where the engine itself is here; `engines.missing` asks also for what its configuration needs."""
+        """Return why the engine is not installed, None where it is; see also `engines.missing`."""
 
     @abstractmethod
     def start(self) -> Running: ...
 
     @abstractmethod
     def stop(self) -> None:
-        """Ends the server and everything it started; may be called twice."""
+        """End the server and everything it started; may be called twice."""
 
     @abstractmethod
     def check(self) -> None:
-        """Raises `EngineFailed` if the server has died since it started."""
+        """Raise `EngineFailed` if the server has died since it started."""
 
     @abstractmethod
     def version(self) -> str: ...
@@ -131,15 +131,15 @@ class Engine(ABC):
     def reset_cache(self) -> CacheReset: ...
 
     def command(self, port: int) -> list[str]:
-        """What is run to start it, for reports and dry runs; empty where nothing is started."""
+        """Return what is run to start it, for reports and dry runs; empty where nothing is started."""
         return []
 
     def pids(self) -> tuple[int, ...]:
-        """Every process of the engine that lives now."""
+        """Return every process of the engine that lives now."""
         return ()
 
     def metrics(self) -> Mapping[str, float]:
-        """Empty where the server has no Prometheus page."""
+        """Return the server's metrics; empty where it has no Prometheus page."""
         try:
             return parse_metrics(self.get("/metrics"))
         except (OSError, ValueError):
@@ -149,7 +149,7 @@ class Engine(ABC):
         return counters_from(self.metrics(), self.COUNTERS)
 
     def device_pool_tokens(self) -> int | None:
-        """Tokens of KV that the device holds, where the engine tells."""
+        """Return the tokens of KV that the device holds, where the engine tells."""
         samples = self.metrics()
         for name in ("vllm:cache_config_info", "spillover:cache_config_info"):
             blocks, size = (label_of(samples, name, label) for label in ("num_gpu_blocks", "block_size"))
@@ -164,20 +164,20 @@ class Engine(ABC):
         return self._running
 
     def get(self, path: str, timeout: float = 10.0) -> str:
-        """The body of an answer of 200; OSError otherwise."""
+        """Return the body of an answer of 200; OSError otherwise."""
         with urllib.request.urlopen(self.running.url + path, timeout=timeout) as answer:
             text: str = answer.read().decode(errors="replace")
             return text
 
     def get_json(self, path: str) -> Any:
-        """None where there is no such page."""
+        """Return the page's JSON; None where there is no such page."""
         try:
             return json.loads(self.get(path))
         except (OSError, ValueError):
             return None
 
     def post(self, path: str, timeout: float = 60.0) -> int:
-        """The status of an empty POST; 0 where nobody answers."""
+        """Return the status of an empty POST; 0 where nobody answers."""
         request = urllib.request.Request(self.running.url + path, data=b"", method="POST")
         try:
             with urllib.request.urlopen(request, timeout=timeout) as answer:

@@ -16,12 +16,12 @@ EXPORT_SECONDS = 3600.0
 
 
 def wants_export(model: str | None) -> bool:
-    """The default model and GGUF files; a folder or a hub id is taken as it is."""
+    """Return whether a model is exported first: the default model and GGUF files, not folders and hub ids."""
     return model is None or model.endswith(".gguf")
 
 
 def model_argument(model: str | None, port: int) -> str:
-    """What a server is started with. Port 0 only asks how that would be: nothing is exported for it."""
+    """Return what a server is started with. Port 0 only asks how that would be: nothing is exported for it."""
     if port or not wants_export(model):
         return hf_folder(model)
     return f"$(spill export {model or 'default'})"
@@ -29,7 +29,7 @@ def model_argument(model: str | None, port: int) -> str:
 
 @lru_cache(maxsize=16)
 def hf_folder(model: str | None) -> str:
-    """A folder or hub id with the same weights; made by the command that a person would type."""
+    """Return a folder or hub id with the same weights; made by the command that a person would type."""
     if not wants_export(model):
         return str(model)
     try:
@@ -44,7 +44,7 @@ def hf_folder(model: str | None) -> str:
 
 
 def absent(model: str | None) -> Missing | None:
-    """Why there will be no folder, as far as a look at the path tells; nothing is exported or fetched for it."""
+    """Return why there will be no folder, as far as a look at the path tells; nothing is exported or fetched for it."""
     if model is None or re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         return None  # the default model, or a hub id, which its engine fetches
     if model.endswith(".gguf") and not os.path.isfile(model):

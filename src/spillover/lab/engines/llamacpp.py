@@ -58,7 +58,7 @@ class LlamaCppEngine(OwnedEngine):
             f" ({told})" if told and "unknown" not in told else "")
 
     def reset_cache(self) -> CacheReset:
-        """Slots can be emptied; what was moved from them to the prompt cache in host memory cannot."""
+        """Empty the slots; what was moved to the prompt cache in host memory stays."""
         if str(self.spec.args.get("cache-ram", self.spec.args.get("cache_ram", ""))) != "0":
             return CacheReset(False, "llama.cpp keeps prompts in host memory that it cannot drop (start it with "
                                      "'cache-ram: 0' to do without): use prompts that it has not seen")
@@ -86,12 +86,12 @@ class LlamaCppEngine(OwnedEngine):
 
 
 def server_program(spec: EngineSpec) -> str | None:
-    """None where the wheel is to be used: no binary is on PATH, or `python:` says where the wheel is."""
+    """Return the binary; None: use the wheel, as no binary is on PATH, or `python:` says where the wheel is."""
     return shutil.which("llama-server") if spec.python is None else None
 
 
 def devices(spec: EngineSpec) -> str:
-    """What llama.cpp could compute on, in its own words."""
+    """Return what llama.cpp could compute on, in its own words."""
     program = server_program(spec)
     if program is None:
         return ask(interpreter(spec), "import xllamacpp as x; print([d['name'] for d in x.get_device_info()])") or ""
@@ -104,7 +104,7 @@ def devices(spec: EngineSpec) -> str:
 
 @lru_cache(maxsize=1)
 def default_gguf() -> str:
-    """The file of the default model, fetched if it is not here yet, by the command that a person would type."""
+    """Return the file of the default model, fetched if it is not here yet, by the command that a person would type."""
     done = subprocess.run([*spill(sys.executable), "pull"], capture_output=True, text=True, check=False)
     found = re.search(r", gguf, in (.+)$", done.stdout.strip())
     if done.returncode or found is None:
@@ -114,7 +114,7 @@ def default_gguf() -> str:
 
 
 def _head(log: Path, nbytes: int = 256 * 1024) -> str:
-    """The beginning of a log, where a server tells how it was set up."""
+    """Return the beginning of a log, where a server tells how it was set up."""
     try:
         with log.open("rb") as file:
             return file.read(nbytes).decode(errors="replace")

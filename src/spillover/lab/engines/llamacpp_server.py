@@ -21,7 +21,7 @@ def main() -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags of llama-server that change what is measured, under both their names."""
+    """Return the flags of llama-server that change what is measured, under both their names."""
     flags = argparse.ArgumentParser(prog="llama-server (xllamacpp)", allow_abbrev=False)
     flags.add_argument("-m", "--model", required=True)
     flags.add_argument("-a", "--alias")
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def params_of(asked: argparse.Namespace, xllamacpp: Any) -> Any:
-    """llama.cpp's parameters; what was not asked stays as llama.cpp has it."""
+    """Return llama.cpp's parameters; what was not asked stays as llama.cpp has it."""
     params = xllamacpp.CommonParams()
     params.model.path = asked.model
     params.hostnames, params.port = [asked.host], asked.port

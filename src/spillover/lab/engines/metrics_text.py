@@ -25,29 +25,29 @@ def parse_metrics(text: str) -> dict[str, float]:
 
 
 def bare(key: str) -> str:
-    """The name without its labels."""
+    """Return the name without its labels."""
     return key.partition("{")[0]
 
 
 def total(samples: Mapping[str, float], name: str) -> float | None:
-    """Summed over labels; a counter may be given without its `_total`. None where there is no such metric."""
+    """Sum a metric over labels; a counter may be given without its `_total`. None where there is no such metric."""
     values = [value for key, value in samples.items() if bare(key) in (name, f"{name}_total")]
     return sum(values) if values else None
 
 
 def counters_from(samples: Mapping[str, float], names: Mapping[str, tuple[str, ...]]) -> dict[str, float]:
-    """Each of our names as the sum of the engine's; left out where the engine lacks one of them."""
+    """Return each of our names as the sum of the engine's; left out where the engine lacks one of them."""
     found = {ours: [total(samples, name) for name in theirs] for ours, theirs in names.items()}
     return {ours: sum(value for value in values if value is not None) for ours, values in found.items()
             if None not in values}
 
 
 def label_of(samples: Mapping[str, float], name: str, label: str) -> str | None:
-    """A label's value in the first sample of a metric that carries facts as labels."""
+    """Return a label's value in the first sample of a metric that carries facts as labels."""
     found = (labels_of(key).get(label) for key in samples if bare(key) == name)
     return next((value for value in found if value is not None), None)
 
 
 def labels_of(key: str) -> dict[str, str]:
-    """The labels of a key, unescaped."""
+    """Return the labels of a key, unescaped."""
     return parse_labels(key[len(bare(key)) + 1:-1])

@@ -19,7 +19,7 @@ DECLARED = "SPILLOVER_HAS"
 
 
 def unmet(spec: EngineSpec) -> Missing | None:
-    """The first need that this machine does not meet."""
+    """Return the first need that this machine does not meet."""
     for need in needs_of(spec):
         name, _, detail = need.partition(":")
         if name not in _CHECKS:

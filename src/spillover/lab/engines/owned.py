@@ -82,7 +82,7 @@ class OwnedEngine(Engine):
         return CacheReset(False, f"POST {self.RESET} was answered with {status}: use prompts that it has not seen")
 
     def log(self) -> str:
-        """The end of its log."""
+        """Return the end of its log."""
         return self._process.log_tail_text() if self._process is not None else ""
 
     def _model_name(self) -> str:
@@ -95,13 +95,13 @@ class OwnedEngine(Engine):
 
 
 def beside(python: str, program: str) -> str | None:
-    """A program that an environment installed next to its interpreter."""
+    """Return a program that an environment installed next to its interpreter."""
     path = Path(python).with_name(program)
     return str(path) if path.exists() else None
 
 
 def has_module(python: str, module: str) -> bool:
-    """Whether an interpreter could import it; asked of the interpreter, as it may be another environment's."""
+    """Return whether an interpreter could import it; asked of the interpreter, as it may be another environment's."""
     if shutil.which(python) is None:
         return False
     code = f"import importlib.util as u, sys; sys.exit(u.find_spec({module!r}) is None)"
@@ -109,7 +109,7 @@ def has_module(python: str, module: str) -> bool:
 
 
 def module_version(python: str, *distributions: str) -> str:
-    """Of the first distribution that the interpreter's environment has; "" if none."""
+    """Return the version of the first distribution that the interpreter's environment has; "" if none."""
     code = ("import importlib.metadata as m, sys\n"
             f"for name in {distributions!r}:\n"
             "    try: print(m.version(name)); break\n"
@@ -118,7 +118,7 @@ def module_version(python: str, *distributions: str) -> str:
 
 
 def ask(python: str, code: str) -> str | None:
-    """What a few lines print; None where they fail."""
+    """Return what a few lines print; None where they fail."""
     try:
         done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, check=False, cwd="/",
                               env=environment({}, is_foreign(python)))
@@ -129,7 +129,7 @@ def ask(python: str, code: str) -> str | None:
 
 @lru_cache(maxsize=1)
 def cuda_devices() -> int:
-    """NVIDIA devices by the driver's own tool, so that no library need be loaded."""
+    """Count NVIDIA devices by the driver's own tool, so that no library need be loaded."""
     if shutil.which("nvidia-smi") is None:
         return 0
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):

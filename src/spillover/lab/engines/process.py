@@ -45,7 +45,7 @@ class ServerProcess:
 
     def __init__(self, name: str, command: Sequence[str], port: int, env: Mapping[str, str],
                  log_folder: Path | None = None, foreign: bool = False) -> None:
-        """`foreign`: another environment's interpreter, which must not see this one's paths."""
+        """Describe a server. `foreign`: another environment's interpreter, which must not see this one's paths."""
         self.url = f"http://{HOST}:{port}"
         self.command = tuple(command)
         self.log_path = _log_file(name, log_folder)
@@ -58,7 +58,7 @@ class ServerProcess:
         self._failed = False
 
     def start(self, ready_seconds: float, healthy: Callable[[str], bool]) -> float:
-        """Seconds until it was healthy; `EngineFailed` where that did not come, and then nothing of it is left."""
+        """Start it and return the seconds until it was healthy; else `EngineFailed`, and nothing of it is left."""
         self._oom_kills = oom_kills()
         begin = time.monotonic()
         try:
@@ -91,8 +91,8 @@ class ServerProcess:
         return self._process.pid
 
     def check(self, starting: bool = False) -> None:
-        """Raises `EngineFailed` with the reason if the process has ended. One that was never healthy has not crashed:
-        it did not start, be it that it refused what was asked."""
+        """Raise `EngineFailed` with the reason if the process has ended. One that was never healthy has not crashed: it
+        did not start, be it that it refused what was asked."""
         if self._process is None or self._process.poll() is None:
             return
         self._failed = True
@@ -104,7 +104,7 @@ class ServerProcess:
         raise EngineFailed(cause, f"{self._name} {reason}", self.tail())
 
     def pids(self) -> tuple[int, ...]:
-        """Its group, and descendants that left it."""
+        """Return its group, and descendants that left it."""
         if self._process is None:
             return ()
         found = set(group_members(self._group))
@@ -121,12 +121,12 @@ class ServerProcess:
             return ""
 
     def tail(self) -> str:
-        """The last lines of the log, without what a progress bar overwrote."""
+        """Return the last lines of the log, without what a progress bar overwrote."""
         lines = [line.rpartition("\r")[2] for line in self.log_tail_text().rstrip().split("\n")]
         return "\n".join(lines[-TAIL_LINES:])
 
     def stop(self) -> None:
-        """SIGTERM to the server, then SIGKILL to all that is left of it."""
+        """Send SIGTERM to the server, then SIGKILL to all that is left of it."""
         if self._process is not None:
             strays = _alive(self.pids())
             if self._process.poll() is None:
@@ -155,8 +155,8 @@ class ServerProcess:
 
 
 def why_it_ended(status: int, log: str, killed_for_memory: int | None) -> tuple[str, str]:
-    """(cause, reason) from the exit status, the end of the log and how many processes the kernel killed for memory
-    meanwhile (None: it does not tell)."""
+    """Return (cause, reason) from the exit status, the end of the log and how many processes the kernel killed for
+    memory meanwhile (None: it does not tell)."""
     lines = [line.strip() for line in log.splitlines()]
     killed = status in (-signal.SIGKILL, 128 + signal.SIGKILL)
     ended = f"was killed by signal {-status} ({_signal_name(-status)})" if status < 0 else f"ended with status {status}"
@@ -174,7 +174,7 @@ def why_it_ended(status: int, log: str, killed_for_memory: int | None) -> tuple[
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:
-    """Processes of this control group that the kernel has killed for memory; None where it does not tell."""
+    """Return how many processes of this control group the kernel killed for memory; None where it does not tell."""
     with contextlib.suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -191,7 +191,7 @@ def oom_kills(root: Path = Path("/")) -> int | None:
 
 
 def status_of(url: str, timeout: float = 5.0) -> int:
-    """The HTTP status of a GET; 0 where nobody answers."""
+    """Return the HTTP status of a GET; 0 where nobody answers."""
     try:
         with urllib.request.urlopen(url, timeout=timeout) as answer:
             return int(answer.status)
@@ -224,12 +224,12 @@ def environment(extra: Mapping[str, str], foreign: bool) -> dict[str, str]:
 
 
 def is_foreign(program: str) -> bool:
-    """Whether an interpreter or a program belongs to another environment; a link is not followed, as it makes one."""
+    """Return whether a program belongs to another environment; a link is not followed, as it makes one."""
     return os.path.dirname(os.path.abspath(program)) != os.path.dirname(os.path.abspath(sys.executable))
 
 
 def _offer_to_the_kernel(pid: int) -> None:
-    """Where memory runs out, the engine under test is to be killed, not the lab or whoever else works on the machine.
+    """Have the kernel kill the engine under test where memory runs out, not the lab or any other process.
 
     What the engine starts inherits it. Where it cannot be set the kernel chooses as it always does."""
     with contextlib.suppress(OSError):
@@ -249,7 +249,7 @@ def _log_file(name: str, folder: Path | None) -> Path:
 
 
 def _wait_until_gone(processes: Sequence[psutil.Process], seconds: float = 30.0) -> None:
-    """Killed is not gone: a large process takes a while to give its memory back, which the next engine may need."""
+    """Wait until the processes are gone: a large one takes a while to give its memory back for the next."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -47,7 +47,7 @@ class SglangEngine(OwnedEngine):
         return int(told) if told else None
 
     def _server_info(self) -> dict[str, Any]:
-        """Renamed in 2025; both names are tried."""
+        """Return the server's info; the page was renamed in 2025, and both names are tried."""
         for page in ("/server_info", "/get_server_info"):
             told = self.get_json(page)
             if isinstance(told, dict):

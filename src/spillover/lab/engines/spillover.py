@@ -53,7 +53,7 @@ class SpilloverEngine(OwnedEngine):
         return running
 
     def check(self) -> None:
-        """Its supervisor starts an engine anew that died; the run it died in has crashed all the same."""
+        """Raise if an engine died: its supervisor starts it again, but the run it died in has crashed all the same."""
         super().check()
         if self._running is not None and self._engine_restarts() > self._restarts:
             raise EngineFailed("crash", "spillover's engine process died and was started again", self.log())
@@ -68,6 +68,6 @@ class SpilloverEngine(OwnedEngine):
 
 
 def spill(python: str) -> list[str]:
-    """The `spill` command of an environment; of one that runs from a source folder, what the command would do."""
+    """Return the `spill` command of an environment, or what it would do in one that runs from a source folder."""
     program = beside(python, "spill")
     return [program] if program is not None else [python, "-c", _MAIN]

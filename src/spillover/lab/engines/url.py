@@ -49,7 +49,7 @@ class UrlEngine(Engine):
         return str(told["version"]) if isinstance(told, dict) and "version" in told else "unknown"
 
     def reset_cache(self) -> CacheReset:
-        """It is not ours to empty: others may be using it."""
+        """Do nothing: the cache is not ours to empty, others may be using it."""
         return CacheReset(False, "the server is not ours to reset: use prompts that it has not seen")
 
     def counters(self) -> Mapping[str, float]:

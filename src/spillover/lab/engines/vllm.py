@@ -52,7 +52,7 @@ class VllmEngine(OwnedEngine):
                 *to_flags(TELLING | dict(self.spec.args), STYLE)]
 
     def device_pool_tokens(self) -> int | None:
-        """As it tells itself, where it does: where layers differ, not every block holds all layers of its tokens."""
+        """Return the tokens that the server tells, if it does: not every block holds all layers of its tokens."""
         told = label_of(self.metrics(), "vllm:cache_config_info", "kv_cache_size_tokens")
         return int(told) if told is not None and told.isdigit() else super().device_pool_tokens()
 

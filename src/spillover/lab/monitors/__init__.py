@@ -24,6 +24,6 @@ __all__ = ["CpuMonitor", "DiskMonitor", "Monitor", "NvmlMonitor", "ProcessMonito
 
 
 def default_monitors(engine: Engine) -> list[Monitor]:
-    """Of an engine that runs."""
+    """Return the monitors of an engine that runs."""
     return [NvmlMonitor(), CpuMonitor(), ProcessMonitor(engine.pids), DiskMonitor(),
             PrometheusMonitor(engine.running.url)]

@@ -21,7 +21,7 @@ class Row(NamedTuple):
 
 
 class Monitor(Protocol):
-    """`open` says why it has nothing to tell (and is then left out), or None."""
+    """A source of readings; `open` returns why it has none (and is then left out), or None."""
 
     @property
     def source(self) -> str: ...
@@ -34,13 +34,13 @@ class Monitor(Protocol):
 
 
 class Rates:
-    """Totals that only grow, as so much a second."""
+    """Totals that only grow, as their growth per second."""
 
     def __init__(self) -> None:
         self._before: dict[str, tuple[float, float]] = {}
 
     def per_second(self, name: str, total: float, now: float | None = None) -> float | None:
-        """None at the first reading and after a total was reset."""
+        """Return the growth per second; None at the first reading and after a total was reset."""
         at = time.monotonic() if now is None else now
         before = self._before.get(name)
         self._before[name] = at, total
@@ -50,7 +50,7 @@ class Rates:
 
 
 def named(metric: str, **labels: object) -> str:
-    """`named("rss_bytes", pid=1)` -> `rss_bytes{pid="1"}`."""
+    """Add labels to a name: `named("rss_bytes", pid=1)` -> `rss_bytes{pid="1"}`."""
     inside = ",".join(f'{name}="{_escaped(str(value))}"' for name, value in labels.items())
     return f"{metric}{{{inside}}}" if inside else metric
 

@@ -10,7 +10,7 @@ from spillover.lab.monitors.base import Rates, named
 
 
 class DiskMonitor:
-    """Whole disks only: what a partition moves, its disk moves too."""
+    """A monitor of whole disks: what a partition moves, its disk moves too."""
 
     source = "disk"
 

@@ -22,7 +22,7 @@ PCP_CONFIG = "/var/lib/pcp/pmdas/openmetrics/config.d/spillover.url"
 
 
 class Exporter:
-    """`with Exporter(monitors, port) as exporter: exporter.wait()`; port 0 takes a free one."""
+    """A Prometheus page: `with Exporter(monitors, port) as exporter: exporter.wait()`; port 0 takes a free one."""
 
     def __init__(self, monitors: Sequence[Monitor], port: int, host: str = "127.0.0.1") -> None:
         self.notes = []
@@ -49,7 +49,7 @@ class Exporter:
             monitor.close()
 
     def wait(self) -> None:
-        """Until Ctrl-C."""
+        """Wait until Ctrl-C."""
         self._thread.join()
 
     def collect(self) -> Iterator[Metric]:
@@ -60,7 +60,7 @@ class Exporter:
 
 
 def pcp_instructions(url: str) -> str:
-    """What a person types to have Performance Co-Pilot record this page."""
+    """Return what a person types to have Performance Co-Pilot record this page."""
     return (f"echo '{url}' | sudo tee {PCP_CONFIG}\n"
             "(cd /var/lib/pcp/pmdas/openmetrics && sudo ./Install)   # once\n"
             "pminfo -f openmetrics.spillover")
@@ -74,7 +74,7 @@ def _read(monitor: Monitor) -> dict[str, float]:
 
 
 def _families(source: str, values: dict[str, float]) -> Iterator[Metric]:
-    """Samples of one name together, as the format wants them."""
+    """Yield the samples of one name together, as the format wants them."""
     by_name: dict[str, list[tuple[dict[str, str], float]]] = {}
     for key, value in values.items():
         name = bare(key) if source == "engine" else f"{PREFIX}{source}_{bare(key)}"

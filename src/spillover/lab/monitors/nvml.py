@@ -15,7 +15,7 @@ class NvmlMonitor:
     source = "gpu"
 
     def __init__(self, library: Any = None) -> None:
-        """`library`: pynvml, or what stands for it in a test."""
+        """Open NVML. `library`: pynvml, or what stands for it in a test."""
         self._library = library
         self._queries: list[tuple[str, Callable[[], float]]] = []
 
@@ -53,7 +53,7 @@ class NvmlMonitor:
 
 
 def _queries(nvml: Any, gpu: Any, index: int) -> list[tuple[str, Callable[[], float]]]:
-    """One call each, so that one that is not supported takes no other with it."""
+    """Return queries of one call each, so that one that is not supported takes no other with it."""
     queries: dict[str, Callable[[], float]] = {
         "utilization_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
         "memory_utilization_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).memory,

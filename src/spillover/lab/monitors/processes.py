@@ -18,7 +18,7 @@ UNIQUE_SECONDS = 5.0
 
 
 class ProcessMonitor:
-    """`pids` is asked at every reading: processes come and go."""
+    """A monitor of processes; `pids` is asked at every reading: processes come and go."""
 
     source = "process"
 
@@ -52,7 +52,7 @@ class ProcessMonitor:
         self._known.clear()
 
     def _processes(self) -> list[psutil.Process]:
-        """The same objects as before: they remember the processor time that a percentage is of."""
+        """Return the same objects as before: they remember the processor time that a percentage is of."""
         pids = self._pids()
         for gone in set(self._known) - set(pids):
             del self._known[gone]

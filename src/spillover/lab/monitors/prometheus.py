@@ -16,7 +16,7 @@ class PrometheusMonitor:
     source = "engine"
 
     def __init__(self, url: str, timeout: float = 5.0) -> None:
-        """`url`: of the server, without /metrics."""
+        """Monitor a server. `url`: its address, without /metrics."""
         self._url, self._timeout = url.rstrip("/") + "/metrics", timeout
 
     def open(self) -> str | None:

@@ -71,7 +71,7 @@ class Recorder:
             return sorted(row for rows in self._rows.values() for row in rows)
 
     def deltas(self, source: str = "engine") -> Mapping[str, float]:
-        """What the counters of a source grew by from its first reading to its last."""
+        """Return what the counters of a source grew by from its first reading to its last."""
         with self._lock:
             rows = [row for row in self._rows.get(source, []) if is_counter(row.metric)]
         first: dict[str, float] = {}
@@ -82,7 +82,7 @@ class Recorder:
         return {metric: last[metric] - first[metric] for metric in first}
 
     def write_parquet(self, path: Path) -> Path:
-        """The rows as time, source, metric, value; whole or not at all."""
+        """Write the rows as time, source, metric, value; whole or not at all."""
         return write_parquet(self.rows, path)
 
     def _watch(self, monitor: Monitor, due: float) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Preset:
-    """`args` are flags as `engines/flags.py` writes them; `needs` as `engines/needs.py` checks them.
+    """A named configuration: `args` as `engines/flags.py` writes them, `needs` as `engines/needs.py` checks them.
 
     Flags are those that the engine has today. Where the document that named a configuration wrote it otherwise, `about`
     says so.

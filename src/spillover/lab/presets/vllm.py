@@ -14,7 +14,7 @@ CUDA = ("cuda",)
 
 
 def _seed_001() -> list[Preset]:
-    """Two models on two GPUs, each with its KV in GPU memory alone, under OffloadingConnector and under LMCache."""
+    """Return presets of two models on two GPUs: KV in GPU memory alone, under OffloadingConnector and under LMCache."""
     found = []
     for size, share, blocks, layers in (("0.6b", 0.2, 39072, 28), ("8b", 0.6, 64000, 36)):
         # vLLM asks for bytes today: blocks of 16 tokens, keys and values of 8 heads of 128 in two bytes.

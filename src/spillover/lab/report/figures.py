@@ -85,7 +85,7 @@ Figure = LineFigure | StackFigure
 
 
 def figures(report: Report) -> list[Figure]:
-    """Those that the results have something for, in the order they are read."""
+    """Return the figures that the results have something for, in the order they are read."""
     made: list[Figure | None] = [
         curves(report), latency_split(report), hit_rates(report), every_run(report), first_tokens(report),
         token_rate(report), token_gaps(report), machine(report),
@@ -98,7 +98,7 @@ def as_json(figure: Figure) -> dict[str, Any]:
 
 
 def curves(report: Report) -> LineFigure | None:
-    """Sweeps: what each latency costs in throughput."""
+    """Plot sweeps: what each latency costs in throughput."""
     panels = []
     for group, workloads in report.groups().items():
         if len(workloads) < 2:
@@ -126,7 +126,7 @@ def curves(report: Report) -> LineFigure | None:
 
 
 def _measured(report: Report) -> Iterator[tuple[str, str, Cell]]:
-    """Workload, arm and their cell, where there is a result."""
+    """Yield workload, arm and their cell, where there is a result."""
     for workload in report.workloads:
         for arm in report.arms:
             cell = report.cell(workload.name, arm.name)
@@ -169,7 +169,7 @@ def hit_rates(report: Report) -> StackFigure | None:
 
 
 def every_run(report: Report) -> LineFigure | None:
-    """All visits in the order they ran: a machine that drifts is seen here."""
+    """Return all visits in the order they ran: a machine that drifts is seen here."""
     panels = []
     for workload in report.workloads:
         for key in report.metrics:
@@ -210,7 +210,7 @@ def first_tokens(report: Report) -> LineFigure | None:
 
 
 def token_gaps(report: Report) -> LineFigure | None:
-    """Inter-token latency over time: spikes are steps that were held up, as by another request's prefill."""
+    """Return the inter-token latency over time: spikes are steps that were held up, as by another request's prefill."""
     panels = []
     for workload, drawn in _typical_runs(report):
         lines = []
@@ -245,7 +245,7 @@ def token_rate(report: Report) -> LineFigure | None:
 
 
 def machine(report: Report) -> LineFigure | None:
-    """What the monitors saw: memory first."""
+    """Return what the monitors saw: memory first."""
     from spillover.lab.report.monitored import choices
 
     panels = []
@@ -270,7 +270,7 @@ def machine(report: Report) -> LineFigure | None:
 
 
 def gaps_over_time(run: Run) -> tuple[Any, Any]:
-    """(when, gap) of every token after its request's first, in seconds; k tokens in a chunk are k equal gaps."""
+    """Return (when, gap) of every token after its request's first, in seconds; k tokens in a chunk are k equal gaps."""
     times, gaps = [], []
     for record in run.completed:
         for (before, _), (at, count) in zip(record.chunks, record.chunks[1:], strict=False):
@@ -291,7 +291,7 @@ def _typical_runs(report: Report) -> Iterable[tuple[str, list[tuple[str, Run]]]]
 
 
 def _binned(times: Any, values: Any, duration: float, *summaries: Any) -> tuple[Any, list[Any]]:
-    """Bins that hold nothing are left out: a line must not fall to zero where nobody was served."""
+    """Return bins, those that hold nothing left out: a line must not fall to zero where nobody was served."""
     width = max(duration, float(times.max()), 1e-9) / min(BINS, max(1, times.size // 12))
     which = np.floor(times / width).astype(int)
     order = np.argsort(which, kind="stable")

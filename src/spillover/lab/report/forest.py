@@ -63,7 +63,7 @@ class Group:
 
     @property
     def drawn(self) -> bool:
-        """An axis without anything on it is not drawn."""
+        """Return whether there is anything on the axis."""
         return any(row.left is not None for row in self.rows)
 
 
@@ -137,7 +137,7 @@ def _blocks(verdict: Verdict) -> list[float]:
 
 
 def _range(ends: Sequence[float]) -> tuple[float, float]:
-    """Holds 1 and all ends with a little room, and is never so narrow that noise looks large."""
+    """Return a range that holds 1 and all ends, never so narrow that noise looks large."""
     low, high = min([*ends, 1 / 1.06]), max([*ends, 1.06])
     room = (high / low) ** 0.06
     return low / room, high * room

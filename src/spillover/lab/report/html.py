@@ -69,14 +69,14 @@ def render(report: Report, figures: Sequence[Figure]) -> str:
 
 
 def arm_colors(report: Report) -> dict[str, str]:
-    """The baseline is grey; others keep their colour through all figures, in the order of the experiment."""
+    """Return a colour for each arm, the same in all figures: the baseline is grey, others by their order."""
     others = [arm.name for arm in report.arms if arm.name != report.baseline]
     colors = {name: f"var(--arm-{index % ARM_COLORS})" for index, name in enumerate(others)}
     return {**colors, report.baseline: "var(--base)"}
 
 
 def placed(figures: Sequence[Figure]) -> list[dict[str, Any]]:
-    """Narrow figures stand in pairs; one that has no neighbour takes the width of two."""
+    """Place narrow figures in pairs; one that has no neighbour takes the width of two."""
     rows: list[list[Figure]] = []
     for figure in figures:
         if rows and len(rows[-1]) == 1 and not {figure.key, rows[-1][0].key} & set(WIDE):
@@ -88,6 +88,6 @@ def placed(figures: Sequence[Figure]) -> list[dict[str, Any]]:
 
 
 def embedded(value: Any) -> Markup:
-    """JSON that cannot end the script element it stands in, whatever the names in it are."""
+    """Return JSON that cannot end the script element it stands in, whatever the names in it are."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))

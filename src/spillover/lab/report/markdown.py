@@ -11,7 +11,7 @@ from spillover.lab.report.tables import Table, TableCell, gain_text, measured, s
 
 
 def markdown(report: Report, plots: Sequence[str]) -> str:
-    """`plots`: paths of pictures, as seen from where the text will lie."""
+    """Write the report as Markdown. `plots`: paths of pictures, as seen from where the text will lie."""
     parts = [f"# {report.name}", report.about]
     parts += [f"> **{warning}**" for warning in wording.warnings(report)]
     parts += [_facts(wording.top_facts(report)), "## Verdict", *_verdicts(report)]

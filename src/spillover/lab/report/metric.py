@@ -64,7 +64,7 @@ def metric(key: str) -> Metric:
 
 
 def shown(value: float | None, unit: str) -> str:
-    """As people read it: three or four digits, thousands apart."""
+    """Format a value as people read it: three or four digits, thousands apart."""
     if value is None or value != value:
         return "-"
     if unit == "%":

@@ -51,7 +51,7 @@ DRAWN = (
 
 
 def choices(path: Path, start: float) -> list[Choice]:
-    """`path`: Parquet with time (unix), source, metric, value. Only what was recorded."""
+    """Return what monitors saw. `path`: Parquet with time (unix), source, metric, value. Only what was recorded."""
     try:
         import pyarrow.parquet as pq
     except ImportError as error:

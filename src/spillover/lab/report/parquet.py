@@ -17,7 +17,7 @@ NUMBERS = ("scheduled", "sent", "first_token", "last_token", "done", "start_unix
 
 
 def write_requests(path: Path, report: Report) -> Path:
-    """Times are seconds since the run began; `start_unix` joins them to the clock of the monitors."""
+    """Return times in seconds since the run began; `start_unix` joins them to the clock of the monitors."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq

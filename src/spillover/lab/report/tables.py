@@ -37,7 +37,7 @@ class Table:
 
 
 def gain_text(verdict: Verdict) -> str:
-    """'1.84x (1.71 .. 1.98)', times better than the baseline. A number without a verdict would be read as one."""
+    """Format times better than the baseline, '1.84x (1.71 .. 1.98)'; a number would be read as a verdict."""
     if verdict.gains is None or verdict.verdict == "no verdict":
         return NOTHING
     gain, low, high = verdict.gains
@@ -52,7 +52,7 @@ def times(value: float) -> str:
 
 
 def measured(report: Report, workload: Workload) -> Table:
-    """One row an arm: the medians over its runs, and their spread."""
+    """Return one row an arm: the medians over its runs, and their spread."""
     keys = [key for key in dict.fromkeys((*report.metrics, *USUAL))
             if any(key in cell.medians for cell in report.cells if cell.workload == workload.name)]
     hits = any(_hit_rate(cell) is not None for cell in report.cells if cell.workload == workload.name)
@@ -76,7 +76,7 @@ def measured(report: Report, workload: Workload) -> Table:
 
 
 def secondary(report: Report) -> Table | None:
-    """All verdicts of metrics beside the primary one."""
+    """Return all verdicts of metrics beside the primary one."""
     keys = [key for key in report.metrics if key != report.primary]
     if not keys:
         return None
@@ -92,7 +92,7 @@ def secondary(report: Report) -> Table | None:
 
 
 def sweeps(report: Report) -> list[Table]:
-    """Each sweep in one row an arm: the most it reached, and its means over the steps."""
+    """Return each sweep in one row an arm: the most it reached, and its means over the steps."""
     made = []
     for group, workloads in report.groups().items():
         if len(workloads) < 2:
@@ -129,7 +129,7 @@ TIMES_BETTER = ("times_better_than_baseline", "times_better_low", "times_better_
 
 
 def summary_rows(report: Report) -> list[dict[str, Any]]:
-    """summary.csv: one row for each arm and group of workloads; columns say what is divided by what."""
+    """Return the rows of summary.csv, one for each arm and group of workloads; columns say what is divided by what."""
     rows = []
     for group, workloads in report.groups().items():
         for arm in report.arms:
@@ -162,7 +162,7 @@ def summary_rows(report: Report) -> list[dict[str, Any]]:
 
 
 def detailed_rows(report: Report) -> list[dict[str, Any]]:
-    """detailed.csv: one row a run, with everything that was derived from it."""
+    """Return the rows of detailed.csv: one row a run, with everything that was derived from it."""
     sweep = {workload.name: workload.sweep for workload in report.workloads}
     points = dict.fromkeys(key for point in sweep.values() for key in point)
     metrics = dict.fromkeys(key for visit in report.visits for key in visit.metrics)

@@ -28,8 +28,8 @@ class ShownFault:
 
 
 def judged(report: Report) -> list[Verdict]:
-    """Verdicts of the primary metric. An engine that is not installed is told of once, elsewhere; one that crashed or
-    ran out of memory has its place here, for that is a result."""
+    """Return the verdicts of the primary metric. An engine that is not installed is told of once, elsewhere; one that
+    crashed or ran out of memory has its place here, for that is a result."""
     skipped = {arm.name for arm in not_installed(report)}
     return [verdict for verdict in report.primary_verdicts() if verdict.arm not in skipped]
 
@@ -44,12 +44,12 @@ def counts(report: Report) -> list[tuple[str, int]]:
 
 
 def verdict_word(report: Report, verdict: str) -> str:
-    """As it is read: "same within 2%"."""
+    """Return a verdict as it is read: "same within 2%"."""
     return f"same within {100 * float(report.plan['equivalence']):g}%" if verdict == "same" else verdict
 
 
 def warnings(report: Report) -> list[str]:
-    """What a reader must know before any number."""
+    """Return what a reader must know before any number."""
     made = [report.stop_text] if report.stopped != "decided" else []
     labelled = [arm for arm in report.arms if arm.label]
     if labelled:
@@ -59,7 +59,7 @@ def warnings(report: Report) -> list[str]:
 
 
 def against(report: Report, verdict: Verdict) -> str:
-    """'412 against 220 tok/s output'."""
+    """Format two values: '412 against 220 tok/s output'."""
     cells = [report.cell(verdict.workload, name) for name in (verdict.arm, report.baseline)]
     what = metric(verdict.metric)
     values = [cell.medians.get(verdict.metric) if cell is not None else None for cell in cells]
@@ -83,7 +83,7 @@ def method(report: Report) -> str:
 
 
 def faults(report: Report) -> list[ShownFault]:
-    """Each reason once, with all the places it was found."""
+    """Return each reason once, with all the places it was found."""
     found: dict[tuple[str, str, bool], list[str]] = {}
     for cell in report.cells:
         for fault in cell.faults:
@@ -123,12 +123,12 @@ def again(report: Report) -> str:
 
 
 def not_measured(report: Report) -> str:
-    """'vllm (vllm is not installed), sglang (...)'."""
+    """List what was not measured: 'vllm (vllm is not installed), sglang (...)'."""
     return ", ".join(f"{arm.name} ({arm.reason or arm.status})" for arm in not_installed(report))
 
 
 def load_command(report: Report, workload: Workload) -> str:
-    """The load of one pass, as a person would send it; every pass has prompts of its own."""
+    """Return the load of one pass, as a person would send it; every pass has prompts of its own."""
     words = ["spill", "bench", "serve", "--base-url", "URL"]
     options = {"temperature": 0, **workload.options, "num-warmups": report.plan.get("warmups", 0)}
     for name, value in options.items():

@@ -28,7 +28,7 @@ class ReportFiles:
 
 
 def write_report(folder: Path) -> ReportFiles:
-    """`folder`: the results of an experiment, finished or not."""
+    """Write the report. `folder`: the results of an experiment, finished or not."""
     report = read_report(folder)
     drawn = figures(report)
     html = folder / "report.html"

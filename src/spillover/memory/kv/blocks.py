@@ -22,7 +22,7 @@ FREE, FILLING, READY, EVICTABLE, IN_FLIGHT, ABSENT = BlockState
 
 
 class BlockPool:
-    """Blocks 1..num_blocks, and others up to `most` once they are added.
+    """The states of blocks 1..num_blocks, and of others up to `most` once they are added.
 
     An illegal transition raises AssertionError: it is a bug, never a condition to handle.
 
@@ -69,11 +69,11 @@ class BlockPool:
         return bool(self._cached[block])
 
     def used(self) -> list[int]:
-        """Blocks that hold something."""
+        """Return the blocks that hold something."""
         return [block for block, state in enumerate(self._state) if state not in (FREE, ABSENT)]
 
     def add(self, blocks: Iterable[int]) -> None:
-        """ABSENT -> FREE."""
+        """Add a block: ABSENT -> FREE."""
         for block in blocks:
             if self._state[block] is not ABSENT:
                 self._illegal("add", block, ABSENT)
@@ -81,7 +81,7 @@ class BlockPool:
             self._free.append(block)
 
     def remove(self, blocks: Collection[int]) -> None:
-        """FREE -> ABSENT."""
+        """Remove a block: FREE -> ABSENT."""
         for block in blocks:
             if self._state[block] is not FREE:
                 self._illegal("remove", block, FREE)
@@ -89,7 +89,7 @@ class BlockPool:
         self._free = [block for block in self._free if block not in blocks]
 
     def allocate(self) -> int:
-        """FREE -> FILLING, with one reference. The caller has made sure that a block is free."""
+        """Allocate a block: FREE -> FILLING, with one reference. The caller has made sure that a block is free."""
         if not self._free:
             raise AssertionError("allocate() with no block FREE")
         block = self._free.pop()
@@ -100,13 +100,13 @@ class BlockPool:
         return block
 
     def complete(self, block: int) -> None:
-        """FILLING -> READY: every slot now holds computed KV."""
+        """Complete a block: FILLING -> READY: every slot now holds computed KV."""
         if self._state[block] is not FILLING:
             self._illegal("complete", block, FILLING)
         self._move(block, READY)
 
     def ref(self, block: int) -> None:
-        """One more holder of a complete block; EVICTABLE -> READY."""
+        """Add a holder of a complete block; EVICTABLE -> READY."""
         state = self._state[block]
         if state is EVICTABLE:
             self._move(block, READY)
@@ -115,7 +115,7 @@ class BlockPool:
         self._refs[block] += 1
 
     def unref(self, block: int) -> None:
-        """One holder less; after the last one the block is EVICTABLE if cached, else FREE, unless a copy holds it."""
+        """Remove a holder; after the last one the block is EVICTABLE if cached, else FREE, unless a copy holds it."""
         if self._refs[block] == 0:
             self._illegal("unref", block, FILLING, READY)
         self._refs[block] -= 1
@@ -123,13 +123,13 @@ class BlockPool:
             self._settle(block)
 
     def cache(self, block: int) -> None:
-        """The prefix tree keeps this block from now on."""
+        """Mark a block that the prefix tree keeps from now on."""
         if self._state[block] is not READY or self._cached[block]:
             self._illegal("cache", block, READY)
         self._cached[block] = 1
 
     def uncache(self, block: int) -> None:
-        """The prefix tree no longer keeps this block: EVICTABLE -> FREE; holders and copies keep it alive."""
+        """Unmark a block that the prefix tree no longer keeps: EVICTABLE -> FREE; holders and copies keep it alive."""
         if not self._cached[block]:
             self._illegal("uncache", block, READY, EVICTABLE, IN_FLIGHT)
         self._cached[block] = 0
@@ -137,7 +137,7 @@ class BlockPool:
             self._settle(block)
 
     def evict(self, block: int) -> None:
-        """EVICTABLE -> FREE."""
+        """Evict a block: EVICTABLE -> FREE."""
         if self._state[block] is not EVICTABLE:
             self._illegal("evict", block, EVICTABLE)
         self._cached[block] = 0
@@ -145,7 +145,7 @@ class BlockPool:
         self._free.append(block)
 
     def begin_copy(self, block: int) -> None:
-        """A copy now reads or writes this block: it is neither reused, freed nor evicted before end_copy."""
+        """Begin a copy that reads or writes this block: it is neither reused, freed nor evicted before end_copy."""
         state = self._state[block]
         if state is FREE or state is IN_FLIGHT:
             self._illegal("begin_copy", block, FILLING, READY, EVICTABLE)
@@ -154,13 +154,13 @@ class BlockPool:
         self._move(block, IN_FLIGHT)
 
     def end_copy(self, block: int) -> None:
-        """The copy's event has fired; the block goes where its references and the cached mark say."""
+        """End a copy whose event has fired; the block goes where its references and the cached mark say."""
         if self._state[block] is not IN_FLIGHT:
             self._illegal("end_copy", block, IN_FLIGHT)
         self._settle(block)
 
     def check(self) -> None:
-        """Recounts everything from scratch."""
+        """Recount everything from scratch."""
         blocks = range(1, self.most + 1)
         for state in BlockState:
             found = sum(self._state[block] is state for block in blocks)

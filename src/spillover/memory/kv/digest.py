@@ -17,17 +17,17 @@ def root_digest(identity: bytes, salt: str | None) -> bytes:
 
 
 def block_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The digest of one block of tokens that follows the block (or root) with digest `parent`."""
+    """Return the digest of one block of tokens that follows the block (or root) with digest `parent`."""
     return blake2b(parent + struct.pack(f"<{len(tokens)}i", *tokens), digest_size=DIGEST_BYTES).digest()
 
 
 def block_key(digest: bytes, group: int) -> bytes:
-    """The name of one layer group's block of those tokens."""
+    """Return the name of one layer group's block of those tokens."""
     return digest + bytes((group,))
 
 
 def prefix_digests(tokens: Sequence[int], block_size: int, digest: bytes) -> Iterator[bytes]:
-    """One digest for each full block of `tokens`, which follow the block (or root) with this digest."""
+    """Yield one digest for each full block of `tokens`, which follow the block (or root) with this digest."""
     for end in range(block_size, len(tokens) + 1, block_size):
         digest = block_digest(digest, tokens[end - block_size : end])
         yield digest

@@ -29,8 +29,8 @@ class KVCache:
         most_blocks: int | None = None,
         lender: BlockLender | None = None,
     ) -> None:
-        """`windows` has one entry a layer group, None for full attention; `identity` digests model, dtype, layout.
-        `lender` brings more blocks where it can, of numbers up to `most_blocks`."""
+        """Make an empty cache. `windows` has one entry a layer group, None for full attention; `identity` digests
+        model, dtype, layout. `lender` brings more blocks where it can, of numbers up to `most_blocks`."""
         if num_blocks < 1 or block_size < 1:
             raise SpilloverError(f"a KV cache of {num_blocks} blocks of {block_size} tokens cannot hold a single token")
         if not windows or any(window is not None and window < 1 for window in windows):
@@ -56,12 +56,12 @@ class KVCache:
 
     @property
     def num_free(self) -> int:
-        """Blocks that extend() can have: free, or evictable."""
+        """Return the blocks that extend() can have: free, or evictable."""
         return self.pool.free + self.pool.evictable
 
     @property
     def num_in_flight(self) -> int:
-        """Blocks that a copy to or from another tier holds, and that may soon be had."""
+        """Return the blocks that a copy to or from another tier holds, and that may soon be had."""
         return self.pool.in_flight
 
     @property
@@ -80,19 +80,19 @@ class KVCache:
         )
 
     def used_blocks(self) -> list[int]:
-        """Those that hold KV of a sequence or a prefix."""
+        """Return the blocks that hold KV of a sequence or a prefix."""
         return self.pool.used()
 
     def usage(self) -> float:
-        """The share of blocks that sequences and copies hold, 0 to 1."""
+        """Return the share of blocks that sequences and copies hold, 0 to 1."""
         return 1 - self.num_free / self.num_total
 
     def match(self, tokens: Sequence[int], salt: str | None = None) -> int:
-        """How many tokens of this prompt admit() would find now; less than len(tokens), so one is left to compute."""
+        """Return how many tokens of a prompt admit() would find; less than len(tokens): one is left to compute."""
         return len(self._find(tokens, salt)) * self.block_size
 
     def admit(self, seq: str, tokens: Sequence[int], salt: str | None = None) -> int:
-        """Starts a sequence on the longest cached prefix; returns how many tokens that covers, always whole blocks."""
+        """Start a sequence on the longest cached prefix; returns how many tokens that covers, always whole blocks."""
         self._must_be_new(seq)
         nodes = self._find(tokens, salt)
         sequence = self._start(seq, [node.blocks for node in nodes])
@@ -103,13 +103,13 @@ class KVCache:
         return sequence.num_computed
 
     def count_query(self, seq: str) -> None:
-        """The sequence just admitted is to run, so its prompt counts as asked for, and what was found of it as hit."""
+        """Count the query of a sequence just admitted: its prompt as asked for, what was found as hit."""
         sequence = self._get(seq)
         self._query_tokens += sequence.asked
         self._hit_tokens += sequence.num_computed if sequence.asked else 0
 
     def fork(self, parent: str, child: str, num_tokens: int) -> int:
-        """Starts `child` on the parent's complete blocks of its first `num_tokens` tokens, never on a partial one.
+        """Start `child` on the parent's complete blocks of its first `num_tokens` tokens, never on a partial one.
 
         Returns the tokens covered, which may be all of num_tokens: a child that still has to compute its last token
         asks for one less. Works without prefix caching too.
@@ -135,7 +135,7 @@ class KVCache:
         return sequence.num_computed
 
     def extend(self, seq: str, num_tokens: int, urgent: bool = True) -> bool:
-        """Makes the tables cover num_tokens positions, evicting as needed; False and unchanged if blocks are short.
+        """Make the tables cover num_tokens positions, evicting as needed; False and unchanged if blocks are short.
 
         Who is not urgent rather waits until what is evicted has been copied to another tier.
         """
@@ -150,8 +150,8 @@ class KVCache:
         return True
 
     def commit(self, seq: str, tokens: Sequence[int], num_computed: int) -> None:
-        """tokens[:num_computed] have their KV stored: full blocks become ready and enter the tree; blocks wholly behind
-        a window of the next position leave the table. Reads only the tokens of blocks that became full."""
+        """Note that tokens[:num_computed] have their KV stored: full blocks become ready and enter the tree; blocks
+        wholly behind a window of the next position leave the table. Reads only tokens of blocks that became full."""
         sequence = self._get(seq)
         size = self.block_size
         assert sequence.num_computed <= num_computed <= len(sequence.tables[0]) * size, (
@@ -178,7 +178,7 @@ class KVCache:
             self._drop_before(sequence, group, first_seen(num_computed, window, size))
 
     def release(self, seq: str) -> None:
-        """Ends a sequence (finished, aborted or preempted): what is in the tree becomes evictable, the rest free."""
+        """End a sequence (finished, aborted or preempted): what is in the tree becomes evictable, the rest free."""
         sequence = self._get(seq)
         del self._live[seq]
         # Tail first: the end of a prefix is the least likely to be asked for again.
@@ -192,21 +192,21 @@ class KVCache:
             self.tree.leave(sequence.node)
 
     def table(self, seq: str, group: int = 0) -> list[int]:
-        """The live block table; the caller reads it and does not change it."""
+        """Return the live block table; the caller reads it and does not change it."""
         return self._get(seq).tables[group]
 
     def num_ready(self, seq: str) -> int:
-        """Leading blocks that are complete."""
+        """Return the number of leading blocks that are complete."""
         return self._get(seq).num_ready
 
     def blocks_needed(self, seq: str | None, num_tokens: int) -> int:
-        """New blocks that extend(seq, num_tokens) takes; for None, those of a sequence with nothing cached."""
+        """Return the new blocks that extend(seq, num_tokens) takes; for None, of a sequence with nothing cached."""
         have = 0 if seq is None else len(self._get(seq).tables[0])
         return max(0, -(-num_tokens // self.block_size) - have) * len(self.windows)
 
     def peak_blocks(self, num_tokens: int, chunk: int) -> int:
-        """The most blocks a sequence of num_tokens ever holds, if at most `chunk` tokens stand between commit and
-        extend: windows need no more than the chunk and what its first token sees."""
+        """Return the most blocks a sequence of num_tokens ever holds, if at most `chunk` tokens stand between commit
+        and extend: windows need no more than the chunk and what its first token sees."""
         whole = -(-num_tokens // self.block_size)
         peak = 0
         for window in self.windows:
@@ -215,16 +215,16 @@ class KVCache:
         return peak
 
     def grow(self, blocks: int) -> bool:
-        """Borrows at least so many blocks, if somebody lends them; whether any came."""
+        """Borrow at least n blocks, if somebody lends them; return whether any came."""
         return self.loans.grow(blocks)
 
     def shrink(self) -> bool:
-        """Gives borrowed blocks back where enough others are free; whether any went."""
+        """Give borrowed blocks back where enough others are free; return whether any went."""
         return self.loans.shrink()
 
     def drop_duplicates(self, seq: str) -> bool:
-        """Whether a sequence that is alone held blocks of the tree besides its own for the same tokens, which are now
-        to be had. The tree is emptied: it is all of this sequence."""
+        """Return whether a sequence that is alone held blocks of the tree besides its own for the same tokens, which
+        are now to be had. The tree is emptied: it is all of this sequence."""
         if not self._get(seq).held:
             return False
         self.reset_prefix_cache()
@@ -233,12 +233,12 @@ class KVCache:
     # What a connector to other tiers needs
 
     def cached_prefix(self, tokens: Sequence[int], salt: str | None) -> tuple[int, bytes]:
-        """How many blocks of this prompt admit() would find now, and the digest of the prefix they hold."""
+        """Return how many blocks of this prompt admit() would find now, and the digest of the prefix they hold."""
         nodes = self._find(tokens, salt)
         return len(nodes), nodes[-1].digest if nodes else root_digest(self._identity, salt)
 
     def extend_to_load(self, seq: str, num_blocks: int) -> bool:
-        """Makes the tables cover num_blocks whole blocks, of a window group only those that the position after them
+        """Make the tables cover num_blocks whole blocks, of a window group only those that the position after them
         sees; False and unchanged if there is no room. They are to be loaded, or computed meanwhile."""
         sequence, size = self._get(seq), self.block_size
         have = len(sequence.tables[0])
@@ -254,20 +254,20 @@ class KVCache:
         return True
 
     def drop_offloaded(self, seq: str, num_blocks: int) -> None:
-        """Takes the first num_blocks out of the table of a full-attention sequence: host memory has them."""
+        """Take the first num_blocks out of the table of a full-attention sequence: host memory has them."""
         sequence = self._get(seq)
         self._drop_before(sequence, 0, num_blocks)
         sequence.num_offloaded = num_blocks
 
     def begin_copy(self, block: int) -> None:
-        """A copy to or from another tier starts: the block is neither reused, freed nor evicted until end_copy."""
+        """Begin a copy to or from another tier: the block is neither reused, freed nor evicted until end_copy."""
         self.tree.begin_copy(block)
 
     def end_copy(self, block: int) -> None:
         self.tree.end_copy(block)
 
     def reset_prefix_cache(self) -> None:
-        """Forgets every prefix. Running sequences keep their blocks, share them no more, and free them at the end."""
+        """Forget every prefix. Running sequences keep their blocks, share them no more, and free them at the end."""
         self.tree.reset()
         for sequence in self._live.values():
             sequence.node = None
@@ -277,7 +277,7 @@ class KVCache:
             sequence.held.clear()
 
     def check(self) -> None:
-        """Asserts the invariant, free + evictable + protected + in flight == total, and all that it rests on."""
+        """Assert the invariant, free + evictable + protected + in flight == total, and all that it rests on."""
         self.pool.check()
         self.tree.check()
         refs = [0] * (self.pool.most + 1)
@@ -322,7 +322,7 @@ class KVCache:
         return nodes[: usable_blocks([node.blocks for node in nodes], self.windows, self.block_size)]
 
     def _start(self, seq: str, blocks: Sequence[Sequence[int | None]]) -> SequenceBlocks:
-        """A new sequence that holds these complete blocks, of a window group only what the next position sees."""
+        """Start a sequence that holds these complete blocks, of a window group only what the next position sees."""
         computed = len(blocks) * self.block_size
         first = [first_seen(computed, window, self.block_size) for window in self.windows]
         tables: list[list[int]] = [[0] * len(blocks) for _ in self.windows]
@@ -336,7 +336,7 @@ class KVCache:
         return sequence
 
     def _drop_before(self, sequence: SequenceBlocks, group: int, end: int) -> None:
-        """Takes the entries before `end` out of a group's table."""
+        """Take the entries before `end` out of a group's table."""
         table = sequence.tables[group]
         for i in range(sequence.first[group], min(end, len(table))):
             self.tree.unref(table[i])

@@ -8,14 +8,14 @@ from typing import Protocol
 from spillover.memory.kv.blocks import EVICTABLE, FREE, BlockPool
 from spillover.memory.kv.prefix_tree import PrefixTree
 
-SPARE = 4  # a loan is at least one part in so many of all blocks
+SPARE = 4  # a loan is at least 1/n of all blocks
 
 
 class BlockLender(Protocol):
-    """Whoever has bytes in which blocks can lie."""
+    """Anything that has bytes in which blocks can lie."""
 
     def lend(self, blocks: int) -> list[Sequence[int]]:
-        """At least so many blocks if it can, in loans that come back one by one; fewer or none if it cannot."""
+        """Lend at least n blocks if it can, in loans that come back one by one; fewer or none if it cannot."""
         ...
 
     def give_back(self, loan: Sequence[int]) -> None: ...
@@ -24,7 +24,7 @@ class BlockLender(Protocol):
 class Loans:
     def __init__(self, pool: BlockPool, tree: PrefixTree, lender: BlockLender | None,
                  may_go: Callable[[Sequence[int]], bool]) -> None:
-        """`may_go`: whether these blocks of the tree may be forgotten now; if not, copies to a tier below begin."""
+        """Borrow from a lender. `may_go`: whether blocks of the tree may be forgotten now; if not, copies begin."""
         self.lender = lender
         self._may_go = may_go
         self._pool = pool
@@ -33,12 +33,12 @@ class Loans:
 
     @property
     def blocks(self) -> int:
-        """On loan now."""
+        """Return the number of blocks on loan now."""
         return sum(len(loan) for loan in self._taken)
 
     def grow(self, blocks: int) -> bool:
-        """So many more, if somebody lends them, and some to spare: whoever lends has to look at all it has left, and
-        should not have to at every step. Whether any came."""
+        """Borrow n more blocks if somebody lends them, and some to spare: whoever lends has to look at all it has left,
+        and should not have to at every step. Whether any came."""
         more = max(blocks, self._pool.num_blocks // SPARE)
         loans = self.lender.lend(more) if self.lender is not None and blocks > 0 else []
         for loan in loans:
@@ -47,7 +47,7 @@ class Loans:
         return bool(loans)
 
     def shrink(self) -> bool:
-        """Gives one loan back where half of all blocks would still be free without it. Prefixes in it are forgotten,
+        """Give one loan back where half of all blocks would still be free without it. Prefixes in it are forgotten,
         once a tier below has them where there is one: until then False, and it is to be asked again."""
         for loan in self._taken:
             free = self._pool.free + self._pool.evictable

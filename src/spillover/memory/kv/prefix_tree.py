@@ -27,7 +27,7 @@ class Node:
         self._key: bytes | None = None
 
     def key(self, group: int) -> bytes:
-        """The name under which other tiers keep the node's block of a group; the first group's is remembered."""
+        """Return the name under which other tiers keep the node's block of a group; the first group's is remembered."""
         if group:
             return block_key(self.digest, group)
         if self._key is None:
@@ -36,7 +36,7 @@ class Node:
 
     @property
     def digest(self) -> bytes:
-        """Computed on first use: while no other tier asks for names, nothing is digested."""
+        """Return the digest, computed on first use: while no other tier asks for names, nothing is digested."""
         chain: list[Node] = []
         node = self
         while (digest := node._digest) is None:
@@ -58,7 +58,7 @@ class Root(Node):
 
 
 class Listener(Protocol):
-    """Hears what happens to the tree's blocks; whoever spills them to other tiers is one."""
+    """An observer of the tree's blocks; whoever spills them to other tiers is one."""
 
     def on_cached(self, block: int) -> None: ...  # entered the tree, held by the sequence that computed it
 
@@ -70,13 +70,13 @@ class Listener(Protocol):
 
 
 class Evictor(Protocol):
-    """Frees blocks of the tree: the tree itself, or whoever first copies them to other tiers."""
+    """What frees blocks of the tree: the tree itself, or whoever first copies them to other tiers."""
 
     def make_room(self, blocks: int, urgent: bool) -> bool:
-        """Frees blocks until that many are free; False if some are not to be had, or better not yet."""
+        """Free blocks until n are free; False if some are not to be had, or better not yet."""
 
     def may_go(self, blocks: Sequence[int]) -> bool:
-        """Whether these blocks, which nobody holds, may leave the device as they are."""
+        """Return whether these blocks, which nobody holds, may leave the device as they are."""
 
 
 class PrefixTree:
@@ -100,13 +100,13 @@ class PrefixTree:
         self._offered: set[int] = set()  # what the policy may choose from
 
     def root(self, salt: str | None) -> Node:
-        """One root a salt: sequences with different salts never share a block."""
+        """Return one root a salt: sequences with different salts never share a block."""
         if salt not in self._roots:
             self._roots[salt] = Root(self._identity, salt)
         return self._roots[salt]
 
     def walk(self, tokens: Sequence[int], block_size: int, salt: str | None) -> Iterator[Node]:
-        """The nodes along `tokens`, full blocks only, as far as they go; changes nothing."""
+        """Yield the nodes along `tokens`, full blocks only, as far as they go; changes nothing."""
         node: Node | None = self._roots.get(salt)
         for end in range(block_size, len(tokens) + 1, block_size):
             node = node.children.get(tuple(tokens[end - block_size : end])) if node is not None else None
@@ -115,7 +115,7 @@ class PrefixTree:
             yield node
 
     def path(self, node: Node) -> list[Node]:
-        """From the root, included, to the node."""
+        """Return the path from the root, included, to the node."""
         nodes = [node]
         while node.parent is not None:
             node = node.parent
@@ -123,7 +123,7 @@ class PrefixTree:
         return nodes[::-1]
 
     def insert(self, parent: Node, tokens: tuple[int, ...], blocks: Sequence[int]) -> tuple[Node, list[int]]:
-        """Offers a sequence's READY blocks to the tree; returns the node and blocks the sequence now holds *besides*.
+        """Offer a sequence's READY blocks to the tree; returns the node and blocks the sequence now holds *besides*.
         Where a window group has none to offer stands 0.
 
         If the node is there already (two sequences computed the same tokens at once), the sequence keeps its own
@@ -154,12 +154,12 @@ class PrefixTree:
         return node, held
 
     def key(self, block: int) -> bytes:
-        """The name under which other tiers keep this block of the tree."""
+        """Return the name under which other tiers keep this block of the tree."""
         node = self._home[block]
         return node.key(0 if self._plain else node.blocks.index(block))
 
     def peers(self, victim: int) -> list[int]:
-        """The blocks that evict() would free along with this victim, itself included."""
+        """Return the blocks that evict() would free along with this victim, itself included."""
         if self._plain:
             return [victim]
         node = self._home[victim]
@@ -167,7 +167,7 @@ class PrefixTree:
         return [block for block in node.blocks if block is not None] if whole else [victim]
 
     def make_room(self, blocks: int, urgent: bool) -> bool:
-        """Evicts until that many blocks are free; False if what is left lies above a block in flight."""
+        """Evict until n blocks are free; False if what is left lies above a block in flight."""
         while self._pool.free < blocks:
             if not self.evict():
                 return False
@@ -180,7 +180,7 @@ class PrefixTree:
         return self._policy.victim()
 
     def enter(self, node: Node) -> None:
-        """A sequence's last committed block is now this node's."""
+        """Note that a sequence's last committed block is now this node's."""
         node.users += 1
 
     def leave(self, node: Node) -> None:
@@ -208,7 +208,7 @@ class PrefixTree:
             self._offer(node)
 
     def evict(self, victim: int | None = None) -> bool:
-        """Frees the policy's victim: a whole leaf, or one sliding-window block; False if nothing may go. Who has just
+        """Free the policy's victim: a whole leaf, or one sliding-window block; False if nothing may go. Who has just
         asked for the victim may name it."""
         if victim is None and (victim := self._policy.victim()) is None:
             return False
@@ -225,7 +225,7 @@ class PrefixTree:
         return True
 
     def below(self, blocks: Sequence[int]) -> list[int]:
-        """The blocks that leave the tree when these are dropped: all of their nodes, and of all that hangs below."""
+        """Return the blocks that leave the tree when these are dropped: of their nodes, and of all that hangs below."""
         nodes = list(dict.fromkeys(self._home[block] for block in blocks))
         found = dict.fromkeys(nodes)
         for node in nodes:
@@ -236,7 +236,7 @@ class PrefixTree:
         return [block for node in nodes for block in node.blocks if block is not None]
 
     def drop(self, block: int) -> bool:
-        """Evicts a block of the tree and all that hangs below it; False where any of that is in use."""
+        """Evict a block of the tree and all that hangs below it; False where any of that is in use."""
         below = [self._home[block]]
         for node in below:
             below += node.children.values()
@@ -249,7 +249,7 @@ class PrefixTree:
         return True
 
     def reset(self) -> None:
-        """Forgets every prefix. Blocks in use stay with their holders and are freed after the last of them."""
+        """Forget every prefix. Blocks in use stay with their holders and are freed after the last of them."""
         for block in self._home:
             self._pool.uncache(block)
             self._withdraw(block)
@@ -305,7 +305,7 @@ class PrefixTree:
                 (self.listener.on_idle if idle else self.listener.on_busy)(block)
 
     def _offer(self, node: Node) -> None:
-        """Tells the policy what of this node may be evicted now, and what no longer."""
+        """Tell the policy what of this node may be evicted now, and what no longer."""
         if self._plain:
             if node.blocks and (block := node.blocks[0]) is not None:
                 self._set_offered(block, not node.children and self._pool.state(block) is EVICTABLE)
@@ -334,7 +334,7 @@ class PrefixTree:
             self._policy.on_remove(block)
 
     def _prune(self, node: Node) -> None:
-        """Removes the node, and then its ancestors, where nothing hangs on them any more."""
+        """Remove the node, and then its ancestors, where nothing hangs on them any more."""
         while not (node.children or node.users or any(node.blocks)):
             if isinstance(node, Root):
                 del self._roots[node.salt]

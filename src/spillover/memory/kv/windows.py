@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def first_seen(position: int, window: int | None, block_size: int) -> int:
-    """Returns the index of the first block that a query at `position` sees."""
+    """Return the index of the first block that a query at `position` sees."""
     return 0 if window is None else max(0, position - window + 1) // block_size
 
 

@@ -11,7 +11,7 @@ log = logging.getLogger("spillover.memory")
 
 class AdmissionPolicy(Protocol):
     def admit(self, key: bytes, tier: str) -> bool:
-        """Whether the block should be stored in that tier ("host", "disk", "remote"); asked each time it could be."""
+        """Return whether to store the block in that tier ("host", "disk", "remote"); asked each time it could be."""
 
 
 class Always:
@@ -20,7 +20,7 @@ class Always:
 
 
 class SecondUse:
-    """Stores a block in a tier when it leaves the one above for the second time: one-off prompts never get there."""
+    """A policy that stores a block when it leaves the tier above for the second time: one-off prompts never do."""
 
     def __init__(self, remembered: int = 1 << 16) -> None:
         self._remembered = remembered
@@ -55,7 +55,7 @@ class OwnAdmission:
 
 
 def admission_policy(name: str) -> AdmissionPolicy:
-    """By its flag: always, second-use, or module:Class of one's own."""
+    """Make the policy of a flag: always, second-use, or module:Class of one's own."""
     if name == "always":
         return Always()
     if name == "second-use":

@@ -9,8 +9,8 @@ from spillover.errors import SpilloverError, did_you_mean
 
 
 def make_own(name: str, problem: str, methods: dict[str, str], flag: str) -> Any:
-    """An object of the class that `name` says. `problem`: how the error begins; `methods`: names that it must have,
-    with how each is called."""
+    """Return an object of the class that `name` says. `problem`: how the error begins; `methods`: names that it must
+    have, with how each is called."""
     module, _, cls = name.partition(":")
     try:
         found = importlib.import_module(module)
@@ -30,6 +30,6 @@ def make_own(name: str, problem: str, methods: dict[str, str], flag: str) -> Any
 
 
 def failure(error: BaseException) -> str:
-    """On one line, with its kind: a KeyError alone says only '3'."""
+    """Describe an error on one line, with its kind: a KeyError alone says only '3'."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

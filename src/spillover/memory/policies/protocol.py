@@ -5,13 +5,13 @@ from typing import Protocol
 
 class EvictionPolicy(Protocol):
     def on_access(self, block: int) -> None:
-        """A sequence has just taken the block or let go of it."""
+        """Note that a sequence has just taken the block or let go of it."""
 
     def on_insert(self, block: int) -> None:
-        """The block may be evicted from now on."""
+        """Note that the block may be evicted from now on."""
 
     def on_remove(self, block: int) -> None:
-        """The block may no longer be evicted: it is in use again, or gone."""
+        """Note that the block may no longer be evicted: it is in use again, or gone."""
 
     def victim(self) -> int | None:
-        """Which of the blocks that may be evicted should go next; asking changes nothing."""
+        """Return which of the blocks that may be evicted should go next; asking changes nothing."""

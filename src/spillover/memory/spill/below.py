@@ -20,7 +20,7 @@ ASKED_AT_ONCE = 512  # keys
 
 class Below:
     def __init__(self, tiers: Sequence[Tier], found: Callable[[bytes, bool], None]) -> None:
-        """`found` is told of each block that the tier was asked for, and whether it has it."""
+        """Ask a tier. `found` is told of each block that the tier was asked for, and whether it has it."""
         self.tier = tiers[-1] if tiers else None
         self._found = found
         self._offered: OrderedDict[bytes, bool] = OrderedDict()  # since its last use -> whether the tier has it
@@ -28,21 +28,21 @@ class Below:
         self._asking: tuple[list[bytes], Ticket[list[bool]]] | None = None
 
     def settled(self, key: bytes) -> bool:
-        """Whether the tier has the block, or was offered it since its last use."""
+        """Return whether the tier has the block, or was offered it since its last use."""
         return key in self._offered or self.has(key)
 
     def has(self, key: bytes, tier: Tier | None = None) -> bool:
-        """Whether the last tier, or this one, has the block, as far as can be said at once."""
+        """Return whether the last tier, or this one, has the block, as far as can be said at once."""
         tier = tier or self.tier
         known = tier.has(key) if tier is not None else False
         return known if known is not None else tier is self.tier and self._offered.get(key, False)
 
     def doubted(self, key: bytes) -> bool:
-        """Whether the tier is being asked, so that it will soon be known."""
+        """Return whether the tier is being asked, so that it will soon be known."""
         return key in self._doubted
 
     def answered(self, tier: Tier, key: bytes, there: bool) -> None:
-        """A tier was asked for the block, or loaded it, or failed to."""
+        """Note that a tier was asked for the block, or loaded it, or failed to."""
         if there:
             self.offered(tier, key, True)
         elif tier is self.tier:
@@ -56,7 +56,7 @@ class Below:
                 self._offered.popitem(last=False)
 
     def used(self, key: bytes) -> None:
-        """What was known of the block before this use is known no longer."""
+        """Forget what was known of the block before this use."""
         if self._offered.pop(key, False):
             self.ask(key)
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from spillover.kernels.huge_pages import address_of
 from spillover.memory.transfer.link import SlotViews
 
-# Host memory is taken from the system in at most this many slabs, and at least so much at a time. Pinning a slab holds
+# Host memory is taken from the system in at most this many slabs, of at least this size each. Pinning a slab holds
 # up the device's driver, 0.2 ms a megabyte: a small one is hidden by the step that runs meanwhile.
 MAX_SLABS = 8192
 SLAB_BYTES = 8 << 20
@@ -35,7 +35,7 @@ class Slots:
 
     @property
     def free(self) -> int:
-        """Slots that take() can give."""
+        """Return the slots that take() can give."""
         return len(self._free) + self.limit - self._count
 
     @property
@@ -122,8 +122,8 @@ class HostCache:
             self._unsafe.move_to_end(entry.key)
 
     def reserve(self, key: bytes, lossy: bool = True) -> Entry | None:
-        """A new entry, arriving and pinned once by whoever fills it; None if every slot is in use. `lossy`: may evict
-        a block that no tier below has."""
+        """Return a new entry, arriving and pinned once by whoever fills it; None if every slot is in use. `lossy`: may
+        evict a block that no tier below has."""
         assert self.get(key) is None, "the block is here or on its way already"
         slot = self.slots.take()
         if slot is None and self._make_room(lossy):
@@ -137,7 +137,7 @@ class HostCache:
         return entry
 
     def arrive(self, entry: Entry, safe: bool) -> None:
-        """The entry's bytes are there; whoever brought them still holds it."""
+        """Note that the entry's bytes are there; whoever brought them still holds it."""
         assert entry.pins
         entry.ready = True
         if safe:
@@ -151,14 +151,14 @@ class HostCache:
         self._unsafe.pop(entry.key, None)
 
     def mark_unsafe(self, entry: Entry) -> None:
-        """The tiers below have lost it."""
+        """Mark an entry that the tiers below have lost."""
         assert entry.ready
         self._idle -= entry.pins == 0 and entry.safe
         entry.safe = False
         self._unsafe[entry.key] = entry
 
     def pin(self, entry: Entry) -> None:
-        """Somebody relies on the slot, until unpin."""
+        """Pin the slot, which somebody relies on until unpin."""
         self._idle -= entry.pins == 0 and entry.safe
         entry.pins += 1
 
@@ -167,7 +167,7 @@ class HostCache:
         self._idle += entry.pins == 0 and entry.safe
 
     def drop(self, entry: Entry) -> None:
-        """Forgets an entry that nobody relies on."""
+        """Forget an entry that nobody relies on."""
         assert entry.pins == 0, "a slot is freed under a copy"
         self._idle -= entry.safe
         del self._entries[entry.key]
@@ -177,15 +177,15 @@ class HostCache:
 
     @property
     def spare(self) -> int:
-        """Slots that can be had now without losing a block: free, or safe in a tier below."""
+        """Return the slots that can be had now without losing a block: free, or safe in a tier below."""
         return self.slots.free + self._idle
 
     def unsafe(self) -> Iterator[Entry]:
-        """Least recently used first; those that are being written are among them."""
+        """Yield unsafe entries, least recently used first; those that are being written are among them."""
         return iter(self._unsafe.values())
 
     def clear(self) -> None:
-        """Nothing that is here will be found. What somebody relies on stays until nobody does."""
+        """Forget all that is here. What somebody relies on stays until nobody does."""
         for entry in list(self._entries.values()):
             if entry.pins == 0:
                 self.drop(entry)
@@ -203,7 +203,7 @@ class HostCache:
             assert not entry.safe
 
     def _make_way(self, entry: Entry) -> None:
-        """A forgotten entry leaves its name to another."""
+        """Take a forgotten entry's name from it for another."""
         places = [place for place in (self._entries, self._unsafe) if place.pop(entry.key, None) is not None]
         self._renamed += 1
         entry.key = b"forgotten" + self._renamed.to_bytes(8, "little")
@@ -211,7 +211,7 @@ class HostCache:
             place[entry.key] = entry
 
     def _make_room(self, lossy: bool = True) -> bool:
-        """Evicts the oldest entry that is safe, or if there is none the oldest at all."""
+        """Evict the oldest entry that is safe, or if there is none the oldest at all."""
         oldest = None
         for entry in self._entries.values() if lossy or len(self._unsafe) < len(self._entries) else ():
             if entry.pins or not entry.ready:

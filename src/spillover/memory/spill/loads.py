@@ -77,7 +77,7 @@ class Search:
     """Where the blocks of a prompt are; tiers that must be asked answer later or, by their deadline, not at all."""
 
     def __init__(self, sources: list[str | None], answered: Callable[[Tier, int, bool], None]) -> None:
-        """`answered` is told what each tier says of each index; no answer counts as no."""
+        """Search tiers. `answered` is told what each tier says of each index; no answer counts as no."""
         self.sources = sources
         self._answered = answered
         self._asked: list[tuple[Tier, list[int], Ticket[list[bool]]]] = []

@@ -31,14 +31,14 @@ class Offload:
 
     @property
     def moving(self) -> bool:
-        """Whether blocks are on their way."""
+        """Return whether blocks are on their way."""
         return any(sequence.moving for sequence in self._sequences.values())
 
     def addresses(self, seq: str) -> tuple[int, ...]:
         return self._sequences[seq].addresses if seq in self._sequences else ()
 
     def start(self, seq: str, num_blocks: int) -> bool:
-        """As `KVConnector.offload`; only where every layer sees every token."""
+        """Offload as `KVConnector.offload` says; only where every layer sees every token."""
         if not self._store.keeps or self._kv.windows != (None,):
             return False
         sequence = self._sequences.setdefault(seq, _Offloaded())
@@ -58,13 +58,13 @@ class Offload:
         return True
 
     def poll(self) -> None:
-        """Takes blocks that have arrived out of their sequence's table: here, and so never while a step is planned."""
+        """Take blocks that have arrived out of their sequence's table: here, and so never while a step is planned."""
         for seq, sequence in self._sequences.items():
             if sequence.moving and not sequence.copies:
                 self._take(seq, sequence)
 
     def release(self, seq: str) -> None:
-        """Gives up the slots of a sequence that ends."""
+        """Give up the slots of a sequence that ends."""
         if seq in self._sequences:
             sequence = self._sequences.pop(seq)
             self._store.release(sequence.entries + sequence.moving)

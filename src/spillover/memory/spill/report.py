@@ -10,7 +10,7 @@ COUNTERS = ("bytes_in", "bytes_out", "seconds_in", "seconds_out", "hit_tokens", 
 
 @dataclass(frozen=True)
 class TierReport:
-    """`in` is towards the tier (a spill), `out` is from it (a restore). Seconds are those that bytes were moving."""
+    """A tier's counters: `in` is towards the tier (a spill), `out` is from it (a restore); seconds are of moving bytes."""
 
     name: str  # "device" | "host" | "disk" | "remote", as token sources are named
     blocks: int  # that hold KV now
@@ -28,7 +28,7 @@ class TierReport:
 
     @property
     def rate_in(self) -> float | None:
-        """Bytes a second while bytes moved; None before the first."""
+        """Return the bytes a second while bytes moved; None before the first."""
         return self.bytes_in / self.seconds_in if self.seconds_in > 0 else None
 
     @property
@@ -37,7 +37,7 @@ class TierReport:
 
 
 def by_name(reports: Iterable[TierReport]) -> tuple[TierReport, ...]:
-    """Tiers of one name, such as two disks, as one: all that they hold and did, at the rates of both together."""
+    """Return tiers of one name, such as two disks, as one: what they hold and did, at the rates of both together."""
     merged: dict[str, TierReport] = {}
     for report in reports:
         before = merged.get(report.name)

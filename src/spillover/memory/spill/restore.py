@@ -34,7 +34,7 @@ class Restore:
 
     def __init__(self, kv: KVCache, store: SpillStore, seq: str, first: int, stored: Sequence[StoredBlock],
                  backwards: bool) -> None:
-        """Starts loading the sequence's blocks from `first` on, which its tables cover."""
+        """Start loading the sequence's blocks from `first` on, which its tables cover."""
         self.end = first + len(stored)  # the block after the last that is loaded
         self._kv = kv
         self._store = store
@@ -65,11 +65,11 @@ class Restore:
         return self._left > 0
 
     def broken(self, now: float) -> bool:
-        """Whether the sequence had better start over: a copy does not end, or a window misses what it must see."""
+        """Return whether the sequence must start over: a copy does not end, or a window misses what it must see."""
         return (self._left > 0 and now > self._deadline) or (self._windowed and self._failed)
 
     def loaded(self, index: int) -> Iterator[str]:
-        """Yields the tier of each block from `index` on that has been loaded, up to the first that has not."""
+        """Yield the tier of each block from `index` on that has been loaded, up to the first that has not."""
         if self._windowed and (self._left or self._failed):
             return
         while index < self.end and (loads := self._loads.get(index)):
@@ -79,7 +79,7 @@ class Restore:
             index += 1
 
     def limit(self, index: int) -> int | None:
-        """Returns the first block from `index` on that need not be computed, because it is loaded or may be soon."""
+        """Return the first block from `index` on that need not be computed, because it is loaded or may be soon."""
         for at in range(max(index, self._first), self.end):
             loads = self._loads.get(at)
             if loads and all(load.state is not LoadState.FAILED for load in loads):
@@ -108,7 +108,7 @@ class _Lookup:
     search: Search  # for the keys that there were when it began
 
     def row(self, index: int) -> list[bytes] | None:
-        """The keys of one block after `start`; None: the prompt has no such block."""
+        """Return the keys of one block after `start`; None: the prompt has no such block."""
         while index >= len(self.keys):
             row = next(self.rest, None)
             if row is None:
@@ -127,14 +127,14 @@ class Lookups:
         self._prefetches: dict[str, list[Load]] = {}
 
     def ask(self, seq: str, tokens: Sequence[int], salt: str | None) -> bool:
-        """Asks the tiers for what the device does not have of a prompt, and brings what lies far away nearer; returns
+        """Ask the tiers for what the device does not have of a prompt, and bring what lies far away nearer; return
         whether every tier has answered, or had its time to."""
         if seq not in self._lookups:
             self._start(seq, tokens, salt)
         return self._lookups[seq].search.ready(time.monotonic())
 
     def found(self, seq: str, tokens: Sequence[int], salt: str | None, have: int) -> list[StoredBlock]:
-        """Returns the blocks after the first `have`, as far as they can be restored."""
+        """Return the blocks after the first `have`, as far as they can be restored."""
         if seq not in self._lookups or self._lookups[seq].start > have:  # the device has lost some of its blocks since
             self.forget(seq)
             self._start(seq, tokens, salt)
@@ -172,7 +172,7 @@ class Lookups:
             self._prefetch(seq, lookup)
 
     def _prefetch(self, seq: str, lookup: _Lookup) -> None:
-        """Brings what is on disk or in a remote store to host memory while the request waits, within half of it."""
+        """Bring what is on disk or in a remote store to host memory while the request waits, within half of it."""
         flat = (key for row in lookup.keys for key in row)
         wanted = [(key, tier) for key, tier in zip(flat, lookup.search.sources, strict=True)
                   if tier is not None and tier != "host"]

@@ -18,7 +18,7 @@ def first_to_load(
     step_seconds: float,
     may_split: bool,
 ) -> int:
-    """Of consecutive stored blocks the first to load: those before it are computed meanwhile. len(sources): none.
+    """Return the first of consecutive stored blocks to load: those before it are computed. len(sources): none.
 
     Loading n blocks takes load_seconds(tier, n), computing them compute_seconds each. The two run at the same time, so
     the best place to meet is where both take as long; but computing takes a step more than loading alone would, which
@@ -49,8 +49,8 @@ class ComputeCost:
         self.step_seconds = math.inf  # of the shortest step with a prefill
 
     def observe(self, prefill_tokens: int, num_tokens: int, seconds: float) -> None:
-        """Learns from a step. A faster prefill counts at once: the slower ones before it were held up by something,
-        such as their first use of a kernel."""
+        """Learn from a step. A faster prefill counts at once: the slower ones before it were held up by something, such
+        as their first use of a kernel."""
         if prefill_tokens:
             self.step_seconds = min(self.step_seconds, seconds)
         if prefill_tokens >= LEARN_TOKENS:

@@ -23,7 +23,7 @@ AHEAD = 32  # blocks whose copies are begun at a time ahead of need: beginning t
 
 class Spiller:
     def __init__(self, pool: BlockPool, tree: PrefixTree, store: SpillStore, margin: int) -> None:
-        """`margin`: blocks to be had at any time without a copy."""
+        """Spill ahead of need. `margin`: blocks to be had at any time without a copy."""
         # Blocks that urgent requests may want at any moment. Others leave as many free: what is evictable may not be
         # had at once, since of a prefix the end goes first, and that may be in flight.
         self.reserve = 0
@@ -68,7 +68,7 @@ class Spiller:
     # What the cache asks
 
     def poll(self) -> None:
-        """Starts copies that will soon be wanted."""
+        """Start copies that will soon be wanted."""
         while self._pool.free < self.reserve and (victim := self._tree.victim()) is not None:
             if not all(self._clean(block) for block in self._tree.peers(victim)):
                 break
@@ -82,11 +82,11 @@ class Spiller:
 
     @property
     def low(self) -> bool:
-        """Whether few blocks are left that can be had without a copy, those counted whose copy is under way."""
+        """Return whether few blocks are left that can be had without a copy, those counted whose copy is under way."""
         return bool(self._dirty) and 4 * self._ready() < self._margin
 
     def make_room(self, blocks: int, urgent: bool) -> bool:
-        """Frees blocks until that many are free. Urgent: also those that no tier has."""
+        """Free blocks until n are free. `urgent`: also those that no tier has."""
         now = time.monotonic()
         impatient = urgent or (self._impatient_at is not None and now >= self._impatient_at)
         wanted = blocks if impatient else blocks + self.reserve
@@ -105,19 +105,19 @@ class Spiller:
         return False
 
     def _served(self, urgent: bool) -> None:
-        """Who waits for room goes on waiting from when it began, however many urgent ones are served meanwhile."""
+        """Forget since when somebody waits for room, unless an urgent one was served before it."""
         if not urgent:
             self._impatient_at = None
 
     def flush(self) -> bool:
-        """Starts copying what nobody holds and no tier has; whether there was any."""
+        """Start copying what nobody holds and no tier has; return whether there was any."""
         before = len(self._copying)
         self._spill(len(self._dirty))
         return len(self._copying) > before
 
     def may_go(self, blocks: Sequence[int]) -> bool:
-        """Whether these blocks, which nobody holds, may leave the device as they are; copies begin of those that may
-        not."""
+        """Return whether these blocks, which nobody holds, may leave the device as they are; copies begin of those that
+        may not."""
         dirty = [block for block in blocks if not self._clean(block)]
         for block in reversed(dirty):
             self._dirty.move_to_end(block, last=False)
@@ -136,12 +136,12 @@ class Spiller:
             assert self._pool.state(block) not in (FREE, FILLING)
 
     def _ready(self) -> int:
-        """Blocks that can be had without a copy, now or once those under way have ended."""
+        """Return the blocks that can be had without a copy, now or once those under way have ended."""
         clean = len(self._idle) - len(self._idle & self._copying) - len(self._dirty)
         return self._pool.free + max(0, clean) + len(self._copying)
 
     def _evict(self, wanted: int, lossy: bool) -> bool:
-        """Evicts until so many blocks are free; whether they are. `lossy`: also what no tier has."""
+        """Evict until n blocks are free; return whether they are. `lossy`: also what no tier has."""
         while self._pool.free < wanted:
             victim = self._tree.victim()
             if victim is None:
@@ -156,7 +156,7 @@ class Spiller:
         return True
 
     def _clean(self, block: int) -> bool:
-        """Whether the block may leave the device as it is."""
+        """Return whether the block may leave the device as it is."""
         if block in self._unwanted or block in self._failed or self._store.holds(self._tree.key(block)):
             self._dirty.pop(block, None)
             return True
@@ -165,7 +165,7 @@ class Spiller:
         return False
 
     def _spill(self, count: int, lossy: bool = False) -> None:
-        """Starts copies of the oldest blocks that want one."""
+        """Start copies of the oldest blocks that want one."""
         items: list[tuple[bytes, int]] = []
         settled: list[int] = []
         state, key_of, store = self._pool.state, self._tree.key, self._store
@@ -193,7 +193,7 @@ class Spiller:
         self._copying.update(accepted)
 
     def _spilled(self, block: int, entry: Entry) -> None:
-        """Takes in the end of a copy. A block that host memory did not get, or has let go of again, has failed."""
+        """Take in the end of a copy. A block that host memory did not get, or has let go of again, has failed."""
         self._copying.remove(block)
         self._tree.end_copy(block)
         if self._pool.state(block) is EVICTABLE:  # perhaps let go of while it was in flight

@@ -43,8 +43,8 @@ class SpillStore:
         link_rates: dict[str, tuple[float | None, float | None]] | None = None,
         wake: threading.Event | None = None,
     ) -> None:
-        """`rates`: bytes a second that loads from each tier reach, until they are seen; `link_rates`: measured
-        (towards the tier, from it), to hold what was reached against. Tiers set `wake` when work ends."""
+        """Start the lanes. `rates`: bytes a second that loads from each tier reach, until they are seen; `link_rates`:
+        measured (towards the tier, from it), to hold what was reached against. Tiers set `wake` when work ends."""
         self.link = link
         self.tiers = tuple(tiers)
         self.eager = eager
@@ -76,7 +76,7 @@ class SpillStore:
     # Spilling
 
     def holds(self, key: bytes) -> bool:
-        """Whether the block can leave the device without being lost, as far as is known here."""
+        """Return whether the block can leave the device without being lost, as far as is known here."""
         entry = self._host.get(key)
         if entry is not None:
             self._host.touch(entry)
@@ -84,11 +84,11 @@ class SpillStore:
         return self._below.settled(key)
 
     def doubted(self, key: bytes) -> bool:
-        """Whether a tier is being asked for the block, so that it will soon be known if it can leave the device."""
+        """Return whether a tier is being asked for the block: it will soon be known if it can leave the device."""
         return self._below.doubted(key) and self._host.get(key) is None
 
     def used(self, key: bytes) -> None:
-        """A request has used the block, so it is to be kept: a tier that has lost it is offered it again."""
+        """Note that a request has used the block, so it is to be kept: a tier that has lost it is offered it again."""
         if not self.tiers:
             return
         self._below.used(key)
@@ -96,7 +96,7 @@ class SpillStore:
             self._found_below(key, False)
 
     def spill(self, items: Sequence[tuple[bytes, int]], on_end: CopyEnd, lossy: bool = False) -> int:
-        """Starts copies of device blocks, in order; returns how many of them found a slot. A block stays as it is until
+        """Start copies of device blocks, in order; returns how many of them found a slot. A block stays as it is until
         `on_end` is told of it. `lossy`: older blocks in host memory that no tier below has may go for it."""
         entries: list[Entry] = []
         for key, _ in items:
@@ -109,7 +109,7 @@ class SpillStore:
         return len(entries)
 
     def wanted(self, key: bytes) -> bool:
-        """Whether the block is worth a place in the tier next to the device."""
+        """Return whether the block is worth a place in the tier next to the device."""
         return self._admission.admit(key, "host" if self.keeps else self.tiers[0].name if self.tiers else "host")
 
     # Finding and loading
@@ -128,11 +128,11 @@ class SpillStore:
         return search
 
     def near(self, key: bytes) -> str | None:
-        """The tier that has the block, among those that can say so at once."""
+        """Return the tier that has the block, among those that can say so at once."""
         return "host" if self._ready(key) else self._lower(key)
 
     def open(self, items: Sequence[tuple[bytes, str]]) -> list[Load]:
-        """Starts bringing (key, tier) pairs to host memory; each stays there until it is copied or dropped."""
+        """Start bringing (key, tier) pairs to host memory; each stays there until it is copied or dropped."""
         deadline = time.monotonic() + LOAD_SECONDS
         loads = [Load(key, tier, deadline) for key, tier in items]
         self._queue.extend(loads)
@@ -140,18 +140,18 @@ class SpillStore:
         return loads
 
     def send(self, load: Load, block: int) -> None:
-        """The load goes to this device block, which stays in flight until the load's `on_end`."""
+        """Send the load to this device block, which stays in flight until the load's `on_end`."""
         load.block = block
         if load.state is LoadState.HELD:
             self._copyable.append(load)
 
     def drop(self, load: Load) -> None:
-        """Nobody wants the load any more. One that is being copied ends by itself; any other ends at once."""
+        """Drop a load that nobody wants any more. One that is being copied ends by itself; any other ends at once."""
         if load.pending and load.state is not LoadState.COPYING:
             self._end(load, LoadState.FAILED)
 
     def flush_copies(self) -> None:
-        """Hands to the link what can be copied now."""
+        """Hand to the link what can be copied now."""
         for start in range(0, len(self._copyable), self._batch):
             loads = self._copyable[start : start + self._batch]
             entries = [load.entry for load in loads if load.entry is not None]
@@ -163,14 +163,14 @@ class SpillStore:
 
     @property
     def prefetch_room(self) -> int:
-        """Blocks that requests which still wait may bring to host memory."""
+        """Return the blocks that requests which still wait may bring to host memory."""
         return self._host.slots.limit // 2
 
     def count_hit(self, tier: str, tokens: int) -> None:
         self._hits[tier] = self._hits.get(tier, 0) + tokens
 
     def seconds(self, tier: str, blocks: int) -> float:
-        """How long loading that many blocks from the tier takes, as far as is known."""
+        """Return how long loading n blocks from the tier takes, as far as is known."""
         slowest = min(self.rates.get(name, 1e9) for name in {tier, "host"})
         return blocks * self.link.slot_bytes / slowest
 
@@ -194,7 +194,7 @@ class SpillStore:
         return entries
 
     def release(self, entries: Sequence[Entry]) -> None:
-        """Gives offloaded blocks' slots up, each at once or when the copy into it has ended."""
+        """Give offloaded blocks' slots up, each at once or when the copy into it has ended."""
         for entry in entries:
             self._unpin(entry)
 
@@ -206,8 +206,8 @@ class SpillStore:
 
     @property
     def busy(self) -> bool:
-        """Whether something is under way that poll() would take further. A tier that hangs keeps nobody waiting: what
-        is past its deadline does not count."""
+        """Return whether something is under way that poll() would take further. A tier that hangs keeps nobody waiting:
+        what is past its deadline does not count."""
         if self._copies_out or self._copies_in or self._queue or self._copyable or self._below.busy:
             return True
         now = time.monotonic()
@@ -215,11 +215,11 @@ class SpillStore:
         return any(not ticket.expired(now) for ticket in tickets)
 
     def wait(self, seconds: float) -> None:
-        """Until something may have ended."""
+        """Wait until something may have ended."""
         self._wake.wait(seconds)
 
     def poll(self) -> None:
-        """Takes in what has ended and starts what can go on."""
+        """Take in what has ended and start what can go on."""
         self._wake.clear()
         for tier in self.tiers:
             tier.poll()
@@ -230,20 +230,20 @@ class SpillStore:
         self._writes.until(self._margin())
 
     def poll_loads(self) -> None:
-        """Of poll(), what requests wait for."""
+        """Do the part of poll() that requests wait for."""
         if self._copies_in or self._fetches or self._queue or self._copyable:
             for tier in self.tiers:
                 tier.poll()
             self._go_on()
 
     def take_spilled(self) -> None:
-        """Of poll(), what gives device blocks back."""
+        """Do the part of poll() that gives device blocks back."""
         self._out.drain()
         if self._copies_out:
             self._copies_out = [copy for copy in self._copies_out if not self._take_out(copy)]
 
     def flush(self, deadline: float) -> None:
-        """Writes what only host memory has to the tiers below, as far as the deadline allows."""
+        """Write what only host memory has to the tiers below, as far as the deadline allows."""
         while self.tiers and time.monotonic() < deadline:
             self.poll()
             self._writes.until(self._host.slots.limit)
@@ -252,7 +252,7 @@ class SpillStore:
             self.wait(0.05)
 
     def clear(self, external: bool = False) -> None:
-        """Forgets stored blocks in host memory; with `external` also those on disk and in the remote store."""
+        """Forget stored blocks in host memory; with `external` also those on disk and in the remote store."""
         self._host.clear()
         if external:
             self._below.clear()
@@ -260,7 +260,7 @@ class SpillStore:
                 tier.clear()
 
     def close(self, deadline: float) -> None:
-        """Ends every thread; the link's memory is freed only when no copy can touch it any more."""
+        """End every thread; the link's memory is freed only when no copy can touch it any more."""
         for tier in self.tiers:
             tier.close(deadline)
         self._out.close(deadline)
@@ -293,11 +293,11 @@ class SpillStore:
         return True
 
     def _lower(self, key: bytes) -> str | None:
-        """A tier below host memory that has the block, as far as can be said at once."""
+        """Return a tier below host memory that has the block, as far as can be said at once."""
         return next((tier.name for tier in self.tiers if self._below.has(key, tier)), None)
 
     def _found_lower(self, load: Load) -> bool:
-        """Whether a tier below host memory has the block; that may be another than the one in which it was found."""
+        """Return whether a tier below host memory has the block, perhaps another than the one it was found in."""
         if any(tier.name == load.tier and tier.has(load.key) is not False for tier in self.tiers):
             return True
         found = self._lower(load.key)
@@ -322,7 +322,7 @@ class SpillStore:
             self._copies_out.append(CopyOut(self._submit(self._out, self.link.copy_out, part, to), part, to, on_end))
 
     def _go_on(self) -> None:
-        """Takes loads as far as they can go."""
+        """Take loads as far as they can go."""
         self._in.drain()
         now = time.monotonic()
         if self._copies_in:
@@ -335,7 +335,7 @@ class SpillStore:
         self.flush_copies()
 
     def _take_in(self, copy: CopyIn) -> bool:
-        """Whether a copy to the device has ended; then it is taken note of."""
+        """Return whether a copy to the device has ended; then it is taken note of."""
         if not copy.ticket.done():
             return False
         seconds = self._count_copy(copy, self._to_device)
@@ -346,7 +346,7 @@ class SpillStore:
         return True
 
     def _take_out(self, copy: CopyOut) -> bool:
-        """Likewise, from the device."""
+        """Take in copies from the device that have ended."""
         if not copy.ticket.done():
             return False
         ok = self._count_copy(copy, self._to_host) is not None
@@ -389,7 +389,7 @@ class SpillStore:
         self._fetches = pending
 
     def _fetch_lower(self, failed: Fetch, now: float) -> Fetch | None:
-        """Fetches the block from a tier further down, where one has it."""
+        """Fetch the block from a tier further down, where one has it."""
         key = failed.entry.key
         for tier in self.tiers[self.tiers.index(failed.tier) + 1 :]:
             if self._below.has(key, tier):
@@ -400,7 +400,7 @@ class SpillStore:
         return None
 
     def _arrived(self, entries: Sequence[Entry], ok: bool, safe: bool) -> None:
-        """The copy into these entries has ended; it held one pin on each."""
+        """End the copy into these entries, which held one pin on each."""
         for entry in entries:
             if ok:
                 self._host.arrive(entry, safe or entry.private)
@@ -437,7 +437,7 @@ class SpillStore:
             self._unpin(entry)
 
     def _start_loads(self) -> None:
-        """In order, as far as there are slots."""
+        """Start loads in order, as far as there are slots."""
         fetches: dict[str, list[tuple[Load, Entry]]] = {}
         now = time.monotonic()
         while self._queue:
@@ -471,12 +471,12 @@ class SpillStore:
             self._end(load, LoadState.FAILED)
 
     def _margin(self) -> int:
-        """Slots kept ready for what the device spills next, and for loads that wait for one."""
+        """Return the slots kept ready for what the device spills next, and for loads that wait for one."""
         wanted = max(2 * self._batch, self._short) + len(self._queue)
         return min(wanted, self._host.slots.limit // 2) if self.keeps else 0
 
     def _found_below(self, key: bytes, there: bool) -> None:
-        """Whether the last tier has the block. Where not, or not for sure, host memory's is written down before it
+        """Note whether the last tier has the block. Where not, or not for sure, host memory's is written down before it
         goes."""
         entry = self._host.get(key)
         if entry is None or not entry.ready or entry.private or entry.writes:
@@ -489,6 +489,6 @@ class SpillStore:
             self._writes.write([entry])
 
     def _observe(self, tier: str, rate: float) -> None:
-        """A faster load counts at once; a slower one may only have waited for something, so it counts little."""
+        """Update a tier's rate: a faster load counts at once; a slower one may only have waited, and counts little."""
         known = self.rates.get(tier, 0.0)
         self.rates[tier] = rate if rate > known else known + 0.05 * (rate - known)

@@ -31,7 +31,7 @@ class HostReport:
 
 def tier_reports(host: HostReport | None, tiers: Sequence[Tier], hits: Mapping[str, int], links: LinkRates,
                  slot_bytes: int, dropped: int) -> list[TierReport]:
-    """`dropped`: blocks that never came from the device to the nearest of them."""
+    """Report each tier. `dropped`: blocks that never came from the device to the nearest of them."""
     reports = []
     if host is not None:
         link_in, link_out = links.get("host", (None, None))

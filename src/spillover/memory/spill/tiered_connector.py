@@ -15,15 +15,15 @@ from spillover.memory.spill.spiller import Spiller
 from spillover.memory.spill.store import SpillStore
 
 MAX_PUT_OFF = 8  # times in a row that copies may wait, while there are enough blocks to be had
-READY_SHARE = 8  # one in so many blocks can be had without a copy, at least
+READY_SHARE = 8  # at least one in n blocks can be had without a copy
 
 
 class TieredConnector:
     def __init__(self, kv: KVCache, store: SpillStore, margin: int = 32, restore: str = "auto",
                  prefill_seconds: float | None = None) -> None:
-        """`margin`: how many blocks, at least, are kept ready to be overwritten. `restore`: "auto", "always" or
-        "never", whether stored blocks are loaded or computed again. `prefill_seconds`: of a token, until steps have
-        been seen; None: not known."""
+        """Connect the tiers. `margin`: how many blocks, at least, are kept ready to be overwritten. `restore`: "auto",
+        "always" or "never", whether stored blocks are loaded or computed again. `prefill_seconds`: of a token, until
+        steps have been seen; None: not known."""
         assert kv.prefix_caching, "stored blocks are those of the prefix tree"
         margin = min(max(margin, kv.num_total // READY_SHARE), kv.num_total // 2)
         self.store = store

@@ -15,8 +15,8 @@ WRITES_AT_ONCE = 32  # blocks
 class WriteDown:
     def __init__(self, host: HostCache, tiers: Sequence[Tier], admission: AdmissionPolicy,
                  offered: Callable[[Tier, bytes, bool], None], unpin: Callable[[Entry], None]) -> None:
-        """`offered` is told of each block that a tier was to have, and whether it has it now; `unpin` lets go of an
-        entry that was held for it."""
+        """Write to lower tiers. `offered` is told of each block that a tier was to have, and whether it has it now;
+        `unpin` lets go of an entry that was held for it."""
         self._host = host
         self._tiers = tiers
         self._admission = admission
@@ -31,11 +31,11 @@ class WriteDown:
         return (ticket for _, _, ticket in self._pending)
 
     def entries(self) -> Iterator[Entry]:
-        """That writes hold, once for each."""
+        """Yield the entries that writes hold, once for each."""
         return (entry for entry, _, _ in self._pending)
 
     def take(self) -> None:
-        """Takes in what has ended."""
+        """Take in what has ended."""
         if not self._pending:
             return
         pending = []
@@ -54,7 +54,7 @@ class WriteDown:
         self._pending = pending
 
     def until(self, spare: int) -> None:
-        """Starts writing the oldest blocks that no tier below has, until `spare` slots can be had without loss."""
+        """Start writing the oldest blocks that no tier below has, until `spare` slots can be had without loss."""
         short = min(spare - self._host.spare, WRITES_AT_ONCE) - len(self._pending)
         if short <= 0 or not self._tiers:
             return

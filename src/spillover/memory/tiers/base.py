@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def checksum(payload: bytes | memoryview) -> int:
-    """xxh3 of 64 bits: finds what disks, memories and half-finished writes do to bytes; no defence against forgery."""
+    """Return the 64-bit xxh3: it finds damage by disks, memory and half-finished writes, not forgery."""
     return xxhash.xxh3_64_intdigest(payload)
 
 
@@ -37,7 +37,7 @@ class Ticket(Generic[T]):
 
     def __init__(self, deadline: float, ended: Callable[["Ticket[Any]"], None] | None = None,
                  wake: Callable[[], None] | None = None) -> None:
-        """`ended` is told just before the ticket is done, `wake` just after."""
+        """Make a ticket. `ended` is told just before the ticket is done, `wake` just after."""
         self.deadline = deadline  # monotonic
         self.error: Exception | None = None
         self.seconds = 0.0  # a worker was busy with it
@@ -57,15 +57,15 @@ class Ticket(Generic[T]):
         return ticket
 
     def done(self) -> bool:
-        """Ended: with a value, a failure, or cancelled."""
+        """Return whether it has ended: with a value, a failure, or cancelled."""
         return self._done
 
     def expired(self, now: float) -> bool:
-        """Not done, and past its deadline."""
+        """Return whether it is not done, and past its deadline."""
         return not self._done and now >= self.deadline
 
     def result(self) -> T | None:
-        """The value once done; None if the work failed, was cancelled, or expired before it began. Never raises."""
+        """Return the value once done; None if the work failed, was cancelled, or expired before. Never raises."""
         return self._value if self._done else None
 
     def cancel(self) -> None:
@@ -84,7 +84,7 @@ class Ticket(Generic[T]):
         return self._stop_asked
 
     def begin(self) -> bool:
-        """Whether the work is still wanted and in time; if not, it is done now and must not be touched."""
+        """Return whether the work is still wanted and in time; if not, it is done now and must not be touched."""
         with self._lock:
             if self._begun:
                 return False
@@ -95,7 +95,7 @@ class Ticket(Generic[T]):
         return True
 
     def end(self, value: T | None, error: Exception | None = None, seconds: float = 0.0) -> None:
-        """By whoever began it, exactly once."""
+        """End the ticket; called by whoever began it, exactly once."""
         self._value, self.error, self.seconds, self.at = value, error, seconds, time.monotonic()
         if self._ended is not None:
             self._ended(self)
@@ -116,7 +116,7 @@ class Lane:
 
     def __init__(self, name: str, threads: int, wake: Callable[[], None],
                  idle: tuple[float, Callable[[], None]] | None = None) -> None:
-        """`idle`: a worker without work does this whenever so many seconds have passed; it may not raise."""
+        """Make a lane. `idle`: (seconds, what a worker without work does that often); it may not raise."""
         self._name = name
         self._idle_work = idle
         self._max_threads = threads
@@ -135,7 +135,7 @@ class Lane:
     def submit_batch(
         self, work: Callable[[Sequence[int]], Sequence[T | Exception]], count: int, deadline: float
     ) -> list[Ticket[T]]:
-        """One job with `count` tickets. `work` takes the indices still wanted and gives one value for each of them.
+        """Submit one job with `count` tickets. `work` takes the indices still wanted and gives one value for each.
 
         A value that is an Exception fails its ticket alone.
         """
@@ -154,7 +154,7 @@ class Lane:
         return tickets
 
     def drain(self) -> list[Ticket[Any]]:
-        """The tickets that ended since the last call, after ending those that waited past their deadline."""
+        """Return the tickets that ended since the last call, after ending those that waited past their deadline."""
         now = time.monotonic()
         with self._state:
             late = [job for job in self._queue if job.deadline <= now]
@@ -173,12 +173,12 @@ class Lane:
         return ended
 
     def stuck(self, now: float) -> bool:
-        """Every worker is held up by work past its deadline: what is submitted now would wait for nothing."""
+        """Return whether every worker is held up by work past its deadline: what is submitted would wait in vain."""
         with self._state:
             return len(self._running) == self._max_threads and all(d <= now for d in self._running.values())
 
     def close(self, deadline: float) -> bool:
-        """Lets queued work end until the deadline, cancels the rest; False if a worker still hangs (it is left)."""
+        """Let queued work end until the deadline, cancel the rest; False if a worker still hangs (it is left)."""
         with self._state:
             self._closed = True
             self._state.notify_all()
@@ -262,27 +262,27 @@ class Tier(Protocol):
     name: str  # "host", "disk" or "remote": what metrics and token sources call it
 
     def lookup(self, keys: Sequence[bytes]) -> Ticket[list[bool]]:
-        """Which of these could be loaded now."""
+        """Return which of these could be loaded now."""
 
     def has(self, key: bytes) -> bool | None:
-        """Whether the block is here, where that is known without asking anybody; None: lookup() has to ask."""
+        """Return whether the block is here, where that is known without asking anybody; None: lookup() has to ask."""
 
     def store(self, items: Sequence[tuple[bytes, memoryview]]) -> list[Ticket[bool]]:
-        """One ticket a block. Buffers stay as they are until their ticket is done."""
+        """Return one ticket a block. Buffers stay as they are until their ticket is done."""
 
     def load(self, items: Sequence[tuple[bytes, memoryview]]) -> list[Ticket[bool]]:
-        """One ticket a block. True: the buffer holds exactly the bytes that were stored; else it may hold anything."""
+        """Load blocks, one ticket each. True: the buffer holds exactly the bytes stored; else it may hold anything."""
 
     def evict(self, count: int) -> Ticket[int]:
-        """Drops the least recently used blocks; the value is how many."""
+        """Drop the least recently used blocks; the value is how many."""
 
     def poll(self) -> None:
-        """Takes finished work into the index; lookup, store, load and evict do it too."""
+        """Take finished work into the index; lookup, store, load and evict do it too."""
 
     def clear(self) -> None:
-        """Forgets all blocks of this identity: none of them is found from now on, nor after a restart."""
+        """Forget all blocks of this identity: none of them is found from now on, nor after a restart."""
 
     def stats(self) -> TierStats: ...
 
     def close(self, deadline: float) -> None:
-        """Ends what is on its way, until the deadline (monotonic), and lets go of files and connections."""
+        """End what is on its way, until the deadline (monotonic), and let go of files and connections."""

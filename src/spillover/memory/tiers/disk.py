@@ -79,7 +79,7 @@ class DiskTier:
         policy: EvictionPolicy | None = None,
         seal: Seal = PLAIN,
     ) -> None:
-        """`capacity_bytes` bounds everything this package keeps under `path`, whatever its identity.
+        """Open the tier. `capacity_bytes` bounds everything this package keeps under `path`, whatever its identity.
 
         `threads` work in each direction, so that a load never waits behind stores.
         """
@@ -174,7 +174,7 @@ class DiskTier:
         return tickets
 
     def evict(self, count: int) -> Ticket[int]:
-        """Their slots are free for other blocks; the files stay as large as they are."""
+        """Free slots for other blocks; the files stay as large as they are."""
         self.poll()
         evicted = 0
         while evicted < count and self._table.evict():
@@ -251,7 +251,7 @@ class DiskTier:
         self._let_go()
 
     def max_blocks(self) -> int:
-        """How many blocks the capacity is good for, once other caches have made way."""
+        """Return how many blocks the capacity is good for, once other caches have made way."""
         blocks = sum(segment.slots for segment in self._segments)
         removable = sum(file.nbytes for _, file in self._others)
         room = self.capacity_bytes - self._own_bytes - (self._other_bytes - removable)
@@ -261,7 +261,7 @@ class DiskTier:
         return blocks
 
     def damage(self, key: bytes, bit: int) -> bool:
-        """Flips one bit of a stored payload where it lies, for tests of what notices; False if there is no such block.
+        """Flip one bit of a stored payload where it lies, for tests of what notices; False if there is no such block.
 
         Blocks on the disk.
         """
@@ -272,19 +272,19 @@ class DiskTier:
         return True
 
     def idle(self) -> bool:
-        """Nothing is on its way, erasures included."""
+        """Return whether nothing is on its way, erasures included."""
         self.poll()
         return not self._work
 
     def check(self) -> None:
-        """Asserts what must always hold of the index."""
+        """Assert what must always hold of the index."""
         self._table.check()
         assert self._own_bytes + self._other_bytes <= self.capacity_bytes or self._health.error is not None
 
     # Starting
 
     def _start(self, description: Mapping[str, str]) -> bool:
-        """Refuses a folder that cannot be used; what goes wrong later, or with blocks that are there, is borne."""
+        """Open it; refuse an unusable folder; what goes wrong later, or with stored blocks, is borne."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
@@ -344,7 +344,7 @@ class DiskTier:
         return self._open and not lane.stuck(time.monotonic())
 
     def _touch(self, slots: list[int]) -> None:
-        """The first of a batch counts as the last used: a prefix without its beginning is worth nothing."""
+        """Note uses; the first of a batch counts as the last used: a prefix without its beginning is worth nothing."""
         for slot in reversed(slots):
             # Distinct and rising, so that the order survives being written down.
             self._last_use = max(time.time(), self._last_use + 1e-6)
@@ -440,7 +440,7 @@ class DiskTier:
         return self._table.reserve(now)
 
     def _grow(self, now: float) -> None:
-        """Adds a segment as far as the capacity goes; where other caches fill it, their oldest segment goes first."""
+        """Add a segment as far as the capacity goes; where other caches fill it, their oldest segment goes first."""
         room = self.capacity_bytes - self._own_bytes - self._other_bytes
         slots = min(self._segment_slots, slots_that_fit(room, self.payload_bytes))
         if slots < self._segment_slots and self._others:
@@ -475,7 +475,7 @@ class DiskTier:
             self._other_bytes -= removal.file.nbytes
 
     def _submit_erasure(self, segment: Segment, slots: list[int], indices: list[int] | None) -> None:
-        """The slots are held, and released once nothing of them can be found again."""
+        """Erase slots, held until released once nothing of them can be found again."""
 
         def erase() -> bool:
             try:
@@ -494,5 +494,5 @@ class DiskTier:
 
 
 def _disk_error(ticket: Ticket[Any]) -> OSError | None:
-    """What the disk said; a deadline that passed in the queue says nothing about the disk, and has no errno."""
+    """Return what the disk said; a deadline that passed in the queue says nothing about the disk, and has no errno."""
     return ticket.error if isinstance(ticket.error, OSError) and ticket.error.errno is not None else None

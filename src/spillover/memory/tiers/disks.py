@@ -49,7 +49,7 @@ class Disks:
         return self._spread(items, DiskTier.load)
 
     def evict(self, count: int) -> Ticket[int]:
-        """From each disk in proportion to what it holds, which is close to the least recently used of all."""
+        """Evict from each disk in proportion to what it holds, which is close to the least recently used of all."""
         held = [disk.stats().blocks for disk in self.disks]
         evicted = 0
         for i, disk in enumerate(self.disks):
@@ -67,7 +67,7 @@ class Disks:
             disk.clear()
 
     def stats(self) -> TierStats:
-        """Sums; available while any disk is."""
+        """Return sums over the disks; available while any disk is."""
         each = [disk.stats() for disk in self.disks]
         return TierStats(
             blocks=sum(s.blocks for s in each),

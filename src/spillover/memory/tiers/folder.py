@@ -36,14 +36,14 @@ _RECENCY = struct.Struct("<Qd")  # sequence, last use
 
 
 class FolderLock:
-    """Held by the one process that may write. It ends with the process, however that ends."""
+    """A lock held by the one process that may write. It ends with the process, however that ends."""
 
     def __init__(self, file: int) -> None:
         self._file = file
 
     @classmethod
     def acquire(cls, folder: Path, advice: str = "stop that one, or choose another folder") -> "FolderLock | None":
-        """Raises SpilloverError if another holds it; None where the folder cannot be written, so nobody needs one."""
+        """Lock the folder; SpilloverError if another holds it; None: it cannot be written, so nobody needs a lock."""
         path = folder / LOCK
         try:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -94,7 +94,7 @@ class CacheFolder:
 
     @classmethod
     def all(cls, root: Path) -> "list[CacheFolder]":
-        """Every cache under the root, least recently used first."""
+        """Return every cache under the root, least recently used first."""
         found = []
         for path in root.iterdir():
             with suppress(ValueError):
@@ -104,7 +104,7 @@ class CacheFolder:
         return sorted(found, key=lambda folder: (folder.last_use(), folder.path))
 
     def make(self) -> None:
-        """Makes the folder; raises SpilloverError where somebody has put a link there."""
+        """Make the folder; raises SpilloverError where somebody has put a link there."""
         self.path.mkdir(mode=0o700, exist_ok=True)  # prompts can be read out of it
         found = self.path.lstat()
         if stat.S_ISLNK(found.st_mode):
@@ -115,7 +115,7 @@ class CacheFolder:
                         "folder of your own, or --kv-store-key-file", self.path)
 
     def segment_files(self) -> list[SegmentFile]:
-        """Oldest first."""
+        """Return the segment files, oldest first."""
         files = []
         for path in self._files(SUFFIX):
             with suppress(FileNotFoundError):
@@ -124,7 +124,7 @@ class CacheFolder:
         return sorted(files, key=lambda file: (file.modified, file.path))
 
     def segments(self, writable: bool = False) -> list[Segment]:
-        """What can be read of them; a file that is no segment (yet), or has just gone, is left out."""
+        """Return what can be read of them; a file that is no segment (yet), or has just gone, is left out."""
         segments = []
         for path in sorted(self._files(SUFFIX)):
             with suppress(OSError):
@@ -136,7 +136,7 @@ class CacheFolder:
         return self.small_bytes() + sum(file.nbytes for file in self.segment_files())
 
     def small_bytes(self) -> int:
-        """What the files beside the segments take."""
+        """Return what the files beside the segments take."""
         total = 0
         for name in (DESCRIPTION, RECENCY):
             with suppress(OSError):
@@ -144,7 +144,7 @@ class CacheFolder:
         return total
 
     def last_use(self) -> float:
-        """Seconds since 1970: opened, closed or written."""
+        """Return the seconds since 1970: opened, closed or written."""
         times = [file.modified for file in self.segment_files()]
         for name in (DESCRIPTION, RECENCY):
             with suppress(OSError):
@@ -163,7 +163,7 @@ class CacheFolder:
         self._replace(DESCRIPTION, text)
 
     def description(self) -> dict[str, str]:
-        """Empty where there is none that can be read."""
+        """Return the description; empty where there is none that can be read."""
         try:
             found = json.loads((self.path / DESCRIPTION).read_bytes())
             return {str(name): str(value) for name, value in found.items() if name != "identity"}
@@ -174,12 +174,12 @@ class CacheFolder:
         os.utime(self.path / DESCRIPTION)
 
     def write_recency(self, last_uses: Iterable[tuple[int, float]]) -> None:
-        """(sequence, last use) of every record."""
+        """Write (sequence, last use) of every record."""
         data = b"".join(_RECENCY.pack(*use) for use in last_uses)
         self._replace(RECENCY, data + checksum(data).to_bytes(8, "little"))
 
     def recency(self) -> dict[int, float]:
-        """Last use by sequence; records written since the tier was last closed are not in it."""
+        """Read the last use by sequence; records written since the tier was last closed are not in it."""
         try:
             whole = (self.path / RECENCY).read_bytes()
         except OSError:
@@ -191,7 +191,7 @@ class CacheFolder:
         return {sequence: min(used, now) for sequence, used in _RECENCY.iter_unpack(data)}
 
     def tidy(self) -> None:
-        """Removes what an interrupted write left behind, and the folder itself once no segment is in it."""
+        """Remove what an interrupted write left behind, and the folder itself once no segment is in it."""
         for path in self._files(TEMPORARY):
             path.unlink(missing_ok=True)
         if not any(self._files(SUFFIX)):
@@ -201,7 +201,7 @@ class CacheFolder:
                 self.path.rmdir()
 
     def _is_one(self) -> bool:
-        """Not just any folder with a name of hex digits."""
+        """Return whether it is a cache, not just any folder with a name of hex digits."""
         if self.identity.hex() != self.path.name:
             return False
         return (self.path / DESCRIPTION).exists() or bool(self._files(SUFFIX))
@@ -213,7 +213,7 @@ class CacheFolder:
             return []
 
     def _replace(self, name: str, data: bytes) -> None:
-        """Atomically: a reader sees the old file or the new one."""
+        """Replace a file atomically: a reader sees the old file or the new one."""
         temporary = self.path / (name + TEMPORARY)
         try:
             temporary.unlink(missing_ok=True)

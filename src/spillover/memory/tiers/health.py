@@ -9,7 +9,7 @@ QUIET_SECONDS = 60.0
 
 
 class Health:
-    """Fed on the owner's thread. `what` begins every sentence and holds no secret."""
+    """The health of a tier, fed on the owner's thread. `what` begins every sentence and holds no secret."""
 
     def __init__(self, what: str) -> None:
         self._what = what

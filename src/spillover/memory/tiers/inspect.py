@@ -41,7 +41,7 @@ class VerifyProgress:
 
 
 def list_caches(path: str | Path) -> list[CacheInfo]:
-    """The caches under this folder, last used first."""
+    """Return the caches under this folder, last used first."""
     found = []
     for cache in reversed(find_caches(path)):
         blocks = 0
@@ -54,8 +54,8 @@ def list_caches(path: str | Path) -> list[CacheInfo]:
 
 
 def verify(path: str | Path, identity: str | None = None, seal: Seal = PLAIN) -> Iterator[VerifyProgress]:
-    """Reads every record and compares its checksums, or what the key of `seal` makes of it. `identity` may be
-    shortened, as long as only one begins so."""
+    """Read every record and compare its checksums, or what the key of `seal` makes of it. `identity` may be shortened,
+    as long as only one begins so."""
     found: list[tuple[Segment, int, bytes]] = []
     unreadable: list[BadRecord] = []
     for cache in find_caches(path, identity):
@@ -109,7 +109,7 @@ def _verify(found: list[tuple[Segment, int, bytes]], unreadable: list[BadRecord]
 
 
 def _check(segment: Segment, slot: int, raw: bytes, seal: Seal) -> BadRecord | None:
-    """A server may rewrite the slot meanwhile, but it zeroes the header first: the same header, the same payload."""
+    """Check a record. A server may rewrite the slot, but zeroes the header first: same header, same payload."""
     header = RecordHeader.unpack(raw, segment.identity, seal)
     if header is None:
         time.sleep(SETTLE_SECONDS)
@@ -133,7 +133,7 @@ def _check(segment: Segment, slot: int, raw: bytes, seal: Seal) -> BadRecord | N
 
 
 def find_caches(path: str | Path, identity: str | None = None) -> list[CacheFolder]:
-    """All, or the one whose identity begins so; least recently used first."""
+    """Find all caches, or the one whose identity begins so; least recently used first."""
     root = Path(path)
     try:
         caches = CacheFolder.all(root)

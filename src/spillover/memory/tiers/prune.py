@@ -43,7 +43,7 @@ class _Cache:
     before: int = 0  # records there were
 
     def nbytes(self, count: int) -> int:
-        """On the disk, once only `count` records are left and lie in front."""
+        """Return the bytes on the disk once only `count` records are left and lie in front."""
         if count == 0:
             return 0
         total = RECENCY_BYTES * count + 8
@@ -61,7 +61,7 @@ class _Cache:
 def prune(
     path: str | Path, *, size: int | None = None, older_than: float | None = None, identity: str | None = None
 ) -> Pruned:
-    """Drops blocks not used for `older_than` seconds, then the least recently used until `size` bytes are left.
+    """Drop blocks not used for `older_than` seconds, then the least recently used until `size` bytes are left.
 
     With `identity` alone, that whole cache goes; with the others, they are about that cache only.
     """
@@ -116,7 +116,7 @@ def _read(folder: CacheFolder) -> _Cache:
 
 
 def _choose(caches: Sequence[_Cache], size: int | None, older_than: float | None, everything: bool) -> None:
-    """Moves what must go from each cache's `records` to its `dropped`."""
+    """Move what must go from each cache's `records` to its `dropped`."""
     oldest_first = sorted(
         ((record.used, i, record.place) for i, cache in enumerate(caches) for record in cache.records)
     )
@@ -167,7 +167,7 @@ def _apply(cache: _Cache) -> None:
 
 
 def _move_to_front(cache: _Cache) -> None:
-    """A record found to be damaged on the way is dropped, and leaves a gap."""
+    """Move records to the front; one found to be damaged on the way is dropped, and leaves a gap."""
     taken = {record.place for record in cache.records}
     count = len(cache.records)
     free = iter([place for place in range(count) if place not in taken])

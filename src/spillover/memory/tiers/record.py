@@ -16,7 +16,7 @@ EMPTY_HEADER = bytes(HEADER_BYTES)
 
 
 def _fields(seal_bytes: int) -> struct.Struct:
-    """All but the header's own seal: magic, sequence, length and seal of the payload, time, length of the key, key."""
+    """Return all but the header's own seal: magic, sequence, length and seal of the payload, time, key length, key."""
     return struct.Struct(f"<8sQQ{seal_bytes}sdH{MAX_KEY_BYTES - 2 * (seal_bytes - PLAIN.nbytes)}s")
 
 
@@ -41,7 +41,7 @@ class RecordHeader:
 
     @classmethod
     def unpack(cls, data: bytes | memoryview, identity: bytes, seal: Seal = PLAIN) -> "RecordHeader | None":
-        """None where there is no whole header of this cache, sealed like this."""
+        """Parse a header; None where there is no whole header of this cache, sealed like this."""
         if len(data) != HEADER_BYTES or bytes(data[:8]) != seal.magic:
             return None
         fields = bytes(data[: -seal.nbytes])
@@ -51,7 +51,7 @@ class RecordHeader:
 
     @classmethod
     def read(cls, data: bytes, identity: bytes) -> "RecordHeader | None":
-        """What can be told without a key: of a record with a MAC all, unchecked."""
+        """Return what can be told without a key: of a record with a MAC all, unchecked."""
         if is_keyed(data):
             return cls._from(data[: -KeyedSeal.nbytes])
         return cls.unpack(data, identity)

@@ -19,12 +19,12 @@ FIXED_BYTES = PAGE + 2 * MAX_DESCRIPTION_BYTES
 
 
 def segment_cost(slots: int, payload_bytes: int) -> int:
-    """What a segment adds to the bytes under the folder, with its part in the recency file (and in the next one)."""
+    """Return what a segment adds to the bytes under the folder, with its part in the recency file and the next."""
     return segment_size(slots, payload_bytes) + 2 * RECENCY_BYTES * slots
 
 
 def slots_that_fit(room: int, payload_bytes: int) -> int:
-    """In one segment."""
+    """Return the slots that fit in one segment."""
     slots = max(0, room) // (segment_cost(2, payload_bytes) - segment_cost(1, payload_bytes))
     while slots > 0 and segment_cost(slots, payload_bytes) > room:
         slots -= 1
@@ -52,7 +52,7 @@ class Recovery:
 
 
 def recover(root: Path, folder: CacheFolder, payload_bytes: int, capacity: int, seal: Seal) -> Recovery:
-    """Raises OSError only where the root itself cannot be listed."""
+    """Find what the folder holds; OSError only where the root itself cannot be listed."""
     found = Recovery()
     for cache in CacheFolder.all(root):
         if cache.identity != folder.identity:
@@ -126,7 +126,7 @@ def _drop_torn(found: Recovery, payload_bytes: int, seal: Seal) -> None:
 
 
 def _fit(found: Recovery, payload_bytes: int, capacity: int) -> None:
-    """Removes segments until all fits and there is room for a block: those of other caches first, then our oldest."""
+    """Remove segments until all fits and there is room for a block: those of other caches first, then our oldest."""
 
     def own_bytes() -> int:
         return FIXED_BYTES + sum(segment_cost(segment.slots, payload_bytes) for segment in found.segments)

@@ -91,7 +91,7 @@ class RemoteRefusedError(Exception):
 
 
 class RemoteTier:
-    """`ttl=` and `size=` in the address bound it, the latter over all servers that share the identity.
+    """A tier in a Redis server; `ttl=` and `size=` bound it, the latter over all servers that share the identity.
 
     Where servers give different sizes, the smallest holds. Without `size=` the server's own memory policy decides, and
     evict() has no order to go by: it drops nothing.
@@ -113,7 +113,7 @@ class RemoteTier:
         threads: int = 2,
         seal: Seal = PLAIN,
     ) -> None:
-        """`timeout=` in the address goes before the argument; `threads` work in each direction."""
+        """Connect lazily. `timeout=` in the address goes before the argument; `threads` work in each direction."""
         address = RemoteAddress.parse(url)
         self.payload_bytes = payload_bytes
         self._address = address
@@ -177,7 +177,7 @@ class RemoteTier:
         return self._submit(self._lookups, "lookup", ask, time.monotonic() + self._lookup_seconds)
 
     def has(self, key: bytes) -> None:
-        """Only the server knows."""
+        """Return None: only the server knows."""
 
     def store(self, items: Sequence[tuple[bytes, memoryview]]) -> list[Ticket[bool]]:
         self.poll()
@@ -226,7 +226,7 @@ class RemoteTier:
             self._submit(self._writing, "clear", self._forget, math.inf)
 
     def clear(self) -> None:
-        """Until the server has forgotten them, which it is asked again and again to do, this tier has no blocks."""
+        """Forget all blocks: this tier has none until the server, asked again and again, has forgotten them."""
         self._clear_wanted = True
         for ticket, kind in list(self._work.items()):
             if kind == "store":
@@ -234,7 +234,7 @@ class RemoteTier:
         self.poll()
 
     def stats(self) -> TierStats:
-        """`blocks` counts those of all servers as far as it is known, which takes `size=` in the address."""
+        """Return statistics; `blocks` counts those of all engines, as far as known, which takes `size=`."""
         self.poll()
         return TierStats(
             blocks=self._blocks,
@@ -271,7 +271,7 @@ class RemoteTier:
         self._disconnect()
 
     def damage(self, key: bytes, bit: int) -> bool:
-        """Flips one bit of a stored payload where it lies, for tests of what notices; False if there is no such block.
+        """Flip one bit of a stored payload where it lies, for tests of what notices; False if there is no such block.
 
         Waits for the server.
         """
@@ -347,7 +347,7 @@ class RemoteTier:
         return True
 
     def _touch(self, names: Sequence[bytes]) -> None:
-        """They were used just now."""
+        """Mark keys as used just now."""
         if self._max_blocks is not None:
             self._try(lambda: self._client.eval(_TOUCH, 1, self._order, self._ttl_ms, *names))
         elif self._ttl_ms:
@@ -371,7 +371,7 @@ class RemoteTier:
         return True
 
     def _execute(self, pipe: Any) -> list[Any]:
-        """Replies, some of which may be errors; if all are, the server cannot be used."""
+        """Execute commands and return replies, some of which may be errors; if all are, the server is unusable."""
         try:
             replies: list[Any] = pipe.execute(raise_on_error=False)
         except RedisError as error:
@@ -381,7 +381,7 @@ class RemoteTier:
         return replies
 
     def _try(self, call: Callable[[], object]) -> None:
-        """Whether this succeeds or not (on a read-only replica, say), what was done before it stands."""
+        """Try a command: whether it succeeds or not (on a read-only replica, say), what was done before it stands."""
         with suppress(RedisError):
             call()
 
@@ -427,7 +427,7 @@ class RemoteTier:
             raise self._unavailable(error) from None
 
     def _probe_idle(self) -> None:
-        """By a worker that nobody has asked for a while; poll() takes it in."""
+        """Probe the server, by a worker that nobody has asked for a while; poll() takes it in."""
         try:
             self._ping()
         except Exception as error:

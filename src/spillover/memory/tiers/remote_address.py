@@ -22,7 +22,7 @@ class RemoteAddress:
 
     @classmethod
     def parse(cls, text: str) -> "RemoteAddress":
-        """redis://[user:password@]host[:port][/db], rediss:// for TLS, unix://[user:password@]/path?db=0."""
+        """Parse redis://[user:password@]host[:port][/db], rediss:// for TLS, unix://[user:password@]/path?db=0."""
         address = f"'{text.rpartition('@')[2].partition('?')[0]}'"  # whatever else is wrong, no password is repeated
         try:
             parts = urlsplit(text)
@@ -64,7 +64,7 @@ class RemoteAddress:
         )
 
     def hide(self, text: str) -> str:
-        """The text without user and password; a server may repeat what it was sent."""
+        """Return the text without user and password; a server may repeat what it was sent."""
         for secret in self.secrets:
             text = text.replace(secret, HIDDEN)
         return text

@@ -22,13 +22,13 @@ _DIGEST_BYTES = 32
 
 
 class Seal:
-    """Without a key: xxh3."""
+    """A checksum of records without a key: xxh3."""
 
     magic = b"SPILLKV1"
     nbytes = 8
 
     def identity(self, identity: bytes) -> bytes:
-        """Under which a cache with this seal is kept: caches with and without a key never see each other's records."""
+        """Return the identity of a cache with this seal: caches with and without a key never share records."""
         return identity
 
     def of_payload(self, payload: bytes | memoryview) -> bytes:
@@ -39,7 +39,7 @@ class Seal:
 
 
 class KeyedSeal(Seal):
-    """Keyed BLAKE2b, about 1 GB/s per core."""
+    """A seal with a key: BLAKE2b, about 1 GB/s per core."""
 
     magic = b"SPILLKM1"
     nbytes = _DIGEST_BYTES
@@ -64,7 +64,7 @@ PLAIN = Seal()
 
 
 def read_seal(key_file: str | None) -> Seal:
-    """The seal that `--kv-store-key-file` asks for. The key is the file's bytes, without white space around them."""
+    """Return the seal that `--kv-store-key-file` asks for. The key is the file's bytes, white space stripped."""
     if key_file is None:
         return PLAIN
     path = Path(key_file).expanduser()

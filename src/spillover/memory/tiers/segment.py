@@ -30,7 +30,7 @@ def round_up(nbytes: int) -> int:
 
 
 def segment_size(slots: int, payload_bytes: int) -> int:
-    """Of the whole file, once its last slot has been written."""
+    """Return the bytes of the whole file, once its last slot has been written."""
     return PAGE + round_up(slots * HEADER_BYTES) + slots * round_up(payload_bytes)
 
 
@@ -39,10 +39,10 @@ class CutOffError(CorruptRecordError, OSError):
 
 
 class Segment:
-    """Everything here blocks; workers call it, several at once, each with a slot of its own."""
+    """A file of slots. Everything here blocks; workers call it, several at once, each with a slot of its own."""
 
     def __init__(self, path: Path, identity: bytes, payload_bytes: int, slots: int) -> None:
-        """A segment whose file is made by the first write. `Segment.open` is for one that is there."""
+        """Make a segment whose file is made by the first write. `Segment.open` is for one that is there."""
         self.path = path
         self.identity = identity
         self.payload_bytes = payload_bytes
@@ -57,7 +57,7 @@ class Segment:
 
     @classmethod
     def open(cls, path: Path, identity: bytes, writable: bool = True) -> "Segment | None":
-        """None where the file is not, or not wholly, a segment of this cache."""
+        """Open a file; None where it is not, or not wholly, a segment of this cache."""
         file = _open(path, writable)
         try:
             title = os.pread(file, _TITLE.size + 8, 0)
@@ -85,7 +85,7 @@ class Segment:
         return bytes(header)
 
     def read(self, slot: int, payload: memoryview) -> None:
-        """Reads the payload of a slot, whatever it is: the caller holds its header, and compares."""
+        """Read the payload of a slot, whatever it is: the caller holds its header, and compares."""
         _read(self._open(), payload, self.payload_offset(slot))
 
     def write(self, slot: int, header: bytes, payload: memoryview) -> None:
@@ -95,7 +95,7 @@ class Segment:
         _write(file, header, self.header_offset(slot))
 
     def erase(self, slots: Sequence[int] | None = None) -> None:
-        """These slots, or all, hold no record from now on."""
+        """Erase these slots, or all: they hold no record from now on."""
         with self._lock:
             if not self._exists:
                 return
@@ -107,13 +107,13 @@ class Segment:
                 _write(file, EMPTY_HEADER, self.header_offset(slot))
 
     def shorten(self, slots: int) -> None:
-        """Gives back the space of payloads behind the first `slots`, which hold no records."""
+        """Give back the space of payloads behind the first `slots`, which hold no records."""
         file = self._open()
         if os.fstat(file).st_size > self.end_of(slots):
             os.ftruncate(file, self.end_of(slots))
 
     def flip_bit(self, slot: int, bit: int) -> None:
-        """Damages a payload where it lies, to see whether that is noticed."""
+        """Damage a payload where it lies, to see whether that is noticed."""
         at = self.payload_offset(slot) + bit // 8 % self.payload_bytes
         byte = bytearray(1)
         _read(self._open(), memoryview(byte), at)
@@ -124,7 +124,7 @@ class Segment:
         self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Only when no worker is left: another file may get the same number at once."""
+        """Close the file, only when no worker is left: another file may get the same number at once."""
         with self._lock:
             if self._file is not None:
                 os.close(self._file)
@@ -137,7 +137,7 @@ class Segment:
         return self._data_start + slot * self._slot_bytes
 
     def end_of(self, slots: int) -> int:
-        """Bytes of the file when the first `slots`, at least one, have been written, and none behind them."""
+        """Return the bytes of the file when the first `slots`, at least one, have been written, and no others."""
         return self.payload_offset(slots - 1) + self.payload_bytes
 
     def _open(self, create: bool = False) -> int:
@@ -153,7 +153,7 @@ class Segment:
             return self._file
 
     def _create(self) -> int:
-        """Neither the file nor its folder is a link that somebody has put there to have another file overwritten."""
+        """Create the file; refuse a link that somebody has put there to have another file overwritten."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # perhaps it was removed
         folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:

@@ -35,7 +35,7 @@ class SlotTable:
         self.evictions = 0
 
     def __len__(self) -> int:
-        """Live records."""
+        """Return the number of live records."""
         return len(self._live)
 
     def __getitem__(self, slot: int) -> Slot:
@@ -48,14 +48,14 @@ class SlotTable:
         return self._live.get(key)
 
     def add(self, segment: Segment, index: int, backed: bool) -> int:
-        """A new slot, free."""
+        """Return a new slot, free."""
         slot = len(self._slots)
         self._slots.append(Slot(segment, index, backed))
         (self._free if backed else self._fresh).append(slot)
         return slot
 
     def adopt(self, segment: Segment, index: int, record: RecordHeader, used: float) -> None:
-        """A new slot with a record that was found in it; called in order of use."""
+        """Add a slot with a record that was found in it; called in order of use."""
         slot = len(self._slots)
         self._slots.append(Slot(segment, index, True, holds=1))
         self.touch(slot, used)
@@ -66,7 +66,7 @@ class SlotTable:
         self._policy.on_access(slot)
 
     def hold(self, slot: int) -> None:
-        """Not to be reused until release()."""
+        """Hold a slot: it is not reused until release()."""
         found = self._slots[slot]
         found.holds += 1
         if found.record is not None and found.holds == 1:
@@ -83,7 +83,7 @@ class SlotTable:
                 (self._free if found.backed else self._fresh).append(slot)
 
     def reserve(self, now: float) -> int | None:
-        """A slot to write to, held; evicts the policy's victim where none is free. None: all slots are held."""
+        """Return a slot to write to, held; evicts the policy's victim where none is free. None: all slots are held."""
         while self._resting and self._resting[0][0] <= now:
             slot = self._resting.popleft()[1]
             (self._free if self._slots[slot].backed else self._fresh).append(slot)
@@ -99,7 +99,7 @@ class SlotTable:
         return slot
 
     def take_free(self) -> list[int]:
-        """Every slot without a record or a holder, held from now on."""
+        """Return every slot without a record or a holder, held from now on."""
         taken = [*self._free, *self._fresh, *(slot for _, slot in self._resting)]
         self._free.clear()
         self._fresh.clear()
@@ -109,11 +109,11 @@ class SlotTable:
         return taken
 
     def has_room(self) -> bool:
-        """A slot is free, if perhaps not yet to be tried."""
+        """Return whether a slot is free, if perhaps not yet to be tried."""
         return bool(self._free or self._fresh)
 
     def publish(self, slot: int, record: RecordHeader) -> None:
-        """The slot, held until now by its writer, is live."""
+        """Make the slot live, which its writer held until now."""
         found = self._slots[slot]
         assert found.record is None
         assert record.key not in self._live
@@ -123,7 +123,7 @@ class SlotTable:
         self.release(slot)
 
     def drop(self, slot: int) -> None:
-        """The record is not found any more."""
+        """Drop the record: it is not found any more."""
         found = self._slots[slot]
         assert found.record is not None
         if found.holds == 0:
@@ -134,7 +134,7 @@ class SlotTable:
         self.release(slot)
 
     def rest(self, slot: int, until: float) -> None:
-        """Releases a slot whose disk failed, but hands it out again only later."""
+        """Release a slot whose disk failed, but hands it out again only later."""
         found = self._slots[slot]
         if found.record is not None:
             self.drop(slot)
@@ -151,7 +151,7 @@ class SlotTable:
         return True
 
     def check(self) -> None:
-        """Recounts everything from scratch; every slot is in exactly one place."""
+        """Recount everything from scratch; every slot is in exactly one place."""
         places = [*self._free, *self._fresh, *(slot for _, slot in self._resting), *self._live.values()]
         assert len(places) == len(set(places)), "a slot is in two places"
         for number, slot in enumerate(self._slots):

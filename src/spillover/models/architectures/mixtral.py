@@ -31,7 +31,7 @@ def weight_specs(config: ModelConfig) -> WeightSpecs:
 
 
 def _mixture_specs(config: ModelConfig, layer: int) -> list[WeightSpec]:
-    """Files hold a tensor an expert; newer Hugging Face modules hold the stack."""
+    """Return the specs of experts: files hold a tensor each; newer Hugging Face modules hold the stack."""
     old, new = f"model.layers.{layer}.block_sparse_moe.", f"model.layers.{layer}.mlp."
     count, hidden, inner = config.num_experts, config.hidden_size, config.expert_intermediate_size
     router = tuple(Source((f"{at}gate.weight",), (count,)) for at in (old, new))

@@ -21,7 +21,7 @@ def weight_specs(config: ModelConfig) -> WeightSpecs:
 
 
 def windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """`layer_types` where the file has them, else the layers from `max_window_layers` on slide."""
+    """Return one window a layer: by `layer_types`, else layers from `max_window_layers` on slide."""
     layers = require(hf, "num_hidden_layers")
     if not hf.get("use_sliding_window", False) or hf.get("sliding_window") is None:
         return (None,) * layers

@@ -40,7 +40,7 @@ def weight_specs(config: ModelConfig) -> WeightSpecs:
 
 
 def _mlp_specs(config: ModelConfig, layer: int) -> list[WeightSpec]:
-    """Files hold a tensor an expert; newer Hugging Face modules hold the stack."""
+    """Return the specs of experts: files hold a tensor each; newer Hugging Face modules hold the stack."""
     if layer in config.dense_layers:
         return mlp_specs(config, layer)
     at = f"model.layers.{layer}.mlp."

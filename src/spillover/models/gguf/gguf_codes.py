@@ -14,12 +14,12 @@ _BITS = {GGMLQuantizationType.Q4_0: 4, GGMLQuantizationType.Q4_1: 4, GGMLQuantiz
 
 
 def code_bits(kind: GGMLQuantizationType) -> int:
-    """0: not one of these forms."""
+    """Return the bits of a code; 0: not one of these forms."""
     return _BITS.get(kind, 0)
 
 
 def codes_of(raw: np.ndarray[tuple[int, int], np.dtype[np.uint8]], kind: GGMLQuantizationType) -> Codes:
-    """`raw`: [rows, bytes], blocks of a scale, an offset in Q4_1 alone, and the codes."""
+    """Split `raw` [rows, bytes], blocks of a scale, an offset in Q4_1 alone, and the codes."""
     rows, bits = raw.shape[0], _BITS[kind]
     head = 2 * (1 + (kind is GGMLQuantizationType.Q4_1))
     blocks = torch.from_numpy(raw).view(rows, -1, head + CODE_BLOCK * bits // 8)
@@ -33,5 +33,5 @@ def codes_of(raw: np.ndarray[tuple[int, int], np.dtype[np.uint8]], kind: GGMLQua
 
 
 def _number(blocks: Tensor, at: int) -> Tensor:
-    """The float16 at that byte of every block."""
+    """Return the float16 at that byte of every block."""
     return blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1)

@@ -40,7 +40,7 @@ def experts_are_mxfp4(header: GGUFHeader) -> bool:
 
 
 def end_token_ids(metadata: dict[str, Any], path: Path) -> list[int]:
-    """The end-of-sequence id first, then every other id that ends a generation."""
+    """Return the end-of-sequence id first, then every other id that ends a generation."""
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     ids = [metadata[f"tokenizer.ggml.{key}"] for key in keys if f"tokenizer.ggml.{key}" in metadata]
     for index in ids:
@@ -55,7 +55,7 @@ def end_token_ids(metadata: dict[str, Any], path: Path) -> list[int]:
 
 
 def hf_config(header: GGUFHeader, path: Path, rope_factors: Sequence[float] | None) -> dict[str, Any]:
-    """`rope_factors` are the values of rope_freqs.weight, which is how a file carries Llama 3's rope."""
+    """Return a config as Hugging Face has it. `rope_factors`: rope_freqs.weight, which carries Llama 3's rope."""
     metadata = header.metadata
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in ARCHITECTURES:
@@ -143,7 +143,7 @@ def hf_config(header: GGUFHeader, path: Path, rope_factors: Sequence[float] | No
 
 
 def _dtype(header: GGUFHeader) -> str:
-    """What most of the file is stored in; quantised weights come out as float32."""
+    """Return what most of the file is stored in; quantised weights come out as float32."""
     nbytes: Counter[GGMLQuantizationType] = Counter()
     for tensor in header.tensors.values():
         nbytes[tensor.kind] += tensor.nbytes
@@ -179,7 +179,7 @@ def _rope_scaling(metadata: dict[str, Any], arch: str, path: Path, rope_factors:
 
 
 def _llama3_scaling(factors: Sequence[float], theta: float, head_dim: int, path: Path) -> dict[str, Any]:
-    """The parameters that give these divisors; the file keeps only the result."""
+    """Return the parameters that give these divisors; the file keeps only the result."""
     if 2 * len(factors) != head_dim or not all(0 < one <= MOST_NUMBER for one in factors):
         raise CheckpointError(f"{path}: tensor rope_freqs.weight does not hold a positive divisor for each of "
                               f"{head_dim // 2} pairs of dimensions")

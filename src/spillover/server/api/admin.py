@@ -174,7 +174,7 @@ def _profiler_dir(http: HttpRequest) -> str:
 
 
 def _admin(http: HttpRequest) -> Front:
-    """For the routes that change the server's state for everybody."""
+    """Guard the routes that change the server's state for everybody."""
     front = front_of(http)
     if not front.settings.admin_routes:
         raise ApiError(403, f"POST {http.url.path} is off: start the server with --enable-admin-routes, or with "

@@ -126,7 +126,7 @@ class _Writer:
                     yield written
 
     def _chunks(self, sequence: _Sequence, text: str) -> bytes:
-        """The events that bring what is new of one sequence; nothing if nothing is."""
+        """Return the events that bring what is new of one sequence; nothing if nothing is."""
         piece = sequence.cursor.take(text)
         if piece is None:
             return b""
@@ -143,7 +143,7 @@ class _Writer:
                                   for part in self._parts(sequence, piece))
 
     def _parts(self, sequence: _Sequence, piece: Piece) -> list[dict[str, Any]]:
-        """The choices of the chunks that bring a piece; log probabilities and ids come with the first of them."""
+        """Return the choices of the chunks that bring a piece; log probabilities and ids come with the first."""
         deltas = [{"content": piece.text}] if piece.text else []
         if sequence.reader is not None:
             deltas = [sequence.delta(delta) for delta in sequence.read(piece)]
@@ -179,7 +179,7 @@ class _Writer:
         return chat_logprobs(self._front.texts, piece.tokens, piece.rows, self._body.top_logprobs or 0, self._as_ids)
 
     def _finish(self, piece: Piece, called: bool) -> str | None:
-        """OpenAI says 'stop' where a named tool was forced, and 'tool_calls' where the model chose one."""
+        """Return OpenAI's finish reason: 'stop' where a named tool was forced, 'tool_calls' where the model chose."""
         named = self._use is not None and isinstance(self._use.forced, str)
         return "tool_calls" if called and not named and piece.finish_reason == "stop" else piece.finish_reason
 

@@ -122,7 +122,7 @@ class _Writer:
         return choice
 
     def _part(self, job: Job, piece: Piece, offsets: TextOffsets, begins: bool) -> dict[str, Any]:
-        """A choice, or the next part of one; the echo comes with the part that begins it."""
+        """Return a choice, or the next part of one; the echo comes with the part that begins it."""
         body = self._body
         echoed = job.requests[0].prompt_token_ids if begins and body.echo else []
         drawn = [] if self._dropped else piece.tokens
@@ -158,7 +158,7 @@ class _Writer:
                     yield written
 
     def _chunk(self, sequence: _Sequence, text: str) -> bytes:
-        """The event that brings what is new of one sequence; nothing if nothing is."""
+        """Return the event that brings what is new of one sequence; nothing if nothing is."""
         piece = sequence.cursor.take(text)
         if piece is None or (self._dropped and piece.finish_reason is None):
             return b""
@@ -187,7 +187,7 @@ class _Writer:
         return prompt_rows(self._front.texts, self._prompt_rows(job), self._as_ids)
 
     def _prompt_rows(self, job: Job) -> list[PositionLogprobs | None]:
-        """One a prompt token; nothing predicts the first."""
+        """Return one entry a prompt token; nothing predicts the first."""
         return [None, *job.requests[0].prompt_logprobs]
 
 

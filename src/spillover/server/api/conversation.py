@@ -26,7 +26,7 @@ def prompt_ids(front: Front, body: ConversationFields, tools: Sequence[Tool] = (
 
 def prompt_text(tokenizer: Tokenizer, body: ConversationFields, tools: Sequence[Tool] = (),
                 mark: Callable[[Any], Any] | None = None) -> str:
-    """`mark` is applied to all that others wrote, before the template sees it."""
+    """Render a conversation. `mark` is applied to all that others wrote, before the template sees it."""
     template = tokenizer.chat_template or ""
     knows_tools = tool_calls.knows_tools(template)
     messages = [_as_dict(message, template, knows_tools) for message in body.messages]
@@ -77,7 +77,7 @@ def _as_dict(message: ChatMessage, template: str, knows_tools: bool) -> dict[str
 
 
 def _arguments(arguments: str | dict[str, Any]) -> dict[str, Any]:
-    """Templates write arguments as JSON themselves, so they are handed the object."""
+    """Parse a call's arguments: templates write them as JSON themselves, so they are handed the object."""
     if isinstance(arguments, dict):
         return arguments
     try:
@@ -97,7 +97,7 @@ def _describe_tools(messages: list[dict[str, Any]], text: str) -> None:
 
 
 def _cut(text: str) -> str:
-    """Up to the end of the last message's own text, so that the model goes on with it."""
+    """Cut the prompt after the last message's own text, so that the model goes on with it."""
     before, mark, after = text.rpartition(_END.strip())
     if not mark:
         raise ApiError(400, "continue_final_message needs a last message with text that the chat template keeps",

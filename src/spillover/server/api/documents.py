@@ -24,7 +24,7 @@ _WORDS = {400: "The request cannot be served as asked.", 401: "An API key is nee
 
 
 def body_of(*models: type[BaseModel]) -> dict[str, Any]:
-    """`openapi_extra` of a route that reads one of these from its body; `describe` must be told of them too."""
+    """Return `openapi_extra` of a route that reads one of these from its body; `describe` must be told of them too."""
     refs = [{"$ref": _REF.format(model=model.__name__)} for model in models]
     schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -52,7 +52,7 @@ class ErrorBody(msgspec.Struct):
 
 
 def as_api_error(error: Exception, request_id: str) -> ApiError:
-    """What a client may know of any error; one that nobody foresaw is logged whole under the request's id."""
+    """Return what a client may know of any error; one that nobody foresaw is logged whole under the request's id."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFull):
@@ -76,7 +76,7 @@ def error_response(error: ApiError) -> Response:
 
 
 def validation_error(problems: Sequence[Mapping[str, Any]]) -> ApiError:
-    """pydantic's findings as one sentence; the first names the parameter."""
+    """Return pydantic's findings as one sentence; the first names the parameter."""
     # A field that may have several forms is reported once a form; what lies deepest is of the form that was meant.
     first = str(field_path(problems[0]["loc"]) or "").partition(".")[0]
     paths = [field_path(problem["loc"]) for problem in problems]
@@ -89,7 +89,7 @@ def validation_error(problems: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def field_path(loc: Sequence[int | str]) -> str | None:
-    """messages.0.content, without the names of a field's alternative forms that pydantic puts in between."""
+    """Return a path like messages.0.content, without the names of alternative forms that pydantic adds."""
     parts = [str(part) for part in loc if not _is_form(part)]
     # The form of a field with a type of its own is named like that type, as is often the field inside.
     return ".".join(part for i, part in enumerate(parts) if i == 0 or part != parts[i - 1])[:256] or None

@@ -38,7 +38,7 @@ class ClientGone(ApiError):  # noqa: N818
 
 
 async def collect(front: Front, http: HttpRequest, jobs: Sequence[Job], kind: str) -> list[Answer]:
-    """All answers, complete; the requests end at once if the client goes away."""
+    """Return all answers, complete; the requests end at once if the client goes away."""
     work = asyncio.ensure_future(_all_answers(front, jobs, kind))
     gone = asyncio.ensure_future(disconnected(http))
     try:
@@ -54,7 +54,7 @@ async def collect(front: Front, http: HttpRequest, jobs: Sequence[Job], kind: st
 
 
 async def changes(front: Front, jobs: Sequence[Job], kind: str) -> AsyncGenerator[Grown]:
-    """What has grown since the last time, until all have ended."""
+    """Return what has grown since the last time, until all have ended."""
     if len(jobs) == 1:
         async with aclosing(_run(front, jobs[0], kind, stream=True)) as answers:
             async for answer in answers:
@@ -89,7 +89,7 @@ async def changes(front: Front, jobs: Sequence[Job], kind: str) -> AsyncGenerato
 
 
 async def disconnected(http: HttpRequest) -> None:
-    """Returns when the client has closed the connection; the body must have been read."""
+    """Wait until the client has closed the connection; the body must have been read."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
 
@@ -118,7 +118,7 @@ async def _last(answers: AsyncGenerator[Answer]) -> Answer:
 
 
 async def _run(front: Front, job: Job, kind: str, stream: bool) -> AsyncGenerator[Answer]:
-    """The engine's answers to one prompt, with the recorder told of start and end."""
+    """Return the engine's answers to one prompt, with the recorder told of start and end."""
     record = Answer(job.requests, None, None)  # for the recorder: it watches the sequences, not their text
     status = "aborted"
     front.recorder.started(record, kind)

@@ -30,7 +30,7 @@ _LISTS = ("messages", "input")  # of which each entry is a message
 
 
 class JsonBody(Generic[Model]):
-    """`read` is a dependency: the request's body as `model`, or a 4xx that says what is wrong with it."""
+    """A route's body; `read` is a dependency: the request's body as `model`, or a 4xx that says what is wrong."""
 
     def __init__(self, model: type[Model]) -> None:
         self.model = model

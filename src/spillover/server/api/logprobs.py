@@ -15,7 +15,7 @@ Row = PositionLogprobs | None
 
 def legacy_logprobs(texts: TokenTexts, offsets: TextOffsets, tokens: Sequence[int], rows: Sequence[Row], top: int,
                     as_ids: bool = False) -> dict[str, Any]:
-    """`rows` are parallel to `tokens`; None for the first token of a prompt, which nothing predicts."""
+    """Return legacy log probabilities. `rows`: one a token; None for a prompt's first, which nothing predicts."""
     return {
         "tokens": [texts.name(token, as_ids) for token in tokens],
         "token_logprobs": [None if row is None else _finite(row[token])
@@ -37,14 +37,14 @@ def chat_logprobs(texts: TokenTexts, tokens: Sequence[int], rows: Sequence[Posit
 
 
 def prompt_rows(texts: TokenTexts, rows: Sequence[Row], as_ids: bool = False) -> list[dict[str, Any] | None]:
-    """vLLM's prompt_logprobs: by token id, with rank and text."""
+    """Return vLLM's prompt_logprobs: by token id, with rank and text."""
     return [None if row is None else
             {str(token): {"logprob": _finite(value), "rank": value.rank, "decoded_token": texts.name(token, as_ids)}
              for token, value in row.items()} for row in rows]
 
 
 def _by_name(texts: TokenTexts, row: PositionLogprobs, chosen: int, top: int, as_ids: bool) -> dict[str, float]:
-    """The `top` likeliest, and the chosen one besides where it is not among them."""
+    """Return the `top` likeliest, and the chosen one besides where it is not among them."""
     named: dict[str, float] = {}
     for token, value in row.items():
         if token != chosen and (value.rank or 0) > top:

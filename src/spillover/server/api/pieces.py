@@ -31,7 +31,7 @@ class Cursor:
         self.ended = False
 
     def take(self, text: str) -> Piece | None:
-        """What came since the last call; `text` is all there is by now. None if nothing did."""
+        """Return what came since the last call; `text` is all there is by now. None if nothing did."""
         request = self._request
         if self.ended or (len(request.token_ids) == self._tokens and request.finish_reason is None):
             return None
@@ -45,7 +45,7 @@ class Cursor:
 
 
 def usage(jobs: Sequence[Job], dropped: bool = False) -> dict[str, Any]:
-    """`dropped`: the one token that was drawn for an answer of none does not count."""
+    """Return the usage. `dropped`: the one token that was sampled for an answer of none does not count."""
     prompt = sum(job.num_prompt for job in jobs)
     output = 0 if dropped else sum(len(r.token_ids) - r.num_prompt for job in jobs for r in job.requests)
     return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output,
@@ -57,7 +57,7 @@ def cached_tokens(jobs: Sequence[Job]) -> int:
 
 
 def timings(jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """One entry a prompt, in their order."""
+    """Return one entry a prompt, in their order."""
     rows = []
     for job in jobs:
         times, sources = job.requests[0].timings, _sources(job)
@@ -71,7 +71,7 @@ def timings(jobs: Sequence[Job]) -> list[dict[str, Any]]:
 
 
 def note_counts(scope: MutableMapping[str, Any], jobs: Sequence[Job]) -> None:
-    """For the log line that ends the HTTP request. Its prompts are tokens now: what the body held is given back."""
+    """Note counts for the log line of the HTTP request. Its prompts are tokens now: the body is given back."""
     scope["spillover.jobs"] = jobs
     scope["spillover.release_body"]()
 

@@ -12,7 +12,7 @@ Event = tuple[str, dict[str, Any]]  # its type and its fields
 
 
 class Items:
-    """Takes what is new of an answer; gives the events that bring it. `items` are complete after `end`."""
+    """A writer of events for what is new of an answer. `items` are complete after `end`."""
 
     def __init__(self, request_id: str, call_id: Callable[[], str]) -> None:
         self.items: list[dict[str, Any]] = []
@@ -35,12 +35,12 @@ class Items:
         return events
 
     def end(self, status: str) -> list[Event]:
-        """`status` is that of the response; a response has at least one item."""
+        """End the items. `status` is that of the response; a response has at least one item."""
         opened = [] if self.items else self._open_message()
         return [*opened, *self._close(status)]
 
     def messages(self) -> list[ChatMessage]:
-        """The same as messages of a conversation that goes on."""
+        """Return the same as messages of a conversation that goes on."""
         return as_messages(self.items)
 
     def _open_message(self) -> list[Event]:
@@ -90,7 +90,7 @@ class Items:
 
 
 def as_messages(items: Sequence[dict[str, Any]]) -> list[ChatMessage]:
-    """A conversation's items (messages, calls, their outputs) as chat messages; a call joins the message before it."""
+    """Return a conversation's items (messages, calls, outputs) as chat messages; a call joins the one before it."""
     messages: list[ChatMessage] = []
     for item in items:
         if item["type"] == "message":

@@ -26,7 +26,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Keyed by who asked, as well: nobody finds what was stored under another key."""
+    """Stored responses, keyed by who asked as well: nobody finds what was stored under another key."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

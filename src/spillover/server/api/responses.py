@@ -104,7 +104,7 @@ def _previous(http: HttpRequest, name: str | None) -> StoredResponse | None:
 
 def _job(front: Front, body: ResponsesRequest, use: ToolUse | None, before: StoredResponse | None,
          name: str) -> tuple[Job, list[ChatMessage]]:
-    """What to run, and the conversation so far without instructions: those are of one request."""
+    """Return what to run, and the conversation so far without instructions: those are of one request."""
     messages = before.messages() if before is not None else []
     if isinstance(body.input, str):
         messages.append(ChatMessage(role="user", content=body.input))
@@ -171,7 +171,7 @@ class _Writer:
         return self._ended()
 
     async def stream(self, keep: Any) -> AsyncGenerator[bytes]:
-        """`keep` is handed the response once it has ended."""
+        """Stream the events. `keep` is handed the response once it has ended."""
         cursor = Cursor(self._job.requests[0])
         begun = False
         try:

@@ -19,7 +19,7 @@ _PLAIN = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequen
 def sampling_params(body: SamplingFields, defaults: Mapping[str, Any], max_tokens: int | None, logprobs: int | None,
                     prompt_logprobs: int | None, structured: StructuredOutputs | None,
                     **changes: Any) -> SamplingParams:
-    """`defaults`: of the model, for fields that were not sent."""
+    """Return a request's parameters. `defaults`: of the model, for fields that were not sent."""
     if max_tokens is not None and (body.min_tokens or 0) > max_tokens:
         raise ApiError(400, f"min_tokens is {body.min_tokens}, but the answer has at most {max_tokens} tokens",
                        "min_tokens")
@@ -31,7 +31,7 @@ def sampling_params(body: SamplingFields, defaults: Mapping[str, Any], max_token
 
 
 def structured_outputs(body: SamplingFields) -> StructuredOutputs | None:
-    """The one constraint asked for, by whichever of its names."""
+    """Return the one constraint asked for, by whichever of its names."""
     asked: list[StructuredOutputs] = []
     if body.structured_outputs is not None:
         inner = body.structured_outputs
@@ -68,7 +68,7 @@ class Context:
 
     @property
     def advice(self) -> str:
-        """What to do about a prompt that is too long."""
+        """Return what to do about a prompt that is too long."""
         if self.tokens >= self.most:
             return "Shorten it."
         return f"Shorten it, or start the server with a larger --max-model-len (this model supports {self.most})."
@@ -76,7 +76,7 @@ class Context:
 
 def answer_room(context: Context, num_prompt: int, asked: int | None, default: int | None, name: str,
                 prompt: str) -> int:
-    """How many tokens the answer may have; 400 with the limit and the size where they do not fit.
+    """Return how many tokens the answer may have; 400 with the limit and the size where they do not fit.
 
     `name` and `prompt` are the fields that were sent: of the answer's length, and of the prompt.
     """

@@ -36,7 +36,7 @@ class TextChunk:
     """A chunk whose only changing part is a string: everything else is encoded once."""
 
     def __init__(self, chunk: dict[str, Any]) -> None:
-        """`chunk` holds MARK where the text goes."""
+        """Prepare a chunk. `chunk` holds MARK where the text goes."""
         self._before, self._after = event(chunk).split(encode(MARK))
 
     def __call__(self, text: str) -> bytes:
@@ -48,7 +48,7 @@ def error_event(error: ApiError) -> bytes:
 
 
 class EventStream(Response):
-    """Sends what the generator yields, one write each; closes the generator when the client goes away.
+    """A response that sends what the generator yields, one write each; closes the generator when the client goes away.
 
     A reader that is slow holds up only its own generator.
     """

@@ -24,7 +24,7 @@ class TokenTexts:
         return known
 
     def name(self, token: int, as_id: bool = False) -> str:
-        """Its text; OpenAI's `bytes:\\xe2\\x80` for a piece of a character, `token_id:7` where that is asked for."""
+        """Return a token's text; OpenAI's `bytes:\\xe2\\x80` for a piece of a character, `token_id:7` if asked."""
         if as_id or self.tokenizer is None:
             return f"token_id:{token}"
         known = self._names.get(token)
@@ -39,7 +39,7 @@ class TokenTexts:
 
     @cached_property
     def longest(self) -> int:
-        """Bytes of the longest token."""
+        """Return the bytes of the longest token."""
         size = self.tokenizer.vocab_size if self.tokenizer is not None else 0
         return max((len(self.raw(token)) for token in range(size)), default=1)
 

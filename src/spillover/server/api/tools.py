@@ -43,7 +43,7 @@ class Delta:
 
 
 class Reader(Protocol):
-    """Takes an answer's text as it grows and tells text from calls."""
+    """A reader of an answer's text as it grows, which tells text from calls."""
 
     def feed(self, text: str) -> list[Delta]: ...
     def end(self) -> list[Delta]: ...
@@ -60,7 +60,7 @@ class ToolUse:
 
     @property
     def constraint(self) -> StructuredOutputs | None:
-        """The grammar that makes the model call: a named tool's arguments, or a whole call of any tool."""
+        """Return the grammar that makes the model call: a named tool's arguments, or a whole call of any tool."""
         if self.forced is None:
             return None
         if isinstance(self.forced, str):
@@ -87,7 +87,7 @@ class ToolUse:
 
 def tool_use(tools: Sequence[Tool] | None, choice: str | NamedToolChoice | None, parallel: bool | None,
              template: str) -> ToolUse | None:
-    """`choice` and `parallel` as in a chat request; None where there are no tools to use."""
+    """Return the tools of a request. `choice`, `parallel`: as in a chat request; None: no tools to use."""
     if not tools:
         if choice == "required" or isinstance(choice, NamedToolChoice):
             raise ApiError(400, "tool_choice needs tools to choose from", "tool_choice")
@@ -119,7 +119,7 @@ def knows_tools(template: str) -> bool:
 
 
 def described(tools: Sequence[Tool]) -> str:
-    """For a model whose template says nothing of tools: Hermes' words, which many were trained on."""
+    """Describe tools for a model whose template says nothing of tools: Hermes' words, which many were trained on."""
     lines = "\n".join(json.dumps(tool.model_dump(exclude_none=True), ensure_ascii=False) for tool in tools)
     return ("You may call one or more functions to assist with the user query.\n\nYou are provided with function "
             f"signatures within <tools></tools> XML tags:\n<tools>\n{lines}\n</tools>\n\nFor each function call, "
@@ -128,13 +128,13 @@ def described(tools: Sequence[Tool]) -> str:
 
 
 def written_calls(calls: Sequence[dict[str, Any]]) -> str:
-    """Earlier calls, as a model without tools in its template would have written them."""
+    """Write earlier calls as a model without tools in its template would have written them."""
     return "\n".join(f"{_HERMES_OPEN}\n{json.dumps(call['function'], ensure_ascii=False)}\n{_HERMES_CLOSE}"
                      for call in calls)
 
 
 def read_all(reader: Reader, text: str) -> tuple[str, list[Call]]:
-    """A whole answer: its text, and its calls."""
+    """Return a whole answer: its text, and its calls."""
     content, calls = "", []
     for delta in [*reader.feed(text), *reader.end()]:
         content += delta.content
@@ -160,7 +160,7 @@ class _Arguments:
 
 
 class _WholeCall:
-    """Some tool was forced: the text is {"name": ..., "arguments": ...}."""
+    """A reader where some tool was forced: the text is {"name": ..., "arguments": ...}."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -225,7 +225,7 @@ class _Marked:
         return self._show(shown)
 
     def _find_mark(self) -> tuple[int, int]:
-        """Where a mark begins, and its length; length 0 where only its beginning may be there."""
+        """Return where a mark begins, and its length; length 0 where only its beginning may be there."""
         if self._format == "llama":
             if not self._blank:
                 return len(self._held), 0
@@ -317,7 +317,7 @@ def _call(value: Any) -> Call | None:
 
 
 def _whole(text: str) -> str:
-    """With a replacement character for each half of a surrogate pair, which a model may write as an escape."""
+    """Return text with U+FFFD for each half of a surrogate pair, which a model may write as an escape."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

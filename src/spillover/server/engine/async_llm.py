@@ -76,9 +76,9 @@ class AsyncLLM:
     def __init__(self, model: str | PathLike[str] | None = None, *, max_queue: int = 1024, restart: bool = True,
                  limits: HangLimits | None = None, on_plan: Callable[[Plan], None] | None = None,
                  on_progress: Callable[[str, int, int], None] | None = None, **flags: Any) -> None:
-        """`max_queue` sequences may wait beyond those that run; `restart`: start again an engine that died or hung, as
-        `limits` say; `on_plan` sees the plan before anything is loaded, `on_progress` (stage, done, in all)
-        follows the start.
+        """Make a client, to be started. `max_queue` sequences may wait beyond those that run; `restart`: start again an
+        engine that died or hung, as `limits` say; `on_plan` sees the plan before anything is loaded, `on_progress`
+        (stage, done, in all) follows the start.
         """
         self.max_queue = max_queue
         self._config = EngineConfig.from_flags(model=model, **flags)
@@ -178,7 +178,7 @@ class AsyncLLM:
         return self._outputs(None, make, request_id)  # a chat template's time is bounded, but not short
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What a request without sampling_params uses: the model's generation config over SamplingParams()."""
+        """Return what a request without sampling_params uses: the model's generation config over SamplingParams()."""
         return self._default_params
 
     async def abort(self, request_id: str) -> None:
@@ -210,17 +210,17 @@ class AsyncLLM:
 
     @property
     def info(self) -> EngineInfo:
-        """The engine that serves, or served last; AttributeError before the first is ready."""
+        """Return the engine that serves, or served last; AttributeError before the first is ready."""
         return self._keeper.info
 
     @property
     def ready(self) -> bool:
-        """Requests are taken; also while the engine sleeps, though they wait then."""
+        """Return whether requests are taken, also while the engine sleeps, though they wait then."""
         return self.trouble is None
 
     @property
     def trouble(self) -> str | None:
-        """Why no request is taken now; None if they are."""
+        """Return why no request is taken now; None if they are."""
         return self._keeper.trouble if self._stopping is None else "the engine is stopping"
 
     @property
@@ -234,33 +234,33 @@ class AsyncLLM:
 
     @property
     def gave_up(self) -> bool:
-        """The engine is dead and will not be started again."""
+        """Return whether the engine is dead and will not be started again."""
         return self._keeper.gave_up
 
     @property
     def heartbeat_age(self) -> float:
-        """Seconds since the engine last gave a sign of life."""
+        """Return the seconds since the engine last gave a sign of life."""
         return self._keeper.heartbeat_age
 
     @property
     def hangs(self) -> int:
-        """Engines that were killed because they hung."""
+        """Return the engines that were killed because they hung."""
         return self._keeper.hangs
 
     @property
     def num_open(self) -> int:
-        """Sequences that have been handed to the engine and have not ended."""
+        """Return the sequences that have been handed to the engine and have not ended."""
         return len(self._open)
 
     def latest(self) -> LiveStats:
-        """The engine's state as it last told; never older than 0.25 s while it works."""
+        """Return the engine's state as it last told; never older than 0.25 s while it works."""
         return self._stats
 
     # What the server's routes call
 
     async def answers(self, requests: list[Request], prompt: str | None = None, *, stream: bool = True,
                       name: str | None = None) -> AsyncGenerator[Answer, None]:
-        """The same Answer each time it has grown, the last time with `finished`; without `stream` only that last time.
+        """Yield the same Answer each time it has grown, the last time with `finished`; without `stream` only then.
 
         `requests` are the n sequences that `factory.make` made of one request; `name` is what `abort` knows it by.
         Otherwise as `generate`.
@@ -287,7 +287,7 @@ class AsyncLLM:
                 del self._named[name]
 
     async def call(self, method: Method, timeout: float = 120.0) -> LiveStats:
-        """stats, reset_prefix_cache, sleep or wake_up; the engine's state after it. EngineDead, or SpilloverError."""
+        """Call stats, reset_prefix_cache, sleep or wake_up; return the engine's state. EngineDead or SpilloverError."""
         self._stats = msgspec.convert(await self.ask(method, timeout=timeout), LiveStats)
         return self._stats
 
@@ -351,7 +351,7 @@ class AsyncLLM:
                             self._retry_after(waiting - self.max_queue))
 
     def _retry_after(self, count: int) -> int:
-        """Seconds until `count` sequences will have ended, at the rate of the last ones."""
+        """Return the seconds until `count` sequences will have ended, at the rate of the last ones."""
         if len(self._ended) < 2:
             return 1
         rate = len(self._ended) / max(time.monotonic() - self._ended[0], 1e-3)

@@ -52,14 +52,14 @@ class EngineInfo:
 
 
 class EngineKeeper:
-    """Lives on the event loop that starts it."""
+    """A supervisor that keeps an engine running, on the event loop that starts it."""
 
     info: EngineInfo  # from start() on
 
     def __init__(self, config: EngineConfig, *, limits: HangLimits, restart: bool,
                  on_message: Callable[[Step | Reply], None], on_lost: Callable[[str], None],
                  on_plan: Callable[[Plan], None] | None, on_progress: Callable[[str, int, int], None] | None) -> None:
-        """`on_lost` is told why, whenever an engine has gone with whatever it was doing."""
+        """Keep an engine running. `on_lost` is told why, whenever an engine has gone with whatever it was doing."""
         self.limits = limits
         self.gave_up = False  # the engine is dead and will not be started again
         self.restarts = 0
@@ -89,7 +89,7 @@ class EngineKeeper:
         self._tasks.append(asyncio.create_task(self._keep_running()))
 
     async def stop(self, why: str) -> None:
-        """Afterwards nothing of the engine is left."""
+        """Stop the engine; afterwards nothing of it is left."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -105,13 +105,13 @@ class EngineKeeper:
 
     @property
     def heartbeat_age(self) -> float:
-        """Seconds since the engine last gave a sign of life; 0 where there is none that should."""
+        """Return the seconds since the engine last gave a sign of life; 0 where there is none that should."""
         alive = self._process is not None and self._state != "dead"
         return self._process.heartbeat.silence if alive and self._process is not None else 0.0
 
     @property
     def trouble(self) -> str | None:
-        """Why no request can be served now; None if they can."""
+        """Return why no request can be served now; None if they can."""
         if self.state == "ready":
             return None
         if self.state == "hung" and self._process is not None:
@@ -123,20 +123,20 @@ class EngineKeeper:
         return f"{self._why}, and is not started again" if self.gave_up else f"{self._why}; try again soon"
 
     def serving(self) -> EngineProcess:
-        """The process to send requests to; EngineDead if there is none that would hear them."""
+        """Return the process to send requests to; EngineDead if there is none that would hear them."""
         if self.trouble is not None or self._process is None:
             raise EngineDead(self.trouble or self._why, MAX_RETRY_AFTER if self.gave_up else 2)
         return self._process
 
     def send(self, message: bytes) -> None:
-        """An encoded message, lost if there is no engine."""
+        """Send an encoded message, lost if there is no engine."""
         if self._process is not None:
             self._process.send(message)
 
     # One engine
 
     async def _launch(self) -> None:
-        """A new engine process, until it is ready. SpilloverError if it is not to be."""
+        """Start an engine process and wait until it is ready. SpilloverError if it is not to be."""
         self._state, self._why, self._hang = "starting", "the engine is starting", None
         self._heard = time.monotonic()
         self._ready = asyncio.get_running_loop().create_future()
@@ -237,7 +237,7 @@ class EngineKeeper:
         return False
 
     async def _watch(self) -> None:
-        """Listens to the heartbeat of whichever engine runs, and kills one that hangs."""
+        """Listen to the heartbeat of whichever engine runs, and kills one that hangs."""
         degraded = False
         while True:
             await asyncio.sleep(LOOK_SECONDS)

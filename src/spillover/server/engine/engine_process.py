@@ -51,7 +51,7 @@ STARTING = b"\x94\xa8progress\xbbStarting the engine process\x00\x00"
 
 
 def _end_with(parent: int) -> None:
-    """Nothing of us outlives the front."""
+    """End this process with the front."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before we asked

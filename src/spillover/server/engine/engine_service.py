@@ -58,7 +58,7 @@ PROGRESS_SECONDS = 0.1
 
 
 def serve(socket: zmq.Socket[bytes], line: bytes, pulse: Pulse) -> int:
-    """Builds what the launch line asks for and runs it until told to stop; returns the exit code."""
+    """Build what the launch line asks for, run it until told to stop, and return the exit code."""
 
     def send(message: FromEngine) -> None:
         socket.send(encode(message))
@@ -136,7 +136,7 @@ class EngineService:
     # Messages in
 
     def _receive(self) -> None:
-        """Every message that is there; waits for one if there is nothing else to do."""
+        """Receive every message that is there; wait for one if there is nothing else to do."""
         if self._sleeping or not self._engine.has_work:
             if not self._current:
                 self._tell([], now=True)
@@ -249,7 +249,7 @@ class EngineService:
     # Messages out
 
     def _update(self, request: Request) -> Update | None:
-        """None for a request that was aborted while the step ran."""
+        """Return a request's update; None for one that was aborted while the step ran."""
         sequence = self._sequences.get(int(request.request_id))
         if sequence is None:
             return None
@@ -262,7 +262,7 @@ class EngineService:
         return update
 
     def _tell(self, updates: list[Update], now: bool = False) -> None:
-        """`now`: with the engine's state, whether or not it is time for it."""
+        """Tell what is new. `now`: with the engine's state, whether or not it is time for it."""
         time_now = time.monotonic()
         due = now or time_now - self._told >= STATS_SECONDS
         if due:
@@ -336,7 +336,7 @@ class EngineService:
 
 
 class GrammarWorker:
-    """Has grammars compiled beside the loop, since one may take seconds; readable (`fileno`) when some are done."""
+    """A thread that compiles grammars, as one may take seconds; readable (`fileno`) when some are done."""
 
     def __init__(self, tokenizer: Tokenizer | None, limits: GrammarLimits) -> None:
         self._tokenizer = tokenizer
@@ -347,11 +347,11 @@ class GrammarWorker:
         self._wakeup, self._button = sockets.socketpair()
 
     def submit(self, sequences: list[Sequence]) -> None:
-        """The siblings of one request; each gets a grammar of its own."""
+        """Submit the siblings of one request; each gets a grammar of its own."""
         self._pool.submit(self._begin, sequences)
 
     def finished(self) -> list[tuple[list[Sequence], str | None]]:
-        """Sequences that are ready, or that cannot be and why."""
+        """Return the sequences that are ready, or that cannot be and why."""
         found = []
         while not self._done.empty():
             found.append(self._done.get())

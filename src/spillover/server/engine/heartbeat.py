@@ -33,7 +33,7 @@ class HangLimits:
 
 
 class Pulse:
-    """In the engine process: says what it is doing, and has a thread that passes it on."""
+    """The engine process's heartbeat: says what it does, and has a thread that passes it on."""
 
     def __init__(self, pipe: int) -> None:
         self._pipe = pipe
@@ -42,7 +42,7 @@ class Pulse:
         threading.Thread(target=self._beat, name="spillover-pulse", daemon=True).start()
 
     def at(self, activity: int, steps: int = 0) -> None:
-        """From now on the engine does this."""
+        """Say what the engine does from now on."""
         self._now = (activity, steps, time.monotonic())
 
     def _beat(self) -> None:
@@ -57,7 +57,7 @@ class Pulse:
 
 
 class Heartbeat:
-    """In the front: what was last heard of an engine, and for how long it has been silent."""
+    """The front's side of it: what was last heard of an engine, and for how long it has been silent."""
 
     def __init__(self) -> None:
         self._ours, self.theirs = os.pipe()
@@ -84,7 +84,7 @@ class Heartbeat:
             self.silence = 0.0
 
     def hang(self, limits: HangLimits) -> str | None:
-        """Why the engine is taken for hung for good, if it is."""
+        """Return why the engine is taken for hung for good, if it is."""
         patience = max(limits.hang_seconds, IMPORT_SECONDS if self.activity == IMPORTING else 0.0)
         if self.silence > patience:
             return f"hung: it gave no sign of life for {self.silence:.0f} s, last heard {self.described}"
@@ -98,7 +98,7 @@ class Heartbeat:
         return f"{what} ({self.steps:,} done before it)" if self.activity == STEP else what
 
     def close_theirs(self) -> None:
-        """Their end, once the engine process has inherited it."""
+        """Close their end, once the engine process has inherited it."""
         if self.theirs >= 0:
             os.close(self.theirs)
             self.theirs = -1

@@ -54,14 +54,14 @@ class Add(msgspec.Struct, array_like=True, tag="add"):
 
 
 class Abort(msgspec.Struct, array_like=True, tag="abort"):
-    """End sequences now; nothing more is heard of them."""
+    """A message: end sequences now; nothing more is heard of them."""
 
     ids: list[int]
     reason: str = "abort"
 
 
 class Call(msgspec.Struct, array_like=True, tag="call"):
-    """Answered by a Reply with the same id."""
+    """A message answered by a Reply with the same id."""
 
     id: int
     method: Method
@@ -69,7 +69,7 @@ class Call(msgspec.Struct, array_like=True, tag="call"):
 
 
 class Stop(msgspec.Struct, array_like=True, tag="stop"):
-    """Leave the loop and exit."""
+    """A message: leave the loop and exit."""
 
 
 ToEngine = Add | Abort | Call | Stop
@@ -177,7 +177,7 @@ class LiveStats(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def kv_usage(self) -> float:
-        """The share of blocks that sequences hold, 0 to 1."""
+        """Return the share of blocks that sequences hold, 0 to 1."""
         return (self.blocks_protected + self.blocks_in_flight) / self.blocks_total if self.blocks_total else 0.0
 
 

@@ -31,7 +31,7 @@ MAX_FOLDER = 80  # a socket's path is at most 107 bytes long
 
 
 class EngineProcess:
-    """Lives on the event loop that made it. `on_message` is called for what the engine says, but for its last words."""
+    """A process, on the event loop that made it. `on_message` gets what the engine says, but for its last words."""
 
     def __init__(self, config: EngineConfig, on_message: Callable[[FromEngine], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -75,7 +75,7 @@ class EngineProcess:
         return self._process.pid
 
     def send(self, message: bytes) -> None:
-        """An encoded message; lost if the engine has gone, of which `exited` tells."""
+        """Send an encoded message; lost if the engine has gone, of which `exited` tells."""
         if self._socket.closed:
             return
         with contextlib.suppress(zmq.Again):
@@ -85,7 +85,7 @@ class EngineProcess:
             self._drain_soon()
 
     async def last_words(self) -> Failed | None:
-        """Why an engine that has exited says it failed, if it did; that may arrive a moment after the exit."""
+        """Return why an engine that has exited says it failed, if it did; that may arrive a moment after the exit."""
         code = await asyncio.shield(self.exited)
         deadline = self._loop.time() + LAST_WORDS_SECONDS
         while code > 0 and self._failed is None and self._loop.time() < deadline:
@@ -97,7 +97,7 @@ class EngineProcess:
         self._process.kill()
 
     async def stop(self) -> None:
-        """Told to stop, then killed; afterwards nothing of it is left."""
+        """Tell the process to stop, then kill it; afterwards nothing of it is left."""
         if not self.exited.done():
             self.send(encode(Stop()))
             await asyncio.wait([self.exited], timeout=STOP_SECONDS)
@@ -162,7 +162,7 @@ class EngineProcess:
 
 
 def describe_exit(code: int) -> str:
-    """'exited with code 1', 'was killed by SIGKILL (...)'."""
+    """Describe an exit: 'exited with code 1', 'was killed by SIGKILL (...)'."""
     if code >= 0:
         return f"exited with code {code}"
     try:

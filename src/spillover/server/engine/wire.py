@@ -21,7 +21,7 @@ decode_from_engine = msgspec.msgpack.Decoder[FromEngine](FromEngine).decode
 
 
 def encode_add(requests: Mapping[int, Request]) -> bytes:
-    """The sequences of one request by their ids, the parent first. RequestError where a value does not fit the wire.
+    """Encode a request's sequences by their ids, the parent first. RequestError: a value does not fit the wire.
 
     Decoded once here, so that whatever is sent is known to be read: a message that the engine cannot read would be
     the end of everybody's requests.
@@ -50,7 +50,7 @@ def _to_wire(id: int, request: Request, parent: int) -> WireRequest:
 
 
 def _without_seed(params: SamplingParams) -> SamplingParams:
-    """A request's own seed has been made of it already, and a client's may be larger than an integer of the wire."""
+    """Drop a client's seed, which may be too large for the wire: the request's own has been made of it."""
     return params if params.seed is None else dataclasses.replace(params, seed=None)
 
 
@@ -73,7 +73,7 @@ class Sequence:
         self._told = len(wire.prompt_token_ids)  # tokens, the prompt's included
 
     def update(self) -> Update:
-        """What is new since the last call."""
+        """Return what is new since the last call."""
         request = self.request
         new = request.token_ids[self._told:]
         first = self._told == request.num_prompt

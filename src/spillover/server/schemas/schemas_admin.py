@@ -72,7 +72,7 @@ class ProfileResponse(AnswerModel):
 
 
 class EmbeddingsRequest(RequestModel):
-    """Nothing of it is read: there are no embeddings here."""
+    """A request of which nothing is read: there are no embeddings here."""
 
     model_config = ConfigDict(extra="allow")
     model: Unused = None

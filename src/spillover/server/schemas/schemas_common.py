@@ -42,7 +42,7 @@ Choices = Annotated[list[str], Field(max_length=4096, fail_fast=True)]
 
 
 class StructuredOutputsField(RequestModel):
-    """Exactly one of these."""
+    """A constraint of the output: exactly one of these."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema.")
     json_object: bool | None = Field(None, description="Any JSON object.")
@@ -94,7 +94,7 @@ class UnusedFields(RequestModel):
 
 
 class SamplingFields(UnusedFields):
-    """How tokens are drawn; the same in completions and chat."""
+    """How tokens are sampled; the same in completions and chat."""
 
     model: Text | None = Field(None, description="A served name, or 'default'; may be left out.")
     stream: bool | None = None
@@ -168,7 +168,7 @@ class Sources(AnswerModel):
 
 
 class Timings(AnswerModel):
-    """Seconds; queue, restore, prefill and decode add up to the whole."""
+    """A request's seconds; queue, restore, prefill and decode add up to the whole."""
 
     queue: float
     restore: float

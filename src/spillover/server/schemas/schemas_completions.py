@@ -20,7 +20,7 @@ MAX_PROMPTS = 1024
 
 
 def _form(prompt: Any) -> str | None:
-    """Which of the four forms; decided by the first entry, so that a long list is checked once."""
+    """Return which of the four forms; decided by the first entry, so that a long list is checked once."""
     if isinstance(prompt, str):
         return "Text"
     if isinstance(prompt, list):

@@ -94,7 +94,7 @@ class Metrics:
         ProcessCollector(registry=self.registry)
 
     def observe(self, answer: Answer, failed: bool = False) -> None:
-        """A request has ended, one way or another. Latencies are of those that ended well; the rest is only counted."""
+        """Count a request that has ended, one way or another. Latencies are of those that ended well."""
         self._n.observe(len(answer.requests))
         for request in answer.requests:
             self.ended.add(request)
@@ -123,7 +123,7 @@ class Metrics:
 
     def render(self, stats: LiveStats, info: EngineInfo | None, running: TokenCounts, heartbeat_age: float = 0.0,
                hangs: int = 0) -> bytes:
-        """The text that Prometheus scrapes. `running`: tokens so far of requests that have not ended."""
+        """Return the text that Prometheus scrapes. `running`: tokens so far of requests that have not ended."""
         self.sample(stats, info)
         self._heartbeat = heartbeat_age, hangs
         self._running = running, stats, info
@@ -296,7 +296,7 @@ class EngineTotals:
         self._started = 0.0
 
     def update(self, stats: LiveStats, started: float) -> dict[str, int]:
-        """`started`: when the engine that runs now was ready; older stats are still those of the one before it."""
+        """Take in the engine's stats. `started`: when this engine was ready; older stats are of the one before it."""
         seen = {name: getattr(stats, name) for name in self.NAMES
                 if name != "step_tokens" and not name.startswith(_REFUSED)}
         seen |= {_REFUSED + reason: stats.grammars_refused.get(reason, 0) for reason in GRAMMAR_REASONS}
@@ -346,6 +346,6 @@ class _Collected(Collector):
 
 
 def finish_reason(request: Request) -> str:
-    """One of FINISH_REASONS; a request that never ended by itself was left by its client."""
+    """Return one of FINISH_REASONS; a request that never ended by itself was left by its client."""
     reason = request.finish_reason or "abort"
     return reason if reason in FINISH_REASONS else "error"

@@ -34,7 +34,7 @@ PAGE_HEADERS = {
 
 
 def add_page(app: FastAPI) -> None:
-    """`/`, `/docs`, `/page/*` and `/live`; needs app.state.recorder."""
+    """Add `/`, `/docs`, `/page/*` and `/live`; needs app.state.recorder."""
     files = {file.name: file.read_bytes() for file in resources.files("spillover.server").joinpath("page").iterdir()
              if "." + file.name.rpartition(".")[2] in MEDIA_TYPES}
 
@@ -63,7 +63,7 @@ def add_page(app: FastAPI) -> None:
 
 
 def add_metrics(app: FastAPI) -> None:
-    """`/metrics`, and around all that was added before it the count of HTTP requests; needs app.state.recorder."""
+    """Add `/metrics`, and around all that was added before it the count of HTTP requests; needs app.state.recorder."""
 
     @app.get("/metrics", include_in_schema=False)
     async def metrics() -> Response:
@@ -74,7 +74,7 @@ def add_metrics(app: FastAPI) -> None:
 
 
 class CountRequests:
-    """Counts by route as it was declared, so that no path a client makes up becomes a label."""
+    """Middleware that counts by route as it was declared, so that no path a client makes up becomes a label."""
 
     def __init__(self, app: ASGIApp, state: State) -> None:
         self._app = app

@@ -69,8 +69,8 @@ class Phases:
         )
 
     def row(self, now: float, waits: bool = True) -> dict[str, Any]:
-        """`age` and the lengths of its phases, in seconds; a phase that has not begun has none. The time at which a
-        request left the queue is known with its first token: until then `waits` says whether it is still there."""
+        """Return `age` and the lengths of its phases, in seconds; a phase that has not begun has none. The time at
+        which a request left the queue is known with its first token: before, `waits` says if it is still there."""
         end = self.finished or now
         scheduled = min(self.scheduled or (end if waits or self.finished else self.arrived), end)
         first = min(self.first_token or end, end)
@@ -91,7 +91,7 @@ class Phases:
 
 
 class Recorder:
-    """Told of every request's start and end; looks at the engine once a second while there are any."""
+    """A record of requests, told of every start and end; looks at the engine once a second while there are any."""
 
     def __init__(self, client: AsyncLLM, model_name: str) -> None:
         self._client = client
@@ -114,7 +114,7 @@ class Recorder:
             self._sampling = asyncio.get_running_loop().create_task(self._keep_sampling())
 
     def finished(self, answer: Answer, status: str | int) -> None:
-        """`status`: "ok", "aborted", "error", or an HTTP status. The second call for an answer does nothing."""
+        """Note an answer's end. `status`: "ok", "aborted", "error", or an HTTP status. A second call does nothing."""
         _, kind = self._running.pop(id(answer), (None, None))
         if kind is not None:
             word = _word(answer, status)
@@ -134,12 +134,12 @@ class Recorder:
     # What is read
 
     def scrape(self) -> bytes:
-        """The text of /metrics."""
+        """Return the text of /metrics."""
         return self.metrics.render(self._client.latest(), self._info(), TokenCounts.of(self._sequences()),
                                    self._client.heartbeat_age, self._client.hangs)
 
     def live(self) -> dict[str, Any]:
-        """All that the page shows."""
+        """Return all that the page shows."""
         now = time.monotonic()
         tokens = self._sample()
         stats, info, totals = self._client.latest(), self._info(), self.metrics.engine.values
@@ -176,7 +176,7 @@ class Recorder:
         }
 
     def _tier(self, name: str) -> dict[str, Any]:
-        """Bytes; a tier without a place for KV blocks has a total of 0, and one that moves no KV has no traffic."""
+        """Return a tier's bytes; one without room for KV blocks has a total of 0, one that moves no KV no traffic."""
         use = next((tier for tier in self._client.latest().tiers if tier.name == name), None)
         if use is None:
             return {"name": name, "total": 0, "used": 0, "kept": 0, "weights": 0}
@@ -216,7 +216,7 @@ class RateHistory:
         self._total = 0
 
     def update(self, total: int, now: float) -> None:
-        """What came since the last look is spread evenly over the time since then."""
+        """Spread what came since the last look evenly over the time since then."""
         rate = (total - self._total) / (now - self._time) if now > self._time else 0.0
         self._second = max(self._second, int(now) - len(self._buckets))
         at = max(self._time, float(self._second))
@@ -229,7 +229,7 @@ class RateHistory:
         self._time, self._total = now, total
 
     def seconds(self) -> list[float]:
-        """Oldest first; the last one is not over yet."""
+        """Return the seconds, oldest first; the last one is not over yet."""
         return [round(value, 2) for value in self._buckets]
 
 
@@ -250,7 +250,7 @@ def _facts(info: EngineInfo | None) -> dict[str, Any]:
 
 
 def _traffic(report: TierReport) -> dict[str, Any]:
-    """Bytes and rates towards the tier and from it; a rate that is not known is None."""
+    """Return the bytes and rates towards the tier and from it; a rate that is not known is None."""
     return {
         "in": {"bytes": report.bytes_in, "rate": report.rate_in, "link": report.link_in},
         "out": {"bytes": report.bytes_out, "rate": report.rate_out, "link": report.link_out},
@@ -262,7 +262,7 @@ def _traffic(report: TierReport) -> dict[str, Any]:
 
 
 def _latency(latest: Iterable[Phases]) -> dict[str, Any]:
-    """Median and 99th percentile over the requests kept that ended well."""
+    """Return the median and 99th percentile over the requests kept that ended well."""
     done = [phases for phases in latest if phases.status == "ok" and phases.first_token]
     ttft = [phases.first_token - phases.arrived for phases in done]
     tpot = [(phases.finished - phases.first_token) / (phases.output_tokens - 1)
@@ -271,7 +271,7 @@ def _latency(latest: Iterable[Phases]) -> dict[str, Any]:
 
 
 def _spread(values: list[float]) -> dict[str, float] | None:
-    """The 99th percentile is the nearest rank: a value that was really seen."""
+    """Return median and 99th percentile, the nearest rank: a value that was really seen."""
     if not values:
         return None
     ranked = sorted(values)

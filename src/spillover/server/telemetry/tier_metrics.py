@@ -18,8 +18,8 @@ TRANSFER_TYPES = {"in": "GPU_to_CPU", "out": "CPU_to_GPU"}
 
 def tier_families(model: str, tiers: Sequence[TierReport], slot_bytes: int, queries: int, found: int
                   ) -> Iterator[Metric]:
-    """`slot_bytes`: of a block below the device, 0 if not known; `queries`: prompt tokens that were looked up;
-    `found`: of these, on the device."""
+    """Yield the metrics of tiers. `slot_bytes`: of a block below the device, 0 if not known; `queries`: prompt tokens
+    that were looked up; `found`: of these, on the device."""
     yield from _external(model, tiers, queries, found)
     moved = Families(model, "kv_transfer", ("tier", "direction"))
     held = Families(model, "kv_tier", ("tier",))
@@ -48,7 +48,7 @@ def tier_families(model: str, tiers: Sequence[TierReport], slot_bytes: int, quer
 
 
 def _external(model: str, tiers: Sequence[TierReport], queries: int, found: int) -> Iterator[Metric]:
-    """Named as in vLLM, where whatever is not on the device is external."""
+    """Yield metrics named as in vLLM, where whatever is not on the device is external."""
     labels = ["model_name"]
     asked = CounterMetricFamily(PREFIX + "external_prefix_cache_queries", "Tokens looked up in the tiers below the "
                                 "device.", labels=labels)
@@ -80,7 +80,7 @@ class Families:
         self._add(CounterMetricFamily, name, text, label, value)
 
     def gauge(self, name: str, text: str, label: tuple[str, ...], value: float | None) -> None:
-        """None is not known, which is no value rather than 0."""
+        """Add a gauge; None is not known, which is no value rather than 0."""
         if value is not None:
             self._add(GaugeMetricFamily, name, text, label, value)
 

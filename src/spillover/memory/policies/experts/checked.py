@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def checked(policy: ExpertPolicy, name: str) -> ExpertPolicy:
-    """`name`: the policy's, as --policy has it."""
+    """Wrap a policy so that its failures name it. `name`: the policy's, as --policy has it."""
     # Who has on_guess is guessed for, so only a policy that has it may seem to.
     return CheckedGuessing(policy, name) if isinstance(policy, GuessingPolicy) else Checked(policy, name)
 
@@ -72,7 +72,7 @@ class CheckedGuessing(Checked):
 
 
 def _numbers(found: Any, number: Callable[[Any], T]) -> list[T] | None:
-    """As a list, whatever they came in (a tuple, an array); None where they are no such numbers."""
+    """Return numbers as a list, whatever they came in (a tuple, an array); None where they are no such numbers."""
     if isinstance(found, (str, bytes, Mapping, Set)):  # they would do as lists, of something else
         return None
     try:

@@ -16,7 +16,7 @@ METHODS = ("on_load", "on_phase", "on_route", "worth", "prefetch")
 
 
 def expert_policy(name: str) -> ExpertPolicy:
-    """One of NAMES, or module:Class of one's own."""
+    """Return one of NAMES, or module:Class of one's own."""
     if name in NAMES:
         return NAMES[name]()
     if ":" not in name:

@@ -8,8 +8,8 @@ from spillover.memory.policies.experts.lru import LRUQuota
 
 
 class NextLayer(LRUQuota):
-    """Evicts as LRU does. Whoever computes applies the next layer's router to the state that this layer's saw and tells
-    `on_guess`: the residual stream changes little from layer to layer, so most of the guess is right."""
+    """A policy that evicts as LRU does. Whoever computes applies the next layer's router to the state that this layer's
+    saw and tells `on_guess`: the residual stream changes little from layer to layer, so most of the guess is right."""
 
     def on_load(self, layers: int, experts: int, quota: int) -> None:
         super().on_load(layers, experts, quota)

@@ -14,20 +14,20 @@ from typing import Protocol, runtime_checkable
 
 class ExpertPolicy(Protocol):
     def on_load(self, layers: int, experts: int, quota: int) -> None:
-        """Once, before anything else: expert layers, experts of each, slots of each."""
+        """Prepare, once, before anything else: expert layers, experts of each, slots of each."""
 
     def on_phase(self, phase: str) -> None:
-        """What the steps told from now on are: "decode", of one token (on a GPU, of up to --paged-tokens), or
+        """Note what the steps told from now on are: "decode", of one token (on a GPU, of up to --paged-tokens), or
         "prefill", larger ones."""
 
     def on_route(self, step: int, layer: int, experts: Sequence[int]) -> None:
-        """A step's tokens went to these experts of a layer, each named once."""
+        """Note that a step's tokens went to these experts of a layer, each named once."""
 
     def worth(self, layer: int) -> Sequence[float]:
-        """Of every expert of the layer; one of infinite worth goes only where nothing else can."""
+        """Return the worth of every expert of the layer; one of infinite worth goes only where nothing else can."""
 
     def prefetch(self, layer: int) -> Sequence[int]:
-        """Experts of the layer to bring in, the most wanted first, though no step has asked for them."""
+        """Return the experts of the layer to bring in, the most wanted first, though no step has asked for them."""
 
 
 @runtime_checkable

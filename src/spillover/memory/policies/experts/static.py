@@ -10,7 +10,7 @@ class Static:
     """The first `kept` are held for ever; the rest of each quota is room that misses pass through."""
 
     def __init__(self, kept: int | None = None) -> None:
-        """None: seven eighths of the quota."""
+        """Pin a number of experts per layer; None: seven eighths of the quota."""
         self._kept = kept
 
     def on_load(self, layers: int, experts: int, quota: int) -> None:
