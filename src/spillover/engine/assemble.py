@@ -71,7 +71,7 @@ class PlannedModel:
 
     @property
     def in_codes(self) -> bool:
-        """Whether weights stay in the codes of their file."""
+        """Return whether weights stay in the codes of their file."""
         return any(spec.format is not None and spec.format.native_bits for listed in self.specs.values()
                    for spec in listed)
 
@@ -88,7 +88,7 @@ class Assembly:
 
 
 def plan_model(config: EngineConfig, rates: Rates | None = None, progress: Progress | None = None) -> PlannedModel:
-    """Everything that can be said before a weight is read."""
+    """Plan a model: all that can be known before a weight is read."""
     show = progress or _quiet
     native.on_build(lambda done, total: show(done, total, COMPILING))
     show(0, 0, PLANNING)
@@ -140,7 +140,7 @@ def plan_model(config: EngineConfig, rates: Rates | None = None, progress: Progr
 
 def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None,
              progress: Progress | None = None) -> Assembly:
-    """`on_plan` sees the plan before anything is loaded; `progress(done, total, stage)` says what is being done."""
+    """Build an engine. `on_plan` sees the plan before anything is loaded; `progress` gets (done, total, stage)."""
     show = progress or _quiet
     path = resolve(config.model, lambda what, done, total: show(done, total, what))
     show(0, 0, TOKENIZER)
@@ -178,7 +178,7 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
 
 
 def _lender(runner: NullRunner | ModelRunner, plan: Plan) -> SlotLender | None:
-    """Slots of experts that KV may take as contexts grow."""
+    """Return the slots of experts that KV may take as contexts grow."""
     placement = plan.placement
     if isinstance(runner, NullRunner) or placement is None or not placement.spare_slots:
         return None
@@ -190,7 +190,7 @@ def _lender(runner: NullRunner | ModelRunner, plan: Plan) -> SlotLender | None:
 
 
 def _quiet(done: int, total: int, stage: str) -> None:
-    """Nobody asked."""
+    """Do nothing: nobody asked for progress."""
 
 
 def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None,
@@ -235,7 +235,7 @@ def make_transfers(plan: Plan) -> Transfers:
 
 def _make_pool(plan: Plan, config: ModelConfig, layers: int, dtype: torch.dtype, device: torch.device,
                memory: ElasticMemory | None) -> torch.Tensor:
-    """All blocks, and block 0 which padding points at. Written once here, so that the memory is really there.
+    """Allocate all blocks, and block 0 which padding points at. Written once here, so that the memory is really there.
     `memory`: shared with slots of experts, over which the pool reaches too."""
     size = plan.block_size * config.head_dim
     if plan.kv_cache_dtype != "auto":
@@ -254,7 +254,7 @@ def _make_pool(plan: Plan, config: ModelConfig, layers: int, dtype: torch.dtype,
 
 
 def _identity(planned: PlannedModel) -> bytes:
-    """What a KV block's content depends on besides its tokens; the same in every process that runs this model so."""
+    """Return what a KV block's content depends on besides its tokens; the same in every such process."""
     config, plan = planned.config, planned.plan
     weights = model_fingerprint(planned.path, planned.model_config, config.load_format, dtype=plan.dtype,
                                 device=plan.device, seed=config.seed)

@@ -29,7 +29,7 @@ class LaunchedStep(Protocol):
 
 
 class StepRunner(Protocol):
-    """Computes steps: `CpuRunner` and `CudaRunner` with a model, `NullRunner` without one."""
+    """What computes steps: `CpuRunner` and `CudaRunner` with a model, `NullRunner` without one."""
 
     def launch(self, step: Step) -> LaunchedStep: ...
 
@@ -77,7 +77,7 @@ class Engine:
         self._ended_at = 0.0  # ... when the one before it ended
 
     def step(self) -> list[Request]:
-        """One turn; returns the requests that have a new token or have ended.
+        """Run one turn and return the requests that have a new token or have ended.
 
         With overlap, step N+1 is scheduled and launched before the results of N are taken in.
         """
@@ -97,7 +97,7 @@ class Engine:
         return self._finish(ended, self._launched_at)
 
     def sleep(self) -> None:
-        """Device memory is given back; what is in it waits on the host until `wake_up`. No step may run."""
+        """Give device memory back; what is in it waits on the host until `wake_up`. No step may run."""
         kv, deadline = self.scheduler.kv, time.monotonic() + FLUSH_SECONDS
         while kv.num_in_flight and time.monotonic() < deadline:
             self.scheduler.connector.poll()
@@ -110,12 +110,12 @@ class Engine:
         self.runner.wake_up()
 
     def wait(self, seconds: float) -> None:
-        """Until a copy from another tier may have ended; called when a step found nothing to do."""
+        """Wait until a copy from another tier may have ended; called when a step found nothing to do."""
         self.scheduler.connector.wait(seconds)
 
     @property
     def has_copies_in_flight(self) -> bool:
-        """Whether a step runs, or the device's blocks are being copied."""
+        """Return whether a step runs, or the device's blocks are being copied."""
         return not self.failed and (self._launched is not None or self.scheduler.kv.num_in_flight > 0)
 
     @property

@@ -81,8 +81,8 @@ class OffloadedPrefix(Protocol):
     addresses: Tensor | None  # [num_blocks] int64, where a CPU can read them in place, laid out as in the pool
 
     def segments(self, layer: int) -> Iterator[Tensor]:
-        """The blocks of one layer in order, [n, 2, kv_heads, size] at a time; each is gone when the next is asked for.
-        All but the last are whole splits (`split_blocks`)."""
+        """Yield the blocks of one layer in order, [n, 2, kv_heads, size] at a time; each is gone when the next is asked
+        for. All but the last are whole splits (`split_blocks`)."""
         ...
 
 
@@ -103,7 +103,7 @@ class AttentionBatch:
     work: DeviceWork | None = None  # CUDA: how the step is cut into programs
 
     def __post_init__(self) -> None:
-        """Once a step, so that the kernels need not look again in every layer."""
+        """Check the batch once a step, so that the kernels need not look again in every layer."""
         if self.cold is not None and self.seq_lens.shape[0] != 1:
             raise ValueError("a request with a cold prefix is alone in its batch")
         for tensor in (self.query_start, self.seq_lens, self.block_table, self.rows):
@@ -114,7 +114,7 @@ class AttentionBatch:
 
     @cached_property
     def query_arguments(self) -> tuple[int, ...]:
-        """Of the native attention, the same in every layer."""
+        """Return the arguments of the native attention, the same in every layer."""
         index = (self.query_start, self.seq_lens, self.block_table)
         return (*(x.data_ptr() for x in index), self.block_table.stride(0), self.seq_lens.shape[0])
 

@@ -28,7 +28,7 @@ from spillover.errors import SpilloverError
 
 
 def make_workload(options: WorkloadOptions, served: ServedModel | None = None) -> ServeWorkload:
-    """`served`: the model that will be asked; without one the workload tells its statistics and nothing else."""
+    """Make a workload from its options. `served`: the model to ask; without one there are only statistics."""
     longest = served.max_model_len if served is not None else None
     tokenizer = served.tokenizer if served is not None else None
     if options.dataset == SHAREGPT:
@@ -110,7 +110,7 @@ def _range(option: str, bounds: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _check_fits(options: WorkloadOptions, shapes: tuple[Shape, ...], longest: int | None) -> None:
-    """A length that was promised is not cut: what does not fit is refused."""
+    """Refuse requests that do not fit: a length that was promised is not cut."""
     if longest is None:
         return
     most = max(sum(part.length for part in prompt) + answer.length for prompt, answer in whole_prompts(shapes))

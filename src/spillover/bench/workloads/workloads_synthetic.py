@@ -44,7 +44,7 @@ class SyntheticWorkload:
 
     @property
     def _salt(self) -> int:
-        """Other workloads of the same seed have other tokens: a server that saw those knows nothing of these."""
+        """Return a salt by which other workloads of the same seed have other tokens."""
         lengths = sum(shape.prompt_len for shape in self.shapes), sum(shape.output_len for shape in self.shapes)
         return zlib.crc32(f"{self.name} {len(self.shapes)} {lengths}".encode())
 
@@ -79,7 +79,7 @@ class _Tokens:
 
 def random_shapes(count: int, input_len: int = 1024, output_len: int = 128, range_ratio: float = 0.0,
                   prefix_len: int = 0, seed: int = 0) -> tuple[Shape, ...]:
-    """vLLM's `random`: lengths uniform within the ratio either way, after a prefix that all share."""
+    """Make vLLM's `random`: lengths uniform within the ratio either way, after a prefix that all share."""
     check_positive(num_prompts=count, random_input_len=input_len, random_output_len=output_len)
     _check_share("random-range-ratio", range_ratio)
     rng = np.random.default_rng(seed)
@@ -97,7 +97,7 @@ def random_workload(vocabulary: Vocabulary, count: int, input_len: int, output_l
 
 def mixed_shapes(count: int, input_range: tuple[int, int] = (16, 512), output_range: tuple[int, int] = (8, 128),
                  prefix_len: int = 0, seed: int = 0) -> tuple[Shape, ...]:
-    """Lengths log-uniform over a range: many short ones and a few long. Every second request has the prefix."""
+    """Make lengths log-uniform over a range: many short ones and a few long. Every second request has the prefix."""
     check_positive(num_prompts=count)
     rng = np.random.default_rng(seed)
     inputs, outputs = (log_uniform_lengths(rng, bounds, count) for bounds in (input_range, output_range))
@@ -109,7 +109,7 @@ def generated_shared_prefix_shapes(groups: int = 64, per_group: int = 16, system
                                    question_len: int = 128, output_len: int = 256, range_ratio: float = 1.0,
                                    turns: int = 1, ordered: bool = False, limit: int | None = None,
                                    seed: int = 0) -> tuple[Shape, ...]:
-    """SGLang's: groups of questions after a system prompt that the group shares, in mixed order unless `ordered`.
+    """Make SGLang's groups of questions after a system prompt that the group shares, mixed unless `ordered`.
 
     As there, lengths are uniform from `range_ratio` times the length up to it. With several turns each question opens a
     session.
@@ -140,7 +140,7 @@ def generated_shared_prefix_shapes(groups: int = 64, per_group: int = 16, system
 
 def prefix_repetition_shapes(count: int, prefix_len: int = 256, suffix_len: int = 256, num_prefixes: int = 10,
                              output_len: int = 128, shuffle: bool = True, seed: int = 0) -> tuple[Shape, ...]:
-    """vLLM's: each of a few prefixes is followed by many suffixes."""
+    """Make vLLM's workload: each of a few prefixes is followed by many suffixes."""
     check_positive(num_prompts=count, prefix_repetition_prefix_len=prefix_len, prefix_repetition_suffix_len=suffix_len,
                    prefix_repetition_num_prefixes=num_prefixes, prefix_repetition_output_len=output_len)
     if count < num_prefixes:
@@ -155,7 +155,7 @@ def prefix_repetition_shapes(count: int, prefix_len: int = 256, suffix_len: int 
 def multi_turn_shapes(sessions: int = 32, turns: int = 4, shared_len: int = 0, prefix_len: int = 512,
                       input_len: int = 64, output_len: int = 64, range_ratio: float = 0.0, think_time: float = 0.0,
                       seed: int = 0) -> tuple[Shape, ...]:
-    """Sessions of several turns: a system prompt that all share, an opening of the chat's own, then a question a
+    """Make sessions of several turns: a system prompt that all share, an opening of the chat's own, then a question a
     turn. Each prompt holds all that was said before. Pauses are exponential around the think time."""
     check_positive(multi_turn_num_sessions=sessions, multi_turn_num_turns=turns, multi_turn_input_len=input_len,
                    multi_turn_output_len=output_len)
@@ -176,8 +176,8 @@ def multi_turn_shapes(sessions: int = 32, turns: int = 4, shared_len: int = 0, p
 
 def prefill_mix_shapes(count: int, long_share: float = 0.1, long_input_len: int = 2048, long_output_len: int = 16,
                        short_input_len: int = 64, short_output_len: int = 128) -> tuple[Shape, ...]:
-    """Long prompts with short answers among short prompts that stream: what chunked prefill is for. The long ones are
-    spread evenly, so that each falls into the decoding of others."""
+    """Make long prompts with short answers among short prompts that stream: what chunked prefill is for. The long ones
+    are spread evenly, so that each falls into the decoding of others."""
     check_positive(num_prompts=count, prefill_mix_long_input_len=long_input_len,
                    prefill_mix_long_output_len=long_output_len, prefill_mix_short_input_len=short_input_len,
                    prefill_mix_short_output_len=short_output_len)
@@ -191,7 +191,7 @@ def prefill_mix_shapes(count: int, long_share: float = 0.1, long_input_len: int 
 
 def variable_output_shapes(count: int, output_lens: Sequence[int] = (16, 32, 64, 256, 512), input_len: int = 256,
                            seed: int = 0) -> tuple[Shape, ...]:
-    """Answers of very different lengths, each length equally often: what static batching pads to the longest."""
+    """Make answers of very different lengths, each length equally often: what static batching pads to the longest."""
     check_positive(num_prompts=count, variable_output_input_len=input_len)
     if not output_lens or min(output_lens) < 1:
         raise SpilloverError(f"--variable-output-lens takes lengths of at least 1; got {list(output_lens)}")

@@ -182,7 +182,7 @@ def _workload(planned: PlannedModel, options: WorkloadOptions) -> ServeWorkload:
 
 def _settings(configs: list[EngineConfig], planned: PlannedModel, limits: Limits,
               options: dict[str, Any]) -> list[Setting]:
-    """Backends are the outermost axis: the engine's options mean nothing to transformers, nor its batch size to us."""
+    """Return all settings, by backend first: the engine's options mean nothing to transformers."""
     from spillover.bench.throughput import Setting
 
     names = [name for name in EngineConfig.__dataclass_fields__

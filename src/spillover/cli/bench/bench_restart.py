@@ -155,7 +155,7 @@ def _live_until_killed(connection: Connection, config: EngineConfig, vocabulary:
 
 
 def _sized(config: EngineConfig, requests: list[BenchRequest], kill: bool) -> EngineConfig:
-    """With a device pool that holds all prompts, unless one is given: the warm stage is the device's."""
+    """Return flags with a device pool for all prompts, unless one is given: the warm stage is the device's."""
     from spillover.cli.loading import look_at
 
     config = dataclasses.replace(config, skip_tokenizer_init=True, spill="eager" if kill else config.spill)

@@ -34,7 +34,7 @@ SALT = "spill-bench-"
 
 
 def _share(_ctx: click.Context, param: click.Parameter, value: str) -> float:
-    """'10%' or '0.1'."""
+    """Parse a share: '10%' or '0.1'."""
     text = value.strip()
     try:
         share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
@@ -46,8 +46,8 @@ def _share(_ctx: click.Context, param: click.Parameter, value: str) -> float:
 
 
 def size_later(flags: dict[str, Any], given: dict[str, Any]) -> None:
-    """Tiers that were not given are sized from the workload; until then a size stands in, so that flags which need a
-    tier are not refused."""
+    """Let a size stand in for tiers that were not given, until the workload sizes them, so that flags which need a tier
+    are not refused."""
     given["host_given"] = flags["host_memory"] is not None or flags["kv_offloading_size"] is not None
     for name in ("num_gpu_blocks_override", "gpu_memory"):
         if flags[name] is not None:
@@ -129,7 +129,7 @@ def tiers(config: EngineConfig, arms: tuple[str, ...], workload: tuple[str, ...]
 
 
 class Setup:
-    """Makes the arms of a comparison: engines alike in everything but where their KV may go."""
+    """The maker of the arms of a comparison: engines alike in everything but where their KV may go."""
 
     def __init__(self, config: EngineConfig, names: Sequence[str], limits: RooflineLimits, host_given: bool) -> None:
         import secrets
@@ -142,7 +142,7 @@ class Setup:
         self._links: dict[str, tuple[float, float]] = {}
 
     def plan(self, tokens: int) -> PlannedModel:
-        """For sequences of that many tokens."""
+        """Plan for sequences of n tokens."""
         from spillover.cli.loading import look_at
 
         config = bare(self._config)
@@ -153,9 +153,9 @@ class Setup:
 
     def arms(self, pool_blocks: int, tokens: int, host_blocks: int, host_blocks_above: int, stored_blocks: int,
              stack: ExitStack) -> tuple[list[Arm], bool]:
-        """The arms, and whether memory holds all at once. `host_blocks`: of a host tier alone; `host_blocks_above`: of
-        one with a tier below it; `stored_blocks`: that may ever be written down. What is started or written for the
-        arms ends with `stack`."""
+        """Return the arms, and whether memory holds all at once. `host_blocks`: of a host tier alone;
+        `host_blocks_above`: of one with a tier below it; `stored_blocks`: that may ever be written down. What is
+        started or written for the arms ends with `stack`."""
         from spillover.bench.tiers import Arm
         from spillover.cli.loading import look_at
         from spillover.plan.hardware import probe
@@ -213,7 +213,7 @@ class Setup:
 
 
 def bare(config: EngineConfig) -> EngineConfig:
-    """Without any tier below the device, nor what only they read."""
+    """Return the flags without any tier below the device, nor what only they read."""
     default = EngineConfig()
     return dataclasses.replace(config, host_memory=None, disk=(), remote=None, spill=default.spill,
                                restore=default.restore, spill_dtype=default.spill_dtype,
@@ -221,7 +221,7 @@ def bare(config: EngineConfig) -> EngineConfig:
 
 
 def fresh_disk(config: EngineConfig, stack: ExitStack, size: int | None = None) -> str:
-    """A new folder for KV, which is removed at the end: in the one that was given, as large as that may be, or else
+    """Make a folder for KV, which is removed at the end: in the one that was given, as large as that may be, or else
     where temporary files go."""
     import tempfile
 
@@ -295,7 +295,7 @@ def _multi_turn(console: Console, setup: Setup, workload: Conversations, sizes: 
 
 
 def _blocks(planned: PlannedModel, tokens: int) -> int:
-    """That a sequence takes, all groups of layers together."""
+    """Return the blocks that a sequence takes, all layer groups together."""
     return -(-tokens // planned.plan.block_size) * len(planned.plan.windows)
 
 

@@ -35,7 +35,7 @@ class Target:
 
 
 class TensorReader(Protocol):
-    """Reads a checkpoint's tensors of one linear, and checks their types and shapes."""
+    """A reader of a checkpoint's tensors of one linear; checks their types and shapes."""
 
     matrices: Sequence[tuple[str, int]]  # that are fused into it: name where it is not quantised, rows
 
@@ -63,7 +63,7 @@ class Linear:
         return self.tensors[0].device
 
     def expert(self, index: int) -> Linear:
-        """One linear of a stack, as a view."""
+        """Return one linear of a stack, as a view."""
         return Linear(self.format, self.shape, tuple(tensor[index] for tensor in self.tensors))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Linear:
@@ -83,7 +83,7 @@ class WeightFormat(ABC):
 
     @property
     def experts(self) -> GroupedGemm | None:
-        """How a mixture multiplies with stacks on a CUDA device; None: it cannot."""
+        """Return how a mixture multiplies with stacks on a CUDA device; None: it cannot."""
         return None
 
     @classmethod
@@ -134,20 +134,20 @@ class WeightFormat(ABC):
         return made.normal_(std=DUMMY_STD, generator=random)
 
     def linear(self, x: Tensor, w: Linear, bias: Tensor | None = None) -> Tensor:
-        """x [T, in] -> [T, out]; here by the kernels that unquantised weights have, in their order of sums."""
+        """Multiply x [T, in] -> [T, out]; here by the kernels that unquantised weights have, in their order of sums."""
         from spillover.kernels.formats.packed import pack
 
         dense = pack(self.dequantize(w, x.dtype))
         return dense.format.linear(x, dense, bias)
 
     def linear_silu(self, x: Tensor, w: Linear, bias: Tensor | None = None) -> Tensor:
-        """x [T, in] -> silu(gate) * up [T, out / 2], where the gate's rows come first; for a CUDA device."""
+        """Multiply x [T, in] -> silu(gate) * up [T, out / 2], where the gate's rows come first; for a CUDA device."""
         from spillover.kernels.triton.activation import silu_and_mul
 
         return silu_and_mul(self.linear(x, w, bias))
 
     def embedding(self, ids: Tensor, w: Linear) -> Tensor:
-        """ids [T] -> [T, in]."""
+        """Look up ids [T] -> [T, in]."""
         return F.embedding(ids, self.dequantize(w, torch.float32))
 
     def for_linear(self, name: str) -> WeightFormat:

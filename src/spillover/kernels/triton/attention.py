@@ -29,7 +29,7 @@ def attention(
 
 
 def make_work(batch: AttentionBatch, heads: int, kv_heads: int, dim: int, window: int | None) -> DeviceWork:
-    """For a batch that came without: waits for the device to know the lengths."""
+    """Make the work lists of a batch that came without; waits for the device to know the lengths."""
     device = batch.seq_lens.device
     starts = batch.query_start.cpu().numpy().astype(np.int64)
     counts = np.diff(starts)

@@ -73,7 +73,7 @@ def mixture(
 
 
 def wide(x: Tensor, gemm: GroupedGemm, experts: int, k: int, inner: int) -> bool:
-    """Whether the experts are dequantised for these rows, to dense ones."""
+    """Return whether the experts are dequantised for these rows, to dense ones."""
     return gemm.dequantizes and dequantizes(experts, k, 3 * inner * x.shape[1] * x.element_size(), x.shape[0])
 
 
@@ -98,7 +98,7 @@ def _many(
 
 
 def pair_room(x: Tensor, ids: Tensor, inner: int) -> tuple[Tensor, Tensor]:
-    """What lies between the two products of `pair_products`, and what is added up after them."""
+    """Return what lies between the two products of `pair_products`, and what is added up after them."""
     pairs = ids.numel()
     return (torch.empty(pairs, inner, dtype=x.dtype, device=x.device),
             torch.empty(pairs, x.shape[1], dtype=torch.float32, device=x.device))
@@ -133,7 +133,7 @@ def pair_products(
 
 
 def tile_room(x: Tensor, ids: Tensor, inner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What lies between the two products of `tile_products`, and what comes out of them."""
+    """Return what lies between the two products of `tile_products`, and what comes out of them."""
     pairs = ids.numel()
     return (torch.empty(pairs, inner, dtype=x.dtype, device=x.device),
             torch.empty(pairs, x.shape[1], dtype=dtype, device=x.device))
@@ -165,7 +165,7 @@ def tile_products(
 
 
 def _layout(stack: Experts) -> dict[str, int | bool]:
-    """Whether a stack has biases, and how far its experts lie apart: a number that the compiler knows."""
+    """Return whether a stack has biases, and how far its experts lie apart: a number that the compiler knows."""
     return {
         "BIAS": stack.bias is not None,
         "W_STRIDE": stack.values.stride(0),

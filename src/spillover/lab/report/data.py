@@ -52,12 +52,12 @@ class Verdict:
     block_ratios: tuple[float, ...] = ()
 
     def gain(self, ratio: float | None) -> float | None:
-        """A ratio turned so that above 1 is better, whichever way the metric counts."""
+        """Return a ratio turned so that above 1 is better, whichever way the metric counts."""
         return None if not ratio else ratio if self.higher_is_better else 1 / ratio
 
     @property
     def gains(self) -> tuple[float, float, float] | None:
-        """(gain, least, most); None where nothing was measured. Without a range all three are the gain."""
+        """Return (gain, least, most); None where nothing was measured. Without a range all three are the gain."""
         gain = self.gain(self.ratio)
         if gain is None:
             return None
@@ -169,16 +169,16 @@ class Report:
         return next((cell for cell in self.cells if cell.workload == workload and cell.arm == arm), None)
 
     def ran(self, workload: str, arm: str) -> list[Visit]:
-        """The visits that gave numbers."""
+        """Return the visits that gave numbers."""
         return [visit for visit in self.visits if visit.workload == workload and visit.arm == arm
                 and visit.status == "ok"]
 
     def shown(self, arm: Arm) -> bool:
-        """Whether there is anything to draw of it."""
+        """Return whether there is anything to draw of it."""
         return any(visit.arm == arm.name and visit.status == "ok" for visit in self.visits)
 
     def typical(self, workload: str, arm: str) -> Visit | None:
-        """The visit whose primary metric lies in the middle: the one to draw over time."""
+        """Return the visit whose primary metric lies in the middle: the one to draw over time."""
         visits = sorted(self.ran(workload, arm), key=lambda visit: visit.metrics.get(self.primary, 0.0))
         return visits[len(visits) // 2] if visits else None
 
@@ -186,7 +186,7 @@ class Report:
         return [verdict for verdict in self.verdicts if verdict.primary]
 
     def groups(self) -> dict[str, list[Workload]]:
-        """Workloads of a sweep together; a workload of its own is a group of one."""
+        """Return the workloads of a sweep together; a workload of its own is a group of one."""
         groups: dict[str, list[Workload]] = {}
         for workload in self.workloads:
             groups.setdefault(workload.group or workload.name, []).append(workload)
@@ -194,7 +194,7 @@ class Report:
 
 
 def read_report(folder: Path) -> Report:
-    """`folder` as `spill lab run` leaves it, finished or not."""
+    """Read `folder` as `spill lab run` leaves it, finished or not."""
     results = Results.open(folder)
     experiment, analysis = results.experiment, analysis_of(results)
     stats = {visit["workload"]: visit["workload_stats"] for visit in results.visits if visit.get("workload_stats")}

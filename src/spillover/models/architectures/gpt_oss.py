@@ -55,7 +55,7 @@ def _mixture_specs(config: ModelConfig, layer: int) -> list[WeightSpec]:
 
 
 def _expert_specs(config: ModelConfig, name: str, source: str, shape: tuple[int, int, int]) -> list[WeightSpec]:
-    """Dense files hold [experts, in, out]; MXFP4 blocks hold [experts, out, in]."""
+    """Return the specs of experts: dense files hold [experts, in, out]; MXFP4 blocks hold [experts, out, in]."""
     stored = Source((source,), (shape[1],), transposed=config.expert_format == "dense")
     return [experts(config, f"experts.{name}", shape, stored),
             tensor(f"experts.{name}_bias", f"{source}_bias", shape[:2])]
