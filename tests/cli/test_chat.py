@@ -98,7 +98,7 @@ def test_help_lists_every_command() -> None:
 def test_retry_and_undo_take_the_last_message_back() -> None:
     llm = Echo()
     talk = Talk(llm)("/retry", "/undo", "one", "two", "/retry")
-    assert talk.refusals == ["nothing has been asked yet"] * 2
+    assert talk.refusals == ["there is no message to take back yet; type one first"] * 2
     assert [len(sent) for sent in llm.sent] == [1, 3, 3]
     assert [each["content"] for each in talk.history if each["role"] == "user"] == ["one", "two"]
     talk("/undo", "/undo")

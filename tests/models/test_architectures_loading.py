@@ -191,7 +191,7 @@ def test_whole_numbers_where_a_float_belongs_are_refused() -> None:
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported, only"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"hidden_size": None}, "'hidden_size' is missing"),
-        ({"num_key_value_heads": 5}, "32 attention heads cannot share 5"),
+        ({"num_key_value_heads": 5}, "num_attention_heads 32 is no multiple of 5 key"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised with 'gptq' are not supported"),
     ],
 )

@@ -69,7 +69,7 @@ def workload_bound(limits: Limits, requests: Sequence[BenchRequest], cached: Seq
     """
     prefill = limits.step([(len(request.prompt_token_ids) - hit, hit)
                            for request, hit in zip(requests, cached, strict=True)])
-    decoded = sum(request.output_len - 1 for request in requests)  # prefill draws each request's first token
+    decoded = sum(request.output_len - 1 for request in requests)  # prefill samples each request's first token
     steps = max(max(request.output_len for request in requests) - 1, math.ceil(decoded / max_num_seqs))
     if steps == 0:
         return prefill

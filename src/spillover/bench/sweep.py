@@ -131,7 +131,8 @@ class Sweep:
         yield full
         low, high = sorted((alone.reached, full.reached))
         if not high > 0:
-            raise SpilloverError(f"no request was answered: {alone.run.failed[0].error if alone.run.failed else '?'}")
+            raise SpilloverError("no request of the first two steps was answered" + (
+                f", the first with: {alone.run.failed[0].error}" if alone.run.failed else "; raise --max-seconds"))
         if low > high / 2:  # it gains nothing from batches: there is no room between the two
             low = 0.0
         for rate in np.linspace(low, high, plan.steps - 1)[1:]:

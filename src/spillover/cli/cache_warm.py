@@ -88,11 +88,11 @@ def read_prompts(lines: Iterable[str]) -> list[Any]:
             raise SpilloverError(f'line {number} of the prompts is not JSON; a text is written in quotes: "Once upon '
                                  'a time"') from None
         if not _is_prompt(prompt):
-            raise SpilloverError(f'line {number} of the prompts is no prompt; write a text in quotes, {{"prompt": '
+            raise SpilloverError(f'line {number} of the prompts is not a prompt; write a text in quotes, {{"prompt": '
                                  '"..."}, {"messages": [...]} or {"prompt_token_ids": [...]}')
         prompts.append(prompt)
     if not prompts:
-        raise SpilloverError("there are no prompts to warm the cache with")
+        raise SpilloverError('--prompts has no prompts; write one JSON value a line, such as "Once upon a time"')
     return prompts
 
 

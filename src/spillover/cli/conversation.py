@@ -130,7 +130,7 @@ class Conversation:
         asked = next((place for place in reversed(range(len(self.history)))
                       if self.history[place]["role"] == "user"), None)
         if asked is None:
-            raise SpilloverError("nothing has been asked yet")
+            raise SpilloverError("there is no message to take back yet; type one first")
         message = self.history[asked]["content"]
         del self.history[asked:]
         return message

@@ -16,7 +16,7 @@ from spillover.units import parse_bytes
               show_default=True,
               help="Type of the weights; auto keeps the file's, and makes float32 of quantised ones.")
 @click.option("--max-shard-size", default="5GB", show_default=True, metavar="SIZE",
-              help="Most bytes of one safetensors file (GB: 1000 MB, GiB or G: 1024 MiB).")
+              help="Maximum size of one safetensors file (GB: 1000 MB, GiB or G: 1024 MiB).")
 @click.option("--force", is_flag=True, help="Replace the model in a folder that is not empty.")
 def export(model: str, folder: Path | None, dtype: str, max_shard_size: str, force: bool) -> None:
     """Write a model as a Hugging Face folder.

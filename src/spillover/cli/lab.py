@@ -43,7 +43,7 @@ def lab() -> None:
 
 
 @lab.command("list")
-@click.option("--presets", is_flag=True, help="The configurations of engines that arms can name.")
+@click.option("--presets", is_flag=True, help="List presets, named configurations of engines, instead.")
 def list_experiments(presets: bool) -> None:
     """List experiments that ship, or presets of engines."""
     from rich.markup import escape
@@ -82,11 +82,11 @@ def list_experiments(presets: bool) -> None:
 
 @lab.command()
 @click.argument("experiment")
-@click.option("--scale", default=None, metavar="SIZE", help="A size that the experiment defines, such as gpu. "
-                                                           "[default: for a CPU]")
+@click.option("--scale", default=None, metavar="SIZE", help="Size of the experiment, one that its file defines, such "
+                                                           "as gpu. [default: cpu]")
 @click.option("--out", default=None, metavar="DIR", help=f"Folder of results; resumed if it holds this experiment. "
                                                          f"[default: {RESULTS}/NAME]")
-@click.option("--fresh", is_flag=True, help="A new folder, where the usual one is taken.")
+@click.option("--fresh", is_flag=True, help="Start in a new folder if the default one has results already.")
 @click.option("--dry-run", is_flag=True, help="Show what would be run, what would be refused and how long it may take; "
                                              "run nothing.")
 @click.option("--max-blocks", type=click.IntRange(min=1), default=None,
@@ -95,9 +95,10 @@ def list_experiments(presets: bool) -> None:
               help="Begin no block that would end later than this, such as 30min or 2h; at least 3 blocks are run. "
                    "[default: the experiment's, or 1h]")
 @click.option("--arms", default=None, callback=comma_list(click.STRING), metavar="NAME,...",
-              help="Only these, and the baseline.")
-@click.option("--workloads", default=None, callback=comma_list(click.STRING), metavar="NAME,...", help="Only these.")
-@click.option("--model", default=None, help="In place of the experiment's, for all arms that name none.")
+              help="Run only these arms, and the baseline.")
+@click.option("--workloads", default=None, callback=comma_list(click.STRING), metavar="NAME,...",
+              help="Run only these workloads.")
+@click.option("--model", default=None, help="Model of all arms that name none, in place of the experiment's.")
 @click.option("--retry-failed", is_flag=True, help="Repeat runs that failed when the folder was last run.")
 @click.option("--monitors/--no-monitors", default=True, show_default=True,
               help="Watch GPU, CPU, memory, disk and the engine's metrics beside every run.")
@@ -142,8 +143,8 @@ def report(folder: Path) -> None:
 @lab.command()
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
 @click.option("--port", default=9464, show_default=True, help="Port to listen at; 0 takes a free one.")
-@click.option("--engine-url", default=None, metavar="URL", help="A server whose /metrics are shown as well.")
-@click.option("--pid", default=None, type=int, help="A process whose memory is watched, with its children.")
+@click.option("--engine-url", default=None, metavar="URL", help="Also export the /metrics of this server.")
+@click.option("--pid", default=None, type=int, help="Also watch the memory of this process and its children.")
 def exporter(host: str, port: int, engine_url: str | None, pid: int | None) -> None:
     """Show the lab's monitors to Prometheus, or to Performance Co-Pilot's openmetrics PMDA."""
     from spillover.lab.monitors import CpuMonitor, DiskMonitor, Monitor, NvmlMonitor, ProcessMonitor, PrometheusMonitor

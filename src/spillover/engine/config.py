@@ -52,8 +52,8 @@ class EngineConfig:
                                                "from the first, copied when they are used; as in vLLM.")
     policy: str = _flag("lru", "Which expert to evict from its slot, and which to prefetch: static, lru, lfru, "
                                "next-layer, or module:Class of your own.")
-    paged_tokens: int | None = _flag(None, "Largest step, in tokens, for which the device fetches missing experts by "
-                                           "itself; larger steps stream them.")
+    paged_tokens: int | None = _flag(None, "Maximum tokens of a step for which the GPU fetches missing experts into "
+                                           "slots by itself; larger steps stream experts past.")
     host_memory: str | None = _flag(None, "Memory budget of the host tier, e.g. 64GB or 50%, for weights and KV off "
                                           "the device; pinned on CUDA. Weights come first.")
     disk: tuple[str, ...] = _flag((), "PATH:SIZE, a folder for KV on disk and its maximum size, e.g. /nvme/kv:200GB; "
@@ -61,8 +61,9 @@ class EngineConfig:
     remote: str | None = _flag(None, "Redis or Valkey server that keeps KV for several engines, e.g. "
                                "redis://user:password@host:6379/0; rediss:// is with TLS, unix:// a socket; ?size=20GB "
                                "and ?ttl=SECONDS bound it.")
-    kv_offloading_size: float | None = _flag(None, "vLLM's name for --host-memory, in GiB.")
-    spill: str = _flag("evict", "When to write KV to the lower tiers: when it is evicted from the device, or eagerly.",
+    kv_offloading_size: float | None = _flag(None, "Size of the host tier in GiB: vLLM's name for --host-memory.")
+    spill: str = _flag("evict", "When to write KV to the lower tiers: evict, shortly before its room is needed, or "
+                                "eager, as soon as a block is full.",
                        ("evict", "eager"))
     restore: str = _flag("auto", "What to do with KV found in a lower tier: auto loads it, recomputes it, or does "
                                  "both at once, whichever measured rates say is faster.", ("auto", "always", "never"))
@@ -71,8 +72,8 @@ class EngineConfig:
                                 {"fp8_e4m3": "fp8"})
     spill_dtype: str = _flag("auto", "Type of KV in the lower tiers; auto keeps the type that it has on the device.",
                              ("auto", "fp8", "int8"), {"fp8_e4m3": "fp8"})
-    spill_admission: str = _flag("always", "Which blocks may enter the lower tiers: always, second-use (blocks that "
-                                 "were asked for twice), or module:Class of your own.")
+    spill_admission: str = _flag("always", "Which KV blocks a lower tier stores: always (all), second-use (those "
+                                 "that leave the tier above for the second time), or module:Class of your own.")
     kv_store_key_file: str | None = _flag(None, "File with a key of 16 bytes or more for the KV on --disk and in "
                                           "--remote: blocks that were not written with it are rejected.")
     max_model_len: int | None = _flag(None, "Maximum length of prompt plus output, in tokens.")
@@ -173,7 +174,7 @@ class EngineConfig:
         object.__setattr__(self, "disk", (self.disk,) if isinstance(self.disk, str) else tuple(self.disk))
         if self.cpu_offload_gb is not None:
             if not self.cpu_offload_gb >= 0:
-                raise SpilloverError(f"--cpu-offload-gb is a count of GiB; got {self.cpu_offload_gb}")
+                raise SpilloverError(f"--cpu-offload-gb must be 0 GiB or more; got {self.cpu_offload_gb}")
             object.__setattr__(self, "cpu_offload_gb", self.cpu_offload_gb or None)  # 0 is vLLM's word for none
         if self.kv_offloading_size is not None:
             if self.host_memory is not None:
@@ -196,13 +197,13 @@ class EngineConfig:
                                  "them")
         if self.policy != "lru" and (self.cpu_offload_gb is not None or strategy not in ("auto", "experts")):
             asked = "--cpu-offload-gb" if self.cpu_offload_gb is not None else f"--weights {self.weights}"
-            raise SpilloverError(f"--policy {self.policy} chooses among experts in slots, which {asked} has no choice "
-                                 "of; use --weights experts")
+            raise SpilloverError(f"--policy {self.policy} chooses which experts stay in slots on the device, and "
+                                 f"{asked} has no such slots; use --weights experts")
         if self.paged_tokens is not None and (self.cpu_offload_gb is not None or strategy in (
                 "resident", "sequential")):
             asked = "--cpu-offload-gb" if self.cpu_offload_gb is not None else f"--weights {self.weights}"
-            raise SpilloverError(f"--paged-tokens needs slots of experts, which {asked} does not have; use --weights "
-                                 "experts")
+            raise SpilloverError(f"--paged-tokens is for experts in slots on the device, and {asked} has no such "
+                                 "slots; use --weights experts")
         if self.load_format == "null" and (self.weights != "auto" or self.cpu_offload_gb is not None):
             raise SpilloverError("--load-format null has no weights: leave --weights and --cpu-offload-gb out")
 

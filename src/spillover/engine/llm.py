@@ -89,8 +89,7 @@ class LLM:
         return self.generate([{"prompt_token_ids": ids} for ids in prompts], sampling_params, use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Give the growing answer to one prompt, a result whenever it has grown; closing the iterator ends the
-        request."""
+        """Yield the answer to one prompt whenever it has grown; closing the iterator ends the request."""
         params = params_for(1, sampling_params, self.get_default_sampling_params())[0]
         return self._thread.outputs(self._answer(prompt, params, 0, None))
 

@@ -103,7 +103,8 @@ class Engine:
             self.scheduler.connector.poll()
             self.wait(0.01)
         if kv.num_in_flight:
-            raise SpilloverError("KV is still on its way to or from another tier, which does not answer")
+            raise SpilloverError("cannot sleep: copies of KV to or from a lower tier have not ended within "
+                                 f"{FLUSH_SECONDS:g} s; check the disk and the remote store, and try again")
         self.runner.sleep(kv.used_blocks())
 
     def wake_up(self) -> None:

@@ -1,4 +1,4 @@
-"""A runner without a model: every step ends at once and draws the next of a few ordinary tokens.
+"""A runner without a model: every step ends at once and returns the next of a few ordinary tokens.
 
 It shows what all the rest costs (scheduling, messages, text, HTTP). Its output means nothing.
 """
@@ -13,7 +13,7 @@ from spillover.engine.weights.traffic import WeightTraffic
 from spillover.memory.transfer.cpu_transfers import CpuTransfers
 from spillover.models.tokenizer import Tokenizer
 
-CYCLE = 512  # different tokens that it draws
+CYCLE = 512  # different tokens that it returns
 
 
 class NullStep:

@@ -35,7 +35,8 @@ _LENGTH_BYTES = 4
 def recorded(engine: Engine, config: EngineConfig, plan: Plan, path: Path | str) -> Iterator[None]:
     """Write down all steps that are launched meanwhile. No request may run when it begins."""
     if plan.placement is not None:
-        raise SpilloverError("only a run whose weights all fit on the device can be recorded; drop --gpu-memory")
+        raise SpilloverError("cannot record this run: its weights do not all fit on the device; raise "
+                             "--gpu-memory or leave it out")
     runner = engine.runner
     launch = runner.launch
     with Path(path).open("wb") as log:

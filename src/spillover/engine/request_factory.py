@@ -89,15 +89,16 @@ class RequestFactory:
             raise RequestError("the prompt is empty: it needs at least one token")
         if len(token_ids) >= self._max_model_len:
             more = " or raise --max-model-len" if self._max_model_len < self._config.max_position else ""
-            raise RequestError(f"the prompt has {len(token_ids)} tokens but the context holds {self._max_model_len} "
-                               f"with the answer; shorten it{more}")
+            raise RequestError(f"the prompt has {len(token_ids)} tokens, but prompt and answer together may have at "
+                               f"most {self._max_model_len}; shorten the prompt{more}")
         try:
             plain = [operator.index(token) for token in token_ids]
         except TypeError:
-            raise RequestError("a prompt's token ids must be whole numbers") from None
+            raise RequestError("a prompt's token ids must be whole numbers, such as [1, 15043]") from None
         bad = next((token for token in plain if not 0 <= token < self._config.vocab_size), None)
         if bad is not None:
-            raise RequestError(f"prompt token id {bad!r} is not in the vocabulary of {self._config.vocab_size}")
+            raise RequestError(f"prompt token id {bad!r} is out of range: this model's token ids are 0 to "
+                               f"{self._config.vocab_size - 1}")
         check_token_ids(params, self._config.vocab_size)
         if params.structured_outputs is not None or params.stop:
             self._need_tokenizer("structured output or a stop string")
@@ -118,7 +119,8 @@ class RequestFactory:
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self._tokenizer is None:
-            raise RequestError(f"{what} needs a tokenizer, but the engine was started with skip_tokenizer_init")
+            raise RequestError(f"{what} needs a tokenizer, but the engine was started with "
+                               "skip_tokenizer_init; start it without")
         return self._tokenizer
 
 

@@ -147,16 +147,16 @@ class SamplingParams:
         within("repetition_penalty", 0, math.inf, open_low=True)
         within("min_tokens", 0, math.inf)
         if math.isinf(self.temperature) or math.isinf(self.repetition_penalty):
-            raise RequestError("temperature and repetition_penalty must be finite")
+            raise RequestError("temperature and repetition_penalty must be finite, got inf")
         if self.max_tokens is not None:
             within("max_tokens", 1, math.inf)
             if self.min_tokens > self.max_tokens:
-                raise RequestError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})")
+                raise RequestError(f"min_tokens ({self.min_tokens}) must be at most max_tokens ({self.max_tokens})")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 within(name, 0, 1000)
         if any(not text for text in self.stop):
-            raise RequestError("a stop string must not be empty")
+            raise RequestError("a stop string must not be empty, got ''; leave it out of stop")
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True; use stop_token_ids instead")
         for token, bias in (self.logit_bias or {}).items():

@@ -60,8 +60,7 @@ _KNOWN: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 
 def may_be_left_out(name: str, value: Any) -> bool:
-    """Return whether this is a keyword of vLLM's with a value that says what is so anyway; SpilloverError if it asks
-    for something else."""
+    """Return whether vLLM's keyword asks for what is so anyway; SpilloverError if it asks for something else."""
     if name not in _KNOWN:
         return False
     harmless, instead = _KNOWN[name]

@@ -34,8 +34,7 @@ LOWER = frozenset({"duration", "failed", "max_concurrent_requests", "mean_concur
 
 
 def better(metric: str) -> str:
-    """Return which way is good, of every name in `run_metrics.metric_names`: times are better lower, rates and shares
-    higher."""
+    """Return which way is good of every name in `run_metrics.metric_names`: lower times, higher rates and shares."""
     return "lower" if metric.endswith("_ms") or metric in LOWER else "higher"
 
 

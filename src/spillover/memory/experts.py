@@ -87,8 +87,7 @@ class ExpertCache:
         return slot
 
     def lend(self, layer: int) -> range:
-        """Take a slot out of the layer's use, evicting if need be; none where only one is left that anybody can
-        have."""
+        """Take a slot out of the layer's use, evicting if need be; none where only one is left to be had."""
         worth = self.policy.worth(layer)
         pinned = sum(worth[expert] == float("inf") for expert in self._slot_of[layer])
         if self.usable(layer) - pinned <= 1:

@@ -74,8 +74,7 @@ def uniform(steps: int, layers: int, experts: int, k: int, seed: int = 0) -> Tra
 
 
 def simulate(trace: Trace, experts: int, quota: int, policy: ExpertPolicy, warm: int = 0) -> CacheCounts:
-    """Play a trace through a cache that begins with the first experts of each layer; the first `warm` steps do not
-    count."""
+    """Play a trace through a cache that begins with each layer's first experts; `warm` steps do not count."""
     cache = ExpertCache(len(trace[0]), experts, quota, policy)
     for layer in range(cache.layers):
         for expert in range(cache.quota):

@@ -98,10 +98,10 @@ def parse_config(
     hidden = require(hf, "hidden_size")
     kv_heads = optional(hf, "num_key_value_heads") or heads
     if heads % kv_heads:
-        raise CheckpointError(f"config.json: {heads} attention heads cannot share {kv_heads} key/value heads evenly")
+        raise CheckpointError(f"config.json: num_attention_heads {heads} is no multiple of {kv_heads} key/value heads")
     size = optional(hf, "head_dim") or head_dim or hidden // heads
     if size < 2 or size % 2:
-        raise CheckpointError(f"config.json: heads of {size} dimensions cannot be rotated; head_dim is an even number")
+        raise CheckpointError(f"config.json: head_dim {size} is not supported; it must be an even number for rope")
     rope_theta, rope_scaling = parse_rope(hf, theta)
     # The first is what a checkpoint adds from generation_config.json, where chat models list their turn ends.
     eos = hf.get("generation_eos_token_id", hf.get("eos_token_id"))
@@ -126,8 +126,8 @@ def parse_config(
     }
     parsed |= fields
     if parsed.get("experts_per_token", 0) > parsed.get("num_experts", 0):
-        raise CheckpointError(f"config.json: {parsed['experts_per_token']} experts per token of "
-                              f"{parsed['num_experts']} are asked for")
+        raise CheckpointError(f"config.json: num_experts_per_tok {parsed['experts_per_token']} exceeds the "
+                              f"{parsed['num_experts']} experts that there are")
     return ModelConfig(**parsed)
 
 

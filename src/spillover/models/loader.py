@@ -32,8 +32,7 @@ def load_parts(
     device: DeviceOf,
     progress: Progress | None = None,
 ) -> Iterator[tuple[str, dict[str, Weight]]]:
-    """Load part after part, every weight once; at any time no more than one checkpoint tensor is held besides what is
-    loaded."""
+    """Load part after part, every weight once; at most one checkpoint tensor is held besides what is loaded."""
     reader = _Reader(checkpoint, config)
     chosen = {part: [(spec, reader.choose(spec)) for spec in listed] for part, listed in specs.items()}
     total = sum(part_nbytes(listed, _named(dtype)) for listed in specs.values())

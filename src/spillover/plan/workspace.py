@@ -52,7 +52,7 @@ def workspace(
     if config.expert_format != "dense" and device == "cpu":  # one expert at a time is dequantised, then packed
         kernels += 2 * 2 * config.expert_intermediate_size * config.hidden_size * ITEMSIZE[dtype]
     vocab = config.vocab_size
-    stored = ITEMSIZE[dtype] if dtype != "float32" else 0  # logits before they are widened
+    stored = ITEMSIZE[dtype] if dtype != "float32" else 0  # logits before they are float32
     activations = tokens * _row_bytes(config, dtype, native)
     logits = min(max(rows, SCORED_ROWS), tokens) * vocab * (LOGIT_BYTES + stored)
     sampler = min(min(rows, tokens) * vocab, max(vocab, SAMPLE_ENTRIES[device])) * SAMPLE_BYTES
@@ -77,11 +77,11 @@ def staging_bytes(
     totals = (tokens + ITEM_ROWS) * config.num_heads * (config.head_dim + 2) * 4
     if native:
         return buffers + totals
-    # A segment is read into keys and values of the compute type, and widened before if it was narrow.
+    # A segment is read into keys and values of the compute type, and dequantised first if it was quantised.
     segment = positions * kv_layer_bytes(config, dtype)
-    narrow = (kv_dtype, spill_dtype) != ("auto", "auto")
-    widened = 4 * positions * kv_layer_bytes(config, "float32") if narrow else 0
-    return buffers + 2 * totals + 3 * segment + widened + 5 * 4 * MOST_SCORES
+    quantised = (kv_dtype, spill_dtype) != ("auto", "auto")
+    float_bytes = 4 * positions * kv_layer_bytes(config, "float32") if quantised else 0
+    return buffers + 2 * totals + 3 * segment + float_bytes + 5 * 4 * MOST_SCORES
 
 
 def _cuda_bytes(config: ModelConfig, dtype: str, captured: int, rows: int, positions: int) -> int:

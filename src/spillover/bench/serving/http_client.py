@@ -58,8 +58,8 @@ class Connection:
         self.sent = 0.0  # when the last message was handed to the socket
 
     async def exchange(self, message: bytes | Call, sink: Callable[[Reply], Sink]) -> Reply:
-        """Send it and return when the whole answer has come. `sink` is asked, once the head is there, where to put the
-        body."""
+        """Send it and return when the whole answer has come. `sink` says, once the head is there, where the body
+        goes."""
         return await self._attempt(message, lambda wire: wire.whole(sink))
 
     async def send(self, call: Call) -> Reply:

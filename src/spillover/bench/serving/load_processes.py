@@ -133,8 +133,7 @@ def _run_processes(work: Sequence[Chain], options: LoadOptions, count: int,
 
 
 class _Client:
-    """A process of its own, told what to do over a socket. Not `multiprocessing`'s: that would run the caller's main
-    module once more."""
+    """A process told what to do over a socket; `multiprocessing`'s would run the caller's main module once more."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()

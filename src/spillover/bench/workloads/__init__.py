@@ -1,1 +1,1 @@
-"""What is asked."""
+"""Workloads: prompts, lengths and times to send."""

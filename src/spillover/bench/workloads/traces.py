@@ -53,7 +53,7 @@ class Replay:
 def trace_shapes(rows: Sequence[TraceRow], replay: Replay) -> tuple[tuple[Shape, ...], tuple[str, ...]]:
     """Return the requests, and what a reader of their numbers must know. Times start at 0 with the first row played."""
     if not rows:
-        raise SpilloverError("the trace has no request that was answered")
+        raise SpilloverError("the trace has no answered request (one with an output length above 0); give another file")
     played = sorted(rows, key=lambda row: row.at)[: replay.limit]
     start = played[0].at
     shapes = [_shape(index, row, start, replay) for index, row in enumerate(played)]

@@ -1,4 +1,4 @@
-"""A workload in words, for endpoints that take no token ids: chat, and servers of few talents.
+"""A workload in words, for endpoints that take no token ids: chat, and servers that take text alone.
 
 Text does not come back as the same tokens, and a chat template adds its own: lengths are counted again.
 """

@@ -50,7 +50,8 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
               help="Shape of the gamma distribution of gaps: 1 is Poisson, less is burstier, inf is even.")
 @click.option("--max-concurrency", default=None, callback=comma_list(click.INT), metavar="INT,...",
               help="Maximum concurrent requests; others wait in the client.")
-@click.option("--ramp-up-strategy", type=click.Choice(["linear", "exponential"]), default=None)
+@click.option("--ramp-up-strategy", type=click.Choice(["linear", "exponential"]), default=None,
+              help="Raise the rate from --ramp-up-start-rps to --ramp-up-end-rps, linearly or exponentially.")
 @click.option("--ramp-up-start-rps", type=float, default=0.0, help="Requests per second at the first request.")
 @click.option("--ramp-up-end-rps", type=float, default=0.0, help="Requests per second at the last request.")
 @click.option("--self-timed/--no-self-timed", default=True, show_default=True,
@@ -65,9 +66,9 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
 @click.option("--save-result", is_flag=True, help="Write the result as JSON.")
 @click.option("--save-detailed", is_flag=True, help="Include every request's events and text in the result.")
 @click.option("--append-result", is_flag=True, help="Append the result to the file as one line.")
-@click.option("--result-dir", default=None, metavar="DIR")
+@click.option("--result-dir", default=None, metavar="DIR", help="Folder of the result. [default: the current one]")
 @click.option("--result-filename", default=None, metavar="FILE",
-              help="[default: made from label, rate, model and date]")
+              help="File name of the result. [default: made from label, rate, model and date]")
 @click.option("--label", default=None, help="Name of the result. [default: the backend's]")
 @click.option("--metadata", multiple=True, metavar="KEY=VALUE", help="Add this pair to the result; may be given more "
                                                                      "than once.")

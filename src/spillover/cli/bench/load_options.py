@@ -94,16 +94,16 @@ class ServerOptions:
 _OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--backend", type=click.Choice(list(BACKENDS)), default="openai", show_default=True,
                  metavar="[openai|openai-chat]",
-                 help="openai is /v1/completions with prompts of token ids; openai-chat sends text. Engines' names "
-                      "mean openai."),
+                 help="API to call: openai is /v1/completions with prompts of token ids, openai-chat is "
+                      "/v1/chat/completions with text. Engines' names, such as vllm, mean openai."),
     click.option("--base-url", default=None, metavar="URL", help="Address of the server, in place of --host and "
                                                                  "--port."),
-    click.option("--host", default="127.0.0.1", show_default=True),
-    click.option("--port", type=int, default=8000, show_default=True),
-    click.option("--endpoint", default=None, metavar="PATH", help="[default: as the backend has it]"),
+    click.option("--host", default="127.0.0.1", show_default=True, help="Host of the server."),
+    click.option("--port", type=int, default=8000, show_default=True, help="Port of the server."),
+    click.option("--endpoint", default=None, metavar="PATH", help="Path of requests. [default: the backend's]"),
     click.option("--model", default=None, help="Model name to send. [default: the first that the server serves]"),
-    click.option("--served-model-name", default=None, help="The name to send, where it is not --model."),
-    click.option("--api-key", default=None, help="[default: OPENAI_API_KEY of the environment]"),
+    click.option("--served-model-name", default=None, help="Model name to send, if not that of --model."),
+    click.option("--api-key", default=None, help="API key to send. [default: OPENAI_API_KEY of the environment]"),
     click.option("--header", multiple=True, metavar="KEY=VALUE", help="Send this header with every request; may be "
                                                                       "given more than once."),
     click.option("--insecure", is_flag=True, help="Do not check the server's certificate."),
@@ -111,7 +111,7 @@ _OPTIONS: list[Callable[[Any], Any]] = [
                  help="Wait at most this many seconds until the server is ready; 0 does not wait. [default: 600 for a "
                       "server that is starting, 30 where nothing listens]"),
     click.option("--num-warmups", default=1, show_default=True,
-                 help="Warm-up requests, whose prompts are not measured."),
+                 help="Number of requests sent before the run and not measured."),
     click.option("--ignore-eos/--no-ignore-eos", default=None,
                  help="Ignore the end-of-sequence token, so that answers have exactly the length asked for. [default: "
                       "as the workload says]"),
@@ -121,7 +121,7 @@ _OPTIONS: list[Callable[[Any], Any]] = [
                                                             "per token."),
     click.option("--extra-body", default=None, metavar="JSON", help="Add these fields to every request."),
     *(click.option("--" + name.replace("_", "-"), name, type=int if name == "top_k" else float, default=None,
-                   help="Send this with every request; the server's default otherwise.") for name in SAMPLING),
+                   help="Sampling parameter of every request. [default: the server's]") for name in SAMPLING),
     click.option("--client-processes", type=int, default=None,
                  help="Number of client processes that send and read. [default: by the request rate]"),
     click.option("--request-timeout", default=21600.0, show_default=True, help="Seconds after which a request counts "

@@ -36,8 +36,7 @@ class Answer:
 
 
 def show_chats(console: Console, config: EngineConfig) -> None:
-    """Ask each chat twice. At the second question its KV has left the device: it comes back from host memory, or all is
-    computed again."""
+    """Ask each chat twice. At the second question its KV comes back from host memory, or is computed again."""
     from spillover.cli.loading import open_llm
 
     starved = _starved(config)

@@ -51,7 +51,7 @@ class RequestTable:
         self.block_tables = torch.zeros(groups, count + 1, width, dtype=torch.int32, device=device)
         self.num_prompt = np.zeros(count, dtype=np.int64)
         self.num_known = np.zeros(count, dtype=np.int64)  # tokens that the host knows
-        self.draw = np.full(count, -1, dtype=np.int32)  # the request's row among the last step's draws
+        self.draw = np.full(count, -1, dtype=np.int32)  # the request's row among those sampled in the last step
         self.plain = np.zeros(count, dtype=bool)  # sampled by temperature alone
         self.temperature = np.zeros(count, dtype=np.float32)  # 0: greedy
         self.stream = np.zeros(count, dtype=np.uint64)  # where the request's random numbers begin

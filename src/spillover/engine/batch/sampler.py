@@ -92,11 +92,11 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """What the host knows of one sequence about to draw a token."""
+    """What the host knows of one sequence about to sample a token."""
 
     params: SamplingParams
     seed: int
-    step: int  # output tokens so far, which is the index of the one being drawn
+    step: int  # output tokens so far, which is the index of the one being sampled
     prompt_token_ids: Sequence[int] = ()
     output_token_ids: Sequence[int] = ()  # all of them where params.needs_history
     mask: Tensor | None = None  # [ceil(V/32)] int32 on the host
@@ -147,7 +147,7 @@ def to_position_logprobs(row: LogprobRow, token_id: int, k: int,
 
 
 def uniform(seed: int, step: int) -> float:
-    """Return the random number in [0, 1) with which a sequence of this seed draws its token number `step`."""
+    """Return the random number in [0, 1) with which a sequence of this seed samples its token number `step`."""
     return float(_uniforms([seed], [step])[0])
 
 
@@ -246,7 +246,7 @@ def _draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _draw_on_cuda(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Return one token a row, [R]. Whatever the rows ask for, one kernel draws them all, so that what a row asks for
+    """Return one token a row, [R]. Whatever the rows ask for, one kernel samples them all, so that what a row asks for
     cannot change the last bits of another's weights."""
     from spillover.kernels.triton.draw import draw
     from spillover.kernels.triton.nucleus import keep_likely

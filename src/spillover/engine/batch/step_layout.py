@@ -74,7 +74,7 @@ class StepArrays:
     """What kernels read of a step: T rows of B requests, R of them sampled from; in each array padding comes last."""
 
     token_ids: npt.NDArray[np.int64]  # [T]; 0 where only the device knows the token ...
-    sources: npt.NDArray[np.int32]  # [T] ... which is this one of the last step's draws; -1: the host knows it
+    sources: npt.NDArray[np.int32]  # [T] ... which is this row of those sampled in the last step; -1: the host knows it
     positions: npt.NDArray[np.int64]  # [T]
     row_of: npt.NDArray[np.int32]  # [T], the request that a row belongs to
     query_start: npt.NDArray[np.int32]  # [B + 1], the first row of each request
@@ -151,7 +151,7 @@ def write_padding(into: StepArrays, rows: slice, table: RequestTable) -> None:
 
 
 def _write_tokens(into: StepArrays, items: ItemArrays, table: RequestTable) -> None:
-    """Write token ids as far as the host knows them, and for each of the others its row among the last step's draws."""
+    """Write the token ids that the host knows, and for each of the others its row among the last step's samples."""
     n = len(items.items)
     pending = items.starts + items.counts > table.num_known[items.slots]  # only an item's last row can be
     draws = table.draw[items.slots]

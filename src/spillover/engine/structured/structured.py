@@ -139,7 +139,8 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Tokenizer, limits: GrammarLimits | None = None) -> None:
         if not tokenizer.eos_token_ids:
-            raise RequestError("structured output needs a tokenizer with an end-of-sequence token")
+            raise RequestError("structured output needs an end-of-sequence token, and this model's tokenizer names "
+                               "none; set eos_token in its tokenizer_config.json")
         self._limits = limits or GrammarLimits()
         eos = list(tokenizer.eos_token_ids)
         self._vocabulary = Vocabulary([tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)],

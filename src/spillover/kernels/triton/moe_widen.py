@@ -1,4 +1,4 @@
-"""Experts kept in FP8, widened to the activations' type: for steps so large that every tile would do it again.
+"""Experts kept in FP8, dequantised to the activations' type: for steps so large that every tile would do it again.
 
 A weight is its code times its block's scale, rounded once, as formats.fp8_block.dequantize makes it.
 """

@@ -1,4 +1,4 @@
-"""The first thing of a step: its inputs come from the host, tokens that the step before drew take their places, and
+"""The first thing of a step: its inputs come from the host, tokens that the step before sampled take their places, and
 block tables their new entries."""
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def unmet(spec: EngineSpec) -> Missing | None:
     for need in needs_of(spec):
         name, _, detail = need.partition(":")
         if name not in _CHECKS:
-            raise SpilloverError(f"There is no need '{need}'; there are {', '.join(_CHECKS)}")
+            raise SpilloverError(f"a preset's needs has '{need}', which is not known; known are {', '.join(_CHECKS)}")
         absent = _CHECKS[name](spec, detail)
         if absent is not None:
             return absent

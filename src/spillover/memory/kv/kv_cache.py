@@ -32,7 +32,7 @@ class KVCache:
         """Make an empty cache. `windows` has one entry a layer group, None for full attention; `identity` digests
         model, dtype, layout. `lender` brings more blocks where it can, of numbers up to `most_blocks`."""
         if num_blocks < 1 or block_size < 1:
-            raise SpilloverError(f"a KV cache of {num_blocks} blocks of {block_size} tokens cannot hold a single token")
+            raise SpilloverError(f"a KV cache needs room for a token; got {num_blocks} blocks of {block_size} tokens")
         if not windows or any(window is not None and window < 1 for window in windows):
             raise SpilloverError(f"layer groups with windows {list(windows)}: each is None or at least 1 token")
         self.block_size = block_size

@@ -25,7 +25,7 @@ def make_own(name: str, problem: str, methods: dict[str, str], flag: str) -> Any
         raise SpilloverError(f"{problem} could not be made ({failure(error)})") from error
     for method, call in methods.items():
         if not callable(getattr(policy, method, None)):
-            raise SpilloverError(f"{flag} {name}: the class has no method {call}")
+            raise SpilloverError(f"{flag} {name}: the class has no method {call}, which the engine calls; add it")
     return policy
 
 

@@ -10,7 +10,7 @@ COUNTERS = ("bytes_in", "bytes_out", "seconds_in", "seconds_out", "hit_tokens", 
 
 @dataclass(frozen=True)
 class TierReport:
-    """A tier's counters: `in` is towards the tier (a spill), `out` is from it (a restore); seconds are of moving bytes."""
+    """A tier's counters: `in` is towards the tier (a spill), `out` is from it (a restore); seconds of moving bytes."""
 
     name: str  # "device" | "host" | "disk" | "remote", as token sources are named
     blocks: int  # that hold KV now

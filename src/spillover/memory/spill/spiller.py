@@ -116,8 +116,7 @@ class Spiller:
         return len(self._copying) > before
 
     def may_go(self, blocks: Sequence[int]) -> bool:
-        """Return whether these blocks, which nobody holds, may leave the device as they are; copies begin of those that
-        may not."""
+        """Return whether these blocks, which nobody holds, may leave the device as they are; if not, copies begin."""
         dirty = [block for block in blocks if not self._clean(block)]
         for block in reversed(dirty):
             self._dirty.move_to_end(block, last=False)

@@ -476,8 +476,7 @@ class SpillStore:
         return min(wanted, self._host.slots.limit // 2) if self.keeps else 0
 
     def _found_below(self, key: bytes, there: bool) -> None:
-        """Note whether the last tier has the block. Where not, or not for sure, host memory's is written down before it
-        goes."""
+        """Note whether the last tier has the block. If not for sure, host memory's is written down before it goes."""
         entry = self._host.get(key)
         if entry is None or not entry.ready or entry.private or entry.writes:
             return

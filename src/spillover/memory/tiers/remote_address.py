@@ -28,20 +28,21 @@ class RemoteAddress:
             parts = urlsplit(text)
             host, port, user, password = parts.hostname, parts.port, parts.username, parts.password
         except ValueError:
-            raise SpilloverError(f"{address}: the host or port of the remote store cannot be read") from None
+            raise SpilloverError(f"--remote {address} has no valid host and port; write redis://HOST:PORT/NUMBER, an "
+                                 "IPv6 address in brackets") from None
         if parts.scheme not in SCHEMES:
             raise SpilloverError(
-                f"{address} is not the address of a remote store; write redis://HOST:PORT, rediss://HOST:PORT or "
-                "unix:///PATH"
+                f"--remote {address} is not the address of a Redis or Valkey server; write redis://HOST:PORT, "
+                "rediss://HOST:PORT or unix:///PATH"
             )
         if parts.scheme == "unix":
             if not parts.path:
-                raise SpilloverError("a remote store at a unix socket needs its path: unix:///run/valkey.sock")
+                raise SpilloverError("--remote unix:// needs the path of a socket; write unix:///run/valkey.sock")
             shown = f"unix://{parts.path}"
         else:
             database = parts.path.strip("/")
             if not host or (database and not database.isdecimal()):
-                raise SpilloverError(f"{address} is not a remote store's address; write redis://HOST:PORT/NUMBER")
+                raise SpilloverError(f"--remote {address} needs a host, and a number for a database; write redis://HOST:PORT/NUMBER")
             where = f"[{host}]" if ":" in host else host
             shown = f"{parts.scheme}://{where}:{port or 6379}" + (f"/{database}" if database else "")
         ours: dict[str, str] = {}

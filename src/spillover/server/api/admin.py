@@ -99,7 +99,7 @@ async def detokenize(http: HttpRequest,
     vocabulary = front.client.info.model_config.vocab_size
     bad = next((token for token in body.tokens if token >= vocabulary), None)
     if bad is not None:
-        raise ApiError(400, f"token id {bad} is not in the vocabulary of {vocabulary}", "tokens")
+        raise ApiError(400, f"token id {bad} is out of range: this model has 0 to {vocabulary - 1}", "tokens")
     text = await prepare(http, lambda: front.tokenizer.decode(body.tokens, False))
     return _json({"prompt": text})
 

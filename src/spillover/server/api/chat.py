@@ -36,7 +36,7 @@ async def chat_completions(http: HttpRequest,
     model = front.model_name(body.model)
     front.require_engine()
     if body.top_logprobs and not body.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
+        raise ApiError(400, f"top_logprobs {body.top_logprobs} needs logprobs: true", "top_logprobs")
     name = f"chatcmpl-{http.scope['request_id']}"
     use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, front.tokenizer.chat_template or "")
     job = await prepare(http, lambda: _job(front, body, use, name), renders=True)
@@ -63,7 +63,7 @@ def _job(front: Front, body: ChatRequest, use: ToolUse | None, name: str) -> Job
     limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     asked: int | None = getattr(body, limit)
     if asked == 0:
-        raise ApiError(400, f"{limit} must be at least 1 for a chat", limit)
+        raise ApiError(400, f"{limit} must be at least 1 in a chat request; got 0", limit)
     room = answer_room(front.context, len(ids), asked, None, limit, "messages")
     params = sampling_params(body, front.client.factory.sampling_defaults, room,
                              (body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs, structured,

@@ -94,7 +94,7 @@ class _Writer:
         self._head = head
         self._timed = timed
         self._n = body.n or 1
-        self._dropped = body.max_tokens == 0  # the engine draws at least one token; it is not shown
+        self._dropped = body.max_tokens == 0  # the engine samples at least one token; it is not shown
         self._as_ids = bool(body.return_tokens_as_token_ids)
         self._skip_special = body.skip_special_tokens is not False
         options = body.stream_options

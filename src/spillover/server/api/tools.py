@@ -90,19 +90,19 @@ def tool_use(tools: Sequence[Tool] | None, choice: str | NamedToolChoice | None,
     """Return the tools of a request. `choice`, `parallel`: as in a chat request; None: no tools to use."""
     if not tools:
         if choice == "required" or isinstance(choice, NamedToolChoice):
-            raise ApiError(400, "tool_choice needs tools to choose from", "tool_choice")
+            raise ApiError(400, "tool_choice asks for a call, but there are no tools: send some", "tool_choice")
         return None
     if choice == "none":
         return None
     names = [tool.function.name for tool in tools]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ApiError(400, f"two tools are called '{twice}'", "tools")
+        raise ApiError(400, f"tools has several functions named '{twice}': give each its own name", "tools")
     forced: str | Literal[True] | None = True if choice == "required" else None
     if isinstance(choice, NamedToolChoice):
         forced = choice.function.name
         if forced not in names:
-            raise ApiError(400, f"tool_choice names '{forced}', but the tools are {', '.join(names)}", "tool_choice")
+            raise ApiError(400, f"tool_choice names '{forced}', but tools has {', '.join(names)}", "tool_choice")
     return ToolUse(format_of(template), forced, tuple(tools), parallel is False)
 
 

@@ -150,7 +150,8 @@ class EngineKeeper:
                 if process.exited.done():
                     raise SpilloverError(self._start_failure(process.exited.result(), await process.last_words()))
                 if time.monotonic() - self._heard > START_SECONDS:
-                    raise SpilloverError(f"the engine has not said a word for {START_SECONDS:.0f} s while starting")
+                    raise SpilloverError(f"the engine process gave no sign of life for {START_SECONDS:.0f} s while "
+                                         "starting, and was killed; its log above says how far it came")
         except BaseException:
             self._state = "dead"
             process.close()

@@ -243,8 +243,8 @@ class EngineService:
         kept = len(self._scheduler.kv.used_blocks()) * self._parts.plan.block_bytes
         needed = self._weight_bytes + kept
         if self._parts.plan.device != "cpu" and needed > (available := probe().memory_available):
-            raise SpilloverError(f"weights and KV take {format_bytes(needed)} on the host but "
-                                 f"{format_bytes(available)} are available")
+            raise SpilloverError(f"cannot sleep: weights and KV would take {format_bytes(needed)} of host memory, and "
+                                 f"{format_bytes(available)} are free; free some, or stop the server instead")
 
     # Messages out
 
@@ -372,7 +372,7 @@ class GrammarWorker:
     def _begin(self, sequences: list[Sequence]) -> None:
         try:
             if self._tokenizer is None:
-                raise RequestError("structured output needs a tokenizer, but the engine has none")
+                raise RequestError("structured output needs a tokenizer; start without --skip-tokenizer-init")
             self._compiler = self._compiler or GrammarCompiler(self._tokenizer, self._limits)
             wanted = sequences[0].request.params.structured_outputs
             assert wanted is not None
