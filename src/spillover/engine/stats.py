@@ -19,7 +19,7 @@ class EngineStats:
     preemptions: int
     # Summed over steps, so that the ratio of differences is the mean over time.
     slots_held: int  # token slots in blocks that running requests hold
-    slots_wasted: int  # of those, slots without a token
+    slots_wasted: int  # slots of held blocks without a token
     tiers: tuple[TierReport, ...] = ()  # below the device, nearest first
 
     @classmethod

@@ -25,7 +25,7 @@ class Phase(enum.IntEnum):
 class NewRequest(msgspec.Struct, frozen=True, array_like=True):
     """A request that runs for the first time, or for the first time since it was preempted."""
 
-    id: int  # of this admission; never used again
+    id: int  # number of this admission; never used again
     token_ids: tuple[int, ...]  # the prompt, and the output that is known already
     num_prompt: int
     params: SamplingParams
@@ -76,7 +76,7 @@ class StepResult:
     """The outcome of a step, parallel to its items."""
 
     token_ids: list[tuple[int, ...]]  # sampled, after a verify those accepted and one more; () where none are
-    logprobs: list[tuple[PositionLogprobs, ...]]  # of these; () where none were asked for
+    logprobs: list[tuple[PositionLogprobs, ...]]  # log probabilities of the tokens; () where none were asked for
     prompt_logprobs: list[list[PositionLogprobs] | None]  # for prompt positions start + 1 .. start + count
 
 

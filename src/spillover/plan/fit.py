@@ -18,7 +18,7 @@ from spillover.plan.workspace import CAPTURED_ROWS, Workspace, staging_bytes, wo
 from spillover.units import format_bytes
 
 CPU_KV_BYTES = 1 << 30  # KV cache of a CPU plan that was given no budget, where memory allows
-CUDA_SHARE = 0.9  # of the free memory, for a CUDA plan that was given no budget
+CUDA_SHARE = 0.9  # share of the free memory for a CUDA plan that was given no budget
 MIN_MODEL_LEN = 256  # a shorter context is planned only for who asks for it
 # (requests, tokens) of a step where nobody asked: the first for a model that fits, the others where room is dear.
 STEPS = {"cpu": ((64, 512), (16, 512), (8, 512), (4, 256), (4, 64)),

@@ -39,10 +39,10 @@ class CudaDevice:
 class Machine:
     cpu: str
     cores: int  # this process may use: affinity, then the cgroup's quota
-    cpu_quota: float | None  # of the cgroup, in cores; None: no quota
+    cpu_quota: float | None  # cores that the cgroup allows; None: no quota
     memory_total: int  # bytes of RAM
     memory_available: int  # bytes that could be taken now, cgroup counted in
-    memory_limit: int | None  # of the cgroup; None: no limit
+    memory_limit: int | None  # bytes that the cgroup allows; None: no limit
     memlock: int | None  # bytes this process may pin; None: no limit
     last_level_cache: int  # bytes; 0: not known
     process_bytes: int  # resident in this process now: the interpreter, torch and what they loaded

@@ -26,8 +26,8 @@ from spillover.plan.hardware import Machine, probe
 from spillover.plan.rates import DiskRates, LinkRates, Rates
 
 _DISK_CHUNK = 4 << 20
-_LINK_BYTES = 64 << 20  # that a link is timed on: more than a cache holds on either side
-_QUICK_SECONDS = 0.6  # of timing, for a plan that must choose before it can load
+_LINK_BYTES = 64 << 20  # copied to time a link: more than a cache holds on either side
+_QUICK_SECONDS = 0.6  # time to measure for a plan that must choose before it can load
 
 
 def measure_rates(device: str = "cpu", seconds: float = 2.0, disk: Path | None = None) -> Rates:

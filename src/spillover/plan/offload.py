@@ -23,13 +23,13 @@ from spillover.plan.strategies import Choice, Strategies, largest
 from spillover.plan.units import Units
 from spillover.units import format_bytes, parse_bytes
 
-LENGTHS = (8192, 4096, 2048)  # that a longest sequence may shrink to before it is refused, where nobody asked
+LENGTHS = (8192, 4096, 2048)  # a longest sequence that nobody asked for may shrink to these before a refusal
 KV_SHARE = 16  # KV beyond one longest sequence is at most 1/n of the budget
 # The workspace is at most 1/n of it, or else little more than the least, where nobody asked for larger steps: a step
 # that streams takes as long whatever its tokens, so that a prompt in twice the steps takes twice as long.
 STEP_SHARE = 8
 STREAMED_STEP = {"cuda": (256, 16384)}  # tried before the steps of a model that fits
-RESERVE = 2 << 30  # of host memory that weights leave free, or a tenth of it if that is more
+RESERVE = 2 << 30  # host memory that weights leave free, or a tenth of it if that is more
 AUTO = ("experts", "sequential", "host-experts")
 LAST = "demand"  # needs the least room, and is slower than any of those
 # Rates to choose by where none were measured; what is printed is always measured.

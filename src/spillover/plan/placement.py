@@ -20,12 +20,12 @@ class Predicted:
     prefill_tokens_per_second: float
     decode_roof: str  # what binds: "memory" | "compute" | "link" | "host" | "link and host" | "disk"
     prefill_roof: str
-    decode_seconds: tuple[tuple[str, float], ...]  # of a step: what each of the device, link, host and disk takes
+    decode_seconds: tuple[tuple[str, float], ...]  # what device, link, host and disk each take in a step
     prefill_seconds: tuple[tuple[str, float], ...]
     decode_moved: int  # bytes that a step brings to the device
     decode_hosted: int  # bytes of experts that the host computes with in a step
     prefill_moved: int
-    assumed_hit_rate: float | None  # of experts asked for, those that lie in a slot: uniform routing; None: no slots
+    assumed_hit_rate: float | None  # share of experts found in a slot, were routing uniform; None: no slots
     context: int  # tokens in the cache of the decoding request
     prefill_tokens: int
 
@@ -51,11 +51,11 @@ class WeightPlan:
     quota: int = 0  # slots of each layer whose experts are paged, pinned or fetched on demand; 0: there is none
     transit: int = 0  # slots that prefill and large batches stream through, apart from every layer's; 0: none
     ring: int = 0  # buffers that parts pass through: 1 on demand, 2 or more where they are fetched ahead; 0: none
-    ring_bytes: int = 0  # of one of them: the largest part that passes, its experts too if they travel with it
-    record_bytes: int = 0  # of one expert; 0: the model has none
-    paged_tokens: int = 0  # of the largest step that fetches its misses itself, or leaves experts to the host; 0: none
+    ring_bytes: int = 0  # bytes of one buffer: the largest part that passes, with experts that travel with it
+    record_bytes: int = 0  # bytes of one expert; 0: the model has none
+    paged_tokens: int = 0  # largest step that fetches its misses itself, or leaves experts to the host; 0: none
     pinned: int = 0  # experts [0, n) of each layer that keep their slots for ever
-    spare_slots: int = 0  # of all layers together, those that KV may take back as contexts grow
+    spare_slots: int = 0  # slots of all layers that KV may take as contexts grow
     resident_bytes: int = 0  # weights that stay on the device for ever, outside slots
     device_bytes: int = 0  # all that weights take there: resident, slots, ring and tables
     host_bytes: int = 0  # weights in host memory

@@ -64,7 +64,7 @@ class Plan:
     weight_bytes: int
     block_size: int
     block_bytes: int
-    num_blocks: int  # that requests can use
+    num_blocks: int  # blocks that requests can use
     kv_bytes: int  # all blocks and the dummy block, which padding points at
     workspace: Workspace
     workspace_bytes: int
@@ -75,15 +75,15 @@ class Plan:
     max_num_seqs: int
     max_num_batched_tokens: int
     windows: tuple[int | None, ...]  # one a group of layers
-    blocks_per_sequence: int  # of max_model_len tokens, all groups
+    blocks_per_sequence: int  # blocks of max_model_len tokens, all groups
     kv_cache_dtype: str = "auto"
     spill_dtype: str = "auto"
-    slot_bytes: int = 0  # of a block that has left the device
+    slot_bytes: int = 0  # bytes of a block that has left the device
     tiers: tuple[TierPlan, ...] = ()  # below the device, nearest first
     host_bytes: int = 0  # RAM that they take at most
     costs: Costs | None = None
     placement: WeightPlan | None = None  # None: every weight is resident
-    captured_rows: int = 0  # of the largest step with part of a prompt that there is room to record
+    captured_rows: int = 0  # rows of the largest prefill step captured as a CUDA graph
     notes: tuple[str, ...] = ()  # flags that were given and change nothing under this plan, a sentence each
 
     @property

@@ -25,7 +25,7 @@ class _Moves:
     streamed: float  # parts that are known to be needed before they are, and what travels with them
     missed: float  # experts that are asked for and not there
     hosted: float  # experts that the host computes
-    from_disk: float  # of these, from disk
+    from_disk: float  # bytes that come from disk
 
 
 def predict(plan: WeightPlan, units: Units, shape: ModelShape, rates: Rates, max_model_len: int,

@@ -10,7 +10,7 @@ class Rates:
     """Bytes and FLOPs a second. None: not there on this device, or not asked for."""
 
     device: str  # "cpu" | "cuda"
-    memory_read: float  # of the memory the device computes from, all cores or the whole GPU
+    memory_read: float  # memory that the device computes from, all cores or the whole GPU
     float32: float  # matrix product
     bfloat16: float | None = None
     device_copy: float | None = None  # CUDA: read + write

@@ -43,7 +43,7 @@ class Roof:
     """A limit on one machine."""
 
     seconds: float
-    tokens: int  # that come of it: sampled by a decode, taken in by a prefill
+    tokens: int  # sampled by a decode, or taken in by a prefill
     bound: str  # "memory" | "compute"
     limit: Limit
 

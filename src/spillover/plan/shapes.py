@@ -10,14 +10,14 @@ from spillover.models.config import ModelConfig
 from spillover.models.groups import layer_groups
 from spillover.models.weight_specs import WeightSpecs, is_expert
 
-KV_SCALE_BYTES = 4  # of quantised KV: a float32 for each token, head, and key or value
+KV_SCALE_BYTES = 4  # scale of quantised KV: a float32 for each token, head, and key or value
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """What a step reads and computes with. `params` are those of matrices: two FLOPs each for every token."""
 
-    dtype: str  # of the engine: weights that are not kept as stored, activations and KV
+    dtype: str  # type of activations, KV and weights that are not kept as stored
     vocab_size: int
     hidden_size: int
     num_heads: int

@@ -14,7 +14,7 @@ from spillover.plan.units import Units, part_layer
 
 PAGED_TOKENS = 8  # tokens of a step whose misses are fetched within it, where the slots allow
 LEAST_TRANSIT = 2  # slots: one is filled while the other is computed with
-GROUP_BYTES = 100 << 20  # of experts that stream together: they fill a link, and a GPU while it computes with them
+GROUP_BYTES = 100 << 20  # experts that stream together: they fill a link, and a GPU while it computes with them
 TRANSIT_SHARE = 10  # stream buffers take at most one in n slots
 # Embedding and head stay as long as they can: first the head travels, then the embedding instead, then both.
 _ENDS = (("embed", "head"), ("embed",), ("head",), ())

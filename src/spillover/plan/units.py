@@ -15,7 +15,7 @@ class Units:
     parts: Mapping[str, int]  # bytes of each part without its experts, as tensors; in the order of a step
     records: Mapping[str, int]  # the same as one run of bytes
     stacks: Mapping[int, int]  # bytes of a layer's experts, as tensors; layers that have some, in order
-    record_bytes: int  # of one expert; 0: there is none
+    record_bytes: int  # bytes of one expert; 0: there is none
     num_experts: int
     experts_per_token: int
     tied: bool  # the embedding is the head too: a step enters that part twice

@@ -21,7 +21,7 @@ SCORED_ROWS = 64  # prompt log probabilities are made this many rows at a time
 BLAS_BYTES = {"cpu": 0, "cuda": 32 << 20}  # cuBLAS keeps a workspace a handle
 # Attention without a native kernel holds float32 scores [heads, queries, keys] of one request; room for that much.
 SCORES_BYTES = 256 << 20
-ITEM_ROWS = 24  # that the native attention keeps totals of together, at most beyond the rows there are
+ITEM_ROWS = 24  # most rows, beyond those there are, that native attention keeps totals of
 CAPTURED_ROWS = 1024  # rows of the largest prefill step captured as a CUDA graph
 SMALLEST_BLOCK = 8  # tokens, of which a block table has an entry each
 
@@ -33,7 +33,7 @@ class Workspace:
     sampler: int  # what is made of the logits while tokens are sampled
     rope: int  # cos and sin for every position
     kernels: int  # what the kernels take for themselves
-    staging: int = 0  # that KV of sequences longer than the pool streams through
+    staging: int = 0  # buffers that KV of sequences longer than the pool streams through
 
     @property
     def total(self) -> int:

@@ -21,7 +21,7 @@ MAX_HEADER_BYTES = 65_536  # request line and headers; also of the trailers of a
 MAX_HEADERS = 256
 MIN_BODY_RATE = 16_384  # bytes per second, beside --client-timeout, that a body must come at on average
 _SLICE = 4096  # bytes given to the parser at once: as many requests may stand in a queue as fit in it
-_MAX_WAITING_BYTES = 65_536  # of requests behind the one being served; then no more is read
+_MAX_WAITING_BYTES = 65_536  # bytes of requests behind the one being served; then no more is read
 _FRAME_BYTES = 16  # more than the framing of the smallest chunk of a body takes, per byte of it
 _PROBE_SECONDS = 0.25  # between looks at whether a client that ended its half of the connection is still there
 
@@ -46,7 +46,7 @@ class Connection(HttpToolsProtocol):
         self._shared = shared
         self._waiting = bytearray()  # not parsed yet: a request is being served
         self._refusal: ApiError | None = None  # why the parser was stopped
-        self._deadline: asyncio.TimerHandle | None = None  # of the request that is arriving
+        self._deadline: asyncio.TimerHandle | None = None  # timer of the request that is arriving
         self._began = 0.0  # when its first byte came
         self._messages = 0
         self._running: RequestResponseCycle | None = None

@@ -30,7 +30,7 @@ class ServerSettings:
     profiler_dir: str | None = None  # for the traces of /start_profile; None: the route is off
     max_json_values: int = 262_144  # in one body
     max_messages: int = 2048  # in one conversation
-    response_store_bytes: int = 64 * 1024 * 1024  # of /v1/responses; 0 keeps none
+    response_store_bytes: int = 64 * 1024 * 1024  # memory for responses of /v1/responses; 0 keeps none
     max_connections: int = 4096
     client_timeout: float = 30.0  # seconds for a request to arrive whole, beside what its body's size takes
     allowed_hosts: tuple[str, ...] = ()  # Host headers taken besides addresses and this machine's own names

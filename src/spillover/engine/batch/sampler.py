@@ -22,7 +22,7 @@ from spillover.plan.workspace import SAMPLE_ENTRIES
 
 # exp(logit - max) becomes an integer of this many bits; 2**18 tokens of the largest weight still fit in int64.
 _WEIGHT_SCALE = 2.0**40
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # of splitmix64
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment
 
 
 @dataclass(frozen=True)

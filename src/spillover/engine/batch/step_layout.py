@@ -54,9 +54,9 @@ class ItemArrays:
 class SampleRows:
     """The rows that tokens are sampled from, each array [number of samples]."""
 
-    rows: Integers  # of the step
+    rows: Integers  # rows of the step that are sampled from
     slots: Integers
-    output_index: Integers  # of the token that is sampled, among the request's output tokens
+    output_index: Integers  # index of the sampled token among the request's output tokens
 
     @staticmethod
     def of(items: ItemArrays, table: RequestTable) -> SampleRows:

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from spillover.errors import SpilloverError
 from spillover.kernels import native
 
-PREFIX = "spill::"  # of what is recorded on a CPU
+PREFIX = "spill::"  # begins the names of what is recorded on a CPU
 
 # The first that matches a kernel's name.
 KINDS = (

@@ -19,7 +19,7 @@ class ProfileSession:
         self._device = device
         self._max_steps = max_steps
         self._open: contextlib.AbstractContextManager[Breakdown] | None = None
-        self._trace: Path | None = None  # of the profile that runs, or of one that ended by itself
+        self._trace: Path | None = None  # trace of the profile that runs, or of one that ended by itself
         self._steps = 0
 
     def start(self, folder: str) -> None:

@@ -41,15 +41,15 @@ Outcome = Literal["fine", "invalid", "time", "memory", "crash"]
 class Trial(msgspec.Struct, frozen=True, array_like=True):
     id: int
     source: str
-    seconds: float  # of CPU time
-    nbytes: int  # of memory
+    seconds: float  # CPU time
+    nbytes: int  # memory
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
     outcome: Outcome
     message: str = ""  # the compiler's, where the grammar is invalid
-    nbytes: int = 0  # that the compiled grammar holds, about
-    seconds: float = 0.0  # of CPU time that it took
+    nbytes: int = 0  # about what the compiled grammar holds
+    seconds: float = 0.0  # CPU time that it took
     id: int = 0
 
 
@@ -82,7 +82,7 @@ class _Child:
     trial: Trial
     pid: int
     short: bool
-    deadline: float  # of the clock, in case it gets no CPU time at all
+    deadline: float  # wall-clock time, in case it gets no CPU time at all
     said: bytearray = field(default_factory=bytearray)
 
 

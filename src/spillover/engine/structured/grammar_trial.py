@@ -29,7 +29,7 @@ class GrammarTrials:
         self._seconds = seconds
         self._nbytes = nbytes
         self._ids = itertools.count()
-        self._lock = threading.Lock()  # of all below, and of writing to the process
+        self._lock = threading.Lock()  # guards all below, and writing to the process
         self._process: subprocess.Popen[bytes] | None = None
         self._waiting: dict[int, Future[Verdict]] = {}
         self._closed = False

@@ -31,13 +31,13 @@ from spillover.units import format_bytes, parse_bytes
 FIRST_SECONDS = 0.5
 TOKEN_SECONDS = 0.005
 REFUSALS_KEPT = 256
-LEAST_BYTES = 64 * 1024  # that a kept grammar counts for, however small
+LEAST_BYTES = 64 * 1024  # a kept grammar counts at least this, however small
 
 
 @dataclass(frozen=True)
 class GrammarLimits:
-    seconds: float = 3.0  # of CPU time to compile one grammar: --grammar-timeout
-    nbytes: int = 256_000_000  # of memory for one grammar, and for all that are kept: --grammar-memory
+    seconds: float = 3.0  # CPU time to compile one grammar: --grammar-timeout
+    nbytes: int = 256_000_000  # memory for one grammar, and for all that are kept: --grammar-memory
 
     @classmethod
     def of(cls, config: EngineConfig) -> GrammarLimits:
@@ -63,7 +63,7 @@ class Grammar:
         self._mask_words = mask_words
         self._accepted = 0
         self._ends = 0  # end tokens after the matcher had stopped, which it does not count itself
-        self._seconds = 0.0  # of CPU time that masks and tokens took
+        self._seconds = 0.0  # CPU time that masks and tokens took
         self.error: str | None = None  # why the answer cannot go on under this grammar
 
     def copy(self) -> Grammar:
@@ -150,7 +150,7 @@ class GrammarCompiler:
         # A grammar that compiles for seconds does not hold up small ones.
         self._quick = ThreadPoolExecutor(1, "spillover-grammars")
         self._slow = ThreadPoolExecutor(1, "spillover-large-grammars")
-        self._lock = threading.Lock()  # of all below
+        self._lock = threading.Lock()  # guards all below
         self._kept: OrderedDict[bytes, tuple[LLMatcher, int]] = OrderedDict()  # with the bytes that each holds
         self._kept_bytes = 0
         self._refusals: OrderedDict[bytes, GrammarRefused] = OrderedDict()

@@ -14,7 +14,7 @@ class CacheStats:
     in_flight: int
     tree_nodes: int
     query_tokens: int  # tokens of all sequences that came to run
-    hit_tokens: int  # of these, found in the tree
+    hit_tokens: int  # prompt tokens found in the tree
     evictions: int  # blocks
 
 
@@ -26,7 +26,7 @@ class SequenceBlocks:
     first: list[int]  # per group: table entries before this one are 0
     num_computed: int = 0  # tokens
     num_ready: int = 0  # leading blocks that are complete; only these are ever shared
-    node: Node | None = None  # of the last ready block; None: this sequence adds nothing to the tree
+    node: Node | None = None  # node of the last ready block; None: this sequence adds nothing to the tree
     # Block index -> the tree's blocks for tokens that this sequence computed as well: held, though in no table.
     held: dict[int, list[int]] = field(default_factory=dict)
     load_end: int = 0  # blocks that the tables cover since the last extend_to_load

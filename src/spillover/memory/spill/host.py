@@ -30,7 +30,7 @@ class Slots:
         self._per_slab = max(1, max(SLAB_BYTES, limit * self._stride // MAX_SLABS) // self._stride)
         self._slabs: list[memoryview] = []  # the last may be shorter; no object a slot, for the collector to look at
         self._addresses: npt.NDArray[np.int64] = np.empty(limit, dtype=np.int64)  # of slots, as far as there are any
-        self._count = 0  # of slots
+        self._count = 0  # number of slots
         self._free: list[int] = []
 
     @property
@@ -87,11 +87,11 @@ class Entry:
         self.key = key
         self.slot = slot  # -1 once it is dropped
         self.ready = False
-        self.private = False  # of one live sequence, found by nobody else
+        self.private = False  # belongs to one live sequence, found by nobody else
         self.forgotten = False  # found by nobody any more, and dropped when nobody relies on it
         self.pins = 0  # copies and restores that rely on the slot
         self.safe = False  # losing it loses nothing: the tiers below have it, or there are none
-        self.writes = 0  # of `pins`, those on the way to a tier below
+        self.writes = 0  # pins of writes to a tier below
 
 
 class HostCache:
@@ -100,7 +100,7 @@ class HostCache:
     def __init__(self, slots: Slots) -> None:
         self.slots = slots
         self.evictions = 0
-        self.dropped = 0  # of these, blocks that no tier had
+        self.dropped = 0  # evicted blocks that no tier had
         self._idle = 0  # entries that are safe, and that nobody relies on
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
         self._unsafe: OrderedDict[bytes, Entry] = OrderedDict()  # ready, and nowhere below; same order

@@ -17,9 +17,9 @@ class _Offloaded:
     """What host memory holds of one sequence."""
 
     entries: list[Entry] = field(default_factory=list)  # its leading blocks
-    addresses: tuple[int, ...] = ()  # of these
+    addresses: tuple[int, ...] = ()  # addresses of the blocks
     moving: list[Entry] = field(default_factory=list)  # the blocks that follow, on their way there
-    copies: int = 0  # of `moving`, those that have not ended
+    copies: int = 0  # copies of `moving` that have not ended
     failures: int = 0
 
 

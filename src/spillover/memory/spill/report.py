@@ -13,7 +13,7 @@ class TierReport:
     """A tier's counters: `in` is towards the tier (a spill), `out` is from it (a restore); seconds of moving bytes."""
 
     name: str  # "device" | "host" | "disk" | "remote", as token sources are named
-    blocks: int  # that hold KV now
+    blocks: int  # blocks that hold KV now
     capacity_blocks: int | None  # None: not known, as of a remote store without a limit
     bytes_in: int
     bytes_out: int

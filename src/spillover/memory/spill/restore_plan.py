@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 LEARN_TOKENS = 64  # a step that prefills this many tells how long a token takes
 SHARE = 0.1  # a part smaller than this share of the prefix is not worth splitting it for
-WORTH = 0.8  # of the time one way takes, that both together may take: rates are estimates, and a split costs more steps
+WORTH = 0.8  # most time of both together over that of one way: rates are estimates, and a split costs steps
 
 
 def first_to_load(
@@ -45,8 +45,8 @@ class ComputeCost:
     """How long computing takes, as steps have shown."""
 
     def __init__(self, token_seconds: float | None) -> None:
-        self.token_seconds = token_seconds  # of prefill, as lately measured; None: not known
-        self.step_seconds = math.inf  # of the shortest step with a prefill
+        self.token_seconds = token_seconds  # prefill time per token, as lately measured; None: not known
+        self.step_seconds = math.inf  # time of the shortest step with a prefill
 
     def observe(self, prefill_tokens: int, num_tokens: int, seconds: float) -> None:
         """Learn from a step. A faster prefill counts at once: the slower ones before it were held up by something, such

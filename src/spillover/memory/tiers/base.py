@@ -239,7 +239,7 @@ class TierStats:
     """Counters since the tier was opened; a key that is not there counts neither as a load nor as a failure."""
 
     blocks: int = 0
-    bytes: int = 0  # of these blocks
+    bytes: int = 0  # bytes of the blocks
     capacity_bytes: int | None = None  # None: not bounded by us
     stores: int = 0
     loads: int = 0

@@ -15,7 +15,7 @@ class Health:
         self._what = what
         self._warned = False
         self._last_warning = -QUIET_SECONDS
-        self.error: str | None = None  # of the last piece of work, None if it succeeded
+        self.error: str | None = None  # error of the last piece of work, None if it succeeded
 
     @property
     def ok(self) -> bool:

@@ -27,7 +27,7 @@ class CacheInfo:
 @dataclass(frozen=True, slots=True)
 class BadRecord:
     file: Path
-    offset: int  # of what is wrong: the payload, the header, or 0: the whole segment
+    offset: int  # where it is wrong: at the payload, the header, or 0: the whole segment
     key: bytes | None  # None: the header, or the segment, cannot be read
     reason: str
 

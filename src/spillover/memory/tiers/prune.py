@@ -38,7 +38,7 @@ class _Cache:
     folder: CacheFolder
     segments: list[Segment]
     places: list[tuple[Segment, int]] = field(default_factory=list)
-    records: list[_Record] = field(default_factory=list)  # that stay
+    records: list[_Record] = field(default_factory=list)  # records that stay
     dropped: list[int] = field(default_factory=list)  # places to erase
     before: int = 0  # records there were
 

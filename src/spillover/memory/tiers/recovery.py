@@ -46,9 +46,9 @@ class Recovery:
     unused: list[tuple[Segment, int, bool]] = field(default_factory=list)  # slot without a record; already backed?
     dropped: int = 0  # records that were not whole
     next_sequence: int = 1
-    next_number: int = 0  # of a segment
+    next_number: int = 0  # number of the next segment
     others: list[tuple[CacheFolder, SegmentFile]] = field(default_factory=list)  # may go; the oldest first
-    others_bytes: int = 0  # of these, and of what nobody can remove
+    others_bytes: int = 0  # bytes of other caches, and of what nobody can remove
 
 
 def recover(root: Path, folder: CacheFolder, payload_bytes: int, capacity: int, seal: Seal) -> Recovery:

@@ -26,7 +26,7 @@ from spillover.memory.tiers.seal import PLAIN, Seal
 from spillover.units import format_bytes
 
 TIMEOUT_SECONDS = 1.0
-LOOKUP_SHARE = 0.25  # of the timeout
+LOOKUP_SHARE = 0.25  # share of the timeout for a lookup
 RETRY_SECONDS = 1.0
 PROBE_SECONDS = 5.0  # without a look-up, after which the server is asked whether it is there
 BATCH_BYTES = 4 << 20  # in one round trip

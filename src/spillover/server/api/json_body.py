@@ -24,9 +24,9 @@ Model = TypeVar("Model", bound=BaseModel)
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _NAMED_BYTES = 65_536  # in a larger body a field that is given twice is not looked for by its name
-MAX_FIELDS = 2048  # of one object: each may turn out to be unknown, and be told of
-MAX_PROBLEMS = 256  # of a body, that are looked through for the one to tell of
-_LISTS = ("messages", "input")  # of which each entry is a message
+MAX_FIELDS = 2048  # fields of one object: each may turn out to be unknown, and be told of
+MAX_PROBLEMS = 256  # problems of a body that are looked through for the one to tell of
+_LISTS = ("messages", "input")  # fields whose entries are messages
 
 
 class JsonBody(Generic[Model]):

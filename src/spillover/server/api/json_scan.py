@@ -27,7 +27,7 @@ class Shape:
     """What a body holds outside its strings. Of bytes that are not JSON the counts are upper bounds."""
 
     containers: int = 0  # objects and arrays
-    fields: int = 0  # of all objects
+    fields: int = 0  # fields of all objects
     commas: int = 0
     depth: int = 0  # at the end of what has been looked at
     deepest: int = 0

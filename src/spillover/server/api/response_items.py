@@ -19,7 +19,7 @@ class Items:
         self._request_id = request_id
         self._call_id = call_id
         self._open: dict[str, Any] | None = None
-        self._parts: list[str] = []  # of the open item's text or arguments
+        self._parts: list[str] = []  # parts of the open item's text or arguments
 
     def add(self, deltas: Sequence[Delta]) -> list[Event]:
         events: list[Event] = []

@@ -64,7 +64,7 @@ class Context:
     """How long prompt and answer may be together."""
 
     tokens: int
-    most: int  # that the model supports
+    most: int  # longest context that the model supports
 
     @property
     def advice(self) -> str:

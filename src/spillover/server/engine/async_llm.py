@@ -90,7 +90,7 @@ class AsyncLLM:
         self._default_params = SamplingParams()  # until the model has been found
         self._ids = itertools.count(1)
         self._open: dict[int, tuple[_Open, Request]] = {}
-        self._named: dict[str, _Open] = {}  # of generate() and chat(), by request_id
+        self._named: dict[str, _Open] = {}  # requests of generate() and chat(), by request_id
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._ended: deque[float] = deque(maxlen=256)  # when the last sequences ended
         self._stopping: asyncio.Task[None] | None = None

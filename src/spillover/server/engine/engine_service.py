@@ -98,8 +98,8 @@ class EngineService:
         self._scheduler = parts.engine.scheduler
         self._grammars = GrammarWorker(parts.tokenizer, GrammarLimits.of(parts.config))
         self._profile = ProfileSession(parts.plan.device)
-        self._sequences: dict[int, Sequence] = {}  # of which the front still wants to hear
-        self._compiling: set[int] = set()  # of those, not yet known to the scheduler
+        self._sequences: dict[int, Sequence] = {}  # sequences that the front still wants to hear of
+        self._compiling: set[int] = set()  # sequences not yet known to the scheduler
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(self._grammars.fileno(), zmq.POLLIN)

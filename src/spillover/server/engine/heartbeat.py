@@ -20,7 +20,7 @@ ACTIVITIES = ("importing libraries", "loading the model", "idle", "in a step", "
 IMPORTING, LOADING, IDLE, STEP, CALL = range(len(ACTIVITIES))
 
 _BEAT = struct.Struct("=Bqd")  # activity, steps so far, seconds in the activity
-_LONGEST_TICK = 1.0  # of a look that comes later, no more than this counts: the front itself was held up or stopped
+_LONGEST_TICK = 1.0  # a later look counts as this: the front itself was held up or stopped
 
 
 @dataclass(frozen=True)

@@ -152,9 +152,9 @@ class LiveStats(msgspec.Struct, array_like=True, frozen=True):
     steps: int = 0
     preemptions: int = 0
     prefix_queries: int = 0  # tokens looked up in the prefix cache
-    prefix_hits: int = 0  # of these, found
+    prefix_hits: int = 0  # prompt tokens found, of those looked up
     evictions: int = 0  # blocks
-    prompt_tokens: int = 0  # of sequences that have begun
+    prompt_tokens: int = 0  # prompt tokens of sequences that have begun
     output_tokens: int = 0
     sources: TokenSources = msgspec.field(default_factory=TokenSources)  # where the prompt tokens came from
     slots_held: int = 0  # token slots in blocks of running sequences, summed over steps ...
@@ -169,7 +169,7 @@ class LiveStats(msgspec.Struct, array_like=True, frozen=True):
     grammars_compiled: int = 0
     grammars_reused: int = 0  # requests whose grammar was there already
     grammars_refused: dict[str, int] = {}  # by reason
-    grammar_bytes: int = 0  # of those that are kept
+    grammar_bytes: int = 0  # bytes of compiled grammars that are kept
     tiers: tuple[TierUse, ...] = ()
     kv_tiers: tuple[TierReport, ...] = ()  # below the device, one a name
     link: LinkReport = LinkReport()  # between the device and host memory

@@ -15,7 +15,7 @@ from spillover.server.engine.protocol import Add, FromEngine, ToEngine, Update, 
 
 _SEED_MASK = 2**64 - 1  # all that the sampler reads of a seed
 
-encode = msgspec.msgpack.Encoder().encode  # of either direction
+encode = msgspec.msgpack.Encoder().encode  # encodes messages of either direction
 decode_to_engine = msgspec.msgpack.Decoder[ToEngine](ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder[FromEngine](FromEngine).decode
 

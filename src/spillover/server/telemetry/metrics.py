@@ -48,7 +48,7 @@ class Metrics:
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
-        self.ended = TokenCounts()  # of requests that have ended
+        self.ended = TokenCounts()  # tokens of requests that have ended
         self.engine = EngineTotals()
         self._model = model_name
         self._running: tuple[TokenCounts, LiveStats, EngineInfo | None] = TokenCounts(), LiveStats(), None
@@ -288,8 +288,8 @@ class EngineTotals:
 
     def __init__(self) -> None:
         self.values = dict.fromkeys(self.NAMES, 0)
-        self._seen = dict.fromkeys(self.NAMES, 0)  # of the engine that runs now
-        self._before = dict.fromkeys(self.NAMES, 0)  # of engines that have gone
+        self._seen = dict.fromkeys(self.NAMES, 0)  # totals of the engine that runs now
+        self._before = dict.fromkeys(self.NAMES, 0)  # totals of engines that have gone
         self.tiers: tuple[TierReport, ...] = ()  # as they stand, with totals over all engines
         self._tiers_seen: dict[tuple[str, str], float] = {}
         self._tiers_before: dict[tuple[str, str], float] = {}
