@@ -28,7 +28,7 @@ class LatencyResult:
     latencies: tuple[float, ...]  # seconds of the whole batch, one an iteration
     first_tokens: tuple[float, ...]  # seconds to the last request's first token
     token_times: tuple[float, ...] = ()  # seconds a decode step; none where a single token is sampled
-    prefill: Achieved | None = None  # of the iteration with the median share of the limit
+    prefill: Achieved | None = None  # from the iteration with the median share of the limit
     decode: Achieved | None = None  # one step, likewise
 
     @property

@@ -29,9 +29,9 @@ SYNCHRONOUS, THROUGHPUT, OPEN, REFINED = "synchronous", "throughput", "rate", "r
 @dataclass(frozen=True)
 class SweepPlan:
     steps: int = 10  # in all, the first two included
-    max_concurrency: int = 256  # of the throughput step
+    max_concurrency: int = 256  # concurrency of the throughput step
     burstiness: float = 1.0
-    seconds: float | None = 30.0  # of sending, a step
+    seconds: float | None = 30.0  # time of sending per step
     goodput: Mapping[str, float] | None = None  # objectives in seconds
     attainment: float = 0.99  # share of requests that must meet them
     refine: int = 2  # halvings between the last rate that keeps the objectives and the first that does not

@@ -50,7 +50,7 @@ class Counters:
     preemptions: int = 0
     # Summed over steps, so that a ratio of the two is the mean over time.
     slots_held: int = 0  # token slots in blocks that requests hold
-    slots_wasted: int = 0  # of those, slots without a token: internal fragmentation
+    slots_wasted: int = 0  # slots of held blocks without a token: internal fragmentation
 
     def since(self, earlier: Counters) -> Counters:
         return Counters(self.num_blocks, self.block_size, self.steps - earlier.steps,
@@ -64,7 +64,7 @@ class TierTraffic:
     that bytes were moving."""
 
     name: str  # "host" | "disk" | "remote"
-    blocks: int = 0  # that it holds now
+    blocks: int = 0  # blocks that it holds now
     bytes_in: int = 0
     bytes_out: int = 0
     seconds_in: float = 0.0

@@ -66,13 +66,13 @@ def warm(config: EngineConfig, place: str, prompts: str, as_json: bool) -> None:
 @dataclass(frozen=True)
 class Warmed:
     prompts: int
-    tokens: int  # of the prompts
+    tokens: int  # prompt tokens
     computed: int
     found: int  # in the cache already
     blocks_written: int
     bytes_written: int
     blocks: int  # on the disk now, of this model
-    block_tokens: int  # that these hold
+    block_tokens: int  # tokens that the blocks hold
     failures: int
 
 

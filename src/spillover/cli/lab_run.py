@@ -69,7 +69,7 @@ class Shown(Watcher):
         self._begun = time.monotonic()
         self._left = ""  # how long it may still take, as last known
         self._waited: set[str] = set()  # arms whose start was told in a line
-        self._seconds: list[float] = []  # of each block
+        self._seconds: list[float] = []  # time of each block
         self._bar = Progress(TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
                              TimeElapsedColumn(), _CountDown(), TextColumn("{task.fields[figures]}"),
                              console=console, transient=True, disable=not console.is_terminal)

@@ -15,7 +15,7 @@ from spillover.lab.store import Results, read_json
 from spillover.lab.validity import ArmSample, Fault, Gates, across
 from spillover.lab.verdict import DECIDED, Comparison, Rule, Verdict, decide
 
-RESAMPLES = 400  # of intervals that are shown and decide nothing
+RESAMPLES = 400  # bootstrap samples of intervals that are shown and decide nothing
 SPOILT = 0.2  # share of an arm's runs that busy moments may spoil, retries included, before the arm is not valid
 
 
@@ -47,7 +47,7 @@ def analyse(results: Results) -> dict[str, Any]:
 class Stop:
     """Whether an experiment has ended, and why. `verdicts`: those of the primary metric, as far as they are."""
 
-    blocks: int  # that are whole
+    blocks: int  # whole blocks
     verdicts: tuple[Verdict, ...]
     reason: str | None  # "decided", "max-blocks" or "time-limit"; None: it has not ended
 

@@ -31,13 +31,13 @@ from spillover.lab.validity import Gates
 from spillover.lab.verdict import Rule
 from spillover.units import parse_seconds
 
-LAYOUT = 2  # of the result folder
+LAYOUT = 2  # version of the result folder's layout
 MAX_BLOCKS = 60  # where block ratios vary by 2.5%: 5% is found in 9, "same within 2%" in 37 on average
 TIME_LIMIT = 3600.0  # seconds
 MINIMUM_BLOCKS = 3
 CONFIDENCE = 0.99
 EQUIVALENCE = 0.02
-URL_READY_SECONDS = 30.0  # of a server that should be running already
+URL_READY_SECONDS = 30.0  # wait for a server that should be running already
 ORDERS = {"abba": 2, "alternate": 1}  # passes that make a block
 RESTARTS = ("per-visit", "never")
 WINDOWS = ("whole", "steady")
@@ -71,8 +71,8 @@ class WorkloadSpec:
 
     name: str
     options: Mapping[str, Any]
-    group: str = ""  # of the points of a sweep
-    sweep: Mapping[str, Any] = field(default_factory=dict)  # which point this is
+    group: str = ""  # name of the sweep that it is a point of
+    sweep: Mapping[str, Any] = field(default_factory=dict)  # values of this point of a sweep
     about: str = ""
     offload: bool = False  # its working set must not fit the device
 
@@ -98,7 +98,7 @@ class Experiment:
     restart: str = "per-visit"
     window: str = "whole"
     warmups: int = 4
-    retries: int = 1  # of a run that a busy moment of the machine spoilt
+    retries: int = 1  # repeats of a run that a busy moment of the machine spoilt
     confidence: float = CONFIDENCE
     minimum_blocks: int = MINIMUM_BLOCKS
     equivalence: float = EQUIVALENCE  # the largest difference that counts as the same; 0: none does

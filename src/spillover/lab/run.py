@@ -103,14 +103,14 @@ class _Visited:
     pool: int | None  # tokens of KV that the device holds
     monitors: Path  # where they wrote, if they did
     faults: tuple[Fault, ...] = ()
-    spoilt: tuple[Fault, ...] = ()  # of attempts before this one
+    spoilt: tuple[Fault, ...] = ()  # faults of attempts before this one
 
 
 class _Runner:
     def __init__(self, experiment: Experiment, folder: ResultFolder, bench: Bench, watcher: Watcher) -> None:
         self._experiment, self._folder, self._bench, self._watcher = experiment, folder, bench, watcher
         self._planned = visits(experiment)
-        self._failures: dict[tuple[str, str], int] = {}  # of an arm on a workload, in a row
+        self._failures: dict[tuple[str, str], int] = {}  # failures of an arm on a workload, in a row
         self._open: dict[str, Engine] = {}
         self._dead: dict[str, EngineFailed] = {}  # arms that could not be started before the first run
 

@@ -23,7 +23,7 @@ class Visit:
     block: int
     workload: str
     arm: str
-    repeat: int  # of the workload's prompts: the same for all arms of a pass, and for nobody else
+    repeat: int  # number of the prompts: the same for all arms of a pass, and for nobody else
 
     @property
     def key(self) -> str:

@@ -39,8 +39,8 @@ class Measured:
 
     run: Run
     metrics: Mapping[str, float | None]
-    window_metrics: Mapping[str, float | None]  # of the steady state
-    stats: Mapping[str, Any]  # of the workload
+    window_metrics: Mapping[str, float | None]  # metrics of the steady state
+    stats: Mapping[str, Any]  # statistics of the workload
     sharing: float | None
     working_set: int | None
 

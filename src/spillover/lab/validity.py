@@ -34,7 +34,7 @@ class Gates:
     errors: float | bool = 0  # requests that may fail
     offload: float | bool = 1.0  # times the device's pool that a working set must exceed
     unequal: float | bool = 0.02  # share by which tokens of an arm may differ from the baseline's
-    version: float | bool = 0  # of engines: one arm is one version
+    version: float | bool = 0  # engine versions may not differ within an arm
 
     @classmethod
     def parse(cls, given: Mapping[str, Any], where: str = "gates") -> Gates:
@@ -86,7 +86,7 @@ class Sample:
 
     run: Run
     warmups: int  # requests that the server had answered before
-    metrics: Sequence[str] = ()  # that verdicts will be about
+    metrics: Sequence[str] = ()  # metrics that verdicts will be about
     sharing: float | None = None  # share of prompt tokens that an unbounded prefix cache could serve
     working_set: int | None = None  # tokens
     pool: int | None = None  # tokens of KV that the device holds
@@ -98,8 +98,8 @@ class Sample:
 
 
 HIT_COUNTERS = (("prefix_hits", "prefix_queries"), ("prefix_cache_hits", "prefix_cache_queries"))
-COLD_SECONDS = 0.05  # that a first request must lose at least: less is the machine's own unrest
-SHARED = 0.1  # of prompt tokens: from here on, who computes a prefix and who finds it must be known
+COLD_SECONDS = 0.05  # least delay of a first request that counts: less is the machine's own unrest
+SHARED = 0.1  # share of prompt tokens from which on it must be known who computes a prefix and who finds it
 RunGate = Callable[[Sample, float], Fault | None]
 
 
@@ -270,7 +270,7 @@ RUN_GATES: dict[str, RunGate] = {
 class ArmSample:
     """An arm on one workload beside the baseline, pass by pass. A value of None: that visit failed."""
 
-    ratios: Sequence[float]  # of the primary metric to the baseline, one a block
+    ratios: Sequence[float]  # ratios of the primary metric to the baseline, one a block
     tokens: Mapping[str, tuple[float, float]]  # prompt, output: (arm's, baseline's) sums over the passes both have
     versions: Sequence[str]
 

@@ -73,11 +73,11 @@ class Rule:
 class Verdict:
     comparison: Comparison
     verdict: str
-    why: str | None = None  # of no verdict
+    why: str | None = None  # why there is no verdict
     ratio: float | None = None  # arm over baseline
     low: float | None = None
     high: float | None = None
-    confidence: float | None = None  # of [low, high], which is made for its whole family to hold
+    confidence: float | None = None  # confidence of [low, high], which is made for its whole family to hold
     p: float | None = None  # anytime-valid, for this comparison alone
     blocks: int = 0
     equivalence: float = 0.0

@@ -27,12 +27,12 @@ from jinja2.utils import Namespace
 from spillover.errors import RequestError
 
 MAX_SOURCE = 1 << 20  # characters of a template
-MAX_SECONDS = 3.0  # of CPU time for one rendering
+MAX_SECONDS = 3.0  # CPU time for one rendering
 MAX_VALUE = 32 << 20  # characters of a text, values in a list with all that it holds
 MAX_MADE = 128 << 20  # characters and values that one rendering may make in all
-MAX_WIDTH = 100_000  # that a text may be padded to
-MAX_INDENT = 256  # of JSON and of wrapped lines
-MAX_BITS = 4096  # of a whole number
+MAX_WIDTH = 100_000  # widest that a text may be padded to
+MAX_INDENT = 256  # indent of JSON and of wrapped lines
+MAX_BITS = 4096  # largest whole number, in bits
 
 _WIDTHS = {"center", "ljust", "rjust", "zfill"}  # methods of a text that take one
 _SIZED_FILTERS = {"center", "truncate", "batch", "slice", "round"}

@@ -26,9 +26,9 @@ class Checkpoint(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def dtype(self, name: str) -> torch.dtype: ...  # that `read` gives
+    def dtype(self, name: str) -> torch.dtype: ...  # the type that `read` gives
 
-    def file(self, name: str) -> Path: ...  # that holds the tensor
+    def file(self, name: str) -> Path: ...  # the file that holds the tensor
 
     def read(self, name: str, row: int | None = None) -> Tensor:
         """Return the tensor, or one entry of its first dimension."""

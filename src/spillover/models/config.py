@@ -10,7 +10,7 @@ from typing import Any
 from spillover.errors import CheckpointError, shown
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-MOST = 2**31 - 1  # of any size that a file states
+MOST = 2**31 - 1  # largest size that a file may state
 MOST_NUMBER = 1e18
 MOST_LAYERS, MOST_EXPERTS = 10_000, 65_536
 _LIMITS = {"num_hidden_layers": MOST_LAYERS, "num_local_experts": MOST_EXPERTS, "num_experts": MOST_EXPERTS}

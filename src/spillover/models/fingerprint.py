@@ -28,7 +28,7 @@ from spillover.models.gguf.gguf_header import read_header
 from spillover.models.hub.store import models_folder
 from spillover.models.safetensors_folder import INDEX
 
-VERSION = 1  # of this file's way to make a digest
+VERSION = 1  # version of the digest's definition
 DIGEST_BYTES = 32
 SAMPLES, SAMPLE_BYTES = 8, 4096
 WHOLE_BYTES = 2 * SAMPLES * SAMPLE_BYTES  # a tensor up to this size is read whole

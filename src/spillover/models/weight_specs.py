@@ -34,7 +34,7 @@ class WeightSpec:
     name: str
     shape: tuple[int, ...]  # [out, in] for a linear, [experts, out, in] for a stack of them
     sources: tuple[Source, ...]  # alternatives: the first whose tensors the checkpoint has
-    format: WeightFormat | None = None  # of a linear; None: one tensor as it stands, in the engine's type
+    format: WeightFormat | None = None  # format of a linear; None: one tensor as it stands, in the engine's type
 
     @property
     def experts(self) -> int:

@@ -127,7 +127,7 @@ class _Wire(asyncio.Protocol):
         self.lost = False
         self.heard = False  # whether anything of this answer has come
         self._transport: asyncio.Transport | None = None
-        self._parser: httptools.HttpResponseParser | None = None  # of the answer that is awaited
+        self._parser: httptools.HttpResponseParser | None = None  # parser of the awaited answer
         self._sink: Sink | None = None
         self._choose: Callable[[Reply], Sink] | None = None
 
@@ -138,7 +138,7 @@ class _Wire(asyncio.Protocol):
         self._at = 0.0
         self._reply = Reply(0)
         self._sink = self._choose = None
-        self._kept: deque[tuple[float, bytes]] = deque()  # of a body that nobody has asked for yet
+        self._kept: deque[tuple[float, bytes]] = deque()  # pieces of a body that nobody has asked for yet
         self._headed: asyncio.Future[None] = loop.create_future()
         self._ended: asyncio.Future[None] = loop.create_future()
         self._more: asyncio.Future[None] | None = None

@@ -24,7 +24,7 @@ BACKENDS: Mapping[str, Kind] = {
     "sglang-oai": "completions", "llama.cpp": "completions", "openai-chat": "chat"}
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 TIMINGS_HEADER = ("X-Spillover-Timings", "1")  # a server that does not know it leaves it alone
-MOST_TOKENS = 10_000_000  # that one request can be believed to have; metrics hold a number for each
+MOST_TOKENS = 10_000_000  # most tokens a request is believed to have; metrics hold a number for each
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode

@@ -24,7 +24,7 @@ class Part:
 @dataclass(frozen=True)
 class Sharing:
     prompt_tokens: int
-    shared_tokens: int  # of the prompts, in whole blocks that an earlier request left behind
+    shared_tokens: int  # prompt tokens in whole blocks that an earlier request left behind
     working_set_tokens: int  # distinct tokens of KV when nothing is ever evicted, answers included
 
     @property
@@ -77,7 +77,7 @@ class _Node:
 
     def __init__(self) -> None:
         self.children: dict[Part, _Node] = {}
-        self.longest: dict[Hashable, int] = {}  # of the children that have this key
+        self.longest: dict[Hashable, int] = {}  # longest child by key
 
 
 def token_parts(ids: Sequence[int], block_size: int = BLOCK_SIZE) -> tuple[Part, ...]:

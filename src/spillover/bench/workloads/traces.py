@@ -38,7 +38,7 @@ class Replay:
 
     limit: int | None = None  # requests, from the first
     speedup: float = 1.0  # 2: in half the time
-    length_scale: float = 1.0  # of prompts and answers; blocks that prompts share shrink with them
+    length_scale: float = 1.0  # factor on prompt and answer lengths; shared blocks shrink with them
     max_model_len: int | None = None  # requests that do not fit are left out
 
     def __post_init__(self) -> None:

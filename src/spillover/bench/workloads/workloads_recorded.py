@@ -36,7 +36,7 @@ class Recorded:
     output_len: int
     session: int | None = None
     turn: int = 0
-    text: str = ""  # that the prompt's tokens were made of
+    text: str = ""  # text that the prompt's tokens were made of
 
     @property
     def prompt_len(self) -> int:

@@ -15,7 +15,7 @@ from spillover.plan.measure import measure_rates
 from spillover.plan.rates import Rates
 from spillover.plan.roofline import Roofline
 
-CALIBRATION_SECONDS = 1.0  # of the rates measured between two iterations
+CALIBRATION_SECONDS = 1.0  # time to measure rates between two iterations
 SETTLE_SECONDS = 0.1  # OpenMP threads that took part spin for a while, on cores that the engine's threads want
 
 

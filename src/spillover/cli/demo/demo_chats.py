@@ -22,7 +22,7 @@ TEXT_TOKENS = 420
 FIRST = ("This is the documentation of the Python module {name}:\n\n{text}\n\n"
          "What is {name} for? Answer in one sentence.")
 SECOND = "When would I use it?"
-ANSWER_TOKENS = (16, 8)  # of the first and the second question
+ANSWER_TOKENS = (16, 8)  # output tokens of the first and the second question
 MODEL_LEN = 640  # holds a chat, and the device's blocks hold no more than that
 
 Message = dict[str, str]

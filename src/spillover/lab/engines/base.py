@@ -34,7 +34,7 @@ class EngineSpec:
     env: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
     preset: str | None = None
     python: str | None = None  # interpreter of the environment that holds the engine, if not this one
-    url: str | None = None  # of a server that runs already (kind url)
+    url: str | None = None  # address of a server that runs already (kind url)
     ready_seconds: float = 600.0
 
     def to_json(self) -> dict[str, Any]:

@@ -27,9 +27,9 @@ from spillover.lab.engines.base import EngineFailed
 
 HOST = "127.0.0.1"
 STOP_SECONDS = 30.0
-OOM_SCORE_ADJ = 500  # of -1000 to 1000; processes are at 0
-TAIL_BYTES = 256 * 1024  # of a log that is searched for a reason
-TAIL_LINES = 40  # of it that a result keeps
+OOM_SCORE_ADJ = 500  # from -1000 to 1000; processes are at 0
+TAIL_BYTES = 256 * 1024  # end of a log that is searched for a reason
+TAIL_LINES = 40  # last lines of a log that a result keeps
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemoryError|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|std::bad_alloc|\bMemoryError\b"
     r"|[Cc]annot allocate memory|can't allocate memory|No available memory for the cache blocks"

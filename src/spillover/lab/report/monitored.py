@@ -22,7 +22,7 @@ class Choice:
 class Drawn:
     """Which recorded metrics make one line. Several sources of it (processes, cores, cards) are added or averaged."""
 
-    pattern: str  # of "source/metric"
+    pattern: str  # matches "source/metric"
     name: str
     unit: str
     average: bool = False

@@ -24,7 +24,7 @@ class ShownFault:
     reason: str
     where: str
     fatal: bool
-    log_tail: str = ""  # of a server that failed
+    log_tail: str = ""  # end of a failed server's log
 
 
 def judged(report: Report) -> list[Verdict]:

@@ -27,7 +27,7 @@ from spillover.models.gguf.gguf_codes import code_bits, codes_of
 from spillover.models.gguf.gguf_config import experts_are_mxfp4, hf_config, is_mixtral
 from spillover.models.gguf.gguf_header import GGUFTensor, read_header
 
-CHUNK_NBYTES = 1 << 20  # of quantised data; what it becomes, with the arithmetic's copies, is some thirty times as much
+CHUNK_NBYTES = 1 << 20  # quantised data; what it becomes, with the arithmetic's copies, is some thirty times as much
 MXFP4_GROUP = 32  # values that share a scale
 _AS_STORED = {GGMLQuantizationType.F32: torch.float32, GGMLQuantizationType.F16: torch.float16,
               GGMLQuantizationType.BF16: torch.bfloat16}

@@ -28,7 +28,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MOST_FILES = 99_999  # five digits in their names
 MOST_ALIGNMENT = 1 << 20
-MOST_DEPTH = 4  # of arrays in arrays
+MOST_DEPTH = 4  # deepest nesting of arrays
 _SCALARS = {
     GGUFValueType.UINT8: "B", GGUFValueType.INT8: "b", GGUFValueType.UINT16: "H", GGUFValueType.INT16: "h",
     GGUFValueType.UINT32: "I", GGUFValueType.INT32: "i", GGUFValueType.FLOAT32: "f", GGUFValueType.BOOL: "?",
