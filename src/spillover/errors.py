@@ -29,7 +29,7 @@ class GrammarRefused(RequestError):  # noqa: N818
     """Structured output that cannot be compiled, or not within the limits."""
 
     def __init__(self, message: str, reason: str) -> None:
-        """`reason`: one of GRAMMAR_REASONS."""
+        """Refuse a grammar. `reason`: one of GRAMMAR_REASONS."""
         super().__init__(message)
         self.reason = reason
         self.code = f"grammar_{reason}"

@@ -120,7 +120,7 @@ class ThroughputResult:
 
 def measure(setting: Setting, workload: ServeWorkload, num_iters: int = 1, progress: bool = False,
             compiles: bool = False) -> ThroughputResult:
-    """`compiles`: the target compiles kernels and captures graphs for the shapes of steps as it meets them."""
+    """Measure a setting's repeats. `compiles`: the target compiles and captures shapes as it meets them."""
     target = setting.make()
     try:
         warm_up(target, workload, whole=compiles)
@@ -138,8 +138,8 @@ def measure(setting: Setting, workload: ServeWorkload, num_iters: int = 1, progr
 
 
 def warm_up(target: Generates, workload: ServeWorkload, whole: bool = False) -> None:
-    """First-use costs (kernels, allocators, thread pools) are paid here, on prompts that never come again. `whole`: in
-    an iteration of full size, so that every shape of a step has been met."""
+    """Pay first-use costs (kernels, allocators, thread pools) on prompts that never come again. `whole`: in an
+    iteration of full size, so that every shape of a step has been met."""
     requests = offline(workload, WARMUP)
     if whole:
         target.generate(requests)
@@ -159,7 +159,7 @@ def offline(workload: ServeWorkload, repeat: int) -> list[BenchRequest]:
 
 
 def give_back_memory() -> None:
-    """Freed memory goes back to the system, so that the next setting of a sweep is not charged with this one's."""
+    """Give freed memory back to the system, so that the next setting of a sweep is not charged with this one's."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # another C library than glibc has nothing to trim
         ctypes.CDLL(None).malloc_trim(0)

@@ -62,7 +62,7 @@ class Lineup:
         return list(self._makers)
 
     def order(self, turn: int) -> list[str]:
-        """Forward and backward in turn."""
+        """Return the arms, forward and backward in turn."""
         return self.names[::-1] if turn % 2 else self.names
 
     def target(self, name: str) -> GeneratesWithTiers:
@@ -88,7 +88,7 @@ class Lineup:
         return completions, time.perf_counter() - start
 
     def traffic(self, name: str) -> tuple[TierTraffic, ...]:
-        """Moved by an arm since its warm-up."""
+        """Return what an arm has moved since its warm-up."""
         if name not in self._open:
             return self._moved.get(name, ())
         now = _each(self._open[name].tiers(), self._before[name], TierTraffic.since)
@@ -116,7 +116,7 @@ class Agreement:
     _known: dict[Any, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
 
     def take(self, prompt: Any, arm: str, tokens: tuple[int, ...]) -> None:
-        """`prompt`: what it is called, the same for every arm."""
+        """Compare an arm's tokens with the first arm's. `prompt`: what it is called, the same for every arm."""
         first, expected = self._known.setdefault(prompt, (arm, tokens))
         if first == arm:
             return
@@ -191,7 +191,7 @@ class NoReuseResult:
 
 def no_reuse(arms: Sequence[Arm], workload: ServeWorkload, repeats: int, together: bool, agreement: Agreement,
              on_turn: Progress = lambda done, total: None) -> list[NoReuseResult]:
-    """Prompts that never come again. Ratios are to the first arm, over blocks of two repeats in opposite order."""
+    """Measure prompts that never come again, as ratios to the first arm over blocks of two opposite repeats."""
 
     def warm_up(target: GeneratesWithTiers) -> None:
         target.generate(offline(workload, WARMUP))  # fills the device's pool, so that what follows evicts
@@ -341,6 +341,6 @@ def _sum_sources(counts: Sequence[Any]) -> dict[str, int]:
 
 def _each(now: Sequence[TierTraffic], other: Sequence[TierTraffic],
           combine: Callable[[TierTraffic, TierTraffic], TierTraffic]) -> tuple[TierTraffic, ...]:
-    """Tier by tier; one that the other does not have stays as it is."""
+    """Combine two reports tier by tier; one that the other does not have stays as it is."""
     by_name = {tier.name: tier for tier in other}
     return tuple(combine(tier, by_name[tier.name]) if tier.name in by_name else tier for tier in now)

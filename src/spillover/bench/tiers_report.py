@@ -58,7 +58,7 @@ def multi_turn_table(results: Sequence[MultiTurnResult], title: str) -> Table:
 
 
 def traffic_table(traffic: Mapping[str, Sequence[TierTraffic]], title: str) -> Table:
-    """`traffic`: by arm."""
+    """Return the table of bytes moved between tiers. `traffic`: by arm."""
     table = make_table(title, "tiers", "way", "moved", "while moving", "link", "of link", "failures")
     for arm, tiers in traffic.items():
         for tier in tiers:

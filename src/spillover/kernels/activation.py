@@ -12,7 +12,7 @@ SWIGLU_ALPHA = 1.702  # of clamped_swiglu, as gpt-oss was trained
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """x [T, 2I], the gate in the first half -> silu(gate) * up [T, I]."""
+    """Return silu(gate) * up [T, I] of x [T, 2I], the gate in the first half."""
     library = native.library()
     if library is None or not native.serves(x):
         return silu_and_mul_reference(x)
@@ -24,7 +24,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def clamped_swiglu(x: Tensor, limit: float) -> Tensor:
-    """x [T, 2I], gate and up interleaved and clamped -> (up + 1) * gate * sigmoid(1.702 * gate) [T, I]."""
+    """Return (up + 1) * gate * sigmoid(1.702 * gate) [T, I] of x [T, 2I], gate and up interleaved and clamped."""
     library = native.library()
     if library is None or not native.serves(x):
         return clamped_swiglu_reference(x, limit)

@@ -14,7 +14,7 @@ _LINE = 64  # bytes: what vectors are aligned to
 
 
 class Arena:
-    """Hands out float32 tensors one after the other; a chunk is given back once none of its tensors is left."""
+    """An allocator of float32 tensors, one after the other; a chunk is given back once none of its tensors is left."""
 
     def __init__(self) -> None:
         self._chunk = torch.empty(0)

@@ -33,7 +33,7 @@ TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 
 
 def _flag(default: Any, text: str, *datasets: str) -> Any:
-    """`datasets`: those that the flag is for; none for all."""
+    """Make a field with its help. `datasets`: those that the flag is for; none for all."""
     return field(default=default, metadata={"help": text, "datasets": datasets})
 
 
@@ -122,7 +122,7 @@ class WorkloadOptions:
     @classmethod
     def split(cls, options: Mapping[str, Any],
               defaults: Mapping[str, Any] | None = None) -> tuple[WorkloadOptions, dict[str, Any]]:
-        """As `from_mapping`, and the options that are not a workload's, as they were."""
+        """Return what `from_mapping` does, and the options that are not a workload's, as they were."""
         hints, known = get_type_hints(cls), set(names())
         mine: dict[str, Any] = {}
         others: dict[str, Any] = {}
@@ -151,7 +151,7 @@ class WorkloadOptions:
 
     @property
     def limit(self) -> int | None:
-        """Most requests, where the dataset has a number of its own."""
+        """Return the maximum of requests, where the dataset has a number of its own."""
         if self.trace_limit is not None:
             return self.trace_limit
         return self.num_prompts if "num_prompts" in self.given else None
@@ -189,7 +189,7 @@ class WorkloadOptions:
         return checked._lengthened("output_len", OUTPUT_LEN)
 
     def _lengthened(self, short: str, meanings: Mapping[str, str]) -> WorkloadOptions:
-        """With the short name's value under the dataset's own name."""
+        """Return the options with the short name's value under the dataset's own name."""
         value = getattr(self, short)
         if value is None:
             return self
@@ -210,7 +210,7 @@ def _fields() -> list[dataclasses.Field[Any]]:
 
 
 def truth(name: str, value: Any) -> bool:
-    """Also as a word: the YAML of experiments keeps yes, no, on and off as they are written."""
+    """Parse a switch, also as a word: the YAML of experiments keeps yes, no, on and off as they are written."""
     if isinstance(value, bool):
         return value
     word = value.lower() if isinstance(value, str) else None
@@ -224,7 +224,7 @@ def _option(name: str) -> str:
 
 
 def _converted(name: str, value: Any, hint: Any) -> Any:
-    """As the field's type. YAML and the command line write numbers and lists in their own ways."""
+    """Convert a value to the field's type. YAML and the command line write numbers and lists in their own ways."""
     kind = next(part for part in get_args(hint) if part is not type(None)) if isinstance(hint, UnionType) else hint
     try:
         if get_origin(kind) is tuple:

@@ -28,7 +28,7 @@ class Vocabulary:
 
     @functools.cached_property
     def _plain(self) -> npt.NDArray[np.object_]:
-        """Objects, so that the tokens of a long trace are references to these and not millions of ints."""
+        """Return the plain tokens; those of a long trace are references to these and not millions of ints."""
         plain = np.setdiff1d(np.arange(self.size), np.fromiter(self.special_ids, dtype=np.int64))
         return plain.astype(object)
 
@@ -70,7 +70,7 @@ class Conversations:
 
 
 def is_usable(prompt_len: int, output_len: int, check_output: bool = True) -> bool:
-    """vLLM's pruning of sampled conversations: nothing tiny, nothing that dominates the run."""
+    """Return whether vLLM would keep a sampled conversation: nothing tiny, nothing that dominates the run."""
     return (prompt_len >= 4 and (output_len >= 4 or not check_output) and prompt_len <= 1024
             and prompt_len + output_len <= 2048)
 

@@ -104,5 +104,5 @@ def _option(name: str, defaults: Mapping[str, Any]) -> Callable[[Any], Any]:
 
 
 def _plain(hint: Any) -> Any:
-    """int | None -> int."""
+    """Return the type without None: int | None -> int."""
     return next(part for part in get_args(hint) if part is not type(None)) if isinstance(hint, UnionType) else hint

@@ -150,7 +150,7 @@ def _serve_load(console: Console, target: EngineTarget, limits: Limits,
 
 
 def _speed_table(rows: list[tuple[str, int, Achieved | None]]) -> Table:
-    """(what, tokens that come of it, time and limit of it)"""
+    """Return a table of rows (what, tokens that come of it, its time and limit)."""
     from spillover.bench.table import make_table
     from spillover.units import format_rate
 

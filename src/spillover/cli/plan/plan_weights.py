@@ -17,7 +17,7 @@ from spillover.units import format_bytes, format_rate
 
 
 def print_predicted(console: Console, plan: WeightPlan, results: Sequence[LatencyResult]) -> None:
-    """What the plan promised at best for one request, beside what was measured."""
+    """Print what the plan promised at best for one request, beside what was measured."""
     predicted = plan.predicted
     single = next((result for result in results if result.batch_size == 1), None)
     if predicted is None or single is None:

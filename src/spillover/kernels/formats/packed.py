@@ -59,7 +59,7 @@ class Panels(WeightFormat):
 
 @dataclass(frozen=True)
 class Packed(Panels):
-    """Numbers in panels [ceil(N / width), K, width], so that one vector load serves `width` channels at one k."""
+    """Numbers in panels [ceil(N / width), K, width], so that a vector load serves `width` channels at one k."""
 
     width: int
     base: Dense = DENSE  # that it is loaded as

@@ -34,7 +34,7 @@ def norm_rope_store(
     num_heads: int,
     kv_dtype: str = "auto",
 ) -> None:
-    """qkv [T, H + 2 Hk, D]: the H queries are normed and rotated in place, keys and values stored at their positions.
+    """Norm and rotate the H queries of qkv [T, H + 2 Hk, D] in place, and store keys and values at their positions.
 
     `rows` [T] is the request of each row, `slots` its row of the block table (None: the request's own index).
     """
