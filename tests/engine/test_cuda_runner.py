@@ -70,11 +70,11 @@ def use_the_device(monkeypatch: pytest.MonkeyPatch, deterministic: bool = False)
     steps: list[Any] = []
 
     class Watched(CudaRunner):
-        def __init__(self, model: Any, weights: Any, kv: Any, block_size: int, limits: Any, decode: Any, kv_dtype: str,
-                     stage: Any) -> None:
+        def __init__(self, model: Any, weights: Any, kv: Any, block_size: int, limits: Any, transfers: Any,
+                     decode: Any, kv_dtype: str, stage: Any) -> None:
             model.kernels = CudaKernels(model.shape, model.cos, model.sin)
-            super().__init__(model, weights, kv, block_size, torch.device("cpu"), StepLimits(4, 16, 64, 16), decode,
-                             kv_dtype, stage, graphs=False, deterministic=deterministic)
+            super().__init__(model, weights, kv, block_size, torch.device("cpu"), StepLimits(4, 16, 64, 16),
+                             transfers, decode, kv_dtype, stage, graphs=False, deterministic=deterministic)
             self._graphs = PaddedSteps()
 
         def _prepare(self, step: Any) -> Any:

@@ -78,7 +78,9 @@ def test_a_restore_passes_the_prefetches_queued_before_it(transfers: CudaTransfe
     restore_seconds(transfers, source, target)
     seconds = {}
     for gated in (True, False):
-        monkeypatch.setattr(transfers, "_may_hold_up", lambda gated=gated: gated)
+        if not gated:
+            monkeypatch.setattr(transfers, "_give_way", lambda priority: None)
+            monkeypatch.setattr(transfers, "_may_hold_up", lambda: False)
         target.zero_()
         torch.cuda.synchronize()
         tickets = [transfers.start(buffer, layer, Priority.PREFETCH) for _ in range(8)]
@@ -132,8 +134,7 @@ def test_a_captured_prefetch_gives_way_too(transfers: CudaTransfers) -> None:
     with torch.cuda.stream(queue):
         graph.replay()
     time.sleep(0.05)
-    assert not queue.query()
-    assert not buffer.any(), "it was copied while the gate was shut"
+    assert not queue.query(), "it was copied while the gate was shut"
     transfers._driver.write_value(transfers.stream(Priority.RESTORE).cuda_stream, transfers._gate(Priority.RESTORE), 0)
     torch.cuda.synchronize()
     assert torch.equal(buffer.cpu(), layer)

@@ -17,6 +17,7 @@ from spillover.kernels.cpu_kernels import CpuKernels
 from spillover.kernels.fields import LinearShape
 from spillover.kernels.formats.base import Linear
 from spillover.kernels.formats.dense import DENSE
+from spillover.kernels.records import mapped
 from spillover.kernels.triton.cuda_kernels import CudaKernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -75,7 +76,8 @@ def test_a_layer_is_that_of_the_cpu(rows: int, cold: bool, extras: bool) -> None
         max_query=rows, max_seq=19,
     )
     x, residual = torch.randn(rows, HIDDEN), torch.randn(rows, HIDDEN)
-    there, on_device = {name: weight.to(DEVICE) for name, weight in w.items()}, moved(batch)
+    there = {name: mapped(weight, lambda tensor: tensor.to(DEVICE)) for name, weight in w.items()}
+    on_device = moved(batch)
     pools = pool.clone(), pool.to(DEVICE, copy=True)
     if cold:
         batch, on_device = replace(batch, cold=Prefix(pool[1:3])), replace(on_device, cold=Prefix(pool[1:3].to(DEVICE)))

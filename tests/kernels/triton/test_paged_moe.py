@@ -133,7 +133,7 @@ def host(there: Paged, queue: HostExpertQueue) -> Iterator[list[int]]:
     layers: list[int] = []
     stop = threading.Event()
     # Before the thread starts: a copy from the device would wait for the kernel that waits for this thread's answer.
-    cpu = [Experts(each.weight.to(torch.device("cpu"))) for each in there.whole]
+    cpu = [Experts(each.weight.map(lambda tensor: tensor.cpu())) for each in there.whole]
 
     def work() -> None:
         turn = 0
