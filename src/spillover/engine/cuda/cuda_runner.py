@@ -137,8 +137,9 @@ class CudaRunner:
             return
         few = self.weights.graphs.max_unpadded_rows
         sizes = [*range(1, few + 1), *(size for size in self._graphs.sizes if size > few)]
-        keys = [Key(size, True) for size in sizes if self.weights.graphs.graph_version(size) == 0]
-        keys += [Key(size, False, True) for size in self._graphs.prompt_sizes]
+        keys = [Key(size, True) for size in sizes] + [Key(size, False, True) for size in self._graphs.prompt_sizes]
+        # Graphs of steps that stream weights are good for one placement of them, and captured when such a step comes.
+        keys = [key for key in keys if self.weights.graphs.graph_version(key.rows) == 0]
         nothing = ItemArrays.of((), np.empty(0, dtype=np.int64))
         with torch.inference_mode(), torch.cuda.stream(self._queue):
             for done, key in enumerate(sorted(keys, reverse=True)):

@@ -42,7 +42,7 @@ class ExpertStream:
         self._group = 0  # of the step, over all layers
 
     def graph_version(self, rows: int) -> int | None:
-        return self._version if rows <= MAX_CAPTURED_ROWS else None
+        return self._version if self._version > 0 and rows <= MAX_CAPTURED_ROWS else None
 
     def table_changed(self) -> None:
         """Forget the page table: a step is about to change it on the device."""
