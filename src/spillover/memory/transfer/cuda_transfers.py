@@ -1,9 +1,9 @@
 """Copies of a CUDA device: a stream for each priority, and gates at which the less urgent ones wait.
 
 A copy of one stream hardly gets a turn beside a long queue of copies in another (3.5 of 54 GB/s, bare copies on an
-H200): KV that a request waits for would stand behind all the layers that a step has queued ahead. So a word of device memory is 1 while a
-more urgent copy runs, and each chunk of a less urgent one first waits until it is 0: all of it in the streams' own
-order, so that nothing can wait for itself, and in CUDA graphs too.
+H200): KV that a request waits for would stand behind all the layers that a step has queued ahead. So a word of device
+memory is 1 while a more urgent copy runs, and each chunk of a less urgent one first waits until it is 0: all of it in
+the streams' own order, so that nothing can wait for itself, and in CUDA graphs too.
 
 This file and link_cuda.py are the two of this room that know torch.
 """
