@@ -85,6 +85,7 @@ def test_what_cannot_be_pinned_is_refused_for_weights_and_slower_for_kv() -> Non
     with pytest.raises(SpilloverError, match="could not be pinned"):
         pool.allocate(1 << 20, "weights", pinned=True)
     assert not pool.pin([address_of(pool.allocate(1 << 20, "kv"))])
+    assert pool.bytes_by_use == {"weights": 0, "kv": 1 << 20}, "what was refused still counts"
 
 
 def test_what_is_expected_is_pinned_meanwhile_and_handed_out_in_order() -> None:
@@ -100,7 +101,7 @@ def test_what_is_expected_is_pinned_meanwhile_and_handed_out_in_order() -> None:
 def test_a_sleep_does_not_count_for_the_budget() -> None:
     pool = HostPool(limit=1 << 20)
     pool.allocate(1 << 20, "kv")
-    asleep = pool.allocate(8 << 20, "sleep", limited=False)
+    asleep = pool.allocate(8 << 20, "sleep")
     pool.free(address_of(asleep))
     with pytest.raises(MemoryError, match=r"1\.0 MiB are in use"):
         pool.allocate(1, "kv")

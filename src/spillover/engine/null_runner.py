@@ -30,7 +30,7 @@ class NullRunner:
         self._token_ids = list(token_ids)
         self._decode = decode
         self._requests: dict[int, NewRequest] = {}
-        self.transfers = CpuTransfers()  # of which there are none
+        self.transfers = CpuTransfers()  # idle: without weights and KV nothing is copied
 
     def launch(self, step: Step) -> NullStep:
         for id in step.ended:

@@ -1,8 +1,8 @@
 """CUDA graphs of steps, one for each of a ladder of sizes: a step is then one launch, not hundreds.
 
-A graph is captured when its size is met, right after that step has run without one, which also compiles whatever it
-needs: the first time; the second time where it has prefill, of which there are many sizes, and where it moves
-weights that may soon lie elsewhere. All graphs share one memory pool, since only one of them runs at a time. What
+A step of a size without a graph runs without one, which also compiles the kernels it needs, and is captured right after.
+Steps with prefill, whose sizes are many, and steps that move weights, which may soon lie elsewhere, are captured when
+their size comes the second time. All graphs share one memory pool, since only one of them runs at a time. What
 differs between steps of one size lies in device memory; numbers the host bakes into a launch are part of the key.
 """
 

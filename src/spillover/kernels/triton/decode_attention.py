@@ -1,4 +1,4 @@
-"""Paged attention of one query a request: `attention_splits` tells how a sequence is cut.
+"""Paged attention of one query per request: `attention_splits` tells how a sequence is cut.
 
 All query heads of a key head form one tile. Where the pieces of a sequence have programs of their own, each leaves its
 sums behind and the one that finishes last adds them up in their order.

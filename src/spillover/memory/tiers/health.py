@@ -9,7 +9,8 @@ QUIET_SECONDS = 60.0
 
 
 class Health:
-    """The health of a tier, fed on the owner's thread. `what` begins every sentence and holds no secret."""
+    """The health of a tier, told of successes and failures on the owner's thread. Its log lines begin with `what`, a
+    name of the tier without passwords."""
 
     def __init__(self, what: str) -> None:
         self._what = what

@@ -100,9 +100,9 @@ class CudaTransfers:
     def to_host(self, tensor: Tensor) -> Tensor:
         """Copy a tensor to the pool, pinned where it may be, until `to_device` brings it back."""
         try:
-            memory = self.pool.allocate(max(1, tensor.nbytes), "sleep", pinned=True, limited=False)
+            memory = self.pool.allocate(max(1, tensor.nbytes), "sleep", pinned=True)
         except SpilloverError:  # no more may be pinned
-            memory = self.pool.allocate(max(1, tensor.nbytes), "sleep", limited=False)
+            memory = self.pool.allocate(max(1, tensor.nbytes), "sleep")
         host = torch.frombuffer(memory, dtype=torch.uint8)[: tensor.nbytes]
         self.start_all([(host, _bytes_of(tensor))], Priority.SPILL, self.mark()).synchronize()
         return host.view(tensor.dtype).view(tensor.shape)

@@ -104,25 +104,24 @@ class HostPool:
             self._expected += [(nbytes, self._threads.submit(self._make, nbytes, use, True, False))
                                for _ in range(count)]
 
-    def allocate(self, nbytes: int, use: str, pinned: bool = False, limited: bool = True) -> memoryview:
-        """Hand out memory for "weights", "kv" or "sleep"; MemoryError where the budget has no room for it.
+    def allocate(self, nbytes: int, use: str, pinned: bool = False) -> memoryview:
+        """Hand out memory for "weights", "kv" or "sleep"; MemoryError where the budget has no room for it. What waits
+        out a sleep does not count for the budget.
 
-        `pinned`: pin it now, or refuse; else the first copy that meets it does, on that copy's thread. `limited`: it
-        counts for the budget, which what waits out a sleep does not.
+        `pinned`: pin it now, or refuse; else the first copy that meets it does, on that copy's thread.
         """
         with self._lock:
             used = sum(self._bytes.values()) - self._bytes.get("sleep", 0)
-            if limited and self._limit is not None and used + nbytes > self._limit:
+            if use != "sleep" and self._limit is not None and used + nbytes > self._limit:
                 raise MemoryError(f"{format_bytes(nbytes)} of host memory for {use} are over the budget of "
                                   f"{format_bytes(self._limit)}, of which {format_bytes(used)} are in use")
             self._bytes[use] = self._bytes.get(use, 0) + nbytes
-        if pinned and self._kept.get(nbytes):
-            slab = self._kept[nbytes].pop()
-            slab.use = use
-        elif pinned and self._expected and self._expected[0][0] == nbytes:
-            slab = self._expected.popleft()[1].result()
-        else:
-            slab = self._make(nbytes, use, pinned, True)
+        try:
+            slab = self._take(nbytes, use, pinned)
+        except BaseException:  # the system or the driver has no more
+            with self._lock:
+                self._bytes[use] -= nbytes
+            raise
         with self._lock:
             self._slabs = self._slabs.with_one(slab)
         return slab.memory
@@ -145,7 +144,7 @@ class HostPool:
             if slab.pinned is None:
                 with self._pinning:
                     if slab.pinned is None:
-                        slab.pinned = self._register(slab)
+                        slab.pinned = self._pin(slab)
             pinned = pinned and slab.pinned
         return pinned
 
@@ -157,6 +156,16 @@ class HostPool:
         self.release("weights")
         self.release("sleep")
 
+    def _take(self, nbytes: int, use: str, pinned: bool) -> _Slab:
+        """Take a slab that was kept or expected, or make one."""
+        if pinned and self._kept.get(nbytes):
+            slab = self._kept[nbytes].pop()
+            slab.use = use
+            return slab
+        if pinned and self._expected and self._expected[0][0] == nbytes:
+            return self._expected.popleft()[1].result()
+        return self._make(nbytes, use, pinned, True)
+
     def _make(self, nbytes: int, use: str, pinned: bool, spread: bool) -> _Slab:
         """`spread`: the pages are made by all threads, not by the caller's."""
         memory = map_pages(nbytes)
@@ -164,9 +173,9 @@ class HostPool:
         if pinned and self._pinner is not None:
             pieces = [(slab.address + start, min(POPULATED_AT_ONCE, slab.page_bytes - start))
                       for start in range(0, slab.page_bytes, POPULATED_AT_ONCE)]
-            for done in (self._threads.map if spread else map)(self._populate, *zip(*pieces, strict=True)):
+            for done in (self._threads.map if spread else map)(self._pinner.populate, *zip(*pieces, strict=True)):
                 assert done is None
-            slab.pinned = self._register(slab)
+            slab.pinned = self._pinner.register(slab.address, slab.page_bytes)
             if not slab.pinned:
                 raise SpilloverError(f"{nbytes:,} bytes of host memory for {use} could not be pinned; raise the limit "
                                      "of locked memory (ulimit -l) or --gpu-memory")
@@ -183,11 +192,7 @@ class HostPool:
             elif slab.pinned and self._pinner is not None:
                 self._pinner.unregister(slab.address)
 
-    def _populate(self, address: int, nbytes: int) -> None:
-        if self._pinner is not None:
-            self._pinner.populate(address, nbytes)
-
-    def _register(self, slab: _Slab) -> bool:
+    def _pin(self, slab: _Slab) -> bool:
         if self._pinner is None:
             return False
         # The pages are made first, so that the driver, whom launches wait for, is not kept for that.
