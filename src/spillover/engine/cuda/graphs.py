@@ -1,6 +1,6 @@
 """CUDA graphs of steps, one for each of a ladder of sizes: a step is then one launch, not hundreds.
 
-A step of a size without a graph runs without one, which also compiles the kernels it needs, and is captured right after.
+A step of a size without a graph runs without one, which compiles the kernels it needs too, and is captured right after.
 Steps with prefill, whose sizes are many, and steps that move weights, which may soon lie elsewhere, are captured when
 their size comes the second time. All graphs share one memory pool, since only one of them runs at a time. What
 differs between steps of one size lies in device memory; numbers the host bakes into a launch are part of the key.

@@ -13,10 +13,9 @@ RATE = 10e9  # bytes a second, until a copy was seen
 
 
 class CpuCopy:
-    """A copy on its way: by the thread of copies, or by whoever waits for it first."""
+    """A copy on its way."""
 
-    def __init__(self, work: Callable[[], None], turn: Turn, future: Future[None]) -> None:
-        self.work = work
+    def __init__(self, turn: Turn, future: Future[None]) -> None:
         self.turn = turn
         self.future = future
 
@@ -38,15 +37,13 @@ class CpuTransfers:
     def submit(self, work: Callable[[], None], nbytes: int, priority: Priority) -> CpuCopy:
         """Do work that moves `nbytes` in its turn, on the thread of copies."""
         turn = Turn(priority, nbytes)
-        return CpuCopy(work, turn, self._thread.submit(self._run, work, turn))
+        return CpuCopy(turn, self._thread.submit(self._run, work, turn))
 
     def wait(self, ticket: CpuCopy) -> None:
-        """Wait for a copy; one that has not begun is made here and now, ahead of those that nobody waits for yet."""
+        """Wait for a copy. Copies are made in the order they were started in: one that nobody waits for any more may go
+        to the same place."""
         self.queue.promote(ticket.turn, Priority.DEMAND)
-        if ticket.future.cancel():
-            self._run(ticket.work, ticket.turn)
-        else:
-            ticket.future.result()
+        ticket.future.result()
 
     def mark(self) -> None:
         return None
