@@ -30,6 +30,8 @@ class Ring:
         self._source = source
         self._transfers = transfers
         self._ahead = ahead
+        # One for all: copies of unlike priority are not ordered, and two may go to one buffer.
+        self._priority = Priority.PREFETCH if ahead else Priority.DEMAND
         self._holds: list[str | None] = [None] * len(buffers)
         self._tickets: list[Any] = [None] * len(buffers)  # of the copy that brings it
         self._marks: list[Any] = [None] * len(buffers)  # after the last use
@@ -47,7 +49,7 @@ class Ring:
         """The buffer that holds the unit, to be computed with until `release`."""
         index = self._find(unit)
         if index is None:
-            index = self._fetch(unit, (), Priority.DEMAND)
+            index = self._fetch(unit, ())
             assert index is not None, "more units in use than the ring has buffers"
         self._transfers.wait(self._tickets[index])
         self._users[index] += 1
@@ -71,13 +73,13 @@ class Ring:
         first = self._place[unit] + 1
         soon = [self._order[(first + step) % len(self._order)] for step in range(len(self._buffers) - 1)]
         for wanted in soon:
-            if self._find(wanted) is None and self._fetch(wanted, (unit, *soon), Priority.PREFETCH) is None:
+            if self._find(wanted) is None and self._fetch(wanted, (unit, *soon)) is None:
                 return
 
     def _find(self, unit: str) -> int | None:
         return self._holds.index(unit) if unit in self._holds else None
 
-    def _fetch(self, unit: str, keep: Sequence[str], priority: Priority) -> int | None:
+    def _fetch(self, unit: str, keep: Sequence[str]) -> int | None:
         """Into a buffer that nobody uses and that holds none of `keep`, the one unused for longest."""
         free = [index for index, held in enumerate(self._holds) if not self._users[index] and held not in keep]
         if not free:
@@ -85,7 +87,7 @@ class Ring:
         index = min(free, key=self._used_at.__getitem__)
         size = self._sizes[unit]
         self._holds[index] = unit
-        self._tickets[index] = self._transfers.start(self._buffers[index][:size], self._source(unit), priority,
+        self._tickets[index] = self._transfers.start(self._buffers[index][:size], self._source(unit), self._priority,
                                                      self._marks[index])
         self.bytes_moved += size
         self.fetches += 1
