@@ -57,6 +57,25 @@ def test_64_threads_with_random_aborts_get_the_tokens_of_one_by_one(llm: LLM) ->
     assert not llm._thread._open
 
 
+def test_siblings_that_end_in_one_step_are_one_answer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, long = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, n=2), LONG
+    expected = [tokens(llm.generate([PROMPT], params, use_tqdm=False)[0]) for params in (pair, long)]
+    step, begun, held = llm.engine.step, llm.engine.num_steps, []
+
+    def hold_back() -> list[Any]:
+        """Tell of the first 20 steps at once, in which both siblings end."""
+        held.extend(step())
+        if llm.engine.num_steps < begun + 20:
+            return []
+        changed = list(dict.fromkeys(held))
+        held.clear()
+        return changed
+
+    monkeypatch.setattr(llm.engine, "step", hold_back)
+    first, second = llm.generate([PROMPT, PROMPT], [pair, long], use_tqdm=False)
+    assert [tokens(first), tokens(second)] == expected
+
+
 def test_close_ends_who_waits_and_refuses_who_comes_later(llm: LLM) -> None:
     assert close_in_the_middle(llm, 64) == 64
     late: list[Callable[[], Any]] = [lambda: llm.generate([PROMPT]), lambda: next(llm.stream(PROMPT)), llm.stats,

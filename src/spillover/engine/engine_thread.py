@@ -254,7 +254,7 @@ class EngineThread:
             self._engine.scheduler.stop(request, "stop", stop_string)
         if request.finish_reason is not None:
             del self._open[request.request_id]
-            if answer.finished:
+            if not any(each.request_id in self._open for each in answer.requests):  # once, after the last sequence
                 call.ended.append(answer)
                 call.news.set()
         return True
