@@ -32,9 +32,9 @@ from spillover.kernels.triton import (
     gemv,
     norm,
 )
-from spillover.kernels.triton import attention as device
-from spillover.kernels.triton import attention_splits as splits
-from spillover.kernels.triton import prefill_attention as prefill
+from spillover.kernels.triton.attention import attention as device
+from spillover.kernels.triton.attention import attention_splits as splits
+from spillover.kernels.triton.attention import prefill_attention as prefill
 from spillover.kernels.triton.rope_store import norm_rope_store
 
 ROWS: list[dict[str, Any]] = []

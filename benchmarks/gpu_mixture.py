@@ -16,13 +16,13 @@ import torch
 from gpu_workload import Figure, write
 from torch import Tensor
 
-from spillover.kernels.experts import Experts
 from spillover.kernels.fields import LinearShape
 from spillover.kernels.formats import mxfp4
 from spillover.kernels.formats.base import Linear
 from spillover.kernels.formats.dense import DENSE
 from spillover.kernels.formats.fp8_block import FP8_BLOCK
-from spillover.kernels.moe import mixture
+from spillover.kernels.moe.experts import Experts
+from spillover.kernels.moe.moe import mixture
 from spillover.plan.measure import measure_rates
 from spillover.plan.rates import Rates
 

@@ -24,7 +24,7 @@ from spillover.kernels import native
 from spillover.kernels.formats.dense import DENSE
 from spillover.kernels.formats.fp8_block import FP8_BLOCK
 from spillover.kernels.formats.mxfp4 import MXFP4
-from spillover.kernels.host_experts import TILE_ROWS, ExpertLayout, HostExperts, available_cores
+from spillover.kernels.moe.host_experts import TILE_ROWS, ExpertLayout, HostExperts, available_cores
 
 MODELS = {
     "gpt-oss-120b mxfp4": (ExpertLayout.packed(MXFP4, torch.bfloat16, 2880, 2880, 128, 7.0, biased=True), 4),

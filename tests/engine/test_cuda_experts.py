@@ -17,12 +17,12 @@ from spillover.engine.cuda.graph_weights import PassingLayers
 from spillover.engine.cuda.host_share import HostShare
 from spillover.engine.cuda.paged_experts import PagedExperts
 from spillover.engine.cuda.stream_buffers import StreamBuffers
-from spillover.kernels.experts import Experts, expert_stacks
-from spillover.kernels.host_expert_queue import HostExpertQueue
-from spillover.kernels.host_experts import ExpertLayout, HostExperts
-from spillover.kernels.moe import mixture_reference, moe
-from spillover.kernels.page_table import PageTable
-from spillover.kernels.records import Record
+from spillover.kernels.moe.experts import Experts, expert_stacks
+from spillover.kernels.moe.host_expert_queue import HostExpertQueue
+from spillover.kernels.moe.host_experts import ExpertLayout, HostExperts
+from spillover.kernels.moe.moe import mixture_reference, moe
+from spillover.kernels.moe.page_table import PageTable
+from spillover.kernels.moe.records import Record
 from spillover.memory.experts import ExpertCache
 from spillover.memory.policies.experts import LRUQuota
 from spillover.models.registry import architecture

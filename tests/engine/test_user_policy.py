@@ -10,7 +10,7 @@ import torch
 
 from spillover.engine.cuda.policy_thread import PolicyThread
 from spillover.errors import SpilloverError
-from spillover.kernels.page_table import PageTable
+from spillover.kernels.moe.page_table import PageTable
 from spillover.memory.policies.experts import expert_policy
 from support import starved
 from support.policy_of_my_own import Backwards

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from spillover.kernels.experts import Experts
 from spillover.kernels.fields import LinearShape
 from spillover.kernels.formats import fp8_block, mxfp4
 from spillover.kernels.formats.base import Linear
 from spillover.kernels.formats.dense import DENSE
-from spillover.kernels.moe import mixture, mixture_reference
+from spillover.kernels.moe.experts import Experts
+from spillover.kernels.moe.moe import mixture, mixture_reference
 
 pytestmark = [
     pytest.mark.gpu,

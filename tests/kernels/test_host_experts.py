@@ -14,9 +14,9 @@ from spillover.kernels.activation import clamped_swiglu_reference, silu_and_mul_
 from spillover.kernels.formats.dense import DENSE
 from spillover.kernels.formats.fp8_block import FP8_BLOCK
 from spillover.kernels.formats.mxfp4 import MXFP4
-from spillover.kernels.host_expert_queue import COUNT, DONE, FAILED, LAYER, POSTED, TOKENS, HostExpertQueue
-from spillover.kernels.host_experts import TILE_ROWS, ExpertLayout, HostExperts, host_experts_reference
 from spillover.kernels.linear import linear_reference
+from spillover.kernels.moe.host_expert_queue import COUNT, DONE, FAILED, LAYER, POSTED, TOKENS, HostExpertQueue
+from spillover.kernels.moe.host_experts import TILE_ROWS, ExpertLayout, HostExperts, host_experts_reference
 
 needs_native = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from spillover.kernels.moe import moe
+from spillover.kernels.moe.moe import moe
 
 
 def test_rows_get_their_weighted_experts() -> None:

@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from spillover.errors import PlanError
-from spillover.kernels.records import Record
+from spillover.kernels.moe.records import Record
 from spillover.models.architectures import gpt_oss, llama, qwen3_moe
 from spillover.models.config import ModelConfig
 from spillover.models.weight_specs import kept_on

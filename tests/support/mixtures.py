@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spillover.kernels.experts import Experts
 from spillover.kernels.fields import LinearShape
 from spillover.kernels.formats import fp8_block, mxfp4
 from spillover.kernels.formats.base import Linear
 from spillover.kernels.formats.dense import DENSE
+from spillover.kernels.moe.experts import Experts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -13,10 +13,10 @@ from typing import Protocol, cast
 from torch import Tensor
 
 from spillover.kernels.batch import LayerWeights
-from spillover.kernels.experts import ExpertWeights, expert_stacks
 from spillover.kernels.formats.base import Linear, Weight
-from spillover.kernels.moe import LayerExperts, ResidentExperts
-from spillover.kernels.records import mapped
+from spillover.kernels.moe.experts import ExpertWeights, expert_stacks
+from spillover.kernels.moe.moe import LayerExperts, ResidentExperts
+from spillover.kernels.moe.records import mapped
 from spillover.models.weight_specs import is_expert
 
 

@@ -20,8 +20,8 @@ import psutil
 import torch
 
 from spillover.errors import SpilloverError
-from spillover.kernels.page_table import Resolution
-from spillover.kernels.paging import gather
+from spillover.kernels.moe.page_table import Resolution
+from spillover.kernels.moe.paging import gather
 from spillover.plan.hardware import Machine, probe
 from spillover.plan.rates import DiskRates, LinkRates, Rates
 

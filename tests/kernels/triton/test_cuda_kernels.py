@@ -17,7 +17,7 @@ from spillover.kernels.cpu_kernels import CpuKernels
 from spillover.kernels.fields import LinearShape
 from spillover.kernels.formats.base import Linear
 from spillover.kernels.formats.dense import DENSE
-from spillover.kernels.records import mapped
+from spillover.kernels.moe.records import mapped
 from spillover.kernels.triton.cuda_kernels import CudaKernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from spillover.kernels import extents
-from spillover.kernels import host_expert_queue as places
-from spillover.kernels.experts import Experts
 from spillover.kernels.formats.grouped_gemm import Tile
-from spillover.kernels.host_expert_queue import HostExpertQueue
-from spillover.kernels.page_table import PageTable
-from spillover.kernels.paged_moe import PassedMixtureReference, experts_reference, paged_mixture_reference
+from spillover.kernels.moe import extents
+from spillover.kernels.moe import host_expert_queue as places
+from spillover.kernels.moe.experts import Experts
+from spillover.kernels.moe.host_expert_queue import HostExpertQueue
+from spillover.kernels.moe.page_table import PageTable
+from spillover.kernels.moe.paged_moe import PassedMixtureReference, experts_reference, paged_mixture_reference
 from support.mixtures import DEVICE, assert_near, case
 
 pytest.importorskip("triton")
-from spillover.kernels.triton import moe
-from spillover.kernels.triton import paged_moe as paged
+from spillover.kernels.triton.moe import moe
+from spillover.kernels.triton.moe import paged_moe as paged
 
 EXPERTS, K = 9, 2
 SHAPES = [  # form, hidden, inner, clamped, dtype

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from spillover.kernels import host_expert_queue as places
-from spillover.kernels.host_expert_queue import ALIGNMENT, HEADER, HostExpertQueue
-from spillover.kernels.page_table import LENT, NONE, PageTable, Resolution
-from spillover.kernels.paging import (
+from spillover.kernels.moe import host_expert_queue as places
+from spillover.kernels.moe.host_expert_queue import ALIGNMENT, HEADER, HostExpertQueue
+from spillover.kernels.moe.page_table import LENT, NONE, PageTable, Resolution
+from spillover.kernels.moe.paging import (
     assign_reference,
     collect_reference,
     gather_reference,
@@ -22,7 +22,7 @@ from spillover.kernels.paging import (
 )
 
 pytest.importorskip("triton")
-from spillover.kernels.triton import paging as device
+from spillover.kernels.triton.moe import paging as device
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXPERTS, BYTES = 11, 768

@@ -19,8 +19,8 @@ from spillover.kernels.batch import AttentionBatch, DecodeScratch, DeviceWork
 from spillover.kernels.kv_quant import head_bytes
 from spillover.kernels.norm import rms_norm_reference
 from spillover.kernels.rope import rope_reference
-from spillover.kernels.triton import attention_splits as splits
-from spillover.kernels.triton.attention import attention
+from spillover.kernels.triton.attention import attention_splits as splits
+from spillover.kernels.triton.attention.attention import attention
 from spillover.kernels.triton.rope_store import norm_rope_store
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

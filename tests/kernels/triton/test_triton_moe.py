@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from spillover.kernels import extents
-from spillover.kernels.experts import Experts
 from spillover.kernels.formats.base import Linear
 from spillover.kernels.formats.dense import DENSE
 from spillover.kernels.formats.grouped_gemm import Tile
-from spillover.kernels.moe import mixture_reference
+from spillover.kernels.moe import extents
+from spillover.kernels.moe.experts import Experts
+from spillover.kernels.moe.moe import mixture_reference
 
 pytest.importorskip("triton")
-from spillover.kernels.triton import moe as device
-from spillover.kernels.triton import moe_routing as routing
-from spillover.kernels.triton import moe_widen as widening
+from spillover.kernels.triton.moe import moe as device
+from spillover.kernels.triton.moe import moe_routing as routing
+from spillover.kernels.triton.moe import moe_widen as widening
 from support.mixtures import DEVICE, assert_near, case
 
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter truncates where the device rounds

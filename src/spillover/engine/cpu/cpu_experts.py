@@ -11,11 +11,11 @@ from torch import Tensor
 
 from spillover.engine.weights.ring import Source
 from spillover.engine.weights.traffic import WeightTraffic
-from spillover.kernels.experts import Experts, ExpertWeights, expert_stacks
 from spillover.kernels.formats.base import Linear
 from spillover.kernels.linear import linear
-from spillover.kernels.moe import expert_mlp, moe, route
-from spillover.kernels.records import Record
+from spillover.kernels.moe.experts import Experts, ExpertWeights, expert_stacks
+from spillover.kernels.moe.moe import expert_mlp, moe, route
+from spillover.kernels.moe.records import Record
 from spillover.memory.experts import ExpertCache
 from spillover.memory.transfer.link_queue import Priority
 from spillover.memory.transfer.transfers import Transfers

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spillover.kernels.host_expert_queue import PAIR
-from spillover.kernels.host_experts import HostExperts
-from spillover.kernels.page_table import Resolution
-from spillover.kernels.paging import gather
+from spillover.kernels.moe.host_expert_queue import PAIR
+from spillover.kernels.moe.host_experts import HostExperts
+from spillover.kernels.moe.page_table import Resolution
+from spillover.kernels.moe.paging import gather
 
 log = logging.getLogger("spillover.engine")
 

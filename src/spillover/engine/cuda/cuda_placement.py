@@ -22,10 +22,10 @@ from spillover.engine.weights.disk_weights import DiskWeights
 from spillover.engine.weights.elastic import ElasticMemory
 from spillover.engine.weights.expert_cache import chosen_policy, filled_cache
 from spillover.engine.weights.placed import Parts, PlacedParts, PlacedWeights
-from spillover.kernels.host_expert_queue import HostExpertQueue
-from spillover.kernels.host_experts import ExpertLayout, HostExperts
-from spillover.kernels.page_table import PageTable
-from spillover.kernels.records import Record
+from spillover.kernels.moe.host_expert_queue import HostExpertQueue
+from spillover.kernels.moe.host_experts import ExpertLayout, HostExperts
+from spillover.kernels.moe.page_table import PageTable
+from spillover.kernels.moe.records import Record
 from spillover.memory.transfer.cuda_transfers import CudaTransfers
 from spillover.models.config import ModelConfig
 from spillover.models.weight_specs import layer_part

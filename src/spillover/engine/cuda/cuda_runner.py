@@ -30,7 +30,13 @@ from spillover.engine.step import Step, StepItem, StepResult
 from spillover.engine.weights.placed import EngineWeights
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.kernels.batch import AttentionBatch, DecodeScratch, DeviceWork
-from spillover.kernels.triton.attention_splits import FIELDS, QUERIES, decode_splits, max_splits, prefill_tiles
+from spillover.kernels.triton.attention.attention_splits import (
+    FIELDS,
+    QUERIES,
+    decode_splits,
+    max_splits,
+    prefill_tiles,
+)
 from spillover.kernels.triton.draw import draw
 from spillover.kernels.triton.step_upload import fill_tokens, update_tables
 from spillover.memory.transfer.cuda_transfers import CudaTransfers

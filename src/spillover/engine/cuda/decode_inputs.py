@@ -13,7 +13,7 @@ import numpy.typing as npt
 from spillover.engine.batch.request_table import RequestTable
 from spillover.engine.batch.step_layout import ItemArrays, write_decodes, write_padding, write_step
 from spillover.engine.cuda.step_inputs import HEADER, InputOffsets, PinnedPair, StepInputs
-from spillover.kernels.triton.attention_splits import FIELDS, decode_splits, few_decode_splits
+from spillover.kernels.triton.attention.attention_splits import FIELDS, decode_splits, few_decode_splits
 
 FEW = 16  # rows whose attention is cut without arrays
 UPDATE_BYTES = 1 << 15  # room behind a step's own inputs, for new entries of the block tables

@@ -6,9 +6,9 @@ from typing import cast
 
 from torch import Tensor
 
-from spillover.kernels.experts import ExpertWeights, expert_stacks
-from spillover.kernels.paged_moe import Passes, begin_passes
-from spillover.kernels.records import Record
+from spillover.kernels.moe.experts import ExpertWeights, expert_stacks
+from spillover.kernels.moe.paged_moe import Passes, begin_passes
+from spillover.kernels.moe.records import Record
 
 
 class ExpertArena:

@@ -16,7 +16,7 @@ from spillover.engine.cuda.expert_arena import ExpertArena
 from spillover.engine.cuda.host_share import HostShare
 from spillover.engine.cuda.stream_buffers import StreamBuffers
 from spillover.engine.cuda.stream_plan import StreamPlan, stream_plan
-from spillover.kernels.page_table import NONE, PageTable
+from spillover.kernels.moe.page_table import NONE, PageTable
 from spillover.memory.transfer.link_queue import Priority
 
 MAX_CAPTURED_ROWS = 512  # of a step that streams

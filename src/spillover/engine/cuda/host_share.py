@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from spillover.errors import SpilloverError
-from spillover.kernels.host_expert_queue import HostExpertQueue
-from spillover.kernels.host_experts import HostExperts
+from spillover.kernels.moe.host_expert_queue import HostExpertQueue
+from spillover.kernels.moe.host_experts import HostExperts
 
 MAX_STREAMED_TOKENS = 256  # of a step that streams with the host's help; larger ones would keep its cores too long
 

@@ -18,8 +18,8 @@ from spillover.engine.cuda.host_share import HostShare
 from spillover.engine.cuda.policy_thread import PolicyThread
 from spillover.engine.cuda.stream_buffers import StreamBuffers
 from spillover.engine.weights.traffic import WeightTraffic
-from spillover.kernels.page_table import LENT, NONE, PageTable
-from spillover.kernels.paged_moe import paged_mixture
+from spillover.kernels.moe.page_table import LENT, NONE, PageTable
+from spillover.kernels.moe.paged_moe import paged_mixture
 from spillover.memory.transfer.link_queue import Priority
 
 

@@ -11,7 +11,7 @@ import threading
 import torch
 
 from spillover.errors import SpilloverError
-from spillover.kernels.page_table import PageTable
+from spillover.kernels.moe.page_table import PageTable
 from spillover.memory.policies.experts.protocol import ExpertPolicy
 from spillover.memory.transfer.cuda_transfers import CudaTransfers
 from spillover.memory.transfer.link_queue import Priority

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spillover.engine.batch.step_layout import ARRAYS, StepArrays
-from spillover.kernels.triton.attention_splits import FIELDS, max_splits
+from spillover.kernels.triton.attention.attention_splits import FIELDS, max_splits
 from spillover.kernels.triton.step_upload import bring
 
 _ALIGNMENT = 16  # bytes

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spillover.engine.cuda.stream_buffers import Group, grouped
-from spillover.kernels.page_table import NONE
+from spillover.kernels.moe.page_table import NONE
 
 
 @dataclass(frozen=True)

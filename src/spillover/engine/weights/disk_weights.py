@@ -10,7 +10,7 @@ import threading
 import torch
 from torch import Tensor
 
-from spillover.kernels.records import Record
+from spillover.kernels.moe.records import Record
 from spillover.models.loader import PartReader
 from spillover.models.weight_specs import is_expert
 from spillover.models.weights import split_experts

@@ -22,8 +22,8 @@ from spillover.engine.weights.ring import Ring, Source
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.errors import SpilloverError
 from spillover.kernels.formats.base import Weight
-from spillover.kernels.moe import LayerExperts
-from spillover.kernels.records import Record, tensors_of
+from spillover.kernels.moe.moe import LayerExperts
+from spillover.kernels.moe.records import Record, tensors_of
 from spillover.memory.transfer.transfers import Transfers
 from spillover.models.weight_specs import layer_part
 from spillover.models.weights import PartWeights, ResidentWeights, one_expert_of, split_experts

@@ -1,4 +1,4 @@
-"""How a mixture on a CUDA device multiplies with stacks of a format: what kernels/triton/moe.py reads."""
+"""How a mixture on a CUDA device multiplies with stacks of a format: what kernels/triton/moe/moe.py reads."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Tiles = tuple[Tile, Tile]  # for the two products of a mixture
 
 @dataclass(frozen=True)
 class GroupedGemm:
-    """How kernels/triton/moe.py multiplies with stacks of a format."""
+    """How kernels/triton/moe/moe.py multiplies with stacks of a format."""
 
-    code: int  # FORMAT of kernels/triton/moe_product.py
+    code: int  # FORMAT of kernels/triton/moe/moe_product.py
     few: Tiles | None  # for a few tokens, unsorted; None: they are sorted too
     many: Mapping[int, Tiles]  # by tokens of a tile
     invariant: Mapping[int, Tiles]  # likewise, of those whose sums agree to the bit

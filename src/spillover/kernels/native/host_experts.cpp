@@ -1,7 +1,7 @@
 // Experts computed by the host's cores: rows of floats through gate_up, a gated activation and down.
 //
 // An expert's tensors lie in one record, the records of a layer side by side. What is asked for comes by a call, or by
-// mail that a CUDA device writes in the middle of its step (kernels/host_expert_queue.py has the layout). A row of weights is read
+// mail that a CUDA device writes in the middle of its step (kernels/moe/host_expert_queue.py has the layout). A row of weights is read
 // from memory once for all rows of floats that go through its expert (mixture.h, which says where its two paths part),
 // and on either path a sum has one order, whatever the number of rows and threads.
 #include "mixture.h"

@@ -7,7 +7,7 @@ from torch import Tensor
 from spillover.kernels.attention import cold_attention_reference
 from spillover.kernels.batch import AttentionBatch, LayerShape, LayerWeights
 from spillover.kernels.linear import linear
-from spillover.kernels.triton.attention import attention
+from spillover.kernels.triton.attention.attention import attention
 from spillover.kernels.triton.norm import add_rms_norm
 from spillover.kernels.triton.rope_store import norm_rope_store
 

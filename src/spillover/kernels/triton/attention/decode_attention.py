@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from spillover.kernels.batch import DecodeScratch
-from spillover.kernels.triton import attention_splits as splits
+from spillover.kernels.triton.attention import attention_splits as splits
 from spillover.kernels.triton.codes import CODES, decode
 from spillover.kernels.triton.launch import early
 

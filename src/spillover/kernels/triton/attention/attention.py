@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from spillover.kernels.batch import AttentionBatch, DecodeScratch, DeviceWork
-from spillover.kernels.triton.attention_splits import decode_splits, prefill_tiles
-from spillover.kernels.triton.decode_attention import decode_attention
-from spillover.kernels.triton.prefill_attention import prefill_attention
+from spillover.kernels.triton.attention.attention_splits import decode_splits, prefill_tiles
+from spillover.kernels.triton.attention.decode_attention import decode_attention
+from spillover.kernels.triton.attention.prefill_attention import prefill_attention
 
 
 def attention(

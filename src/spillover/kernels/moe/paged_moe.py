@@ -7,12 +7,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from spillover.kernels.experts import Experts
 from spillover.kernels.formats.grouped_gemm import GroupedGemm
-from spillover.kernels.host_expert_queue import HostExpertQueue
-from spillover.kernels.moe import expert_mlp_reference
-from spillover.kernels.page_table import NONE, PageTable, Resolution
-from spillover.kernels.paging import (
+from spillover.kernels.moe.experts import Experts
+from spillover.kernels.moe.host_expert_queue import HostExpertQueue
+from spillover.kernels.moe.moe import expert_mlp_reference
+from spillover.kernels.moe.page_table import NONE, PageTable, Resolution
+from spillover.kernels.moe.paging import (
     assign_reference,
     collect_reference,
     gather_reference,
@@ -26,14 +26,14 @@ def paged_mixture(
     second: Experts, k: int, renormalize: bool, limit: float | None = None,
     split: Tensor | None = None, queue: HostExpertQueue | None = None, replay: Tensor | None = None,
 ) -> Tensor:
-    """x [T, H], scores [T, E] -> [T, H]: kernels.moe.mixture where `first` and `second` are stacks of slots.
+    """x [T, H], scores [T, E] -> [T, H]: kernels.moe.moe.mixture where `first` and `second` are stacks of slots.
 
     `records` uint8 [E, bytes] are the layer's experts in host memory and `slots` uint8 [S, bytes] the arena that the
-    stacks are views of. With a `queue` the host computes what `split` (see kernels.paging.resolve) gives it. `replay`
+    stacks are views of. With a `queue` the host computes what `split` (see moe.paging.resolve) gives it. `replay`
     int32 [N, L, k]: the experts are those of row step % N, whatever the scores.
     """
     if x.is_cuda:
-        from spillover.kernels.triton import paged_moe as on_cuda
+        from spillover.kernels.triton.moe import paged_moe as on_cuda
 
         return on_cuda.paged_mixture(
             x, scores, table, layer, records, slots, first, second, k, renormalize, limit, split, queue, replay
@@ -57,7 +57,7 @@ class Passes(Protocol):
         ...
 
     def end(self) -> Tensor:
-        """[T, H]: to the bit what kernels.moe.mixture makes of the same experts at once, but for the host's."""
+        """[T, H]: to the bit what kernels.moe.moe.mixture makes of the same experts at once, but for the host's."""
         ...
 
 
@@ -66,7 +66,7 @@ def begin_passes(
 ) -> Passes:
     """`gemm` and `inner` are Experts.gemm of both stacks and Experts.width of the second."""
     if x.is_cuda:
-        from spillover.kernels.triton.paged_moe import PassedMixture
+        from spillover.kernels.triton.moe.paged_moe import PassedMixture
 
         return PassedMixture(x, scores, k, renormalize, gemm, inner, limit)
     return PassedMixtureReference(x, scores, k, renormalize, gemm, inner, limit)

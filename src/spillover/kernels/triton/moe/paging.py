@@ -11,10 +11,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from spillover.kernels import host_expert_queue as places
-from spillover.kernels import page_table
-from spillover.kernels.host_expert_queue import HostExpertQueue
-from spillover.kernels.page_table import PATIENCE, PageTable, Resolution
+from spillover.kernels.moe import host_expert_queue as places
+from spillover.kernels.moe import page_table
+from spillover.kernels.moe.host_expert_queue import HostExpertQueue
+from spillover.kernels.moe.page_table import PATIENCE, PageTable, Resolution
 from spillover.kernels.triton.launch import early
 
 GATHER_PROGRAMS = 8  # each keeps GATHER_BYTES on their way over the link
@@ -34,7 +34,7 @@ _ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 def resolve(ids: Tensor, table: PageTable, layer: int, split: Tensor | None = None) -> Resolution:
-    """Resolve as kernels.paging.resolve does."""
+    """Resolve as kernels.moe.paging.resolve does."""
     pairs, k = ids.numel(), ids.shape[1]
     # A layer without any slot leaves all to the host.
     assert table.quota == 0 or table.quota >= min(pairs, table.experts), "fewer slots than a step may ask for"
@@ -56,7 +56,7 @@ def resolve(ids: Tensor, table: PageTable, layer: int, split: Tensor | None = No
 
 
 def assign(ids: Tensor, hosted: Tensor) -> Resolution:
-    """Assign as kernels.paging.assign_reference does."""
+    """Assign as kernels.moe.paging.assign_reference does."""
     pairs, k = ids.numel(), ids.shape[1]
     counts = torch.empty(2, dtype=torch.int32, device=ids.device)
     to_host = torch.empty(pairs, places.PAIR, dtype=torch.int32, device=ids.device)
@@ -72,12 +72,12 @@ def gather(
     resolution: Resolution, records: Tensor, slots: Tensor, programs: int = GATHER_PROGRAMS,
     nbytes: int = GATHER_BYTES, warps: int = GATHER_WARPS,
 ) -> None:
-    """Gather as kernels.paging.gather does: `programs` read `nbytes` at a time each."""
+    """Gather as kernels.moe.paging.gather does: `programs` read `nbytes` at a time each."""
     _gather_and_post(resolution, records, slots, None, None, 0, programs, nbytes, warps)
 
 
 def post(x: Tensor, resolution: Resolution, layer: int, mail: HostExpertQueue) -> None:
-    """Post as kernels.paging.post_reference does."""
+    """Post as kernels.moe.paging.post_reference does."""
     _gather_and_post(resolution, None, None, x, mail, layer, 0, GATHER_BYTES, GATHER_WARPS)
 
 
@@ -116,7 +116,7 @@ def collect(
     rows: Tensor, shares: Tensor, resolution: Resolution | None, mail: HostExpertQueue | None, dtype: torch.dtype,
     shared: bool = False, patience: int = PATIENCE,
 ) -> Tensor:
-    """Collect as kernels.paging.collect_reference does."""
+    """Collect as kernels.moe.paging.collect_reference does."""
     tokens, k = shares.shape
     hidden = rows.shape[1]
     out = torch.empty(tokens, hidden, dtype=dtype, device=rows.device)

@@ -22,12 +22,12 @@ from torch import Tensor
 from spillover.errors import SpilloverError
 from spillover.kernels import native
 from spillover.kernels.activation import clamped_swiglu_reference, silu_and_mul_reference
-from spillover.kernels.experts import Experts, ExpertWeights, expert_stacks
 from spillover.kernels.fields import LinearShape
 from spillover.kernels.formats.base import HOST_TYPES, Linear, Weight, WeightFormat
-from spillover.kernels.host_expert_queue import COUNT, DONE, FAILED, LAYER, PAIR, POSTED, TOKENS, HostExpertQueue
 from spillover.kernels.linear import linear_reference
-from spillover.kernels.records import Record
+from spillover.kernels.moe.experts import Experts, ExpertWeights, expert_stacks
+from spillover.kernels.moe.host_expert_queue import COUNT, DONE, FAILED, LAYER, PAIR, POSTED, TOKENS, HostExpertQueue
+from spillover.kernels.moe.records import Record
 
 GRAIN = 32 << 10  # bytes of weights that a thread takes at a time
 TILE_ROWS = 4  # an expert of as many rows is computed in the cores' tiles as bfloat16, where they have such

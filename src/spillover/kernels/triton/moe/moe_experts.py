@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from spillover.kernels.triton.moe_product import (
+from spillover.kernels.triton.moe.moe_product import (
     FP8,
     FP8_BLOCK,
     activation_columns,

@@ -15,8 +15,8 @@ from spillover.kernels.activation import (
     silu_and_mul,
     silu_and_mul_reference,
 )
-from spillover.kernels.experts import Experts
 from spillover.kernels.linear import linear, linear_reference
+from spillover.kernels.moe.experts import Experts
 
 
 class LayerExperts(Protocol):
@@ -47,7 +47,7 @@ def mixture(
     clamped SwiGLU over rows of gate and up in turn, without it SiLU-mul over gate rows and then up rows.
     """
     if x.is_cuda:
-        from spillover.kernels.triton import moe as on_cuda
+        from spillover.kernels.triton.moe import moe as on_cuda
 
         return on_cuda.mixture(x, scores, first, second, k, renormalize, limit)
     ids, shares = route(scores, k, renormalize, limit)

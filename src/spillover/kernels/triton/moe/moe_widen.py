@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spillover.kernels.experts import Experts
 from spillover.kernels.fields import LinearShape
 from spillover.kernels.formats.base import Linear
 from spillover.kernels.formats.dense import DENSE
-from spillover.kernels.triton.moe_product import FP8_BLOCK
+from spillover.kernels.moe.experts import Experts
+from spillover.kernels.triton.moe.moe_product import FP8_BLOCK
 
 
 def wide_room(experts: int, hidden: int, inner: int, x: Tensor) -> tuple[Experts, Experts]:

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spillover.kernels.triton import attention_splits as splits
+from spillover.kernels.triton.attention import attention_splits as splits
+from spillover.kernels.triton.attention.decode_attention import scales
 from spillover.kernels.triton.codes import CODES, decode
-from spillover.kernels.triton.decode_attention import scales
 
 # Keys a tile, and warps: one setting for a row's sums to have one order, and one that is faster where there are many.
 TILE, MANY_TILE = (128, 8), (64, 4)

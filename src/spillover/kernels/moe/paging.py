@@ -13,9 +13,9 @@ import time
 import torch
 from torch import Tensor
 
-from spillover.kernels import host_expert_queue as places
-from spillover.kernels.host_expert_queue import HostExpertQueue
-from spillover.kernels.page_table import NONE, OLDEST, PATIENCE, PageTable, Resolution
+from spillover.kernels.moe import host_expert_queue as places
+from spillover.kernels.moe.host_expert_queue import HostExpertQueue
+from spillover.kernels.moe.page_table import NONE, OLDEST, PATIENCE, PageTable, Resolution
 
 
 def resolve(ids: Tensor, table: PageTable, layer: int, split: Tensor | None = None) -> Resolution:
@@ -26,7 +26,7 @@ def resolve(ids: Tensor, table: PageTable, layer: int, split: Tensor | None = No
     the one with the lowest (infinite worth, used now or in the step before, worth, stamp, slot).
     """
     if ids.is_cuda:
-        from spillover.kernels.triton import paging as on_cuda
+        from spillover.kernels.triton.moe import paging as on_cuda
 
         return on_cuda.resolve(ids, table, layer, split)
     return resolve_reference(ids, table, layer, split)
@@ -47,7 +47,7 @@ def assign_reference(ids: Tensor, hosted: Tensor) -> Resolution:
 def gather(resolution: Resolution, records: Tensor, slots: Tensor) -> None:
     """Copy each expert that is to be gathered from its record, uint8 [E, bytes] in host memory, into its slot."""
     if slots.is_cuda:
-        from spillover.kernels.triton import paging as on_cuda
+        from spillover.kernels.triton.moe import paging as on_cuda
 
         on_cuda.gather(resolution, records, slots)
     else:

@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from spillover.kernels.formats.grouped_gemm import GroupedGemm
 from spillover.kernels.triton.launch import early
-from spillover.kernels.triton.moe_product import activation_columns, activation_values
+from spillover.kernels.triton.moe.moe_product import activation_columns, activation_values
 
 _COLUMNS = 512  # of activations that a program of the routing copies
 _CHUNK = 4096  # pairs that a program of the sort looks at in one turn

@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spillover.kernels.experts import Experts
 from spillover.kernels.formats.grouped_gemm import GroupedGemm, Tiles
-from spillover.kernels.host_expert_queue import HostExpertQueue
-from spillover.kernels.page_table import PATIENCE, PageTable, Resolution
-from spillover.kernels.triton.moe import (
+from spillover.kernels.moe.experts import Experts
+from spillover.kernels.moe.host_expert_queue import HostExpertQueue
+from spillover.kernels.moe.page_table import PATIENCE, PageTable, Resolution
+from spillover.kernels.triton.moe.moe import (
     FEW_TOKENS,
     pair_products,
     pair_room,
@@ -20,9 +20,9 @@ from spillover.kernels.triton.moe import (
     tile_room,
     wide,
 )
-from spillover.kernels.triton.moe_routing import combine, route, sort_by_expert
-from spillover.kernels.triton.moe_widen import wide_room, widen
-from spillover.kernels.triton.paging import assign, collect, gather, gather_and_post, post, resolve
+from spillover.kernels.triton.moe.moe_routing import combine, route, sort_by_expert
+from spillover.kernels.triton.moe.moe_widen import wide_room, widen
+from spillover.kernels.triton.moe.paging import assign, collect, gather, gather_and_post, post, resolve
 
 
 def paged_mixture(
@@ -31,7 +31,7 @@ def paged_mixture(
     split: Tensor | None = None, queue: HostExpertQueue | None = None, replay: Tensor | None = None,
     few_tokens: int = FEW_TOKENS, tiles: Tiles | None = None, patience: int = PATIENCE,
 ) -> Tensor:
-    """As kernels.paged_moe.paged_mixture."""
+    """As kernels.moe.paged_moe.paged_mixture."""
     tokens, experts = scores.shape
     if tokens == 0:
         return torch.empty_like(x)
@@ -63,7 +63,7 @@ def paged_mixture(
 
 
 class PassedMixture:
-    """As kernels.paged_moe.Passes: routed and sorted at the start, rows of all passes in one place, summed at the end.
+    """As kernels.moe.paged_moe.Passes. Pairs are routed and sorted at the start, and summed at the end.
 
     The path and the tiles are those that `moe.mixture` takes for as many tokens, so that the result is the same bits.
     Where that widens the experts, a pass does no more, and what it came for may leave at once: all products are at the

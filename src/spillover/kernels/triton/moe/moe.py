@@ -24,18 +24,18 @@ import torch
 import triton
 from torch import Tensor
 
-from spillover.kernels.experts import Experts
-from spillover.kernels.extents import dequantizes
 from spillover.kernels.formats.grouped_gemm import GroupedGemm, Tiles
+from spillover.kernels.moe.experts import Experts
+from spillover.kernels.moe.extents import dequantizes
 from spillover.kernels.triton.launch import early
-from spillover.kernels.triton.moe_experts import (
+from spillover.kernels.triton.moe.moe_experts import (
     experts_down_pairs,
     experts_down_tiles,
     experts_gate_up_pairs,
     experts_gate_up_tiles,
 )
-from spillover.kernels.triton.moe_routing import combine, route, sort_by_expert
-from spillover.kernels.triton.moe_widen import wide_room, widen
+from spillover.kernels.triton.moe.moe_routing import combine, route, sort_by_expert
+from spillover.kernels.triton.moe.moe_widen import wide_room, widen
 
 FEW_TOKENS = 8
 ARRIVALS = 1 << 16  # token times tile of columns, at most

@@ -1,0 +1,1 @@
+"""Mixtures of experts, whether all of them are on the device or not."""
