@@ -15,9 +15,9 @@ from spillover.engine.batch import offloaded_prefix
 from spillover.engine.batch.offloaded_prefix import OffloadStage
 from spillover.engine.step import Phase, StepItem
 from spillover.kernels import native
+from spillover.kernels.extents import split_blocks
 from spillover.kernels.huge_pages import address_of
 from spillover.kernels.kv_quant import KVCodec, decode_blocks, encode_blocks, head_bytes
-from spillover.kernels.moe.extents import split_blocks
 from spillover.memory.transfer.cpu_transfers import CpuTransfers
 from spillover.models.registry import architecture
 from spillover.plan.workspace import staging_bytes

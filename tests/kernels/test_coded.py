@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spillover.kernels import native
+from spillover.kernels.extents import CODE_BLOCK
 from spillover.kernels.fields import LinearShape
 from spillover.kernels.formats.gguf_codes import Codes, GgufCodes, pack_codes, unpack_codes
 from spillover.kernels.linear import embedding, embedding_reference, linear
-from spillover.kernels.moe.extents import CODE_BLOCK
 from spillover.models.gguf.gguf_codes import code_bits, codes_of
 from support.coded_weights import KINDS, coded, room, stored
 

@@ -11,12 +11,12 @@ import torch
 from spillover.kernels import native
 from spillover.kernels.batch import AttentionBatch, LayerShape
 from spillover.kernels.cpu_kernels import CpuKernels, LayerStack
+from spillover.kernels.extents import CODE_BLOCK
 from spillover.kernels.formats.base import Linear
 from spillover.kernels.formats.dense import DENSE
 from spillover.kernels.formats.gguf_codes import Codes, pack_codes
 from spillover.kernels.formats.packed import pack
 from spillover.kernels.kv_quant import encode_blocks
-from spillover.kernels.moe.extents import CODE_BLOCK
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.describe())
 

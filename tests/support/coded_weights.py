@@ -6,9 +6,9 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
+from spillover.kernels.extents import CODE_BLOCK
 from spillover.kernels.formats.base import Linear
 from spillover.kernels.formats.gguf_codes import pack_codes
-from spillover.kernels.moe.extents import CODE_BLOCK
 from spillover.models.gguf.gguf_codes import codes_of
 
 KINDS = [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0]

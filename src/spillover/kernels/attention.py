@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spillover.kernels import kv_quant, native
 from spillover.kernels.batch import AttentionBatch, OffloadedPrefix
-from spillover.kernels.moe.extents import MOST_SCORES, split_blocks
+from spillover.kernels.extents import MOST_SCORES, split_blocks
 
 KV_LAYOUT = "block,layer,[k:head,dim,token|v:head,token,dim]"
 POOL_KINDS = {"auto": 0, "fp8": 1, "int8": 2}  # as attention.cpp numbers them

@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 
 from spillover.errors import PlanError
-from spillover.kernels.moe.extents import split_blocks
+from spillover.kernels.extents import split_blocks
 from spillover.models.config import ModelConfig
 from spillover.plan.hardware import Machine
 from spillover.plan.request import PlanRequest

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from spillover.kernels.extents import MOST_SCORES, SEGMENTS, dequantizes, segment_blocks
 from spillover.kernels.fields import ITEMSIZE
-from spillover.kernels.moe.extents import MOST_SCORES, SEGMENTS, dequantizes, segment_blocks
 from spillover.kernels.triton.attention.attention_splits import max_splits, scratch_bytes
 from spillover.models.config import ModelConfig
 from spillover.models.groups import layer_groups

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from spillover.engine.config import EngineConfig
 from spillover.engine.step import StepItem
+from spillover.kernels.extents import SEGMENTS, segment_blocks
 from spillover.kernels.kv_quant import KVCodec
-from spillover.kernels.moe.extents import SEGMENTS, segment_blocks
 from spillover.kernels.offload_stage import stage_blocks
 from spillover.memory.transfer.cpu_transfers import CpuCopy, CpuTransfers
 from spillover.memory.transfer.cuda_transfers import CudaTransfers

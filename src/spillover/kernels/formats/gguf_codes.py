@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from spillover.kernels.arena import Arena
+from spillover.kernels.extents import CODE_BLOCK, CODE_BYTES, CODE_PANEL
 from spillover.kernels.fields import Field, LinearShape
 from spillover.kernels.formats.base import Linear, Target, TensorReader
 from spillover.kernels.formats.packed import Panels
-from spillover.kernels.moe.extents import CODE_BLOCK, CODE_BYTES, CODE_PANEL
 
 HALF = CODE_PANEL // 2
 VECTORS = {4: 4, 8: 8}  # of the codes of half a panel's channels

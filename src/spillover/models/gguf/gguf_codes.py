@@ -7,8 +7,8 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from torch import Tensor
 
+from spillover.kernels.extents import CODE_BLOCK
 from spillover.kernels.formats.gguf_codes import Codes
-from spillover.kernels.moe.extents import CODE_BLOCK
 
 _BITS = {GGMLQuantizationType.Q4_0: 4, GGMLQuantizationType.Q4_1: 4, GGMLQuantizationType.Q8_0: 8}
 

@@ -24,9 +24,9 @@ import torch
 import triton
 from torch import Tensor
 
+from spillover.kernels.extents import dequantizes
 from spillover.kernels.formats.grouped_gemm import GroupedGemm, Tiles
 from spillover.kernels.moe.experts import Experts
-from spillover.kernels.moe.extents import dequantizes
 from spillover.kernels.triton.launch import early
 from spillover.kernels.triton.moe.moe_experts import (
     experts_down_pairs,
