@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from spillover.kernels import extents
 from spillover.kernels.formats.grouped_gemm import Tile
-from spillover.kernels.moe import extents
 from spillover.kernels.moe import host_expert_queue as places
 from spillover.kernels.moe.experts import Experts
 from spillover.kernels.moe.host_expert_queue import HostExpertQueue

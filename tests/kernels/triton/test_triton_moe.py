@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from spillover.kernels import extents
 from spillover.kernels.formats.base import Linear
 from spillover.kernels.formats.dense import DENSE
 from spillover.kernels.formats.grouped_gemm import Tile
-from spillover.kernels.moe import extents
 from spillover.kernels.moe.experts import Experts
 from spillover.kernels.moe.moe import mixture_reference
 
