@@ -1,6 +1,10 @@
 """What the KV cache promises the scheduler, one promise a test."""
 
+import random
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from spillover.errors import SpilloverError
 from spillover.memory.kv.digest import block_key, prefix_digests, root_digest
@@ -285,11 +289,11 @@ def test_a_copy_keeps_its_block_from_eviction() -> None:
     run(cache, "a", tokens)
     leaf = cache.table("a")[1]
     cache.release("a")
-    cache.begin_copy(leaf)
+    cache.begin_copy([leaf])
     cache.admit("b", [1])
     assert not cache.extend("b", 8)  # the leaf is in flight and its parent must wait for it
     assert cache.match(tokens) == 8
-    cache.end_copy(leaf)
+    cache.end_copy([leaf])
     cache.check()
     assert cache.extend("b", 8)
     assert cache.match(tokens) == 4
@@ -361,14 +365,45 @@ def test_block_names_differ_by_prefix_salt_and_identity() -> None:
 def test_lru_remembers_use_and_not_arrival() -> None:
     policy = LRU()
     for block in (1, 2, 3):
-        policy.on_access(block)
+        policy.on_access([block])
     for block in (3, 1, 2):
         policy.on_insert(block)
     assert policy.victim() == 1
     policy.on_remove(1)
     assert policy.victim() == 2
-    policy.on_access(2)
+    policy.on_access([2])
     assert policy.victim() == 3
     for block in (2, 3):
         policy.on_remove(block)
     assert policy.victim() is None
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 10), (6, None)], ids=str)
+@settings(deadline=None)
+@given(rng=st.randoms(use_true_random=False))
+def test_a_commit_of_many_blocks_is_the_commit_of_each(windows: tuple[int | None, ...], rng: random.Random) -> None:
+    """Sequences that share prefixes, computed at once or a token at a time: the same tables, tree and evictions."""
+    caches = [KVCache(60 * len(windows), 4, windows) for _ in range(2)]
+    for number in range(rng.randint(1, 6)):
+        prompts = [[rng.randint(0, 1) for _ in range(4 * rng.randint(1, 4))] * 2 for _ in range(rng.randint(1, 3))]
+        together = rng.random() < 0.5
+        for cache, step in zip(caches, (1000, 1), strict=True):
+            found = [cache.admit(f"{number}.{i}", prompt) for i, prompt in enumerate(prompts)] if together else []
+            for i, prompt in enumerate(prompts):
+                seq = f"{number}.{i}"
+                computed = found[i] if together else cache.admit(seq, prompt)
+                assert cache.extend(seq, len(prompt))
+                while computed < len(prompt):
+                    computed = min(len(prompt), computed + step)
+                    cache.commit(seq, prompt, computed)
+                    cache.check()
+            for i in range(len(prompts)):
+                cache.release(f"{number}.{i}")
+                cache.check()
+        assert caches[0].stats == caches[1].stats
+    evicted: list[list[bytes]] = [[], []]
+    for cache, keys in zip(caches, evicted, strict=True):
+        while (victim := cache.tree.victim()) is not None:
+            keys.append(cache.tree.key(victim))
+            cache.tree.evict(victim)
+    assert evicted[0] == evicted[1]

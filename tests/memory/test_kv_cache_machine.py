@@ -229,7 +229,7 @@ class CacheMachine(RuleBasedStateMachine):
         complete = [b for b in complete if b not in self.in_flight]
         if complete:
             block = data.draw(st.sampled_from(complete))
-            self.cache.begin_copy(block)
+            self.cache.begin_copy([block])
             self.in_flight[block] = self.content(block)
 
     @precondition(lambda self: self.live)
@@ -240,7 +240,7 @@ class CacheMachine(RuleBasedStateMachine):
         unfinished = [b for b in self.cache.table(name)[model.computed // self.size :] if b not in self.in_flight]
         if unfinished:
             block = data.draw(st.sampled_from(unfinished))
-            self.cache.begin_copy(block)
+            self.cache.begin_copy([block])
             self.in_flight[block] = self.content(block)
             model.loading.add(block)
 
@@ -251,7 +251,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def end_copy(self, block: int) -> None:
         assert self.content(block) == self.in_flight.pop(block), "a block was reused while a copy held it"
-        self.cache.end_copy(block)
+        self.cache.end_copy([block])
         for model in self.live.values():
             model.loading.discard(block)
 

@@ -24,7 +24,8 @@ FREE, FILLING, READY, EVICTABLE, IN_FLIGHT, ABSENT = BlockState
 class BlockPool:
     """The states of blocks 1..num_blocks, and of others up to `most` once they are added.
 
-    An illegal transition raises AssertionError: it is a bug, never a condition to handle.
+    Transitions are made for a run of blocks at a time, in order. An illegal one raises AssertionError: it is a bug,
+    never a condition to handle.
 
     A block is *cached* while the prefix tree keeps it; that alone decides whether it becomes EVICTABLE or FREE once its
     last reference goes. A block in flight keeps its references and its cached mark, and settles when the copy ends.
@@ -88,76 +89,100 @@ class BlockPool:
             self._move(block, ABSENT)
         self._free = [block for block in self._free if block not in blocks]
 
-    def allocate(self) -> int:
-        """Allocate a block: FREE -> FILLING, with one reference. The caller has made sure that a block is free."""
-        if not self._free:
-            raise AssertionError("allocate() with no block FREE")
-        block = self._free.pop()
-        self._refs[block] = 1
-        self._state[block] = FILLING
-        self._counts[FREE] -= 1
-        self._counts[FILLING] += 1
-        return block
+    def allocate(self, count: int) -> list[int]:
+        """Allocate blocks: FREE -> FILLING, with one reference. The caller has made sure that as many are free."""
+        if count > len(self._free):
+            raise AssertionError(f"allocate() of {count} blocks with {len(self._free)} FREE")
+        at = len(self._free) - count
+        blocks = self._free[at:][::-1]
+        del self._free[at:]
+        for block in blocks:
+            self._refs[block] = 1
+            self._state[block] = FILLING
+        self._count(FREE, FILLING, count)
+        return blocks
 
-    def complete(self, block: int) -> None:
-        """Complete a block: FILLING -> READY: every slot now holds computed KV."""
-        if self._state[block] is not FILLING:
-            self._illegal("complete", block, FILLING)
-        self._move(block, READY)
-
-    def ref(self, block: int) -> None:
-        """Add a holder of a complete block; EVICTABLE -> READY."""
-        state = self._state[block]
-        if state is EVICTABLE:
+    def complete(self, blocks: Iterable[int]) -> None:
+        """Complete blocks: FILLING -> READY: every slot now holds computed KV."""
+        for block in blocks:
+            if self._state[block] is not FILLING:
+                self._illegal("complete", block, FILLING)
             self._move(block, READY)
-        elif state is not READY and (state is not IN_FLIGHT or block in self._loading):
-            self._illegal("ref", block, READY, EVICTABLE)
-        self._refs[block] += 1
 
-    def unref(self, block: int) -> None:
-        """Remove a holder; after the last one the block is EVICTABLE if cached, else FREE, unless a copy holds it."""
-        if self._refs[block] == 0:
-            self._illegal("unref", block, FILLING, READY)
-        self._refs[block] -= 1
-        if self._refs[block] == 0 and self._state[block] is not IN_FLIGHT:
+    def ref(self, blocks: Iterable[int]) -> None:
+        """Add a holder of complete blocks; EVICTABLE -> READY."""
+        states, refs, taken = self._state, self._refs, 0
+        try:
+            for block in blocks:
+                state = states[block]
+                if state is EVICTABLE:
+                    states[block] = READY
+                    taken += 1
+                elif state is not READY and (state is not IN_FLIGHT or block in self._loading):
+                    self._illegal("ref", block, READY, EVICTABLE)
+                refs[block] += 1
+        finally:
+            self._count(EVICTABLE, READY, taken)
+
+    def unref(self, blocks: Iterable[int]) -> None:
+        """Remove a holder; after the last one a block is EVICTABLE if cached, else FREE, unless a copy holds it."""
+        states, refs, cached, idle = self._state, self._refs, self._cached, 0
+        try:
+            for block in blocks:
+                if refs[block] == 0:
+                    self._illegal("unref", block, FILLING, READY)
+                refs[block] -= 1
+                if refs[block] == 0:
+                    state = states[block]
+                    if state is READY and cached[block]:
+                        states[block] = EVICTABLE
+                        idle += 1
+                    elif state is not IN_FLIGHT:
+                        self._settle(block)
+        finally:
+            self._count(READY, EVICTABLE, idle)
+
+    def cache(self, blocks: Iterable[int]) -> None:
+        """Mark blocks that the prefix tree keeps from now on."""
+        for block in blocks:
+            if self._state[block] is not READY or self._cached[block]:
+                self._illegal("cache", block, READY)
+            self._cached[block] = 1
+
+    def uncache(self, blocks: Iterable[int]) -> None:
+        """Unmark blocks that the prefix tree no longer keeps: EVICTABLE -> FREE; holders and copies keep them alive."""
+        for block in blocks:
+            if not self._cached[block]:
+                self._illegal("uncache", block, READY, EVICTABLE, IN_FLIGHT)
+            self._cached[block] = 0
+            if self._state[block] is EVICTABLE:
+                self._settle(block)
+
+    def evict(self, blocks: Iterable[int]) -> None:
+        """Evict blocks: EVICTABLE -> FREE."""
+        for block in blocks:
+            if self._state[block] is not EVICTABLE:
+                self._illegal("evict", block, EVICTABLE)
+            self._cached[block] = 0
+            self._move(block, FREE)
+            self._free.append(block)
+
+    def begin_copy(self, blocks: Iterable[int]) -> None:
+        """Begin a copy that reads or writes these blocks: none is reused, freed or evicted before its end_copy."""
+        for block in blocks:
+            state = self._state[block]
+            if state is FREE or state is IN_FLIGHT:
+                self._illegal("begin_copy", block, FILLING, READY, EVICTABLE)
+            if state is FILLING:
+                self._loading.add(block)
+            self._move(block, IN_FLIGHT)
+
+    def end_copy(self, blocks: Iterable[int]) -> None:
+        """End a copy whose event has fired; each block goes where its references and the cached mark say."""
+        for block in blocks:
+            if self._state[block] is not IN_FLIGHT:
+                self._illegal("end_copy", block, IN_FLIGHT)
             self._settle(block)
-
-    def cache(self, block: int) -> None:
-        """Mark a block that the prefix tree keeps from now on."""
-        if self._state[block] is not READY or self._cached[block]:
-            self._illegal("cache", block, READY)
-        self._cached[block] = 1
-
-    def uncache(self, block: int) -> None:
-        """Unmark a block that the prefix tree no longer keeps: EVICTABLE -> FREE; holders and copies keep it alive."""
-        if not self._cached[block]:
-            self._illegal("uncache", block, READY, EVICTABLE, IN_FLIGHT)
-        self._cached[block] = 0
-        if self._state[block] is EVICTABLE:
-            self._settle(block)
-
-    def evict(self, block: int) -> None:
-        """Evict a block: EVICTABLE -> FREE."""
-        if self._state[block] is not EVICTABLE:
-            self._illegal("evict", block, EVICTABLE)
-        self._cached[block] = 0
-        self._move(block, FREE)
-        self._free.append(block)
-
-    def begin_copy(self, block: int) -> None:
-        """Begin a copy that reads or writes this block: it is neither reused, freed nor evicted before end_copy."""
-        state = self._state[block]
-        if state is FREE or state is IN_FLIGHT:
-            self._illegal("begin_copy", block, FILLING, READY, EVICTABLE)
-        if state is FILLING:
-            self._loading.add(block)
-        self._move(block, IN_FLIGHT)
-
-    def end_copy(self, block: int) -> None:
-        """End a copy whose event has fired; the block goes where its references and the cached mark say."""
-        if self._state[block] is not IN_FLIGHT:
-            self._illegal("end_copy", block, IN_FLIGHT)
-        self._settle(block)
 
     def check(self) -> None:
         """Recount everything from scratch."""
@@ -194,6 +219,10 @@ class BlockPool:
         else:
             self._move(block, FREE)
             self._free.append(block)
+
+    def _count(self, before: BlockState, after: BlockState, blocks: int) -> None:
+        self._counts[before] -= blocks
+        self._counts[after] += blocks
 
     def _move(self, block: int, to: BlockState) -> None:
         self._counts[self._state[block]] -= 1

@@ -3,11 +3,17 @@
 Identity (model, dtype and layout) and salt enter at the root and so, through the chain, every block's digest.
 """
 
-import struct
+from array import array
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 
 DIGEST_BYTES = 32
+TOKEN_BYTES = 4
+
+
+def packed(tokens: Sequence[int]) -> bytes:
+    """Return token ids as little-endian int32, the form in which blocks are compared and digested; fast of an array."""
+    return (tokens if isinstance(tokens, array) else array("i", tokens)).tobytes()
 
 
 def root_digest(identity: bytes, salt: str | None) -> bytes:
@@ -16,9 +22,9 @@ def root_digest(identity: bytes, salt: str | None) -> bytes:
     return blake2b(len(identity).to_bytes(8, "little") + identity + salted, digest_size=DIGEST_BYTES).digest()
 
 
-def block_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Return the digest of one block of tokens that follows the block (or root) with digest `parent`."""
-    return blake2b(parent + struct.pack(f"<{len(tokens)}i", *tokens), digest_size=DIGEST_BYTES).digest()
+def block_digest(parent: bytes, span: bytes) -> bytes:
+    """Return the digest of one block of packed tokens that follows the block (or root) with digest `parent`."""
+    return blake2b(parent + span, digest_size=DIGEST_BYTES).digest()
 
 
 def block_key(digest: bytes, group: int) -> bytes:
@@ -28,6 +34,7 @@ def block_key(digest: bytes, group: int) -> bytes:
 
 def prefix_digests(tokens: Sequence[int], block_size: int, digest: bytes) -> Iterator[bytes]:
     """Yield one digest for each full block of `tokens`, which follow the block (or root) with this digest."""
-    for end in range(block_size, len(tokens) + 1, block_size):
-        digest = block_digest(digest, tokens[end - block_size : end])
+    data, width = packed(tokens), block_size * TOKEN_BYTES
+    for end in range(width, len(data) + 1, width):
+        digest = block_digest(digest, data[end - width : end])
         yield digest

@@ -6,10 +6,11 @@ moved past. Tables always cover what is computed, so extend() never allocates be
 """
 
 from collections.abc import Sequence
+from itertools import chain
 
 from spillover.errors import SpilloverError
 from spillover.memory.kv.blocks import BlockPool
-from spillover.memory.kv.digest import root_digest
+from spillover.memory.kv.digest import TOKEN_BYTES, packed, root_digest
 from spillover.memory.kv.loans import BlockLender, Loans
 from spillover.memory.kv.prefix_tree import Evictor, Node, PrefixTree
 from spillover.memory.kv.sequence import CacheStats, SequenceBlocks
@@ -130,8 +131,7 @@ class KVCache:
             for i, held in source.held.items():
                 if i < len(blocks):
                     sequence.held[i] = list(held)
-                    for block in held:
-                        self.tree.ref(block)
+                    self.tree.ref(held)
         return sequence.num_computed
 
     def extend(self, seq: str, num_tokens: int, urgent: bool = True) -> bool:
@@ -146,7 +146,7 @@ class KVCache:
         if not self._make_room(new * len(tables), urgent):
             return False
         for table in tables:
-            table.extend([self.pool.allocate() for _ in range(new)])
+            table.extend(self.pool.allocate(new))
         return True
 
     def commit(self, seq: str, tokens: Sequence[int], num_computed: int) -> None:
@@ -159,21 +159,22 @@ class KVCache:
             f"and blocks for {len(sequence.tables[0]) * size}"
         )
         sequence.num_computed = num_computed
-        for i in range(sequence.num_ready, num_computed // size):
-            blocks = [table[i] for table in sequence.tables]
-            for block in blocks:
-                if block:  # of a restored prefix, what lies behind a window was not loaded
-                    self.pool.complete(block)
+        first, end = sequence.num_ready, num_computed // size
+        if first < end:
+            tables = [table[first:end] for table in sequence.tables]
+            for table in tables:
+                self.pool.complete(filter(None, table))  # 0: behind the window of a restored prefix, and not loaded
             if sequence.node is not None:
-                span = tuple(tokens[i * size : (i + 1) * size])
-                assert len(span) == size, f"commit of {num_computed} tokens for {seq!r}, given only {len(tokens)}"
-                node, held = self.tree.insert(sequence.node, span, blocks)
-                if held:
-                    sequence.held[i] = held
+                span = packed(tokens[first * size : end * size])
+                assert len(span) == (end - first) * size * TOKEN_BYTES, (
+                    f"commit of {num_computed} tokens for {seq!r}, given only {len(tokens)}"
+                )
+                node, held = self.tree.insert(sequence.node, span, tables)
+                sequence.held.update((first + index, blocks) for index, blocks in held.items())
                 self.tree.enter(node)
                 self.tree.leave(sequence.node)
                 sequence.node = node
-            sequence.num_ready = i + 1
+            sequence.num_ready = end
         for group, window in self._window_groups:
             self._drop_before(sequence, group, first_seen(num_computed, window, size))
 
@@ -182,12 +183,10 @@ class KVCache:
         sequence = self._get(seq)
         del self._live[seq]
         # Tail first: the end of a prefix is the least likely to be asked for again.
-        for i in reversed(range(len(sequence.tables[0]))):
-            for group in self._group_order:
-                if sequence.tables[group][i]:
-                    self.tree.unref(sequence.tables[group][i])
-            for block in sequence.held.get(i, ()):
-                self.tree.unref(block)
+        rows: list[tuple[int, ...]] = list(zip(*(sequence.tables[group] for group in self._group_order), strict=True))
+        for i, held in sequence.held.items():
+            rows[i] += tuple(held)
+        self.tree.unref(list(filter(None, chain.from_iterable(reversed(rows)))))
         if sequence.node is not None:
             self.tree.leave(sequence.node)
 
@@ -249,7 +248,7 @@ class KVCache:
             self._drop_before(sequence, group, start)
             table = sequence.tables[group]
             table.extend([0] * (start - have))
-            table.extend([self.pool.allocate() for _ in range(num_blocks - len(table))])
+            table.extend(self.pool.allocate(num_blocks - len(table)))
         sequence.load_end = num_blocks
         return True
 
@@ -259,21 +258,19 @@ class KVCache:
         self._drop_before(sequence, 0, num_blocks)
         sequence.num_offloaded = num_blocks
 
-    def begin_copy(self, block: int) -> None:
-        """Begin a copy to or from another tier: the block is neither reused, freed nor evicted until end_copy."""
-        self.tree.begin_copy(block)
+    def begin_copy(self, blocks: Sequence[int]) -> None:
+        """Begin a copy to or from another tier: no block of it is reused, freed or evicted until its end_copy."""
+        self.tree.begin_copy(blocks)
 
-    def end_copy(self, block: int) -> None:
-        self.tree.end_copy(block)
+    def end_copy(self, blocks: Sequence[int]) -> None:
+        self.tree.end_copy(blocks)
 
     def reset_prefix_cache(self) -> None:
         """Forget every prefix. Running sequences keep their blocks, share them no more, and free them at the end."""
         self.tree.reset()
         for sequence in self._live.values():
             sequence.node = None
-            for held in sequence.held.values():
-                for block in held:
-                    self.tree.unref(block)
+            self.tree.unref(list(chain.from_iterable(sequence.held.values())))
             sequence.held.clear()
 
     def check(self) -> None:
@@ -313,35 +310,30 @@ class KVCache:
     def _find(self, tokens: Sequence[int], salt: str | None) -> list[Node]:
         if not self.prefix_caching:
             return []
-        nodes: list[Node] = []
-        limit = (len(tokens) - 1) // self.block_size
-        for node in self.tree.walk(tokens, self.block_size, salt):
-            if len(nodes) == limit:
-                break
-            nodes.append(node)
+        limit = (len(tokens) - 1) // self.block_size * self.block_size
+        nodes = self.tree.walk(packed(tokens)[: limit * TOKEN_BYTES], self.block_size * TOKEN_BYTES, salt)
         return nodes[: usable_blocks([node.blocks for node in nodes], self.windows, self.block_size)]
 
     def _start(self, seq: str, blocks: Sequence[Sequence[int | None]]) -> SequenceBlocks:
         """Start a sequence that holds these complete blocks, of a window group only what the next position sees."""
         computed = len(blocks) * self.block_size
         first = [first_seen(computed, window, self.block_size) for window in self.windows]
-        tables: list[list[int]] = [[0] * len(blocks) for _ in self.windows]
-        for group, table in enumerate(tables):
-            for i in range(first[group], len(blocks)):
-                block = blocks[i][group]
-                assert block is not None
-                self.tree.ref(block)
-                table[i] = block
+        tables: list[list[int]] = []
+        for group, start in enumerate(first):
+            shared = [row[group] or 0 for row in blocks[start:]]
+            assert 0 not in shared
+            self.tree.ref(shared)
+            tables.append([0] * min(start, len(blocks)) + shared)
         self._live[seq] = sequence = SequenceBlocks(tables, first, computed, len(blocks))
         return sequence
 
     def _drop_before(self, sequence: SequenceBlocks, group: int, end: int) -> None:
         """Take the entries before `end` out of a group's table."""
-        table = sequence.tables[group]
-        for i in range(sequence.first[group], min(end, len(table))):
-            self.tree.unref(table[i])
-            table[i] = 0
-        sequence.first[group] = max(sequence.first[group], end)
+        table, first = sequence.tables[group], sequence.first[group]
+        if first < end:
+            self.tree.unref(table[first:end])
+            table[first:end] = [0] * len(table[first:end])
+            sequence.first[group] = end
 
     def _make_room(self, blocks: int, urgent: bool = True) -> bool:
         return self.num_free >= blocks and self.evictor.make_room(blocks, urgent)

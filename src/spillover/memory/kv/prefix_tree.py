@@ -6,7 +6,7 @@ Invariant: whoever holds a node's full-attention blocks holds those of all its a
 can really be had, and free + evictable is an honest count (but for ancestors of a block in flight, until it lands).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from spillover.memory.kv.blocks import EVICTABLE, BlockPool
@@ -17,11 +17,11 @@ from spillover.memory.policies import EvictionPolicy
 class Node:
     __slots__ = ("_digest", "_key", "blocks", "children", "parent", "tokens", "users")
 
-    def __init__(self, parent: "Node | None", tokens: tuple[int, ...], num_groups: int) -> None:
+    def __init__(self, parent: "Node | None", tokens: bytes, blocks: list[int | None]) -> None:
         self.parent = parent
-        self.tokens = tokens
-        self.blocks: list[int | None] = [None] * num_groups
-        self.children: dict[tuple[int, ...], Node] = {}
+        self.tokens = tokens  # packed
+        self.blocks = blocks  # one a layer group; None where there is none
+        self.children: dict[bytes, Node] = {}
         self.users = 0  # live sequences whose last committed block this is; they keep the node, not its blocks
         self._digest: bytes | None = None
         self._key: bytes | None = None
@@ -52,7 +52,7 @@ class Root(Node):
     __slots__ = ("salt",)
 
     def __init__(self, identity: bytes, salt: str | None) -> None:
-        super().__init__(None, (), 0)
+        super().__init__(None, b"", [])
         self.salt = salt
         self._digest = root_digest(identity, salt)
 
@@ -60,13 +60,13 @@ class Root(Node):
 class Listener(Protocol):
     """An observer of the tree's blocks; whoever spills them to other tiers is one."""
 
-    def on_cached(self, block: int) -> None: ...  # entered the tree, held by the sequence that computed it
+    def on_cached(self, blocks: Sequence[int]) -> None: ...  # entered the tree, held by who computed them
 
-    def on_idle(self, block: int) -> None: ...  # held by nobody
+    def on_idle(self, blocks: Sequence[int]) -> None: ...  # held by nobody
 
-    def on_busy(self, block: int) -> None: ...  # held, or in flight
+    def on_busy(self, blocks: Sequence[int]) -> None: ...  # held, or in flight
 
-    def on_gone(self, block: int) -> None: ...  # left the tree
+    def on_gone(self, blocks: Sequence[int]) -> None: ...  # left the tree
 
 
 class Evictor(Protocol):
@@ -105,14 +105,18 @@ class PrefixTree:
             self._roots[salt] = Root(self._identity, salt)
         return self._roots[salt]
 
-    def walk(self, tokens: Sequence[int], block_size: int, salt: str | None) -> Iterator[Node]:
-        """Yield the nodes along `tokens`, full blocks only, as far as they go; changes nothing."""
+    def walk(self, tokens: bytes, width: int, salt: str | None) -> list[Node]:
+        """Return the nodes along packed `tokens`, `width` bytes each, as far as they go; changes nothing."""
+        nodes: list[Node] = []
         node: Node | None = self._roots.get(salt)
-        for end in range(block_size, len(tokens) + 1, block_size):
-            node = node.children.get(tuple(tokens[end - block_size : end])) if node is not None else None
+        if node is None:
+            return nodes
+        for end in range(width, len(tokens) + 1, width):
+            node = node.children.get(tokens[end - width : end])
             if node is None:
-                return
-            yield node
+                break
+            nodes.append(node)
+        return nodes
 
     def path(self, node: Node) -> list[Node]:
         """Return the path from the root, included, to the node."""
@@ -122,36 +126,53 @@ class PrefixTree:
             nodes.append(node)
         return nodes[::-1]
 
-    def insert(self, parent: Node, tokens: tuple[int, ...], blocks: Sequence[int]) -> tuple[Node, list[int]]:
-        """Offer a sequence's READY blocks to the tree; returns the node and blocks the sequence now holds *besides*.
-        Where a window group has none to offer stands 0.
+    def insert(self, parent: Node, tokens: bytes, tables: Sequence[Sequence[int]]) -> tuple[Node, dict[int, list[int]]]:
+        """Offer a sequence's READY blocks after `parent` to the tree, one table a layer group with 0 where it has none
+        to offer; returns the last node, and by index the blocks that the sequence now holds *besides*.
 
-        If the node is there already (two sequences computed the same tokens at once), the sequence keeps its own
-        blocks outside the tree, because its table points at them; gaps of the node are filled from them. It takes
-        references on the node's full-attention blocks, so that its own later blocks never hang below evictable ones.
+        If a node is there already (two sequences computed the same tokens at once), the sequence keeps its own blocks
+        outside the tree, because its table points at them; gaps of the node are filled from them. It takes references
+        on the node's full-attention blocks, so that its own later blocks never hang below evictable ones.
         """
-        node = parent.children.get(tokens)
-        held: list[int] = []
-        if node is None:
-            node = Node(parent, tokens, len(blocks))
-            parent.children[tokens] = node
-            self.num_nodes += 1
-        for group, block in enumerate(blocks):
-            theirs = node.blocks[group]
-            if not block:
-                continue
-            if theirs is None:
-                node.blocks[group] = block
-                self._home[block] = node
-                self._pool.cache(block)
-                if self.listener is not None:
-                    self.listener.on_cached(block)
-            elif self._windows[group] is None:
-                self.ref(theirs)
-                held.append(theirs)
-        self._offer(node)
-        self._offer(parent)
+        width = len(tokens) // len(tables[0])
+        node, known, cached = parent, [parent], []  # nodes that were there, and blocks that enter the tree
+        held: dict[int, list[int]] = {}
+        for index, blocks in enumerate(zip(*tables, strict=True)):
+            span = tokens[index * width : (index + 1) * width]
+            child = node.children.get(span)
+            if child is None:
+                child = node.children[span] = Node(node, span, [block or None for block in blocks])
+                self.num_nodes += 1
+                new = [block for block in blocks if block]
+            else:
+                known.append(child)
+                new, theirs = self._fill(child, blocks)
+                if theirs:
+                    held[index] = theirs
+            for block in new:
+                self._home[block] = child
+            cached += new
+            node = child
+        self._pool.cache(cached)
+        for blocks_held in held.values():
+            self.ref(blocks_held)
+        if self.listener is not None:
+            self.listener.on_cached(cached)
+        for each in known:
+            self._offer(each)
         return node, held
+
+    def _fill(self, node: Node, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Fill gaps of a node; return the blocks that did, and its full-attention blocks that were there instead."""
+        new, theirs = [], []
+        for group, block in enumerate(blocks):
+            there = node.blocks[group]
+            if block and there is None:
+                node.blocks[group] = block
+                new.append(block)
+            elif block and there is not None and self._windows[group] is None:
+                theirs.append(there)
+        return new, theirs
 
     def key(self, block: int) -> bytes:
         """Return the name under which other tiers keep this block of the tree."""
@@ -187,25 +208,21 @@ class PrefixTree:
         node.users -= 1
         self._prune(node)
 
-    def ref(self, block: int) -> None:
-        self._pool.ref(block)
-        self._used(block)
+    def ref(self, blocks: Sequence[int]) -> None:
+        self._pool.ref(blocks)
+        self._used(blocks)
 
-    def unref(self, block: int) -> None:
-        self._pool.unref(block)
-        self._used(block)
+    def unref(self, blocks: Sequence[int]) -> None:
+        self._pool.unref(blocks)
+        self._used(blocks)
 
-    def begin_copy(self, block: int) -> None:
-        self._pool.begin_copy(block)
-        if self._plain:
-            self._withdraw(block)
-        elif (node := self._home.get(block)) is not None:
-            self._offer(node)
+    def begin_copy(self, blocks: Sequence[int]) -> None:
+        self._pool.begin_copy(blocks)
+        self._offer_nodes(blocks)
 
-    def end_copy(self, block: int) -> None:
-        self._pool.end_copy(block)
-        if (node := self._home.get(block)) is not None and not (self._plain and node.children):
-            self._offer(node)
+    def end_copy(self, blocks: Sequence[int]) -> None:
+        self._pool.end_copy(blocks)
+        self._offer_nodes(blocks)
 
     def evict(self, victim: int | None = None) -> bool:
         """Free the policy's victim: a whole leaf, or one sliding-window block; False if nothing may go. Who has just
@@ -213,14 +230,15 @@ class PrefixTree:
         if victim is None and (victim := self._policy.victim()) is None:
             return False
         node = self._home[victim]
-        for block in self.peers(victim):
+        goes = self.peers(victim)
+        self._pool.evict(goes)
+        for block in goes:
             node.blocks[node.blocks.index(block)] = None
             del self._home[block]
-            self._pool.evict(block)
             self._withdraw(block)
-            self.num_evictions += 1
-            if self.listener is not None:
-                self.listener.on_gone(block)
+        self.num_evictions += len(goes)
+        if self.listener is not None:
+            self.listener.on_gone(goes)
         self._prune(node)
         return True
 
@@ -250,11 +268,11 @@ class PrefixTree:
 
     def reset(self) -> None:
         """Forget every prefix. Blocks in use stay with their holders and are freed after the last of them."""
-        for block in self._home:
-            self._pool.uncache(block)
+        self._pool.uncache(self._home)
+        for block in list(self._offered):
             self._withdraw(block)
-            if self.listener is not None:
-                self.listener.on_gone(block)
+        if self.listener is not None:
+            self.listener.on_gone(list(self._home))
         self._home.clear()
         self._roots.clear()
         self.num_nodes = 0
@@ -296,13 +314,24 @@ class PrefixTree:
                 if self._pool.refs(block) and above is not None:
                     assert self._pool.refs(above), f"block {block} is held, but {above} before it is not"
 
-    def _used(self, block: int) -> None:
-        if (node := self._home.get(block)) is not None:
-            self._policy.on_access(block)
-            self._offer(node)
-            if self.listener is not None:
-                idle = self._pool.state(block) is EVICTABLE
-                (self.listener.on_idle if idle else self.listener.on_busy)(block)
+    def _used(self, blocks: Sequence[int]) -> None:
+        inside = [block for block in blocks if block in self._home]
+        if not inside:
+            return
+        self._policy.on_access(inside)
+        self._offer_nodes(inside)
+        if self.listener is not None:
+            idle = [block for block in inside if self._pool.state(block) is EVICTABLE]
+            if idle:
+                self.listener.on_idle(idle)
+            if len(idle) < len(inside):
+                self.listener.on_busy([block for block in inside if self._pool.state(block) is not EVICTABLE])
+
+    def _offer_nodes(self, blocks: Sequence[int]) -> None:
+        """Offer the nodes of those blocks that are in the tree; of a plain tree only leaves can have news."""
+        for node in map(self._home.get, blocks):
+            if node is not None and not (self._plain and node.children):
+                self._offer(node)
 
     def _offer(self, node: Node) -> None:
         """Tell the policy what of this node may be evicted now, and what no longer."""

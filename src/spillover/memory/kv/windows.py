@@ -12,9 +12,12 @@ def usable_blocks(rows: Sequence[Sequence[object]], windows: Sequence[int | None
                   have: int = 0) -> int:
     """Counts the blocks after the first `have` that can be shared: the most at whose end every layer group still has
     all that it sees. A row is one block, with an entry for each group that is false where the group has none."""
-    usable = 0
-    run = [have] * len(windows)  # per group: blocks present without a gap up to here
-    for count, row in enumerate(rows, start=have + 1):
+    gap = next((index for index, row in enumerate(rows) if not all(row)), len(rows))
+    if gap == len(rows) or not any(windows):
+        return gap
+    usable = gap
+    run = [have + gap] * len(windows)  # per group: blocks present without a gap up to here
+    for count, row in enumerate(rows[gap:], start=have + gap + 1):
         enough = True
         for group, window in enumerate(windows):
             run[group] = run[group] + 1 if row[group] else 0

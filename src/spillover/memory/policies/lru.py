@@ -1,6 +1,7 @@
 """Least recently used."""
 
 import heapq
+from collections.abc import Sequence
 
 
 class LRU:
@@ -16,10 +17,11 @@ class LRU:
         self._candidates: set[int] = set()
         self._heap: list[tuple[int, int]] = []  # (last use, block); stale unless the block still has that last use
 
-    def on_access(self, block: int) -> None:
-        self._clock += 1
-        self._last_use[block] = self._clock
-        if block in self._candidates:
+    def on_access(self, blocks: Sequence[int]) -> None:
+        first = self._clock + 1
+        self._clock += len(blocks)
+        self._last_use.update(zip(blocks, range(first, self._clock + 1), strict=True))
+        for block in self._candidates.intersection(blocks):
             self._push(block)
 
     def on_insert(self, block: int) -> None:

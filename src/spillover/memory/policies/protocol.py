@@ -1,11 +1,12 @@
 """What a policy is told and asked."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 
 class EvictionPolicy(Protocol):
-    def on_access(self, block: int) -> None:
-        """Note that a sequence has just taken the block or let go of it."""
+    def on_access(self, blocks: Sequence[int]) -> None:
+        """Note that a sequence has just taken the blocks or let go of them, in this order."""
 
     def on_insert(self, block: int) -> None:
         """Note that the block may be evicted from now on."""

@@ -52,8 +52,7 @@ class Offload:
         if entries is None:
             return False
         self._kv.reset_prefix_cache()
-        for block in blocks:
-            self._kv.begin_copy(block)
+        self._kv.begin_copy(blocks)
         sequence.moving, sequence.copies = entries, len(entries)
         return True
 
@@ -71,7 +70,7 @@ class Offload:
 
     def _copied(self, sequence: _Offloaded, block: int, _entry: Entry) -> None:
         sequence.copies -= 1
-        self._kv.end_copy(block)
+        self._kv.end_copy((block,))
 
     def _take(self, seq: str, sequence: _Offloaded) -> None:
         moved, sequence.moving = sequence.moving, []

@@ -56,7 +56,7 @@ class Restore:
                 continue
             self._left += 1
             load.on_end = self._on_end
-            kv.begin_copy(tables[group][index])
+            kv.begin_copy((tables[group][index],))
             store.send(load, tables[group][index])
         store.flush_copies()
 
@@ -95,7 +95,7 @@ class Restore:
         self._left -= 1
         self._failed |= load.state is LoadState.FAILED
         assert load.block is not None
-        self._kv.end_copy(load.block)
+        self._kv.end_copy((load.block,))
 
 
 @dataclass(frozen=True)

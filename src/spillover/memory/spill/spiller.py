@@ -42,28 +42,30 @@ class Spiller:
 
     # What the tree tells
 
-    def on_cached(self, block: int) -> None:
+    def on_cached(self, blocks: Sequence[int]) -> None:
         if self._store.eager:
-            self._dirty[block] = None
+            self._dirty.update(dict.fromkeys(blocks))
 
-    def on_idle(self, block: int) -> None:
-        self._idle.add(block)
-        self._failed.discard(block)
-        self._store.used(self._tree.key(block))
-        if block not in self._unwanted:
-            self._dirty[block] = None
-            self._dirty.move_to_end(block)
+    def on_idle(self, blocks: Sequence[int]) -> None:
+        self._idle.update(blocks)
+        self._failed.difference_update(blocks)
+        self._store.used(self._tree.key(block) for block in blocks)
+        for block in blocks:
+            if block not in self._unwanted:
+                self._dirty[block] = None
+                self._dirty.move_to_end(block)
 
-    def on_busy(self, block: int) -> None:
-        self._idle.discard(block)
-        if not self._store.eager:
+    def on_busy(self, blocks: Sequence[int]) -> None:
+        self._idle.difference_update(blocks)
+        if self._dirty and not self._store.eager:
+            for block in blocks:
+                self._dirty.pop(block, None)
+
+    def on_gone(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
             self._dirty.pop(block, None)
-
-    def on_gone(self, block: int) -> None:
-        self._idle.discard(block)
-        self._dirty.pop(block, None)
-        self._unwanted.discard(block)
-        self._failed.discard(block)
+        for kept in (self._idle, self._unwanted, self._failed):
+            kept.difference_update(blocks)
 
     # What the cache asks
 
@@ -188,13 +190,13 @@ class Spiller:
             del self._dirty[block]
         for block in accepted:
             del self._dirty[block]
-            self._tree.begin_copy(block)
+        self._tree.begin_copy(accepted)
         self._copying.update(accepted)
 
     def _spilled(self, block: int, entry: Entry) -> None:
         """Take in the end of a copy. A block that host memory did not get, or has let go of again, has failed."""
         self._copying.remove(block)
-        self._tree.end_copy(block)
+        self._tree.end_copy((block,))
         if self._pool.state(block) is EVICTABLE:  # perhaps let go of while it was in flight
             self._idle.add(block)
         if entry.slot < 0 and self._pool.cached(block) and not self._store.holds(self._tree.key(block)):

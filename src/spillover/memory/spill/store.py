@@ -11,7 +11,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from spillover.memory.policies.admission import AdmissionPolicy, Always
 from spillover.memory.spill.below import Below
@@ -87,13 +87,12 @@ class SpillStore:
         """Return whether a tier is being asked for the block: it will soon be known if it can leave the device."""
         return self._below.doubted(key) and self._host.get(key) is None
 
-    def used(self, key: bytes) -> None:
-        """Note that a request has used the block, so it is to be kept: a tier that has lost it is offered it again."""
-        if not self.tiers:
-            return
-        self._below.used(key)
-        if not self._below.has(key):
-            self._found_below(key, False)
+    def used(self, keys: Iterable[bytes]) -> None:
+        """Note that a request has used the blocks, so they are to be kept: a tier that lost one is offered it again."""
+        for key in keys if self.tiers else ():
+            self._below.used(key)
+            if not self._below.has(key):
+                self._found_below(key, False)
 
     def spill(self, items: Sequence[tuple[bytes, int]], on_end: CopyEnd, lossy: bool = False) -> int:
         """Start copies of device blocks, in order; returns how many of them found a slot. A block stays as it is until
@@ -117,9 +116,7 @@ class SpillStore:
     def search(self, keys: Sequence[bytes]) -> Search:
         sources: list[str | None] = ["host" if self._ready(key) else None for key in keys]
         search = Search(sources, lambda tier, index, there: self._below.answered(tier, keys[index], there))
-        for key, source in zip(keys, sources, strict=True):
-            if source is not None:
-                self.used(key)
+        self.used(key for key, source in zip(keys, sources, strict=True) if source is not None)
         for tier in self.tiers:
             missing = [index for index, source in enumerate(search.sources) if source is None]
             if missing:

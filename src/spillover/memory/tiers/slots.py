@@ -63,7 +63,7 @@ class SlotTable:
 
     def touch(self, slot: int, now: float) -> None:
         self._slots[slot].used = now
-        self._policy.on_access(slot)
+        self._policy.on_access((slot,))
 
     def hold(self, slot: int) -> None:
         """Hold a slot: it is not reused until release()."""
