@@ -14,6 +14,7 @@ import torch
 from spillover import LLM, SamplingParams
 from spillover.engine import replay
 from spillover.engine.step import NewRequest, Phase, Step, StepItem, StepResult, decode_step, encode_step
+from spillover.engine.token_ids import token_array
 from support.tiny_configs import WINDOWED as MODEL
 
 VOCAB = 97
@@ -76,7 +77,7 @@ def test_draft_tokens_that_the_model_would_sample_are_accepted(tmp_path: Path) -
              max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64) as llm:
         wanted = list(llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids)
         runner = llm.engine.runner
-        new = NewRequest(10**6, tuple(prompt), len(prompt), params, 3, ())
+        new = NewRequest(10**6, token_array(prompt), len(prompt), params, 3, ())
         blocks = ((1, 2),)
         first = StepItem(id=new.id, phase=Phase.PREFILL, start=0, count=4, num_samples=1, first_block=0,
                          new_blocks=blocks)

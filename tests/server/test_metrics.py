@@ -50,7 +50,7 @@ def make_answer(prompt: int = 20, output: int = 5, cached: int = 16, n: int = 1,
     for request in requests:
         request.arrived = time.monotonic() - times[-1]
         request.scheduled, request.first_token, request.finished = (request.arrived + after for after in times)
-        request.token_ids += range(output)
+        request.token_ids.extend(range(output))
         request.sources = TokenSources(computed=prompt - cached, device=cached)
         request.finish_reason = reason
     return Answer(requests, text, None)

@@ -88,7 +88,7 @@ def conversation(messages: Sequence[Message]) -> Sequence[Message]:
 def _ids(ids: Any) -> list[int]:
     if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):
         raise RequestError(f"a prompt is {_PROMPT}; got {_shown(ids)}")
-    return list(ids)
+    return ids if isinstance(ids, list) else list(ids)
 
 
 def _is_whole(value: Any) -> bool:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import enum
 import time
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from spillover.engine.output.outputs import PositionLogprobs, RequestTimings, TokenSources
 from spillover.engine.sampling_params import SamplingParams
+from spillover.engine.token_ids import TokenIds
 
 if TYPE_CHECKING:
     from spillover.engine.structured.structured import Grammar
@@ -24,7 +28,7 @@ class Status(enum.Enum):
 @dataclass(eq=False)
 class Request:
     request_id: str
-    prompt_token_ids: list[int]
+    prompt: InitVar[Sequence[int]]
     params: SamplingParams
     stop_ids: frozenset[int] = frozenset()  # end-of-sequence and stop_token_ids, empty where they are ignored
     seed: int = 0
@@ -35,7 +39,8 @@ class Request:
     arrived: float = field(default_factory=time.monotonic)
 
     status: Status = Status.WAITING
-    token_ids: list[int] = field(default_factory=list)  # prompt and known output
+    token_ids: TokenIds = field(init=False)  # prompt and known output
+    num_prompt: int = field(init=False)
     pending: int = 0  # 1 while the newest token is known only to the device
     num_computed: int = 0  # tokens whose KV is in the cache once every launched step has ended
     in_flight: int = 0  # launched steps that have not ended
@@ -57,12 +62,14 @@ class Request:
     first_token: float = 0.0
     finished: float = 0.0
 
-    def __post_init__(self) -> None:
-        self.token_ids = list(self.prompt_token_ids)
+    def __post_init__(self, prompt: Sequence[int]) -> None:
+        self.token_ids = array("i", prompt)
+        self.num_prompt = len(self.token_ids)
 
-    @property
-    def num_prompt(self) -> int:
-        return len(self.prompt_token_ids)
+    @cached_property
+    def prompt_token_ids(self) -> list[int]:
+        """Return the prompt as a list, made when somebody wants to read it."""
+        return self.token_ids[:self.num_prompt].tolist()
 
     @property
     def num_tokens(self) -> int:
@@ -75,7 +82,7 @@ class Request:
 
     @property
     def output_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt:]
+        return self.token_ids[self.num_prompt:].tolist()
 
     @property
     def needs_previous_token(self) -> bool:

@@ -6,14 +6,18 @@ import dataclasses
 import itertools
 import logging
 import operator
+import struct
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, SupportsIndex
+
+import numpy as np
 
 from spillover.engine.request import Request
 from spillover.engine.sampling_params import SamplingParams
 from spillover.engine.structured.grammar_source import check_size, renamed
 from spillover.engine.structured.structured import Grammar, GrammarCompiler, GrammarLimits
+from spillover.engine.token_ids import TokenIds, token_array
 from spillover.errors import GrammarRefused, RequestError
 from spillover.models.config import ModelConfig
 from spillover.models.tokenizer import Tokenizer
@@ -50,7 +54,7 @@ class RequestFactory:
                 raise RequestError("a prompt is a string, a list of token ids, or a dict with 'prompt' or "
                                    "'prompt_token_ids'")
             token_ids = self._need_tokenizer("a text prompt").encode(text)
-        token_ids = self._checked(token_ids, params)
+        prompt = self._checked(token_ids, params)
         serial = next(self._names)
         name = name or str(serial)
         seed = params.seed if params.seed is not None else _mix(self._seed, serial)
@@ -59,7 +63,7 @@ class RequestFactory:
         for index in range(params.n):
             requests.append(Request(
                 request_id=name if params.n == 1 else f"{name}.{index}",
-                prompt_token_ids=token_ids,
+                prompt=prompt,
                 params=dataclasses.replace(params, n=1),
                 stop_ids=stop_ids,
                 seed=seed if index == 0 else _mix(seed, index),
@@ -83,8 +87,8 @@ class RequestFactory:
             if self._grammars is not None:
                 self._grammars.close()
 
-    def _checked(self, token_ids: Sequence[SupportsIndex], params: SamplingParams) -> list[int]:
-        """Return the prompt as plain integers, whatever kind of integers it was given in."""
+    def _checked(self, token_ids: Sequence[SupportsIndex], params: SamplingParams) -> TokenIds:
+        """Return the prompt as an array, whatever kind of integers it was given in."""
         if not len(token_ids):
             raise RequestError("the prompt is empty: it needs at least one token")
         if len(token_ids) >= self._max_model_len:
@@ -92,13 +96,12 @@ class RequestFactory:
             raise RequestError(f"the prompt has {len(token_ids)} tokens, but prompt and answer together may have at "
                                f"most {self._max_model_len}; shorten the prompt{more}")
         try:
-            plain = [operator.index(token) for token in token_ids]
-        except TypeError:
-            raise RequestError("a prompt's token ids must be whole numbers, such as [1, 15043]") from None
-        bad = next((token for token in plain if not 0 <= token < self._config.vocab_size), None)
-        if bad is not None:
-            raise RequestError(f"prompt token id {bad!r} is out of range: this model's token ids are 0 to "
-                               f"{self._config.vocab_size - 1}")
+            prompt = token_array(token_ids)
+        except struct.error:
+            raise self._bad_token(token_ids) from None
+        numbers = np.frombuffer(prompt, np.int32)
+        if numbers.min() < 0 or numbers.max() >= self._config.vocab_size:
+            raise self._bad_token(token_ids)
         check_token_ids(params, self._config.vocab_size)
         if params.structured_outputs is not None or params.stop:
             self._need_tokenizer("structured output or a stop string")
@@ -107,7 +110,17 @@ class RequestFactory:
                 check_size(params.structured_outputs)
             except GrammarRefused as refusal:
                 raise renamed(refusal, params.structured_outputs) from None
-        return plain
+        return prompt
+
+    def _bad_token(self, token_ids: Sequence[SupportsIndex]) -> RequestError:
+        """Return what is wrong with a prompt that has a token which is none of this model's."""
+        try:
+            plain = [operator.index(token) for token in token_ids]
+        except TypeError:
+            return RequestError("a prompt's token ids must be whole numbers, such as [1, 15043]")
+        bad = next(token for token in plain if not 0 <= token < self._config.vocab_size)
+        return RequestError(f"prompt token id {bad!r} is out of range: this model's token ids are 0 to "
+                            f"{self._config.vocab_size - 1}")
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         if params.structured_outputs is None or not self._compile_grammars:

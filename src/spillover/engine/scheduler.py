@@ -233,7 +233,7 @@ class Scheduler:
         """Tell the runner of a request that it does not know, or knows no more."""
         request.run_id, request.blocks_sent = next(self._run_ids), 0
         self._by_run_id[request.run_id] = request
-        self._new.append(NewRequest(request.run_id, tuple(request.token_ids), request.num_prompt, request.params,
+        self._new.append(NewRequest(request.run_id, request.token_ids[:], request.num_prompt, request.params,
                                     request.seed, tuple(request.stop_ids), request.grammar is not None))
 
     def _make_room(self, request: Request, num_tokens: int, items: list[StepItem]) -> bool:

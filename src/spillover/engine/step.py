@@ -14,6 +14,7 @@ import msgspec
 
 from spillover.engine.output.outputs import PositionLogprobs
 from spillover.engine.sampling_params import SamplingParams
+from spillover.engine.token_ids import TokenIds, from_bytes, to_bytes
 
 
 class Phase(enum.IntEnum):
@@ -26,7 +27,7 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True):
     """A request that runs for the first time, or for the first time since it was preempted."""
 
     id: int  # number of this admission; never used again
-    token_ids: tuple[int, ...]  # the prompt, and the output that is known already
+    token_ids: TokenIds  # the prompt, and the output that is known already
     num_prompt: int
     params: SamplingParams
     seed: int
@@ -81,8 +82,8 @@ class StepResult:
 
 
 def encode_step(step: Step) -> bytes:
-    return msgspec.msgpack.encode(step)
+    return msgspec.msgpack.encode(step, enc_hook=to_bytes)
 
 
 def decode_step(message: bytes) -> Step:
-    return msgspec.msgpack.decode(message, type=Step)
+    return msgspec.msgpack.decode(message, type=Step, dec_hook=from_bytes)

@@ -15,6 +15,7 @@ import torch
 
 from spillover.engine.batch.sampler import seed_stream, temperature_only
 from spillover.engine.step import NewRequest, Step, StepResult
+from spillover.engine.token_ids import TokenIds
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,14 @@ class StepLimits:
 class Row:
     request: NewRequest
     slot: int
-    token_ids: list[int]  # as far as the host knows them
+    token_ids: TokenIds  # as far as the host knows them
 
 
 class BlockUpdates(NamedTuple):
     """Entries of the block tables that are new: places in the flat tables, and the blocks that go there."""
 
-    places: list[int]
-    blocks: list[int]
+    places: npt.NDArray[np.int64]
+    blocks: npt.NDArray[np.int32]
 
 
 class RequestTable:
@@ -70,16 +71,19 @@ class RequestTable:
         for request in step.new:
             self._add(request)
         slots: list[int] = []
-        updates = BlockUpdates([], [])
+        firsts: list[int] = []  # where each run of new entries begins, and how long it is
+        counts: list[int] = []
+        new: list[int] = []
         for item in step.items:
             slot = self._rows[item.id].slot
             slots.append(slot)
             for group, blocks in enumerate(item.new_blocks):
                 if blocks:
-                    first = group * self._group_stride + slot * self._width + item.first_block
-                    updates.places.extend(range(first, first + len(blocks)))
-                    updates.blocks.extend(blocks)
-        return np.array(slots, dtype=np.int64), updates
+                    firsts.append(group * self._group_stride + slot * self._width + item.first_block - len(new))
+                    counts.append(len(blocks))
+                    new.extend(blocks)
+        places = np.arange(len(new)) + np.repeat(np.array(firsts, dtype=np.int64), counts)
+        return np.array(slots, dtype=np.int64), BlockUpdates(places, np.array(new, dtype=np.int32))
 
     def end(self, step: Step, result: StepResult) -> None:
         """Take in the tokens that a step sampled."""
@@ -91,7 +95,7 @@ class RequestTable:
 
     def _add(self, request: NewRequest) -> None:
         slot, params = self._free.pop(), request.params
-        self._rows[request.id] = Row(request, slot, list(request.token_ids))
+        self._rows[request.id] = Row(request, slot, request.token_ids[:])
         self.num_prompt[slot] = request.num_prompt
         self.num_known[slot] = len(request.token_ids)
         self.draw[slot] = -1

@@ -168,7 +168,7 @@ def _write_tokens(into: StepArrays, items: ItemArrays, table: RequestTable) -> N
         into.sources[first:end] = -1
         known = table[item.id].token_ids[item.start:item.end]
         if item.draft:
-            known += item.draft
+            known.extend(item.draft)
         elif is_pending:
             known.append(0)
             into.sources[end - 1] = drawn

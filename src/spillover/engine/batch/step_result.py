@@ -49,7 +49,7 @@ def sampling_batch(items: Sequence[StepItem], table: RequestTable, vocab_size: i
         row = table[item.id]
         request, params = row.request, row.request.params
         masks = step_masks(item, vocab_size)
-        output = row.token_ids[request.num_prompt:] if params.needs_history else []
+        output: Sequence[int] = row.token_ids[request.num_prompt:] if params.needs_history else []
         for sample in range(item.num_samples):
             states.append(RowState(
                 params=params,

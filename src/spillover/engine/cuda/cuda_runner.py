@@ -317,7 +317,7 @@ class CudaRunner:
         if place is not None:
             sent = self._inputs.view(place, i32, 2 + 2 * len(updates.blocks))
             update_tables(table.block_tables, sent, len(updates.blocks))
-        elif updates.blocks:
+        elif len(updates.blocks):
             many = to_device(torch.from_numpy(_updates(updates)), self._device)
             update_tables(table.block_tables, many, len(updates.blocks))
         sampling = None if plain else sampling_batch(step.items, table, self.model.config.vocab_size, self._device)

@@ -70,7 +70,7 @@ class _Text:
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
         self._request = request
         self._seen = request.num_prompt  # tokens that have been turned into text
-        self._detokenizer = (IncrementalDetokenizer(tokenizer, request.prompt_token_ids, request.params)
+        self._detokenizer = (IncrementalDetokenizer(tokenizer, request.token_ids, request.params)
                              if tokenizer is not None and request.params.detokenize else None)
 
     @property

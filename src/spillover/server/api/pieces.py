@@ -35,8 +35,8 @@ class Cursor:
         request = self._request
         if self.ended or (len(request.token_ids) == self._tokens and request.finish_reason is None):
             return None
-        piece = Piece(text[self._characters:], request.token_ids[self._tokens:], request.logprobs[self._rows:],
-                      request.finish_reason, request.stop_reason)
+        piece = Piece(text[self._characters:], request.token_ids[self._tokens:].tolist(),
+                      request.logprobs[self._rows:], request.finish_reason, request.stop_reason)
         self._tokens = len(request.token_ids)
         self._rows = len(request.logprobs)
         self._characters = len(text)

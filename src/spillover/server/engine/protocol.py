@@ -13,6 +13,7 @@ import msgspec
 from spillover.engine.config import EngineConfig
 from spillover.engine.output.outputs import Logprob, TokenSources
 from spillover.engine.sampling_params import SamplingParams
+from spillover.engine.token_ids import TokenIds
 from spillover.memory.spill.report import TierReport
 from spillover.memory.transfer.link_queue import LinkReport
 from spillover.models.config import ModelConfig
@@ -37,7 +38,7 @@ class WireRequest(msgspec.Struct, array_like=True):
     """One sequence, checked by the front."""
 
     id: int
-    prompt_token_ids: list[int]
+    prompt: TokenIds
     params: SamplingParams
     stop_ids: list[int]
     seed: int

@@ -10,13 +10,14 @@ import msgspec
 from spillover.engine.output.outputs import TokenSources
 from spillover.engine.request import Request, Status
 from spillover.engine.sampling_params import SamplingParams
+from spillover.engine.token_ids import from_bytes, to_bytes
 from spillover.errors import RequestError
 from spillover.server.engine.protocol import Add, FromEngine, ToEngine, Update, WireRequest
 
 _SEED_MASK = 2**64 - 1  # all that the sampler reads of a seed
 
-encode = msgspec.msgpack.Encoder().encode  # encodes messages of either direction
-decode_to_engine = msgspec.msgpack.Decoder[ToEngine](ToEngine).decode
+encode = msgspec.msgpack.Encoder(enc_hook=to_bytes).encode  # encodes messages of either direction
+decode_to_engine = msgspec.msgpack.Decoder[ToEngine](ToEngine, dec_hook=from_bytes).decode
 decode_from_engine = msgspec.msgpack.Decoder[FromEngine](FromEngine).decode
 
 
@@ -38,7 +39,7 @@ def encode_add(requests: Mapping[int, Request]) -> bytes:
 def _to_wire(id: int, request: Request, parent: int) -> WireRequest:
     return WireRequest(
         id=id,
-        prompt_token_ids=request.prompt_token_ids,
+        prompt=request.token_ids[:request.num_prompt],
         params=_without_seed(request.params),
         stop_ids=sorted(request.stop_ids),
         seed=request.seed & _SEED_MASK,
@@ -61,7 +62,7 @@ class Sequence:
         self.id = wire.id
         self.request = Request(
             request_id=str(wire.id),
-            prompt_token_ids=wire.prompt_token_ids,
+            prompt=wire.prompt,
             params=wire.params,
             stop_ids=frozenset(wire.stop_ids),
             seed=wire.seed,
@@ -70,12 +71,12 @@ class Sequence:
             parent=parent,
             arrived=wire.arrived,
         )
-        self._told = len(wire.prompt_token_ids)  # tokens, the prompt's included
+        self._told = len(wire.prompt)  # tokens, the prompt's included
 
     def update(self) -> Update:
         """Return what is new since the last call."""
         request = self.request
-        new = request.token_ids[self._told:]
+        new = request.token_ids[self._told:].tolist()
         first = self._told == request.num_prompt
         self._told += len(new)
         update = Update(self.id, new, request.num_preemptions)
@@ -94,7 +95,7 @@ class Sequence:
 
 def mirror(request: Request, update: Update) -> None:
     """Bring the front's copy of a request up to what the engine told."""
-    request.token_ids += update.token_ids
+    request.token_ids.extend(update.token_ids)
     request.num_preemptions = update.num_preemptions
     if update.logprobs is not None:
         request.logprobs += update.logprobs
