@@ -38,6 +38,7 @@ from spillover.engine.request import Request, Status
 from spillover.engine.request_factory import RequestFactory
 from spillover.engine.scheduler import Scheduler, SchedulerConfig
 from spillover.engine.step import Step
+from spillover.engine.tiers import SWITCH_SECONDS
 from spillover.memory.connector import KVConnector, NullConnector
 from spillover.memory.kv.kv_cache import KVCache
 from spillover.memory.spill.store import SpillStore
@@ -111,6 +112,7 @@ class Bench:
         if host or disk is not None:
             transfers = CpuTransfers()
             self.link = TimedLink(memoryview(bytearray((blocks + 1) * BLOCK_BYTES)), BLOCK_BYTES, transfers)
+            sys.setswitchinterval(SWITCH_SECONDS)
             wake = threading.Event()
             capacity = 16 * blocks * 4608 + (1 << 20)
             tiers = [DiskTier(disk, capacity, BLOCK_BYTES, b"bench", {}, wake.set)] if disk is not None else []
@@ -149,8 +151,7 @@ class Bench:
 
     def push_out(self, prompt: list[int]) -> None:
         """Leave nothing on the device but this prompt."""
-        while self.kv.tree.evict():
-            pass
+        self.kv.tree.evict(self.kv.num_total)
         self.ask(prompt)
         self.rest()
 

@@ -6,7 +6,7 @@ Invariant: whoever holds a node's full-attention blocks holds those of all its a
 can really be had, and free + evictable is an honest count (but for ancestors of a block in flight, until it lands).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from spillover.memory.kv.blocks import EVICTABLE, BlockPool
@@ -179,26 +179,12 @@ class PrefixTree:
         node = self._home[block]
         return node.key(0 if self._plain else node.blocks.index(block))
 
-    def peers(self, victim: int) -> list[int]:
-        """Return the blocks that evict() would free along with this victim, itself included."""
-        if self._plain:
-            return [victim]
-        node = self._home[victim]
-        whole = self._lead is not None and node.blocks[self._lead] == victim
-        return [block for block in node.blocks if block is not None] if whole else [victim]
-
     def make_room(self, blocks: int, urgent: bool) -> bool:
         """Evict until n blocks are free; False if what is left lies above a block in flight."""
-        while self._pool.free < blocks:
-            if not self.evict():
-                return False
-        return True
+        return self.evict(blocks)
 
     def may_go(self, blocks: Sequence[int]) -> bool:
         return True
-
-    def victim(self) -> int | None:
-        return self._policy.victim()
 
     def enter(self, node: Node) -> None:
         """Note that a sequence's last committed block is now this node's."""
@@ -224,23 +210,19 @@ class PrefixTree:
         self._pool.end_copy(blocks)
         self._offer_nodes(blocks)
 
-    def evict(self, victim: int | None = None) -> bool:
-        """Free the policy's victim: a whole leaf, or one sliding-window block; False if nothing may go. Who has just
-        asked for the victim may name it."""
-        if victim is None and (victim := self._policy.victim()) is None:
-            return False
-        node = self._home[victim]
-        goes = self.peers(victim)
-        self._pool.evict(goes)
-        for block in goes:
-            node.blocks[node.blocks.index(block)] = None
-            del self._home[block]
-            self._withdraw(block)
-        self.num_evictions += len(goes)
-        if self.listener is not None:
-            self.listener.on_gone(goes)
-        self._prune(node)
-        return True
+    def evict(self, wanted: int, may_go: Callable[[Sequence[int]], bool] | None = None) -> bool:
+        """Evict the policy's victims, each a whole leaf or one sliding-window block, until n blocks are free; False if
+        nothing is left before that, or if `may_go` refuses the next."""
+        gone: list[int] = []
+        while self._pool.free < wanted and (victim := self._policy.victim()) is not None:
+            goes = self._peers(victim)
+            if may_go is not None and not may_go(goes):
+                break
+            gone += goes
+            self._remove(self._home[victim], goes)
+        if gone and self.listener is not None:
+            self.listener.on_gone(gone)
+        return self._pool.free >= wanted
 
     def below(self, blocks: Sequence[int]) -> list[int]:
         """Return the blocks that leave the tree when these are dropped: of their nodes, and of all that hangs below."""
@@ -260,10 +242,13 @@ class PrefixTree:
             below += node.children.values()
         if any(self._pool.state(each) is not EVICTABLE for node in below for each in node.blocks if each is not None):
             return False
+        gone: list[int] = []
         for node in reversed(below):  # a node has no children left when its turn comes
-            for each in node.blocks:
-                if each is not None and each in self._home:
-                    self.evict(each)
+            goes = [each for each in node.blocks if each is not None]
+            gone += goes
+            self._remove(node, goes)
+        if self.listener is not None:
+            self.listener.on_gone(gone)
         return True
 
     def reset(self) -> None:
@@ -361,6 +346,24 @@ class PrefixTree:
         if block in self._offered:
             self._offered.remove(block)
             self._policy.on_remove(block)
+
+    def _peers(self, victim: int) -> list[int]:
+        """Return the blocks that go along with this victim, itself included."""
+        if self._plain:
+            return [victim]
+        node = self._home[victim]
+        whole = self._lead is not None and node.blocks[self._lead] == victim
+        return [block for block in node.blocks if block is not None] if whole else [victim]
+
+    def _remove(self, node: Node, goes: Sequence[int]) -> None:
+        """Free blocks of a node, and the node if nothing is left of it."""
+        self._pool.evict(goes)
+        for block in goes:
+            node.blocks[node.blocks.index(block)] = None
+            del self._home[block]
+            self._withdraw(block)
+        self.num_evictions += len(goes)
+        self._prune(node)
 
     def _prune(self, node: Node) -> None:
         """Remove the node, and then its ancestors, where nothing hangs on them any more."""

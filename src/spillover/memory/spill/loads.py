@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -31,16 +31,16 @@ class Load:
         self.state = LoadState.WAITING
         self.entry: Entry | None = None
         self.block: int | None = None  # where it is to go, once that is known
-        self.on_end: Callable[[Load], None] | None = None
+        self.on_end: Callable[[Sequence[Load]], None] | None = None  # told of loads that end together
 
     @property
     def pending(self) -> bool:
         return self.state not in (LoadState.DONE, LoadState.FAILED)
 
 
-# Told of a device block and its slot's entry once the copy out has ended; the entry has no slot if it was not kept.
+# Told of device blocks and their slots' entries once the copy out has ended; an entry has no slot if it was not kept.
 # It may not start copies itself.
-CopyEnd = Callable[[int, Entry], None]
+CopyEnd = Callable[[Sequence[int], Sequence[Entry]], None]
 
 
 @dataclass(frozen=True)

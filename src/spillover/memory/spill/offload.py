@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -68,9 +69,9 @@ class Offload:
             sequence = self._sequences.pop(seq)
             self._store.release(sequence.entries + sequence.moving)
 
-    def _copied(self, sequence: _Offloaded, block: int, _entry: Entry) -> None:
-        sequence.copies -= 1
-        self._kv.end_copy((block,))
+    def _copied(self, sequence: _Offloaded, blocks: Sequence[int], _entries: Sequence[Entry]) -> None:
+        sequence.copies -= len(blocks)
+        self._kv.end_copy(blocks)
 
     def _take(self, seq: str, sequence: _Offloaded) -> None:
         moved, sequence.moving = sequence.moving, []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, islice, repeat
 from typing import NamedTuple
 
 from spillover.memory.kv.digest import block_key, prefix_digests
@@ -22,43 +22,43 @@ from spillover.memory.spill.store import SpillStore
 TIERS = ("host", "disk", "remote")  # nearest first
 
 
-class StoredBlock(NamedTuple):
-    """A block of a prompt that can be loaded."""
+class Stored(NamedTuple):
+    """Consecutive blocks of a prompt that can be loaded."""
 
-    tier: str  # the farthest that one of its layer groups lies in
-    keys: list[bytes]  # one a group
+    tiers: list[str]  # per block, the farthest that one of its layer groups lies in
+    keys: list[bytes]  # of a block's groups one after the other
 
 
 class Restore:
     """The loads of one sequence, by block."""
 
-    def __init__(self, kv: KVCache, store: SpillStore, seq: str, first: int, stored: Sequence[StoredBlock],
-                 backwards: bool) -> None:
+    def __init__(self, kv: KVCache, store: SpillStore, seq: str, first: int, stored: Stored, backwards: bool) -> None:
         """Start loading the sequence's blocks from `first` on, which its tables cover."""
-        self.end = first + len(stored)  # the block after the last that is loaded
+        self.end = first + len(stored.tiers)  # the block after the last that is loaded
         self._kv = kv
         self._store = store
         self._first = first
         self._windowed = any(window is not None for window in kv.windows)
-        self._loads: dict[int, list[Load]] = {}  # by block index
-        self._left = 0  # loads that have not ended
         self._failed = False
-        self._deadline = 0.0
-        tables = [kv.table(seq, group) for group in range(len(kv.windows))]
-        order = range(self.end - 1, first - 1, -1) if backwards else range(first, self.end)
+        width = len(kv.windows)
+        tables = [kv.table(seq, group)[first : self.end] for group in range(width)]
+        order = range(self.end - first - 1, -1, -1) if backwards else range(self.end - first)
         wanted = [(index, group) for index in order for group, table in enumerate(tables) if table[index]]
-        loads = store.open([(stored[index - first].keys[group], stored[index - first].tier) for index, group in wanted])
+        loads = store.open([(stored.keys[index * width + group], stored.tiers[index]) for index, group in wanted])
+        self._deadline = max(load.deadline for load in loads)
+        # Per layer group a load of each block, None where it lies behind the window.
+        self._loads: list[list[Load | None]] = [[None] * len(stored.tiers) for _ in tables]
         for (index, group), load in zip(wanted, loads, strict=True):
-            self._loads.setdefault(index, []).append(load)
-            self._deadline = max(self._deadline, load.deadline)
-            if not load.pending:  # it has failed at once
-                self._failed = True
-                continue
-            self._left += 1
+            self._loads[group][index] = load
+        under_way = [(load, tables[group][index])
+                     for (index, group), load in zip(wanted, loads, strict=True) if load.pending]
+        self._left = len(under_way)  # loads that have not ended
+        self._failed = self._left < len(loads)  # some have at once
+        for load, _ in under_way:
             load.on_end = self._on_end
-            kv.begin_copy((tables[group][index],))
-            store.send(load, tables[group][index])
-        store.flush_copies()
+        blocks = [block for _, block in under_way]
+        kv.begin_copy(blocks)
+        store.send([load for load, _ in under_way], blocks)
 
     @property
     def pending(self) -> bool:
@@ -68,34 +68,42 @@ class Restore:
         """Return whether the sequence must start over: a copy does not end, or a window misses what it must see."""
         return (self._left > 0 and now > self._deadline) or (self._windowed and self._failed)
 
-    def loaded(self, index: int) -> Iterator[str]:
-        """Yield the tier of each block from `index` on that has been loaded, up to the first that has not."""
-        if self._windowed and (self._left or self._failed):
-            return
-        while index < self.end and (loads := self._loads.get(index)):
-            if any(load.state is not LoadState.DONE for load in loads):
-                return
-            yield max((load.tier for load in loads), key=TIERS.index)
-            index += 1
+    def loaded(self, index: int) -> dict[str, int]:
+        """Return by tier how many blocks from `index` on have been loaded, up to the first that has not."""
+        counts: dict[str, int] = {}
+        if index < self._first or (self._windowed and (self._left or self._failed)):
+            return counts
+        for row in self._rows(index):
+            tier = ""
+            for load in row:
+                if load is not None:
+                    if load.state is not LoadState.DONE:
+                        return counts
+                    tier = load.tier if tier in ("", load.tier) else max(tier, load.tier, key=TIERS.index)
+            counts[tier] = counts.get(tier, 0) + 1
+        return counts
 
     def limit(self, index: int) -> int | None:
         """Return the first block from `index` on that need not be computed, because it is loaded or may be soon."""
-        for at in range(max(index, self._first), self.end):
-            loads = self._loads.get(at)
-            if loads and all(load.state is not LoadState.FAILED for load in loads):
+        start = max(index, self._first)
+        for at, row in enumerate(self._rows(start), start):
+            if all(load is None or load.state is not LoadState.FAILED for load in row):
                 return at
         return None
 
     def drop(self) -> None:
-        for loads in self._loads.values():
-            for load in loads:
+        for loads in self._loads:
+            for load in filter(None, loads):
                 self._store.drop(load)
 
-    def _on_end(self, load: Load) -> None:
-        self._left -= 1
-        self._failed |= load.state is LoadState.FAILED
-        assert load.block is not None
-        self._kv.end_copy((load.block,))
+    def _rows(self, index: int) -> Iterator[tuple[Load | None, ...]]:
+        """Return the loads of each block from `index` on."""
+        return zip(*(loads[index - self._first :] for loads in self._loads), strict=True)
+
+    def _on_end(self, loads: Sequence[Load]) -> None:
+        self._left -= len(loads)
+        self._failed |= any(load.state is LoadState.FAILED for load in loads)
+        self._kv.end_copy([load.block for load in loads if load.block is not None])
 
 
 @dataclass(frozen=True)
@@ -103,18 +111,15 @@ class _Lookup:
     """What is asked for a waiting sequence: the blocks from `start` on, which the device did not have."""
 
     start: int
-    keys: list[list[bytes]]  # block -> group -> key; not all of them yet
-    rest: Iterator[list[bytes]]  # the others, digested one by one as somebody wants to know
+    keys: list[bytes]  # of a block's groups one after the other; not all of them yet
+    rest: Iterator[bytes]  # the others, digested one by one as somebody wants to know
     search: Search  # for the keys that there were when it began
 
-    def row(self, index: int) -> list[bytes] | None:
-        """Return the keys of one block after `start`; None: the prompt has no such block."""
-        while index >= len(self.keys):
-            row = next(self.rest, None)
-            if row is None:
-                return None
-            self.keys.append(row)
-        return self.keys[index]
+    def __iter__(self) -> Iterator[bytes]:
+        yield from self.keys
+        for key in self.rest:
+            self.keys.append(key)
+            yield key
 
 
 class Lookups:
@@ -133,26 +138,25 @@ class Lookups:
             self._start(seq, tokens, salt)
         return self._lookups[seq].search.ready(time.monotonic())
 
-    def found(self, seq: str, tokens: Sequence[int], salt: str | None, have: int) -> list[StoredBlock]:
+    def found(self, seq: str, tokens: Sequence[int], salt: str | None, have: int) -> Stored:
         """Return the blocks after the first `have`, as far as they can be restored."""
         if seq not in self._lookups or self._lookups[seq].start > have:  # the device has lost some of its blocks since
             self.forget(seq)
             self._start(seq, tokens, salt)
-        lookup = self._lookups[seq]
-        width = len(self._kv.windows)
-        rows: list[tuple[list[str | None], list[bytes]]] = []
-        for index in count(have - lookup.start):
-            keys = lookup.row(index)
-            if keys is None:
+        lookup, width = self._lookups[seq], len(self._kv.windows)
+        first = (have - lookup.start) * width
+        keys: list[bytes] = []
+        tiers: list[str | None] = []
+        asked = chain(lookup.search.sources[first:], repeat(None))
+        for key, tier in zip(islice(lookup, first, None), asked, strict=False):
+            keys.append(key)
+            tiers.append(tier or self._store.near(key))  # not asked for, or it has left the device since
+            if tiers[-1] is None and len(tiers) % width == 0 and not any(tiers[-width:]):
                 break
-            row = lookup.search.sources[index * width : (index + 1) * width] or [None] * width
-            if None in row:  # not asked for, or it has left the device since
-                row = [tier or self._store.near(key) for tier, key in zip(row, keys, strict=True)]
-            if not any(row):
-                break
-            rows.append((row, keys))
-        usable = usable_blocks([row for row, _ in rows], self._kv.windows, self._kv.block_size, have)
-        return [StoredBlock(max((tier for tier in row if tier), key=TIERS.index), keys) for row, keys in rows[:usable]]
+        rows = list(zip(*(tiers[group::width] for group in range(width)), strict=True))
+        usable = usable_blocks(rows, self._kv.windows, self._kv.block_size, have)
+        farthest = [_farthest(row) for row in rows[:usable]]
+        return Stored(farthest, keys[: usable * width])
 
     def forget(self, seq: str) -> None:
         self._lookups.pop(seq, None)
@@ -163,19 +167,23 @@ class Lookups:
         start, digest = self._kv.cached_prefix(tokens, salt)
         size, groups = self._kv.block_size, range(len(self._kv.windows))
         tail = tokens[start * size : len(tokens) - 1]  # one token is always left to compute
-        rest = ([block_key(each, group) for group in groups] for each in prefix_digests(tail, size, digest))
+        rest = (block_key(each, group) for each in prefix_digests(tail, size, digest) for group in groups)
         # Host memory answers at once whenever it is asked; the other tiers are asked for all before it matters.
         keys = list(rest) if self._store.tiers else []
-        search = self._store.search([key for row in keys for key in row])
+        search = self._store.search(keys)
         self._lookups[seq] = lookup = _Lookup(start, keys, rest, search)
         if self._store.keeps and self._store.tiers:
             self._prefetch(seq, lookup)
 
     def _prefetch(self, seq: str, lookup: _Lookup) -> None:
         """Bring what is on disk or in a remote store to host memory while the request waits, within half of it."""
-        flat = (key for row in lookup.keys for key in row)
-        wanted = [(key, tier) for key, tier in zip(flat, lookup.search.sources, strict=True)
+        wanted = [(key, tier) for key, tier in zip(lookup.keys, lookup.search.sources, strict=True)
                   if tier is not None and tier != "host"]
         room = self._store.prefetch_room - sum(len(loads) for loads in self._prefetches.values())
         if wanted and room > 0:
             self._prefetches[seq] = self._store.open(wanted[:room])
+
+
+def _farthest(tiers: Sequence[str | None]) -> str:
+    found = [tier for tier in tiers if tier]
+    return found[0] if len(found) == 1 else max(found, key=TIERS.index)

@@ -71,10 +71,7 @@ class Spiller:
 
     def poll(self) -> None:
         """Start copies that will soon be wanted."""
-        while self._pool.free < self.reserve and (victim := self._tree.victim()) is not None:
-            if not all(self._clean(block) for block in self._tree.peers(victim)):
-                break
-            self._tree.evict(victim)
+        self._evict(self.reserve, lossy=False)
         if self._store.eager:
             self._spill(len(self._dirty))
         elif self._dirty:
@@ -143,18 +140,14 @@ class Spiller:
 
     def _evict(self, wanted: int, lossy: bool) -> bool:
         """Evict until n blocks are free; return whether they are. `lossy`: also what no tier has."""
-        while self._pool.free < wanted:
-            victim = self._tree.victim()
-            if victim is None:
-                return False
-            lost = 0
-            for block in self._tree.peers(victim):
-                lost += not self._clean(block)
+        def may_go(blocks: Sequence[int]) -> bool:
+            lost = sum([not self._clean(block) for block in blocks])
             if lost and not lossy:
                 return False
             self._store.dropped += lost
-            self._tree.evict(victim)
-        return True
+            return True
+
+        return self._tree.evict(wanted, may_go)
 
     def _clean(self, block: int) -> bool:
         """Return whether the block may leave the device as it is."""
@@ -193,11 +186,12 @@ class Spiller:
         self._tree.begin_copy(accepted)
         self._copying.update(accepted)
 
-    def _spilled(self, block: int, entry: Entry) -> None:
+    def _spilled(self, blocks: Sequence[int], entries: Sequence[Entry]) -> None:
         """Take in the end of a copy. A block that host memory did not get, or has let go of again, has failed."""
-        self._copying.remove(block)
-        self._tree.end_copy((block,))
-        if self._pool.state(block) is EVICTABLE:  # perhaps let go of while it was in flight
-            self._idle.add(block)
-        if entry.slot < 0 and self._pool.cached(block) and not self._store.holds(self._tree.key(block)):
-            self._failed.add(block)
+        self._copying.difference_update(blocks)
+        self._tree.end_copy(blocks)
+        # Some were perhaps let go of while they were in flight.
+        self._idle.update(block for block in blocks if self._pool.state(block) is EVICTABLE)
+        for block, entry in zip(blocks, entries, strict=True):
+            if entry.slot < 0 and self._pool.cached(block) and not self._store.holds(self._tree.key(block)):
+                self._failed.add(block)

@@ -136,27 +136,18 @@ class SpillStore:
         self._start_loads()
         return loads
 
-    def send(self, load: Load, block: int) -> None:
-        """Send the load to this device block, which stays in flight until the load's `on_end`."""
-        load.block = block
-        if load.state is LoadState.HELD:
-            self._copyable.append(load)
+    def send(self, loads: Sequence[Load], blocks: Sequence[int]) -> None:
+        """Send loads to device blocks, each of which stays in flight until its load's `on_end`."""
+        for load, block in zip(loads, blocks, strict=True):
+            load.block = block
+            if load.state is LoadState.HELD:
+                self._copyable.append(load)
+        self._flush_copies()
 
     def drop(self, load: Load) -> None:
         """Drop a load that nobody wants any more. One that is being copied ends by itself; any other ends at once."""
         if load.pending and load.state is not LoadState.COPYING:
-            self._end(load, LoadState.FAILED)
-
-    def flush_copies(self) -> None:
-        """Hand to the link what can be copied now."""
-        for start in range(0, len(self._copyable), self._batch):
-            loads = self._copyable[start : start + self._batch]
-            entries = [load.entry for load in loads if load.entry is not None]
-            blocks = [load.block for load in loads if load.block is not None]
-            for load in loads:
-                load.state = LoadState.COPYING
-            self._copies_in.append(CopyIn(self._submit(self._in, self.link.copy_in, blocks, entries), blocks, loads))
-        self._copyable.clear()
+            self._end([load], LoadState.FAILED)
 
     @property
     def prefetch_room(self) -> int:
@@ -318,6 +309,17 @@ class SpillStore:
             part, to = list(blocks[start : start + self._batch]), list(entries[start : start + self._batch])
             self._copies_out.append(CopyOut(self._submit(self._out, self.link.copy_out, part, to), part, to, on_end))
 
+    def _flush_copies(self) -> None:
+        """Hand to the link what can be copied now."""
+        for start in range(0, len(self._copyable), self._batch):
+            loads = self._copyable[start : start + self._batch]
+            entries = [load.entry for load in loads if load.entry is not None]
+            blocks = [load.block for load in loads if load.block is not None]
+            for load in loads:
+                load.state = LoadState.COPYING
+            self._copies_in.append(CopyIn(self._submit(self._in, self.link.copy_in, blocks, entries), blocks, loads))
+        self._copyable.clear()
+
     def _go_on(self) -> None:
         """Take loads as far as they can go."""
         self._in.drain()
@@ -329,7 +331,7 @@ class SpillStore:
         if self._queue:
             self._expire_queue(now)
             self._start_loads()
-        self.flush_copies()
+        self._flush_copies()
 
     def _take_in(self, copy: CopyIn) -> bool:
         """Return whether a copy to the device has ended; then it is taken note of."""
@@ -338,8 +340,7 @@ class SpillStore:
         seconds = self._count_copy(copy, self._to_device)
         if seconds:
             self._observe("host", len(copy.blocks) * self.link.slot_bytes / seconds)
-        for load in copy.loads:
-            self._end(load, LoadState.FAILED if seconds is None else LoadState.DONE)
+        self._end(copy.loads, LoadState.FAILED if seconds is None else LoadState.DONE)
         return True
 
     def _take_out(self, copy: CopyOut) -> bool:
@@ -349,8 +350,7 @@ class SpillStore:
         ok = self._count_copy(copy, self._to_host) is not None
         self.spilled_blocks += len(copy.blocks) if ok else 0
         self._arrived(copy.entries, ok, safe=not self.tiers)
-        for block, entry in zip(copy.blocks, copy.entries, strict=True):
-            copy.on_end(block, entry)
+        copy.on_end(copy.blocks, copy.entries)
         return True
 
     def _count_copy(self, copy: CopyIn | CopyOut, meter: Meter) -> float | None:
@@ -379,9 +379,7 @@ class SpillStore:
                 continue
             if fetch.ticket.expired(now):  # those who wait stop waiting; the slot stays until the worker lets go of it
                 fetch.ticket.cancel()
-                for load in self._waiters.pop(fetch.entry.key, ()):
-                    if load.pending:
-                        self._end(load, LoadState.FAILED)
+                self._end([load for load in self._waiters.pop(fetch.entry.key, ()) if load.pending], LoadState.FAILED)
             pending.append(fetch)
         self._fetches = pending
 
@@ -405,7 +403,7 @@ class SpillStore:
                 if load.pending and ok:
                     self._hold(load, entry)
                 elif load.pending:
-                    self._end(load, LoadState.FAILED)
+                    self._end([load], LoadState.FAILED)
         if ok and not safe and (self.eager or not self.keeps):
             self._writes.write([entry for entry in entries if not entry.safe])
         for entry in entries:
@@ -423,15 +421,18 @@ class SpillStore:
         if load.block is not None:
             self._copyable.append(load)
 
-    def _end(self, load: Load, state: LoadState) -> None:
-        if load.state is LoadState.HELD and load in self._copyable:
-            self._copyable.remove(load)
-        load.state = state
-        if load.on_end is not None:
-            load.on_end(load)
-        if load.entry is not None:
-            entry, load.entry = load.entry, None
-            self._unpin(entry)
+    def _end(self, loads: Sequence[Load], state: LoadState) -> None:
+        for load in loads:
+            if load.state is LoadState.HELD and load in self._copyable:
+                self._copyable.remove(load)
+            load.state = state
+        for on_end, ended in itertools.groupby(loads, lambda load: load.on_end):
+            if on_end is not None:
+                on_end(list(ended))
+        for load in loads:
+            if load.entry is not None:
+                entry, load.entry = load.entry, None
+                self._unpin(entry)
 
     def _start_loads(self) -> None:
         """Start loads in order, as far as there are slots."""
@@ -448,7 +449,7 @@ class SpillStore:
                     load.state = LoadState.FETCHING
                     self._waiters.setdefault(load.key, []).append(load)
                 elif not self._found_lower(load):
-                    self._end(load, LoadState.FAILED)
+                    self._end([load], LoadState.FAILED)
                 else:
                     entry = self._host.reserve(load.key, now >= load.deadline - LOAD_SECONDS + LOAD_PATIENCE)
                     if entry is None:
@@ -464,8 +465,8 @@ class SpillStore:
                     self._fetches.append(Fetch(entry, tier, now, place, ticket))
 
     def _expire_queue(self, now: float) -> None:
-        for load in [load for load in self._queue if load.state is LoadState.WAITING and now > load.deadline]:
-            self._end(load, LoadState.FAILED)
+        late = [load for load in self._queue if load.state is LoadState.WAITING and now > load.deadline]
+        self._end(late, LoadState.FAILED)
 
     def _margin(self) -> int:
         """Return the slots kept ready for what the device spills next, and for loads that wait for one."""

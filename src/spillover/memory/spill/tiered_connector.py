@@ -9,7 +9,7 @@ from spillover.memory.connector import Progress
 from spillover.memory.kv.kv_cache import KVCache
 from spillover.memory.spill.offload import Offload
 from spillover.memory.spill.report import TierReport
-from spillover.memory.spill.restore import Lookups, Restore
+from spillover.memory.spill.restore import Lookups, Restore, Stored
 from spillover.memory.spill.restore_plan import ComputeCost, first_to_load
 from spillover.memory.spill.spiller import Spiller
 from spillover.memory.spill.store import SpillStore
@@ -52,16 +52,18 @@ class TieredConnector:
         have, room = len(kv.table(seq)), kv.num_total // len(kv.windows) - 1
         if self.restore == "never":
             return len(tokens)
-        stored = self._lookups.found(seq, tokens, salt, have)[: max(0, room - have)]
+        found = self._lookups.found(seq, tokens, salt, have)
+        tiers, width = found.tiers[: max(0, room - have)], len(kv.windows)
         mode = self.restore if self.cost.token_seconds is not None else "always"
-        first = first_to_load([block.tier for block in stored], mode, self.store.seconds,
+        first = first_to_load(tiers, mode, self.store.seconds,
                               (self.cost.token_seconds or 0.0) * kv.block_size, self.cost.step_seconds,
                               may_split=all(window is None for window in kv.windows))
-        if first == len(stored):
+        if first == len(tiers):
             return len(tokens)
-        if not kv.extend_to_load(seq, have + len(stored)):
+        if not kv.extend_to_load(seq, have + len(tiers)):
             return None
-        self._restores[seq] = Restore(kv, self.store, seq, have + first, stored[first:], backwards=first > 0)
+        stored = Stored(tiers[first:], found.keys[first * width : len(tiers) * width])
+        self._restores[seq] = Restore(kv, self.store, seq, have + first, stored, backwards=first > 0)
         return (have + first) * kv.block_size
 
     def progress(self, seq: str, num_computed: int) -> Progress | None:
@@ -72,11 +74,10 @@ class TieredConnector:
             return None
         sources: dict[str, int] = {}
         if num_computed % size == 0:
-            for tier in restore.loaded(num_computed // size):
-                sources[tier] = sources.get(tier, 0) + size
-                num_computed += size
+            sources = {tier: blocks * size for tier, blocks in restore.loaded(num_computed // size).items()}
         for tier, tokens in sources.items():
             self.store.count_hit(tier, tokens)
+            num_computed += tokens
         ended = num_computed >= restore.end * size
         if ended:
             del self._restores[seq]
