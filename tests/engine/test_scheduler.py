@@ -43,6 +43,20 @@ def random_prompt(rng: random.Random, shared: list[int], longest: int) -> list[i
     return (prefix + tail)[:longest]
 
 
+def test_a_request_that_does_not_fit_is_not_tried_again_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(num_blocks=5, block_size=16)
+    tried: list[str] = []
+    admit = KVCache.admit
+    monkeypatch.setattr(KVCache, "admit", lambda kv, seq, *rest: (tried.append(seq), admit(kv, seq, *rest))[1])
+    first, second = request("a", [1] * 16, 48), request("b", [2] * 70, 4)
+    engine.scheduler.add(first)
+    engine.step()
+    engine.scheduler.add(second)
+    drain(engine)
+    assert second.output_token_ids == expected_tokens(second, 96)
+    assert 1 < tried.count("b") <= 12, "for each block that the other one took or filled, not for each of its 48 steps"
+
+
 @pytest.mark.parametrize("seed", range(120))
 def test_every_request_gets_its_own_tokens_and_nothing_leaks(seed: int) -> None:
     rng = random.Random(seed)

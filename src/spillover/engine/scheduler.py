@@ -53,6 +53,7 @@ class Scheduler:
         self._watermark_blocks = int(config.watermark * kv.num_total)
         self._steps = 0
         self._chunk = 2 * config.max_num_batched_tokens  # with overlap, two steps lie between a chunk and its commit
+        self._refused: tuple[Request, int, tuple[int, ...]] | None = None  # who last did not fit, and beside what
         self._forming = True  # static batching: the batch still takes requests in
         # Blocks offloaded at a time: whole splits of attention (kernels.attention.split_blocks).
         self._offload_unit = max(1, 256 // kv.block_size)
@@ -275,12 +276,18 @@ class Scheduler:
                 break
             if self._waits_for_leader(request) or not self._lookup(request):
                 continue
+            asked = request, outstanding, self.kv.occupancy
+            if self.running and asked == self._refused:  # nothing has changed since
+                break
             covered = self._begin(request)
             count = min(request.num_tokens - covered, budget)
             whole = self.config.chunked_prefill or count == request.num_tokens - covered
-            end = self._load(request) if whole and self._fits(request, outstanding) else None
+            fits = whole and self._fits(request, outstanding)
+            end = self._load(request) if fits else None
             if end is None or not self.kv.extend(request.request_id, min(covered + count, end), urgent=False):
                 self._release(request)
+                lasting = whole and not fits and self.kv.loans.lender is None  # a lender may have more in the next step
+                self._refused = asked if lasting else None
                 break
             count = min(count, end - covered)
             self.waiting.remove(request)
@@ -369,6 +376,8 @@ class Scheduler:
             request.restore_ended = time.monotonic()
         if progress.sources and request.num_preemptions == 0 and request.sources is not None:
             request.sources = request.sources.restored(progress.sources)
+        if progress.sources and not request.in_flight:  # now, while the rest is on its way, rather than after the step
+            self.kv.commit(request.request_id, request.token_ids, request.num_computed)
 
     def _offload(self, request: Request) -> None:
         """Move the oldest blocks of the only request there is, which has outgrown the device, to host memory."""

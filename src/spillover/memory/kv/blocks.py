@@ -104,10 +104,15 @@ class BlockPool:
 
     def complete(self, blocks: Iterable[int]) -> None:
         """Complete blocks: FILLING -> READY: every slot now holds computed KV."""
-        for block in blocks:
-            if self._state[block] is not FILLING:
-                self._illegal("complete", block, FILLING)
-            self._move(block, READY)
+        states, complete = self._state, 0
+        try:
+            for block in blocks:
+                if states[block] is not FILLING:
+                    self._illegal("complete", block, FILLING)
+                states[block] = READY
+                complete += 1
+        finally:
+            self._count(FILLING, READY, complete)
 
     def ref(self, blocks: Iterable[int]) -> None:
         """Add a holder of complete blocks; EVICTABLE -> READY."""
@@ -169,13 +174,19 @@ class BlockPool:
 
     def begin_copy(self, blocks: Iterable[int]) -> None:
         """Begin a copy that reads or writes these blocks: none is reused, freed or evicted before its end_copy."""
-        for block in blocks:
-            state = self._state[block]
-            if state is FREE or state is IN_FLIGHT:
-                self._illegal("begin_copy", block, FILLING, READY, EVICTABLE)
-            if state is FILLING:
-                self._loading.add(block)
-            self._move(block, IN_FLIGHT)
+        states, counts, begun = self._state, self._counts, 0
+        try:
+            for block in blocks:
+                state = states[block]
+                if state is FREE or state is IN_FLIGHT:
+                    self._illegal("begin_copy", block, FILLING, READY, EVICTABLE)
+                if state is FILLING:
+                    self._loading.add(block)
+                states[block] = IN_FLIGHT
+                counts[state] -= 1
+                begun += 1
+        finally:
+            counts[IN_FLIGHT] += begun
 
     def end_copy(self, blocks: Iterable[int]) -> None:
         """End a copy whose event has fired; each block goes where its references and the cached mark say."""
@@ -209,7 +220,7 @@ class BlockPool:
             assert block not in self._loading or state is IN_FLIGHT, where
 
     def _settle(self, block: int) -> None:
-        incomplete = bool(self._loading) and block in self._loading
+        incomplete = block in self._loading
         if incomplete:
             self._loading.remove(block)
         if self._refs[block]:

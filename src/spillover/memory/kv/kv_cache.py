@@ -66,6 +66,11 @@ class KVCache:
         return self.pool.in_flight
 
     @property
+    def occupancy(self) -> tuple[int, ...]:
+        """Return numbers of which one changes whenever more blocks can be had, or another prefix is found."""
+        return self.num_free, self.num_total, self.tree.num_nodes, self.tree.num_evictions
+
+    @property
     def stats(self) -> CacheStats:
         pool, tree = self.pool, self.tree
         return CacheStats(
@@ -312,7 +317,9 @@ class KVCache:
             return []
         limit = (len(tokens) - 1) // self.block_size * self.block_size
         nodes = self.tree.walk(packed(tokens)[: limit * TOKEN_BYTES], self.block_size * TOKEN_BYTES, salt)
-        return nodes[: usable_blocks([node.blocks for node in nodes], self.windows, self.block_size)]
+        if self._window_groups:  # whose blocks may have left the tree before their nodes
+            del nodes[usable_blocks([node.blocks for node in nodes], self.windows, self.block_size) :]
+        return nodes
 
     def _start(self, seq: str, blocks: Sequence[Sequence[int | None]]) -> SequenceBlocks:
         """Start a sequence that holds these complete blocks, of a window group only what the next position sees."""

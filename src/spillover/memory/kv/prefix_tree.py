@@ -135,15 +135,19 @@ class PrefixTree:
         on the node's full-attention blocks, so that its own later blocks never hang below evictable ones.
         """
         width = len(tokens) // len(tables[0])
-        node, known, cached = parent, [parent], []  # nodes that were there, and blocks that enter the tree
+        node, known = parent, [parent]  # nodes that were there
+        new: Sequence[int]
+        cached: list[int] = []  # blocks that enter the tree
         held: dict[int, list[int]] = {}
         for index, blocks in enumerate(zip(*tables, strict=True)):
             span = tokens[index * width : (index + 1) * width]
             child = node.children.get(span)
             if child is None:
-                child = node.children[span] = Node(node, span, [block or None for block in blocks])
+                whole = 0 not in blocks
+                child = Node(node, span, list(blocks) if whole else [block or None for block in blocks])
+                node.children[span] = child
                 self.num_nodes += 1
-                new = [block for block in blocks if block]
+                new = blocks if whole else [block for block in blocks if block]
             else:
                 known.append(child)
                 new, theirs = self._fill(child, blocks)

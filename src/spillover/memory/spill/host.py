@@ -116,10 +116,15 @@ class HostCache:
         entry = self._entries.get(key)
         return None if entry is None or entry.forgotten else entry
 
-    def touch(self, entry: Entry) -> None:
-        self._entries.move_to_end(entry.key)
-        if self._unsafe and entry.key in self._unsafe:
-            self._unsafe.move_to_end(entry.key)
+    def use(self, key: bytes) -> Entry | None:
+        """Return the entry, which is now the one used last."""
+        entry = self._entries.get(key)
+        if entry is None or entry.forgotten:
+            return None
+        self._entries.move_to_end(key)
+        if self._unsafe and key in self._unsafe:
+            self._unsafe.move_to_end(key)
+        return entry
 
     def reserve(self, key: bytes, lossy: bool = True) -> Entry | None:
         """Return a new entry, arriving and pinned once by whoever fills it; None if every slot is in use. `lossy`: may

@@ -77,11 +77,7 @@ class SpillStore:
 
     def holds(self, key: bytes) -> bool:
         """Return whether the block can leave the device without being lost, as far as is known here."""
-        entry = self._host.get(key)
-        if entry is not None:
-            self._host.touch(entry)
-            return True
-        return self._below.settled(key)
+        return self._host.use(key) is not None or self._below.settled(key)
 
     def doubted(self, key: bytes) -> bool:
         """Return whether a tier is being asked for the block: it will soon be known if it can leave the device."""
@@ -274,11 +270,8 @@ class SpillStore:
     # Inside
 
     def _ready(self, key: bytes) -> bool:
-        entry = self._host.get(key)
-        if entry is None or not entry.ready:
-            return False
-        self._host.touch(entry)
-        return True
+        entry = self._host.use(key)
+        return entry is not None and entry.ready
 
     def _lower(self, key: bytes) -> str | None:
         """Return a tier below host memory that has the block, as far as can be said at once."""
@@ -441,9 +434,8 @@ class SpillStore:
         while self._queue:
             load = self._queue[0]
             if load.state is LoadState.WAITING:
-                entry = self._host.get(load.key)
+                entry = self._host.use(load.key)
                 if entry is not None and entry.ready:
-                    self._host.touch(entry)
                     self._hold(load, entry)
                 elif entry is not None:
                     load.state = LoadState.FETCHING
