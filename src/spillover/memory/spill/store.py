@@ -208,7 +208,10 @@ class SpillStore:
         for tier in self.tiers:
             tier.poll()
         self.take_spilled()
+        loaded = any(copy.ticket.done() for copy in self._copies_in)
         self._go_on()
+        if loaded:  # whose request can go on at once
+            self._wake.set()
         self._below.poll()
         self._writes.take()
         self._writes.until(self._margin())
