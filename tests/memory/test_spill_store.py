@@ -110,7 +110,7 @@ def crowded(store: SpillStore, tier: SlowTier) -> Load:
     ended: list[int] = []
     assert spill(store, range(4), ended) == 4
     until(store, lambda: len(ended) == 4)
-    (load,) = store.open([(b"below", "disk")])
+    (load,) = store.open([b"below"], ["disk"])
     return load
 
 
@@ -138,7 +138,7 @@ def test_a_load_does_not_wait_for_a_tier_that_takes_nothing() -> None:
 def test_a_rate_is_that_of_the_load_not_of_who_looks_after_it() -> None:
     with stored(4) as (store, _, tier):
         tier.blocks[b"below"] = b"x" * BYTES
-        (load,) = store.open([(b"below", "disk")])
+        (load,) = store.open([b"below"], ["disk"])
         time.sleep(0.2)  # a step that takes long
         store.poll()
         assert load.entry is not None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, repeat
+from itertools import islice, zip_longest
 from typing import NamedTuple
 
 from spillover.memory.kv.digest import block_key, prefix_digests
@@ -20,6 +20,7 @@ from spillover.memory.spill.loads import Load, LoadState, Search
 from spillover.memory.spill.store import SpillStore
 
 TIERS = ("host", "disk", "remote")  # nearest first
+ASKED_AT_ONCE = 32  # blocks whose keys are digested before host memory is asked for them
 
 
 class Stored(NamedTuple):
@@ -40,25 +41,25 @@ class Restore:
         self._first = first
         self._windowed = any(window is not None for window in kv.windows)
         self._failed = False
-        width = len(kv.windows)
+        width, count = len(kv.windows), len(stored.tiers)
         tables = [kv.table(seq, group)[first : self.end] for group in range(width)]
-        order = range(self.end - first - 1, -1, -1) if backwards else range(self.end - first)
-        wanted = [(index, group) for index in order for group, table in enumerate(tables) if table[index]]
-        loads = store.open([(stored.keys[index * width + group], stored.tiers[index]) for index, group in wanted])
-        self._deadline = max(load.deadline for load in loads)
-        # Per layer group a load of each block, None where it lies behind the window.
-        self._loads: list[list[Load | None]] = [[None] * len(stored.tiers) for _ in tables]
-        for (index, group), load in zip(wanted, loads, strict=True):
-            self._loads[group][index] = load
-        under_way = [(load, tables[group][index])
-                     for (index, group), load in zip(wanted, loads, strict=True) if load.pending]
-        self._left = len(under_way)  # loads that have not ended
-        self._failed = self._left < len(loads)  # some have at once
-        for load, _ in under_way:
+        order = range(count - 1, -1, -1) if backwards else range(count)
+        wanted = [index * width + group for index in order for group, table in enumerate(tables) if table[index]]
+        loads = store.open([stored.keys[place] for place in wanted], [stored.tiers[place // width] for place in wanted])
+        self._deadline = loads[0].deadline
+        # Those of a block's layer groups one after the other; None where a block lies behind the window.
+        self._loads: list[Load | None] = [None] * (count * width)
+        for place, load in zip(wanted, loads, strict=True):
+            self._loads[place] = load
             load.on_end = self._on_end
-        blocks = [block for _, block in under_way]
+        blocks = [tables[place % width][place // width] for place in wanted]
+        self._failed = any(not load.pending for load in loads)
+        if self._failed:  # some have at once
+            blocks = [block for block, load in zip(blocks, loads, strict=True) if load.pending]
+            loads = [load for load in loads if load.pending]
+        self._left = len(loads)  # loads that have not ended
         kv.begin_copy(blocks)
-        store.send([load for load, _ in under_way], blocks)
+        store.send(loads, blocks)
 
     @property
     def pending(self) -> bool:
@@ -92,13 +93,14 @@ class Restore:
         return None
 
     def drop(self) -> None:
-        for loads in self._loads:
-            for load in filter(None, loads):
-                self._store.drop(load)
+        for load in filter(None, self._loads):
+            self._store.drop(load)
 
     def _rows(self, index: int) -> Iterator[tuple[Load | None, ...]]:
         """Return the loads of each block from `index` on."""
-        return zip(*(loads[index - self._first :] for loads in self._loads), strict=True)
+        width = len(self._kv.windows)
+        each = iter(self._loads[(index - self._first) * width :])
+        return zip(*[each] * width, strict=True)
 
     def _on_end(self, loads: Sequence[Load]) -> None:
         self._left -= len(loads)
@@ -115,11 +117,9 @@ class _Lookup:
     rest: Iterator[bytes]  # the others, digested one by one as somebody wants to know
     search: Search  # for the keys that there were when it began
 
-    def __iter__(self) -> Iterator[bytes]:
-        yield from self.keys
-        for key in self.rest:
-            self.keys.append(key)
-            yield key
+    def digest(self, end: int) -> None:
+        """Digest keys until there are n of them, or all."""
+        self.keys.extend(islice(self.rest, max(0, end - len(self.keys))))
 
 
 class Lookups:
@@ -144,18 +144,26 @@ class Lookups:
             self.forget(seq)
             self._start(seq, tokens, salt)
         lookup, width = self._lookups[seq], len(self._kv.windows)
-        first = (have - lookup.start) * width
-        keys: list[bytes] = []
+        first, at_once = (have - lookup.start) * width, ASKED_AT_ONCE * width
         tiers: list[str | None] = []
-        asked = chain(lookup.search.sources[first:], repeat(None))
-        for key, tier in zip(islice(lookup, first, None), asked, strict=False):
-            keys.append(key)
-            tiers.append(tier or self._store.near(key))  # not asked for, or it has left the device since
-            if tiers[-1] is None and len(tiers) % width == 0 and not any(tiers[-width:]):
+        while True:
+            at = first + len(tiers)
+            lookup.digest(at + at_once)
+            keys = lookup.keys[at : at + at_once]
+            part = lookup.search.sources[at : at + at_once]
+            if None in part or not part:  # not asked for, or it may have left the device since
+                part = [tier or near for tier, near in zip_longest(part, self._store.near(keys))]
+            tiers += part
+            rows = range(at - first, len(tiers), width) if None in part else ()
+            gap = next((row for row in rows if not any(tiers[row : row + width])), None)
+            if gap is not None or not keys:
                 break
-        rows = list(zip(*(tiers[group::width] for group in range(width)), strict=True))
-        usable = usable_blocks(rows, self._kv.windows, self._kv.block_size, have)
-        farthest = [_farthest(row) for row in rows[:usable]]
+        if gap is not None:
+            del tiers[gap:]
+        keys = lookup.keys[first : first + len(tiers)]
+        blocks = list(zip(*(tiers[group::width] for group in range(width)), strict=True))
+        usable = usable_blocks(blocks, self._kv.windows, self._kv.block_size, have)
+        farthest = [_farthest(block) for block in blocks[:usable]]
         return Stored(farthest, keys[: usable * width])
 
     def forget(self, seq: str) -> None:
@@ -181,7 +189,7 @@ class Lookups:
                   if tier is not None and tier != "host"]
         room = self._store.prefetch_room - sum(len(loads) for loads in self._prefetches.values())
         if wanted and room > 0:
-            self._prefetches[seq] = self._store.open(wanted[:room])
+            self._prefetches[seq] = self._store.open(*zip(*wanted[:room], strict=True))
 
 
 def _farthest(tiers: Sequence[str | None]) -> str:

@@ -120,14 +120,15 @@ class SpillStore:
                 search.ready(time.monotonic())
         return search
 
-    def near(self, key: bytes) -> str | None:
-        """Return the tier that has the block, among those that can say so at once."""
-        return "host" if self._ready(key) else self._lower(key)
+    def near(self, keys: Sequence[bytes]) -> list[str | None]:
+        """Return for each block the tier that has it, among those that can say so at once."""
+        return ["host" if self._ready(key) else self._lower(key) for key in keys]
 
-    def open(self, items: Sequence[tuple[bytes, str]]) -> list[Load]:
-        """Start bringing (key, tier) pairs to host memory; each stays there until it is copied or dropped."""
+    def open(self, keys: Sequence[bytes], tiers: Sequence[str]) -> list[Load]:
+        """Start bringing blocks to host memory from where they were found; each stays there until it is copied or
+        dropped."""
         deadline = time.monotonic() + LOAD_SECONDS
-        loads = [Load(key, tier, deadline) for key, tier in items]
+        loads = [Load(key, tier, deadline) for key, tier in zip(keys, tiers, strict=True)]
         self._queue.extend(loads)
         self._start_loads()
         return loads
@@ -419,7 +420,7 @@ class SpillStore:
 
     def _end(self, loads: Sequence[Load], state: LoadState) -> None:
         for load in loads:
-            if load.state is LoadState.HELD and load in self._copyable:
+            if self._copyable and load.state is LoadState.HELD and load in self._copyable:
                 self._copyable.remove(load)
             load.state = state
         for on_end, ended in itertools.groupby(loads, lambda load: load.on_end):
