@@ -36,5 +36,4 @@ def prefix_digests(tokens: Sequence[int], block_size: int, digest: bytes) -> Ite
     """Yield one digest for each full block of `tokens`, which follow the block (or root) with this digest."""
     data, width = packed(tokens), block_size * TOKEN_BYTES
     for end in range(width, len(data) + 1, width):
-        digest = block_digest(digest, data[end - width : end])
-        yield digest
+        yield (digest := block_digest(digest, data[end - width : end]))

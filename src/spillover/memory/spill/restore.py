@@ -20,6 +20,7 @@ from spillover.memory.spill.loads import Load, LoadState, Search
 from spillover.memory.spill.store import SpillStore
 
 TIERS = ("host", "disk", "remote")  # nearest first
+STARTED_AT_ONCE = 128  # loads handed to the link before the next are made
 ASKED_AT_ONCE = 32  # blocks whose keys are digested before host memory is asked for them
 
 
@@ -41,25 +42,34 @@ class Restore:
         self._first = first
         self._windowed = any(window is not None for window in kv.windows)
         self._failed = False
+        self._left = 0  # loads that have not ended
+        self._deadline = 0.0
         width, count = len(kv.windows), len(stored.tiers)
+        # Those of a block's layer groups one after the other; None where a block lies behind the window.
+        self._loads: list[Load | None] = [None] * (count * width)
         tables = [kv.table(seq, group)[first : self.end] for group in range(width)]
         order = range(count - 1, -1, -1) if backwards else range(count)
         wanted = [index * width + group for index in order for group, table in enumerate(tables) if table[index]]
-        loads = store.open([stored.keys[place] for place in wanted], [stored.tiers[place // width] for place in wanted])
-        self._deadline = loads[0].deadline
-        # Those of a block's layer groups one after the other; None where a block lies behind the window.
-        self._loads: list[Load | None] = [None] * (count * width)
-        for place, load in zip(wanted, loads, strict=True):
+        for start in range(0, len(wanted), STARTED_AT_ONCE):  # the link is busy with some while the next are started
+            places = wanted[start : start + STARTED_AT_ONCE]
+            blocks = [tables[place % width][place // width] for place in places]
+            self._start(places, blocks, [stored.keys[place] for place in places],
+                        [stored.tiers[place // width] for place in places])
+
+    def _start(self, places: Sequence[int], blocks: Sequence[int], keys: Sequence[bytes],
+               tiers: Sequence[str]) -> None:
+        loads = self._store.open(keys, tiers)
+        self._deadline = loads[-1].deadline
+        for place, load in zip(places, loads, strict=True):
             self._loads[place] = load
             load.on_end = self._on_end
-        blocks = [tables[place % width][place // width] for place in wanted]
-        self._failed = any(not load.pending for load in loads)
-        if self._failed:  # some have at once
-            blocks = [block for block, load in zip(blocks, loads, strict=True) if load.pending]
-            loads = [load for load in loads if load.pending]
-        self._left = len(loads)  # loads that have not ended
-        kv.begin_copy(blocks)
-        store.send(loads, blocks)
+        under_way = [load for load in loads if load.state is not LoadState.FAILED]
+        if len(under_way) < len(loads):  # some have failed at once
+            self._failed = True
+            blocks = [block for block, load in zip(blocks, loads, strict=True) if load.state is not LoadState.FAILED]
+        self._left += len(under_way)
+        self._kv.begin_copy(blocks)
+        self._store.send(under_way, blocks)
 
     @property
     def pending(self) -> bool:
@@ -163,8 +173,7 @@ class Lookups:
         keys = lookup.keys[first : first + len(tiers)]
         blocks = list(zip(*(tiers[group::width] for group in range(width)), strict=True))
         usable = usable_blocks(blocks, self._kv.windows, self._kv.block_size, have)
-        farthest = [_farthest(block) for block in blocks[:usable]]
-        return Stored(farthest, keys[: usable * width])
+        return Stored([_farthest(block) for block in blocks[:usable]], keys[: usable * width])
 
     def forget(self, seq: str) -> None:
         self._lookups.pop(seq, None)
@@ -193,5 +202,4 @@ class Lookups:
 
 
 def _farthest(tiers: Sequence[str | None]) -> str:
-    found = [tier for tier in tiers if tier]
-    return found[0] if len(found) == 1 else max(found, key=TIERS.index)
+    return tiers[0] if len(tiers) == 1 and tiers[0] else max(filter(None, tiers), key=TIERS.index)
