@@ -2,12 +2,11 @@
 
     python benchmarks/prefix_hits.py --tokens 1024,8192,32768,65536 --block-size 16,64 --output-json results.json
 
-The engine runs with a runner that computes nothing, so the time to the first token is the host's alone. A prompt is
-asked again and again, with other last tokens: for a hit on the device nothing happens in between, for a hit in host
-memory another prompt takes its place each time. Blocks have a few bytes, so that copies take next to no time. The
-parts are CPU time of the engine's thread, which does not depend on what else the machine does; the lowest of several
-repeats is shown. `LLM` is the wall time of a whole call for one token, `wire` what a request's message costs the
-server's two processes.
+The engine runs with a runner that computes nothing and a link that copies nothing, so that the time to the first token
+is the host's alone. A prompt is asked again and again, with other last tokens: for a hit on the device nothing happens
+in between, for a hit in host memory another prompt takes its place each time, and has to be evicted again. The parts are
+CPU time of the engine's thread until the first token; the lowest of several repeats is shown. `LLM` is the wall time of
+a whole call for one token, `wire` what a request's message costs the server's two processes.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -48,7 +47,8 @@ from spillover.memory.transfer.cpu_transfers import CpuTransfers
 from spillover.memory.transfer.link_cpu import CpuLink
 from spillover.models.config import parse_config
 from spillover.plan.hardware import probe
-from spillover.server.engine.wire import Sequence, decode_to_engine, encode_add
+from spillover.server.engine.wire import Sequence as WireSequence
+from spillover.server.engine.wire import decode_to_engine, encode_add
 
 MODEL = {"architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 64, "intermediate_size": 96,
          "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -69,7 +69,6 @@ class Row:
     first_token: float  # wall time
     end: float  # wall time from the first token until the request has left
     cpu: dict[str, float]  # of the engine's thread until the first token, by part
-    copying: float  # wall time of copies to the device, on threads of their own
     llm: float | None = None  # wall time of LLM.generate for one token
     wire: float | None = None
 
@@ -92,13 +91,14 @@ class TableRunner(NullRunner):
         return super().launch(step)
 
 
-class TimedLink(CpuLink):
-    seconds = 0.0
+class EmptyLink(CpuLink):
+    """A link that finds out what is to be copied, and copies nothing: nobody reads it."""
 
-    def copy_in(self, *arguments: Any) -> None:
-        start = time.perf_counter()
-        super().copy_in(*arguments)
-        self.seconds += time.perf_counter() - start
+    def copy_out(self, blocks: Sequence[int], slots: Sequence[memoryview]) -> None:
+        self._slots.runs(blocks, slots)
+
+    def copy_in(self, slots: Sequence[memoryview], blocks: Sequence[int]) -> None:
+        self._slots.runs(blocks, slots)
 
 
 class Bench:
@@ -107,16 +107,15 @@ class Bench:
     def __init__(self, factory: RequestFactory, tokens: int, block_size: int, host: bool, disk: Path | None) -> None:
         blocks = (tokens + TAIL) // block_size + 64
         self.kv = KVCache(blocks, block_size, (None,))
-        self.link = None
         self.connector: KVConnector = NullConnector()
         if host or disk is not None:
             transfers = CpuTransfers()
-            self.link = TimedLink(memoryview(bytearray((blocks + 1) * BLOCK_BYTES)), BLOCK_BYTES, transfers)
+            link = EmptyLink(memoryview(bytearray((blocks + 1) * BLOCK_BYTES)), BLOCK_BYTES, transfers)
             sys.setswitchinterval(SWITCH_SECONDS)
             wake = threading.Event()
             capacity = 16 * blocks * 4608 + (1 << 20)
             tiers = [DiskTier(disk, capacity, BLOCK_BYTES, b"bench", {}, wake.set)] if disk is not None else []
-            store = SpillStore(self.link, tiers, 8 * blocks, eager=bool(tiers), rates={"host": 1e12}, wake=wake)
+            store = SpillStore(link, tiers, 8 * blocks, eager=bool(tiers), rates={"host": 1e12}, wake=wake)
             self.connector = TieredConnector(self.kv, store, restore="always")
         self.scheduler = Scheduler(SchedulerConfig(4, 8192, 1 << 20), self.kv, self.connector)
         self.engine = Engine(self.scheduler, TableRunner(blocks + 1))
@@ -130,8 +129,6 @@ class Bench:
     def ask(self, prompt: list[int]) -> tuple[Request, float, float]:
         """Return the request, and the seconds until its first token and from there to its end."""
         self.spent.update(dict.fromkeys(PARTS, 0.0))
-        if self.link is not None:
-            self.link.seconds = 0.0
         begun = time.perf_counter()
         request = self.factory.make(None, prompt, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))[0]
         self.scheduler.add(request)
@@ -184,7 +181,7 @@ def main() -> None:
     lengths, sizes = ([int(each) for each in text.split(",")] for text in (options.tokens, options.block_size))
     rows = []
     print(f"{'source':>8}{'tokens':>8}{'block':>7}{'first ms':>10}{'end ms':>9}"
-          + "".join(f"{part:>11}" for part in PARTS) + f"{'us/block':>10}{'copying':>9}{'LLM':>8}{'wire':>7}")
+          + "".join(f"{part:>11}" for part in PARTS) + f"{'us/block':>10}{'LLM':>8}{'wire':>7}")
     for source in options.source.split(","):
         for size in sizes:
             for tokens in lengths:
@@ -192,7 +189,7 @@ def main() -> None:
                 rows.append(row)
                 print(f"{row.source:>8}{row.tokens:8}{row.block_size:7}{row.first_token:10.2f}{row.end:9.2f}"
                       + "".join(f"{row.cpu[part]:11.3f}" for part in PARTS)
-                      + f"{row.us_per_block:10.2f}{row.copying:9.2f}{row.llm or 0:8.2f}{row.wire or 0:7.2f}",
+                      + f"{row.us_per_block:10.2f}{row.llm or 0:8.2f}{row.wire or 0:7.2f}",
                       flush=True)
     if options.output_json is not None:
         result = {"results": [asdict(row) | {"us_per_block": row.us_per_block} for row in rows],
@@ -223,8 +220,7 @@ def measure(source: str, tokens: int, block_size: int, repeats: int, disk: bool)
             bench.rest()
             assert request.sources is not None
             assert getattr(request.sources, source) == tokens // block_size * block_size, request.sources
-            copying = bench.link.seconds if bench.link is not None else 0.0
-            found.append((first, end, copying, bench.cpu))
+            found.append((first, end, bench.cpu))
         bench.scheduler.check()
         bench.engine.close()
         llm = wire = None
@@ -232,8 +228,8 @@ def measure(source: str, tokens: int, block_size: int, repeats: int, disk: bool)
             llm = call_seconds(folder, tokens, block_size, lambda: prompt(prefix), repeats)
             wire = wire_seconds(factory.make(None, prefix, SamplingParams())[0], repeats)
     return Row(source, tokens, block_size, 1e3 * min(each[0] for each in found), 1e3 * min(each[1] for each in found),
-               {part: 1e3 * min(each[3][part] for each in found) for part in PARTS},
-               1e3 * min(each[2] for each in found), llm and 1e3 * llm, wire and 1e3 * wire)
+               {part: 1e3 * min(each[2][part] for each in found) for part in PARTS},
+               llm and 1e3 * llm, wire and 1e3 * wire)
 
 
 @contextmanager
@@ -262,7 +258,7 @@ def wire_seconds(request: Request, repeats: int) -> float:
         start = time.perf_counter()
         message = decode_to_engine(encode_add({1: request}))
         for wire in message.requests:  # type: ignore[union-attr]
-            Sequence(wire, None)
+            WireSequence(wire, None)
         times.append(time.perf_counter() - start)
     return min(times)
 
