@@ -4,9 +4,9 @@
 
 The engine runs with a runner that computes nothing and a link that copies nothing, so that the time to the first token
 is the host's alone. A prompt is asked again and again, with other last tokens: for a hit on the device nothing happens
-in between, for a hit in host memory another prompt takes its place each time, and has to be evicted again. The parts are
-CPU time of the engine's thread until the first token; the lowest of several repeats is shown. `LLM` is the wall time of
-a whole call for one token, `wire` what a request's message costs the server's two processes.
+in between, for a hit in host memory another prompt takes its place each time, and has to be evicted again. The
+parts are CPU time of the engine's thread until the first token; the lowest of several repeats is shown. `LLM` is the
+wall time of a whole call for one token, `wire` what a request's message costs the server's two processes.
 """
 
 from __future__ import annotations
