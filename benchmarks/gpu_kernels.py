@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,16 +24,15 @@ import triton
 from torch import Tensor
 
 from spillover.kernels.batch import AttentionBatch
-from spillover.kernels.triton import (
-    activation,
-    batch_invariant_linear,
-    decode_attention,
-    draw,
-    gemv,
-    norm,
-)
+from spillover.kernels.triton import activation, draw, gemv, norm, ordered_linear
 from spillover.kernels.triton.attention import attention as device
 from spillover.kernels.triton.attention import attention_splits as splits
+from spillover.kernels.triton.attention import (
+    decode_attention,
+    ordered_decode,
+    ordered_prefill,
+    ordered_splits,
+)
 from spillover.kernels.triton.attention import prefill_attention as prefill
 from spillover.kernels.triton.rope_store import norm_rope_store
 
@@ -108,13 +107,20 @@ def batch(counts: list[int], lengths: list[int], heads: int, kv_heads: int, dim:
 
 def _attention(name: str, qkv: Tensor, views: list[Tensor], made: AttentionBatch, heads: int, window: int | None,
                nbytes: float, flops: float, **settings: Any) -> float:
-    """Times it on one layer after the other."""
+    """Times it on one layer after the other, as by default and in one order of sums."""
     dim = qkv.shape[2]
-    worked = replace(made, work=device.make_work(made, heads, views[0].shape[2], dim, window))
     sinks = torch.randn(heads, device="cuda") if dim == 64 else None
-    turn = itertools.cycle(views)
-    return show(name, lambda: device.attention(qkv[:, :heads], next(turn), worked, 0.1, window, sinks), nbytes, flops,
-                **settings)
+    for ordered in (False, True):
+        worked = replace(made, work=device.make_work(made, heads, views[0].shape[2], dim, window, ordered))
+        turn = itertools.cycle(views)
+        elapsed = show(("ordered " if ordered else "") + name,
+                       partial(_attend, qkv[:, :heads], turn, worked, window, sinks), nbytes, flops, **settings)
+    return elapsed
+
+
+def _attend(q: Tensor, views: Iterator[Tensor], worked: AttentionBatch, window: int | None,
+            sinks: Tensor | None) -> Tensor:
+    return device.attention(q, next(views), worked, 0.1, window, sinks)
 
 
 DECODES = [  # name, requests, context, heads, kv heads, dim, block size, window, kv dtype
@@ -144,16 +150,16 @@ def decode(tune: bool) -> None:
         time_it = partial(_attention, f"decode {name}", qkv, views, made, heads, window, nbytes, 0.0)
         time_it()
         if tune and name in ("0.6b b256 c800", "0.6b b64 c1500", "8b b1 c600", "8b b1 c32768", "8b b64 c2048 fp8"):
-            before = (splits.TILE, splits.PIECE, splits.BUSY, decode_attention.WARPS, decode_attention.stages)
-            for tile, piece, busy, warps, stages in [
-                (64, 128, 264, 4, 2), (64, 128, 264, 4, 3), (64, 128, 264, 4, 5), (64, 128, 264, 8, 2),
-                (64, 128, 264, 2, 2), (32, 128, 264, 4, 2), (128, 128, 264, 4, 2), (64, 64, 264, 4, 2),
-                (64, 256, 264, 4, 2), (64, 128, 132, 4, 2), (64, 128, 528, 4, 2),
-            ]:
-                splits.TILE, splits.PIECE, splits.BUSY, decode_attention.WARPS = tile, piece, busy, warps
-                decode_attention.stages = lambda *_, chosen=stages: chosen
-                time_it(tile=tile, piece=piece, busy=busy, warps=warps, stages=stages)
-            splits.TILE, splits.PIECE, splits.BUSY, decode_attention.WARPS, decode_attention.stages = before
+            before = (splits.BUSY, ordered_splits.BUSY, decode_attention.WARPS, ordered_decode.WARPS,
+                      decode_attention.stages, ordered_decode.stages)
+            for busy, warps, stages in [(264, 4, 2), (264, 4, 3), (264, 4, 5), (264, 8, 2), (264, 2, 2), (132, 4, 2),
+                                        (528, 4, 2)]:
+                splits.BUSY = ordered_splits.BUSY = busy
+                decode_attention.WARPS = ordered_decode.WARPS = warps
+                decode_attention.stages = ordered_decode.stages = lambda *_, chosen=stages: chosen
+                time_it(busy=busy, warps=warps, stages=stages)
+            (splits.BUSY, ordered_splits.BUSY, decode_attention.WARPS, ordered_decode.WARPS,
+             decode_attention.stages, ordered_decode.stages) = before
 
 
 def prefills(tune: bool) -> None:
@@ -171,11 +177,13 @@ def prefills(tune: bool) -> None:
         time_it = partial(_attention, f"prefill {name}", qkv, views, made, heads, window, 0.0, flops)
         time_it()
         if tune and name != "gpt-oss 8192 window":
-            before = (splits.QUERIES, prefill.TILE, prefill.STAGES)
-            for queries, keys, warps, stages in [(128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 4, 3), (64, 64, 4, 3)]:
-                splits.QUERIES, prefill.TILE, prefill.STAGES = queries, (keys, warps), stages
-                time_it(queries=queries, keys=keys, warps=warps, stages=stages)
-            splits.QUERIES, prefill.TILE, prefill.STAGES = before
+            before = (prefill.TILE, prefill.MANY_TILE, prefill.STAGES, ordered_prefill.WARPS, ordered_prefill.STAGES)
+            for keys, warps, stages in [(64, 8, 3), (64, 8, 2), (128, 8, 2), (64, 4, 3)]:
+                prefill.TILE = prefill.MANY_TILE = keys, warps
+                ordered_prefill.WARPS = warps
+                prefill.STAGES = ordered_prefill.STAGES = stages
+                time_it(keys=keys, warps=warps, stages=stages)
+            prefill.TILE, prefill.MANY_TILE, prefill.STAGES, ordered_prefill.WARPS, ordered_prefill.STAGES = before
 
 
 LINEARS = [("llama qkv", 6144, 4096), ("llama o", 4096, 4096), ("llama gate_up", 28672, 4096),
@@ -183,17 +191,40 @@ LINEARS = [("llama qkv", 6144, 4096), ("llama o", 4096, 4096), ("llama gate_up",
            ("0.6b gate_up", 6144, 1024), ("0.6b down", 1024, 3072), ("0.6b head", 151936, 1024)]
 
 
-def linears() -> None:
+TILES = [ordered_linear.Tile(*numbers) for numbers in [
+    (8, 64, 128, 4, 4), (16, 16, 256, 4, 4), (16, 32, 128, 4, 4), (16, 64, 64, 4, 5), (16, 64, 128, 4, 4),
+    (16, 64, 256, 4, 3), (16, 128, 128, 8, 3), (32, 64, 128, 4, 4), (64, 64, 64, 4, 4), (64, 64, 128, 4, 3),
+    (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (128, 128, 64, 8, 3), (128, 128, 64, 4, 4),
+]]
+
+
+def linears(tune: bool) -> None:
     for name, channels, inner in LINEARS:
         copies = max(1, int(1.5e8 // (channels * inner * 2)))
         weights = [normal(channels, inner) for _ in range(copies)]
-        for rows in (1, 4, 16, 64, 256):
-            product = partial(_product, f"{name} x{rows}", normal(rows, inner), weights)
+        for rows in (1, 4, 16, 64, 128, 256, 512, 2048, 8192):
+            if rows > 256 and "head" in name:
+                continue
+            x = normal(rows, inner)
+            product = partial(_product, f"{name} x{rows}", x, weights)
             product("cublas", F.linear)
-            product("fixed", batch_invariant_linear.batch_invariant_linear)
+            product("ordered", ordered_linear.ordered_linear)
+            if "gate_up" in name:
+                product("cublas, silu", lambda x, w: activation.silu_and_mul(F.linear(x, w)))
+                product("ordered silu", ordered_linear.ordered_linear_silu)
             if rows == 1:
                 product("gemv", gemv.gemv)
                 product("gemv_silu", gemv.gemv_silu)
+            tiles = [*TILES, ordered_linear.MANY] if tune else []
+            expected = ordered_linear.ordered_linear(x, weights[0])
+            for tile in tiles:
+                if tile.rows > 2 * max(rows, 16) or (rows > 512 and tile.rows < 64):
+                    continue
+                multiply = partial(ordered_linear.ordered_linear, tile=tile)
+                if math.isfinite(product("ordered", multiply, tile=tuple(tile))):
+                    same = torch.equal(multiply(x, weights[0]), expected)
+                    print("" if same else "    ^ DIFFERENT BITS", flush=True)
+                    ROWS[-1]["same_bits"] = same
 
 
 def _product(name: str, x: Tensor, weights: list[Tensor], which: str, call: Callable[..., Tensor],
@@ -238,7 +269,7 @@ def main(tune: bool, only: str, output: str | None) -> None:
     start = time.time()
     print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, flush=True)
     parts: dict[str, Callable[[], None]] = {"decode": partial(decode, tune), "prefill": partial(prefills, tune),
-                                            "rest": rest, "linear": linears}
+                                            "rest": rest, "linear": partial(linears, tune)}
     for name, call in parts.items():
         if name in only.split(","):
             call()

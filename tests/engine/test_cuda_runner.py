@@ -74,7 +74,7 @@ def use_the_device(monkeypatch: pytest.MonkeyPatch, deterministic: bool = False)
                      decode: Any, kv_dtype: str, stage: Any) -> None:
             model.kernels = CudaKernels(model.shape, model.cos, model.sin)
             super().__init__(model, weights, kv, block_size, torch.device("cpu"), StepLimits(4, 16, 64, 16),
-                             transfers, decode, kv_dtype, stage, graphs=False, deterministic=deterministic)
+                             transfers, decode, kv_dtype, stage, graphs=False, ordered=deterministic)
             self._graphs = PaddedSteps()
 
         def _prepare(self, step: Any) -> Any:
@@ -201,8 +201,9 @@ def test_slots_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_arrays_of_one_shape_lie_in_the_same_places_and_do_not_overlap() -> None:
     inputs = StepInputs(1 << 16, torch.device("cpu"))
-    offsets = InputOffsets.of(StepShape(rows=7, requests=3, samples=2, tiles=2), groups=2, longest=64)
-    assert offsets == InputOffsets.of(StepShape(rows=7, requests=3, samples=2, tiles=2), groups=2, longest=64)
+    shape = StepShape(rows=7, requests=3, samples=2, tiles=2)
+    offsets = InputOffsets.of(shape, groups=2, longest=64, kv_heads=1)
+    assert offsets == InputOffsets.of(shape, groups=2, longest=64, kv_heads=1)
     inputs.begin()
     for value, array in enumerate(vars(inputs.pinned.arrays(inputs.buffer, offsets)).values(), 1):
         array[:] = value

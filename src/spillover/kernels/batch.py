@@ -69,7 +69,7 @@ class DeviceWork:
     slots: Tensor | None  # [B] int32, each request's row of the block table; None: its own index
     scratch: DecodeScratch | None
     longest: int = 0  # tokens that a request may have
-    batch_invariant: bool = False  # a row's sums have one order whatever the batch and the chunk
+    ordered: bool = False  # a row's sums have one order whatever the batch and the chunk: triton/attention/softmax.py
 
 
 class OffloadedPrefix(Protocol):

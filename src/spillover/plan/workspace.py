@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from spillover.kernels.extents import MOST_SCORES, SEGMENTS, dequantizes, segment_blocks
 from spillover.kernels.fields import ITEMSIZE
-from spillover.kernels.triton.attention.attention_splits import max_splits, scratch_bytes
+from spillover.kernels.triton.attention.attention_splits import scratch_bytes
+from spillover.kernels.triton.attention.ordered_splits import max_items
 from spillover.models.config import ModelConfig
 from spillover.models.groups import layer_groups
 from spillover.plan.shapes import kv_layer_bytes
@@ -86,7 +87,7 @@ def staging_bytes(
 
 def _cuda_bytes(config: ModelConfig, dtype: str, captured: int, rows: int, positions: int) -> int:
     """Return the bytes of split attention's partial results, block tables by slot, and memory of captured graphs."""
-    items = max_splits(rows + 1, positions)
+    items = max_items(rows + 1, positions, config.num_kv_heads)
     scratch = scratch_bytes(items, rows + 1, config.num_heads, config.num_kv_heads, config.head_dim)
     tables = (rows + 1) * len(layer_groups(config)) * -(-positions // SMALLEST_BLOCK) * 4
     graphs = max(rows, captured) * _row_bytes(config, dtype, False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,70 +9,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 pytest.importorskip("triton")
 
-from spillover.kernels.attention import attention_reference, store_kv_reference
-from spillover.kernels.batch import AttentionBatch, DecodeScratch, DeviceWork
-from spillover.kernels.kv_quant import head_bytes
+from tests.support.paged_attention import DEVICE, DTYPES, TOLERANCE, Case, error
+
+from spillover.kernels.attention import store_kv_reference
+from spillover.kernels.batch import DecodeScratch, DeviceWork
 from spillover.kernels.norm import rms_norm_reference
 from spillover.kernels.rope import rope_reference
 from spillover.kernels.triton.attention import attention_splits as splits
-from spillover.kernels.triton.attention.attention import attention
 from spillover.kernels.triton.rope_store import norm_rope_store
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# The interpreter has no products in bfloat16.
-DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 1e-2}
-
-
-class Case:
-    """A random batch over a pool that holds NaN where nothing was stored."""
-
-    def __init__(self, counts: list[int], cached: list[int], heads: int = 4, kv_heads: int = 2, dim: int = 32,
-                 block_size: int = 16, dtype: torch.dtype = torch.float32, kv_dtype: str = "auto", seed: int = 0,
-                 window: int | None = None) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        lengths = [a + b for a, b in zip(counts, cached, strict=True)]
-        width = -(-max(lengths) // block_size)
-        blocks = len(counts) * width + 1
-        size = block_size * dim if kv_dtype == "auto" else head_bytes(block_size, dim)
-        shape = (blocks, 2, 2, kv_heads, size)
-        pool = (torch.full(shape, float("nan"), dtype=dtype) if kv_dtype == "auto"
-                else torch.full(shape, 255, dtype=torch.uint8))
-        order = torch.randperm(blocks - 1, generator=generator).int() + 1
-        table = order.view(len(counts), width)
-        self.kv = pool.to(DEVICE)[:, 1]
-        self.scale, self.window, self.heads, self.dim = 1 / math.sqrt(dim), window, heads, dim
-        self.batch = self._batch(counts, cached, table, block_size, kv_dtype)
-        whole = self._batch(lengths, [0] * len(counts), table, block_size, kv_dtype)
-        k, v = (torch.randn(sum(lengths), kv_heads, dim, generator=generator).to(DEVICE, dtype) for _ in range(2))
-        store_kv_reference(k, v, self.kv, whole)
-        self.q = torch.randn(sum(counts), heads, dim, generator=generator).to(DEVICE, dtype)
-        self.sinks = torch.randn(heads, generator=generator).to(DEVICE)
-
-    @staticmethod
-    def _batch(counts: list[int], cached: list[int], table: Tensor, block_size: int, kv_dtype: str) -> AttentionBatch:
-        starts = torch.tensor([0, *counts]).cumsum(0).int()
-        lengths = torch.tensor([a + b for a, b in zip(counts, cached, strict=True)], dtype=torch.int32)
-        positions = torch.cat([torch.arange(b, a + b) for a, b in zip(counts, cached, strict=True)])
-        rows = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).int()
-        return AttentionBatch(*(x.to(DEVICE) for x in (starts, lengths, table, positions, rows)), block_size,
-                              max(counts), int(lengths.max()), kv_dtype)
-
-    def expected(self, sinks: bool = False) -> Tensor:
-        return attention_reference(self.q.float(), self.kv if self.batch.kv_dtype != "auto" else self.kv.float(),
-                                   self.batch, self.scale, self.window, self.sinks if sinks else None)
-
-    def found(self, sinks: bool = False) -> Tensor:
-        return attention(self.q, self.kv, self.batch, self.scale, self.window, self.sinks if sinks else None)
-
-
-def error(found: Tensor, expected: Tensor) -> float:
-    assert not found.isnan().any()
-    return float((found.float() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -109,25 +55,15 @@ def test_a_request_has_the_same_bits_alone_and_among_others() -> None:
     case = Case([1, 1, 1, 200], [600, 64, 255, 40], 4, 2, 64)
     together = case.found()
     for request in range(4):
-        rows = slice(int(case.batch.query_start[request]), int(case.batch.query_start[request + 1]))
-        count = rows.stop - rows.start
-        alone = replace(
-            case.batch, query_start=torch.tensor([0, count], dtype=torch.int32, device=DEVICE),
-            seq_lens=case.batch.seq_lens[request:request + 1], block_table=case.batch.block_table[request:request + 1],
-            positions=case.batch.positions[rows], rows=torch.zeros(count, dtype=torch.int32, device=DEVICE))
-        assert torch.equal(attention(case.q[rows], case.kv, alone, case.scale, None, None), together[rows])
+        first, last = (int(case.batch.query_start[request + end]) for end in range(2))
+        assert torch.equal(case.attend(*case.part(request, 0, last - first)), together[first:last])
 
 
 def test_a_prompt_has_the_same_bits_whatever_its_chunks() -> None:
     whole = Case([300], [0], 4, 2, 32)
     expected = whole.found()
     for first, last in ((0, 130), (130, 132), (132, 300)):
-        chunk = replace(
-            whole.batch, query_start=torch.tensor([0, last - first], dtype=torch.int32, device=DEVICE),
-            seq_lens=torch.tensor([last], dtype=torch.int32, device=DEVICE),
-            positions=whole.batch.positions[first:last], rows=whole.batch.rows[first:last])
-        assert torch.equal(attention(whole.q[first:last], whole.kv, chunk, whole.scale, None, None),
-                           expected[first:last])
+        assert torch.equal(whole.attend(*whole.part(0, first, last)), expected[first:last])
 
 
 @pytest.mark.parametrize("busy", [1, 10**9])
@@ -151,7 +87,7 @@ def test_tables_by_slot_padding_and_a_reused_scratch(busy: int, monkeypatch: pyt
                       None, torch.from_numpy(slots).int().to(DEVICE), scratch)
     batch = replace(case.batch, block_table=tables, work=work)
     for _ in range(2):
-        assert torch.equal(attention(case.q, case.kv, batch, case.scale, None, None), expected)
+        assert torch.equal(case.attend(case.q, batch), expected)
     assert not scratch.finished.any()
 
 

@@ -30,13 +30,8 @@ from spillover.engine.step import Step, StepItem, StepResult
 from spillover.engine.weights.placed import EngineWeights
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.kernels.batch import AttentionBatch, DecodeScratch, DeviceWork
-from spillover.kernels.triton.attention.attention_splits import (
-    FIELDS,
-    QUERIES,
-    decode_splits,
-    max_splits,
-    prefill_tiles,
-)
+from spillover.kernels.triton.attention import attention_splits, ordered_splits
+from spillover.kernels.triton.attention.attention_splits import FIELDS, QUERIES, prefill_tiles
 from spillover.kernels.triton.draw import draw
 from spillover.kernels.triton.step_upload import fill_tokens, update_tables
 from spillover.memory.transfer.cuda_transfers import CudaTransfers
@@ -92,9 +87,9 @@ class CudaRunner:
     def __init__(self, model: Decoder, weights: EngineWeights, kv: KVViews, block_size: int, device: torch.device,
                  limits: StepLimits, transfers: Transfers, decode: Callable[[int], str] | None = None,
                  kv_dtype: str = "auto",
-                 stage: OffloadStage | None = None, graphs: bool = True, deterministic: bool = False) -> None:
-        """`stage`: what the cold blocks of sequences longer than the pool pass through; `deterministic`: all attention
-        by the kernel that sums up a row in one order whatever the chunk it is in."""
+                 stage: OffloadStage | None = None, graphs: bool = True, ordered: bool = False) -> None:
+        """`stage`: what the cold blocks of sequences longer than the pool pass through; `ordered`: attention sums a row
+        up in one order, whatever the batch and the chunk it is in."""
         config, groups = model.config, len(model.groups)
         self.model = model
         self.weights = weights
@@ -108,16 +103,17 @@ class CudaRunner:
         self._kv_dtype = kv_dtype
         self._stage = stage
         self._limits = limits
-        self._deterministic = deterministic
+        self._ordered = ordered
         self._windows = [group.window for group in model.groups]
         # Padding beside part of a prompt is cut into requests of its own, each of one tile, in the dummy block.
         self._padding_rows = min(QUERIES, limits.max_model_len)
         self._offsets: dict[StepShape, InputOffsets] = {}  # of padded steps
         self._inputs = StepInputs(self._input_bytes(groups), device)
         self._templates: dict[int, DecodeInputs] = {}  # of steps that only decode, by rows
-        self._scratch = DecodeScratch.make(max_splits(limits.max_num_seqs + 1, limits.max_model_len),
-                                           limits.max_num_seqs + 1, config.num_heads, config.num_kv_heads,
-                                           config.head_dim, device)
+        requests = limits.max_num_seqs + 1
+        self._scratch = DecodeScratch.make(
+            ordered_splits.max_items(requests, limits.max_model_len, config.num_kv_heads), requests, config.num_heads,
+            config.num_kv_heads, config.head_dim, device)
         self._draws = torch.zeros(limits.max_num_seqs, dtype=i64, device=device)  # of the last step
         self._drawn_from = torch.zeros(limits.max_num_seqs, config.hidden_size, dtype=model.dtype, device=device)
         cuda = device.type == "cuda"
@@ -255,14 +251,13 @@ class CudaRunner:
         for group in range(len(self._windows)):
             start = offsets.work[group]
             work = DeviceWork(
-                splits=None if self._deterministic
-                else inputs.view(start + 4 * HEADER, i32, (offsets.work_size - HEADER) // FIELDS, FIELDS),
+                splits=inputs.view(start + 4 * HEADER, i32, (offsets.work_size - HEADER) // FIELDS, FIELDS),
                 num_splits=inputs.view(start, i32, 1),
                 tiles=inputs.view(offsets.tiles, i32, shape.tiles, 2) if shape.tiles else None,
                 slots=slots,
                 scratch=self._scratch,
                 longest=self._limits.max_model_len,
-                batch_invariant=self._deterministic,
+                ordered=self._ordered,
             )
             batches.append(AttentionBatch(
                 query_start=inputs.array(offsets, "query_start"),
@@ -341,28 +336,23 @@ class CudaRunner:
 
     def _decode_shape(self, size: int) -> StepShape:
         """Return the shape of a step of `size` requests, padding included, that all decode one token."""
-        return StepShape(size, size, size, size if self._deterministic else 0)
+        return StepShape(size, size, size)
 
     def _prompt_shape(self, rows: int) -> StepShape:
         """Return the padded shape of a prefill graph of `rows` rows. Unused attention tiles point at a request without
         rows, appended last."""
         most, piece = self._limits.max_num_seqs, self._padding_rows
         pieces = -(-rows // piece)
-        tiles = pieces + 2 + MAX_PREFILL_REQUESTS + (most if self._deterministic else 0)
+        tiles = pieces + 2 + MAX_PREFILL_REQUESTS
         return StepShape(rows, most + pieces + 1, most, tiles, piece)
 
     def _own_shape(self, items: ItemArrays) -> StepShape:
         """Return the shape of a step that is not padded."""
-        tiled = items.counts[items.counts > self._least_tiled]
+        tiled = items.counts[items.counts > 1]
         return StepShape(items.num_rows, len(items.slots), items.num_samples, int((-(-tiled // QUERIES)).sum()))
 
-    @property
-    def _least_tiled(self) -> int:
-        """Attention of requests with more rows than this is cut into tiles."""
-        return 0 if self._deterministic else 1
-
     def _offsets_of(self, shape: StepShape) -> InputOffsets:
-        return InputOffsets.of(shape, len(self._windows), self._limits.max_model_len)
+        return InputOffsets.of(shape, len(self._windows), self._limits.max_model_len, self.model.config.num_kv_heads)
 
     def _padded(self, shape: StepShape) -> InputOffsets:
         """Return the offsets of a shape that comes again and again."""
@@ -374,7 +364,7 @@ class CudaRunner:
         if shape.rows not in self._templates:
             self._templates[shape.rows] = DecodeInputs(self._inputs, self._padded(shape), self.table,
                                                        self.model.config.num_kv_heads, self._windows,
-                                                       self._deterministic)
+                                                       self._ordered)
         return self._templates[shape.rows]
 
     def _write(self, items: ItemArrays, shape: StepShape | None) -> tuple[InputOffsets, int]:
@@ -385,17 +375,17 @@ class CudaRunner:
         write_step(into, items, self.table, shape.piece)
         pinned.array(buffer, offsets.result_row, 1)[0] = self._result_row
         starts, counts = into.query_start[:-1].astype(np.int64), np.diff(into.query_start).astype(np.int64)
-        several = np.flatnonzero(counts > self._least_tiled)
+        several = np.flatnonzero(counts > 1)
         tiles = prefill_tiles(several, counts[several])
         assert len(tiles) <= shape.tiles, "a graph that was captured for fewer tiles"
         all_tiles = pinned.array(buffer, offsets.tiles, 2 * shape.tiles).reshape(-1, 2)
         all_tiles[:len(tiles)] = tiles
         all_tiles[len(tiles):] = (shape.requests - 1, 0)
-        single = (counts == 1) & (counts <= self._least_tiled)
+        single = counts == 1
         slots, lengths = into.slots[single].astype(np.int64), into.seq_lens[single].astype(np.int64)
-        end = offsets.end
+        end, splits = offsets.end, ordered_splits if self._ordered else attention_splits
         for place, window in zip(offsets.work, self._windows, strict=True):
-            work = decode_splits(starts[single], slots, lengths, self.model.config.num_kv_heads, window)
+            work = splits.decode_splits(starts[single], slots, lengths, self.model.config.num_kv_heads, window)
             written = pinned.array(buffer, place, HEADER + work.size)
             written[:HEADER] = (len(work), 0, 0, 0)
             written[HEADER:] = work.ravel()
@@ -408,7 +398,7 @@ class CudaRunner:
         tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
         prompts = self._prompt_shape(limits.captured_rows)
         most = StepShape(tokens, prompts.requests, limits.max_num_seqs, tokens + prompts.tiles)
-        return InputOffsets.of(most, groups, limits.max_model_len).end + UPDATE_BYTES
+        return InputOffsets.of(most, groups, limits.max_model_len, self.model.config.num_kv_heads).end + UPDATE_BYTES
 
     def _send_back(self, step: Step, work: _Work, logprobs: SampledLogprobs | None,
                    scored: tuple[list[SampledLogprobs], ...]) -> CudaStep:

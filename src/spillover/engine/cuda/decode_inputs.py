@@ -13,7 +13,7 @@ import numpy.typing as npt
 from spillover.engine.batch.request_table import RequestTable
 from spillover.engine.batch.step_layout import ItemArrays, write_decodes, write_padding, write_step
 from spillover.engine.cuda.step_inputs import HEADER, InputOffsets, PinnedPair, StepInputs
-from spillover.kernels.triton.attention.attention_splits import FIELDS, decode_splits, few_decode_splits
+from spillover.kernels.triton.attention import attention_splits, ordered_splits
 
 FEW = 16  # rows whose attention is cut without arrays
 UPDATE_BYTES = 1 << 15  # room behind a step's own inputs, for new entries of the block tables
@@ -23,14 +23,14 @@ class DecodeInputs:
     """A template: padding alone, over which a step writes its requests."""
 
     def __init__(self, inputs: StepInputs, offsets: InputOffsets, table: RequestTable, kv_heads: int,
-                 windows: Sequence[int | None], tiled: bool) -> None:
-        """`tiled`: attention is cut into tiles whatever its rows, and no work is cut for single rows."""
+                 windows: Sequence[int | None], ordered: bool) -> None:
+        """`ordered`: attention has one order of sums, and is cut for it."""
         self.offsets = offsets
         self._inputs = inputs
         self._table = table
         self._kv_heads = kv_heads
         self._windows = windows
-        self._tiled = tiled
+        self._splits = ordered_splits if ordered else attention_splits
         self._size = offsets.shape.rows
         self._real = [0, 0]  # rows that are no padding, in either buffer
         self._pair = pair = PinnedPair(offsets.end + UPDATE_BYTES, inputs.cuda)
@@ -40,10 +40,9 @@ class DecodeInputs:
         self._updates = [pair.array(buffer, offsets.work[-1], offsets.work_size + UPDATE_BYTES // 4)
                          for buffer in range(2)]
         nothing = ItemArrays.of((), np.empty(0, dtype=np.int64))
-        for buffer, arrays in enumerate(self._arrays):
+        for arrays in self._arrays:
             write_step(arrays, nothing, table)
             arrays.sample_rows[:] = np.arange(self._size)
-            pair.array(buffer, offsets.tiles, 2 * offsets.shape.tiles)[::2] = np.arange(offsets.shape.tiles)
 
     def send(self, items: ItemArrays, result_row: int, updates: npt.NDArray[np.int32] | None) -> int | None:
         """Write and send a step. `result_row`: the row of the results that its tokens go to; `updates`: at most
@@ -69,13 +68,13 @@ class DecodeInputs:
         arrays, end = self._arrays[buffer], 0
         slots, seq_lens = arrays.slots, arrays.seq_lens
         for place, window, into in zip(self.offsets.work, self._windows, self._work[buffer], strict=True):
-            numbers: Sequence[int] | npt.NDArray[np.int32] = ()
-            if not self._tiled and self._size <= FEW:
-                numbers = few_decode_splits(slots.tolist(), seq_lens.tolist(), self._kv_heads, window)
-            elif not self._tiled:
-                numbers = decode_splits(np.arange(self._size), slots.astype(np.int64), seq_lens.astype(np.int64),
-                                       self._kv_heads, window).ravel()
-            into[0] = len(numbers) // FIELDS
+            numbers: Sequence[int] | npt.NDArray[np.int32]
+            if self._size <= FEW:
+                numbers = self._splits.few_decode_splits(slots.tolist(), seq_lens.tolist(), self._kv_heads, window)
+            else:
+                numbers = self._splits.decode_splits(np.arange(self._size), slots.astype(np.int64),
+                                                     seq_lens.astype(np.int64), self._kv_heads, window).ravel()
+            into[0] = len(numbers) // attention_splits.FIELDS
             into[HEADER:HEADER + len(numbers)] = numbers
             end = place + 4 * (HEADER + len(numbers))
         return end

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spillover.engine.batch.step_layout import ARRAYS, StepArrays
-from spillover.kernels.triton.attention.attention_splits import FIELDS, max_splits
+from spillover.kernels.triton.attention.ordered_splits import FIELDS, max_items
 from spillover.kernels.triton.step_upload import bring
 
 _ALIGNMENT = 16  # bytes
@@ -49,7 +49,7 @@ class InputOffsets:
     end: int
 
     @staticmethod
-    def of(shape: StepShape, groups: int, longest: int) -> InputOffsets:
+    def of(shape: StepShape, groups: int, longest: int, kv_heads: int) -> InputOffsets:
         """`longest`: tokens that a request may have."""
         sizes = {"T": shape.rows, "B": shape.requests, "B+1": shape.requests + 1, "R": shape.samples}
         end, arrays = _ALIGNMENT, {}
@@ -57,7 +57,7 @@ class InputOffsets:
             arrays[name] = end
             end = _aligned(end + sizes[size] * np.dtype(dtype).itemsize)
         tiles, end = end, _aligned(end + 8 * shape.tiles)
-        work_size = HEADER + FIELDS * max_splits(shape.requests, longest)
+        work_size = HEADER + FIELDS * max_items(shape.requests, longest, kv_heads)
         work = tuple(end + group * _aligned(4 * work_size) for group in range(groups))
         return InputOffsets(shape, arrays, 0, tiles, work, work_size, end + groups * _aligned(4 * work_size))
 

@@ -44,9 +44,14 @@ class BatchInvariant(WeightFormat):
         return self.base.dequantize(w, dtype)
 
     def linear(self, x: Tensor, w: Linear, bias: Tensor | None = None) -> Tensor:
-        from spillover.kernels.triton.batch_invariant_linear import batch_invariant_linear
+        from spillover.kernels.triton.ordered_linear import ordered_linear
 
-        return batch_invariant_linear(x, self.base.dequantize(w, x.dtype), bias)
+        return ordered_linear(x, self.base.dequantize(w, x.dtype), bias)
+
+    def linear_silu(self, x: Tensor, w: Linear, bias: Tensor | None = None) -> Tensor:
+        from spillover.kernels.triton.ordered_linear import ordered_linear_silu
+
+        return ordered_linear_silu(x, self.base.dequantize(w, x.dtype), bias)
 
     def host_code(self, dtype: torch.dtype) -> int | None:
         return self.base.host_code(dtype)

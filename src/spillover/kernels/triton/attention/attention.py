@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from spillover.kernels.batch import AttentionBatch, DecodeScratch, DeviceWork
-from spillover.kernels.triton.attention.attention_splits import decode_splits, prefill_tiles
+from spillover.kernels.triton.attention import attention_splits, ordered_splits
 from spillover.kernels.triton.attention.decode_attention import decode_attention
+from spillover.kernels.triton.attention.ordered_decode import ordered_decode
+from spillover.kernels.triton.attention.ordered_prefill import ordered_prefill
 from spillover.kernels.triton.attention.prefill_attention import prefill_attention
 
 
@@ -18,25 +20,27 @@ def attention(
     """As `kernels.attention.attention`."""
     work = batch.work or make_work(batch, q.shape[1], kv_layer.shape[2], q.shape[2], window)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    decode, prefill = (ordered_decode, ordered_prefill) if work.ordered else (decode_attention, prefill_attention)
     if work.splits is not None and work.num_splits is not None and work.scratch is not None:
-        decode_attention(q, kv_layer, out, work.splits, work.num_splits, batch.block_table, batch.block_size,
-                         work.scratch, scale, window, sinks, batch.kv_dtype, batch.seq_lens.shape[0], work.longest)
+        decode(q, kv_layer, out, work.splits, work.num_splits, batch.block_table, batch.block_size, work.scratch,
+               scale, window, sinks, batch.kv_dtype, batch.seq_lens.shape[0], work.longest)
     if work.tiles is not None:
-        prefill_attention(q, kv_layer, out, work.tiles, batch.query_start, batch.seq_lens, work.slots,
-                          batch.block_table, batch.block_size, scale, window, sinks, batch.kv_dtype,
-                          work.batch_invariant)
+        prefill(q, kv_layer, out, work.tiles, batch.query_start, batch.seq_lens, work.slots, batch.block_table,
+                batch.block_size, scale, window, sinks, batch.kv_dtype)
     return out
 
 
-def make_work(batch: AttentionBatch, heads: int, kv_heads: int, dim: int, window: int | None) -> DeviceWork:
+def make_work(batch: AttentionBatch, heads: int, kv_heads: int, dim: int, window: int | None,
+              ordered: bool = False) -> DeviceWork:
     """Make the work lists of a batch that came without; waits for the device to know the lengths."""
     device = batch.seq_lens.device
     starts = batch.query_start.cpu().numpy().astype(np.int64)
     counts = np.diff(starts)
     lengths = batch.seq_lens.cpu().numpy().astype(np.int64)
     single, several = np.nonzero(counts == 1)[0], np.nonzero(counts > 1)[0]
+    decode_splits = ordered_splits.decode_splits if ordered else attention_splits.decode_splits
     splits = torch.from_numpy(decode_splits(starts[single], single, lengths[single], kv_heads, window)).to(device)
-    tiles = torch.from_numpy(prefill_tiles(several, counts[several])).to(device)
+    tiles = torch.from_numpy(attention_splits.prefill_tiles(several, counts[several])).to(device)
     return DeviceWork(
         splits=splits if len(splits) else None,
         num_splits=torch.tensor([len(splits)], dtype=torch.int32, device=device),
@@ -44,5 +48,5 @@ def make_work(batch: AttentionBatch, heads: int, kv_heads: int, dim: int, window
         slots=None,
         scratch=DecodeScratch.make(len(splits), len(counts), heads, kv_heads, dim, device),
         longest=batch.max_seq,
-        batch_invariant=True,
+        ordered=ordered,
     )

@@ -14,7 +14,7 @@ from spillover.kernels.triton.attention import attention_splits as splits
 from spillover.kernels.triton.attention.decode_attention import scales
 from spillover.kernels.triton.codes import CODES, decode
 
-# Keys a tile, and warps: one setting for a row's sums to have one order, and one that is faster where there are many.
+# Keys a tile, and warps: those that are faster where programs are few, and where they are many.
 TILE, MANY_TILE = (128, 8), (64, 4)
 MANY = 264  # programs that have rows
 STAGES = 3
@@ -35,12 +35,8 @@ def prefill_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     kv_dtype: str = "auto",
-    batch_invariant: bool = False,
 ) -> None:
-    """Fill the rows of `out` [T, H, D] that `tiles` [tiles, 2] int32 name: a request without rows has nothing to do.
-
-    With `batch_invariant` a row's bits do not depend on how many there are.
-    """
+    """Fill the rows of `out` [T, H, D] that `tiles` [tiles, 2] int32 name: a request without rows has nothing to do."""
     _, heads, dim = q.shape
     kv_heads = kv_layer.shape[2]
     count = tiles.shape[0]
@@ -48,7 +44,7 @@ def prefill_attention(
         return
     wide = q.element_size() == 4
     busy = min(count, triton.cdiv(q.shape[0], splits.QUERIES)) * heads
-    keys, warps = TILE if batch_invariant or kv_dtype != "auto" or busy < MANY else MANY_TILE
+    keys, warps = TILE if kv_dtype != "auto" or busy < MANY else MANY_TILE
     _prefill_attention[(heads, count)](
         q, kv_layer, out, tiles, query_start, seq_lens, query_start if slots is None else slots, block_table,
         out if sinks is None else sinks, q.stride(0), block_table.stride(0), kv_layer.stride(0), kv_layer.stride(1),

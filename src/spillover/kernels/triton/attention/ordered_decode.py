@@ -1,0 +1,204 @@
+"""Paged attention of one query per request, in the order of `softmax.py`; `ordered_splits` tells how it is cut.
+
+All query heads of a key head form one tile. Where the pieces of a sequence have programs of their own, each leaves its
+sums behind and the one that finishes last adds them up in their order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from spillover.kernels.batch import DecodeScratch
+from spillover.kernels.triton.attention import ordered_splits as splits
+from spillover.kernels.triton.attention.decode_attention import PROGRAMS, scales, stages
+from spillover.kernels.triton.attention.softmax import LOG2E, add_piece, finish, piece_ends, take_tile
+from spillover.kernels.triton.codes import CODES, decode
+from spillover.kernels.triton.launch import early
+
+WARPS = 4
+_FIELDS = tl.constexpr(splits.FIELDS)
+
+
+def ordered_decode(
+    q: Tensor,
+    kv_layer: Tensor,
+    out: Tensor,
+    items: Tensor,
+    num_items: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    scratch: DecodeScratch,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    kv_dtype: str = "auto",
+    requests: int = 1,
+    longest: int = 0,
+) -> None:
+    """Fill the rows of `out` [T, H, D] that `items` [I, FIELDS] int32 name; `num_items` [1] says how many count.
+
+    `requests`, of up to `longest` tokens, is what the launch is tuned for.
+    """
+    _, heads, dim = q.shape
+    kv_heads = kv_layer.shape[2]
+    group = heads // kv_heads
+    _ordered_decode[(min(PROGRAMS, items.shape[0] * kv_heads),)](
+        q, kv_layer, out, scratch.sums, scratch.stats, scratch.finished, items, num_items, block_table,
+        out if sinks is None else sinks, q.stride(0), block_table.stride(0), kv_layer.stride(0), kv_layer.stride(1),
+        kv_layer.stride(2), scale,
+        KV_HEADS=kv_heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)),
+        FEW=triton.next_power_of_2(group), DIM=dim, PADDED=max(16, triton.next_power_of_2(dim)), BLOCK=block_size,
+        TILE=splits.TILE, WINDOW_PIECE=splits.window_piece(window), SINKS=sinks is not None, CODES=CODES[kv_dtype],
+        num_warps=WARPS, num_stages=stages(requests, kv_heads, longest) if kv_dtype == "auto" else 3, **early(q.device),
+    )
+
+
+@triton.jit
+def _ordered_decode(
+    q_ptr, kv_ptr, out_ptr, sums_ptr, stats_ptr, finished_ptr, items_ptr, num_items_ptr, table_ptr, sinks_ptr,
+    q_stride, table_stride, block_stride, kv_stride, head_stride, scale,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr, DIM: tl.constexpr,
+    PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW_PIECE: tl.constexpr, SINKS: tl.constexpr,
+    CODES: tl.constexpr, EARLY: tl.constexpr,
+):
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    # Keys of a block lie side by side: this is how far, for the compiler to load them as vectors.
+    RUN: tl.constexpr = BLOCK if BLOCK < TILE else TILE
+    d = tl.arange(0, PADDED)
+    member = tl.arange(0, ROWS)
+    real = (member[:, None] < GROUP) & (d[None, :] < DIM)
+    dtype = q_ptr.dtype.element_ty
+    factor = scale * LOG2E
+    total = tl.load(num_items_ptr) * KV_HEADS
+    for work in range(tl.program_id(0), total, tl.num_programs(0)):
+        index = work // KV_HEADS
+        kv_head = work % KV_HEADS
+        item = items_ptr + index * _FIELDS
+        row = tl.load(item).to(tl.int64)
+        slot = tl.load(item + 1)
+        begin = tl.load(item + 2)
+        end = tl.load(item + 3)
+        oldest = tl.load(item + 4)
+        parts = tl.load(item + 5)
+        part = tl.load(item + 6)
+        first = tl.load(item + 7)
+        head = kv_head * GROUP + member  # [ROWS]
+        q = tl.load(q_ptr + row * q_stride + head[:, None] * DIM + d[None, :], mask=real, other=0.0)
+        table = table_ptr + slot.to(tl.int64) * table_stride
+        slab = kv_ptr + kv_head * head_stride
+
+        # Of the whole, and of the piece that is being read.
+        highest = tl.full([ROWS], float("-inf"), tl.float32)
+        weight = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, PADDED], tl.float32)
+        piece_highest = tl.full([ROWS], float("-inf"), tl.float32)
+        piece_weight = tl.zeros([ROWS], tl.float32)
+        piece_acc = tl.zeros([ROWS, PADDED], tl.float32)
+        for start in range(begin, end, TILE):
+            n = start + tl.arange(0, TILE)
+            seen = n < end
+            block = tl.load(table + n // BLOCK, mask=seen, other=0).to(tl.int64)
+            inside = block * block_stride + n % BLOCK  # [TILE]
+            # Keys are read without a mask, which would cut the vectors: what is not seen gets no weight.
+            places = tl.max_contiguous(tl.multiple_of(inside[None, :] + d[:, None] * BLOCK, [1, RUN]), [1, RUN])
+            if DIM == PADDED:
+                k = tl.load(slab + places)  # [PADDED, TILE]
+            else:
+                k = tl.load(slab + places, mask=d[:, None] < DIM, other=0)
+            values = block * block_stride + kv_stride + (n % BLOCK) * DIM
+            if WINDOW_PIECE > 0:
+                seen = seen & (n >= oldest)
+            v = tl.load(slab + values[:, None] + d[None, :], mask=seen[:, None] & (d[None, :] < DIM), other=0)
+            key_scales = None
+            value_scales = None
+            if CODES > 0:
+                # Without the choice the compiler would hand codes on to the products byte by byte.
+                k = tl.where((n < end)[None, :], decode(k, dtype, CODES), 0.0)
+                v = tl.where((n < end)[:, None], decode(v, dtype, CODES), 0.0)
+                key_scales = scales(slab, block * block_stride, n % BLOCK, seen, BLOCK, DIM)
+                value_scales = scales(slab + kv_stride, block * block_stride, n % BLOCK, seen, BLOCK, DIM)
+            piece_highest, piece_weight, piece_acc = take_tile(
+                q, k, v, seen[None, :], key_scales, value_scales, factor, piece_highest, piece_weight, piece_acc,
+                True, CODES)
+            # Chosen rather than branched on, so that the next tiles' loads stay on their way.
+            ends = piece_ends(start, TILE, WINDOW_PIECE) | (start + TILE >= end)
+            new_highest, new_weight, new_acc = add_piece(
+                highest, weight, acc, piece_highest, piece_weight, piece_acc)
+            highest = tl.where(ends, new_highest, highest)
+            weight = tl.where(ends, new_weight, weight)
+            acc = tl.where(ends, new_acc, acc)
+            piece_highest = tl.where(ends, float("-inf"), piece_highest)
+            piece_weight = tl.where(ends, 0.0, piece_weight)
+            piece_acc = tl.where(ends, 0.0, piece_acc)
+
+        if parts == 1:
+            _store(highest, weight, acc, head, member < GROUP, d, out_ptr + row * (HEADS * DIM), sinks_ptr, DIM, SINKS)
+        else:
+            place = ((first + part) * HEADS + head).to(tl.int64)  # [ROWS]
+            tl.store(sums_ptr + place[:, None] * DIM + d[None, :], acc, mask=real)
+            tl.store(stats_ptr + place * 2, highest, mask=member < GROUP)
+            tl.store(stats_ptr + place * 2 + 1, weight, mask=member < GROUP)
+            tl.debug_barrier()  # all of this program's sums are written before it says so
+            counter = finished_ptr + slot * KV_HEADS + kv_head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
+                tl.store(counter, 0)
+                tl.debug_barrier()
+                _add_up(sums_ptr, stats_ptr, first * KV_HEADS + kv_head, parts, kv_head, d,
+                        out_ptr + row * (HEADS * DIM), sinks_ptr, KV_HEADS, GROUP, FEW, DIM, PADDED, SINKS)
+
+
+@triton.jit
+def _add_up(sums_ptr, stats_ptr, first, parts, kv_head, d, out_ptr, sinks_ptr, KV_HEADS: tl.constexpr,
+            GROUP: tl.constexpr, FEW: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, SINKS: tl.constexpr):
+    """Add up what the pieces of a sequence have left for one key head, in their order."""
+    member = tl.arange(0, FEW)
+    there = member < GROUP
+    place = (first * GROUP + member).to(tl.int64)
+    highest = tl.full([FEW], float("-inf"), tl.float32)
+    weight = tl.zeros([FEW], tl.float32)
+    acc = tl.zeros([FEW, PADDED], tl.float32)
+    STEP: tl.constexpr = KV_HEADS * GROUP
+    for piece in range(0, parts, 8):  # eight at a time are on their way
+        h0, w0, a0 = _left(sums_ptr, stats_ptr, place, piece < parts, there, d, DIM)
+        h1, w1, a1 = _left(sums_ptr, stats_ptr, place + STEP, piece + 1 < parts, there, d, DIM)
+        h2, w2, a2 = _left(sums_ptr, stats_ptr, place + 2 * STEP, piece + 2 < parts, there, d, DIM)
+        h3, w3, a3 = _left(sums_ptr, stats_ptr, place + 3 * STEP, piece + 3 < parts, there, d, DIM)
+        h4, w4, a4 = _left(sums_ptr, stats_ptr, place + 4 * STEP, piece + 4 < parts, there, d, DIM)
+        h5, w5, a5 = _left(sums_ptr, stats_ptr, place + 5 * STEP, piece + 5 < parts, there, d, DIM)
+        h6, w6, a6 = _left(sums_ptr, stats_ptr, place + 6 * STEP, piece + 6 < parts, there, d, DIM)
+        h7, w7, a7 = _left(sums_ptr, stats_ptr, place + 7 * STEP, piece + 7 < parts, there, d, DIM)
+        highest, weight, acc = add_piece(highest, weight, acc, h0, w0, a0)
+        highest, weight, acc = add_piece(highest, weight, acc, h1, w1, a1)
+        highest, weight, acc = add_piece(highest, weight, acc, h2, w2, a2)
+        highest, weight, acc = add_piece(highest, weight, acc, h3, w3, a3)
+        highest, weight, acc = add_piece(highest, weight, acc, h4, w4, a4)
+        highest, weight, acc = add_piece(highest, weight, acc, h5, w5, a5)
+        highest, weight, acc = add_piece(highest, weight, acc, h6, w6, a6)
+        highest, weight, acc = add_piece(highest, weight, acc, h7, w7, a7)
+        place += 8 * STEP
+    _store(highest, weight, acc, kv_head * GROUP + member, there, d, out_ptr, sinks_ptr, DIM, SINKS)
+
+
+@triton.jit
+def _store(highest, weight, acc, head, there, d, out_ptr, sinks_ptr, DIM: tl.constexpr, SINKS: tl.constexpr):
+    sink = tl.load(sinks_ptr + head, mask=there, other=0.0) if SINKS else None
+    result = finish(highest, weight, acc, sink, SINKS)
+    tl.store(out_ptr + head[:, None] * DIM + d[None, :], result.to(out_ptr.dtype.element_ty),
+             mask=there[:, None] & (d[None, :] < DIM))
+
+
+@triton.jit
+def _left(sums_ptr, stats_ptr, place, exists, there, d, DIM: tl.constexpr):
+    """Load what a piece has left at `place` [FEW]. From beyond the first cache: another multiprocessor wrote it."""
+    wanted = there & exists
+    highest = tl.load(stats_ptr + place * 2, mask=wanted, other=float("-inf"), cache_modifier=".cg")
+    weight = tl.load(stats_ptr + place * 2 + 1, mask=wanted, other=0.0, cache_modifier=".cg")
+    acc = tl.load(sums_ptr + place[:, None] * DIM + d[None, :], mask=wanted[:, None] & (d[None, :] < DIM), other=0.0,
+                  cache_modifier=".cg")
+    return highest, weight, acc

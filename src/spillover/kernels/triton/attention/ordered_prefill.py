@@ -1,0 +1,147 @@
+"""Paged attention of many queries a request, in the order of `softmax.py`: tiles of queries against tiles of keys."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from spillover.kernels.triton.attention import ordered_splits as splits
+from spillover.kernels.triton.attention.attention_splits import QUERIES
+from spillover.kernels.triton.attention.decode_attention import scales
+from spillover.kernels.triton.attention.softmax import LOG2E, add_piece, finish, piece_ends, take_tile
+from spillover.kernels.triton.codes import CODES, decode
+
+WARPS = 8
+STAGES = 3
+
+
+def ordered_prefill(
+    q: Tensor,
+    kv_layer: Tensor,
+    out: Tensor,
+    tiles: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    slots: Tensor | None,
+    block_table: Tensor,
+    block_size: int,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    kv_dtype: str = "auto",
+) -> None:
+    """Fill the rows of `out` [T, H, D] that `tiles` [tiles, 2] int32 name: a request without rows has nothing to do."""
+    _, heads, dim = q.shape
+    kv_heads = kv_layer.shape[2]
+    count = tiles.shape[0]
+    if count == 0:
+        return
+    wide = q.element_size() == 4
+    _ordered_prefill[(heads, count)](
+        q, kv_layer, out, tiles, query_start, seq_lens, query_start if slots is None else slots, block_table,
+        out if sinks is None else sinks, q.stride(0), block_table.stride(0), kv_layer.stride(0), kv_layer.stride(1),
+        kv_layer.stride(2), scale,
+        GROUP=heads // kv_heads, DIM=dim, PADDED=max(16, triton.next_power_of_2(dim)), BLOCK=block_size,
+        QUERIES=QUERIES, TILE=splits.TILE, WINDOW=window or 0, WINDOW_PIECE=splits.window_piece(window),
+        SINKS=sinks is not None, SLOTS=slots is not None, CODES=CODES[kv_dtype], num_warps=WARPS,
+        num_stages=1 if wide else STAGES,
+    )
+
+
+@triton.jit
+def _ordered_prefill(
+    q_ptr, kv_ptr, out_ptr, tiles_ptr, query_start_ptr, seq_lens_ptr, slots_ptr, table_ptr, sinks_ptr,
+    q_stride, table_stride, block_stride, kv_stride, head_stride, scale,
+    GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
+    TILE: tl.constexpr, WINDOW: tl.constexpr, WINDOW_PIECE: tl.constexpr, SINKS: tl.constexpr, SLOTS: tl.constexpr,
+    CODES: tl.constexpr,
+):
+    head = tl.program_id(0)
+    tile = tl.program_id(1)
+    request = tl.load(tiles_ptr + tile * 2)
+    offset = tl.load(tiles_ptr + tile * 2 + 1)
+    first_row = tl.load(query_start_ptr + request)
+    count = tl.load(query_start_ptr + request + 1) - first_row
+    length = tl.load(seq_lens_ptr + request)
+    cached = length - count
+    m = offset + tl.arange(0, QUERIES)
+    position = cached + m  # [QUERIES]
+    d = tl.arange(0, PADDED)
+    real = (m < count)[:, None] & (d < DIM)[None, :]
+    rows = (first_row + m).to(tl.int64)
+    q = tl.load(q_ptr + rows[:, None] * q_stride + head * DIM + d[None, :], mask=real, other=0.0)
+    table = table_ptr + (tl.load(slots_ptr + request) if SLOTS else request).to(tl.int64) * table_stride
+    slab = kv_ptr + (head // GROUP) * head_stride
+
+    factor = scale * LOG2E
+    # Of the whole, and of the piece that is being read.
+    highest = tl.full([QUERIES], float("-inf"), tl.float32)
+    weight = tl.zeros([QUERIES], tl.float32)
+    acc = tl.zeros([QUERIES, PADDED], tl.float32)
+    piece_highest = tl.full([QUERIES], float("-inf"), tl.float32)
+    piece_weight = tl.zeros([QUERIES], tl.float32)
+    piece_acc = tl.zeros([QUERIES, PADDED], tl.float32)
+    end = tl.minimum(cached + offset + QUERIES, length)
+    begin = tl.maximum(cached + offset - WINDOW + 1, 0) // TILE * TILE if WINDOW > 0 else 0
+    # Tiles of keys that every row sees need no mask; with a window there are too few of them to treat apart.
+    whole = (cached + offset + 1) // TILE * TILE if WINDOW == 0 else begin
+    for start in range(begin, whole, TILE):
+        highest, weight, acc, piece_highest, piece_weight, piece_acc = _take(
+            q, slab, table, start, position, end, block_stride, kv_stride, factor, highest, weight, acc,
+            piece_highest, piece_weight, piece_acc, d, DIM, PADDED, BLOCK, TILE, 0, WINDOW_PIECE, False, CODES)
+    for start in range(whole, end, TILE):
+        highest, weight, acc, piece_highest, piece_weight, piece_acc = _take(
+            q, slab, table, start, position, end, block_stride, kv_stride, factor, highest, weight, acc,
+            piece_highest, piece_weight, piece_acc, d, DIM, PADDED, BLOCK, TILE, WINDOW, WINDOW_PIECE, True, CODES)
+    highest, weight, acc = add_piece(highest, weight, acc, piece_highest, piece_weight, piece_acc)
+    sink = tl.load(sinks_ptr + head) + tl.zeros([QUERIES], sinks_ptr.dtype.element_ty) if SINKS else None
+    result = finish(highest, weight, acc, sink, SINKS)
+    out = out_ptr + rows[:, None] * (tl.num_programs(0) * DIM) + head * DIM + d[None, :]
+    tl.store(out, result.to(q.dtype), mask=real)
+
+
+@triton.jit
+def _take(
+    q, slab, table, start, position, end, block_stride, kv_stride, factor, highest, weight, acc,
+    piece_highest, piece_weight, piece_acc, d,
+    DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+    WINDOW_PIECE: tl.constexpr, MASKED: tl.constexpr, CODES: tl.constexpr,
+):
+    """Take one tile of keys into the piece, and the piece into the whole if it ends there."""
+    RUN: tl.constexpr = BLOCK if BLOCK < TILE else TILE
+    n = start + tl.arange(0, TILE)
+    seen = n < end
+    block = tl.load(table + n // BLOCK, mask=seen, other=0).to(tl.int64)
+    inside = block * block_stride + n % BLOCK  # [TILE]
+    # Keys are read without a mask, which would cut the vectors: what is not seen gets no score.
+    places = tl.max_contiguous(tl.multiple_of(inside[None, :] + d[:, None] * BLOCK, [1, RUN]), [1, RUN])
+    values = block * block_stride + kv_stride + (n % BLOCK) * DIM
+    if DIM == PADDED:
+        k = tl.load(slab + places)  # [PADDED, TILE]
+    else:
+        k = tl.load(slab + places, mask=d[:, None] < DIM, other=0)
+    if MASKED or DIM < PADDED:
+        v = tl.load(slab + values[:, None] + d[None, :], mask=seen[:, None] & (d < DIM)[None, :], other=0)
+    else:
+        v = tl.load(slab + values[:, None] + d[None, :])
+    key_scales = None
+    value_scales = None
+    if CODES > 0:
+        k = decode(k, q.dtype, CODES)
+        v = decode(v, q.dtype, CODES)
+        key_scales = scales(slab, block * block_stride, n % BLOCK, seen, BLOCK, DIM)
+        value_scales = scales(slab + kv_stride, block * block_stride, n % BLOCK, seen, BLOCK, DIM)
+    visible = None
+    if MASKED:
+        visible = (n[None, :] <= position[:, None]) & seen[None, :]
+        if WINDOW > 0:
+            visible = visible & (n[None, :] > position[:, None] - WINDOW)
+    piece_highest, piece_weight, piece_acc = take_tile(
+        q, k, v, visible, key_scales, value_scales, factor, piece_highest, piece_weight, piece_acc, MASKED, CODES)
+    if piece_ends(start, TILE, WINDOW_PIECE):
+        highest, weight, acc = add_piece(highest, weight, acc, piece_highest, piece_weight, piece_acc)
+        piece_highest = tl.full(highest.shape, float("-inf"), tl.float32)
+        piece_weight = tl.zeros(weight.shape, tl.float32)
+        piece_acc = tl.zeros(acc.shape, tl.float32)
+    return highest, weight, acc, piece_highest, piece_weight, piece_acc

@@ -1,0 +1,113 @@
+"""How attention in the order of `softmax.py` is cut into programs. Plain arithmetic, as `attention_splits`.
+
+A sequence's keys form pieces whose bounds are positions. Requests with one new token have one program for the whole
+sequence, or, where that leaves the device idle, one for each piece; that changes no bit.
+"""
+
+from __future__ import annotations
+
+import bisect
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from spillover.kernels.triton.attention import attention_splits
+from spillover.kernels.triton.attention.attention_splits import BUSY, FIELDS
+
+__all__ = ["BUSY", "FIELDS"]
+
+TILE = 64  # keys at a time; every piece begins at a multiple of it
+PIECE = 128  # keys of the smallest piece
+_LONGEST = 8192 << 10  # positions that a sequence may have
+
+
+def window_piece(window: int | None) -> int:
+    """Return the positions of a piece where rows see a window of keys; 0 where they see all, and pieces grow."""
+    return 0 if window is None else max(PIECE, (1 << (window - 1).bit_length()) // 8)
+
+
+@cache
+def bounds(window: int | None) -> list[int]:
+    """Return where pieces begin. Without a window that is 8 of 128 positions, up to 8,192 of 256, then 16 whenever the
+    position doubles."""
+    if window is not None:
+        return list(range(0, _LONGEST + 1, window_piece(window)))
+    made = [*range(0, 1024, PIECE), *range(1024, 8192, 256)]
+    start = 8192
+    while start < _LONGEST:
+        made += range(start, 2 * start, start // 16)
+        start *= 2
+    return [*made, start]
+
+
+@cache
+def _bounds_array(window: int | None) -> npt.NDArray[np.int64]:
+    return np.array(bounds(window))
+
+
+@cache
+def num_pieces(longest: int) -> int:
+    """Return the most pieces of a sequence of `longest` tokens, with a window or without."""
+    return bisect.bisect_left(bounds(None), longest)
+
+
+def max_splits(requests: int, longest: int, kv_heads: int) -> int:
+    """Return the most items of n sequences of up to `longest` tokens: few of them can be split at a time."""
+    return requests + min(requests, BUSY // kv_heads) * (num_pieces(longest) - 1)
+
+
+def max_items(requests: int, longest: int, kv_heads: int) -> int:
+    """Return the most items of n sequences, in this order or by `attention_splits`."""
+    return max(max_splits(requests, longest, kv_heads), attention_splits.max_splits(requests, longest))
+
+
+def decode_splits(
+    rows: npt.NDArray[np.int64],
+    slots: npt.NDArray[np.int64],
+    seq_lens: npt.NDArray[np.int64],
+    kv_heads: int,
+    window: int | None,
+) -> npt.NDArray[np.int32]:
+    """Return [items, FIELDS] for requests with one new token each: the row of its query, its row of the block tables,
+    the item's first key and the one past the last, the oldest key it sees, items of the request, which of them this is,
+    and where the request's first piece leaves its sums. The items with most keys are first, for an even end."""
+    oldest = np.zeros_like(seq_lens) if window is None else np.maximum(seq_lens - window, 0)
+    origin = oldest // TILE * TILE
+    span = seq_lens - origin
+    split = span > max(PIECE, span.sum() * kv_heads // BUSY)
+    starts = _bounds_array(window)
+    first_piece = np.searchsorted(starts, origin, "right") - 1
+    parts = np.where(split, np.searchsorted(starts, seq_lens, "left") - first_piece, 1)
+    request = np.repeat(np.arange(len(parts)), parts)
+    part = np.arange(len(request)) - (np.cumsum(parts) - parts)[request]
+    places = np.where(split, parts, 0).cumsum() - np.where(split, parts, 0)
+    piece = first_piece[request] + part
+    begin = np.maximum(starts[piece], origin[request])
+    end = np.where(split[request], np.minimum(starts[piece + 1], seq_lens[request]), seq_lens[request])
+    begin = np.where(split[request], begin, origin[request])
+    fields = (rows[request], slots[request], begin, end, oldest[request], parts[request], part, places[request])
+    items = np.stack(fields, axis=1).astype(np.int32)
+    return items[np.argsort(begin - end, kind="stable")]
+
+
+def few_decode_splits(slots: list[int], seq_lens: list[int], kv_heads: int, window: int | None) -> list[int]:
+    """Split as `decode_splits` does, one after another, for rows 0, 1 and so on: for a few of them this is faster."""
+    spans = []
+    for length in seq_lens:
+        oldest = 0 if window is None else max(length - window, 0)
+        spans.append((oldest, oldest // TILE * TILE, length))
+    most = max(PIECE, sum(length - origin for _, origin, length in spans) * kv_heads // BUSY)
+    items, place = [], 0
+    for row, (oldest, origin, length) in enumerate(spans):
+        if length - origin <= most:
+            items.append((row, slots[row], origin, length, oldest, 1, 0, place))
+            continue
+        starts = bounds(window)
+        cuts = [origin, *starts[bisect.bisect_right(starts, origin):bisect.bisect_left(starts, length)], length]
+        parts = len(cuts) - 1
+        items += [(row, slots[row], cuts[part], cuts[part + 1], oldest, parts, part, place)
+                  for part in range(parts)]
+        place += parts
+    items.sort(key=lambda item: item[2] - item[3])
+    return [number for item in items for number in item]

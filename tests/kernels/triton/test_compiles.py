@@ -1,0 +1,25 @@
+"""Kernels compile for a card that is not here, and keep within its registers and shared memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+SHARED = 227 << 10  # bytes that a block of threads may have
+FEW_BYTES = 256  # spilled per thread: sums of chunks, which are touched once a chunk
+
+
+def test_kernels_of_one_order_compile_for_an_h200() -> None:
+    done = subprocess.run([sys.executable, "-m", "tests.support.compile_kernels"], check=False, capture_output=True,
+                          text=True, timeout=300, env={**os.environ, "TRITON_INTERPRET": "0"})
+    assert done.returncode == 0, done.stderr
+    kernels = json.loads(done.stdout.splitlines()[-1])
+    assert len(kernels) == 8
+    assert {name: each for name, each in kernels.items()
+            if each["spilled"] > (FEW_BYTES if "chunks" in name else 0) or each["shared"] > SHARED} == {}

@@ -1,0 +1,121 @@
+"""Attention in one order of sums: a row has the same bits as a new token, in any chunk of its prompt, in any batch."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from tests.support.paged_attention import DEVICE, DTYPES, TOLERANCE, Case, error
+
+from spillover.kernels.batch import DecodeScratch, DeviceWork
+from spillover.kernels.triton.attention import ordered_splits as splits
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), [(4, 2, 64, 16), (5, 1, 24, 8), (2, 2, 32, 256)])
+def test_a_mixed_batch(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, block_size: int) -> None:
+    case = Case([1, 7, 1, 1, 130], [300, 0, 0, 63, 17], heads, kv_heads, dim, block_size, dtype)
+    assert error(case.found(ordered=True), case.expected()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("window", [1, 9, 100])
+def test_a_sliding_window_with_sinks(window: int) -> None:
+    case = Case([1, 1, 5, 140], [300, 2, 70, 0], 4, 2, 64, window=window)
+    assert error(case.found(sinks=True, ordered=True), case.expected(sinks=True)) < 1e-5
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
+def test_a_pool_of_codes(kv_dtype: str) -> None:
+    case = Case([1, 3, 1, 40], [270, 5, 0, 20], 4, 2, 64, dtype=torch.float32, kv_dtype=kv_dtype)
+    assert error(case.found(ordered=True), case.expected()) < 1e-5
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int8"])
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_row_has_the_same_bits_as_a_new_token_and_in_its_prompt(window: int | None, kv_dtype: str) -> None:
+    """To the bit on a card; the interpreter's products depend on how many rows there are."""
+    for cached in (0, 1230):
+        chunk = Case([70], [cached], 2, 1, 32, 64, dtype=DTYPES[1], kv_dtype=kv_dtype, window=window)
+        expected, rows = chunk.found(sinks=True, ordered=True), [0, 50, 69]
+        found = torch.cat([chunk.attend(*chunk.part(0, row, row + 1), sinks=True, ordered=True) for row in rows])
+        exact = {"rtol": 0.0, "atol": 0.0} if DEVICE == "cuda" else {}
+        torch.testing.assert_close(found, expected[rows], **exact)
+
+
+def test_a_prompt_has_the_same_bits_whatever_its_chunks() -> None:
+    whole = Case([300], [0], 2, 1, 32)
+    expected = whole.found(ordered=True)
+    for first, last in ((0, 130), (130, 132), (132, 300)):
+        assert torch.equal(whole.attend(*whole.part(0, first, last), ordered=True), expected[first:last])
+
+
+@pytest.mark.parametrize("busy", [1, 10**9])
+def test_the_same_bits_whether_one_program_takes_a_sequence_or_many_share_it(
+        busy: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the engine calls it: more room for items than there are, tables in another order, twice over."""
+    case = Case([1, 1, 1], [600, 3, 300], 4, 2, 64)
+    expected = case.found(ordered=True)
+    assert error(expected, case.expected()) < 1e-5
+    monkeypatch.setattr(splits, "BUSY", busy)
+    slots = np.array([5, 0, 2])
+    items = splits.decode_splits(np.arange(3), slots, case.batch.seq_lens.cpu().numpy().astype(np.int64), 2, None)
+    assert len(items) == (3 if busy == 1 else 5 + 1 + 3)
+    room = splits.max_splits(3, 1024, 2) if busy > 1 else 3
+    padded = np.concatenate((items, np.full((room - len(items), splits.FIELDS), 12345, dtype=np.int32)))
+    tables = torch.zeros(6, case.batch.block_table.shape[1], dtype=torch.int32, device=DEVICE)
+    tables[torch.from_numpy(slots).to(DEVICE)] = case.batch.block_table
+    scratch = DecodeScratch.make(room, 6, 4, 2, 64, torch.device(DEVICE))
+    work = DeviceWork(torch.from_numpy(padded).to(DEVICE), torch.tensor([len(items)], dtype=torch.int32, device=DEVICE),
+                      None, torch.from_numpy(slots).int().to(DEVICE), scratch, ordered=True)
+    batch = replace(case.batch, block_table=tables, work=work)
+    for _ in range(2):
+        assert torch.equal(case.attend(case.q, batch), expected)
+    assert not scratch.finished.any()
+
+
+@pytest.mark.parametrize(("length", "window", "pieces"), [(8192 + 3 * 512 + 70, None, 8 + 28 + 4),
+                                                         (8192 + 3 * 512 + 70, 1000, 9), (1500, None, 10)])
+def test_long_sequences_are_cut_into_larger_pieces(length: int, window: int | None, pieces: int) -> None:
+    items = splits.decode_splits(np.array([0]), np.array([0]), np.array([length]), 1, window)
+    assert len(items) == pieces
+    if window is not None or length < 2000:  # the interpreter takes long over the others
+        case = Case([1, 1], [length - 1, 500], 2, 1, 16, 64, window=window)
+        assert error(case.found(ordered=True), case.expected()) < 1e-5
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.one_of(st.integers(1, 300), st.integers(1, 40_000)), min_size=1, max_size=9), st.integers(1, 16),
+       st.none() | st.integers(1, 5000))
+def test_items_cover_every_key_once_and_end_where_pieces_do(lengths: list[int], kv_heads: int,
+                                                             window: int | None) -> None:
+    items = splits.decode_splits(np.arange(len(lengths)), np.arange(len(lengths)), np.array(lengths), kv_heads, window)
+    bounds, places = set(splits.bounds(window)), set()
+    for row, length in enumerate(lengths):
+        mine = sorted(items[items[:, 0] == row].tolist(), key=lambda item: item[6])
+        oldest = 0 if window is None else max(length - window, 0)
+        assert (mine[0][2], mine[-1][3]) == (oldest // splits.TILE * splits.TILE, length)
+        assert all(left[3] == right[2] and left[3] in bounds for left, right in itertools.pairwise(mine))
+        assert [item[4:7] for item in mine] == [[oldest, len(mine), part] for part in range(len(mine))]
+        if len(mine) > 1:
+            taken = set(range(mine[0][7], mine[0][7] + len(mine)))
+            assert not taken & places
+            places |= taken
+    assert len(items) <= splits.max_splits(len(lengths), max(lengths), kv_heads)
+    assert max(places, default=-1) < len(items)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.one_of(st.integers(1, 300), st.integers(1, 40_000)), min_size=1, max_size=9), st.integers(1, 16),
+       st.none() | st.integers(1, 5000))
+def test_a_few_rows_are_cut_as_many_are(lengths: list[int], kv_heads: int, window: int | None) -> None:
+    slots = np.arange(len(lengths))[::-1] + 3
+    many = splits.decode_splits(np.arange(len(lengths)), slots, np.array(lengths), kv_heads, window)
+    assert splits.few_decode_splits(slots.tolist(), lengths, kv_heads, window) == many.ravel().tolist()

@@ -1,0 +1,92 @@
+"""Compiles Triton kernels for an H200 without one, and prints what ptxas says of each as JSON.
+
+    python -m tests.support.compile_kernels
+
+A process of its own, as Triton's interpreter cannot be turned off again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from spillover.kernels.triton import ordered_linear
+from spillover.kernels.triton.attention import ordered_decode, ordered_prefill
+
+TARGET, PROCESSOR = GPUTarget("cuda", 90, 32), "sm_90a"
+ATTENTION = {
+    "q_ptr": "*bf16", "kv_ptr": "*bf16", "out_ptr": "*bf16", "sinks_ptr": "*bf16", "sums_ptr": "*fp32",
+    "stats_ptr": "*fp32", "scale": "fp32", **dict.fromkeys(
+        ("finished_ptr", "items_ptr", "num_items_ptr", "table_ptr", "tiles_ptr", "query_start_ptr", "seq_lens_ptr",
+         "slots_ptr"), "*i32"),
+}
+LINEAR = {"x_ptr": "*bf16", "w_ptr": "*bf16", "bias_ptr": "*bf16", "out_ptr": "*bf16", "sums_ptr": "*fp32",
+          "arrivals_ptr": "*i32"}
+HEADS = {"GROUP": 4, "DIM": 128, "PADDED": 128, "BLOCK": 16, "TILE": 64, "WINDOW_PIECE": 0, "SINKS": False}
+
+
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, stages: int,
+             early: bool = False) -> dict[str, int]:
+    """Return a kernel's registers, bytes of spilled registers and bytes of shared memory. Arguments that `types` leaves
+    out are int32; all that are no constants are multiples of 16."""
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    plain = [index for index, name in enumerate(kernel.arg_names)
+             if name not in constants and name not in ("rows", "scale") and "desc" not in types.get(name, "")]
+    source = ASTSource(kernel, signature, constants, {(index,): [["tt.divisibility", 16]] for index in plain})
+    made = triton.compile(source, TARGET, {"num_warps": warps, "num_stages": stages, "launch_pdl": early})
+    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(made.asm["ptx"])
+        file.flush()
+        told = subprocess.run([ptxas, "-v", f"--gpu-name={PROCESSOR}", file.name, "-o", "/dev/null"], check=True,
+                              capture_output=True, text=True).stderr
+    registers, spilled = re.search(r"Used (\d+) registers", told), re.search(r"(\d+) bytes spill stores", told)
+    assert registers, told
+    assert spilled, told
+    return {"registers": int(registers[1]), "spilled": int(spilled[1]), "shared": made.metadata.shared}
+
+
+def decode(kv_dtype: int) -> dict[str, int]:
+    types = ATTENTION if kv_dtype == 0 else {**ATTENTION, "kv_ptr": "*u8"}
+    constants = {**HEADS, "KV_HEADS": 8, "ROWS": 16, "FEW": 4, "CODES": kv_dtype, "EARLY": True}
+    return compiled(ordered_decode._ordered_decode, types, constants, ordered_decode.WARPS, 3 if kv_dtype else 5, True)
+
+
+def prefill() -> dict[str, int]:
+    constants = {**HEADS, "QUERIES": 128, "WINDOW": 0, "SLOTS": True, "CODES": 0}
+    return compiled(ordered_prefill._ordered_prefill, ATTENTION, constants, ordered_prefill.WARPS,
+                    ordered_prefill.STAGES)
+
+
+def few_rows(tile: ordered_linear.Tile, chunks: int, gated: bool) -> dict[str, int]:
+    constants = {"CHUNKS": chunks, "ROWS": tile.rows, "CHANNELS": tile.channels, "STEP": tile.step, "EVEN": True,
+                 "BIAS": False, "GATED": gated, "EARLY": True}
+    return compiled(ordered_linear._few_rows, LINEAR, constants, tile.warps, tile.stages, True)
+
+
+def many_rows(chunks: int, gated: bool) -> dict[str, int]:
+    tile = ordered_linear.MANY
+    width = tile.channels // 2 if gated else tile.channels
+    constants = {"CHUNKS": chunks, "ROWS": tile.rows, "CHANNELS": width, "STEP": tile.step, "BAND": 8, "BIAS": False,
+                 "GATED": gated}
+    types = {**LINEAR, "x_desc": f"tensordesc<bf16[{tile.rows},{tile.step}]>",
+             "w_desc": f"tensordesc<bf16[{width},{tile.step}]>"}
+    return compiled(ordered_linear._many_rows, types, constants, tile.warps, tile.stages)
+
+
+if __name__ == "__main__":
+    print(json.dumps({
+        "decode": decode(0), "decode fp8": decode(1), "prefill": prefill(),
+        "1 row, 2 chunks": few_rows(ordered_linear.FEW[0], 2, False),
+        "1 row, gated": few_rows(ordered_linear.FEW[0], 1, True),
+        "128 rows, gated": few_rows(ordered_linear.FEW[-1], 1, True),
+        "many rows, 3 chunks": many_rows(3, False), "many rows, gated": many_rows(1, True),
+    }))
