@@ -23,8 +23,9 @@ IMPORTING = "Importing torch"
 PLANNING = "Planning the memory"
 TOKENIZER = "Reading the tokenizer"
 WEIGHTS = "Loading weights"
+COMPARING = "Comparing bits at every number of rows"
 MEASURING = "Measuring this machine's memory and matrix rates"
-_COUNTED = (COMPILING, CAPTURING)  # in pieces; everything else is in bytes
+_COUNTED = (COMPILING, CAPTURING, COMPARING)  # in pieces; everything else is in bytes
 _LONG = ("Compiling", "Downloading", "Waiting", "Exporting")  # worth a line at once where there is no bar
 _LINE_SECONDS = 10.0  # between lines where there is no bar
 

@@ -14,7 +14,7 @@ from spillover.cli.loading import timed_rates
 from spillover.kernels import native
 from spillover.plan.hardware import Machine, probe
 from spillover.plan.rates import Rates
-from spillover.progress import COMPILING, stages
+from spillover.progress import COMPARING, COMPILING, stages
 from spillover.units import format_bytes, format_rate
 
 LOW_MEMLOCK = 1 << 30
@@ -46,6 +46,29 @@ def run_doctor(console: Console, as_json: bool, disk: Path | None = None) -> Non
         console.print(f"[yellow]![/yellow] {escape(sentence)}")
     if not found:
         console.print("[green]No problems found.[/green]")
+
+
+def run_bits(console: Console, as_json: bool) -> None:
+    """Check that no kernel's bits depend on the number of rows, on every device; exits with 1 if one's do."""
+    from spillover.kernels.bits import check_bits
+
+    devices = ["cpu", "cuda"] if probe().cuda else ["cpu"]
+    with stages() as show:
+        found = {device: check_bits(device, lambda done, total: show(COMPARING, done, total)) for device in devices}
+    if as_json:
+        console.print_json(data={device: [asdict(check) for check in checks] for device, checks in found.items()})
+    for device, checks in () if as_json else found.items():
+        table = Table("kernel", "rows", "bits", title="CPU" if device == "cpu" else "GPU, --deterministic",
+                      title_justify="left")
+        for check in checks:
+            table.add_row(check.kernel, f"{check.rows[0]} to {check.rows[-1]}", "[green]the same[/green]"
+                          if check.differs is None else f"[red]differ, first with {check.differs} rows[/red]")
+        console.print(table)
+    if any(check.differs is not None for checks in found.values() for check in checks):
+        if not as_json:
+            console.print("A request's tokens may depend on what runs beside it here. Please report this table, with "
+                          "the output of `spill doctor`.")
+        raise SystemExit(1)
 
 
 def has_nvidia_driver() -> bool:

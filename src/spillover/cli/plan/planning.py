@@ -35,17 +35,24 @@ def plan(config: EngineConfig, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @click.option("--disk", type=click.Path(path_type=Path), default=None, metavar="DIR",
               help="Also measure the disk that this folder is on.")
-def doctor(as_json: bool, disk: Path | None) -> None:
+@click.option("--bits", is_flag=True, help="Check instead that a row has the same bits in every batch: each kernel, at "
+                                           "each number of rows. Exits with 1 if one differs.")
+def doctor(as_json: bool, disk: Path | None, bits: bool) -> None:
     """Show what this machine is, and how fast.
 
-    Devices, memory and the limits on it, measured memory bandwidth, links and matrix rates, on one screen.
+    Devices, memory and the limits on it, measured memory bandwidth, links and matrix rates, on one screen. With --bits,
+    whether the kernels give a request the same bits whatever runs beside it (on a GPU those of --deterministic).
 
     \b
-    Example:
+    Examples:
       spill doctor
+      spill doctor --bits
     """
     from rich.console import Console
 
-    from spillover.cli.plan.doctor import run_doctor
+    from spillover.cli.plan.doctor import run_bits, run_doctor
 
-    run_doctor(Console(), as_json, disk)
+    if bits:
+        run_bits(Console(), as_json)
+    else:
+        run_doctor(Console(), as_json, disk)
