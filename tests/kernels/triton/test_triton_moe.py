@@ -60,6 +60,21 @@ def test_both_paths_match_the_reference(
     assert_near(found, exact.to(dtype), 1e-5 if dtype is torch.float32 else 1.5e-2)
 
 
+@pytest.mark.parametrize(("form", "hidden", "inner", "clamped"), [
+    ("dense", 96, 40, False), ("fp8", 160, 144, False), ("mxfp4", 96, 160, True),
+])
+def test_a_few_tokens_are_summed_and_rounded_as_many_by_a_batch_invariant_format(
+        form: str, hidden: int, inner: int, clamped: bool) -> None:
+    """To the bit on a card; the interpreter's products depend on how many rows there are."""
+    x, scores, first, second = case(form, 5, hidden, inner, 4, HALF, clamped)
+    limit, fixed = 1.5 if clamped else None, (batch_invariant(first), batch_invariant(second))
+    many = device.mixture(x, scores, *fixed, 2, True, limit, few_tokens=0)
+    few = device.mixture(x, scores, *fixed, 2, True, limit)
+    exact = mixture_reference(x.float(), scores.float(), wide(first), wide(second), 2, True, limit)
+    assert_near(many, exact.to(HALF), 1.5e-2)
+    torch.testing.assert_close(few, many, **({"rtol": 0.0, "atol": 0.0} if DEVICE == "cuda" else {}))
+
+
 @pytest.mark.parametrize(("hidden", "inner", "dtype"), [(160, 144, HALF), (128, 128, torch.float32)])
 def test_widened_experts_are_those_of_the_reference(hidden: int, inner: int, dtype: torch.dtype) -> None:
     x, _, first, second = case("fp8", 1, hidden, inner, 4, dtype, False)
@@ -86,8 +101,8 @@ def test_a_large_step_widens_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_near(found, exact, 1.5e-2)
     assert not torch.equal(found, narrow)  # rounded otherwise: it is not the same path
     fixed = batch_invariant(first), batch_invariant(second)
-    assert torch.equal(device.mixture(x, scores, *fixed, 2, True)[:3],
-                       device.mixture(x[:3], scores[:3], *fixed, 2, True))
+    assert torch.equal(device.mixture(x, scores, *fixed, 2, True)[:10],
+                       device.mixture(x[:10], scores[:10], *fixed, 2, True))
     monkeypatch.setattr(extents, "WIDE_ROWS", 7)
     assert torch.equal(device.mixture(x, scores, first, second, 2, True), narrow)
 

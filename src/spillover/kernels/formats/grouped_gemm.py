@@ -30,12 +30,14 @@ class GroupedGemm:
     few: Tiles | None  # for a few tokens, unsorted; None: they are sorted too
     many: Mapping[int, Tiles]  # by tokens of a tile
     invariant: Mapping[int, Tiles]  # likewise, of those whose sums agree to the bit
+    ordered: bool = False  # a few tokens are summed and rounded as many are
     fill: float = 1.5  # tiles are as large as this many times an expert's average rows
     input_dtypes: Mapping[torch.dtype, torch.dtype] | None = None  # of activations that it copies; None: it does not
     dequantizes: bool = False  # once a layer, before a large step: see extents.dequantizes
 
     def batch_invariant(self) -> GroupedGemm:
-        return replace(self, few=None, many=self.invariant, fill=1.5, dequantizes=False)
+        first, second = (replace(tile, tokens=1) for tile in self.invariant[16])
+        return replace(self, few=(first, second), many=self.invariant, ordered=True, fill=1.5, dequantizes=False)
 
     def many_tiles(self, pairs_an_expert: float) -> Tiles:
         return self.many[next((size for size in (16, 32, 64) if self.fill * pairs_an_expert <= size), 128)]

@@ -9,9 +9,9 @@ Two paths, chosen by the number of tokens alone:
 A row's result depends on the row alone within a path: its sums over k have one order, and its experts are added in the
 router's order. Between the paths results differ in rounding: the first rounds share * h to the activation's type and
 adds the experts in float32, the second rounds h and each expert's output. Small tiles of unpacked weights go through
-mma.sync and the others through wgmma, whose sums may differ in their last bits; a batch-invariant format keeps to tiles
-and to wgmma, where the size of a tile makes no difference. Of the largest steps experts in FP8 are dequantised first,
-and rounded so.
+mma.sync and the others through wgmma, whose sums may differ in their last bits. Of the largest steps experts in FP8 are
+dequantised first, and rounded so. A batch-invariant format (`ordered`) keeps to wgmma, where the size of a tile makes
+no difference, dequantises nothing first, and sums and rounds a few tokens as many.
 No shape depends on the routing and the host never waits, so a CUDA graph can hold all of it: grids are as large as the
 worst routing needs, and programs without work leave at once.
 """
@@ -81,7 +81,7 @@ def _few(
     x: Tensor, ids: Tensor, shares: Tensor, first: Experts, second: Experts, limit: float | None, dtype: torch.dtype,
     tiles: Tiles,
 ) -> Tensor:
-    h, parts = pair_room(x, ids, second.width)
+    h, parts = pair_room(x, ids, second.width, dtype if second.gemm.ordered else torch.float32)
     out = torch.empty(ids.shape[0], x.shape[1], dtype=dtype, device=x.device)
     pair_products(x, ids, shares, first, second, limit, tiles, h, parts, out)
     return out
@@ -97,18 +97,19 @@ def _many(
     return combine(rows, shares, dtype)
 
 
-def pair_room(x: Tensor, ids: Tensor, inner: int) -> tuple[Tensor, Tensor]:
-    """Return what lies between the two products of `pair_products`, and what is added up after them."""
+def pair_room(x: Tensor, ids: Tensor, inner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return what lies between the two products of `pair_products`, and, in `dtype`, what is added up after them."""
     pairs = ids.numel()
     return (torch.empty(pairs, inner, dtype=x.dtype, device=x.device),
-            torch.empty(pairs, x.shape[1], dtype=torch.float32, device=x.device))
+            torch.empty(pairs, x.shape[1], dtype=dtype, device=x.device))
 
 
 def pair_products(
     x: Tensor, ids: Tensor, shares: Tensor, first: Experts, second: Experts, limit: float | None,
     tiles: Tiles, h: Tensor, parts: Tensor, out: Tensor | None, slots: Tensor | None = None,
 ) -> None:
-    """parts[pair] = share * what its expert makes of its token; out [T, H], where given, their sums over k.
+    """parts[pair] = share * what its expert makes of its token, without the share if `first` is ordered; out [T, H],
+    where given, their sums over k.
 
     `slots` int32 [E]: `first` and `second` are stacks of slots, and this is where each expert lies. Pairs whose expert
     is in none (-1) are left out; there must be no `out` then.
@@ -119,7 +120,7 @@ def pair_products(
     experts_gate_up_pairs[(pairs * triton.cdiv(inner, tile.rows),)](
         x, first.values, _or(first.scales, x), _or(first.bias, x), slots, ids, shares, h, limit or 0.0, hidden,
         HIDDEN=hidden, INNER=inner, TOP_K=k, FORMAT=first.gemm.code, DOWN_FORMAT=second.gemm.code,
-        CLAMPED=limit is not None, **_layout(first), BLOCK_N=tile.rows, BLOCK_K=tile.depth,
+        CLAMPED=limit is not None, **_layout(first), ORDERED=first.gemm.ordered, BLOCK_N=tile.rows, BLOCK_K=tile.depth,
         STAGES=tile.stages, num_warps=tile.warps, **early(x.device),
     )
     tile = tiles[1]
@@ -128,7 +129,8 @@ def pair_products(
         h, second.values, _or(second.scales, h), _or(second.bias, h), slots, ids, shares, parts, _arrivals(x.device),
         _or(out, parts), inner,
         HIDDEN=hidden, INNER=inner, TOP_K=k, FORMAT=second.gemm.code, **_layout(second), SUM=out is not None,
-        BLOCK_N=tile.rows, BLOCK_K=tile.depth, STAGES=tile.stages, num_warps=tile.warps, **early(x.device),
+        ORDERED=second.gemm.ordered, BLOCK_N=tile.rows, BLOCK_K=tile.depth, STAGES=tile.stages, num_warps=tile.warps,
+        **early(x.device),
     )
 
 

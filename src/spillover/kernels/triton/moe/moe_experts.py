@@ -64,9 +64,13 @@ def experts_gate_up_pairs(
     x_ptr, w_ptr, scale_ptr, bias_ptr, slots_ptr, ids_ptr, shares_ptr, h_ptr, limit, k_end,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr, DOWN_FORMAT: tl.constexpr,
     CLAMPED: tl.constexpr, BIAS: tl.constexpr, W_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr,
-    BIAS_STRIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    BIAS_STRIDE: tl.constexpr, ORDERED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):
-    """Compute the first product with its activation, of one token by one expert: h[pair] = share * act(...)."""
+    """Compute the first product with its activation, of one token by one expert: h[pair] = share * act(...).
+
+    With ORDERED shares are left to the second product, as `experts_gate_up_tiles` leaves them to `combine`.
+    """
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -82,12 +86,14 @@ def experts_gate_up_pairs(
     w_rows, scale_rows = _gate_up_rows(first_column, INNER, CLAMPED, FORMAT, BLOCK_N)
     total = row_product(
         x_ptr, pair // TOP_K, w_ptr + expert * W_STRIDE, scale_ptr + expert * SCALE_STRIDE, w_rows, scale_rows, k_end,
-        HIDDEN, FORMAT, 2 * BLOCK_N, BLOCK_K, STAGES,
+        HIDDEN, FORMAT, 2 * BLOCK_N, BLOCK_K, STAGES, ORDERED,
     )
     if BIAS:
         total += tl.load(bias_ptr + expert * BIAS_STRIDE + w_rows).to(tl.float32)
     gate, up = tl.split(tl.reshape(total, (BLOCK_N, 2)))
-    h = _gated(gate, up, limit, CLAMPED) * tl.load(shares_ptr + pair)
+    h = _gated(gate, up, limit, CLAMPED)
+    if not ORDERED:
+        h *= tl.load(shares_ptr + pair)
     columns = first_column + tl.arange(0, BLOCK_N)
     at = pair.to(tl.int64) * INNER + activation_columns(columns, INNER, DOWN_FORMAT)
     tl.store(h_ptr + at, activation_values(h, h_ptr.dtype.element_ty, DOWN_FORMAT), mask=columns < INNER)
@@ -133,11 +139,12 @@ def experts_down_pairs(
     h_ptr, w_ptr, scale_ptr, bias_ptr, slots_ptr, ids_ptr, shares_ptr, parts_ptr, arrived_ptr, out_ptr, k_end,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr, BIAS: tl.constexpr,
     W_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr, SUM: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    ORDERED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):
     """Compute the second product of one token by one expert; with SUM the last program adds up its experts.
 
-    They are added in the router's order whoever is last. h carries the shares already. `arrived` counts the programs
+    They are added in the router's order whoever is last. h carries the shares already; with ORDERED parts are without
+    them, and the sum is that of `combine`. `arrived` counts the programs
     that are done with a token's columns; it is zero before and after. Without SUM the parts are left as they are, which
     is how it must be where not every expert has a slot.
     """
@@ -160,18 +167,24 @@ def experts_down_pairs(
     total = row_product(
         h_ptr, pair, w_ptr + expert * W_STRIDE, scale_ptr + expert * SCALE_STRIDE, w_rows,
         w_rows // FP8_BLOCK if FORMAT == FP8 else w_rows, k_end, INNER, FORMAT, BLOCK_N, BLOCK_K, STAGES,
+        ORDERED,
     )
     if BIAS:
-        total += tl.load(bias_ptr + expert * BIAS_STRIDE + w_rows).to(tl.float32) * tl.load(shares_ptr + pair)
-    tl.store(parts_ptr + pair.to(tl.int64) * HIDDEN + column, total, mask=inside)
+        bias = tl.load(bias_ptr + expert * BIAS_STRIDE + w_rows).to(tl.float32)
+        total += bias if ORDERED else bias * tl.load(shares_ptr + pair)
+    tl.store(parts_ptr + pair.to(tl.int64) * HIDDEN + column, total.to(parts_ptr.dtype.element_ty), mask=inside)
     if SUM:
         tl.debug_barrier()  # every thread has stored before the program counts itself done
         counter = arrived_ptr + token * n_tiles + tile
         if tl.atomic_add(counter, 1, sem="acq_rel") == TOP_K - 1:
             total = tl.zeros((BLOCK_N,), tl.float32)
             for j in tl.static_range(TOP_K):
-                part = parts_ptr + (token * TOP_K + j).to(tl.int64) * HIDDEN + column
-                total += tl.load(part, mask=inside, other=0.0, cache_modifier=".cg")
+                place = parts_ptr + (token * TOP_K + j).to(tl.int64) * HIDDEN + column
+                part = tl.load(place, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+                if ORDERED:
+                    total = tl.fma(part, tl.load(shares_ptr + token * TOP_K + j) + tl.zeros_like(part), total)
+                else:
+                    total += part
             tl.store(out_ptr + token.to(tl.int64) * HIDDEN + column, total.to(out_ptr.dtype.element_ty), mask=inside)
             tl.store(counter, 0)
 

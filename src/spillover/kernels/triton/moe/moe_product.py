@@ -216,15 +216,23 @@ def product(
 @triton.jit
 def row_product(
     x_ptr, x_row, w_ptr, scale_ptr, w_rows, scale_rows, k_end, K: tl.constexpr, FORMAT: tl.constexpr, N: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ORDERED: tl.constexpr,
 ):
     """Return the sum over k of w[w_rows, k] * x[x_row, k], float32 [N]; the arguments are those of `product`.
 
-    The tensor cores take eight rows of x at least. With scaled weights each of the eight holds another group of values
-    of the one row that share a scale, so that what comes out is a sum a group, and its scale is one multiplication.
+    With ORDERED it is what `product` makes of a tile of 16 rows, by the same instructions. Else: the tensor cores take
+    eight rows of x at least, and with scaled weights each of the eight holds another group of values of the one row
+    that share a scale, so that what comes out is a sum a group, and its scale is one multiplication.
     """
     lane = tl.arange(0, 8)
-    if FORMAT == MXFP4:
+    if ORDERED:
+        lane = tl.arange(0, 16)
+        total = product(
+            tl.zeros((N, 16), tl.float32), x_ptr, tl.where(lane == 0, x_row, 0), lane == 0, w_ptr, scale_ptr, w_rows,
+            scale_rows, k_end, K, FORMAT, N, 16, BLOCK_K, STAGES,
+        )
+        total = tl.where((lane == 0)[None, :], total, 0.0)
+    elif FORMAT == MXFP4:
         tl.static_assert(BLOCK_K == 8 * GROUP)
         half: tl.constexpr = K // 2
         groups: tl.constexpr = (K // GROUP + SCALE_PADDING - 1) // SCALE_PADDING * SCALE_PADDING

@@ -168,5 +168,5 @@ def _combine(rows_ptr, shares_ptr, out_ptr, hidden, K: tl.constexpr, BLOCK: tl.c
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(K):
         row = tl.load(rows_ptr + (token * K + j) * hidden + column, mask=inside, other=0.0).to(tl.float32)
-        total += tl.load(shares_ptr + token * K + j) * row
+        total = tl.fma(row, tl.load(shares_ptr + token * K + j) + tl.zeros_like(row), total)
     tl.store(out_ptr + token * hidden + column, total.to(out_ptr.dtype.element_ty), mask=inside)

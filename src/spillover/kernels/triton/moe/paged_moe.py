@@ -46,10 +46,10 @@ def paged_mixture(
     row = table.slot_of[layer]
     if tokens <= few_tokens and gemm.few is not None:
         chosen = tiles or gemm.few
-        h, parts = pair_room(ready, ids, second.width)
+        h, parts = pair_room(ready, ids, second.width, x.dtype if gemm.ordered else torch.float32)
         if queue is not None:
             pair_products(ready, ids, shares, first, second, limit, chosen, h, parts, None, row)
-            return collect(parts, shares, resolution, queue, x.dtype, shared=True, patience=patience)
+            return collect(parts, shares, resolution, queue, x.dtype, shared=not gemm.ordered, patience=patience)
         out = torch.empty_like(x)
         pair_products(ready, ids, shares, first, second, limit, chosen, h, parts, out, row)
         return out
@@ -88,9 +88,10 @@ class PassedMixture:
         self.ids, self._shares, self._x = route(scores, x, k, renormalize, gemm)
         few = gemm.few if tokens <= few_tokens else None
         self._few = few is not None
+        self._shared = self._few and not gemm.ordered  # rows carry their shares
         if few is not None:
             self._tiles = tiles or few
-            self._h, self._rows = pair_room(self._x, self.ids, inner)
+            self._h, self._rows = pair_room(self._x, self.ids, inner, x.dtype if gemm.ordered else torch.float32)
         else:
             self._tiles = tiles or gemm.many_tiles(tokens * k / experts)
             self._order, self._places = sort_by_expert(self.ids, experts, self._tiles[0].tokens)
@@ -121,7 +122,7 @@ class PassedMixture:
             self._tile_products(*self._wide, None)
         if self._few or self._hosted is not None:
             resolution, queue = self._hosted or (None, None)
-            return collect(self._rows, self._shares, resolution, queue, self._dtype, shared=self._few)
+            return collect(self._rows, self._shares, resolution, queue, self._dtype, shared=self._shared)
         return combine(self._rows, self._shares, self._dtype)
 
     def _tile_products(self, first: Experts, second: Experts, slots_row: Tensor | None) -> None:

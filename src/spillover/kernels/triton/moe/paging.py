@@ -334,13 +334,14 @@ def _collect(
             if SHARED:
                 total += tl.where(place >= 0, share * answer, row)
             else:
-                total += share * tl.where(place >= 0, answer.to(row.dtype), row).to(tl.float32)
+                row = tl.where(place >= 0, answer.to(row.dtype), row).to(tl.float32)
+                total = tl.fma(row, share + tl.zeros_like(row), total)
         else:
             row = tl.load(rows_ptr + pair * hidden + column, mask=inside, other=0.0).to(tl.float32)
             if SHARED:
                 total += row
             else:
-                total += share * row
+                total = tl.fma(row, share + tl.zeros_like(row), total)
     tl.store(out_ptr + token * hidden + column, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
