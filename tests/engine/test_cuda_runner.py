@@ -26,6 +26,7 @@ from spillover.engine.cuda.cuda_runner import CudaRunner
 from spillover.engine.cuda.decode_inputs import DecodeInputs
 from spillover.engine.cuda.step_inputs import HEADER, InputOffsets, StepInputs, StepShape
 from spillover.engine.output.outputs import RequestOutput
+from spillover.kernels.triton.attention import ordered_splits
 from spillover.kernels.triton.cuda_kernels import CudaKernels
 from support.tiny_configs import WINDOWED as MODEL
 
@@ -171,12 +172,28 @@ def test_the_deterministic_runner_too(tmp_path: Path, monkeypatch: pytest.Monkey
     params = [SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)] * 2
     expected = generate(tmp_path, prompts, params)
     steps = use_the_device(monkeypatch, deterministic=True)
+    short = attended_by_pieces(monkeypatch)
     rows = check_templates(monkeypatch)
     found = generate(tmp_path, prompts, params)
     assert rows
     assert any(step.decodes for step in steps)
     assert any(step.key is not None and step.key.prompts for step in steps)
+    assert 7 in short
     assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in expected]
+
+
+def attended_by_pieces(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Let short sequences be attended as long ones; returns the new tokens of requests that were, as they come."""
+    seen: set[int] = set()
+    cut = ordered_splits.short_chunk_splits
+
+    def noted(rows: Any, slots: Any, seq_lens: Any, counts: Any, window: int | None) -> Any:
+        seen.update(counts.tolist())
+        return cut(rows, slots, seq_lens, counts, window)
+
+    monkeypatch.setattr(ordered_splits, "LONG", 2)
+    monkeypatch.setattr(ordered_splits, "short_chunk_splits", noted)
+    return seen
 
 
 def test_graphs_can_be_captured_on_padding_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

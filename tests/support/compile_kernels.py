@@ -54,10 +54,12 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], warp
     return {"registers": int(registers[1]), "spilled": int(spilled[1]), "shared": made.metadata.shared}
 
 
-def decode(kv_dtype: int) -> dict[str, int]:
+def decode(kv_dtype: int, queries: int = 1) -> dict[str, int]:
     types = ATTENTION if kv_dtype == 0 else {**ATTENTION, "kv_ptr": "*u8"}
-    constants = {**HEADS, "KV_HEADS": 8, "ROWS": 16, "FEW": 4, "CODES": kv_dtype, "EARLY": True}
-    return compiled(ordered_decode._ordered_decode, types, constants, ordered_decode.WARPS, 3 if kv_dtype else 5, True)
+    constants = {**HEADS, "KV_HEADS": 8, "ROWS": max(16, 4 * queries), "FEW": 4, "QUERIES": queries, "CODES": kv_dtype,
+                 "EARLY": True}
+    stages = 2 if queries > 1 else 3 if kv_dtype else 5
+    return compiled(ordered_decode._ordered_decode, types, constants, ordered_decode.WARPS, stages, True)
 
 
 def prefill() -> dict[str, int]:
@@ -84,7 +86,7 @@ def many_rows(chunks: int, gated: bool) -> dict[str, int]:
 
 if __name__ == "__main__":
     print(json.dumps({
-        "decode": decode(0), "decode fp8": decode(1), "prefill": prefill(),
+        "decode": decode(0), "decode fp8": decode(1), "16 new tokens": decode(0, 16), "prefill": prefill(),
         "1 row, 2 chunks": few_rows(ordered_linear.FEW[0], 2, False),
         "1 row, gated": few_rows(ordered_linear.FEW[0], 1, True),
         "128 rows, gated": few_rows(ordered_linear.FEW[-1], 1, True),

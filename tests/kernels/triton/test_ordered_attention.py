@@ -17,6 +17,7 @@ from tests.support.paged_attention import DEVICE, DTYPES, TOLERANCE, Case, error
 
 from spillover.kernels.batch import DecodeScratch, DeviceWork
 from spillover.kernels.triton.attention import ordered_splits as splits
+from spillover.kernels.triton.attention.attention import make_work
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -24,6 +25,15 @@ from spillover.kernels.triton.attention import ordered_splits as splits
 def test_a_mixed_batch(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, block_size: int) -> None:
     case = Case([1, 7, 1, 1, 130], [300, 0, 0, 63, 17], heads, kv_heads, dim, block_size, dtype)
     assert error(case.found(ordered=True), case.expected()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_a_few_new_tokens_of_long_sequences(window: int | None) -> None:
+    case = Case([1, 7, 16, 17, 2], [1100, 1100, 1030, 1030, 30], 4, 2, 32, window=window)
+    work = make_work(case.batch, 4, 2, 32, window, True)
+    assert work.short is not None
+    assert {row[0] for row in work.short.tolist()} == {1, 8}  # the others are too many, or too short
+    assert error(case.found(sinks=True, ordered=True), case.expected(sinks=True)) < 1e-5
 
 
 @pytest.mark.parametrize("window", [1, 9, 100])
@@ -44,10 +54,11 @@ def test_a_row_has_the_same_bits_as_a_new_token_and_in_its_prompt(window: int | 
     """To the bit on a card; the interpreter's products depend on how many rows there are."""
     for cached in (0, 1230):
         chunk = Case([70], [cached], 2, 1, 32, 64, dtype=DTYPES[1], kv_dtype=kv_dtype, window=window)
-        expected, rows = chunk.found(sinks=True, ordered=True), [0, 50, 69]
-        found = torch.cat([chunk.attend(*chunk.part(0, row, row + 1), sinks=True, ordered=True) for row in rows])
-        exact = {"rtol": 0.0, "atol": 0.0} if DEVICE == "cuda" else {}
-        torch.testing.assert_close(found, expected[rows], **exact)
+        expected, parts = chunk.found(sinks=True, ordered=True), [(0, 1), (50, 51), (60, 69), (69, 70)]
+        for first, last in parts:  # one row, and a few, which after 1,230 others are attended piece by piece
+            found = chunk.attend(*chunk.part(0, first, last), sinks=True, ordered=True)
+            exact = {"rtol": 0.0, "atol": 0.0} if DEVICE == "cuda" else {}
+            torch.testing.assert_close(found, expected[first:last], **exact)
 
 
 def test_a_prompt_has_the_same_bits_whatever_its_chunks() -> None:
@@ -100,10 +111,11 @@ def test_items_cover_every_key_once_and_end_where_pieces_do(lengths: list[int], 
     bounds, places = set(splits.bounds(window)), set()
     for row, length in enumerate(lengths):
         mine = sorted(items[items[:, 0] == row].tolist(), key=lambda item: item[6])
-        oldest = 0 if window is None else max(length - window, 0)
-        assert (mine[0][2], mine[-1][3]) == (oldest // splits.TILE * splits.TILE, length)
+        oldest = 0 if window is None else length - window
+        assert (mine[0][2], mine[-1][3]) == (max(oldest, 0) // splits.TILE * splits.TILE, length)
         assert all(left[3] == right[2] and left[3] in bounds for left, right in itertools.pairwise(mine))
         assert [item[4:7] for item in mine] == [[oldest, len(mine), part] for part in range(len(mine))]
+        assert {tuple(item[8:]) for item in mine} == {(1, length)}
         if len(mine) > 1:
             taken = set(range(mine[0][7], mine[0][7] + len(mine)))
             assert not taken & places
@@ -119,3 +131,20 @@ def test_a_few_rows_are_cut_as_many_are(lengths: list[int], kv_heads: int, windo
     slots = np.arange(len(lengths))[::-1] + 3
     many = splits.decode_splits(np.arange(len(lengths)), slots, np.array(lengths), kv_heads, window)
     assert splits.few_decode_splits(slots.tolist(), lengths, kv_heads, window) == many.ravel().tolist()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 20), st.integers(20, 70_000)), min_size=1, max_size=9),
+       st.none() | st.integers(1, 5000))
+def test_short_chunks_keep_within_their_room(requests: list[tuple[int, int]], window: int | None) -> None:
+    counts, lengths = np.array(requests).T
+    for room in (0, 40, splits.MOST_ITEMS):
+        few = splits.short_chunks(counts, lengths, room)
+        items = splits.short_chunk_splits(np.flatnonzero(few), np.flatnonzero(few), lengths[few], counts[few], window)
+        assert len(items) <= room
+        assert ((counts[few] > 1) & (counts[few] <= splits.QUERIES)).all()
+        for row, count in zip(np.flatnonzero(few), counts[few], strict=True):
+            mine = sorted(items[items[:, 0] == row].tolist(), key=lambda item: item[6])
+            oldest = 0 if window is None else max(lengths[row] - count + 1 - window, 0)
+            assert (mine[0][2], mine[-1][3]) == (oldest // splits.TILE * splits.TILE, lengths[row])
+            assert all(left[3] == right[2] for left, right in itertools.pairwise(mine))

@@ -31,7 +31,7 @@ from spillover.engine.weights.placed import EngineWeights
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.kernels.batch import AttentionBatch, DecodeScratch, DeviceWork
 from spillover.kernels.triton.attention import attention_splits, ordered_splits
-from spillover.kernels.triton.attention.attention_splits import FIELDS, QUERIES, prefill_tiles
+from spillover.kernels.triton.attention.attention_splits import QUERIES, prefill_tiles
 from spillover.kernels.triton.draw import draw
 from spillover.kernels.triton.step_upload import fill_tokens, update_tables
 from spillover.memory.transfer.cuda_transfers import CudaTransfers
@@ -104,6 +104,10 @@ class CudaRunner:
         self._stage = stage
         self._limits = limits
         self._ordered = ordered
+        self._splits = ordered_splits if ordered else attention_splits
+        # Items of requests with a few rows: a row each of the scratch that serves single rows.
+        self._most_short = min(ordered_splits.MOST_ITEMS, ordered_splits.max_items(
+            limits.max_num_seqs + 1, limits.max_model_len, config.num_kv_heads) // ordered_splits.QUERIES) * ordered
         self._windows = [group.window for group in model.groups]
         # Padding beside part of a prompt is cut into requests of its own, each of one tile, in the dummy block.
         self._padding_rows = min(QUERIES, limits.max_model_len)
@@ -111,9 +115,9 @@ class CudaRunner:
         self._inputs = StepInputs(self._input_bytes(groups), device)
         self._templates: dict[int, DecodeInputs] = {}  # of steps that only decode, by rows
         requests = limits.max_num_seqs + 1
-        self._scratch = DecodeScratch.make(
-            ordered_splits.max_items(requests, limits.max_model_len, config.num_kv_heads), requests, config.num_heads,
-            config.num_kv_heads, config.head_dim, device)
+        items = ordered_splits.max_items(requests, limits.max_model_len, config.num_kv_heads)
+        self._scratch = DecodeScratch.make(items, requests, config.num_heads, config.num_kv_heads, config.head_dim,
+                                           device)
         self._draws = torch.zeros(limits.max_num_seqs, dtype=i64, device=device)  # of the last step
         self._drawn_from = torch.zeros(limits.max_num_seqs, config.hidden_size, dtype=model.dtype, device=device)
         cuda = device.type == "cuda"
@@ -249,15 +253,18 @@ class CudaRunner:
         positions, slots = inputs.array(offsets, "positions"), inputs.array(offsets, "slots")
         batches = []
         for group in range(len(self._windows)):
-            start = offsets.work[group]
+            start, short = offsets.work[group], offsets.short[group]
+            fields = self._splits.FIELDS
             work = DeviceWork(
-                splits=inputs.view(start + 4 * HEADER, i32, (offsets.work_size - HEADER) // FIELDS, FIELDS),
+                splits=inputs.view(start + 4 * HEADER, i32, (offsets.work_size - HEADER) // fields, fields),
                 num_splits=inputs.view(start, i32, 1),
                 tiles=inputs.view(offsets.tiles, i32, shape.tiles, 2) if shape.tiles else None,
                 slots=slots,
                 scratch=self._scratch,
                 longest=self._limits.max_model_len,
                 ordered=self._ordered,
+                short=inputs.view(short + 4 * HEADER, i32, shape.short, fields) if shape.short else None,
+                num_short=inputs.view(short, i32, 1) if shape.short else None,
             )
             batches.append(AttentionBatch(
                 query_start=inputs.array(offsets, "query_start"),
@@ -344,12 +351,14 @@ class CudaRunner:
         most, piece = self._limits.max_num_seqs, self._padding_rows
         pieces = -(-rows // piece)
         tiles = pieces + 2 + MAX_PREFILL_REQUESTS
-        return StepShape(rows, most + pieces + 1, most, tiles, piece)
+        return StepShape(rows, most + pieces + 1, most, tiles, piece, self._most_short)
 
     def _own_shape(self, items: ItemArrays) -> StepShape:
         """Return the shape of a step that is not padded."""
         tiled = items.counts[items.counts > 1]
-        return StepShape(items.num_rows, len(items.slots), items.num_samples, int((-(-tiled // QUERIES)).sum()))
+        short = self._most_short if bool((tiled <= ordered_splits.QUERIES).any()) else 0
+        return StepShape(items.num_rows, len(items.slots), items.num_samples, int((-(-tiled // QUERIES)).sum()),
+                         short=short)
 
     def _offsets_of(self, shape: StepShape) -> InputOffsets:
         return InputOffsets.of(shape, len(self._windows), self._limits.max_model_len, self.model.config.num_kv_heads)
@@ -375,17 +384,26 @@ class CudaRunner:
         write_step(into, items, self.table, shape.piece)
         pinned.array(buffer, offsets.result_row, 1)[0] = self._result_row
         starts, counts = into.query_start[:-1].astype(np.int64), np.diff(into.query_start).astype(np.int64)
-        several = np.flatnonzero(counts > 1)
+        all_lengths = into.seq_lens.astype(np.int64)
+        few = ordered_splits.short_chunks(counts, all_lengths, shape.short)
+        for place, window in zip(offsets.short, self._windows, strict=True) if shape.short else ():
+            short = ordered_splits.short_chunk_splits(starts[few], into.slots[few].astype(np.int64), all_lengths[few],
+                                                      counts[few], window)
+            assert len(short) <= shape.short, "more items than there is room for"
+            written = pinned.array(buffer, place, HEADER + short.size)
+            written[:HEADER] = (len(short), 0, 0, 0)
+            written[HEADER:] = short.ravel()
+        several = np.flatnonzero((counts > 1) & ~few)
         tiles = prefill_tiles(several, counts[several])
         assert len(tiles) <= shape.tiles, "a graph that was captured for fewer tiles"
         all_tiles = pinned.array(buffer, offsets.tiles, 2 * shape.tiles).reshape(-1, 2)
         all_tiles[:len(tiles)] = tiles
         all_tiles[len(tiles):] = (shape.requests - 1, 0)
         single = counts == 1
-        slots, lengths = into.slots[single].astype(np.int64), into.seq_lens[single].astype(np.int64)
-        end, splits = offsets.end, ordered_splits if self._ordered else attention_splits
+        slots, lengths = into.slots[single].astype(np.int64), all_lengths[single]
+        end = offsets.end
         for place, window in zip(offsets.work, self._windows, strict=True):
-            work = splits.decode_splits(starts[single], slots, lengths, self.model.config.num_kv_heads, window)
+            work = self._splits.decode_splits(starts[single], slots, lengths, self.model.config.num_kv_heads, window)
             written = pinned.array(buffer, place, HEADER + work.size)
             written[:HEADER] = (len(work), 0, 0, 0)
             written[HEADER:] = work.ravel()
@@ -397,7 +415,7 @@ class CudaRunner:
         limits = self._limits
         tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
         prompts = self._prompt_shape(limits.captured_rows)
-        most = StepShape(tokens, prompts.requests, limits.max_num_seqs, tokens + prompts.tiles)
+        most = StepShape(tokens, prompts.requests, limits.max_num_seqs, tokens + prompts.tiles, short=self._most_short)
         return InputOffsets.of(most, groups, limits.max_model_len, self.model.config.num_kv_heads).end + UPDATE_BYTES
 
     def _send_back(self, step: Step, work: _Work, logprobs: SampledLogprobs | None,

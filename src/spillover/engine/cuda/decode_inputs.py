@@ -74,7 +74,7 @@ class DecodeInputs:
             else:
                 numbers = self._splits.decode_splits(np.arange(self._size), slots.astype(np.int64),
                                                      seq_lens.astype(np.int64), self._kv_heads, window).ravel()
-            into[0] = len(numbers) // attention_splits.FIELDS
+            into[0] = len(numbers) // self._splits.FIELDS
             into[HEADER:HEADER + len(numbers)] = numbers
             end = place + 4 * (HEADER + len(numbers))
         return end

@@ -34,6 +34,7 @@ class StepShape:
     samples: int  # R
     tiles: int = 0  # of attention, for requests with several rows
     piece: int = 1  # rows of a request of padding
+    short: int = 0  # items of attention, for requests with a few rows
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class InputOffsets:
     arrays: dict[str, int]  # by the names of StepArrays
     result_row: int  # the row of the results that the step's tokens go to
     tiles: int
+    short: tuple[int, ...]  # pieces of attention for requests with a few rows, per layer group
     work: tuple[int, ...]  # pieces of attention for requests with one row, per layer group
     work_size: int  # numbers that each has room for
     end: int
@@ -57,9 +59,12 @@ class InputOffsets:
             arrays[name] = end
             end = _aligned(end + sizes[size] * np.dtype(dtype).itemsize)
         tiles, end = end, _aligned(end + 8 * shape.tiles)
+        short_bytes = _aligned(4 * (HEADER + FIELDS * shape.short)) if shape.short else 0
+        short = tuple(end + group * short_bytes for group in range(groups))
+        end += groups * short_bytes
         work_size = HEADER + FIELDS * max_items(shape.requests, longest, kv_heads)
         work = tuple(end + group * _aligned(4 * work_size) for group in range(groups))
-        return InputOffsets(shape, arrays, 0, tiles, work, work_size, end + groups * _aligned(4 * work_size))
+        return InputOffsets(shape, arrays, 0, tiles, short, work, work_size, end + groups * _aligned(4 * work_size))
 
     def size(self, name: str) -> int:
         sizes = {"T": self.shape.rows, "B": self.shape.requests, "B+1": self.shape.requests + 1,

@@ -1,7 +1,9 @@
 """Paged attention of one query per request, in the order of `softmax.py`; `ordered_splits` tells how it is cut.
 
 All query heads of a key head form one tile. Where the pieces of a sequence have programs of their own, each leaves its
-sums behind and the one that finishes last adds them up in their order.
+sums behind and the one that finishes last adds them up in their order. Requests with a few new tokens (the end of a
+prompt whose beginning is cached, tokens to verify) are attended likewise, all of their queries in the tile; a second
+kernel adds their pieces up.
 """
 
 from __future__ import annotations
@@ -42,17 +44,53 @@ def ordered_decode(
 
     `requests`, of up to `longest` tokens, is what the launch is tuned for.
     """
+    depth = stages(requests, kv_layer.shape[2], longest) if kv_dtype == "auto" else 3
+    _launch(q, kv_layer, out, items, num_items, block_table, block_size, scratch, scale, window, sinks, kv_dtype, 1,
+            depth)
+
+
+def ordered_short_chunks(
+    q: Tensor,
+    kv_layer: Tensor,
+    out: Tensor,
+    items: Tensor,
+    num_items: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    scratch: DecodeScratch,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    kv_dtype: str = "auto",
+) -> None:
+    """Fill the rows of requests with up to QUERIES new tokens, as `ordered_splits.short_chunk_splits` cuts them."""
+    _, heads, dim = q.shape
+    kv_heads, queries = kv_layer.shape[2], splits.QUERIES
+    _launch(q, kv_layer, out, items, num_items, block_table, block_size, scratch, scale, window, sinks, kv_dtype,
+            queries, 2)
+    group = heads // kv_heads
+    _fold_short_chunks[(items.shape[0], kv_heads, queries)](
+        out, scratch.sums, scratch.stats, items, num_items, out if sinks is None else sinks, KV_HEADS=kv_heads,
+        GROUP=group, FEW=triton.next_power_of_2(group), DIM=dim, PADDED=max(16, triton.next_power_of_2(dim)),
+        QUERIES=queries, SINKS=sinks is not None, num_warps=WARPS, **early(q.device),
+    )
+
+
+def _launch(q: Tensor, kv_layer: Tensor, out: Tensor, items: Tensor, num_items: Tensor, block_table: Tensor,
+            block_size: int, scratch: DecodeScratch, scale: float, window: int | None, sinks: Tensor | None,
+            kv_dtype: str, queries: int, depth: int) -> None:
     _, heads, dim = q.shape
     kv_heads = kv_layer.shape[2]
     group = heads // kv_heads
+    rows = max(16, triton.next_power_of_2(group * queries))
     _ordered_decode[(min(PROGRAMS, items.shape[0] * kv_heads),)](
         q, kv_layer, out, scratch.sums, scratch.stats, scratch.finished, items, num_items, block_table,
         out if sinks is None else sinks, q.stride(0), block_table.stride(0), kv_layer.stride(0), kv_layer.stride(1),
         kv_layer.stride(2), scale,
-        KV_HEADS=kv_heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)),
-        FEW=triton.next_power_of_2(group), DIM=dim, PADDED=max(16, triton.next_power_of_2(dim)), BLOCK=block_size,
-        TILE=splits.TILE, WINDOW_PIECE=splits.window_piece(window), SINKS=sinks is not None, CODES=CODES[kv_dtype],
-        num_warps=WARPS, num_stages=stages(requests, kv_heads, longest) if kv_dtype == "auto" else 3, **early(q.device),
+        KV_HEADS=kv_heads, GROUP=group, ROWS=rows, FEW=triton.next_power_of_2(group), DIM=dim,
+        PADDED=max(16, triton.next_power_of_2(dim)), BLOCK=block_size, TILE=splits.TILE,
+        WINDOW_PIECE=splits.window_piece(window), QUERIES=queries, SINKS=sinks is not None, CODES=CODES[kv_dtype],
+        num_warps=WARPS if rows <= 64 else 2 * WARPS, num_stages=depth, **early(q.device),
     )
 
 
@@ -61,8 +99,8 @@ def _ordered_decode(
     q_ptr, kv_ptr, out_ptr, sums_ptr, stats_ptr, finished_ptr, items_ptr, num_items_ptr, table_ptr, sinks_ptr,
     q_stride, table_stride, block_stride, kv_stride, head_stride, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr, DIM: tl.constexpr,
-    PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW_PIECE: tl.constexpr, SINKS: tl.constexpr,
-    CODES: tl.constexpr, EARLY: tl.constexpr,
+    PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW_PIECE: tl.constexpr,
+    QUERIES: tl.constexpr, SINKS: tl.constexpr, CODES: tl.constexpr, EARLY: tl.constexpr,
 ):
     if EARLY:
         gdc_launch_dependents()
@@ -72,7 +110,7 @@ def _ordered_decode(
     RUN: tl.constexpr = BLOCK if BLOCK < TILE else TILE
     d = tl.arange(0, PADDED)
     member = tl.arange(0, ROWS)
-    real = (member[:, None] < GROUP) & (d[None, :] < DIM)
+    query = member // GROUP
     dtype = q_ptr.dtype.element_ty
     factor = scale * LOG2E
     total = tl.load(num_items_ptr) * KV_HEADS
@@ -88,8 +126,12 @@ def _ordered_decode(
         parts = tl.load(item + 5)
         part = tl.load(item + 6)
         first = tl.load(item + 7)
-        head = kv_head * GROUP + member  # [ROWS]
-        q = tl.load(q_ptr + row * q_stride + head[:, None] * DIM + d[None, :], mask=real, other=0.0)
+        count = tl.load(item + 8) if QUERIES > 1 else 1
+        head = kv_head * GROUP + member % GROUP  # [ROWS]
+        there = member < count * GROUP
+        real = there[:, None] & (d[None, :] < DIM)
+        q = tl.load(q_ptr + (row + query)[:, None] * q_stride + head[:, None] * DIM + d[None, :], mask=real, other=0.0)
+        length = tl.load(item + 9) - count + 1 + query  # [ROWS], keys up to a query's own
         table = table_ptr + slot.to(tl.int64) * table_stride
         slab = kv_ptr + kv_head * head_stride
 
@@ -114,6 +156,11 @@ def _ordered_decode(
             values = block * block_stride + kv_stride + (n % BLOCK) * DIM
             if WINDOW_PIECE > 0:
                 seen = seen & (n >= oldest)
+            visible = seen[None, :]
+            if QUERIES > 1:
+                visible = visible & (n[None, :] < length[:, None])
+                if WINDOW_PIECE > 0:
+                    visible = visible & (n[None, :] >= (oldest + query)[:, None])
             v = tl.load(slab + values[:, None] + d[None, :], mask=seen[:, None] & (d[None, :] < DIM), other=0)
             key_scales = None
             value_scales = None
@@ -124,7 +171,7 @@ def _ordered_decode(
                 key_scales = scales(slab, block * block_stride, n % BLOCK, seen, BLOCK, DIM)
                 value_scales = scales(slab + kv_stride, block * block_stride, n % BLOCK, seen, BLOCK, DIM)
             piece_highest, piece_weight, piece_acc = take_tile(
-                q, k, v, seen[None, :], key_scales, value_scales, factor, piece_highest, piece_weight, piece_acc,
+                q, k, v, visible, key_scales, value_scales, factor, piece_highest, piece_weight, piece_acc,
                 True, CODES)
             # Chosen rather than branched on, so that the next tiles' loads stay on their way.
             ends = piece_ends(start, TILE, WINDOW_PIECE) | (start + TILE >= end)
@@ -137,33 +184,58 @@ def _ordered_decode(
             piece_weight = tl.where(ends, 0.0, piece_weight)
             piece_acc = tl.where(ends, 0.0, piece_acc)
 
-        if parts == 1:
-            _store(highest, weight, acc, head, member < GROUP, d, out_ptr + row * (HEADS * DIM), sinks_ptr, DIM, SINKS)
+        if (QUERIES == 1) and (parts == 1):
+            _store(highest, weight, acc, head, there, d, out_ptr + row * (HEADS * DIM), sinks_ptr, DIM, SINKS)
         else:
-            place = ((first + part) * HEADS + head).to(tl.int64)  # [ROWS]
+            place = (((first + part) * KV_HEADS + kv_head) * (QUERIES * GROUP) + member).to(tl.int64)  # [ROWS]
             tl.store(sums_ptr + place[:, None] * DIM + d[None, :], acc, mask=real)
-            tl.store(stats_ptr + place * 2, highest, mask=member < GROUP)
-            tl.store(stats_ptr + place * 2 + 1, weight, mask=member < GROUP)
-            tl.debug_barrier()  # all of this program's sums are written before it says so
-            counter = finished_ptr + slot * KV_HEADS + kv_head
-            if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
-                tl.store(counter, 0)
-                tl.debug_barrier()
-                _add_up(sums_ptr, stats_ptr, first * KV_HEADS + kv_head, parts, kv_head, d,
-                        out_ptr + row * (HEADS * DIM), sinks_ptr, KV_HEADS, GROUP, FEW, DIM, PADDED, SINKS)
+            tl.store(stats_ptr + place * 2, highest, mask=there)
+            tl.store(stats_ptr + place * 2 + 1, weight, mask=there)
+            if QUERIES == 1:
+                tl.debug_barrier()  # all of this program's sums are written before it says so
+                counter = finished_ptr + slot * KV_HEADS + kv_head
+                if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
+                    tl.store(counter, 0)
+                    tl.debug_barrier()
+                    _add_up(sums_ptr, stats_ptr, (first * KV_HEADS + kv_head) * GROUP, parts, kv_head, d,
+                            out_ptr + row * (HEADS * DIM), sinks_ptr, HEADS, GROUP, FEW, DIM, PADDED, SINKS)
 
 
 @triton.jit
-def _add_up(sums_ptr, stats_ptr, first, parts, kv_head, d, out_ptr, sinks_ptr, KV_HEADS: tl.constexpr,
+def _fold_short_chunks(
+    out_ptr, sums_ptr, stats_ptr, items_ptr, num_items_ptr, sinks_ptr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
+    QUERIES: tl.constexpr, SINKS: tl.constexpr, EARLY: tl.constexpr,
+):
+    """Add up the pieces of one query for one key head; programs of items that are no first piece have none to add."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    item = items_ptr + tl.program_id(0) * _FIELDS
+    kv_head = tl.program_id(1)
+    query = tl.program_id(2)
+    if tl.program_id(0) >= tl.load(num_items_ptr):
+        return
+    if (tl.load(item + 6) > 0) | (query >= tl.load(item + 8)):
+        return
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    row = (tl.load(item) + query).to(tl.int64)
+    first = ((tl.load(item + 7) * KV_HEADS + kv_head) * QUERIES + query) * GROUP
+    _add_up(sums_ptr, stats_ptr, first, tl.load(item + 5), kv_head, tl.arange(0, PADDED),
+            out_ptr + row * (HEADS * DIM), sinks_ptr, HEADS * QUERIES, GROUP, FEW, DIM, PADDED, SINKS)
+
+
+@triton.jit
+def _add_up(sums_ptr, stats_ptr, first, parts, kv_head, d, out_ptr, sinks_ptr, STEP: tl.constexpr,
             GROUP: tl.constexpr, FEW: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, SINKS: tl.constexpr):
-    """Add up what the pieces of a sequence have left for one key head, in their order."""
+    """Add up what the pieces of a sequence have left for one key head, in their order: rows from `first` on, STEP rows
+    apart."""
     member = tl.arange(0, FEW)
     there = member < GROUP
-    place = (first * GROUP + member).to(tl.int64)
+    place = (first + member).to(tl.int64)
     highest = tl.full([FEW], float("-inf"), tl.float32)
     weight = tl.zeros([FEW], tl.float32)
     acc = tl.zeros([FEW, PADDED], tl.float32)
-    STEP: tl.constexpr = KV_HEADS * GROUP
     for piece in range(0, parts, 8):  # eight at a time are on their way
         h0, w0, a0 = _left(sums_ptr, stats_ptr, place, piece < parts, there, d, DIM)
         h1, w1, a1 = _left(sums_ptr, stats_ptr, place + STEP, piece + 1 < parts, there, d, DIM)

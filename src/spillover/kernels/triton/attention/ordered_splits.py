@@ -13,12 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from spillover.kernels.triton.attention import attention_splits
-from spillover.kernels.triton.attention.attention_splits import BUSY, FIELDS
-
-__all__ = ["BUSY", "FIELDS"]
+from spillover.kernels.triton.attention.attention_splits import BUSY
 
 TILE = 64  # keys at a time; every piece begins at a multiple of it
 PIECE = 128  # keys of the smallest piece
+FIELDS = 10  # of an item
+QUERIES = 16  # most new tokens of a request whose pieces have programs of their own
+LONG = 1024  # tokens from which that is worth it
+MOST_ITEMS = 256  # of such requests
 _LONGEST = 8192 << 10  # positions that a sequence may have
 
 
@@ -58,8 +60,9 @@ def max_splits(requests: int, longest: int, kv_heads: int) -> int:
 
 
 def max_items(requests: int, longest: int, kv_heads: int) -> int:
-    """Return the most items of n sequences, in this order or by `attention_splits`."""
-    return max(max_splits(requests, longest, kv_heads), attention_splits.max_splits(requests, longest))
+    """Return the most items of n sequences, in this order or by `attention_splits`; room for some of QUERIES rows."""
+    return max(max_splits(requests, longest, kv_heads), attention_splits.max_splits(requests, longest),
+               QUERIES * min(MOST_ITEMS, 2 * num_pieces(longest)))
 
 
 def decode_splits(
@@ -70,12 +73,44 @@ def decode_splits(
     window: int | None,
 ) -> npt.NDArray[np.int32]:
     """Return [items, FIELDS] for requests with one new token each: the row of its query, its row of the block tables,
-    the item's first key and the one past the last, the oldest key it sees, items of the request, which of them this is,
-    and where the request's first piece leaves its sums. The items with most keys are first, for an even end."""
-    oldest = np.zeros_like(seq_lens) if window is None else np.maximum(seq_lens - window, 0)
-    origin = oldest // TILE * TILE
+    the item's first key and the one past the last, the oldest key that it sees (before the first: all), items of the
+    request, which of them this is, where the request's first piece leaves its sums, its new tokens, and its tokens. The
+    items with most keys are first, for an even end."""
+    origin = _origin(seq_lens, window)
     span = seq_lens - origin
     split = span > max(PIECE, span.sum() * kv_heads // BUSY)
+    return _items(rows, slots, seq_lens, np.ones_like(rows), origin, split, window)
+
+
+def short_chunk_splits(
+    rows: npt.NDArray[np.int64],
+    slots: npt.NDArray[np.int64],
+    seq_lens: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+    window: int | None,
+) -> npt.NDArray[np.int32]:
+    """Return [items, FIELDS] for requests with a few new tokens each, an item a piece; `rows`: the first of each."""
+    return _items(rows, slots, seq_lens, counts, _origin(seq_lens - counts + 1, window), np.ones(len(rows), bool),
+                  window)
+
+
+def short_chunks(counts: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64],
+                 most_items: int) -> npt.NDArray[np.bool_]:
+    """Choose the requests whose few new tokens are better attended piece by piece than as a tile of queries."""
+    chosen = (counts > 1) & (counts <= QUERIES) & (seq_lens >= LONG)
+    pieces = np.where(chosen, np.searchsorted(_bounds_array(None), seq_lens, "left"), 0)
+    return chosen & (pieces.cumsum() <= most_items)
+
+
+def _origin(seq_lens: npt.NDArray[np.int64], window: int | None) -> npt.NDArray[np.int64]:
+    return np.zeros_like(seq_lens) if window is None else np.maximum(seq_lens - window, 0) // TILE * TILE
+
+
+def _items(
+    rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64], origin: npt.NDArray[np.int64], split: npt.NDArray[np.bool_], window: int | None,
+) -> npt.NDArray[np.int32]:
+    oldest = np.zeros_like(seq_lens) if window is None else seq_lens - counts + 1 - window
     starts = _bounds_array(window)
     first_piece = np.searchsorted(starts, origin, "right") - 1
     parts = np.where(split, np.searchsorted(starts, seq_lens, "left") - first_piece, 1)
@@ -83,10 +118,10 @@ def decode_splits(
     part = np.arange(len(request)) - (np.cumsum(parts) - parts)[request]
     places = np.where(split, parts, 0).cumsum() - np.where(split, parts, 0)
     piece = first_piece[request] + part
-    begin = np.maximum(starts[piece], origin[request])
+    begin = np.where(split[request], np.maximum(starts[piece], origin[request]), origin[request])
     end = np.where(split[request], np.minimum(starts[piece + 1], seq_lens[request]), seq_lens[request])
-    begin = np.where(split[request], begin, origin[request])
-    fields = (rows[request], slots[request], begin, end, oldest[request], parts[request], part, places[request])
+    fields = (rows[request], slots[request], begin, end, oldest[request], parts[request], part, places[request],
+              counts[request], seq_lens[request])
     items = np.stack(fields, axis=1).astype(np.int32)
     return items[np.argsort(begin - end, kind="stable")]
 
@@ -95,18 +130,18 @@ def few_decode_splits(slots: list[int], seq_lens: list[int], kv_heads: int, wind
     """Split as `decode_splits` does, one after another, for rows 0, 1 and so on: for a few of them this is faster."""
     spans = []
     for length in seq_lens:
-        oldest = 0 if window is None else max(length - window, 0)
-        spans.append((oldest, oldest // TILE * TILE, length))
+        oldest = 0 if window is None else length - window
+        spans.append((oldest, max(oldest, 0) // TILE * TILE, length))
     most = max(PIECE, sum(length - origin for _, origin, length in spans) * kv_heads // BUSY)
     items, place = [], 0
     for row, (oldest, origin, length) in enumerate(spans):
         if length - origin <= most:
-            items.append((row, slots[row], origin, length, oldest, 1, 0, place))
+            items.append((row, slots[row], origin, length, oldest, 1, 0, place, 1, length))
             continue
         starts = bounds(window)
         cuts = [origin, *starts[bisect.bisect_right(starts, origin):bisect.bisect_left(starts, length)], length]
         parts = len(cuts) - 1
-        items += [(row, slots[row], cuts[part], cuts[part + 1], oldest, parts, part, place)
+        items += [(row, slots[row], cuts[part], cuts[part + 1], oldest, parts, part, place, 1, length)
                   for part in range(parts)]
         place += parts
     items.sort(key=lambda item: item[2] - item[3])
