@@ -69,8 +69,8 @@ def prefill() -> dict[str, int]:
 
 
 def few_rows(tile: ordered_linear.Tile, chunks: int, gated: bool) -> dict[str, int]:
-    constants = {"CHUNKS": chunks, "ROWS": tile.rows, "CHANNELS": tile.channels, "STEP": tile.step, "EVEN": True,
-                 "BIAS": False, "GATED": gated, "EARLY": True}
+    constants = {"CHUNKS": chunks, "SPREAD": chunks > 1, "ROWS": tile.rows, "CHANNELS": tile.channels,
+                 "STEP": tile.step, "EVEN": True, "BIAS": False, "GATED": gated, "EARLY": True}
     return compiled(ordered_linear._few_rows, LINEAR, constants, tile.warps, tile.stages, True)
 
 

@@ -15,6 +15,12 @@ CODE_BYTES = {4: 640, 8: 1088}  # of a block of a panel, by bits of a code
 WIDE_TOKENS = 1024
 WIDE_ROWS = 256
 WIDE_BYTES = 2 << 30
+# Products whose sums have one order: output channels, over all chunks, that keep a device busy; what the length of a
+# chunk is a multiple of, and at least; rows up to which each chunk has programs of its own.
+BUSY_CHANNELS = 192 * 64
+CHUNK_UNIT = 256
+SHORTEST_CHUNK = 1024
+SPREAD_ROWS = 128
 
 
 def dequantizes(experts: int, k: int, expert_bytes: int, tokens: int) -> bool:
@@ -30,3 +36,18 @@ def split_blocks(block_size: int) -> int:
 def segment_blocks(block_size: int, device: str) -> int:
     split = split_blocks(block_size)
     return max(1, SEGMENT_POSITIONS[device] // (split * block_size)) * split
+
+
+def product_chunks(channels: int, inner: int) -> tuple[int, int]:
+    """Return how many chunks the inner dimension of a matrix is summed in under --deterministic, and their length. A
+    constant of the matrix: another number changes the bits of every product with it."""
+    wanted = min(-(-BUSY_CHANNELS // channels), inner // SHORTEST_CHUNK)
+    length = -(-inner // (max(1, wanted) * CHUNK_UNIT)) * CHUNK_UNIT
+    return -(-inner // length), length
+
+
+def chunk_sums_bytes(rows: int, channels: int, inner: int) -> int:
+    """Return the bytes of chunks' sums, where each chunk has programs of its own."""
+    chunks, _ = product_chunks(channels, inner)
+    tiled = -(-min(rows, SPREAD_ROWS) // 16) * 16, -(-channels // 128) * 128
+    return 4 * chunks * tiled[0] * tiled[1] if chunks > 1 else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spillover.kernels.extents import MOST_SCORES, SEGMENTS, dequantizes, segment_blocks
+from spillover.kernels.extents import MOST_SCORES, SEGMENTS, chunk_sums_bytes, dequantizes, segment_blocks
 from spillover.kernels.fields import ITEMSIZE
 from spillover.kernels.triton.attention.attention_splits import scratch_bytes
 from spillover.kernels.triton.attention.ordered_splits import max_items
@@ -92,7 +92,16 @@ def _cuda_bytes(config: ModelConfig, dtype: str, captured: int, rows: int, posit
     tables = (rows + 1) * len(layer_groups(config)) * -(-positions // SMALLEST_BLOCK) * 4
     graphs = max(rows, captured) * _row_bytes(config, dtype, False)
     graphs += rows * (config.hidden_size * ITEMSIZE[dtype] + config.vocab_size * (ITEMSIZE[dtype] + 1))
-    return scratch + tables + graphs
+    return scratch + tables + graphs + _chunk_sums_bytes(config, max(rows, captured))
+
+
+def _chunk_sums_bytes(config: ModelConfig, rows: int) -> int:
+    """Return the bytes of products' sums under --deterministic, of the layer's product that has most of them."""
+    hidden, width = config.hidden_size, config.num_heads * config.head_dim
+    qkv = width + 2 * config.num_kv_heads * config.head_dim
+    matrices = [(qkv, hidden), (hidden, width), (2 * config.intermediate_size, hidden),
+                (hidden, config.intermediate_size)]
+    return max(chunk_sums_bytes(rows, channels, inner) for channels, inner in matrices if channels and inner)
 
 
 def _wide_bytes(config: ModelConfig, dtype: str, tokens: int) -> int:

@@ -10,13 +10,14 @@ pytest.importorskip("triton")
 
 from spillover.engine.batch.sampler import _inverse_cdf, _nucleus, _weights
 from spillover.kernels.activation import clamped_swiglu_reference, silu_and_mul_reference
+from spillover.kernels.extents import product_chunks
 from spillover.kernels.norm import add_rms_norm_reference
 from spillover.kernels.triton.activation import clamped_swiglu, silu_and_mul
 from spillover.kernels.triton.draw import CHUNK, draw
 from spillover.kernels.triton.gemv import gemv, gemv_silu
 from spillover.kernels.triton.norm import add_rms_norm
 from spillover.kernels.triton.nucleus import keep_likely
-from spillover.kernels.triton.ordered_linear import FEW, MANY, Chunks, Tile, ordered_linear, ordered_linear_silu
+from spillover.kernels.triton.ordered_linear import FEW, MANY, Tile, ordered_linear, ordered_linear_silu
 from spillover.kernels.triton.step_upload import bring, fill_tokens, update_tables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,7 +62,7 @@ def test_a_row_of_a_product_has_the_same_bits_among_any_others(inner: int, dtype
     rows, channels = FEW[-1].rows + 5, 70
     x, w, bias = (normal(*shape, seed=seed, dtype=dtype) for seed, shape in
                   enumerate([(rows, inner), (channels, inner), (channels,)]))
-    assert Chunks.of(channels, inner).number == (1 if inner == 200 else 2)
+    assert product_chunks(channels, inner)[0] == (1 if inner == 200 else 2)
     tiles: list[Tile | None] = [None, *FEW] + ([MANY] if dtype is not torch.float32 else [])
     # The interpreter's products are a library's, in whatever order that likes.
     exact = {"rtol": 0.0, "atol": 0.0} if DEVICE == "cuda" else {"rtol": 1e-2, "atol": 100 * torch.finfo(dtype).eps}
@@ -80,7 +81,7 @@ def test_a_row_of_a_product_has_the_same_bits_among_any_others(inner: int, dtype
     (1024, 3072, (3, 1024)), (64, 100, (1, 256)),
 ])
 def test_chunks_are_whole_and_cover_the_matrix(channels: int, inner: int, chunks: tuple[int, int]) -> None:
-    assert Chunks.of(channels, inner) == chunks
+    assert product_chunks(channels, inner) == chunks
 
 
 def test_draws_are_those_of_the_sampler() -> None:

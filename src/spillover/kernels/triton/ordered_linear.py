@@ -18,12 +18,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from spillover.kernels.extents import SPREAD_ROWS, product_chunks
 from spillover.kernels.triton.launch import early
 
-CHUNK_UNIT = 256  # a chunk's length is a multiple of it
-SHORTEST_CHUNK = 1024
-BUSY_CHANNELS = 192 * 64  # output channels, summed over chunks, whose tiles keep a device busy
-ARRIVALS = 1 << 14  # tiles of a launch whose chunks have programs of their own, at most
+ARRIVALS = 1 << 16  # tiles of a launch whose chunks have programs of their own, at most
 BAND = 8  # tiles of rows that run side by side on the same channels, for the cache
 
 
@@ -40,19 +38,6 @@ FEW = (Tile(16, 64, 128, 4, 4), Tile(32, 64, 128, 4, 4), Tile(64, 64, 128, 4, 3)
 MANY = Tile(128, 256, 64, 8, 3)
 
 
-class Chunks(NamedTuple):
-    """How a matrix's inner dimension is cut. Changes the bits of every product with it."""
-
-    number: int
-    length: int
-
-    @staticmethod
-    def of(channels: int, inner: int) -> Chunks:
-        wanted = min(-(-BUSY_CHANNELS // channels), inner // SHORTEST_CHUNK)
-        length = -(-inner // (max(1, wanted) * CHUNK_UNIT)) * CHUNK_UNIT
-        return Chunks(-(-inner // length), length)
-
-
 def ordered_linear(x: Tensor, w: Tensor, bias: Tensor | None = None, tile: Tile | None = None) -> Tensor:
     """Multiply x [T, K], w [N, K], bias [N] -> [T, N]."""
     return _run(x, w, bias, w.shape[0], False, tile)
@@ -66,47 +51,47 @@ def ordered_linear_silu(x: Tensor, w: Tensor, bias: Tensor | None = None, tile: 
 def _run(x: Tensor, w: Tensor, bias: Tensor | None, channels: int, gated: bool, tile: Tile | None) -> Tensor:
     rows = x.shape[0]
     out = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
-    chunks = Chunks.of(w.shape[0], x.shape[1])
     if tile is None:
         tile = next((tile for tile in FEW if rows <= tile.rows), MANY)
         if tile is MANY and (x.element_size() == 4 or not _describable(x, w)):
             tile = FEW[-1]
     if rows and tile is MANY:
-        _launch_many(x, w, bias, out, chunks, gated, tile)
+        _launch_many(x, w, bias, out, gated, tile)
     elif rows:
-        _launch_few(x, w, bias, out, chunks, gated, tile)
+        _launch_few(x, w, bias, out, gated, tile)
     return out
 
 
-def _launch_few(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, chunks: Chunks, gated: bool,
-                tile: Tile) -> None:
+def _launch_few(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, gated: bool, tile: Tile) -> None:
     rows, channels = out.shape
     inner = x.shape[1]
+    chunks, chunk = product_chunks(w.shape[0], inner)
+    spread = chunks > 1 and rows <= SPREAD_ROWS
     if x.element_size() == 4:  # twice the bytes
         tile = tile._replace(step=tile.step // 2, stages=2)
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(channels, tile.channels)
     sums, arrivals = x, x
-    if chunks.number > 1:
+    if spread:
         assert tiles <= ARRIVALS
-        sums = torch.empty(tiles * chunks.number * (2 if gated else 1) * tile.rows * tile.channels, dtype=torch.float32,
+        sums = torch.empty(tiles * chunks * (2 if gated else 1) * tile.rows * tile.channels, dtype=torch.float32,
                            device=x.device)
         arrivals = _arrivals(x.device)
-    _few_rows[(tiles * chunks.number,)](
-        x, w, w if bias is None else bias, out, sums, arrivals, rows, channels, inner, chunks.length, x.stride(0),
-        w.stride(0), CHUNKS=chunks.number, ROWS=tile.rows, CHANNELS=tile.channels, STEP=tile.step,
+    _few_rows[(tiles * (chunks if spread else 1),)](
+        x, w, w if bias is None else bias, out, sums, arrivals, rows, channels, inner, chunk, x.stride(0),
+        w.stride(0), CHUNKS=chunks, SPREAD=spread, ROWS=tile.rows, CHANNELS=tile.channels, STEP=tile.step,
         EVEN=inner % tile.step == 0, BIAS=bias is not None, GATED=gated, num_warps=tile.warps, num_stages=tile.stages,
         **early(x.device),
     )
 
 
-def _launch_many(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, chunks: Chunks, gated: bool,
-                 tile: Tile) -> None:
+def _launch_many(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, gated: bool, tile: Tile) -> None:
     rows, channels = out.shape
+    chunks, chunk = product_chunks(w.shape[0], x.shape[1])
     width = tile.channels // 2 if gated else tile.channels
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(channels, width)
     _many_rows[(min(tiles, _processors(x.device)),)](
         TensorDescriptor.from_tensor(x, [tile.rows, tile.step]), TensorDescriptor.from_tensor(w, [width, tile.step]),
-        w if bias is None else bias, out, rows, channels, x.shape[1], chunks.length, CHUNKS=chunks.number,
+        w if bias is None else bias, out, rows, channels, x.shape[1], chunk, CHUNKS=chunks,
         ROWS=tile.rows, CHANNELS=width, STEP=tile.step, BAND=BAND, BIAS=bias is not None, GATED=gated,
         num_warps=tile.warps, num_stages=tile.stages,
     )
@@ -132,13 +117,14 @@ def _processors(device: torch.device) -> int:
 @triton.jit
 def _few_rows(
     x_ptr, w_ptr, bias_ptr, out_ptr, sums_ptr, arrivals_ptr, rows, channels, inner, chunk, x_stride, w_stride,
-    CHUNKS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
-    BIAS: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr,
+    CHUNKS: tl.constexpr, SPREAD: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, STEP: tl.constexpr,
+    EVEN: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr,
 ):
-    """Multiply one chunk of one tile; the program that finishes a tile's last chunk adds them up."""
+    """Multiply a tile. With SPREAD a program multiplies one chunk of it, and the last to finish adds them up."""
+    PROGRAMS: tl.constexpr = CHUNKS if SPREAD else 1  # of a tile
     row_tiles = tl.cdiv(rows, ROWS)
-    tile = tl.program_id(0) // (row_tiles * CHUNKS) * row_tiles + tl.program_id(0) % row_tiles
-    part = tl.program_id(0) // row_tiles % CHUNKS
+    tile = tl.program_id(0) // (row_tiles * PROGRAMS) * row_tiles + tl.program_id(0) % row_tiles
+    part = tl.program_id(0) // row_tiles % PROGRAMS
     m = tile % row_tiles * ROWS + tl.arange(0, ROWS)
     n = tile // row_tiles * CHANNELS + tl.arange(0, CHANNELS)
     # Rows and channels past the end repeat others and are not stored. Weights are the left operand: rows are few.
@@ -146,7 +132,7 @@ def _few_rows(
     w_row = w_ptr + (n % channels).to(tl.int64)[:, None] * w_stride
     up_row = w_row + channels.to(tl.int64) * w_stride
     begin = part * chunk
-    end = tl.minimum(begin + chunk, inner)
+    end = tl.minimum(begin + chunk, inner) if SPREAD else inner
     if EARLY:
         gdc_launch_dependents()
     # The first weights are on their way while the kernel that makes x still runs.
@@ -159,7 +145,15 @@ def _few_rows(
     acc = tl.dot(w, x, tl.zeros([CHANNELS, ROWS], tl.float32), input_precision="ieee")
     if GATED:
         up_acc = tl.dot(up, x, tl.zeros([CHANNELS, ROWS], tl.float32), input_precision="ieee")
+    total = tl.zeros([CHANNELS, ROWS], tl.float32)
+    up_total = total
     for k in range(begin + STEP, end, STEP):
+        if (CHUNKS > 1 and not SPREAD) and (k % chunk == 0):
+            total += acc
+            acc = tl.zeros([CHANNELS, ROWS], tl.float32)
+            if GATED:
+                up_total += up_acc
+                up_acc = tl.zeros([CHANNELS, ROWS], tl.float32)
         w = _weights(w_row, k, inner, STEP, EVEN)
         x = _inputs(x_row, k, inner, STEP, EVEN)
         acc = tl.dot(w, x, acc, input_precision="ieee")
@@ -167,7 +161,11 @@ def _few_rows(
             up = _weights(up_row, k, inner, STEP, EVEN)
             up_acc = tl.dot(up, x, up_acc, input_precision="ieee")
     last = True
-    if CHUNKS > 1:
+    if CHUNKS > 1 and not SPREAD:
+        acc += total
+        if GATED:
+            up_acc += up_total
+    if SPREAD:
         SIZE: tl.constexpr = CHANNELS * ROWS
         HALVES: tl.constexpr = 2 if GATED else 1
         place = tl.arange(0, CHANNELS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
