@@ -6,17 +6,19 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
+KERNELS = Path(__file__).parents[2] / "support" / "compile_kernels.py"
 SHARED = 227 << 10  # bytes that a block of threads may have
 FEW_BYTES = 256  # spilled per thread: sums of chunks, which are touched once a chunk
 
 
 def test_kernels_of_one_order_compile_for_an_h200() -> None:
-    done = subprocess.run([sys.executable, "-m", "tests.support.compile_kernels"], check=False, capture_output=True,
+    done = subprocess.run([sys.executable, KERNELS], check=False, capture_output=True,
                           text=True, timeout=300, env={**os.environ, "TRITON_INTERPRET": "0"})
     assert done.returncode == 0, done.stderr
     kernels = json.loads(done.stdout.splitlines()[-1])

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from tests.support.paged_attention import DEVICE, DTYPES, TOLERANCE, Case, error
-
 from spillover.kernels.attention import store_kv_reference
 from spillover.kernels.batch import DecodeScratch, DeviceWork
 from spillover.kernels.norm import rms_norm_reference
 from spillover.kernels.rope import rope_reference
 from spillover.kernels.triton.attention import attention_splits as splits
 from spillover.kernels.triton.rope_store import norm_rope_store
+from support.paged_attention import DEVICE, DTYPES, TOLERANCE, Case, error
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
