@@ -112,7 +112,7 @@ class CudaRunner:
         # Padding beside part of a prompt is cut into requests of its own, each of one tile, in the dummy block.
         self._padding_rows = min(QUERIES, limits.max_model_len)
         self._offsets: dict[StepShape, InputOffsets] = {}  # of padded steps
-        self._inputs = StepInputs(self._input_bytes(groups), device)
+        self._inputs = StepInputs(self._input_bytes(), device)
         self._templates: dict[int, DecodeInputs] = {}  # of steps that only decode, by rows
         requests = limits.max_num_seqs + 1
         items = ordered_splits.max_items(requests, limits.max_model_len, config.num_kv_heads)
@@ -361,7 +361,8 @@ class CudaRunner:
                          short=short)
 
     def _offsets_of(self, shape: StepShape) -> InputOffsets:
-        return InputOffsets.of(shape, len(self._windows), self._limits.max_model_len, self.model.config.num_kv_heads)
+        return InputOffsets.of(shape, len(self._windows), self._limits.max_model_len, self.model.config.num_kv_heads,
+                               self._ordered)
 
     def _padded(self, shape: StepShape) -> InputOffsets:
         """Return the offsets of a shape that comes again and again."""
@@ -410,13 +411,13 @@ class CudaRunner:
             end = place + written.nbytes
         return offsets, end
 
-    def _input_bytes(self, groups: int) -> int:
+    def _input_bytes(self) -> int:
         """Return the bytes of the largest step's inputs."""
         limits = self._limits
         tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
         prompts = self._prompt_shape(limits.captured_rows)
         most = StepShape(tokens, prompts.requests, limits.max_num_seqs, tokens + prompts.tiles, short=self._most_short)
-        return InputOffsets.of(most, groups, limits.max_model_len, self.model.config.num_kv_heads).end + UPDATE_BYTES
+        return self._offsets_of(most).end + UPDATE_BYTES
 
     def _send_back(self, step: Step, work: _Work, logprobs: SampledLogprobs | None,
                    scored: tuple[list[SampledLogprobs], ...]) -> CudaStep:

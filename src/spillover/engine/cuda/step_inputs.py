@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spillover.engine.batch.step_layout import ARRAYS, StepArrays
-from spillover.kernels.triton.attention.ordered_splits import FIELDS, max_items
+from spillover.kernels.triton.attention import attention_splits, ordered_splits
 from spillover.kernels.triton.step_upload import bring
 
 _ALIGNMENT = 16  # bytes
@@ -51,18 +51,22 @@ class InputOffsets:
     end: int
 
     @staticmethod
-    def of(shape: StepShape, groups: int, longest: int, kv_heads: int) -> InputOffsets:
-        """`longest`: tokens that a request may have."""
+    def of(shape: StepShape, groups: int, longest: int, kv_heads: int, ordered: bool) -> InputOffsets:
+        """`longest`: tokens that a request may have; `ordered`: attention has one order of sums, and is cut for it."""
         sizes = {"T": shape.rows, "B": shape.requests, "B+1": shape.requests + 1, "R": shape.samples}
         end, arrays = _ALIGNMENT, {}
         for name, (dtype, size) in ARRAYS.items():
             arrays[name] = end
             end = _aligned(end + sizes[size] * np.dtype(dtype).itemsize)
         tiles, end = end, _aligned(end + 8 * shape.tiles)
-        short_bytes = _aligned(4 * (HEADER + FIELDS * shape.short)) if shape.short else 0
+        short_bytes = _aligned(4 * (HEADER + ordered_splits.FIELDS * shape.short)) if shape.short else 0
         short = tuple(end + group * short_bytes for group in range(groups))
         end += groups * short_bytes
-        work_size = HEADER + FIELDS * max_items(shape.requests, longest, kv_heads)
+        if ordered:
+            items, fields = ordered_splits.max_splits(shape.requests, longest, kv_heads), ordered_splits.FIELDS
+        else:
+            items, fields = attention_splits.max_splits(shape.requests, longest), attention_splits.FIELDS
+        work_size = HEADER + fields * items
         work = tuple(end + group * _aligned(4 * work_size) for group in range(groups))
         return InputOffsets(shape, arrays, 0, tiles, short, work, work_size, end + groups * _aligned(4 * work_size))
 
