@@ -9,10 +9,10 @@ QUIET_SECONDS = 60.0
 
 
 class Health:
-    """The health of a tier, told of successes and failures on the owner's thread. Its log lines begin with `what`, a
-    name of the tier without passwords."""
+    """Notes whether a tier works, and warns when that changes. Only the thread that owns the tier may call it."""
 
     def __init__(self, what: str) -> None:
+        """Name the tier as its log lines are to begin, without passwords."""
         self._what = what
         self._warned = False
         self._last_warning = -QUIET_SECONDS
