@@ -191,11 +191,7 @@ LINEARS = [("llama qkv", 6144, 4096), ("llama o", 4096, 4096), ("llama gate_up",
            ("0.6b gate_up", 6144, 1024), ("0.6b down", 1024, 3072), ("0.6b head", 151936, 1024)]
 
 
-TILES = [ordered_linear.Tile(*numbers) for numbers in [
-    (8, 64, 128, 4, 4), (16, 16, 256, 4, 4), (16, 32, 128, 4, 4), (16, 64, 64, 4, 5), (16, 64, 128, 4, 4),
-    (16, 64, 256, 4, 3), (16, 128, 128, 8, 3), (32, 64, 128, 4, 4), (64, 64, 64, 4, 4), (64, 64, 128, 4, 3),
-    (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (128, 128, 64, 8, 3), (128, 128, 64, 4, 4),
-]]
+TILES = sorted({tile for tiles in ordered_linear.TILES.values() for tile in tiles} | {ordered_linear.LARGE})
 
 
 def linears(tune: bool) -> None:
@@ -215,10 +211,9 @@ def linears(tune: bool) -> None:
             if rows == 1:
                 product("gemv", gemv.gemv)
                 product("gemv_silu", gemv.gemv_silu)
-            tiles = [*TILES, ordered_linear.MANY] if tune else []
             expected = ordered_linear.ordered_linear(x, weights[0])
-            for tile in tiles:
-                if tile.rows > 2 * max(rows, 16) or (rows > 512 and tile.rows < 64):
+            for tile in TILES if tune else ():
+                if tile.rows > 2 * max(rows, 16) or (rows > 512 and (tile.rows < 64 or tile.spread)):
                     continue
                 multiply = partial(ordered_linear.ordered_linear, tile=tile)
                 if math.isfinite(product("ordered", multiply, tile=tuple(tile))):

@@ -68,27 +68,25 @@ def prefill() -> dict[str, int]:
                     ordered_prefill.STAGES)
 
 
-def few_rows(tile: ordered_linear.Tile, chunks: int, gated: bool) -> dict[str, int]:
-    constants = {"CHUNKS": chunks, "SPREAD": chunks > 1, "ROWS": tile.rows, "CHANNELS": tile.channels,
-                 "STEP": tile.step, "EVEN": True, "BIAS": False, "GATED": gated, "EARLY": True}
-    return compiled(ordered_linear._few_rows, LINEAR, constants, tile.warps, tile.stages, True)
+def few_rows(chunks: int, gated: bool) -> dict[str, int]:
+    height, width, stages = (16, 64, 4) if chunks == 1 else (8, 16, 3)
+    constants = {"CHUNKS": chunks, "ROWS": height, "CHANNELS": width, "STEP": 128, "EVEN": True, "BIAS": False,
+                 "GATED": gated, "EARLY": True}
+    return compiled(ordered_linear._few_rows, LINEAR, constants, 4, stages, True)
 
 
-def many_rows(chunks: int, gated: bool) -> dict[str, int]:
-    tile = ordered_linear.MANY
-    width = tile.channels // 2 if gated else tile.channels
-    constants = {"CHUNKS": chunks, "ROWS": tile.rows, "CHANNELS": width, "STEP": tile.step, "BAND": 8, "BIAS": False,
-                 "GATED": gated}
+def described(tile: ordered_linear.Tile, chunks: int) -> dict[str, int]:
+    constants = {"CHUNKS": chunks, "SPREAD": tile.spread, "ROWS": tile.rows, "CHANNELS": tile.channels,
+                 "STEP": tile.step, "BAND": 8, "FLIP": tile.flip, "BIAS": False, "EARLY": True}
     types = {**LINEAR, "x_desc": f"tensordesc<bf16[{tile.rows},{tile.step}]>",
-             "w_desc": f"tensordesc<bf16[{width},{tile.step}]>"}
-    return compiled(ordered_linear._many_rows, types, constants, tile.warps, tile.stages)
+             "w_desc": f"tensordesc<bf16[{tile.channels},{tile.step}]>"}
+    return compiled(ordered_linear._described, types, constants, tile.warps, tile.stages, True)
 
 
 if __name__ == "__main__":
     print(json.dumps({
         "decode": decode(0), "decode fp8": decode(1), "16 new tokens": decode(0, 16), "prefill": prefill(),
-        "1 row, 2 chunks": few_rows(ordered_linear.FEW[0], 2, False),
-        "1 row, gated": few_rows(ordered_linear.FEW[0], 1, True),
-        "128 rows, gated": few_rows(ordered_linear.FEW[-1], 1, True),
-        "many rows, 3 chunks": many_rows(3, False), "many rows, gated": many_rows(1, True),
+        "1 row, 4 chunks": few_rows(4, False), "1 row, gated": few_rows(1, True),
+        "64 rows, spread": described(ordered_linear.DEEP_SPREAD, 4),
+        "512 rows": described(ordered_linear.SQUARE, 1), "many rows, 4 chunks": described(ordered_linear.LARGE, 4),
     }))

@@ -15,12 +15,13 @@ CODE_BYTES = {4: 640, 8: 1088}  # of a block of a panel, by bits of a code
 WIDE_TOKENS = 1024
 WIDE_ROWS = 256
 WIDE_BYTES = 2 << 30
-# Products whose sums have one order: output channels, over all chunks, that keep a device busy; what the length of a
-# chunk is a multiple of, and at least; rows up to which each chunk has programs of its own.
-BUSY_CHANNELS = 192 * 64
-CHUNK_UNIT = 256
-SHORTEST_CHUNK = 1024
-SPREAD_ROWS = 128
+# Products whose sums have one order: channels of a matrix that need no chunks to keep a device busy; chunks of the
+# others; how long a chunk is at least, and a multiple of what; rows up to which a chunk may have programs of its own.
+WIDE_CHANNELS = 16384
+CHUNKS = 4
+SHORTEST_CHUNK = 256
+CHUNK_UNIT = 128
+SPREAD_ROWS = 512
 
 
 def dequantizes(experts: int, k: int, expert_bytes: int, tokens: int) -> bool:
@@ -39,15 +40,14 @@ def segment_blocks(block_size: int, device: str) -> int:
 
 
 def product_chunks(channels: int, inner: int) -> tuple[int, int]:
-    """Return how many chunks the inner dimension of a matrix is summed in under --deterministic, and their length. A
-    constant of the matrix: another number changes the bits of every product with it."""
-    wanted = min(-(-BUSY_CHANNELS // channels), inner // SHORTEST_CHUNK)
-    length = -(-inner // (max(1, wanted) * CHUNK_UNIT)) * CHUNK_UNIT
-    return -(-inner // length), length
+    """Return how many chunks the inner dimension of a matrix is summed in, one or four, and their length. A constant of
+    the matrix: another number changes the bits of every product with it."""
+    chunks = CHUNKS if channels < WIDE_CHANNELS and inner >= CHUNKS * SHORTEST_CHUNK else 1
+    return chunks, -(-inner // (chunks * CHUNK_UNIT)) * CHUNK_UNIT
 
 
 def chunk_sums_bytes(rows: int, channels: int, inner: int) -> int:
     """Return the bytes of chunks' sums, where each chunk has programs of its own."""
     chunks, _ = product_chunks(channels, inner)
-    tiled = -(-min(rows, SPREAD_ROWS) // 16) * 16, -(-channels // 128) * 128
+    tiled = -(-min(rows, SPREAD_ROWS) // 128) * 128, -(-channels // 128) * 128
     return 4 * chunks * tiled[0] * tiled[1] if chunks > 1 else 0

@@ -2,12 +2,13 @@
 
 The inner dimension is summed in ascending order, in chunks that are a constant of the matrix: each chunk is summed from
 nothing, and chunks are added in their order. What tensor cores make of an element depends on that order alone, so tiles
-follow the number of rows freely. Of few rows each chunk has programs of its own, which keeps the device busy with
-narrow matrices; of many rows a program takes all chunks of its tile.
+follow the number of rows freely. A few rows have all chunks of a tile side by side, in warps of their own. Of more rows
+each chunk of a narrow matrix has programs of its own, which keeps the device busy; else a program takes all chunks.
 """
 
 from __future__ import annotations
 
+import bisect
 from functools import cache
 from typing import NamedTuple
 
@@ -18,83 +19,134 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from spillover.kernels.extents import SPREAD_ROWS, product_chunks
+from spillover.kernels.extents import WIDE_CHANNELS, product_chunks
+from spillover.kernels.triton.activation import silu_and_mul
 from spillover.kernels.triton.launch import early
 
+FEW = 16  # rows
 ARRIVALS = 1 << 16  # tiles of a launch whose chunks have programs of their own, at most
 BAND = 8  # tiles of rows that run side by side on the same channels, for the cache
 
 
 class Tile(NamedTuple):
+    """How a product is cut. FLIP and SPREAD: see `_described`."""
+
     rows: int
     channels: int
     step: int  # of the inner dimension
     warps: int
     stages: int
+    flip: bool = False
+    spread: bool = False
 
 
-# By the rows that they are for; of more rows than the last of FEW has, MANY.
-FEW = (Tile(16, 64, 128, 4, 4), Tile(32, 64, 128, 4, 4), Tile(64, 64, 128, 4, 3), Tile(128, 128, 64, 8, 3))
-MANY = Tile(128, 256, 64, 8, 3)
+class Tiles(NamedTuple):
+    """Tiles for one number of rows, by a matrix's channels: up to NARROW, up to MIDDLE, more, and without chunks."""
+
+    narrow: Tile
+    middle: Tile
+    broad: Tile
+    wide: Tile
+    long: Tile  # for a matrix with chunks whose inner dimension is LONG, unless it is narrow
+
+
+NARROW, MIDDLE, LONG = 2048, 4096, 8192
+SMALL, SMALL_SPREAD = Tile(32, 64, 128, 4, 4, flip=True), Tile(32, 64, 128, 4, 4, flip=True, spread=True)
+DEEP, DEEP_SPREAD = Tile(64, 64, 64, 4, 6, flip=True), Tile(64, 64, 64, 4, 6, flip=True, spread=True)
+SQUARE, SQUARE_SPREAD = Tile(128, 128, 64, 8, 6), Tile(128, 128, 64, 8, 6, spread=True)
+LARGE = Tile(128, 256, 64, 8, 3)
+# By the rows that they are for, the fastest of those tried on an H200 with the shapes of Qwen3-0.6B, Qwen3-14B and
+# Llama-3.1-8B. All give the same bits.
+TILES = {
+    32: Tiles(SMALL_SPREAD, SMALL_SPREAD, SMALL, SMALL, SMALL_SPREAD),
+    64: Tiles(SMALL_SPREAD, Tile(64, 64, 128, 4, 4, flip=True), Tile(64, 64, 128, 4, 4, flip=True), DEEP, DEEP_SPREAD),
+    128: Tiles(Tile(64, 64, 128, 4, 6, flip=True, spread=True), Tile(64, 64, 128, 4, 6, flip=True),
+               Tile(128, 64, 128, 4, 4), SQUARE, SQUARE_SPREAD),
+    256: Tiles(DEEP_SPREAD, DEEP, SQUARE, Tile(128, 256, 64, 8, 4), SQUARE_SPREAD),
+    512: Tiles(SQUARE_SPREAD, SQUARE, Tile(128, 256, 64, 8, 4), LARGE, SQUARE),
+    2048: Tiles(Tile(128, 128, 64, 8, 4), LARGE, LARGE, LARGE, LARGE),
+}
+ROWS = sorted(TILES)
 
 
 def ordered_linear(x: Tensor, w: Tensor, bias: Tensor | None = None, tile: Tile | None = None) -> Tensor:
-    """Multiply x [T, K], w [N, K], bias [N] -> [T, N]."""
-    return _run(x, w, bias, w.shape[0], False, tile)
-
-
-def ordered_linear_silu(x: Tensor, w: Tensor, bias: Tensor | None = None, tile: Tile | None = None) -> Tensor:
-    """Multiply x [T, K], w [2I, K], the gate's rows first -> silu(gate) * up [T, I]."""
-    return _run(x, w, bias, w.shape[0] // 2, True, tile)
-
-
-def _run(x: Tensor, w: Tensor, bias: Tensor | None, channels: int, gated: bool, tile: Tile | None) -> Tensor:
-    rows = x.shape[0]
+    """Multiply x [T, K], w [N, K], bias [N] -> [T, N]. `tile`: instead of the one that would be chosen."""
+    rows, channels = x.shape[0], w.shape[0]
     out = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
-    if tile is None:
-        tile = next((tile for tile in FEW if rows <= tile.rows), MANY)
-        if tile is MANY and (x.element_size() == 4 or not _describable(x, w)):
-            tile = FEW[-1]
-    if rows and tile is MANY:
-        _launch_many(x, w, bias, out, gated, tile)
+    if rows and (tile is not None or rows > FEW) and x.element_size() == 2 and _describable(x, w):
+        _launch_many(x, w, bias, out, tile or _tile(rows, channels, w.shape[1]))
     elif rows:
-        _launch_few(x, w, bias, out, gated, tile)
+        _launch_few(x, w, bias, out, False)
     return out
 
 
-def _launch_few(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, gated: bool, tile: Tile) -> None:
-    rows, channels = out.shape
-    inner = x.shape[1]
+def ordered_linear_silu(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply x [T, K], w [2I, K], the gate's rows first -> silu(gate) * up [T, I]."""
+    if x.shape[0] > FEW:
+        return silu_and_mul(ordered_linear(x, w, bias))
+    out = torch.empty(x.shape[0], w.shape[0] // 2, dtype=x.dtype, device=x.device)
+    if len(out):
+        _launch_few(x, w, bias, out, True)
+    return out
+
+
+def _launch_few(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, gated: bool) -> None:
+    """Launch `_few_rows`: of up to FEW rows, and of any number that the tensor memory accelerator cannot read."""
+    (rows, channels), inner = out.shape, x.shape[1]
     chunks, chunk = product_chunks(w.shape[0], inner)
-    spread = chunks > 1 and rows <= SPREAD_ROWS
+    height, width, step, stages = 16, 64, 128, 4
+    if chunks > 1:
+        height = 8 if rows <= 8 else 16
+        width = 16 if gated or not _balanced(channels, 32, _processors(x.device)) else 32
+        stages = 4 if width == 16 and height == 8 and not gated else 3
     if x.element_size() == 4:  # twice the bytes
-        tile = tile._replace(step=tile.step // 2, stages=2)
+        step, stages = 64, 2
+    _few_rows[(triton.cdiv(rows, height) * triton.cdiv(channels, width),)](
+        x, w, w if bias is None else bias, out, rows, channels, inner, chunk, x.stride(0), w.stride(0), CHUNKS=chunks,
+        ROWS=height, CHANNELS=width, STEP=step, EVEN=inner % (chunks * step) == 0, BIAS=bias is not None, GATED=gated,
+        num_warps=4, num_stages=stages, **early(x.device),
+    )
+
+
+@cache
+def _balanced(channels: int, width: int, processors: int) -> bool:
+    """Return whether programs of `width` channels keep multiprocessors no less busy than ones of half as many do."""
+    wide, narrow = -(-channels // width), -(-2 * channels // width)
+    return wide / -(-wide // processors) >= narrow / -(-narrow // processors)
+
+
+def _launch_many(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, tile: Tile) -> None:
+    (rows, channels), inner = out.shape, x.shape[1]
+    chunks, chunk = product_chunks(channels, inner)
+    spread = tile.spread and chunks > 1
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(channels, tile.channels)
-    sums, arrivals = x, x
+    sums, arrivals, programs = x, x, tiles
     if spread:
         assert tiles <= ARRIVALS
-        sums = torch.empty(tiles * chunks * (2 if gated else 1) * tile.rows * tile.channels, dtype=torch.float32,
-                           device=x.device)
-        arrivals = _arrivals(x.device)
-    _few_rows[(tiles * (chunks if spread else 1),)](
-        x, w, w if bias is None else bias, out, sums, arrivals, rows, channels, inner, chunk, x.stride(0),
-        w.stride(0), CHUNKS=chunks, SPREAD=spread, ROWS=tile.rows, CHANNELS=tile.channels, STEP=tile.step,
-        EVEN=inner % tile.step == 0, BIAS=bias is not None, GATED=gated, num_warps=tile.warps, num_stages=tile.stages,
-        **early(x.device),
+        sums = torch.empty(tiles * chunks * tile.rows * tile.channels, dtype=torch.float32, device=x.device)
+        arrivals, programs = _arrivals(x.device), tiles * chunks
+    elif tile.warps == 8:
+        programs = min(tiles, _processors(x.device))
+    _described[(programs,)](
+        TensorDescriptor.from_tensor(x, [tile.rows, tile.step]),
+        TensorDescriptor.from_tensor(w, [tile.channels, tile.step]), w if bias is None else bias, out, sums, arrivals,
+        rows, channels, inner, chunk, CHUNKS=chunks, SPREAD=spread, ROWS=tile.rows, CHANNELS=tile.channels,
+        STEP=tile.step, BAND=BAND, FLIP=tile.flip, BIAS=bias is not None, num_warps=tile.warps,
+        num_stages=tile.stages, **early(x.device),
     )
 
 
-def _launch_many(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, gated: bool, tile: Tile) -> None:
-    rows, channels = out.shape
-    chunks, chunk = product_chunks(w.shape[0], x.shape[1])
-    width = tile.channels // 2 if gated else tile.channels
-    tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(channels, width)
-    _many_rows[(min(tiles, _processors(x.device)),)](
-        TensorDescriptor.from_tensor(x, [tile.rows, tile.step]), TensorDescriptor.from_tensor(w, [width, tile.step]),
-        w if bias is None else bias, out, rows, channels, x.shape[1], chunk, CHUNKS=chunks,
-        ROWS=tile.rows, CHANNELS=width, STEP=tile.step, BAND=BAND, BIAS=bias is not None, GATED=gated,
-        num_warps=tile.warps, num_stages=tile.stages,
-    )
+def _tile(rows: int, channels: int, inner: int) -> Tile:
+    """Choose the tile of a product of more than FEW rows."""
+    index = bisect.bisect_left(ROWS, rows)
+    if index == len(ROWS):
+        return LARGE
+    tiles = TILES[ROWS[index]]
+    if channels >= WIDE_CHANNELS:
+        return tiles.wide
+    if inner > LONG and channels > NARROW:
+        return tiles.long
+    return tiles.narrow if channels <= NARROW else tiles.middle if channels <= MIDDLE else tiles.broad
 
 
 def _describable(x: Tensor, w: Tensor) -> bool:
@@ -105,7 +157,7 @@ def _describable(x: Tensor, w: Tensor) -> bool:
 
 @cache
 def _arrivals(device: torch.device) -> Tensor:
-    """Counters of `_few_rows`: every launch leaves them zero. Launches must not run side by side."""
+    """Counters of chunks done: every launch leaves them zero. Launches must not run side by side."""
     return torch.zeros(ARRIVALS, dtype=torch.int32, device=device)
 
 
@@ -114,83 +166,83 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _few_rows(
-    x_ptr, w_ptr, bias_ptr, out_ptr, sums_ptr, arrivals_ptr, rows, channels, inner, chunk, x_stride, w_stride,
-    CHUNKS: tl.constexpr, SPREAD: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, STEP: tl.constexpr,
-    EVEN: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, out_ptr, rows, channels, inner, chunk, x_stride, w_stride, CHUNKS: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
+    GATED: tl.constexpr, EARLY: tl.constexpr,
 ):
-    """Multiply a tile. With SPREAD a program multiplies one chunk of it, and the last to finish adds them up."""
-    PROGRAMS: tl.constexpr = CHUNKS if SPREAD else 1  # of a tile
+    """Multiply a tile, all chunks side by side: each has warps of its own."""
     row_tiles = tl.cdiv(rows, ROWS)
-    tile = tl.program_id(0) // (row_tiles * PROGRAMS) * row_tiles + tl.program_id(0) % row_tiles
-    part = tl.program_id(0) // row_tiles % PROGRAMS
-    m = tile % row_tiles * ROWS + tl.arange(0, ROWS)
-    n = tile // row_tiles * CHANNELS + tl.arange(0, CHANNELS)
-    # Rows and channels past the end repeat others and are not stored. Weights are the left operand: rows are few.
-    x_row = x_ptr + (m % rows).to(tl.int64)[None, :] * x_stride
-    w_row = w_ptr + (n % channels).to(tl.int64)[:, None] * w_stride
-    up_row = w_row + channels.to(tl.int64) * w_stride
-    begin = part * chunk
-    end = tl.minimum(begin + chunk, inner) if SPREAD else inner
+    m = tl.program_id(0) % row_tiles * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(0) // row_tiles * CHANNELS + tl.arange(0, CHANNELS)
+    k = tl.arange(0, STEP)
+    # Channels past the end repeat others and are not stored. Weights are the left operand: rows are few.
+    w_row, x_row = w_ptr + (n % channels).to(tl.int64) * w_stride, x_ptr + m.to(tl.int64) * x_stride
+    if CHUNKS == 1:
+        w_k, x_k, real_row = k[None, :], k[:, None], (m < rows)[None, :]
+        w_at, x_at = w_row[:, None] + w_k, x_row[None, :] + x_k
+        acc = tl.zeros([CHANNELS, ROWS], tl.float32)
+    else:  # a chunk is whole steps, but for the last ones
+        begin = tl.arange(0, CHUNKS)[:, None, None] * chunk
+        w_k, x_k, real_row = begin + k[None, None, :], begin + k[None, :, None], (m < rows)[None, None, :]
+        w_at, x_at = w_row[None, :, None] + w_k, x_row[None, None, :] + x_k
+        acc = tl.zeros([CHUNKS, CHANNELS, ROWS], tl.float32)
+    up_at = w_at + channels.to(tl.int64) * w_stride
+    up_acc = acc
     if EARLY:
         gdc_launch_dependents()
     # The first weights are on their way while the kernel that makes x still runs.
-    w = _weights(w_row, begin, inner, STEP, EVEN)
+    w = _weights(w_at, w_k, 0, inner, EVEN)
     if GATED:
-        up = _weights(up_row, begin, inner, STEP, EVEN)
+        up = _weights(up_at, w_k, 0, inner, EVEN)
     if EARLY:
         gdc_wait()
-    x = _inputs(x_row, begin, inner, STEP, EVEN)
-    acc = tl.dot(w, x, tl.zeros([CHANNELS, ROWS], tl.float32), input_precision="ieee")
+    x = _inputs(x_at, real_row, x_k, 0, inner, EVEN)
+    acc = tl.dot(w, x, acc, input_precision="ieee")
     if GATED:
-        up_acc = tl.dot(up, x, tl.zeros([CHANNELS, ROWS], tl.float32), input_precision="ieee")
-    total = tl.zeros([CHANNELS, ROWS], tl.float32)
-    up_total = total
-    for k in range(begin + STEP, end, STEP):
-        if (CHUNKS > 1 and not SPREAD) and (k % chunk == 0):
-            total += acc
-            acc = tl.zeros([CHANNELS, ROWS], tl.float32)
-            if GATED:
-                up_total += up_acc
-                up_acc = tl.zeros([CHANNELS, ROWS], tl.float32)
-        w = _weights(w_row, k, inner, STEP, EVEN)
-        x = _inputs(x_row, k, inner, STEP, EVEN)
+        up_acc = tl.dot(up, x, up_acc, input_precision="ieee")
+    for i in range(STEP, chunk, STEP):
+        w = _weights(w_at, w_k, i, inner, EVEN)
+        x = _inputs(x_at, real_row, x_k, i, inner, EVEN)
         acc = tl.dot(w, x, acc, input_precision="ieee")
         if GATED:
-            up = _weights(up_row, k, inner, STEP, EVEN)
+            up = _weights(up_at, w_k, i, inner, EVEN)
             up_acc = tl.dot(up, x, up_acc, input_precision="ieee")
-    last = True
-    if CHUNKS > 1 and not SPREAD:
-        acc += total
-        if GATED:
-            up_acc += up_total
-    if SPREAD:
-        SIZE: tl.constexpr = CHANNELS * ROWS
-        HALVES: tl.constexpr = 2 if GATED else 1
-        place = tl.arange(0, CHANNELS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        sums = sums_ptr + tile.to(tl.int64) * (CHUNKS * HALVES * SIZE) + place
-        tl.store(sums + part * (HALVES * SIZE), acc)
-        if GATED:
-            tl.store(sums + part * (HALVES * SIZE) + SIZE, up_acc)
-        tl.debug_barrier()  # all of this program's sums are written before it says so
-        last = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == CHUNKS - 1
-        if last:
-            tl.store(arrivals_ptr + tile, 0)
-            tl.debug_barrier()
-            acc = _add_up(sums, CHUNKS, HALVES * SIZE, acc)
-            if GATED:
-                up_acc = _add_up(sums + SIZE, CHUNKS, HALVES * SIZE, up_acc)
-    if last:
-        real = n < channels
+    result = _in_order(acc, CHUNKS, CHANNELS, ROWS)
+    real = n < channels
+    if BIAS:
+        result += tl.load(bias_ptr + n, mask=real, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        above = _in_order(up_acc, CHUNKS, CHANNELS, ROWS)
         if BIAS:
-            acc += tl.load(bias_ptr + n, mask=real, other=0.0).to(tl.float32)[:, None]
-        if GATED:
-            if BIAS:
-                up_acc += tl.load(bias_ptr + channels + n, mask=real, other=0.0).to(tl.float32)[:, None]
-            acc = _silu_and_mul(acc, up_acc, out_ptr.dtype.element_ty)
-        out = out_ptr + m.to(tl.int64)[None, :] * channels + n[:, None]
-        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(m < rows)[None, :] & real[:, None])
+            above += tl.load(bias_ptr + channels + n, mask=real, other=0.0).to(tl.float32)[:, None]
+        result = _silu_and_mul(result, above, out_ptr.dtype.element_ty)
+    out = out_ptr + m.to(tl.int64)[None, :] * channels + n[:, None]
+    tl.store(out, result.to(out_ptr.dtype.element_ty), mask=(m < rows)[None, :] & real[:, None])
+
+
+@triton.jit
+def _in_order(sums, CHUNKS: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr):
+    """Add the sums of four chunks [4, N, M] one after another -> [N, M]."""
+    if CHUNKS == 1:
+        total = sums
+    else:
+        even, odd = sums.reshape(2, 2, CHANNELS, ROWS).permute(2, 3, 0, 1).split()
+        first, third = even.split()
+        second, fourth = odd.split()
+        total = ((first + second) + third) + fourth
+    return total
+
+
+@triton.jit
+def _weights(at, k, i, inner, EVEN: tl.constexpr):
+    return tl.load(at + i) if EVEN else tl.load(at + i, mask=k + i < inner, other=0.0)
+
+
+@triton.jit
+def _inputs(at, real, k, i, inner, EVEN: tl.constexpr):
+    return tl.load(at + i, mask=real if EVEN else real & (k + i < inner), other=0.0)
 
 
 @triton.jit
@@ -202,61 +254,69 @@ def _add_up(sums, CHUNKS: tl.constexpr, APART: tl.constexpr, like):
     return total
 
 
-@triton.jit
-def _weights(row, k, inner, STEP: tl.constexpr, EVEN: tl.constexpr):
-    at = k + tl.arange(0, STEP)[None, :]
-    return tl.load(row + at) if EVEN else tl.load(row + at, mask=at < inner, other=0.0)
-
-
-@triton.jit
-def _inputs(row, k, inner, STEP: tl.constexpr, EVEN: tl.constexpr):
-    at = k + tl.arange(0, STEP)[:, None]
-    return tl.load(row + at) if EVEN else tl.load(row + at, mask=at < inner, other=0.0)
-
-
-@triton.jit
-def _many_rows(
-    x_desc, w_desc, bias_ptr, out_ptr, rows, channels, inner, chunk, CHUNKS: tl.constexpr, ROWS: tl.constexpr,
-    CHANNELS: tl.constexpr, STEP: tl.constexpr, BAND: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
+@triton.jit(do_not_specialize=["rows"])
+def _described(
+    x_desc, w_desc, bias_ptr, out_ptr, sums_ptr, arrivals_ptr, rows, channels, inner, chunk, CHUNKS: tl.constexpr,
+    SPREAD: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, STEP: tl.constexpr, BAND: tl.constexpr,
+    FLIP: tl.constexpr, BIAS: tl.constexpr, EARLY: tl.constexpr,
 ):
-    """Multiply tiles, one after another, all chunks of each."""
+    """Multiply tiles, one after another. With SPREAD a program multiplies one chunk of one, and the last to finish adds
+    them up. FLIP: the weights are the left operand, for tiles of few rows."""
+    PROGRAMS: tl.constexpr = CHUNKS if SPREAD else 1  # of a tile
+    SIZE: tl.constexpr = ROWS * CHANNELS
     row_tiles, channel_tiles = tl.cdiv(rows, ROWS), tl.cdiv(channels, CHANNELS)
-    dtype = out_ptr.dtype.element_ty
-    for tile in range(tl.program_id(0), row_tiles * channel_tiles, tl.num_programs(0)):
-        band = tile // (BAND * channel_tiles)
-        height = tl.minimum(row_tiles - band * BAND, BAND)
-        within = tile % (BAND * channel_tiles)
-        first_row = (band * BAND + within % height) * ROWS
-        first_channel = within // height * CHANNELS
-        acc = tl.zeros([ROWS, CHANNELS], tl.float32)
-        up_acc = acc
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    for unit in range(tl.program_id(0), row_tiles * channel_tiles * PROGRAMS, tl.num_programs(0)):
+        tile, row, channel, part = _place(unit, row_tiles, channel_tiles, PROGRAMS, BAND)
+        begin = part * chunk
+        end = tl.minimum(begin + chunk, inner) if SPREAD else inner
+        acc = _nothing(ROWS, CHANNELS, FLIP)
         total = acc
-        up_total = acc
-        for k in range(0, inner, STEP):
-            x = x_desc.load([first_row, k])
-            acc = tl.dot(x, w_desc.load([first_channel, k]).T, acc)
-            if GATED:
-                up_acc = tl.dot(x, w_desc.load([channels + first_channel, k]).T, up_acc)
-            if (CHUNKS > 1) and ((k + STEP) % chunk == 0):
+        for k in range(begin, end, STEP):
+            x = x_desc.load([row * ROWS, k])
+            w = w_desc.load([channel * CHANNELS, k])
+            acc = tl.dot(w, x.T, acc) if FLIP else tl.dot(x, w.T, acc)
+            if (CHUNKS > 1 and not SPREAD) and ((k + STEP) % chunk == 0):
                 total += acc
-                acc = tl.zeros([ROWS, CHANNELS], tl.float32)
-                if GATED:
-                    up_total += up_acc
-                    up_acc = tl.zeros([ROWS, CHANNELS], tl.float32)
-        if CHUNKS > 1:
+                acc = _nothing(ROWS, CHANNELS, FLIP)
+        last = True
+        if CHUNKS > 1 and not SPREAD:
             acc += total
-            if GATED:
-                up_acc += up_total
-        m = first_row + tl.arange(0, ROWS)
-        n = first_channel + tl.arange(0, CHANNELS)
-        if BIAS:
-            acc += tl.load(bias_ptr + n, mask=n < channels, other=0.0).to(tl.float32)[None, :]
-        if GATED:
+        m = tl.arange(0, ROWS)[None, :] if FLIP else tl.arange(0, ROWS)[:, None]
+        n = tl.arange(0, CHANNELS)[:, None] if FLIP else tl.arange(0, CHANNELS)[None, :]
+        if SPREAD:
+            sums = sums_ptr + tile.to(tl.int64) * (CHUNKS * SIZE) + (n * ROWS + m if FLIP else m * CHANNELS + n)
+            tl.store(sums + part * SIZE, acc)
+            tl.debug_barrier()  # all of this program's sums are written before it says so
+            last = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == CHUNKS - 1
+            if last:
+                tl.store(arrivals_ptr + tile, 0)
+                tl.debug_barrier()
+                acc = _add_up(sums, CHUNKS, SIZE, acc)
+        if last:
+            m += row * ROWS
+            n += channel * CHANNELS
             if BIAS:
-                up_acc += tl.load(bias_ptr + channels + n, mask=n < channels, other=0.0).to(tl.float32)[None, :]
-            acc = _silu_and_mul(acc, up_acc, dtype)
-        out = out_ptr + m.to(tl.int64)[:, None] * channels + n[None, :]
-        tl.store(out, acc.to(dtype), mask=(m < rows)[:, None] & (n < channels)[None, :])
+                acc += tl.load(bias_ptr + n, mask=n < channels, other=0.0).to(tl.float32)
+            out = out_ptr + m.to(tl.int64) * channels + n
+            tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(m < rows) & (n < channels))
+
+
+@triton.jit
+def _place(unit, row_tiles, channel_tiles, PROGRAMS: tl.constexpr, BAND: tl.constexpr):
+    """Return a program's tile, where it lies, and which chunk of it is the program's."""
+    tile = unit // PROGRAMS
+    band = tile // (BAND * channel_tiles)
+    height = tl.minimum(row_tiles - band * BAND, BAND)
+    within = tile % (BAND * channel_tiles)
+    return tile, band * BAND + within % height, within // height, unit % PROGRAMS
+
+
+@triton.jit
+def _nothing(ROWS: tl.constexpr, CHANNELS: tl.constexpr, FLIP: tl.constexpr):
+    return tl.zeros([CHANNELS, ROWS] if FLIP else [ROWS, CHANNELS], tl.float32)
 
 
 @triton.jit
