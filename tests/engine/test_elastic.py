@@ -122,6 +122,48 @@ def test_loans_come_and_go_under_any_sequence_of_requests(seed: int, windows: tu
     assert kv.loans.blocks == 0
 
 
+@settings(max_examples=60, deadline=None)
+@given(own=st.integers(8, 40), sizes=st.lists(st.integers(1, 60), min_size=1, max_size=4),
+       windows=st.sampled_from([(None,), (None, 16)]), lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12),
+       caching=st.booleans())
+def test_all_loans_are_back_once_nobody_runs(own: int, sizes: list[int], windows: tuple[int | None, ...],
+                                             lengths: list[int], caching: bool) -> None:
+    """Whatever the size of a loan beside the cache's own blocks: one may be larger than all of them."""
+    starts = [own + 1 + sum(sizes[:index]) for index in range(len(sizes))]
+    lender = Lender([range(start, start + size) for start, size in zip(starts, sizes, strict=True)])
+    kv = KVCache(own, 4, windows, prefix_caching=caching, most_blocks=own + sum(sizes), lender=lender)
+    for index, length in enumerate(lengths):
+        name, tokens = f"r{index}", [index] * length
+        kv.admit(name, tokens)
+        kv.grow(kv.blocks_needed(name, length) - kv.num_free)
+        if kv.extend(name, length):
+            kv.commit(name, tokens, length)
+        else:
+            kv.release(name)
+            lengths[index] = 0
+    for index, length in enumerate(lengths):
+        if length:
+            kv.release(f"r{index}")
+    while kv.shrink():
+        kv.check()
+    assert (kv.loans.blocks, sum(map(len, lender.here))) == (0, sum(sizes))
+
+
+def test_a_loan_larger_than_the_planned_blocks_goes_back_with_the_last_request() -> None:
+    lender = Lender([range(13, 51)])
+    world = World(12, host=0, tokens=64, most_blocks=50, lender=lender)
+    requests = [world.request(prompt(seed, 30), 8) for seed in range(5)]
+    lent = 0
+    while any(request.status is not Status.FINISHED for request in requests):
+        world.engine.step()
+        lent = max(lent, world.kv.loans.blocks)
+    world.run()
+    assert lent == 38
+    assert world.kv.loans.blocks == 0
+    world.engine.scheduler.check()
+    world.close()
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_prefixes_in_a_loan_are_spilled_before_it_goes_back(seed: int) -> None:
     """Blocks that only lay in borrowed bytes are found in the tier below, and none was lost on the way."""

@@ -47,12 +47,13 @@ class Loans:
         return bool(loans)
 
     def shrink(self) -> bool:
-        """Give one loan back where half of all blocks would still be free without it. Prefixes in it are forgotten,
-        once a tier below has them where there is one: until then False, and it is to be asked again."""
+        """Give one loan back where half of the blocks that stay are free: with nobody running, all go back, however
+        large. Prefixes in it are forgotten, once a tier below has them where there is one: until then False, and it is
+        to be asked again."""
         for loan in self._taken:
             free = self._pool.free + self._pool.evictable
-            if 2 * (free - len(loan)) < self._pool.num_blocks:
-                return False
+            if 2 * (free - len(loan)) < self._pool.num_blocks - len(loan):
+                continue
             if self._emptied([block for block in loan if self._pool.state(block) is not FREE]):
                 assert self.lender is not None
                 self._pool.remove(set(loan))
