@@ -93,14 +93,14 @@ class Model:
             self.slots[sum(quotas[:layer]) : sum(quotas[:layer]) + quota] = self.runs[layer][:quota]
         self.arena = ExpertArena(self.slots, self.record)
 
-    def paged(self, host: HostShare | None = None) -> PagedExperts:
+    def paged(self, host: HostShare | None = None, paged_tokens: int = PAGED_TOKENS) -> PagedExperts:
         quotas, k = self.quotas, self.config.experts_per_token
-        assert all(quota == 0 or quota > PAGED_TOKENS * k for quota in quotas)
-        table = PageTable.make(quotas, self.config.num_experts, PAGED_TOKENS * k, 16, torch.device("cpu"))
-        fill_table(table, quotas)
         streamed = self.slots[sum(quotas) :]
+        table = PageTable.make(quotas, self.config.num_experts, paged_tokens * k, 16, torch.device("cpu"),
+                               len(streamed))
+        fill_table(table, quotas)
         buffers = StreamBuffers(streamed, len(streamed) // 2, None)
-        return PagedExperts(self.arena, table, self.runs, buffers, PAGED_TOKENS, k, host)
+        return PagedExperts(self.arena, table, self.runs, buffers, paged_tokens, k, host)
 
     def check(self, experts: CudaExperts, steps: int, seed: int) -> None:
         config, rng = self.config, random.Random(seed)
@@ -128,6 +128,25 @@ def test_missing_experts_are_fetched_or_stream_past(name: str) -> None:
     model.check(experts, steps=12, seed=1)
     assert experts.traffic.expert_misses > 0
     assert experts.traffic.bytes_moved > experts.traffic.expert_misses * model.record.nbytes
+
+
+@pytest.mark.parametrize(("name", "quota"), [("gpt-oss", 5), ("qwen3-moe", 9)])
+def test_a_step_of_many_tokens_fetches_each_missing_expert_once(name: str, quota: int) -> None:
+    """Also where it asks for more experts than its layers have slots, of which some are lent."""
+    model = Model(name, [quota, quota + 1], 4)
+    experts = model.paged(paged_tokens=40)
+    lent = [(layer, experts.lend(layer, 2)) for layer in (0, 1)]
+    for _, slots in lent:
+        experts.arena.slots[slots.start : slots.stop].fill_(255)
+    assert experts.paged_tokens == 40
+    model.check(experts, steps=5, seed=11)
+    traffic = experts.traffic
+    assert traffic.bytes_moved == traffic.expert_misses * model.record.nbytes  # nothing streamed
+    assert traffic.expert_misses + traffic.expert_hits <= 5 * 2 * model.config.num_experts
+    for layer, slots in lent:
+        assert bool((experts.arena.slots[slots.start : slots.stop] == 255).all()) or not slots
+        experts.give_back(layer, slots)
+    model.check(experts, steps=2, seed=12)
 
 
 @pytest.mark.parametrize("name", starved.MIXTURES)
@@ -186,7 +205,7 @@ def test_slots_can_be_lent_and_given_back(name: str) -> None:
     lent = [(layer, experts.lend(layer, 2)) for layer in (0, 1) for _ in range(12)]
     assert sum(len(slots) for _, slots in lent) == 2 * (model.quotas[0] - k - 1)  # what a token may need stays
     assert not lent[-1][1]
-    assert experts.paged_tokens == 1  # and steps of more tokens stream
+    assert experts.paged_tokens == min(PAGED_TOKENS, (k + 1 + 4) // k)  # and steps of more tokens stream
     for _, slots in lent:
         experts.arena.slots[slots.start : slots.stop].fill_(255)
     model.check(experts, steps=8, seed=6)

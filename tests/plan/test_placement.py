@@ -14,6 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from spillover.errors import PlanError
+from spillover.kernels.moe.page_table import num_passes
 from spillover.kernels.moe.records import Record
 from spillover.models.architectures import gpt_oss, llama, qwen3_moe
 from spillover.models.config import ModelConfig
@@ -21,7 +22,7 @@ from spillover.models.weight_specs import kept_on
 from spillover.models.weights import one_expert_of, split_experts
 from spillover.plan.placement import SLOTTED, WeightPlan
 from spillover.plan.planner import Plan, PlanRequest, make_plan
-from spillover.plan.strategies import Choice, Strategies
+from spillover.plan.strategies import MOST_PASSES, Choice, Strategies
 from spillover.plan.units import weight_units
 from spillover.units import parse_bytes
 from support.loading import dummy_weights
@@ -92,8 +93,10 @@ def test_a_plan_keeps_to_its_budgets_and_places_each_unit_once(flags: dict[str, 
         k, experts = config.experts_per_token, config.num_experts
         assert placed.quota <= experts
         assert placed.paged_tokens == flags["paged_tokens"] or flags["paged_tokens"] is None
-        if plan.device == "cuda":  # a step finds room for all it asks for, and one more
-            assert placed.quota - placed.pinned % experts >= min(experts, placed.paged_tokens * k + 1)
+        if plan.device == "cuda":
+            # A token's experts find room, and one more; what pinned experts leave is room for a step's.
+            tokens = placed.paged_tokens if placed.strategy == "pinned" else 1
+            assert placed.quota - placed.pinned % experts >= min(experts, tokens * k + 1)
             assert placed.transit >= 2
 
 
@@ -211,15 +214,25 @@ def test_experts_are_paged_through_equal_quotas_and_all_else_stays() -> None:
     assert placed.record_bytes % 256 == 0
     assert placed.host_bytes == 4 * 64 * placed.record_bytes
     assert placed.slots == 4 * placed.quota + placed.transit
-    assert (placed.paged_tokens, placed.pinned) == (min(8, (placed.quota - 1) // 4), 0)
+    assert (placed.paged_tokens, placed.pinned) == (64, 0)
     assert placed.spare_slots == 4 * (placed.quota - 4 - 1)  # a token's experts, and one to give up
 
 
 def test_asked_tokens_are_kept_or_refused() -> None:
-    _, placed = half("experts", paged_tokens=2)
-    assert placed.paged_tokens == 2
+    for tokens in (2, 100):  # what finds no slot passes through transit
+        assert half("experts", paged_tokens=tokens)[1].paged_tokens == tokens
+    assert half("pinned", paged_tokens=2)[1].paged_tokens == 2
     with pytest.raises(PlanError, match="raise --gpu-memory to at least"):
-        make_plan(PlanRequest(gpu_memory=HALF // 2, weights="experts", paged_tokens=8), MANY, MANY_SPECS, GPU)
+        make_plan(PlanRequest(gpu_memory=HALF // 2, weights="pinned", paged_tokens=8), MANY, MANY_SPECS, GPU)
+
+
+def test_little_transit_pages_steps_that_need_few_passes() -> None:
+    strategies = Strategies(UNITS, "cuda", 1 << 40)
+    plan = strategies.place(Choice("experts"), strategies.least(Choice("experts")) or 0)
+    assert plan is not None
+    assert (plan.quota, plan.transit) == (5, 2)
+    passes = [num_passes(tokens * 4, 64, 5, 2) for tokens in (plan.paged_tokens, plan.paged_tokens + 1)]
+    assert passes[0] <= MOST_PASSES < passes[1]
 
 
 def test_layers_stay_evenly_where_others_are_fetched_ahead_and_first_where_they_are_not() -> None:

@@ -9,10 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from spillover.kernels.moe.page_table import num_passes
 from spillover.plan.placement import UnitBytes, WeightPlan
 from spillover.plan.units import Units, part_layer
 
-PAGED_TOKENS = 8  # tokens of a step whose misses are fetched within it, where the slots allow
+PAGED_TOKENS = 64  # tokens of a step whose misses are fetched within it: more go to nearly all experts of a layer ...
+MOST_PASSES = 6  # ... and as many passes over a layer as this, most of them with nothing to do, are still cheap
+HOSTED_TOKENS = 8  # of a step whose experts the host computes, or that keeps to slots of which most are pinned
 LEAST_TRANSIT = 2  # slots: one is filled while the other is computed with
 GROUP_BYTES = 100 << 20  # experts that stream together: they fill a link, and a GPU while it computes with them
 TRANSIT_SHARE = 10  # stream buffers take at most one in n slots
@@ -89,7 +92,7 @@ class Strategies:
                 if slots:
                     experts = dict.fromkeys(units.stacks, "paged" if strategy == "experts" else strategy)
                     return self._sized(WeightPlan(strategy, parts, experts, ring=ring, transit=LEAST_TRANSIT,
-                                                  quota=self._least_quota(self.paged_tokens or 1)))
+                                                  quota=self._least_quota(self._tokens_in_slots(strategy))))
                 experts = {layer: "resident" if parts[f"layers.{layer}"] == "resident" else "streamed"
                            for layer in units.stacks}
                 return self._sized(WeightPlan(strategy, parts, experts, ring=ring))
@@ -170,17 +173,17 @@ class Strategies:
         units, quota = self.units, plan.quota
         if not quota:
             hosted = "host" in plan.experts.values()
-            return replace(plan, paged_tokens=(self.paged_tokens or PAGED_TOKENS) if hosted else 0)
-        # What stays for ever is worth more than room for the others, of which a step of one token needs few.
-        some = plan.strategy == "pinned" and quota < units.num_experts
-        free = max(self._least_quota(1), quota // 8) if some else quota
-        tokens = self.paged_tokens or next(
-            (count for count in range(PAGED_TOKENS, 1, -1) if self._slots_used(count) <= free), 1)
-        least = self._least_quota(tokens)
+            return replace(plan, paged_tokens=(self.paged_tokens or HOSTED_TOKENS) if hosted else 0)
         if plan.strategy != "pinned":
-            # With fewer slots only smaller steps fetch for themselves, unless their size was asked for.
-            kept = least if self.paged_tokens else self._least_quota(1)
-            return replace(plan, paged_tokens=tokens, spare_slots=(quota - kept) * len(plan.slot_layers))
+            tokens = self.paged_tokens or max(1, largest(lambda count: num_passes(
+                count * units.experts_per_token, units.num_experts, quota, plan.transit) <= MOST_PASSES, PAGED_TOKENS))
+            spare = (quota - self._least_quota(1)) * len(plan.slot_layers)
+            return replace(plan, paged_tokens=tokens, spare_slots=spare)
+        # What stays for ever is worth more than room for the others, of which a step of one token needs few.
+        free = max(self._least_quota(1), quota // 8) if quota < units.num_experts else quota
+        tokens = self.paged_tokens or next(
+            (count for count in range(HOSTED_TOKENS, 1, -1) if self._slots_used(count) <= free), 1)
+        least = self._least_quota(tokens)
         return replace(plan, paged_tokens=tokens, pinned=quota if quota == units.num_experts else quota - least)
 
     def _with_host_and_disk(self, plan: WeightPlan) -> WeightPlan:
@@ -245,6 +248,10 @@ class Strategies:
         if self.device == "cpu":  # experts are fetched and computed one after another
             return min(1, self.units.num_experts)
         return self._slots_used(tokens)
+
+    def _tokens_in_slots(self, strategy: str) -> int:
+        """Return the tokens of a step for which a layer has slots: without them more experts pass through transit."""
+        return self.paged_tokens or 1 if strategy == "pinned" else 1
 
     def _slots_used(self, tokens: int) -> int:
         """Return the slots of a layer that a step uses: every expert asked for, and one to give up for the next."""

@@ -58,15 +58,15 @@ def stacks(arena: Tensor, offsets: list[tuple[int, Tensor]], like: tuple[Experts
 class Paged:
     """A layer's experts at home in host memory, and an arena of few slots for two layers of which it is the second."""
 
-    def __init__(self, shape: tuple[Any, ...], tokens: int, quota: int = 6) -> None:
+    def __init__(self, shape: tuple[Any, ...], tokens: int, quota: int = 6, transit: int = 0) -> None:
         form, hidden, inner, clamped, dtype = shape
         self.limit = 1.5 if clamped else None
         self.x, self.scores, *self.whole = case(form, tokens, hidden, inner, EXPERTS, dtype, clamped)
         self.first, self.second = self.whole
         self.records, self.offsets, nbytes = laid_out(self.first, self.second)
-        self.arena = torch.full((2 + quota, nbytes), 0xAB, dtype=torch.uint8, device=DEVICE)
+        self.arena = torch.full((2 + quota + transit, nbytes), 0xAB, dtype=torch.uint8, device=DEVICE)
         self.slots = stacks(self.arena, self.offsets, (self.first, self.second))
-        self.table = PageTable.make([2, quota], EXPERTS, 16, 4, torch.device(DEVICE))
+        self.table = PageTable.make([2, quota], EXPERTS, 40, 4, torch.device(DEVICE), transit)
         object.__setattr__(self.table, "quota", quota)  # nobody asks the first layer for anything
         self.tiles = tuple(Tile(16, rows, 128, 4, 2) for rows in (64, 128))
         self.few = tuple(Tile(1, rows, 256 if form == "mxfp4" else 128, 4, 2) for rows in (64, 128))
@@ -111,6 +111,23 @@ def test_paged_is_resident_to_the_bit(shape: tuple[Any, ...], few: bool) -> None
     assert hits > 0
     assert gathered > 6  # more than there are slots: some were taken from others
     assert hosted == 0
+
+
+@pytest.mark.parametrize(("shape", "tokens"), [(SHAPES[0], 5), (SHAPES[2], 5), (SHAPES[0], 9)])
+def test_more_experts_than_slots_are_resident_to_the_bit(shape: tuple[Any, ...], tokens: int) -> None:
+    """What does not find a slot passes through transit, several times if need be."""
+    there = Paged(shape, tokens, quota=4, transit=3)
+    kwargs = {"tiles": there.few if tokens <= moe.FEW_TOKENS else there.tiles}
+    rng = random.Random(4)
+    for _ in range(2):
+        there.table.advance()
+        x, scores = there.draw(rng, tokens)
+        found = there.mixed(x, scores, **kwargs)
+        assert torch.equal(found, moe.mixture(x, scores, *there.whole, K, True, there.limit, **kwargs))
+        there.table.check()
+    hits, gathered, _ = there.table.totals[1].tolist()
+    assert hits > 0
+    assert 4 < gathered <= 2 * EXPERTS - hits  # each expert once a step, however many tokens ask for it
 
 
 def test_the_plain_paged_mixture_is_near() -> None:
@@ -204,6 +221,21 @@ def test_the_host_computes_some_experts_while_others_pass(tokens: int) -> None:
             assert_near(passes.end(), moe.mixture(x, scores, *there.whole, K, True, there.limit, **kwargs), 1e-5)
     assert set(layers) == {1}
     assert not queue.failed
+
+
+def test_each_row_follows_its_own_place_in_recorded_routing() -> None:
+    there = Paged(SHAPES[0], 3)
+    replay = torch.tensor([[[0, 1], [8, 3]], [[0, 1], [4, 2]], [[0, 1], [5, 3]]], dtype=torch.int32, device=DEVICE)
+    at = torch.tensor([7, 2, 0], dtype=torch.int32, device=DEVICE)
+    found = there.mixed(there.x, there.scores, replay=replay, replay_at=at, tiles=there.few)
+    only = torch.full_like(there.scores, float("-inf"))
+    wanted = replay[at.long() % 3, 1].long()
+    only.scatter_(1, wanted, there.scores.gather(1, wanted))
+    assert_near(found, moe.mixture(there.x, only, *there.whole, K, True, there.limit, tiles=there.few), 1e-5)
+    plain = Paged(SHAPES[0], 3)
+    assert_near(found, paged_mixture_reference(
+        plain.x, plain.scores, plain.table, 1, plain.records, plain.arena, *plain.slots, K, True, plain.limit,
+        replay=replay, replay_at=at), 1e-5)
 
 
 def test_replayed_routing_takes_the_place_of_the_router() -> None:

@@ -28,8 +28,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXPERTS, BYTES = 11, 768
 
 
-def twins(quotas: list[int], pairs: int = 8, log_rows: int = 3) -> tuple[PageTable, PageTable]:
-    one, other = (PageTable.make(quotas, EXPERTS, pairs, log_rows, DEVICE) for _ in range(2))
+def twins(quotas: list[int], pairs: int = 8, log_rows: int = 3, transit: int = 0) -> tuple[PageTable, PageTable]:
+    one, other = (PageTable.make(quotas, EXPERTS, pairs, log_rows, DEVICE, transit) for _ in range(2))
     return one, other
 
 
@@ -46,6 +46,11 @@ def assert_same_work(found: Resolution, expected: Resolution) -> None:
     assert torch.equal(found.gathers[:gathers], expected.gathers[:gathers])
     assert torch.equal(found.hosted[:hosted], expected.hosted[:hosted])
     assert torch.equal(found.place, expected.place)
+    assert (found.row is None) == (expected.row is None)
+    assert found.row is None or torch.equal(found.row, expected.row)
+    assert len(found.later) == len(expected.later)
+    for one, other in zip(found.later, expected.later, strict=True):
+        assert_same_work(one, other)
 
 
 def chosen(rng: random.Random, tokens: int, k: int) -> Tensor:
@@ -81,6 +86,50 @@ def test_a_random_walk_is_the_plain_one(seed: int, hosted: bool) -> None:
     assert hits > 0
     assert gathered > 26  # slots were taken from somebody
     assert (with_host > 0) == hosted
+
+
+@pytest.mark.parametrize("transit", [1, 3])
+@pytest.mark.parametrize("hosted", [False, True])
+def test_more_experts_than_slots_pass_through_transit(transit: int, hosted: bool) -> None:
+    """Each is fetched once, whatever the tokens that ask for it, and is in one pass; the layer's slots stay its own."""
+    rng, quotas = random.Random(transit), [4, 3, 6]
+    table, expected = twins(quotas, 24, transit=transit)
+    split = torch.tensor([0, 0, 1, 1, 2, 2], dtype=torch.int32, device=DEVICE) if hosted else None
+    records = torch.randint(0, 256, (3, EXPERTS, BYTES), dtype=torch.uint8)
+    records = records.pin_memory() if DEVICE.type == "cuda" else records
+    slots = torch.zeros(sum(quotas) + transit, BYTES, dtype=torch.uint8, device=DEVICE)
+    most = 0
+    for _ in range(10):
+        table.advance()
+        expected.advance()
+        for layer in range(3):
+            ids = chosen(rng, rng.choice([1, 3, 8]), 3)
+            found = device.resolve(ids, table, layer, split)
+            assert_same_work(found, resolve_reference(ids, expected, layer, split))
+            assert_same(table, expected)
+            table.check()
+            computed: list[int] = []
+            for each in (found, *found.later):
+                device.gather(each, records[layer], slots, programs=3, nbytes=512)
+                assert each.row is not None
+                there = (each.row != NONE).nonzero().flatten().cpu()
+                assert torch.equal(slots[each.row[there.to(DEVICE)].long()].cpu(), records[layer][there])
+                computed += there.tolist()
+            with_host = set(found.hosted[: int(found.counts[1]), 1].tolist())
+            assert len(computed) == len(set(computed))
+            assert with_host.isdisjoint(computed)
+            assert set(ids.flatten().tolist()) <= with_host | set(computed)
+            most = max(most, len(set(ids.flatten().tolist())) - quotas[layer])
+    assert most > transit  # so that there was more than one pass
+    assert (int(table.totals[:, 2].sum()) > 0) == hosted
+
+
+def test_the_host_gets_the_experts_with_the_fewest_tokens() -> None:
+    table = PageTable.make([9], EXPERTS, 12, 2, DEVICE)
+    ids = torch.tensor([[1, 5], [1, 7], [5, 1], [3, 2]], dtype=torch.int32, device=DEVICE)
+    found = device.resolve(ids, table, 0, torch.tensor([0, 0, 0, 0, 0, 3], dtype=torch.int32, device=DEVICE))
+    assert found.hosted[:3, 1].tolist() == [7, 3, 2]
+    assert found.gathers[:2, 0].tolist() == [1, 5]
 
 
 def fill(table: PageTable, experts: list[int]) -> None:
@@ -170,9 +219,11 @@ def posted(counts: list[int], pairs: int, place: list[int]) -> Resolution:
     )
 
 
-def test_mail_is_posted_as_the_plain_one() -> None:
+@pytest.mark.parametrize("tokens", [2, 3])
+def test_mail_is_posted_as_the_plain_one(tokens: int) -> None:
+    """Only the rows of tokens that are asked about, where they are fewer than all."""
     found, expected = (HostExpertQueue.make(3, 6, 40, DEVICE) for _ in range(2))
-    x = torch.randn(2, 40, dtype=torch.bfloat16, device=DEVICE)
+    x = torch.randn(tokens, 40, dtype=torch.bfloat16, device=DEVICE)
     for layer, resolution in ((3, posted([0, 2], 4, [-1, 0, 1, -1])), (4, posted([0, 0], 4, [-1] * 4))):
         device.post(x, resolution, layer, found)
         post_reference(x, resolution, layer, expected)

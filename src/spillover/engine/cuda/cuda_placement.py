@@ -103,7 +103,8 @@ def _experts(placed: PlacedParts, layers: Sequence[int], quotas: Sequence[int], 
     if placement.strategy == "demand" or len(records) < len(layers):
         return FetchedExperts(arena, filled_cache(placement, placed.num_experts, policy),
                               lambda index, expert: placed.expert_bytes(layers[index], expert), transfers.demand)
-    table = PageTable.make(quotas, placed.num_experts, max(1, placement.paged_tokens) * k, LOG_ROWS, slots.device)
+    table = PageTable.make(quotas, placed.num_experts, max(1, placement.paged_tokens) * k, LOG_ROWS, slots.device,
+                           placement.transit)
     fill_table(table, quotas)
     policy.on_load(len(layers), placed.num_experts, placement.quota)
     table.worth.copy_(torch.tensor([list(policy.worth(layer)) for layer in range(len(layers))]))

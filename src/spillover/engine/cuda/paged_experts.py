@@ -1,8 +1,10 @@
 """Experts that the device itself fetches in the middle of a step, into a few slots per layer.
 
 Up to `paged_tokens` tokens nothing in a step waits for the host: the device looks experts up in its page table, fetches
-those it misses straight from pinned host memory, and leaves some of them to the host's cores where that is faster. Such
-a step can be captured as a CUDA graph. Larger ones, prefill above all, stream what they miss (`expert_stream`).
+those it misses straight from pinned host memory, each once whatever the number of tokens that go to it, and leaves some
+of them to the host's cores where that is faster. Where a step asks for more experts than a layer has slots, the rest
+pass through the stream buffers' slots, in further passes. Such a step can be captured as a CUDA graph. Larger ones,
+prefill above all, stream all that is missing (`expert_stream`).
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from spillover.engine.weights.traffic import WeightTraffic
 from spillover.kernels.moe.page_table import LENT, NONE, PageTable
 from spillover.kernels.moe.paged_moe import paged_mixture
 from spillover.memory.transfer.link_queue import Priority
+
+UNPADDED_ROWS = 8  # of the largest step whose graph has no padding, which would ask for a token's experts too
 
 
 class PagedExperts(GraphAware):
@@ -41,24 +45,25 @@ class PagedExperts(GraphAware):
         self._buffers = buffers
         self._gathered = 0  # experts that the device had fetched when it was last asked
         self._routing: Tensor | None = None
+        self.replay_at: Tensor | None = None  # int32 [T]: the row of the routing that each row of the step follows
         self._first: list[int] = table.first.tolist()
         self._lent: list[set[int]] = [set() for _ in records]
-        self._room: list[int] = []  # tokens that layers have slots for, of which some are lent
+        self._room: list[int] = []  # tokens that layers have room for in one pass, of which more than half is lent
 
     @property
     def paged_tokens(self) -> int:
-        """Return the tokens of the largest step that pages now: it needs a slot for each expert that its tokens may ask
-        for, and one to give up."""
+        """Return the tokens of the largest step that pages now: loans of more than half of a layer's slots leave room
+        for the experts of fewer tokens."""
         return min([self._most_paged, *self._room])
 
     def replay(self, routing: Tensor) -> None:
-        """Let steps that page follow recorded routing int32 [N, L, k] from now on, a row per step, instead of their
-        router; CUDA graphs captured before do not."""
+        """Let steps that page follow recorded routing int32 [N, L, k] from now on instead of their router, one row for
+        all tokens of a step, or for each that of `replay_at`; CUDA graphs captured before do not."""
         self._routing = routing
 
     @property
     def max_unpadded_rows(self) -> int:
-        return self.paged_tokens
+        return min(UNPADDED_ROWS, self.paged_tokens)
 
     def graph_version(self, rows: int) -> int | None:
         return 0 if rows <= self.paged_tokens else self._stream.graph_version(rows)
@@ -87,7 +92,7 @@ class PagedExperts(GraphAware):
         queue = self._host.queue if self._host is not None and split is not None else None
         return paged_mixture(
             x, scores, self.table, layer, self._records[layer], self.arena.slots, self.arena.first, self.arena.second,
-            k, renormalize, limit, split, queue, self._routing,
+            k, renormalize, limit, split, queue, self._routing, self.replay_at,
         )
 
     @property
@@ -131,8 +136,8 @@ class PagedExperts(GraphAware):
 
     def _count_room(self) -> None:
         slots = [end - first for first, end in zip(self._first, self._first[1:], strict=False)]
-        left = {count - len(lent) for count, lent in zip(slots, self._lent, strict=True) if lent}
-        self._room = [(count - 1) // self._k for count in left]
+        left = {count - len(lent) for count, lent in zip(slots, self._lent, strict=True) if len(lent) > count // 2}
+        self._room = [(count + self.table.transit) // self._k for count in left]
 
     def sleep(self) -> None:
         self.arena.sleep()

@@ -16,6 +16,13 @@ OLDEST = (1 << 17) - 1  # steps; experts unused for longer than that are equally
 PATIENCE = 1 << 21  # looks at the queue before the device gives up; one takes about a microsecond
 
 
+def num_passes(pairs: int, experts: int, quota: int, transit: int) -> int:
+    """Return the passes of a step of n (token, expert) pairs over a layer with `quota` slots: the first goes over the
+    layer's slots and all of transit, each other over transit alone. Counts on half of the slots: others may be lent."""
+    over = min(pairs, experts) - (quota - quota // 2)
+    return max(1, -(-over // transit)) if transit else 1
+
+
 @dataclass(frozen=True)
 class PageTable:
     """The page table of L layers of E experts in S slots; all of it on the device but the log."""
@@ -29,9 +36,11 @@ class PageTable:
     totals: Tensor  # int64 [L, 3]: distinct experts asked for that were there, gathered, computed by the host
     log: Tensor  # int16 [R, L, P], in host memory: who was asked for, a row for step % R; -1 past the pairs
     quota: int  # slots of the layer that has fewest, of those that have any
+    transit: int  # slots after all layers', that experts pass through where a step asks for more than a layer has slots
 
     @staticmethod
-    def make(quotas: Sequence[int], experts: int, pairs: int, log_rows: int, device: torch.device) -> PageTable:
+    def make(quotas: Sequence[int], experts: int, pairs: int, log_rows: int, device: torch.device,
+             transit: int = 0) -> PageTable:
         """Make an empty table. `quotas`: slots of each layer; `pairs`: the most (token, expert) pairs of a step."""
         layers, slots = len(quotas), sum(quotas)
         assert max(quotas, default=0) <= min(experts, MOST_SLOTS), "more slots than experts"
@@ -48,6 +57,7 @@ class PageTable:
             torch.zeros(layers, 3, dtype=torch.int64, device=device),
             log,
             min((quota for quota in quotas if quota), default=0),
+            transit,
         )
 
     @property
@@ -57,6 +67,14 @@ class PageTable:
     @property
     def experts(self) -> int:
         return self.slot_of.shape[1]
+
+    def passes(self, pairs: int) -> int:
+        """Return the passes of a step of n pairs."""
+        # A layer without any slot leaves all to the host.
+        found = num_passes(pairs, self.experts, self.quota, self.transit) if self.quota else 1
+        assert not self.quota or self.transit or self.quota >= min(pairs, self.experts), \
+            "fewer slots than a step may ask for"
+        return found
 
     def advance(self) -> None:
         """Begin the next step."""
@@ -74,9 +92,11 @@ class PageTable:
 
 @dataclass(frozen=True)
 class Resolution:
-    """What is to be done for the P pairs of one layer of a step; all on the device."""
+    """What is to be done for the P pairs of one layer of a step, before its first pass; all on the device."""
 
     counts: Tensor  # int32 [2]: gathers, pairs for the host
     gathers: Tensor  # int32 [P, 2]: expert, slot that its record is to be copied into
     hosted: Tensor  # int32 [P, 4]: token, expert, pair, 0 of pairs for the host
     place: Tensor  # int32 [P]: which of `hosted` a pair is, NONE where the device computes it
+    row: Tensor | None = None  # int32 [E]: slots of the experts of this pass, else NONE; None: as the page table says
+    later: tuple[Resolution, ...] = ()  # what is to be gathered before each further pass, and its row

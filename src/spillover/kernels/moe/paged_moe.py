@@ -25,21 +25,24 @@ def paged_mixture(
     x: Tensor, scores: Tensor, table: PageTable, layer: int, records: Tensor, slots: Tensor, first: Experts,
     second: Experts, k: int, renormalize: bool, limit: float | None = None,
     split: Tensor | None = None, queue: HostExpertQueue | None = None, replay: Tensor | None = None,
+    replay_at: Tensor | None = None,
 ) -> Tensor:
     """x [T, H], scores [T, E] -> [T, H]: kernels.moe.moe.mixture where `first` and `second` are stacks of slots.
 
     `records` uint8 [E, bytes] are the layer's experts in host memory and `slots` uint8 [S, bytes] the arena that the
     stacks are views of. With a `queue` the host computes what `split` (see moe.paging.resolve) gives it. `replay`
-    int32 [N, L, k]: the experts are those of row step % N, whatever the scores.
+    int32 [N, L, k]: the experts of token t are those of row replay_at[t] % N (`replay_at` int32 [T]; None: the step,
+    for all of them), whatever the scores.
     """
     if x.is_cuda:
         from spillover.kernels.triton.moe import paged_moe as on_cuda
 
         return on_cuda.paged_mixture(
-            x, scores, table, layer, records, slots, first, second, k, renormalize, limit, split, queue, replay
+            x, scores, table, layer, records, slots, first, second, k, renormalize, limit, split, queue, replay,
+            replay_at,
         )
     return paged_mixture_reference(
-        x, scores, table, layer, records, slots, first, second, k, renormalize, limit, split, queue, replay
+        x, scores, table, layer, records, slots, first, second, k, renormalize, limit, split, queue, replay, replay_at
     )
 
 
@@ -75,7 +78,7 @@ def begin_passes(
 def route_reference(
     scores: Tensor, k: int, renormalize: bool, replayed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """scores [T, E] -> ids int32 [T, k], shares float32 [T, k]; `replayed` [k]: these ids for every row instead."""
+    """scores [T, E] -> ids int32 [T, k], shares float32 [T, k]; `replayed` [T, k] or [1, k]: these ids instead."""
     scores = scores.float()
     ids = scores.topk(k).indices if replayed is None else replayed.long().expand(scores.shape[0], k)
     shares = scores.gather(-1, ids).softmax(-1) if renormalize else scores.softmax(-1).gather(-1, ids)
@@ -86,15 +89,22 @@ def paged_mixture_reference(
     x: Tensor, scores: Tensor, table: PageTable, layer: int, records: Tensor, slots: Tensor, first: Experts,
     second: Experts, k: int, renormalize: bool, limit: float | None = None,
     split: Tensor | None = None, queue: HostExpertQueue | None = None, replay: Tensor | None = None,
+    replay_at: Tensor | None = None,
 ) -> Tensor:
-    replayed = None if replay is None else replay[int(table.step) % replay.shape[0], layer]
+    at = table.step if replay_at is None else replay_at
+    replayed = None if replay is None else replay[at.long() % replay.shape[0], layer]
     ids, shares = route_reference(scores, k, renormalize, replayed)
     resolution = resolve_reference(ids, table, layer, None if queue is None else split)
     if queue is not None:
         post_reference(x, resolution, layer, queue)
     gather_reference(resolution, records, slots)
     rows = torch.zeros(ids.numel(), x.shape[1], dtype=x.dtype, device=x.device)
-    experts_reference(x, ids, table.slot_of[layer], first, second, limit, rows)
+    assert resolution.row is not None
+    experts_reference(x, ids, resolution.row, first, second, limit, rows)
+    for later in resolution.later:
+        gather_reference(later, records, slots)
+        assert later.row is not None
+        experts_reference(x, ids, later.row, first, second, limit, rows)
     return collect_reference(rows, shares, resolution, queue, x.dtype)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,9 +22,11 @@ from spillover.kernels.moe.page_table import NONE, OLDEST, PATIENCE, PageTable, 
 def resolve(ids: Tensor, table: PageTable, layer: int, split: Tensor | None = None) -> Resolution:
     """Resolve ids int32 [T, k] -> what to do so that every expert is in a slot, or with the host; update the table.
 
-    Of the m distinct experts that are not there, in ascending id, the last split[m] go to the host (`split`: int32 on
-    the device; None: none do). Each other takes a free slot, or that of an expert of its layer which is not asked for:
-    the one with the lowest (infinite worth, used now or in the step before, worth, stamp, slot).
+    Of the m distinct experts that are not there, split[m] go to the host (`split`: int32 on the device; None: none do):
+    those that the fewest tokens ask for, of equal ones the highest ids. Each other, in ascending id, takes a free slot,
+    or that of an expert of its layer which is not asked for: the one with the lowest (infinite worth, used now or in
+    the step before, worth, stamp, slot). Where no slot is left, the rest pass through those of transit, in several
+    passes if need be.
     """
     if ids.is_cuda:
         from spillover.kernels.triton.moe import paging as on_cuda
@@ -55,9 +58,7 @@ def gather(resolution: Resolution, records: Tensor, slots: Tensor) -> None:
 
 
 def resolve_reference(ids: Tensor, table: PageTable, layer: int, split: Tensor | None = None) -> Resolution:
-    pairs, k = ids.numel(), ids.shape[1]
-    # A layer without any slot leaves all to the host.
-    assert table.quota == 0 or table.quota >= min(pairs, table.experts), "fewer slots than a step may ask for"
+    pairs, k, passes = ids.numel(), ids.shape[1], table.passes(ids.numel())
     step, flat = int(table.step), ids.flatten().tolist()
     asked = sorted(set(flat))
     slot_of = table.slot_of[layer].tolist()
@@ -65,13 +66,24 @@ def resolve_reference(ids: Tensor, table: PageTable, layer: int, split: Tensor |
     hosted = 0
     if split is not None:
         hosted = min(max(int(split[min(len(missing), len(split) - 1)]), 0), len(missing))
-    gathered = missing[: len(missing) - hosted]
-    gathers = torch.zeros(pairs, 2, dtype=torch.int32)
-    for row, expert in enumerate(gathered):
-        slot = _vacate(table, layer, step, asked)
-        table.slot_of[layer, expert] = slot
-        table.owner[slot] = expert
-        gathers[row] = torch.tensor([expert, slot])
+    with_host = set(sorted(missing, key=lambda expert: (flat.count(expert), -expert))[:hosted])
+    gathered = [expert for expert in missing if expert not in with_host]
+    counts = torch.zeros(passes, 2, dtype=torch.int32)
+    gathers = torch.zeros(passes, pairs, 2, dtype=torch.int32)
+    rows = torch.full((passes, table.experts), NONE, dtype=torch.int32)
+    passing = 0
+    for expert in gathered:
+        slot, turn = _vacate(table, layer, step, asked), 0
+        if slot == NONE:
+            turn, place_in = divmod(passing, table.transit)
+            slot, passing = len(table.owner) + place_in, passing + 1
+            rows[turn, expert] = slot
+        else:
+            table.slot_of[layer, expert] = slot
+            table.owner[slot] = expert
+        gathers[turn, counts[turn, 0]] = torch.tensor([expert, slot])
+        counts[turn, 0] += 1
+    rows[0] = torch.maximum(rows[0], table.slot_of[layer].cpu())
     table.stamp[layer, asked] = step
     hits = len(asked) - len(missing)
     table.totals[layer] += torch.tensor([hits, len(gathered), hosted], device=table.totals.device)
@@ -79,18 +91,25 @@ def resolve_reference(ids: Tensor, table: PageTable, layer: int, split: Tensor |
     log.fill_(-1)
     log[:pairs] = ids.flatten().to(torch.int16).cpu()
 
-    with_host = [pair for pair, expert in enumerate(flat) if expert in missing[len(gathered) :]]
     to_host = torch.zeros(pairs, places.PAIR, dtype=torch.int32)
     place = torch.full((pairs,), NONE, dtype=torch.int32)
-    for row, pair in enumerate(with_host):
-        to_host[row] = torch.tensor([pair // k, flat[pair], pair, 0])
-        place[pair] = row
-    counts = torch.tensor([len(gathered), len(with_host)], dtype=torch.int32)
-    return Resolution(*(each.to(ids.device) for each in (counts, gathers, to_host, place)))
+    for pair, expert in enumerate(flat):
+        if expert in with_host:
+            row = int(counts[0, 1])
+            to_host[row] = torch.tensor([pair // k, expert, pair, 0])
+            place[pair] = row
+            counts[0, 1] += 1
+    return in_passes(*(each.to(ids.device) for each in (counts, gathers, to_host, place, rows)))
+
+
+def in_passes(counts: Tensor, gathers: Tensor, to_host: Tensor, place: Tensor, rows: Tensor) -> Resolution:
+    """Return the resolution of counts [passes, 2], gathers [passes, P, 2] and rows [passes, E]."""
+    first, *later = (Resolution(counts[turn], gathers[turn], to_host, place, rows[turn]) for turn in range(len(rows)))
+    return replace(first, later=tuple(later))
 
 
 def _vacate(table: PageTable, layer: int, step: int, asked: list[int]) -> int:
-    """Return a slot of the layer that may be filled; who was there is gone from the table."""
+    """Return a slot of the layer that may be filled, or NONE; who was there is gone from the table."""
     first, end = table.first[layer : layer + 2].tolist()
     owner = table.owner[first:end].tolist()
     if NONE in owner:
@@ -102,6 +121,8 @@ def _vacate(table: PageTable, layer: int, step: int, asked: list[int]) -> int:
         return worth == math.inf, stamp >= step - 1, worth, -min(step - stamp, OLDEST), slot
 
     candidates = [slot for slot, expert in enumerate(owner) if expert >= 0 and expert not in asked]
+    if not candidates:
+        return NONE
     slot = min(candidates, key=order)
     table.slot_of[layer, owner[slot]] = NONE
     return int(first + slot)
@@ -113,11 +134,13 @@ def gather_reference(resolution: Resolution, records: Tensor, slots: Tensor) -> 
 
 
 def post_reference(x: Tensor, resolution: Resolution, layer: int, mail: HostExpertQueue) -> None:
-    """Write rows x [T, H] and the pairs for the host into the queue and raise its turn; nothing if there are none."""
+    """Write the pairs for the host, and the rows of x [T, H] that they are of, into the queue and raise its turn;
+    nothing if there are none."""
     count = int(resolution.counts[1])
     if count == 0:
         return
-    mail.x[: x.shape[0]] = x.float().cpu()
+    tokens = resolution.hosted[:count, 0].long() if count < x.shape[0] else torch.arange(x.shape[0], device=x.device)
+    mail.x[tokens.cpu()] = x[tokens].float().cpu()
     mail.pairs[:count] = resolution.hosted[:count].cpu()
     mail.header[places.LAYER], mail.header[places.COUNT], mail.header[places.TOKENS] = layer, count, x.shape[0]
     mail.state[places.TURN] += 1

@@ -21,13 +21,13 @@ _CHUNK = 4096  # pairs that a program of the sort looks at in one turn
 
 def route(
     scores: Tensor, x: Tensor, k: int, renormalize: bool, gemm: GroupedGemm,
-    replay: Tensor | None = None, step: Tensor | None = None,
+    replay: Tensor | None = None, replay_at: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Route scores [T, E], x [T, H] -> (ids [T, k] int32, shares [T, k] float32, x as the first product wants it).
 
     Of equal scores the lower id comes first. Shares are those of a softmax over all experts; `renormalize` makes those
-    of the chosen ones add up to one, which is a softmax over them alone. `replay` int32 [N, k] with `step` int32 [1]:
-    every row's ids are replay[step % N] instead.
+    of the chosen ones add up to one, which is a softmax over them alone. `replay` int32 [N, k] with `replay_at` int32
+    [T], or [1] for every row: the ids of row t are replay[replay_at[t] % N] instead.
     """
     tokens, experts = scores.shape
     ids = torch.empty(tokens, k, dtype=torch.int32, device=x.device)
@@ -37,8 +37,9 @@ def route(
                                                             device=x.device)
     hidden = x.shape[1]
     _route[(tokens, 1 + triton.cdiv(hidden, _COLUMNS) if copied else 1)](
-        scores, x, ids, shares, ready, replay, step, scores.stride(0), x.stride(0),
+        scores, x, ids, shares, ready, replay, replay_at, scores.stride(0), x.stride(0),
         None if replay is None else replay.shape[0], None if replay is None else replay.stride(0),
+        SHARED_PLACE=replay_at is None or len(replay_at) == 1,
         EXPERTS=experts, PADDED=triton.next_power_of_2(experts), K=k, PADDED_K=triton.next_power_of_2(k),
         RENORMALIZE=renormalize, HIDDEN=hidden, COLUMNS=_COLUMNS, FORMAT=gemm.code, num_warps=1,
         **early(x.device),
@@ -82,8 +83,8 @@ def combine(rows: Tensor, shares: Tensor, dtype: torch.dtype) -> Tensor:
 
 @triton.jit
 def _route(
-    scores_ptr, x_ptr, ids_ptr, shares_ptr, ready_ptr, replay_ptr, step_ptr, scores_stride, x_stride,
-    replayed_steps, replay_stride,
+    scores_ptr, x_ptr, ids_ptr, shares_ptr, ready_ptr, replay_ptr, replay_at_ptr, scores_stride, x_stride,
+    replayed_steps, replay_stride, SHARED_PLACE: tl.constexpr,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, K: tl.constexpr, PADDED_K: tl.constexpr,
     RENORMALIZE: tl.constexpr, HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, FORMAT: tl.constexpr, EARLY: tl.constexpr,
 ):
@@ -103,7 +104,8 @@ def _route(
     scores = scores.to(tl.float32)
     slot = tl.arange(0, PADDED_K)
     if replay_ptr is not None:
-        row = (tl.load(step_ptr) % replayed_steps).to(tl.int64) * replay_stride
+        at = tl.load(replay_at_ptr + (0 if SHARED_PLACE else token))
+        row = (at % replayed_steps).to(tl.int64) * replay_stride
         chosen = tl.load(replay_ptr + row + slot, mask=slot < K, other=0)
         best = tl.load(scores_ptr + token * scores_stride + chosen, mask=slot < K, other=float("-inf")).to(tl.float32)
     else:

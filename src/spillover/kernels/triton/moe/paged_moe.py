@@ -29,37 +29,28 @@ def paged_mixture(
     x: Tensor, scores: Tensor, table: PageTable, layer: int, records: Tensor, slots: Tensor, first: Experts,
     second: Experts, k: int, renormalize: bool, limit: float | None = None,
     split: Tensor | None = None, queue: HostExpertQueue | None = None, replay: Tensor | None = None,
-    few_tokens: int = FEW_TOKENS, tiles: Tiles | None = None, patience: int = PATIENCE,
+    replay_at: Tensor | None = None, few_tokens: int = FEW_TOKENS, tiles: Tiles | None = None,
+    patience: int = PATIENCE,
 ) -> Tensor:
     """As kernels.moe.paged_moe.paged_mixture."""
-    tokens, experts = scores.shape
-    if tokens == 0:
+    if scores.shape[0] == 0:
         return torch.empty_like(x)
-    replayed = None if replay is None else replay[:, layer]
-    gemm = first.gemm
-    ids, shares, ready = route(scores, x, k, renormalize, gemm, replayed, table.step)
-    resolution = resolve(ids, table, layer, None if queue is None else split)
+    replayed = None if replay is None else (replay[:, layer], table.step if replay_at is None else replay_at)
+    passes = PassedMixture(x, scores, k, renormalize, first.gemm, second.width, limit, few_tokens, tiles, replayed)
+    resolution = resolve(passes.ids, table, layer, None if queue is None else split)
     if queue is None:
         gather(resolution, records, slots)
     else:
         gather_and_post(x, resolution, layer, records, slots, queue)
-    row = table.slot_of[layer]
-    if tokens <= few_tokens and gemm.few is not None:
-        chosen = tiles or gemm.few
-        h, parts = pair_room(ready, ids, second.width, x.dtype if gemm.ordered else torch.float32)
-        if queue is not None:
-            pair_products(ready, ids, shares, first, second, limit, chosen, h, parts, None, row)
-            return collect(parts, shares, resolution, queue, x.dtype, shared=not gemm.ordered, patience=patience)
-        out = torch.empty_like(x)
-        pair_products(ready, ids, shares, first, second, limit, chosen, h, parts, out, row)
-        return out
-    chosen = tiles or gemm.many_tiles(tokens * k / experts)
-    order, places = sort_by_expert(ids, experts, chosen[0].tokens)
-    h, rows = tile_room(ready, ids, second.width, x.dtype)
-    tile_products(ready, order, places, k, first, second, limit, chosen, h, rows, row)
-    if queue is not None:
-        return collect(rows, shares, resolution, queue, x.dtype, patience=patience)
-    return combine(rows, shares, x.dtype)
+    assert resolution.row is not None
+    if queue is None and not resolution.later:
+        return passes.whole(first, second, resolution.row)
+    passes.add(first, second, resolution.row)
+    for later in resolution.later:
+        gather(later, records, slots)
+        assert later.row is not None
+        passes.add(first, second, later.row)
+    return passes.end(None if queue is None else (resolution, queue), patience)
 
 
 class PassedMixture:
@@ -73,7 +64,9 @@ class PassedMixture:
     def __init__(
         self, x: Tensor, scores: Tensor, k: int, renormalize: bool, gemm: GroupedGemm, inner: int,
         limit: float | None = None, few_tokens: int = FEW_TOKENS, tiles: Tiles | None = None,
+        replay: tuple[Tensor, Tensor] | None = None,
     ) -> None:
+        """Route, and sort. `replay`: as `moe_routing.route` takes it."""
         tokens, experts = scores.shape
         self._limit, self._k, self._dtype = limit, k, x.dtype
         self._empty = torch.empty_like(x) if tokens == 0 else None
@@ -85,7 +78,7 @@ class PassedMixture:
         if tiles is None and wide(x, gemm, experts, k, inner):
             self._wide = wide_room(experts, x.shape[1], inner, x)
             gemm = self._wide[0].gemm
-        self.ids, self._shares, self._x = route(scores, x, k, renormalize, gemm)
+        self.ids, self._shares, self._x = route(scores, x, k, renormalize, gemm, *(replay or ()))
         few = gemm.few if tokens <= few_tokens else None
         self._few = few is not None
         self._shared = self._few and not gemm.ordered  # rows carry their shares
@@ -115,14 +108,25 @@ class PassedMixture:
         else:
             self._tile_products(first, second, slots_row)
 
-    def end(self) -> Tensor:
+    def whole(self, first: Experts, second: Experts, slots_row: Tensor) -> Tensor:
+        """Return the mixture in this one pass: every expert that was chosen has a slot."""
+        if not self._few:
+            self.add(first, second, slots_row)
+            return self.end()
+        out = torch.empty_like(self._plain_x)
+        pair_products(self._x, self.ids, self._shares, first, second, self._limit, self._tiles, self._h, self._rows,
+                      out, slots_row)
+        return out
+
+    def end(self, hosted: tuple[Resolution, HostExpertQueue] | None = None, patience: int = PATIENCE) -> Tensor:
+        """As of Passes. `hosted`: what was posted for the host, where that was not by `delegate`."""
         if self._empty is not None:
             return self._empty
         if self._wide is not None:
             self._tile_products(*self._wide, None)
-        if self._few or self._hosted is not None:
-            resolution, queue = self._hosted or (None, None)
-            return collect(self._rows, self._shares, resolution, queue, self._dtype, shared=self._shared)
+        resolution, queue = hosted or self._hosted or (None, None)
+        if self._few or queue is not None:
+            return collect(self._rows, self._shares, resolution, queue, self._dtype, self._shared, patience)
         return combine(self._rows, self._shares, self._dtype)
 
     def _tile_products(self, first: Experts, second: Experts, slots_row: Tensor | None) -> None:

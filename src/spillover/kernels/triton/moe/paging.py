@@ -15,6 +15,7 @@ from spillover.kernels.moe import host_expert_queue as places
 from spillover.kernels.moe import page_table
 from spillover.kernels.moe.host_expert_queue import HostExpertQueue
 from spillover.kernels.moe.page_table import PATIENCE, PageTable, Resolution
+from spillover.kernels.moe.paging import in_passes
 from spillover.kernels.triton.launch import early
 
 GATHER_PROGRAMS = 8  # each keeps GATHER_BYTES on their way over the link
@@ -35,24 +36,24 @@ _ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
 
 def resolve(ids: Tensor, table: PageTable, layer: int, split: Tensor | None = None) -> Resolution:
     """Resolve as kernels.moe.paging.resolve does."""
-    pairs, k = ids.numel(), ids.shape[1]
-    # A layer without any slot leaves all to the host.
-    assert table.quota == 0 or table.quota >= min(pairs, table.experts), "fewer slots than a step may ask for"
+    pairs, k, passes = ids.numel(), ids.shape[1], table.passes(ids.numel())
     assert pairs <= table.log.shape[2]
-    counts = torch.empty(2, dtype=torch.int32, device=ids.device)
-    gathers = torch.empty(pairs, 2, dtype=torch.int32, device=ids.device)
+    counts = torch.empty(passes, 2, dtype=torch.int32, device=ids.device)
+    gathers = torch.empty(passes, pairs, 2, dtype=torch.int32, device=ids.device)
     hosted = torch.empty(pairs, places.PAIR, dtype=torch.int32, device=ids.device)
     place = torch.empty(pairs, dtype=torch.int32, device=ids.device)
+    rows = torch.empty(passes, table.experts, dtype=torch.int32, device=ids.device)
     log_rows, layers, log_pairs = table.log.shape
     most = max(pairs, log_pairs)
     _resolve[(1,)](
         ids, table.slot_of, table.owner, table.first, table.worth, table.stamp, table.step, table.totals, table.log,
-        split, counts, gathers, hosted, place, layer, pairs, None if split is None else len(split) - 1,
-        LAYERS=layers, EXPERTS=table.experts, PADDED=triton.next_power_of_2(table.experts), K=k,
+        split, counts, gathers, hosted, place, rows, layer, pairs, None if split is None else len(split) - 1,
+        len(table.owner), PASSES=passes, TRANSIT=max(1, table.transit), LAYERS=layers,
+        EXPERTS=table.experts, PADDED=triton.next_power_of_2(table.experts), K=k,
         PADDED_PAIRS=triton.next_power_of_2(pairs), LOG_ROWS=log_rows, LOG_PAIRS=log_pairs,
         PADDED_LOG=triton.next_power_of_2(most), num_warps=1 if table.experts <= 256 else 4, **early(ids.device),
     )
-    return Resolution(counts, gathers, hosted, place)
+    return in_passes(counts, gathers, hosted, place, rows)
 
 
 def assign(ids: Tensor, hosted: Tensor) -> Resolution:
@@ -138,8 +139,9 @@ def collect(
 @triton.jit(do_not_specialize=["layer", "pairs"])
 def _resolve(
     ids_ptr, slot_of_ptr, owner_ptr, first_ptr, worth_ptr, stamp_ptr, step_ptr, totals_ptr, log_ptr, split_ptr,
-    counts_ptr, gathers_ptr, hosted_ptr, place_ptr, layer, pairs, split_last,
-    LAYERS: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr, K: tl.constexpr, PADDED_PAIRS: tl.constexpr,
+    counts_ptr, gathers_ptr, hosted_ptr, place_ptr, rows_ptr, layer, pairs, split_last, transit_first,
+    PASSES: tl.constexpr, TRANSIT: tl.constexpr, LAYERS: tl.constexpr,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, K: tl.constexpr, PADDED_PAIRS: tl.constexpr,
     LOG_ROWS: tl.constexpr, LOG_PAIRS: tl.constexpr, PADDED_LOG: tl.constexpr, EARLY: tl.constexpr,
 ):
     """Resolve in one program, with the layer's experts and slots in registers."""
@@ -160,14 +162,22 @@ def _resolve(
     end = tl.load(first_ptr + layer + 1)
 
     there = slot >= 0
-    asked = tl.histogram(ids, PADDED, mask=pair < pairs) > 0
+    tokens = tl.histogram(ids, PADDED, mask=pair < pairs)
+    asked = tokens > 0
     missing = asked & (slot < 0)
     misses = tl.sum(missing.to(tl.int32), 0)
-    rank = tl.cumsum(missing.to(tl.int32), 0) - 1
     hosts = misses * 0
+    to_host = tl.zeros((PADDED,), tl.int32)
     if split_ptr is not None:
         hosts = tl.load(split_ptr + tl.minimum(misses, split_last))
         hosts = tl.minimum(tl.maximum(hosts, 0), misses)
+        fewest = tl.where(missing, tokens * PADDED + PADDED - 1 - expert, 0x7FFFFFFF)
+        for _ in range(hosts):
+            lowest = tl.min(fewest, 0)
+            to_host = tl.where(fewest == lowest, 1, to_host)
+            fewest = tl.where(fewest == lowest, 0x7FFFFFFF, fewest)
+    missing = missing & (to_host == 0)
+    rank = tl.cumsum(missing.to(tl.int32), 0) - 1
     gathered = misses - hosts
 
     key = _order(worth, stamp, step, slot - first)
@@ -176,29 +186,41 @@ def _resolve(
     slots = tl.where(tl.sum(there.to(tl.int32), 0) < end - first, end - first, 0)
     free = tl.load(owner_ptr + first + expert, mask=expert < slots, other=0) == _NONE
     free_key = tl.where(free, expert, PADDED)
-    for turn in range(gathered):
+    room = tl.sum(free.to(tl.int32), 0) + tl.sum((key != _NOBODY).to(tl.int32), 0)
+    placed = tl.minimum(gathered, room)
+    for turn in range(placed):
         lowest_free = tl.min(free_key, 0)
         lowest = tl.min(key, 0)
         is_free = lowest_free < PADDED
-        found = is_free | (lowest != _NOBODY)
         taken = tl.where(is_free, lowest_free, (lowest & (_MOST_SLOTS - 1)).to(tl.int32)) + first
-        taken = tl.where(found, taken, _NONE)
         newcomer = tl.sum(tl.where(missing & (rank == turn), expert, 0), 0)
-        leaving = (key == lowest) & (is_free == 0) & found
+        leaving = (key == lowest) & (is_free == 0)
         slot = tl.where(leaving, _NONE, slot)
         slot = tl.where(expert == newcomer, taken, slot)
         key = tl.where(leaving, _NOBODY, key)
         free_key = tl.where(free_key == lowest_free, PADDED, free_key)
-        tl.store(owner_ptr + taken, newcomer, mask=found)
+        tl.store(owner_ptr + taken, newcomer)
         tl.store(gathers_ptr + turn * 2, newcomer)
         tl.store(gathers_ptr + turn * 2 + 1, taken)
     tl.store(slot_of_ptr + row, slot, mask=real)
     tl.store(stamp_ptr + row, step, mask=asked)
 
-    to_host = (missing & (rank >= gathered)).to(tl.int32)
+    passing = missing & (rank >= placed)
+    over = rank - placed  # of those that pass
+    through = transit_first + over % TRANSIT
+    for turn in tl.static_range(PASSES):
+        now = passing & (over // TRANSIT == turn)
+        begun = placed if turn == 0 else 0
+        entry = gathers_ptr + (turn * pairs + begun + over % TRANSIT) * 2
+        tl.store(entry, expert, mask=now)
+        tl.store(entry + 1, through, mask=now)
+        tl.store(counts_ptr + turn * 2, begun + tl.sum(now.to(tl.int32), 0))
+        tl.store(rows_ptr + turn * EXPERTS + expert, tl.where(now, through, slot if turn == 0 else _NONE), mask=real)
+        if turn > 0:
+            tl.store(counts_ptr + turn * 2 + 1, 0)
+
     mine = (tl.gather(to_host, ids, 0) > 0) & (pair < pairs)
     _to_host(ids, pair, mine, pair < pairs, hosted_ptr, place_ptr, K)
-    tl.store(counts_ptr, gathered)
     tl.store(counts_ptr + 1, tl.sum(mine.to(tl.int32), 0))
 
     totals = totals_ptr + layer * 3
@@ -276,7 +298,7 @@ def _gather_or_post(
             expert = tl.load(entry).to(tl.int64)
             slot = tl.load(entry + 1).to(tl.int64)
             at = piece % pieces * WORDS + word
-            inside = at < tl.where(slot >= 0, words, 0)
+            inside = at < words
             value = tl.load(records_ptr + expert * words + at, mask=inside)
             tl.store(slots_ptr + slot * words + at, value, mask=inside)
 
@@ -293,11 +315,13 @@ def _post(
             at = start + lane
             inside = at < count * _PAIR
             tl.store(pairs_ptr + at, tl.load(hosted_ptr + at, mask=inside), mask=inside)
-        for start in range(0, tokens * hidden, BLOCK):
-            at = start + lane
-            inside = at < tokens * hidden
-            x = tl.load(x_ptr + (at // hidden).to(tl.int64) * x_stride + at % hidden, mask=inside)
-            tl.store(mail_x_ptr + at, x.to(tl.float32), mask=inside)
+        # Each pair's row, or all rows where that is less.
+        for item in range(tl.minimum(count, tokens)):
+            token = tl.load(hosted_ptr + item * _PAIR) if count < tokens else item
+            for start in range(0, hidden, BLOCK):
+                column = start + lane
+                x = tl.load(x_ptr + tl.cast(token, tl.int64) * x_stride + column, mask=column < hidden)
+                tl.store(mail_x_ptr + token * hidden + column, x.to(tl.float32), mask=column < hidden)
         tl.store(header_ptr + _LAYER, layer)
         tl.store(header_ptr + _COUNT, count)
         tl.store(header_ptr + _TOKENS, tokens)
