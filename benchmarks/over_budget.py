@@ -4,9 +4,9 @@
 
 Weights are random, of the true shapes, and the choice of experts of steps that page is played back: "replayed" follows
 a log of a real model's routing, each request from its own place in it, widened to the model's experts a token by the
-log's own frequencies; "uniform" draws every expert alike, and is measured once. Rates are of whole runs, prefill included. Beside each stands
-what the bytes that its routing made move allow: all over the link, with the host computing its share of the misses, and
-what the device needs to compute.
+log's own frequencies; "uniform" draws every expert alike, and is measured once. Rates are of whole runs, prefill
+included. Beside each stands what the bytes that its routing made move allow: all over the link, with the host
+computing its share of the misses, and what the device needs to compute.
 """
 
 from __future__ import annotations
