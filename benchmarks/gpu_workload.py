@@ -132,16 +132,9 @@ def repeat(count: int, measure: Callable[[], float]) -> list[float]:
 
 def write(name: str, figures: Sequence[Figure], output: str | None, **details: Any) -> None:
     """Prints the figures and writes them to `output`, or to benchmarks/results/NAME.json where that is "results"."""
-    origin = {
-        "commit": commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "versions": {"python": platform.python_version(), **versions("triton")},
-        "command": shlex.join(["python", *sys.argv]),
-    }
     entries = [{"workload": name, "metric": figure.metric, "unit": figure.unit, "value": figure.value,
                 "repeats": list(figure.repeats), "limit": figure.limit, "percent_of_limit": figure.percent_of_limit,
-                **figure.details, **details, **origin} for figure in figures]
+                **figure.details, **details, **origin()} for figure in figures]
     for figure in figures:
         print(f"{name}: {figure.metric} {figure.value:,.2f} {figure.unit} "
               f"({', '.join(f'{each:,.2f}' for each in figure.repeats)}), limit {figure.limit:,.2f}, "
@@ -150,6 +143,17 @@ def write(name: str, figures: Sequence[Figure], output: str | None, **details: A
         path = RESULTS / f"{name}.json" if output == "results" else Path(output)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(entries[0] if len(entries) == 1 else entries, indent=2) + "\n")
+
+
+def origin() -> dict[str, Any]:
+    """Where a result came from."""
+    return {
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "versions": {"python": platform.python_version(), **versions("triton")},
+        "command": shlex.join(["python", *sys.argv]),
+    }
 
 
 def options(repeats: int = 3) -> Callable[[Any], Any]:

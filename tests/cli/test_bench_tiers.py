@@ -159,3 +159,26 @@ def test_blocks_are_found_again_after_a_restart(model: list[str], tmp_path: Path
         assert each["blocks_on_disk"] == (64 + 2 * (stored - 64)) // size
         assert each["bytes_on_disk"] >= each["blocks_on_disk"] * size * 256  # of KV a token, in float32
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["model"]
+
+
+def test_latency_says_where_the_time_of_a_step_goes(model: list[str], tmp_path: Path,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "measure_rates", lambda *_, **__: Rates("cpu", 1e10, 1e11))
+    run = ("--batch-size", "2,3", "--input-len", "24", "--output-len", "6", "--num-iters", "1", "--device", "cpu")
+    result = bench("latency", model, *run, "--profile", "--output-json", str(tmp_path / "out.json"))
+    assert result.exit_code == 0, result.output
+    for batch, found in zip((2, 3), written(tmp_path / "out.json")["results"], strict=True):
+        prefill, decode = found["profile"]["prefill"], found["profile"]["decode"]
+        assert (prefill["tokens"], decode["tokens"]) == (24 * batch, batch)
+        for step in (prefill, decode):
+            parts = step["parts"]
+            assert sum(part["share"] for part in parts.values()) == pytest.approx(1)
+            assert sum(part["us"] for part in parts.values()) == pytest.approx(step["profiled_step_us"])
+            assert parts["down"]["limit_us"] == pytest.approx(
+                2 * max(4 * (48 * 32 + step["tokens"] * 80) / 1e10, 2 * step["tokens"] * 48 * 32 / 1e11) * 1e6)
+            assert set(step["host_us"]) == {"scheduler", "layout", "launch", "results", "waiting"}
+        assert "A decode step, batch 2, 24 in, 2 tokens" in result.output
+    assert "Trace for" not in result.output
+    with_trace = bench("latency", model, *run[2:], "--batch-size", "1", "--profile", str(tmp_path / "traces"))
+    assert with_trace.exit_code == 0, with_trace.output
+    assert [path.name for path in (tmp_path / "traces").iterdir()] == ["latency-1x24+6.json.gz"]

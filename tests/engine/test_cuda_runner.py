@@ -78,8 +78,8 @@ def use_the_device(monkeypatch: pytest.MonkeyPatch, deterministic: bool = False)
                              transfers, decode, kv_dtype, stage, graphs=False, ordered=deterministic)
             self._graphs = PaddedSteps()
 
-        def _prepare(self, step: Any) -> Any:
-            work = super()._prepare(step)
+        def lay_out(self, step: Any) -> Any:
+            work = super().lay_out(step)
             steps.append(work)
             return work
 

@@ -46,6 +46,9 @@ class SimulatedStep:
         self.step = step
         self._tokens = tokens
 
+    def wait(self) -> None:
+        pass
+
     def result(self) -> StepResult:
         return StepResult(self._tokens, [()] * len(self._tokens), [None] * len(self._tokens))
 

@@ -1,88 +1,126 @@
-"""`spill bench latency --profile DIR`: one more batch, profiled, and where its time went beside what it had to take."""
+"""`spill bench latency --profile`: where the time of a prefill and a decode step goes, each part beside its limit."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.table import Table
 
 from spillover.bench.table import make_table
-from spillover.bench.target import BenchRequest, Generates, Limits
+from spillover.bench.target import BenchRequest, Bound, Generates, Limits
 from spillover.bench.workloads.workloads import Vocabulary
-from spillover.engine.profiling.profile import IDLE, KINDS, OTHER, Breakdown, profiled
-from spillover.plan.roofline import keys_seen
-from spillover.plan.shapes import ModelShape, model_shape
+from spillover.engine.profiling.host_clock import HOST_PARTS
+from spillover.engine.profiling.step_profile import IDLE, PhaseProfile, profile_steps
+from spillover.plan.part_limits import PartLimits
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from spillover.engine.assemble import PlannedModel
+    from spillover.engine.loop import Engine
 
 SLOWEST = 8  # kernels that are listed by name
+WARM_UP_TOKENS = 3
 
 
-def profile_batch(target: Generates, planned: PlannedModel, limits: Limits, vocabulary: Vocabulary, batch_size: int,
-                  input_len: int, output_len: int, folder: str, console: Console) -> Breakdown:
+def profile_batch(engine: Engine, target: Generates, planned: PlannedModel, limits: Limits, vocabulary: Vocabulary,
+                  batch_size: int, input_len: int, output_len: int, folder: str | None,
+                  console: Console) -> dict[str, Any]:
+    """Profile one batch, print its tables and return them for a JSON file. `folder`: where a trace is written to."""
+    plan = planned.plan
     rng = np.random.default_rng([planned.config.seed, batch_size, input_len, output_len])
-    batch = [BenchRequest(vocabulary.draw(rng, input_len), output_len) for _ in range(batch_size)]
-    name = f"latency-{batch_size}x{input_len}+{output_len}"
-    with profiled(Path(folder), name, planned.plan.device) as breakdown:
-        target.generate(batch)
-    shape = model_shape(planned.model_config, planned.specs, planned.plan.dtype)
-    least = least_seconds(shape, limits, batch_size, input_len, output_len)
-    console.print(_kinds_table(breakdown, least, f"Where the time went, batch {batch_size}, {input_len} in, "
-                                                 f"{output_len} out"))
-    console.print(_kernels_table(breakdown))
-    console.print(f"Trace for https://ui.perfetto.dev: {breakdown.trace}", highlight=False)
-    return breakdown
+
+    def generate(length: int) -> None:
+        target.generate([BenchRequest(vocabulary.draw(rng, input_len), length) for _ in range(batch_size)])
+
+    trace = None if folder is None else Path(folder) / f"latency-{batch_size}x{input_len}+{output_len}.json.gz"
+    phases = profile_steps(engine, plan.device, lambda: generate(output_len),
+                           lambda: generate(min(output_len, WARM_UP_TOKENS)), trace)
+    parts = PartLimits(planned.model_config, planned.specs, plan.dtype, plan.kv_cache_dtype)
+    found = {}
+    for phase, profile in phases.items():
+        title = f"A {phase} step, batch {batch_size}, {input_len} in"
+        bounds = part_bounds(profile, parts, limits)
+        console.print(parts_table(profile, bounds, title), host_table(profile), kernels_table(profile), sep="\n")
+        found[phase] = as_dict(profile, bounds)
+    if trace is not None:
+        console.print(f"Trace for https://ui.perfetto.dev: {trace}", highlight=False)
+    return found
 
 
-def least_seconds(shape: ModelShape, limits: Limits, batch_size: int, input_len: int,
-                  output_len: int) -> dict[str, float]:
-    """Return the least time of each kind of work by itself: one prefill, then a decode for each token."""
-    least = {"attention": 0.0, "GEMM": 0.0, "MoE": 0.0}
-    steps = [(input_len, 0)] + [(1, input_len + drawn) for drawn in range(output_len - 1)]
-    for new, context in steps:
-        tokens = new * batch_size
-        read = flops = 0.0
-        for window, layers in shape.windows:
-            cached = context if window is None else min(context, window - 1)
-            read += batch_size * layers * (cached + new) * shape.kv_layer_bytes
-            flops += batch_size * layers * 4 * shape.num_heads * shape.head_dim * keys_seen(new, context, window)
-        least["attention"] += _seconds(limits, read, flops)
-        least["GEMM"] += _seconds(limits, shape.layer_bytes + shape.head_bytes,
-                                  2.0 * shape.layer_params * tokens + 2.0 * shape.head_params * batch_size)
-        experts = shape.expert_layers * shape.distinct_experts(tokens) * shape.expert_bytes
-        params = shape.expert_layers * shape.experts_per_token * shape.expert_params
-        least["MoE"] += _seconds(limits, experts, 2.0 * params * tokens)
-    return least
+def part_bounds(profile: PhaseProfile, parts: PartLimits, limits: Limits) -> dict[str, Bound]:
+    """Return the least time of each part of a mean step; that of the whole step under ""."""
+    by_part: dict[str, list[Bound]] = {}
+    for batch in profile.batches:
+        for part, limit in parts.step(batch).items():
+            memory, compute = limit.bytes / limits.memory_rate, limit.flops / limits.matrix_rate
+            name = "memory" if memory >= compute else "compute"
+            by_part.setdefault(part, []).append(Bound(max(memory, compute), limit.bytes, limit.flops, name))
+        by_part.setdefault("", []).append(limits.step(batch))
+    return {part: _mean(bounds) for part, bounds in by_part.items()}
 
 
-def _seconds(limits: Limits, read: float, flops: float) -> float:
-    return max(read / limits.memory_rate, flops / limits.matrix_rate)
+def _mean(bounds: Sequence[Bound]) -> Bound:
+    count = len(bounds)
+    return Bound(sum(each.seconds for each in bounds) / count, sum(each.bytes for each in bounds) / count,
+                 sum(each.flops for each in bounds) / count, bounds[0].name)
 
 
-def _kinds_table(breakdown: Breakdown, least: dict[str, float], title: str) -> Table:
-    table = make_table(title, "kind", "time", "share", "limit", "of limit")
-    for kind in (*(kind for kind, _ in sorted(KINDS)), OTHER, IDLE):
-        seconds = breakdown.seconds.get(kind, 0.0)
-        if seconds == 0.0 and kind != IDLE:
-            continue
-        limit = least.get(kind)
-        cells = [f"{limit * 1e3:,.2f} ms", f"{limit / seconds:.0%}"] if limit else ["", ""]
-        table.add_row(kind, f"{seconds * 1e3:,.2f} ms", f"{breakdown.share(kind):.1%}", *cells)
-    table.add_row("all", f"{breakdown.whole * 1e3:,.2f} ms", "100.0%", "", "")
+def as_dict(profile: PhaseProfile, bounds: Mapping[str, Bound]) -> dict[str, Any]:
+    return {
+        "steps": profile.steps,
+        "tokens": profile.num_tokens,
+        "step_us": profile.whole * 1e6,
+        "profiled_step_us": profile.profiled * 1e6,
+        "limit_us": bounds[""].seconds * 1e6,
+        "kernels": sum(part.kernels for part in profile.parts.values()),
+        "parts": {name: {"us": part.seconds * 1e6, "kernels": part.kernels, "share": part.seconds / profile.profiled,
+                         "limit_us": bounds[name].seconds * 1e6 if name in bounds else None,
+                         "bound": bounds[name].name if name in bounds else None}
+                  for name, part in profile.parts.items()},
+        "host_us": {part: seconds * 1e6 for part, seconds in profile.host.items()},
+        "slowest": [{"kernel": name, "part": part, "launches": launches, "us": seconds * 1e6}
+                    for name, part, launches, seconds in profile.slowest[:SLOWEST]],
+    }
+
+
+def parts_table(profile: PhaseProfile, bounds: Mapping[str, Bound], title: str) -> Table:
+    title += f", {profile.num_tokens:,.0f} tokens; mean of {profile.steps}"
+    table = make_table(title, "part", "kernels", "us", "share", "limit us", "of limit", "bound", text=("bound",))
+    for name, part in profile.parts.items():
+        count = "" if name == IDLE else f"{part.kernels:,.0f}"
+        table.add_row(name, count, f"{part.seconds * 1e6:,.1f}", f"{part.seconds / profile.profiled:.1%}",
+                      *_limit_cells(bounds.get(name), part.seconds), end_section=name == IDLE)
+    kernels = sum(part.kernels for part in profile.parts.values())
+    table.add_row("step, profiled", f"{kernels:,.0f}", f"{profile.profiled * 1e6:,.1f}", "100.0%",
+                  *_limit_cells(bounds[""], profile.profiled))
+    table.add_row("step, as usual", "", f"{profile.whole * 1e6:,.1f}", "", *_limit_cells(bounds[""], profile.whole))
     return table
 
 
-def _kernels_table(breakdown: Breakdown) -> Table:
-    table = Table(title="Kernels that took most", title_justify="left")
+def host_table(profile: PhaseProfile) -> Table:
+    table = make_table("On the host, while the device computes", "part", "us", "share")
+    for part in HOST_PARTS:
+        seconds = profile.host[part]
+        table.add_row(part, f"{seconds * 1e6:,.1f}", f"{seconds / profile.whole:.1%}")
+    return table
+
+
+def kernels_table(profile: PhaseProfile) -> Table:
+    table = Table(title="Kernels that took most", title_justify="left", title_style="bold")
     table.add_column("kernel", max_width=80, no_wrap=True)
-    table.add_column("kind")
-    for heading in ("calls", "time", "share"):
+    table.add_column("part")
+    for heading in ("launches", "us", "share"):
         table.add_column(heading, justify="right")
-    for name, kind, calls, seconds in breakdown.slowest(SLOWEST):
-        table.add_row(name, kind, f"{calls:,}", f"{seconds * 1e3:,.2f} ms", f"{seconds / breakdown.whole:.1%}")
+    for name, part, launches, seconds in profile.slowest[:SLOWEST]:
+        table.add_row(name, part, f"{launches:,.0f}", f"{seconds * 1e6:,.1f}", f"{seconds / profile.profiled:.1%}")
     return table
+
+
+def _limit_cells(bound: Bound | None, seconds: float) -> list[str]:
+    if bound is None or seconds <= 0:
+        return ["", "", ""]
+    return [f"{bound.seconds * 1e6:,.1f}", f"{bound.seconds / seconds:.0%}", bound.name]

@@ -25,6 +25,8 @@ class LaunchedStep(Protocol):
     @property
     def step(self) -> Step: ...
 
+    def wait(self) -> None: ...  # until the step has ended
+
     def result(self) -> StepResult: ...  # waits for the step
 
 

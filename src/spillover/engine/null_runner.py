@@ -21,6 +21,9 @@ class NullStep:
         self.step = step
         self._result = result
 
+    def wait(self) -> None:
+        pass
+
     def result(self) -> StepResult:
         return self._result
 

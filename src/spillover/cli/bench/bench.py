@@ -117,8 +117,9 @@ def throughput(configs: list[EngineConfig], workload: WorkloadOptions, **options
 @click.option("--disable-detokenize", is_flag=True, help="Leave detokenization out of the measurement.")
 @click.option("--output-json", default=None, metavar="FILE", help="Write all measurements to a JSON file, each "
                                                                   "iteration included.")
-@click.option("--profile", default=None, metavar="DIR",
-              help="Profile one more iteration: write a trace for Perfetto to DIR and print where the time went.")
+@click.option("--profile", default=None, is_flag=False, flag_value="", metavar="[DIR]",
+              help="Profile one more iteration and print where the time of a step goes, part by part beside its limit. "
+                   "With DIR: write a trace for Perfetto there too.")
 @engine_options(defaults={"enable_prefix_caching": False})
 def latency(config: EngineConfig, batch_size: tuple[int, ...], input_len: int, output_len: int, num_iters_warmup: int,
             num_iters: int, temperature: float, disable_detokenize: bool, output_json: str | None,
@@ -138,7 +139,7 @@ def latency(config: EngineConfig, batch_size: tuple[int, ...], input_len: int, o
     check_counts(num_iters=num_iters, input_len=input_len, output_len=output_len, batch_size=min(batch_size))
     planned = look_at(config)
     limits, vocabulary = measure_limits(planned, console), make_vocabulary(planned)
-    results = []
+    results, profiles = [], []
     with open_llm(config) as llm:
         if max(batch_size) > llm.plan.max_num_seqs:
             raise SpilloverError(f"--batch-size {max(batch_size)} does not run as one batch under --max-num-seqs "
@@ -154,13 +155,17 @@ def latency(config: EngineConfig, batch_size: tuple[int, ...], input_len: int, o
             if profile is not None:
                 from spillover.cli.profiling import profile_batch
 
-                profile_batch(target, planned, limits, vocabulary, size, input_len, output_len, profile, console)
+                profiles.append({"profile": profile_batch(llm.engine, target, planned, limits, vocabulary, size,
+                                                          input_len, output_len, profile or None, console)})
     console.print(report.latency_table(results))
     if planned.plan.placement is not None:
         from spillover.cli.plan.plan_weights import print_predicted
 
         print_predicted(console, planned.plan.placement, results)
-    write_results(output_json, config, [result.as_dict() for result in results])
+    measured = [result.as_dict() for result in results]
+    if profiles:
+        measured = [{**result, **found} for result, found in zip(measured, profiles, strict=True)]
+    write_results(output_json, config, measured)
 
 
 def _workload(planned: PlannedModel, options: WorkloadOptions) -> ServeWorkload:

@@ -59,6 +59,9 @@ class LaunchedStep:
         self._prompts = prompts
         self._runner = runner
 
+    def wait(self) -> None:
+        self._outcome.result()
+
     def result(self) -> StepResult:
         outcome = self._outcome.result()
         drawn: list[int] = outcome.sampled.token_ids.tolist() if outcome.sampled is not None else []
@@ -86,7 +89,7 @@ class CpuRunner:
         self._stream = ThreadPoolExecutor(1, "spillover-step")
 
     def launch(self, step: Step) -> LaunchedStep:
-        work = self._lay_out(step)
+        work = self.lay_out(step)
         return LaunchedStep(step, self._stream.submit(self._execute, work), work.prompt_rows, self)
 
     def in_order(self, change: Callable[[], Changed]) -> Changed:
@@ -111,7 +114,7 @@ class CpuRunner:
         self.weights.close()
         self.transfers.close()
 
-    def _lay_out(self, step: Step) -> _Work:
+    def lay_out(self, step: Step) -> _Work:
         slots, updates = self.table.begin(step)
         for request in step.new:  # entries of the request that had the slot before
             self.table.block_tables[:, self.table[request.id].slot] = 0

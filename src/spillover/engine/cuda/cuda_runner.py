@@ -69,9 +69,12 @@ class CudaStep:
         self._ended = ended
         self._runner = runner
 
-    def result(self) -> StepResult:
+    def wait(self) -> None:
         if self._ended is not None:
             self._ended.synchronize()
+
+    def result(self) -> StepResult:
+        self.wait()
         work, table = self._work, self._runner.table
         self._runner.weights.graphs.end_step(work.offsets.shape.rows)
         drawn: list[int] = self._drawn[:work.num_samples].tolist()
@@ -202,7 +205,7 @@ class CudaRunner:
     # On the device
 
     def _launch(self, step: Step) -> CudaStep:
-        work = self._prepare(step)
+        work = self.lay_out(step)
         logprobs: SampledLogprobs | None = None
         scored: tuple[list[SampledLogprobs], ...] = ()
         rows: Tensor | None
@@ -290,7 +293,7 @@ class CudaRunner:
 
     # On the host
 
-    def _prepare(self, step: Step) -> _Work:
+    def lay_out(self, step: Step) -> _Work:
         """Lay the step out and send it."""
         self._result_row = (self._result_row + 1) % STEPS_KEPT
         table = self.table

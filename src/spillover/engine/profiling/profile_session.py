@@ -6,7 +6,7 @@ import contextlib
 import time
 from pathlib import Path
 
-from spillover.engine.profiling.profile import Breakdown, profiled
+from spillover.engine.profiling.profile import Recording, recorded
 from spillover.errors import SpilloverError
 
 MAX_STEPS = 100  # a step is about a thousand events, and the engine stands still while they are written
@@ -18,7 +18,7 @@ class ProfileSession:
     def __init__(self, device: str, max_steps: int = MAX_STEPS) -> None:
         self._device = device
         self._max_steps = max_steps
-        self._open: contextlib.AbstractContextManager[Breakdown] | None = None
+        self._open: contextlib.AbstractContextManager[Recording] | None = None
         self._trace: Path | None = None  # trace of the profile that runs, or of one that ended by itself
         self._steps = 0
 
@@ -27,7 +27,7 @@ class ProfileSession:
         if self._open is not None:
             raise SpilloverError("a profile is running already; POST /stop_profile ends it")
         name = f"serve-{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 1_000_000:06d}"
-        profile = profiled(Path(folder), name, self._device, add_up=False)
+        profile = recorded(self._device, Path(folder) / f"{name}.json.gz", events=False)
         self._trace = profile.__enter__().trace
         self._open, self._steps = profile, 0
 

@@ -1,0 +1,99 @@
+"""Tells what each kernel of a step does: by its name, and by its place between the norms that every half layer begins
+with, since one kernel serves many matrices. The same for the calls of a step on a CPU."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+
+from spillover.plan.part_limits import (
+    ATTENTION,
+    DOWN,
+    EXPERTS,
+    GATE_UP,
+    HEAD,
+    NORMS,
+    OUT,
+    QKV,
+    ROPE_STORE,
+    ROUTER,
+    SAMPLING,
+)
+
+ACTIVATION, PAGING, SUM = "activation", "expert paging", "sum of experts"
+COPIES, ROWS, OTHER = "copies", "embedding and rows", "other"
+ORDER = (COPIES, ROWS, NORMS, QKV, ROPE_STORE, ATTENTION, OUT, GATE_UP, ACTIVATION, DOWN, ROUTER, PAGING, EXPERTS, SUM,
+         HEAD, SAMPLING, OTHER)  # as a step runs them
+
+_PRODUCT, _REDUCTION, _CHOICE = "product", "sums of a product", "choice"  # what they are part of, their place tells
+# The first that matches a name; a new kernel is named here.
+_NAMES = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in (
+    (COPIES, r"memcpy|memset|_bring|update_tables|fill_tokens|aten::(copy_|index_put_)"),
+    (ATTENTION, r"attention|_ordered_(decode|prefill)|_fold_short|flash|fmha"),
+    (NORMS, r"add_rms_norm"),
+    (ROPE_STORE, r"rope|store_kv|rms_norm"),
+    (PAGING, r"_resolve|_assign|_gather_or_post|_post\b|_collect|_await"),
+    (ROUTER, r"^_route|^_sort\b|bincount"),
+    (SUM, r"_combine|index_add"),
+    (EXPERTS, r"expert|moe|mixture|_widen"),
+    (SAMPLING, r"^_(peaks|sums|pick|keep_likely)\b|sampling"),
+    (_REDUCTION, r"splitk.*reduce"),
+    (ROWS, r"embedding|indexselect|gather|aten::index"),
+    (_PRODUCT, r"linear|gemm|gemv|_(few|many)_rows|cutlass|cublas|nvjet|wgmma|aten::(mm|addmm|matmul)|^sm\d"),
+    (ACTIVATION, r"^_gate\b|silu|swiglu"),
+    (_CHOICE, r"argmax|topk|radix|scan|sort|softmax"),
+))
+
+
+def step_parts(names: Sequence[str]) -> list[str]:
+    """Return the part of the step, one of ORDER, that each of its kernels belongs to. `names`: in order of launch."""
+    kinds = [_kind(name) for name in names]
+    norms = [place for place, kind in enumerate(kinds) if kind == NORMS]
+    bounds = [0, *norms, len(kinds)]
+    parts: list[str] = []
+    for number, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        section = kinds[begin:end]
+        if number == 0 or number == len(norms):
+            parts += _outer(section, norms != [])
+        elif ATTENTION in section:
+            parts += _attention_half(section)
+        else:
+            parts += _mlp_half(section)
+    return parts
+
+
+def _kind(name: str) -> str:
+    return next((kind for kind, pattern in _NAMES if pattern.search(name)), OTHER)
+
+
+def _outer(kinds: Sequence[str], layered: bool) -> list[str]:
+    """Before the first norm, or after the last: any product makes logits, and what chooses chooses tokens."""
+    head = HEAD if layered else OTHER
+    return [{_PRODUCT: head, _REDUCTION: head, _CHOICE: SAMPLING, ACTIVATION: OTHER}.get(kind, kind) for kind in kinds]
+
+
+def _attention_half(kinds: Sequence[str]) -> list[str]:
+    attention = kinds.index(ATTENTION)
+    return [(QKV if place < attention else OUT) if kind in (_PRODUCT, _REDUCTION) else
+            OTHER if kind in (_CHOICE, ACTIVATION) else kind for place, kind in enumerate(kinds)]
+
+
+def _mlp_half(kinds: Sequence[str]) -> list[str]:
+    """The first product is the gate's and the router's; a router is followed by a choice of experts."""
+    chosen = next((place for place, kind in enumerate(kinds) if kind in (ROUTER, PAGING, EXPERTS, _CHOICE)), None)
+    parts, products = [], 0
+    for place, kind in enumerate(kinds):
+        products += kind == _PRODUCT
+        if kind in (_PRODUCT, _REDUCTION):
+            if chosen is not None:
+                parts.append(ROUTER if place < chosen else EXPERTS)
+            else:
+                parts.append(GATE_UP if products == 1 else DOWN)
+        elif kind == ACTIVATION and chosen is not None:
+            parts.append(EXPERTS)
+        elif kind == _CHOICE:
+            parts.append(ROUTER)
+        else:
+            parts.append(kind)
+    return parts

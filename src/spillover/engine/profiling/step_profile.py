@@ -1,0 +1,160 @@
+"""Where the time of a step goes: on the device by what kernels do, and on the host by what the engine's loop does.
+
+The same requests run twice: once as usual, with clocks around the loop's calls, and once recorded. Times of a kind of
+step are means over the middle half of its steps by length, so that one that was held up does not count.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from spillover.engine.loop import Engine
+from spillover.engine.profiling.host_clock import HOST_PARTS, HostStep, host_clock
+from spillover.engine.profiling.profile import Event, recorded
+from spillover.engine.profiling.step_parts import ORDER, step_parts
+from spillover.errors import SpilloverError
+
+IDLE = "idle"
+PREFILL, DECODE = "prefill", "decode"
+_FIRST = {"cuda": re.compile("_bring"), "cpu": re.compile("embedding")}  # what every step begins with
+_COPY = re.compile("memcpy|memset", re.IGNORECASE)  # by other engines than the kernels' and beside them
+
+
+@dataclass(frozen=True)
+class Part:
+    kernels: float  # launched in a step
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PhaseProfile:
+    """A mean step of one kind. Parts and idle add up to `profiled`."""
+
+    steps: int  # that it is the mean of
+    batches: tuple[tuple[tuple[int, int], ...], ...]  # of each: (new tokens, tokens cached before) by request
+    parts: dict[str, Part]  # on the device, in the order of a step; IDLE is the last
+    profiled: float  # seconds of a step while it was recorded ...
+    whole: float  # ... and as usual
+    host: dict[str, float]  # seconds by HOST_PARTS, as usual
+    slowest: tuple[tuple[str, str, float, float], ...]  # (kernel, part, launches, seconds) a step, the longest first
+
+    @property
+    def num_tokens(self) -> float:
+        return sum(new for batch in self.batches for new, _ in batch) / self.steps
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """The kernels of one step."""
+
+    names: tuple[str, ...]
+    parts: tuple[str, ...]
+    seconds: tuple[float, ...]  # of each, less what an earlier one covers; of a copy, what no kernel covers
+    whole: float  # from the end of the step before
+
+    @property
+    def idle(self) -> float:
+        return max(0.0, self.whole - sum(self.seconds))
+
+
+def profile_steps(engine: Engine, device: str, run: Callable[[], object], warm_up: Callable[[], object],
+                  trace: Path | None = None) -> dict[str, PhaseProfile]:
+    """Profile the steps of `run`, by PREFILL and DECODE. `warm_up` runs first in the recorded turn: the first kernels
+    that a profiler sees are slow."""
+    with host_clock(engine) as usual:
+        run()
+    with host_clock(engine) as counted, recorded(device, trace) as recording:
+        warm_up()
+        first = len(counted)
+        run()
+    events = device_steps(recording.events, device)
+    if len(events) != len(counted):
+        raise SpilloverError(f"the profiler has kernels of {len(events)} steps where {len(counted)} ran; try again "
+                             "with fewer tokens (--output-len)")
+    found = {}
+    for phase in (PREFILL, DECODE):
+        timed, steps = _chosen(usual, phase), _chosen(counted[first:], phase)
+        if timed and steps:
+            found[phase] = _mean([usual[place] for place in timed],
+                                 [(counted[first + place], events[first + place]) for place in steps])
+    return found
+
+
+def device_steps(events: Sequence[Event], device: str) -> list[DeviceStep]:
+    """Cut what ran on the device, by start, into steps; what came before the first is left out."""
+    begins = [place for place, event in enumerate(events) if _FIRST[device].search(event.name)]
+    bounds = [*begins, len(events)]
+    steps, reached = [], None
+    for begin, end in itertools.pairwise(bounds):
+        listed = events[begin:end]
+        reached = listed[0].start if reached is None else reached
+        last = max(event.end for event in listed)
+        seconds = _uncovered(listed, reached)
+        parts = step_parts([event.name for event in listed])
+        steps.append(DeviceStep(tuple(event.name for event in listed), tuple(parts), tuple(seconds),
+                                max(0.0, last - reached) / 1e6))
+        reached = max(reached, last)
+    return steps
+
+
+def _uncovered(events: Sequence[Event], reached: float) -> list[float]:
+    """Return the seconds of each event, by start, that no earlier one covers; kernels come before copies."""
+    seconds = [0.0] * len(events)
+    busy: list[tuple[float, float]] = []  # stretches of kernels, ascending and apart
+    for place, event in enumerate(events):
+        if not _COPY.search(event.name):
+            start = max(event.start, reached)
+            seconds[place] = max(0.0, event.end - start) / 1e6
+            if event.end > start:
+                busy.append((start, event.end))
+                reached = event.end
+    copied = events[0].start if events else 0.0
+    for place, event in enumerate(events):
+        if _COPY.search(event.name):
+            start = max(event.start, copied)
+            inside = sum(max(0.0, min(end, event.end) - max(begin, start)) for begin, end in busy)
+            seconds[place] = max(0.0, event.end - start - inside) / 1e6
+            copied = max(copied, event.end)
+    return seconds
+
+
+def _chosen(steps: Sequence[HostStep], phase: str) -> list[int]:
+    """Return the places of steps of one kind that are nearly as large as its largest, which leaves out the ends of
+    prompts and of a batch."""
+    some = [place for place, step in enumerate(steps) if step.has_prefill == (phase == PREFILL)]
+    most = max((steps[place].num_tokens for place in some), default=0)
+    return [place for place in some if 10 * steps[place].num_tokens >= 9 * most]
+
+
+def _middle(values: Sequence[float]) -> list[int]:
+    """Return the places of the middle half of some values."""
+    order = sorted(range(len(values)), key=lambda place: values[place])
+    cut = len(values) // 4
+    return order[cut:len(values) - cut]
+
+
+def _mean(timed: Sequence[HostStep], steps: Sequence[tuple[HostStep, DeviceStep]]) -> PhaseProfile:
+    usual = [timed[place] for place in _middle([step.whole for step in timed])]
+    kept = [steps[place] for place in _middle([step.whole for _, step in steps])]
+    count = len(kept)
+    launches: dict[tuple[str, str], int] = {}
+    seconds: dict[tuple[str, str], float] = {}
+    for _, step in kept:
+        for name, part, spent in zip(step.names, step.parts, step.seconds, strict=True):
+            launches[name, part] = launches.get((name, part), 0) + 1
+            seconds[name, part] = seconds.get((name, part), 0.0) + spent
+    parts = {part: Part(sum(many for key, many in launches.items() if key[1] == part) / count,
+                        sum(spent for key, spent in seconds.items() if key[1] == part) / count)
+             for part in ORDER if any(key[1] == part for key in launches)}
+    parts[IDLE] = Part(0, sum(step.idle for _, step in kept) / count)
+    slowest = sorted(seconds, key=lambda key: -seconds[key])
+    return PhaseProfile(
+        steps=count, batches=tuple(step.batch for step, _ in kept), parts=parts,
+        profiled=sum(part.seconds for part in parts.values()), whole=sum(step.whole for step in usual) / len(usual),
+        host={part: sum(step.seconds.get(part, 0.0) for step in usual) / len(usual) for part in HOST_PARTS},
+        slowest=tuple((*key, launches[key] / count, seconds[key] / count) for key in slowest),
+    )
