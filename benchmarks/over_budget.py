@@ -147,24 +147,24 @@ def measure(llm: LLM, replay: Replay, routing: str, requests: int, prompt: int, 
 @click.option("--routing", default="replayed,uniform", show_default=True)
 @click.option("--repeats", default=3, show_default=True)
 @click.option("--seconds", default=95.0, show_default=True, help="Rows that would begin later are left out.")
-@click.option("--deterministic", is_flag=True)
+@click.option("--fast", is_flag=True)
 @click.option("--output", default=None, metavar="FILE", help="Write the result; 'results' is benchmarks/results/.")
 def main(model: str, gpu_memory: str, requests: str, input_len: int, output_len: int, log: str | None, routing: str,
-         repeats: int, seconds: float, deterministic: bool, output: str | None) -> None:
+         repeats: int, seconds: float, fast: bool, output: str | None) -> None:
     end = time.monotonic() + seconds
     counts = [int(each) for each in requests.split(",")]
     roof = roofline(model)
     budget, before = parse_bytes(gpu_memory), torch.cuda.memory_allocated()
     figures: list[Figure] = []
     name = f"over-budget-{model}-{gpu_memory.lower()}"
-    with opened(model, gpu_memory=str(budget), weights="experts", max_num_seqs=max(counts), deterministic=deterministic,
+    with opened(model, gpu_memory=str(budget), weights="experts", max_num_seqs=max(counts), fast=fast,
                 max_model_len=2 * (input_len + output_len), enable_prefix_caching=False) as llm:
         torch.cuda.reset_peak_memory_stats()  # planning measured the machine with buffers of its own
         placement = llm.plan.placement
         assert placement is not None
         common = {"model": model, "budget": budget, "quota": placement.quota, "transit": placement.transit,
                   "paged_tokens": placement.paged_tokens, "input_len": input_len, "output_len": output_len,
-                  "max_num_batched_tokens": llm.plan.max_num_batched_tokens, "deterministic": deterministic}
+                  "max_num_batched_tokens": llm.plan.max_num_batched_tokens, "fast": fast}
         print(", ".join(f"{key} {value}" for key, value in common.items()), flush=True)
         replay, rng = Replay(llm, model, log), random.Random(0)
         replay.follow("uniform", 1)

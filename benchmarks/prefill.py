@@ -24,14 +24,14 @@ def prefill_seconds(llm: LLM, length: int, seed: int) -> float:
 
 @click.command()
 @click.option("--model", default="llama-3.1-8b", show_default=True)
-@click.option("--deterministic", is_flag=True)
+@click.option("--fast", is_flag=True)
 @options(repeats=5)
-def main(model: str, deterministic: bool, repeats: int, output: str | None) -> None:
+def main(model: str, fast: bool, repeats: int, output: str | None) -> None:
     roof = roofline(model)
     matrix = roof.rates.flops("bfloat16")
     figures = []
     with opened(model, max_num_seqs=4, max_model_len=LENGTHS[-1] + 8, max_num_batched_tokens=LENGTHS[-1],
-                enable_prefix_caching=False, deterministic=deterministic) as llm:
+                enable_prefix_caching=False, fast=fast) as llm:
         for length in LENGTHS:
             prefill_seconds(llm, length, seed=0)
             times = [prefill_seconds(llm, length, seed) for seed in range(1, repeats + 1)]

@@ -1,6 +1,6 @@
 """Whether greedy answers depend on how they were scheduled: the same chats one by one and in other ways.
 
-    python benchmarks/same_bits.py --deterministic --output benchmarks/results/same-bits.json
+    python benchmarks/same_bits.py --output benchmarks/results/same-bits.json
     python benchmarks/same_bits.py --requests 8 --tokens 16 --random 2
 
 The other ways: one batch; prompts in small chunks; a starved KV pool over host and disk tiers, asked twice; without
@@ -105,15 +105,15 @@ def starved_blocks(comparison: Comparison, block_size: int) -> int:
 @click.option("--model", default=None, help="As spill serve takes it; the default model if left out.")
 @click.option("--device", default="auto")
 @click.option("--dtype", default="auto")
-@click.option("--deterministic", is_flag=True)
+@click.option("--fast", is_flag=True)
 @click.option("--requests", default=64, show_default=True)
 @click.option("--tokens", default=128, show_default=True)
 @click.option("--random", "draws", default=4, show_default=True, help="Schedules drawn at random.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--output", type=click.Path(path_type=Path), default=None, metavar="FILE")
-def main(model: str | None, device: str, dtype: str, deterministic: bool, requests: int, tokens: int, draws: int,
+def main(model: str | None, device: str, dtype: str, fast: bool, requests: int, tokens: int, draws: int,
          seed: int, output: Path | None) -> None:
-    flags = {"model": model, "device": device, "dtype": dtype, "deterministic": deterministic,
+    flags = {"model": model, "device": device, "dtype": dtype, "fast": fast,
              "max_model_len": MAX_LEN, "max_num_seqs": 64, "block_size": 16}
     compared = Comparison(flags, requests, tokens)
     compared.one_by_one()

@@ -44,18 +44,18 @@ def seconds(llm: LLM, prompts: list[list[int]], lengths: list[int]) -> float:
 @click.option("--max-num-batched-tokens", type=int, default=None)
 @click.option("--block-size", type=int, default=16, show_default=True)
 @click.option("--enforce-eager", is_flag=True)
-@click.option("--deterministic", is_flag=True)
+@click.option("--fast", is_flag=True)
 @click.option("--warmup", type=click.Choice(["full", "short"]), default="full", show_default=True,
               help="Before: the whole workload once, or a few tokens of each request.")
 @options()
-def main(model: str, max_num_batched_tokens: int | None, block_size: int, enforce_eager: bool, deterministic: bool,
+def main(model: str, max_num_batched_tokens: int | None, block_size: int, enforce_eager: bool, fast: bool,
          warmup: str, repeats: int, output: str | None) -> None:
     prompts, lengths = workload(model)
     name, second = f"qwen3-{model}", model == "8b"
     limits = RooflineLimits(roofline(name))  # before the model takes the memory
     with opened(name, max_num_seqs=REQUESTS, max_model_len=4096, block_size=block_size,
                 max_num_batched_tokens=max_num_batched_tokens, enable_prefix_caching=not second,
-                enforce_eager=enforce_eager, deterministic=deterministic) as llm:
+                enforce_eager=enforce_eager, fast=fast) as llm:
         if warmup == "full":
             print(f"warm-up: {seconds(llm, prompts, lengths):.2f} s", flush=True)
         else:

@@ -25,13 +25,13 @@ def decode_rate(llm: LLM, prompt_len: int, output_len: int, seed: int) -> float:
 @click.option("--input-len", default=512, show_default=True)
 @click.option("--output-len", default=128, show_default=True)
 @click.option("--enforce-eager", is_flag=True)
-@click.option("--deterministic", is_flag=True)
+@click.option("--fast", is_flag=True)
 @options(repeats=5)
-def main(input_len: int, output_len: int, enforce_eager: bool, deterministic: bool, repeats: int,
+def main(input_len: int, output_len: int, enforce_eager: bool, fast: bool, repeats: int,
          output: str | None) -> None:
     limit = roofline("llama-3.1-8b").decode(1, input_len + output_len // 2)
     with opened("llama-3.1-8b", max_num_seqs=8, max_model_len=input_len + output_len, enable_prefix_caching=False,
-                enforce_eager=enforce_eager, deterministic=deterministic) as llm:
+                enforce_eager=enforce_eager, fast=fast) as llm:
         decode_rate(llm, input_len, output_len, seed=0)
         rates = [decode_rate(llm, input_len, output_len, seed) for seed in range(1, repeats + 1)]
     write("w3-llama-3.1-8b", [Figure("decode rate", "tok/s", rates, limit.tokens_per_second)], output)

@@ -107,14 +107,14 @@ def _summary(steps: Sequence[HostStep], limits: RooflineLimits) -> dict[str, flo
 
 @click.command()
 @click.option("--only", type=click.Choice(list(LOADS)), multiple=True, help="Some of the workloads.  [default: all]")
-@click.option("--deterministic", is_flag=True)
+@click.option("--fast", is_flag=True)
 @click.option("--output", default=None, metavar="FILE", help="Write the tables; 'results' is benchmarks/results/.")
-def main(only: tuple[str, ...], deterministic: bool, output: str | None) -> None:
+def main(only: tuple[str, ...], fast: bool, output: str | None) -> None:
     console = Console(width=140)
     rates = measure_rates("cuda")
     found: dict[str, Any] = {"memory_read": rates.memory_read, "bfloat16": rates.bfloat16}
     for name in only or LOADS:
-        found[name] = profile(name, LOADS[name], rates, console, {"deterministic": deterministic})
+        found[name] = profile(name, LOADS[name], rates, console, {"fast": fast})
     if output is not None:
         path = RESULTS / "where-time-goes.json" if output == "results" else Path(output)
         path.write_text(json.dumps({**origin(), **found}, indent=2) + "\n")

@@ -87,8 +87,9 @@ def test_a_policy_that_pages_experts_is_not_noted(folders: dict[str, str]) -> No
 
 def test_other_flags_without_effect_are_noted(folders: dict[str, str]) -> None:
     plan = plan_model(flags(folders["llama"], paged_tokens=4, schedule_policy="lpm", enable_prefix_caching=False,
-                            graph_capture="start")).plan
-    assert [note.split()[0] for note in plan.notes] == ["--paged-tokens", "--schedule-policy", "--graph-capture"]
+                            graph_capture="start", fast=True)).plan
+    assert [note.split()[0] for note in plan.notes] == ["--fast", "--paged-tokens", "--schedule-policy",
+                                                        "--graph-capture"]
 
 
 def test_whoever_does_not_see_the_plan_is_warned(folders: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:

@@ -1,7 +1,7 @@
 """On a CUDA device: models larger than their memory say what they say when they fit, within the memory they were given.
 
-Under --deterministic, where a token's bits do not depend on the batch; experts that the host computes are rounded
-otherwise and are compared as the tokens they lead to.
+A token's bits do not depend on the batch; experts that the host computes under --fast are rounded otherwise and are
+compared as the tokens they lead to.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
-FLAGS: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "deterministic": True, "block_size": 16}
+FLAGS: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "block_size": 16}
 _resident: dict[str, starved.Answers] = {}
 
 
@@ -56,7 +56,7 @@ def test_tokens_are_those_of_a_model_that_fits(name: str, strategy: str, tmp_pat
 
 def test_graphs_change_no_token(tmp_path: Path) -> None:
     folder = starved.write_config(tmp_path, "gpt-oss")
-    flags = {**FLAGS, "deterministic": False, "weights": "experts"}
+    flags = {**FLAGS, "fast": True, "weights": "experts"}
     flags["gpu_memory"] = str(starved.least(folder, **flags) + 2 * 10**6)
     eager = starved.answer(folder, starved.prompts(1), tokens=60, enforce_eager=True, **flags)
     graphs = starved.answer(folder, starved.prompts(1), tokens=60, **flags)

@@ -1,4 +1,4 @@
-"""On a CUDA device: graphs, early launches and batches change no token; `deterministic` no bit."""
+"""On a CUDA device: graphs and early launches change no token, batches no bit."""
 
 from __future__ import annotations
 
@@ -67,21 +67,21 @@ def test_graphs_change_no_token(folder: str) -> None:
 
 def test_a_request_has_the_same_bits_whatever_runs_beside_it(folder: str) -> None:
     """Alone, among others, with other chunks, and preempted."""
-    together = generate(folder, prompts(), deterministic=True, dtype="bfloat16")
-    small = generate(folder, prompts(), deterministic=True, dtype="bfloat16", max_num_batched_tokens=37)
+    together = generate(folder, prompts(), dtype="bfloat16")
+    small = generate(folder, prompts(), dtype="bfloat16", max_num_batched_tokens=37)
     assert small == together
-    scarce = generate(folder, prompts(), deterministic=True, dtype="bfloat16", gpu_memory=None,
+    scarce = generate(folder, prompts(), dtype="bfloat16", gpu_memory=None,
                       num_gpu_blocks_override=80, watermark=0.0)
     assert scarce == together
     for index, prompt in enumerate(prompts()):
         if index:  # the seed of a request is its index
-            alone = generate(folder, [[1]] * index + [prompt], deterministic=True, dtype="bfloat16")[index]
+            alone = generate(folder, [[1]] * index + [prompt], dtype="bfloat16")[index]
             assert alone == together[index]
 
 
-def test_deterministic_tokens_are_those_of_the_fast_path_in_float32(folder: str) -> None:
-    fast = generate(folder, prompts())
-    assert [tokens for tokens, _ in generate(folder, prompts(), deterministic=True)] == [tokens for tokens, _ in fast]
+def test_tokens_are_those_of_the_fast_kernels_in_float32(folder: str) -> None:
+    fast = generate(folder, prompts(), fast=True)
+    assert [tokens for tokens, _ in generate(folder, prompts())] == [tokens for tokens, _ in fast]
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])

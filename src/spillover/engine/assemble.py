@@ -16,7 +16,7 @@ from spillover.engine.batch.offloaded_prefix import OffloadStage, spill_codec
 from spillover.engine.batch.request_table import StepLimits
 from spillover.engine.config import EngineConfig
 from spillover.engine.cpu.cpu_runner import CpuRunner
-from spillover.engine.effects import check_policies, without_effect
+from spillover.engine.effects import check_policies, flag_notes
 from spillover.engine.loop import Engine, ModelRunner
 from spillover.engine.null_runner import NullRunner, ordinary_tokens
 from spillover.engine.scheduler import Scheduler, SchedulerConfig
@@ -134,7 +134,7 @@ def plan_model(config: EngineConfig, rates: Rates | None = None, progress: Progr
     chosen = replace(config, model=request.model, device=plan.device, dtype=plan.dtype,
                      max_model_len=plan.max_model_len, max_num_seqs=plan.max_num_seqs,
                      max_num_batched_tokens=plan.max_num_batched_tokens)
-    plan = replace(plan, notes=without_effect(config, model_config, plan))
+    plan = replace(plan, notes=flag_notes(config, model_config, plan))
     return PlannedModel(chosen, path, arch, model_config, specs, plan)
 
 
@@ -218,7 +218,7 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None,
         from spillover.engine.cuda.cuda_runner import CudaRunner  # needs Triton
 
         runner = CudaRunner(model, weights, views, plan.block_size, device, limits, transfers, decode,
-                            plan.kv_cache_dtype, stage, not config.enforce_eager, config.deterministic)
+                            plan.kv_cache_dtype, stage, not config.enforce_eager, not config.fast)
         if config.graph_capture == "start":
             runner.capture(lambda done, total: show(done, total, CAPTURING))
         return runner

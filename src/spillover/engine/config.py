@@ -93,8 +93,8 @@ class EngineConfig:
     enforce_eager: bool = _flag(False, "Launch every kernel by itself rather than capture CUDA graphs.")
     graph_capture: str = _flag("lazy", "When to capture CUDA graphs: lazy, each when a step of its size first runs, "
                                        "or all at the start.", ("lazy", "start"))
-    deterministic: bool = _flag(False, "Give a request the same bits whatever runs in its batch, at some cost in "
-                                       "speed; a CPU always does.")
+    fast: bool = _flag(False, "On a GPU: kernels whose sums depend on the batch, and the host's cores for experts that "
+                              "are not on the device. A request's tokens may then depend on what runs beside it.")
     watermark: float = _flag(0.01, "Fraction of KV blocks to keep free when a request is admitted, against thrashing.")
     generation_config: str = _flag("auto", "Sampling of requests that leave it out: auto is the model's own "
                                    "generation_config.json, none is vLLM's neutral defaults; or a folder that has one.",

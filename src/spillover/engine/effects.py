@@ -1,4 +1,5 @@
-"""Flags held against the plan: a policy that cannot be made is refused, a flag that changes nothing is noted."""
+"""Flags held against the plan: a policy that cannot be made is refused, a flag that changes nothing is noted, and so is
+what a flag gives up."""
 
 from __future__ import annotations
 
@@ -15,10 +16,19 @@ def check_policies(config: EngineConfig) -> None:
     admission_policy(config.spill_admission)
 
 
-def without_effect(config: EngineConfig, model: ModelConfig, plan: Plan) -> tuple[str, ...]:
-    """Return one sentence for each flag that was given and changes nothing under this plan."""
+def flag_notes(config: EngineConfig, model: ModelConfig, plan: Plan) -> tuple[str, ...]:
+    """Return one sentence for each flag that was given and changes nothing under this plan, and for what --fast gives
+    up."""
     notes = []
     placement = plan.placement
+    if config.fast and plan.device == "cuda":
+        notes.append("--fast: a request's tokens may depend on the requests beside it, on how its prompt is cut into "
+                     "chunks and on where weights and KV lie; without it they do not")
+    elif plan.device == "cuda" and placement is not None and placement.strategy == "host-experts":
+        notes.append("--weights host-experts streams what it would leave to the host's cores: their sums are rounded "
+                     "otherwise than the device's; --fast lets them compute")
+    elif config.fast:
+        notes.append(f"--fast has no effect: it chooses among a GPU's kernels, and the device is {plan.device}")
     if not model.is_moe:
         reason = "the model has no experts"
     elif placement is None:

@@ -1,4 +1,5 @@
-"""Checks on this machine that a row has the same bits whatever the rows beside it: what `--deterministic` promises.
+"""Checks on this machine that a row has the same bits whatever the rows beside it: a GPU promises that without `--fast`,
+a CPU always.
 
 Random weights in the shapes of a small model's layer, each kernel at every number of rows that the engine may meet.
 """
@@ -92,8 +93,8 @@ def _cases(device: torch.device) -> Iterator[_Case]:
         limit = SWIGLU_LIMIT if name == "MXFP4" else None
 
         def mix(both: Tensor, first: Experts = first, second: Experts = second, limit: float | None = limit) -> Tensor:
-            x, scores = both.split((HIDDEN, EXPERTS), dim=1)
-            return mixture(x.contiguous(), scores.contiguous(), first, second, TOP_K, True, limit)
+            x, scores = both[:, :HIDDEN].contiguous(), both[:, HIDDEN:].contiguous()
+            return mixture(x, scores, first, second, TOP_K, True, limit)
 
         x = torch.cat((made.normal(counts[-1], HIDDEN), scores), dim=1)
         yield _Case(f"mixture of experts, {name}", counts, _differences(mix, x, counts))

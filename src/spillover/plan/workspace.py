@@ -96,7 +96,7 @@ def _cuda_bytes(config: ModelConfig, dtype: str, captured: int, rows: int, posit
 
 
 def _chunk_sums_bytes(config: ModelConfig, rows: int) -> int:
-    """Return the bytes of products' sums under --deterministic, of the layer's product that has most of them."""
+    """Return the bytes of the sums of products' chunks, of the layer's product that has most of them."""
     hidden, width = config.hidden_size, config.num_heads * config.head_dim
     qkv = width + 2 * config.num_kv_heads * config.head_dim
     matrices = [(qkv, hidden), (hidden, width), (2 * config.intermediate_size, hidden),

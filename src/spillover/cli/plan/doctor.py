@@ -58,8 +58,7 @@ def run_bits(console: Console, as_json: bool) -> None:
     if as_json:
         console.print_json(data={device: [asdict(check) for check in checks] for device, checks in found.items()})
     for device, checks in () if as_json else found.items():
-        table = Table("kernel", "rows", "bits", title="CPU" if device == "cpu" else "GPU, --deterministic",
-                      title_justify="left")
+        table = Table("kernel", "rows", "bits", title="CPU" if device == "cpu" else "GPU", title_justify="left")
         for check in checks:
             table.add_row(check.kernel, f"{check.rows[0]} to {check.rows[-1]}", "[green]the same[/green]"
                           if check.differs is None else f"[red]differ, first with {check.differs} rows[/red]")

@@ -41,7 +41,7 @@ def doctor(as_json: bool, disk: Path | None, bits: bool) -> None:
     """Show what this machine is, and how fast.
 
     Devices, memory and the limits on it, measured memory bandwidth, links and matrix rates, on one screen. With --bits,
-    whether the kernels give a request the same bits whatever runs beside it (on a GPU those of --deterministic).
+    whether the kernels give a request the same bits whatever runs beside it (on a GPU those without --fast).
 
     \b
     Examples:

@@ -111,9 +111,9 @@ def _experts(placed: PlacedParts, layers: Sequence[int], quotas: Sequence[int], 
     # Of three groups one is computed, one is there and one on its way; little room is better cut in two.
     group = max(1, placement.transit // (3 if placement.transit >= 3 * LITTLE else 2))
     # Layers without a slot are the host's, whose sums are rounded otherwise: where that matters they stream past.
-    paged_tokens = placement.paged_tokens if all(quotas) or not config.deterministic else 0
+    paged_tokens = placement.paged_tokens if all(quotas) or config.fast else 0
     host = thread = None
-    if placement.strategy in ("experts", "host-experts") and not config.deterministic:
+    if placement.strategy in ("experts", "host-experts") and config.fast:
         host = _host_share(arena, record, records, slots[len(slots) - group :], quotas, plan, model)
     if placement.strategy == "experts" and config.policy not in ("lru", "static"):
         thread = PolicyThread(policy, table, transfers)

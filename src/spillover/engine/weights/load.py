@@ -25,7 +25,7 @@ from spillover.plan.planner import Plan
 def load(config: EngineConfig, plan: Plan, model: ModelConfig, specs: WeightSpecs, path: Path, transfers: Transfers,
          progress: Progress | None = None) -> EngineWeights:
     device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
-    specs = kept_on(specs, plan.device, plan.dtype, config.deterministic)
+    specs = kept_on(specs, plan.device, plan.dtype, not config.fast)
     if config.load_format == "dummy":
         return _placed(config, plan, model, dummy_parts(specs, dtype, device, config.seed), specs, None,
                        transfers)
