@@ -1,5 +1,5 @@
-"""Checks on this machine that a row has the same bits whatever the rows beside it: a GPU promises that without `--fast`,
-a CPU always.
+"""Checks on this machine that a row has the same bits whatever the rows beside it: what a GPU promises without
+`--fast`, and a CPU always.
 
 Random weights in the shapes of a small model's layer, each kernel at every number of rows that the engine may meet.
 """
