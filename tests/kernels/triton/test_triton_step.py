@@ -56,13 +56,15 @@ def test_products_of_one_row(inner: int) -> None:
     torch.testing.assert_close(gemv_silu(x, w, bias), gated, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("inner", "dtype"), [(200, DTYPES[0]), (200, DTYPES[1]), (1160, DTYPES[0]), (1160, DTYPES[1])])
+@pytest.mark.parametrize(("inner", "dtype"), [
+    (inner, dtype) for inner in (192, 200, 1160, 1280) for dtype in DTYPES[:2]
+])
 def test_a_row_of_a_product_has_the_same_bits_among_any_others(inner: int, dtype: torch.dtype) -> None:
     """Through every tile, of a matrix with one chunk and of one with four."""
-    rows, channels = 133, 72
+    rows, channels = 133, 24  # more rows than one tile has
     x, w, bias = (normal(*shape, seed=seed, dtype=dtype) for seed, shape in
                   enumerate([(rows, inner), (channels, inner), (channels,)]))
-    assert product_chunks(channels, inner)[0] == (1 if inner == 200 else 4)
+    assert product_chunks(channels, inner)[0] == (1 if inner <= 200 else 4)
     # The interpreter's products are a library's, in whatever order that likes.
     exact = {"rtol": 0.0, "atol": 0.0} if DEVICE == "cuda" else {"rtol": 1e-2, "atol": 100 * torch.finfo(dtype).eps}
     product = F.linear(x.float(), w.float(), bias.float())
@@ -71,6 +73,8 @@ def test_a_row_of_a_product_has_the_same_bits_among_any_others(inner: int, dtype
         torch.testing.assert_close(whole.float(), plain, rtol=1e-2, atol=2000 * torch.finfo(dtype).eps)
         for first, last in ((0, 1), (3, 9), (rows - 12, rows), (rows - 20, rows)):
             torch.testing.assert_close(multiply(x[first:last], w, bias), whole[first:last], **exact)
+    if dtype is torch.float32 or inner not in (200, 1160):  # float32 has no tiles
+        return
     for tile in {tile for tiles in TILES.values() for tile in tiles} | {LARGE}:
         torch.testing.assert_close(ordered_linear(x, w, bias, tile), ordered_linear(x, w, bias), **exact)
 

@@ -103,7 +103,7 @@ def _launch_few(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, gated: b
         step, stages = 64, 2
     _few_rows[(triton.cdiv(rows, height) * triton.cdiv(channels, width),)](
         x, w, w if bias is None else bias, out, rows, channels, inner, chunk, x.stride(0), w.stride(0), CHUNKS=chunks,
-        ROWS=height, CHANNELS=width, STEP=step, EVEN=inner % (chunks * step) == 0, BIAS=bias is not None, GATED=gated,
+        ROWS=height, CHANNELS=width, STEP=step, EVEN=inner == chunks * chunk, BIAS=bias is not None, GATED=gated,
         num_warps=4, num_stages=stages, **early(x.device),
     )
 
