@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from spillover.errors import PlanError
-from spillover.kernels.moe.page_table import num_passes
+from spillover.kernels.extents import num_passes
 from spillover.kernels.moe.records import Record
 from spillover.models.architectures import gpt_oss, llama, qwen3_moe
 from spillover.models.config import ModelConfig

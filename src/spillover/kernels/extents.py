@@ -51,3 +51,10 @@ def chunk_sums_bytes(rows: int, channels: int, inner: int) -> int:
     chunks, _ = product_chunks(channels, inner)
     tiled = -(-min(rows, SPREAD_ROWS) // 128) * 128, -(-channels // 128) * 128
     return 4 * chunks * tiled[0] * tiled[1] if chunks > 1 else 0
+
+
+def num_passes(pairs: int, experts: int, quota: int, transit: int) -> int:
+    """Return the passes of a step of n (token, expert) pairs over a layer with `quota` slots: the first goes over the
+    layer's slots and all of transit, each other over transit alone. Counts on half of the slots: others may be lent."""
+    over = min(pairs, experts) - (quota - quota // 2)
+    return max(1, -(-over // transit)) if transit else 1

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from spillover.kernels.moe.page_table import num_passes
+from spillover.kernels.extents import num_passes
 from spillover.plan.placement import UnitBytes, WeightPlan
 from spillover.plan.units import Units, part_layer
 

@@ -8,19 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spillover.kernels.extents import num_passes
+
 NONE = -1  # in `slot_of`: not on the device; in `owner`: free
 LENT = -2  # in `owner`: not a slot for now, its bytes serve something else
 NEVER = -2  # in `stamp`: before any step
 MOST_SLOTS = 1 << 12  # of a layer
 OLDEST = (1 << 17) - 1  # steps; experts unused for longer than that are equally old
 PATIENCE = 1 << 21  # looks at the queue before the device gives up; one takes about a microsecond
-
-
-def num_passes(pairs: int, experts: int, quota: int, transit: int) -> int:
-    """Return the passes of a step of n (token, expert) pairs over a layer with `quota` slots: the first goes over the
-    layer's slots and all of transit, each other over transit alone. Counts on half of the slots: others may be lent."""
-    over = min(pairs, experts) - (quota - quota // 2)
-    return max(1, -(-over // transit)) if transit else 1
 
 
 @dataclass(frozen=True)
