@@ -45,8 +45,8 @@ def attention_half(product: str, attention: str) -> list[tuple[str, str]]:
                  ("void cublasLt::splitKreduce_kernel<32, 16, int>", "down")]
     + [("_add_rms_norm", "norms"), ("indexSelectLargeIndex", "embedding and rows"), ("nvjet_tst_64x8", "head"), *END],
     # a prefill step that samples nothing
-    BEGIN + attention_half("_many_rows", "_ordered_prefill")
-    + [("_add_rms_norm", "norms"), ("_many_rows", "gate_up"), ("_many_rows", "down"), ("_add_rms_norm", "norms")],
+    BEGIN + attention_half("_described", "_ordered_prefill")
+    + [("_add_rms_norm", "norms"), ("_described", "gate_up"), ("_described", "down"), ("_add_rms_norm", "norms")],
     # a mixture, few tokens, and sampling with torch's kernels
     BEGIN + 2 * [*attention_half("_few_rows", "_ordered_decode"),
                  ("_add_rms_norm", "norms"), ("_few_rows", "router"), ("_route", "router"),
