@@ -40,7 +40,7 @@ _NAMES = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in (
     (SAMPLING, r"^_(peaks|sums|pick|keep_likely)\b|sampling"),
     (_REDUCTION, r"splitk.*reduce"),
     (ROWS, r"embedding|indexselect|gather|aten::index"),
-    (_PRODUCT, r"linear|gemm|gemv|_(few|many)_rows|cutlass|cublas|nvjet|wgmma|aten::(mm|addmm|matmul)|^sm\d"),
+    (_PRODUCT, r"linear|gemm|gemv|_few_rows|_described|cutlass|cublas|nvjet|wgmma|aten::(mm|addmm|matmul)|^sm\d"),
     (ACTIVATION, r"^_gate\b|silu|swiglu"),
     (_CHOICE, r"argmax|topk|radix|scan|sort|softmax"),
 ))
