@@ -151,15 +151,15 @@ def decode(tune: bool) -> None:
         time_it()
         if tune and name in ("0.6b b256 c800", "0.6b b64 c1500", "8b b1 c600", "8b b1 c32768", "8b b64 c2048 fp8"):
             before = (splits.BUSY, ordered_splits.BUSY, decode_attention.WARPS, ordered_decode.WARPS,
-                      decode_attention.stages, ordered_decode.stages)
+                      decode_attention.stages, ordered_decode.depth)
             for busy, warps, stages in [(264, 4, 2), (264, 4, 3), (264, 4, 5), (264, 8, 2), (264, 2, 2), (132, 4, 2),
                                         (528, 4, 2)]:
                 splits.BUSY = ordered_splits.BUSY = busy
                 decode_attention.WARPS = ordered_decode.WARPS = warps
-                decode_attention.stages = ordered_decode.stages = lambda *_, chosen=stages: chosen
+                decode_attention.stages = ordered_decode.depth = lambda *_, chosen=stages: chosen
                 time_it(busy=busy, warps=warps, stages=stages)
             (splits.BUSY, ordered_splits.BUSY, decode_attention.WARPS, ordered_decode.WARPS,
-             decode_attention.stages, ordered_decode.stages) = before
+             decode_attention.stages, ordered_decode.depth) = before
 
 
 def prefills(tune: bool) -> None:

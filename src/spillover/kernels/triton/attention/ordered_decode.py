@@ -15,9 +15,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from spillover.kernels.batch import DecodeScratch
 from spillover.kernels.triton.attention import ordered_splits as splits
-from spillover.kernels.triton.attention.decode_attention import PROGRAMS, scales, stages
-from spillover.kernels.triton.attention.softmax import LOG2E, add_piece, finish, piece_ends, take_tile
-from spillover.kernels.triton.codes import CODES, decode
+from spillover.kernels.triton.attention.decode_attention import MANY, PROGRAMS
+from spillover.kernels.triton.attention.ordered_tile import load_scales, load_tile, tile_blocks
+from spillover.kernels.triton.attention.softmax import LOG2E, add_piece, finish, piece_begins, take_tile
+from spillover.kernels.triton.codes import CODES
 from spillover.kernels.triton.launch import early
 
 WARPS = 4
@@ -44,9 +45,13 @@ def ordered_decode(
 
     `requests`, of up to `longest` tokens, is what the launch is tuned for.
     """
-    depth = stages(requests, kv_layer.shape[2], longest) if kv_dtype == "auto" else 3
     _launch(q, kv_layer, out, items, num_items, block_table, block_size, scratch, scale, window, sinks, kv_dtype, 1,
-            depth)
+            depth(requests, kv_layer.shape[2], longest))
+
+
+def depth(requests: int, kv_heads: int, longest: int) -> int:
+    """Return how deep loads run ahead: less where programs hide each other's waits."""
+    return 2 if requests * kv_heads >= MANY else 3
 
 
 def ordered_short_chunks(
@@ -78,7 +83,7 @@ def ordered_short_chunks(
 
 def _launch(q: Tensor, kv_layer: Tensor, out: Tensor, items: Tensor, num_items: Tensor, block_table: Tensor,
             block_size: int, scratch: DecodeScratch, scale: float, window: int | None, sinks: Tensor | None,
-            kv_dtype: str, queries: int, depth: int) -> None:
+            kv_dtype: str, queries: int, stages: int) -> None:
     _, heads, dim = q.shape
     kv_heads = kv_layer.shape[2]
     group = heads // kv_heads
@@ -90,7 +95,7 @@ def _launch(q: Tensor, kv_layer: Tensor, out: Tensor, items: Tensor, num_items: 
         KV_HEADS=kv_heads, GROUP=group, ROWS=rows, FEW=triton.next_power_of_2(group), DIM=dim,
         PADDED=max(16, triton.next_power_of_2(dim)), BLOCK=block_size, TILE=splits.TILE,
         WINDOW_PIECE=splits.window_piece(window), QUERIES=queries, SINKS=sinks is not None, CODES=CODES[kv_dtype],
-        num_warps=WARPS if rows <= 64 else 2 * WARPS, num_stages=depth, **early(q.device),
+        num_warps=WARPS if rows <= 64 else 2 * WARPS, num_stages=stages, **early(q.device),
     )
 
 
@@ -106,8 +111,6 @@ def _ordered_decode(
         gdc_launch_dependents()
         gdc_wait()
     HEADS: tl.constexpr = KV_HEADS * GROUP
-    # Keys of a block lie side by side: this is how far, for the compiler to load them as vectors.
-    RUN: tl.constexpr = BLOCK if BLOCK < TILE else TILE
     d = tl.arange(0, PADDED)
     member = tl.arange(0, ROWS)
     query = member // GROUP
@@ -123,6 +126,7 @@ def _ordered_decode(
         begin = tl.load(item + 2)
         end = tl.load(item + 3)
         oldest = tl.load(item + 4)
+        nearest = tl.maximum(oldest, 0)
         parts = tl.load(item + 5)
         part = tl.load(item + 6)
         first = tl.load(item + 7)
@@ -142,18 +146,10 @@ def _ordered_decode(
         piece_highest = tl.full([ROWS], float("-inf"), tl.float32)
         piece_weight = tl.zeros([ROWS], tl.float32)
         piece_acc = tl.zeros([ROWS, PADDED], tl.float32)
+        blocks = tile_blocks(table, begin, nearest, end, BLOCK, TILE)
         for start in range(begin, end, TILE):
             n = start + tl.arange(0, TILE)
             seen = n < end
-            block = tl.load(table + n // BLOCK, mask=seen, other=0).to(tl.int64)
-            inside = block * block_stride + n % BLOCK  # [TILE]
-            # Keys are read without a mask, which would cut the vectors: what is not seen gets no weight.
-            places = tl.max_contiguous(tl.multiple_of(inside[None, :] + d[:, None] * BLOCK, [1, RUN]), [1, RUN])
-            if DIM == PADDED:
-                k = tl.load(slab + places)  # [PADDED, TILE]
-            else:
-                k = tl.load(slab + places, mask=d[:, None] < DIM, other=0)
-            values = block * block_stride + kv_stride + (n % BLOCK) * DIM
             if WINDOW_PIECE > 0:
                 seen = seen & (n >= oldest)
             visible = seen[None, :]
@@ -161,28 +157,17 @@ def _ordered_decode(
                 visible = visible & (n[None, :] < length[:, None])
                 if WINDOW_PIECE > 0:
                     visible = visible & (n[None, :] >= (oldest + query)[:, None])
-            v = tl.load(slab + values[:, None] + d[None, :], mask=seen[:, None] & (d[None, :] < DIM), other=0)
-            key_scales = None
-            value_scales = None
+            k, v = load_tile(slab, blocks, start, nearest, end, block_stride, kv_stride, d, dtype, DIM, PADDED, BLOCK,
+                             TILE, CODES)
+            key_scales, value_scales = None, None
             if CODES > 0:
-                # Without the choice the compiler would hand codes on to the products byte by byte.
-                k = tl.where((n < end)[None, :], decode(k, dtype, CODES), 0.0)
-                v = tl.where((n < end)[:, None], decode(v, dtype, CODES), 0.0)
-                key_scales = scales(slab, block * block_stride, n % BLOCK, seen, BLOCK, DIM)
-                value_scales = scales(slab + kv_stride, block * block_stride, n % BLOCK, seen, BLOCK, DIM)
-            piece_highest, piece_weight, piece_acc = take_tile(
-                q, k, v, visible, key_scales, value_scales, factor, piece_highest, piece_weight, piece_acc,
-                True, CODES)
-            # Chosen rather than branched on, so that the next tiles' loads stay on their way.
-            ends = piece_ends(start, TILE, WINDOW_PIECE) | (start + TILE >= end)
-            new_highest, new_weight, new_acc = add_piece(
-                highest, weight, acc, piece_highest, piece_weight, piece_acc)
-            highest = tl.where(ends, new_highest, highest)
-            weight = tl.where(ends, new_weight, weight)
-            acc = tl.where(ends, new_acc, acc)
-            piece_highest = tl.where(ends, float("-inf"), piece_highest)
-            piece_weight = tl.where(ends, 0.0, piece_weight)
-            piece_acc = tl.where(ends, 0.0, piece_acc)
+                key_scales, value_scales = load_scales(slab, blocks, start, nearest, end, block_stride, kv_stride, DIM,
+                                                       BLOCK, TILE)
+            highest, weight, acc, piece_highest, piece_weight, piece_acc = take_tile(
+                q, k, v, visible, key_scales, value_scales, factor, piece_begins(start, WINDOW_PIECE), highest, weight,
+                acc, piece_highest, piece_weight, piece_acc, True, CODES)
+            blocks = tile_blocks(table, start + TILE, nearest, end, BLOCK, TILE)
+        highest, weight, acc = add_piece(highest, weight, acc, piece_highest, piece_weight, piece_acc)
 
         if (QUERIES == 1) and (parts == 1):
             _store(highest, weight, acc, head, there, d, out_ptr + row * (HEADS * DIM), sinks_ptr, DIM, SINKS)

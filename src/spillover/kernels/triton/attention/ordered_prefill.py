@@ -8,12 +8,12 @@ from torch import Tensor
 
 from spillover.kernels.triton.attention import ordered_splits as splits
 from spillover.kernels.triton.attention.attention_splits import QUERIES
-from spillover.kernels.triton.attention.decode_attention import scales
-from spillover.kernels.triton.attention.softmax import LOG2E, add_piece, finish, piece_ends, take_tile
-from spillover.kernels.triton.codes import CODES, decode
+from spillover.kernels.triton.attention.ordered_tile import load_scales, load_tile, tile_blocks
+from spillover.kernels.triton.attention.softmax import LOG2E, add_piece, finish, piece_begins, take_tile
+from spillover.kernels.triton.codes import CODES
 
 WARPS = 8
-STAGES = 3
+STAGES = 2
 
 
 def ordered_prefill(
@@ -83,17 +83,21 @@ def _ordered_prefill(
     piece_weight = tl.zeros([QUERIES], tl.float32)
     piece_acc = tl.zeros([QUERIES, PADDED], tl.float32)
     end = tl.minimum(cached + offset + QUERIES, length)
-    begin = tl.maximum(cached + offset - WINDOW + 1, 0) // TILE * TILE if WINDOW > 0 else 0
+    oldest = tl.maximum(cached + offset - WINDOW + 1, 0) if WINDOW > 0 else 0
+    begin = oldest // TILE * TILE
     # Tiles of keys that every row sees need no mask; with a window there are too few of them to treat apart.
     whole = (cached + offset + 1) // TILE * TILE if WINDOW == 0 else begin
+    blocks = tile_blocks(table, begin, oldest, end, BLOCK, TILE)
     for start in range(begin, whole, TILE):
         highest, weight, acc, piece_highest, piece_weight, piece_acc = _take(
-            q, slab, table, start, position, end, block_stride, kv_stride, factor, highest, weight, acc,
+            q, slab, blocks, start, position, oldest, end, block_stride, kv_stride, factor, highest, weight, acc,
             piece_highest, piece_weight, piece_acc, d, DIM, PADDED, BLOCK, TILE, 0, WINDOW_PIECE, False, CODES)
+        blocks = tile_blocks(table, start + TILE, oldest, end, BLOCK, TILE)
     for start in range(whole, end, TILE):
         highest, weight, acc, piece_highest, piece_weight, piece_acc = _take(
-            q, slab, table, start, position, end, block_stride, kv_stride, factor, highest, weight, acc,
+            q, slab, blocks, start, position, oldest, end, block_stride, kv_stride, factor, highest, weight, acc,
             piece_highest, piece_weight, piece_acc, d, DIM, PADDED, BLOCK, TILE, WINDOW, WINDOW_PIECE, True, CODES)
+        blocks = tile_blocks(table, start + TILE, oldest, end, BLOCK, TILE)
     highest, weight, acc = add_piece(highest, weight, acc, piece_highest, piece_weight, piece_acc)
     sink = tl.load(sinks_ptr + head) + tl.zeros([QUERIES], sinks_ptr.dtype.element_ty) if SINKS else None
     result = finish(highest, weight, acc, sink, SINKS)
@@ -103,45 +107,23 @@ def _ordered_prefill(
 
 @triton.jit
 def _take(
-    q, slab, table, start, position, end, block_stride, kv_stride, factor, highest, weight, acc,
+    q, slab, blocks, start, position, oldest, end, block_stride, kv_stride, factor, highest, weight, acc,
     piece_highest, piece_weight, piece_acc, d,
     DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
     WINDOW_PIECE: tl.constexpr, MASKED: tl.constexpr, CODES: tl.constexpr,
 ):
     """Take one tile of keys into the piece, and the piece into the whole if it ends there."""
-    RUN: tl.constexpr = BLOCK if BLOCK < TILE else TILE
     n = start + tl.arange(0, TILE)
-    seen = n < end
-    block = tl.load(table + n // BLOCK, mask=seen, other=0).to(tl.int64)
-    inside = block * block_stride + n % BLOCK  # [TILE]
-    # Keys are read without a mask, which would cut the vectors: what is not seen gets no score.
-    places = tl.max_contiguous(tl.multiple_of(inside[None, :] + d[:, None] * BLOCK, [1, RUN]), [1, RUN])
-    values = block * block_stride + kv_stride + (n % BLOCK) * DIM
-    if DIM == PADDED:
-        k = tl.load(slab + places)  # [PADDED, TILE]
-    else:
-        k = tl.load(slab + places, mask=d[:, None] < DIM, other=0)
-    if MASKED or DIM < PADDED:
-        v = tl.load(slab + values[:, None] + d[None, :], mask=seen[:, None] & (d < DIM)[None, :], other=0)
-    else:
-        v = tl.load(slab + values[:, None] + d[None, :])
-    key_scales = None
-    value_scales = None
+    k, v = load_tile(slab, blocks, start, oldest, end, block_stride, kv_stride, d, q.dtype, DIM, PADDED, BLOCK, TILE,
+                     CODES)
+    key_scales, value_scales = None, None
     if CODES > 0:
-        k = decode(k, q.dtype, CODES)
-        v = decode(v, q.dtype, CODES)
-        key_scales = scales(slab, block * block_stride, n % BLOCK, seen, BLOCK, DIM)
-        value_scales = scales(slab + kv_stride, block * block_stride, n % BLOCK, seen, BLOCK, DIM)
+        key_scales, value_scales = load_scales(slab, blocks, start, oldest, end, block_stride, kv_stride, DIM, BLOCK,
+                                               TILE)
     visible = None
     if MASKED:
-        visible = (n[None, :] <= position[:, None]) & seen[None, :]
+        visible = n[None, :] <= position[:, None]
         if WINDOW > 0:
             visible = visible & (n[None, :] > position[:, None] - WINDOW)
-    piece_highest, piece_weight, piece_acc = take_tile(
-        q, k, v, visible, key_scales, value_scales, factor, piece_highest, piece_weight, piece_acc, MASKED, CODES)
-    if piece_ends(start, TILE, WINDOW_PIECE):
-        highest, weight, acc = add_piece(highest, weight, acc, piece_highest, piece_weight, piece_acc)
-        piece_highest = tl.full(highest.shape, float("-inf"), tl.float32)
-        piece_weight = tl.zeros(weight.shape, tl.float32)
-        piece_acc = tl.zeros(acc.shape, tl.float32)
-    return highest, weight, acc, piece_highest, piece_weight, piece_acc
+    return take_tile(q, k, v, visible, key_scales, value_scales, factor, piece_begins(start, WINDOW_PIECE), highest,
+                     weight, acc, piece_highest, piece_weight, piece_acc, MASKED, CODES)

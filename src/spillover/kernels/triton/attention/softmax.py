@@ -12,32 +12,40 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+import os
+_TRY = tl.constexpr(int(os.environ.get('TRY_PIECES', '16')))
 LOG2E = tl.constexpr(1.4426950408889634)
-# The whole numbers that weights between 0 and 1 are added as. Adding 2**23 leaves one in the low bits of a float32.
-_WHOLE = tl.constexpr(4194304.0)  # 2**22
+# Weights between 0 and 1 are added as whole numbers, 2**22 for one: added to 2**25, whose fraction has steps of 4, a
+# weight times 2**24 leaves it in the low bits of a float32. What is above them cancels in a sum of 64.
+_WHOLE = tl.constexpr(2.0**24)
+_ROUNDER = tl.constexpr(2.0**25)
 _PART = tl.constexpr(2.0**-22)
-_ROUNDER = tl.constexpr(8388608.0)  # 2**23
-_LOW_BITS = tl.constexpr(0x7FFFFF)
+_SUM_BITS = tl.constexpr(0x3FFFFFFF)
 
 
 @triton.jit
-def piece_ends(start, TILE: tl.constexpr, WINDOW_PIECE: tl.constexpr):
-    """Return whether the tile that begins at position `start` is the last of a piece, as ordered_splits.bounds has
-    them; WINDOW_PIECE: positions of a piece where rows see a window, else 0."""
+def piece_begins(start, WINDOW_PIECE: tl.constexpr):
+    """Return whether a piece begins at position `start`, as ordered_splits.bounds has them; WINDOW_PIECE: positions of
+    a piece where rows see a window, else 0."""
     if WINDOW_PIECE > 0:
         size = WINDOW_PIECE
     else:
-        size = tl.where(start < 1024, 128, 256)
-        for octave in tl.static_range(10):
-            size = tl.where(start >= (8192 << octave), 512 << octave, size)
-    return (start + TILE) % size == 0
+        if _TRY == 8:
+            size = tl.where(start < 2048, 128, 256)
+            for octave in tl.static_range(12):
+                size = tl.where(start >= (4096 << octave), 512 << octave, size)
+        else:
+            size = tl.where(start < 1024, 128, 256)
+            for octave in tl.static_range(10):
+                size = tl.where(start >= (8192 << octave), 512 << octave, size)
+    return start % size == 0
 
 
 @triton.jit
-def take_tile(q, k, v, visible, key_scales, value_scales, factor, highest, weight, acc, MASKED: tl.constexpr,
-              CODES: tl.constexpr):
+def take_tile(q, k, v, visible, key_scales, value_scales, factor, begins, highest, weight, acc, piece_highest,
+              piece_weight, piece_acc, MASKED: tl.constexpr, CODES: tl.constexpr):
     """Take keys k [D, TILE] and values v [TILE, D] into the sums of a piece: the largest score and the sum of weights
-    [ROWS], the weighted values [ROWS, D].
+    [ROWS], the weighted values [ROWS, D]; where a piece `begins`, first add the one before to the sums of the whole.
 
     With MASKED, rows see what `visible` [ROWS, TILE] says; with CODES, k and v are to be multiplied by their scales
     [TILE]. `factor`: of scores, the softmax being one of powers of two.
@@ -47,16 +55,30 @@ def take_tile(q, k, v, visible, key_scales, value_scales, factor, highest, weigh
         scores *= key_scales[None, :]
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
-    higher = tl.maximum(highest, tl.max(scores, 1) * factor)
-    base = _base(higher) if MASKED else higher
-    shrink = tl.exp2(highest - base)
+    top = tl.max(scores, 1) * factor
+    if begins:
+        # Only now, as the product of the tile before is waited for together with the scores'.
+        highest, weight, acc = add_piece(highest, weight, acc, piece_highest, piece_weight, piece_acc)
+        higher = top
+        base = _base(higher) if MASKED else higher
+        shrink = tl.zeros_like(top)
+    else:
+        higher = tl.maximum(piece_highest, top)
+        base = _base(higher) if MASKED else higher
+        shrink = tl.exp2(piece_highest - base)
     p = tl.exp2(tl.fma(scores, factor + tl.zeros_like(scores), -base[:, None] + tl.zeros_like(scores)))
-    whole = tl.fma(p, tl.zeros_like(p) + _WHOLE, tl.zeros_like(p) + _ROUNDER).to(tl.int32, bitcast=True) & _LOW_BITS
-    weight = tl.fma(weight, shrink, tl.sum(whole, 1).to(tl.float32) * _PART)
+    piece_weight = tl.fma(piece_weight, shrink, _total(p))
     if CODES > 0:
         p *= value_scales[None, :]
-    acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
-    return higher, weight, acc
+    piece_acc = tl.dot(p.to(q.dtype), v, piece_acc * shrink[:, None], input_precision="ieee")
+    return highest, weight, acc, higher, piece_weight, piece_acc
+
+
+@triton.jit
+def _total(p):
+    """Return the sums of weights [ROWS, TILE] over the tile, added as whole numbers."""
+    whole = tl.fma(p, tl.zeros_like(p) + _WHOLE, tl.zeros_like(p) + _ROUNDER).to(tl.int32, bitcast=True)
+    return (tl.sum(whole, 1) & _SUM_BITS).to(tl.float32) * _PART
 
 
 @triton.jit
@@ -81,7 +103,7 @@ def finish(highest, weight, acc, sink, SINKS: tl.constexpr):
         weight = tl.fma(weight, mine, tl.exp2(sink - higher))
         acc = acc * mine[:, None]
     # Adding nothing turns minus zero into zero: which of them a sum of nothing is depends on what else was added.
-    return tl.div_rn(acc, weight[:, None] + tl.zeros_like(acc)) + 0.0
+    return acc * tl.div_rn(tl.full(weight.shape, 1.0, tl.float32), weight)[:, None] + 0.0
 
 
 @triton.jit
