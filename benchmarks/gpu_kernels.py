@@ -177,13 +177,12 @@ def prefills(tune: bool) -> None:
         time_it = partial(_attention, f"prefill {name}", qkv, views, made, heads, window, 0.0, flops)
         time_it()
         if tune and name != "gpt-oss 8192 window":
-            before = (prefill.TILE, prefill.MANY_TILE, prefill.STAGES, ordered_prefill.WARPS, ordered_prefill.STAGES)
+            before = prefill.TILE, prefill.MANY_TILE, prefill.STAGES, ordered_prefill.SMALL
             for keys, warps, stages in [(64, 8, 3), (64, 8, 2), (128, 8, 2), (64, 4, 3)]:
                 prefill.TILE = prefill.MANY_TILE = keys, warps
-                ordered_prefill.WARPS = warps
-                prefill.STAGES = ordered_prefill.STAGES = stages
+                prefill.STAGES, ordered_prefill.SMALL = stages, (16 * warps, warps, stages)
                 time_it(keys=keys, warps=warps, stages=stages)
-            prefill.TILE, prefill.MANY_TILE, prefill.STAGES, ordered_prefill.WARPS, ordered_prefill.STAGES = before
+            prefill.TILE, prefill.MANY_TILE, prefill.STAGES, ordered_prefill.SMALL = before
 
 
 LINEARS = [("llama qkv", 6144, 4096), ("llama o", 4096, 4096), ("llama gate_up", 28672, 4096),

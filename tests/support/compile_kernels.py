@@ -20,6 +20,8 @@ from triton.compiler import ASTSource
 
 from spillover.kernels.triton import ordered_linear
 from spillover.kernels.triton.attention import ordered_decode, ordered_prefill
+from spillover.kernels.triton.attention.attention_splits import QUERIES
+from spillover.kernels.triton.codes import CODES
 
 TARGET, PROCESSOR = GPUTarget("cuda", 90, 32), "sm_90a"
 ATTENTION = {
@@ -34,14 +36,15 @@ HEADS = {"GROUP": 4, "DIM": 128, "PADDED": 128, "BLOCK": 16, "TILE": 64, "WINDOW
 
 
 def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, stages: int,
-             early: bool = False) -> dict[str, int]:
+             early: bool = False, registers: int | None = None) -> dict[str, int]:
     """Return a kernel's registers, bytes of spilled registers and bytes of shared memory. Arguments that `types` leaves
     out are int32; all that are no constants are multiples of 16."""
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     plain = [index for index, name in enumerate(kernel.arg_names)
              if name not in constants and name not in ("rows", "scale") and "desc" not in types.get(name, "")]
     source = ASTSource(kernel, signature, constants, {(index,): [["tt.divisibility", 16]] for index in plain})
-    made = triton.compile(source, TARGET, {"num_warps": warps, "num_stages": stages, "launch_pdl": early})
+    made = triton.compile(source, TARGET, {"num_warps": warps, "num_stages": stages, "launch_pdl": early,
+                                           "maxnreg": registers})
     ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(made.asm["ptx"])
@@ -54,18 +57,19 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], warp
     return {"registers": int(registers[1]), "spilled": int(spilled[1]), "shared": made.metadata.shared}
 
 
-def decode(kv_dtype: int, queries: int = 1) -> dict[str, int]:
-    types = ATTENTION if kv_dtype == 0 else {**ATTENTION, "kv_ptr": "*u8"}
-    constants = {**HEADS, "KV_HEADS": 8, "ROWS": max(16, 4 * queries), "FEW": 4, "QUERIES": queries, "CODES": kv_dtype,
-                 "EARLY": True}
-    stages = 2 if queries > 1 else 3 if kv_dtype else 5
-    return compiled(ordered_decode._ordered_decode, types, constants, ordered_decode.WARPS, stages, True)
+def decode(kv_dtype: str, queries: int = 1) -> dict[str, int]:
+    types = ATTENTION if kv_dtype == "auto" else {**ATTENTION, "kv_ptr": "*u8"}
+    constants = {**HEADS, "KV_HEADS": 8, "ROWS": max(16, 4 * queries), "FEW": 4, "QUERIES": queries,
+                 "CODES": CODES[kv_dtype], "EARLY": True}
+    stages = 2 if queries > 1 else 3 if kv_dtype != "auto" else 4
+    return compiled(ordered_decode._ordered_decode, types, constants, ordered_decode.WARPS, stages, True,
+                    ordered_decode.REGISTERS if queries == 1 else None)
 
 
 def prefill() -> dict[str, int]:
-    constants = {**HEADS, "QUERIES": 128, "WINDOW": 0, "SLOTS": True, "CODES": 0}
-    return compiled(ordered_prefill._ordered_prefill, ATTENTION, constants, ordered_prefill.WARPS,
-                    ordered_prefill.STAGES)
+    queries, warps, stages = ordered_prefill.SMALL
+    constants = {**HEADS, "TILE_QUERIES": QUERIES, "QUERIES": queries, "WINDOW": 0, "SLOTS": True, "CODES": 0}
+    return compiled(ordered_prefill._ordered_prefill, ATTENTION, constants, warps, stages)
 
 
 def few_rows(chunks: int, gated: bool) -> dict[str, int]:
@@ -85,8 +89,8 @@ def described(tile: ordered_linear.Tile, chunks: int) -> dict[str, int]:
 
 if __name__ == "__main__":
     print(json.dumps({
-        "decode": decode(0), "decode fp8": decode(1), "16 new tokens": decode(0, 16), "prefill": prefill(),
-        "1 row, 4 chunks": few_rows(4, False), "1 row, gated": few_rows(1, True),
+        "decode": decode("auto"), "decode fp8": decode("fp8"), "16 new tokens": decode("auto", 16),
+        "prefill": prefill(), "1 row, 4 chunks": few_rows(4, False), "1 row, gated": few_rows(1, True),
         "64 rows, spread": described(ordered_linear.DEEP_SPREAD, 4),
         "512 rows": described(ordered_linear.SQUARE, 1), "many rows, 4 chunks": described(ordered_linear.LARGE, 4),
     }))

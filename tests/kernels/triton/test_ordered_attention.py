@@ -41,10 +41,11 @@ def test_a_sliding_window_with_sinks(window: int) -> None:
     assert error(case.found(sinks=True, ordered=True), case.expected(sinks=True)) < 1e-5
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
-def test_a_pool_of_codes(kv_dtype: str) -> None:
-    case = Case([1, 3, 1, 40], [270, 5, 0, 20], 4, 2, 64, dtype=torch.float32, kv_dtype=kv_dtype)
-    assert error(case.found(ordered=True), case.expected()) < 1e-5
+def test_a_pool_of_codes(kv_dtype: str, dtype: torch.dtype) -> None:
+    case = Case([1, 3, 1, 40], [270, 5, 0, 20], 4, 2, 64, dtype=dtype, kv_dtype=kv_dtype)
+    assert error(case.found(ordered=True), case.expected()) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int8"])

@@ -8,33 +8,22 @@ import triton.language as tl
 CODES = {"auto": 0, "fp8": 1, "int8": 2}  # as the kernels know them
 
 _ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)  # which the interpreter does not know
-# Four codes a register become bfloat16, two a register. FP8: the fields are moved into place, which is the value times
-# 2**-120. int8: the low seven bits are those of a number from 128 on, of which 128 is taken away, or 256 if the top bit is set.
+# Four codes a register become float16, two a register. int8: a code plus 128 is the low byte of a number from 1,024 on.
 _SPREAD_FP8 = tl.constexpr("""{
-.reg .b32 low, high, rest;
-prmt.b32 low, $2, 0, 0x1404;
-prmt.b32 high, $2, 0, 0x3424;
-shr.u32 rest, low, 4;
-and.b32 rest, rest, 0x07F007F0;
-lop3.b32 low, low, 0x80008000, rest, 0xEA;
-shr.u32 rest, high, 4;
-and.b32 rest, rest, 0x07F007F0;
-lop3.b32 high, high, 0x80008000, rest, 0xEA;
-mov.b32 rest, 0x7B807B80;
-mul.rn.bf16x2 $0, low, rest;
-mul.rn.bf16x2 $1, high, rest;
+.reg .b16 low, high;
+mov.b32 {low, high}, $2;
+cvt.rn.f16x2.e4m3x2 $0, low;
+cvt.rn.f16x2.e4m3x2 $1, high;
 }""")
 _SPREAD_INT8 = tl.constexpr("""{
-.reg .b32 low, high, number, base;
-prmt.b32 low, $2, 0, 0x4140;
-prmt.b32 high, $2, 0, 0x4342;
-mov.b32 base, 0x43004300;
-lop3.b32 number, low, 0x007F007F, base, 0xEA;
-lop3.b32 low, low, 0x00800080, base, 0xEA;
-sub.rn.bf16x2 $0, number, low;
-lop3.b32 number, high, 0x007F007F, base, 0xEA;
-lop3.b32 high, high, 0x00800080, base, 0xEA;
-sub.rn.bf16x2 $1, number, high;
+.reg .b32 number, base, low, high;
+xor.b32 number, $2, 0x80808080;
+mov.b32 base, 0x64646464;
+prmt.b32 low, number, base, 0x4140;
+prmt.b32 high, number, base, 0x4342;
+mov.b32 base, 0x64806480;
+sub.f16x2 $0, low, base;
+sub.f16x2 $1, high, base;
 }""")
 
 # Adding and taking away 1.5 * 2**23 rounds a float32 of this size to a whole number, halves to even.
@@ -61,10 +50,10 @@ def encode(value, scale, CODES: tl.constexpr):
 @triton.jit
 def decode(code, dtype: tl.constexpr, CODES: tl.constexpr):
     """Decode uint8 -> the code's value in `dtype`; all of them are exact in bfloat16 and float16."""
-    if _ASSEMBLY and dtype == tl.bfloat16:
+    if _ASSEMBLY and dtype == tl.float16:
         # Not called pure: the compiler would lay tiles out for products of bytes, which cannot be loaded as matrices.
         value = tl.inline_asm_elementwise(_SPREAD_FP8 if CODES == 1 else _SPREAD_INT8, "=r,=r,r", [code],
-                                          dtype=tl.bfloat16, is_pure=False, pack=4)
+                                          dtype=tl.float16, is_pure=False, pack=4)
     elif CODES == 1:
         value = code.to(tl.float8e4nv, bitcast=True).to(dtype)
     else:

@@ -17,11 +17,14 @@ from spillover.kernels.batch import DecodeScratch
 from spillover.kernels.triton.attention import ordered_splits as splits
 from spillover.kernels.triton.attention.decode_attention import MANY, PROGRAMS
 from spillover.kernels.triton.attention.ordered_tile import load_scales, load_tile, tile_blocks
-from spillover.kernels.triton.attention.softmax import LOG2E, add_piece, finish, piece_begins, take_tile
+from spillover.kernels.triton.attention.softmax import LOG2E, add_piece, finish, operand, piece_begins, take_tile
 from spillover.kernels.triton.codes import CODES
 from spillover.kernels.triton.launch import early
 
 WARPS = 4
+REGISTERS = 168  # of a thread, at most: three programs share a multiprocessor
+FEW = 64  # programs, of which each reads far ahead in sequences of more than LONG tokens
+LONG = 4096
 _FIELDS = tl.constexpr(splits.FIELDS)
 
 
@@ -46,12 +49,13 @@ def ordered_decode(
     `requests`, of up to `longest` tokens, is what the launch is tuned for.
     """
     _launch(q, kv_layer, out, items, num_items, block_table, block_size, scratch, scale, window, sinks, kv_dtype, 1,
-            depth(requests, kv_layer.shape[2], longest))
+            depth(requests, kv_layer.shape[2], longest if kv_dtype == "auto" else 0))
 
 
 def depth(requests: int, kv_heads: int, longest: int) -> int:
     """Return how deep loads run ahead: less where programs hide each other's waits."""
-    return 2 if requests * kv_heads >= MANY else 3
+    programs = requests * kv_heads
+    return 2 if programs >= MANY else 4 if programs <= FEW and longest > LONG else 3
 
 
 def ordered_short_chunks(
@@ -77,7 +81,7 @@ def ordered_short_chunks(
     _fold_short_chunks[(items.shape[0], kv_heads, queries)](
         out, scratch.sums, scratch.stats, items, num_items, out if sinks is None else sinks, KV_HEADS=kv_heads,
         GROUP=group, FEW=triton.next_power_of_2(group), DIM=dim, PADDED=max(16, triton.next_power_of_2(dim)),
-        QUERIES=queries, SINKS=sinks is not None, num_warps=WARPS, **early(q.device),
+        QUERIES=queries, SINKS=sinks is not None, CODES=CODES[kv_dtype], num_warps=WARPS, **early(q.device),
     )
 
 
@@ -95,7 +99,8 @@ def _launch(q: Tensor, kv_layer: Tensor, out: Tensor, items: Tensor, num_items: 
         KV_HEADS=kv_heads, GROUP=group, ROWS=rows, FEW=triton.next_power_of_2(group), DIM=dim,
         PADDED=max(16, triton.next_power_of_2(dim)), BLOCK=block_size, TILE=splits.TILE,
         WINDOW_PIECE=splits.window_piece(window), QUERIES=queries, SINKS=sinks is not None, CODES=CODES[kv_dtype],
-        num_warps=WARPS if rows <= 64 else 2 * WARPS, num_stages=stages, **early(q.device),
+        num_warps=WARPS if rows <= 64 else 2 * WARPS, num_stages=stages,
+        maxnreg=REGISTERS if queries == 1 and q.element_size() == 2 else None, **early(q.device),
     )
 
 
@@ -114,7 +119,6 @@ def _ordered_decode(
     d = tl.arange(0, PADDED)
     member = tl.arange(0, ROWS)
     query = member // GROUP
-    dtype = q_ptr.dtype.element_ty
     factor = scale * LOG2E
     total = tl.load(num_items_ptr) * KV_HEADS
     for work in range(tl.program_id(0), total, tl.num_programs(0)):
@@ -135,6 +139,7 @@ def _ordered_decode(
         there = member < count * GROUP
         real = there[:, None] & (d[None, :] < DIM)
         q = tl.load(q_ptr + (row + query)[:, None] * q_stride + head[:, None] * DIM + d[None, :], mask=real, other=0.0)
+        q = operand(q, CODES)
         length = tl.load(item + 9) - count + 1 + query  # [ROWS], keys up to a query's own
         table = table_ptr + slot.to(tl.int64) * table_stride
         slab = kv_ptr + kv_head * head_stride
@@ -146,7 +151,7 @@ def _ordered_decode(
         piece_highest = tl.full([ROWS], float("-inf"), tl.float32)
         piece_weight = tl.zeros([ROWS], tl.float32)
         piece_acc = tl.zeros([ROWS, PADDED], tl.float32)
-        blocks = tile_blocks(table, begin, nearest, end, BLOCK, TILE)
+        blocks = tile_blocks(table, begin, nearest, end, BLOCK, TILE, WINDOW_PIECE)
         for start in range(begin, end, TILE):
             n = start + tl.arange(0, TILE)
             seen = n < end
@@ -157,20 +162,19 @@ def _ordered_decode(
                 visible = visible & (n[None, :] < length[:, None])
                 if WINDOW_PIECE > 0:
                     visible = visible & (n[None, :] >= (oldest + query)[:, None])
-            k, v = load_tile(slab, blocks, start, nearest, end, block_stride, kv_stride, d, dtype, DIM, PADDED, BLOCK,
-                             TILE, CODES)
+            k, v = load_tile(slab, blocks, start, seen, block_stride, kv_stride, d, DIM, PADDED, BLOCK, TILE, True)
             key_scales, value_scales = None, None
             if CODES > 0:
-                key_scales, value_scales = load_scales(slab, blocks, start, nearest, end, block_stride, kv_stride, DIM,
-                                                       BLOCK, TILE)
+                key_scales, value_scales = load_scales(slab, blocks, start, seen, block_stride, kv_stride, DIM, BLOCK,
+                                                       TILE, True)
             highest, weight, acc, piece_highest, piece_weight, piece_acc = take_tile(
                 q, k, v, visible, key_scales, value_scales, factor, piece_begins(start, WINDOW_PIECE), highest, weight,
                 acc, piece_highest, piece_weight, piece_acc, True, CODES)
-            blocks = tile_blocks(table, start + TILE, nearest, end, BLOCK, TILE)
+            blocks = tile_blocks(table, start + TILE, nearest, end, BLOCK, TILE, WINDOW_PIECE)
         highest, weight, acc = add_piece(highest, weight, acc, piece_highest, piece_weight, piece_acc)
 
         if (QUERIES == 1) and (parts == 1):
-            _store(highest, weight, acc, head, there, d, out_ptr + row * (HEADS * DIM), sinks_ptr, DIM, SINKS)
+            _store(highest, weight, acc, head, there, d, out_ptr + row * (HEADS * DIM), sinks_ptr, DIM, SINKS, CODES)
         else:
             place = (((first + part) * KV_HEADS + kv_head) * (QUERIES * GROUP) + member).to(tl.int64)  # [ROWS]
             tl.store(sums_ptr + place[:, None] * DIM + d[None, :], acc, mask=real)
@@ -183,14 +187,14 @@ def _ordered_decode(
                     tl.store(counter, 0)
                     tl.debug_barrier()
                     _add_up(sums_ptr, stats_ptr, (first * KV_HEADS + kv_head) * GROUP, parts, kv_head, d,
-                            out_ptr + row * (HEADS * DIM), sinks_ptr, HEADS, GROUP, FEW, DIM, PADDED, SINKS)
+                            out_ptr + row * (HEADS * DIM), sinks_ptr, HEADS, GROUP, FEW, DIM, PADDED, SINKS, CODES)
 
 
 @triton.jit
 def _fold_short_chunks(
     out_ptr, sums_ptr, stats_ptr, items_ptr, num_items_ptr, sinks_ptr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
-    QUERIES: tl.constexpr, SINKS: tl.constexpr, EARLY: tl.constexpr,
+    QUERIES: tl.constexpr, SINKS: tl.constexpr, CODES: tl.constexpr, EARLY: tl.constexpr,
 ):
     """Add up the pieces of one query for one key head; programs of items that are no first piece have none to add."""
     if EARLY:
@@ -207,12 +211,13 @@ def _fold_short_chunks(
     row = (tl.load(item) + query).to(tl.int64)
     first = ((tl.load(item + 7) * KV_HEADS + kv_head) * QUERIES + query) * GROUP
     _add_up(sums_ptr, stats_ptr, first, tl.load(item + 5), kv_head, tl.arange(0, PADDED),
-            out_ptr + row * (HEADS * DIM), sinks_ptr, HEADS * QUERIES, GROUP, FEW, DIM, PADDED, SINKS)
+            out_ptr + row * (HEADS * DIM), sinks_ptr, HEADS * QUERIES, GROUP, FEW, DIM, PADDED, SINKS, CODES)
 
 
 @triton.jit
 def _add_up(sums_ptr, stats_ptr, first, parts, kv_head, d, out_ptr, sinks_ptr, STEP: tl.constexpr,
-            GROUP: tl.constexpr, FEW: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, SINKS: tl.constexpr):
+            GROUP: tl.constexpr, FEW: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, SINKS: tl.constexpr,
+            CODES: tl.constexpr):
     """Add up what the pieces of a sequence have left for one key head, in their order: rows from `first` on, STEP rows
     apart."""
     member = tl.arange(0, FEW)
@@ -239,13 +244,14 @@ def _add_up(sums_ptr, stats_ptr, first, parts, kv_head, d, out_ptr, sinks_ptr, S
         highest, weight, acc = add_piece(highest, weight, acc, h6, w6, a6)
         highest, weight, acc = add_piece(highest, weight, acc, h7, w7, a7)
         place += 8 * STEP
-    _store(highest, weight, acc, kv_head * GROUP + member, there, d, out_ptr, sinks_ptr, DIM, SINKS)
+    _store(highest, weight, acc, kv_head * GROUP + member, there, d, out_ptr, sinks_ptr, DIM, SINKS, CODES)
 
 
 @triton.jit
-def _store(highest, weight, acc, head, there, d, out_ptr, sinks_ptr, DIM: tl.constexpr, SINKS: tl.constexpr):
+def _store(highest, weight, acc, head, there, d, out_ptr, sinks_ptr, DIM: tl.constexpr, SINKS: tl.constexpr,
+           CODES: tl.constexpr):
     sink = tl.load(sinks_ptr + head, mask=there, other=0.0) if SINKS else None
-    result = finish(highest, weight, acc, sink, SINKS)
+    result = finish(highest, weight, acc, sink, SINKS, CODES)
     tl.store(out_ptr + head[:, None] * DIM + d[None, :], result.to(out_ptr.dtype.element_ty),
              mask=there[:, None] & (d[None, :] < DIM))
 

@@ -7,13 +7,15 @@ import triton.language as tl
 from torch import Tensor
 
 from spillover.kernels.triton.attention import ordered_splits as splits
-from spillover.kernels.triton.attention.attention_splits import QUERIES
+from spillover.kernels.triton.attention.attention_splits import QUERIES as TILE_QUERIES
 from spillover.kernels.triton.attention.ordered_tile import load_scales, load_tile, tile_blocks
-from spillover.kernels.triton.attention.softmax import LOG2E, add_piece, finish, piece_begins, take_tile
+from spillover.kernels.triton.attention.softmax import LOG2E, add_piece, finish, operand, piece_begins, take_tile
 from spillover.kernels.triton.codes import CODES
 
-WARPS = 8
-STAGES = 2
+# Queries a program, warps and stages. Small programs share a multiprocessor: one multiplies while the other takes
+# powers. Codes are spread by each program, so it has more queries to use them for.
+SMALL, LARGE, NARROW = (64, 4, 3), (128, 8, 3), (128, 4, 2)
+NARROW_DIM = 64  # of heads, up to which many queries fit in few registers
 
 
 def ordered_prefill(
@@ -38,14 +40,15 @@ def ordered_prefill(
     if count == 0:
         return
     wide = q.element_size() == 4
-    _ordered_prefill[(heads, count)](
+    queries, warps, stages = LARGE if kv_dtype != "auto" or wide else NARROW if dim <= NARROW_DIM else SMALL
+    _ordered_prefill[(heads, count * (TILE_QUERIES // queries))](
         q, kv_layer, out, tiles, query_start, seq_lens, query_start if slots is None else slots, block_table,
         out if sinks is None else sinks, q.stride(0), block_table.stride(0), kv_layer.stride(0), kv_layer.stride(1),
         kv_layer.stride(2), scale,
         GROUP=heads // kv_heads, DIM=dim, PADDED=max(16, triton.next_power_of_2(dim)), BLOCK=block_size,
-        QUERIES=QUERIES, TILE=splits.TILE, WINDOW=window or 0, WINDOW_PIECE=splits.window_piece(window),
-        SINKS=sinks is not None, SLOTS=slots is not None, CODES=CODES[kv_dtype], num_warps=WARPS,
-        num_stages=1 if wide else STAGES,
+        TILE_QUERIES=TILE_QUERIES, QUERIES=queries, TILE=splits.TILE, WINDOW=window or 0,
+        WINDOW_PIECE=splits.window_piece(window), SINKS=sinks is not None, SLOTS=slots is not None,
+        CODES=CODES[kv_dtype], num_warps=warps, num_stages=1 if wide else stages,
     )
 
 
@@ -53,16 +56,19 @@ def ordered_prefill(
 def _ordered_prefill(
     q_ptr, kv_ptr, out_ptr, tiles_ptr, query_start_ptr, seq_lens_ptr, slots_ptr, table_ptr, sinks_ptr,
     q_stride, table_stride, block_stride, kv_stride, head_stride, scale,
-    GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
-    TILE: tl.constexpr, WINDOW: tl.constexpr, WINDOW_PIECE: tl.constexpr, SINKS: tl.constexpr, SLOTS: tl.constexpr,
-    CODES: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    TILE_QUERIES: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+    WINDOW_PIECE: tl.constexpr, SINKS: tl.constexpr, SLOTS: tl.constexpr, CODES: tl.constexpr,
 ):
     head = tl.program_id(0)
-    tile = tl.program_id(1)
-    request = tl.load(tiles_ptr + tile * 2)
-    offset = tl.load(tiles_ptr + tile * 2 + 1)
+    part = tl.num_programs(1) - 1 - tl.program_id(1)  # the last rows of a prompt, which take longest, are first
+    PARTS: tl.constexpr = TILE_QUERIES // QUERIES
+    request = tl.load(tiles_ptr + part // PARTS * 2)
+    offset = tl.load(tiles_ptr + part // PARTS * 2 + 1) + part % PARTS * QUERIES
     first_row = tl.load(query_start_ptr + request)
     count = tl.load(query_start_ptr + request + 1) - first_row
+    if offset >= count:
+        return
     length = tl.load(seq_lens_ptr + request)
     cached = length - count
     m = offset + tl.arange(0, QUERIES)
@@ -71,6 +77,7 @@ def _ordered_prefill(
     real = (m < count)[:, None] & (d < DIM)[None, :]
     rows = (first_row + m).to(tl.int64)
     q = tl.load(q_ptr + rows[:, None] * q_stride + head * DIM + d[None, :], mask=real, other=0.0)
+    q = operand(q, CODES)
     table = table_ptr + (tl.load(slots_ptr + request) if SLOTS else request).to(tl.int64) * table_stride
     slab = kv_ptr + (head // GROUP) * head_stride
 
@@ -87,22 +94,22 @@ def _ordered_prefill(
     begin = oldest // TILE * TILE
     # Tiles of keys that every row sees need no mask; with a window there are too few of them to treat apart.
     whole = (cached + offset + 1) // TILE * TILE if WINDOW == 0 else begin
-    blocks = tile_blocks(table, begin, oldest, end, BLOCK, TILE)
+    blocks = tile_blocks(table, begin, oldest, end, BLOCK, TILE, WINDOW)
     for start in range(begin, whole, TILE):
         highest, weight, acc, piece_highest, piece_weight, piece_acc = _take(
             q, slab, blocks, start, position, oldest, end, block_stride, kv_stride, factor, highest, weight, acc,
             piece_highest, piece_weight, piece_acc, d, DIM, PADDED, BLOCK, TILE, 0, WINDOW_PIECE, False, CODES)
-        blocks = tile_blocks(table, start + TILE, oldest, end, BLOCK, TILE)
+        blocks = tile_blocks(table, start + TILE, oldest, end, BLOCK, TILE, WINDOW)
     for start in range(whole, end, TILE):
         highest, weight, acc, piece_highest, piece_weight, piece_acc = _take(
             q, slab, blocks, start, position, oldest, end, block_stride, kv_stride, factor, highest, weight, acc,
             piece_highest, piece_weight, piece_acc, d, DIM, PADDED, BLOCK, TILE, WINDOW, WINDOW_PIECE, True, CODES)
-        blocks = tile_blocks(table, start + TILE, oldest, end, BLOCK, TILE)
+        blocks = tile_blocks(table, start + TILE, oldest, end, BLOCK, TILE, WINDOW)
     highest, weight, acc = add_piece(highest, weight, acc, piece_highest, piece_weight, piece_acc)
     sink = tl.load(sinks_ptr + head) + tl.zeros([QUERIES], sinks_ptr.dtype.element_ty) if SINKS else None
-    result = finish(highest, weight, acc, sink, SINKS)
+    result = finish(highest, weight, acc, sink, SINKS, CODES)
     out = out_ptr + rows[:, None] * (tl.num_programs(0) * DIM) + head * DIM + d[None, :]
-    tl.store(out, result.to(q.dtype), mask=real)
+    tl.store(out, result.to(out_ptr.dtype.element_ty), mask=real)
 
 
 @triton.jit
@@ -114,12 +121,14 @@ def _take(
 ):
     """Take one tile of keys into the piece, and the piece into the whole if it ends there."""
     n = start + tl.arange(0, TILE)
-    k, v = load_tile(slab, blocks, start, oldest, end, block_stride, kv_stride, d, q.dtype, DIM, PADDED, BLOCK, TILE,
-                     CODES)
+    own = None
+    if MASKED:
+        own = (n >= oldest) & (n < end) if WINDOW > 0 else n < end
+    k, v = load_tile(slab, blocks, start, own, block_stride, kv_stride, d, DIM, PADDED, BLOCK, TILE, MASKED)
     key_scales, value_scales = None, None
     if CODES > 0:
-        key_scales, value_scales = load_scales(slab, blocks, start, oldest, end, block_stride, kv_stride, DIM, BLOCK,
-                                               TILE)
+        key_scales, value_scales = load_scales(slab, blocks, start, own, block_stride, kv_stride, DIM, BLOCK, TILE,
+                                               MASKED)
     visible = None
     if MASKED:
         visible = n[None, :] <= position[:, None]

@@ -35,13 +35,6 @@ def bounds(window: int | None) -> list[int]:
     position doubles."""
     if window is not None:
         return list(range(0, _LONGEST + 1, window_piece(window)))
-    import os
-    if os.environ.get('TRY_PIECES') == '8':
-        made, start = [*range(0, 2048, PIECE), *range(2048, 4096, 256)], 4096
-        while start < _LONGEST:
-            made += range(start, 2 * start, start // 8)
-            start *= 2
-        return [*made, start]
     made = [*range(0, 1024, PIECE), *range(1024, 8192, 256)]
     start = 8192
     while start < _LONGEST:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-import os
-_TRY = tl.constexpr(int(os.environ.get('TRY_PIECES', '16')))
+from spillover.kernels.triton.codes import decode
+
 LOG2E = tl.constexpr(1.4426950408889634)
 # Weights between 0 and 1 are added as whole numbers, 2**22 for one: added to 2**25, whose fraction has steps of 4, a
 # weight times 2**24 leaves it in the low bits of a float32. What is above them cancels in a sum of 64.
@@ -21,6 +21,10 @@ _WHOLE = tl.constexpr(2.0**24)
 _ROUNDER = tl.constexpr(2.0**25)
 _PART = tl.constexpr(2.0**-22)
 _SUM_BITS = tl.constexpr(0x3FFFFFFF)
+# Codes are multiplied as float16, in which all of them are exact. Weights times the scales of values are that much
+# larger there, which leaves room for values up to 32,000 and keeps those of 0.01 apart from zero.
+_RAISED = tl.constexpr(2.0**8)
+_LARGEST = tl.constexpr(65504.0)  # float16
 
 
 @triton.jit
@@ -28,17 +32,18 @@ def piece_begins(start, WINDOW_PIECE: tl.constexpr):
     """Return whether a piece begins at position `start`, as ordered_splits.bounds has them; WINDOW_PIECE: positions of
     a piece where rows see a window, else 0."""
     if WINDOW_PIECE > 0:
-        size = WINDOW_PIECE
-    else:
-        if _TRY == 8:
-            size = tl.where(start < 2048, 128, 256)
-            for octave in tl.static_range(12):
-                size = tl.where(start >= (4096 << octave), 512 << octave, size)
-        else:
-            size = tl.where(start < 1024, 128, 256)
-            for octave in tl.static_range(10):
-                size = tl.where(start >= (8192 << octave), 512 << octave, size)
-    return start % size == 0
+        return start % WINDOW_PIECE == 0
+    # From 4,096 on, where 16 pieces double the position, they begin at numbers of five significant bits.
+    below = tl.where(start < 1024, start & 127, start & 255)
+    return tl.where(start < 4096, below, tl.cast(start, tl.float32).to(tl.int32, bitcast=True) & 0x7FFFF) == 0
+
+
+@triton.jit
+def operand(q, CODES: tl.constexpr):
+    """Return queries as they are multiplied: as float16 with codes, unless they are float32."""
+    if (CODES > 0) and (q.dtype != tl.float32):
+        q = tl.clamp(q.to(tl.float32), -_LARGEST, _LARGEST).to(tl.float16)
+    return q
 
 
 @triton.jit
@@ -50,6 +55,8 @@ def take_tile(q, k, v, visible, key_scales, value_scales, factor, begins, highes
     With MASKED, rows see what `visible` [ROWS, TILE] says; with CODES, k and v are to be multiplied by their scales
     [TILE]. `factor`: of scores, the softmax being one of powers of two.
     """
+    if CODES > 0:
+        k = decode(k, q.dtype, CODES)
     scores = tl.dot(q, k, input_precision="ieee")  # [ROWS, TILE]
     if CODES > 0:
         scores *= key_scales[None, :]
@@ -69,7 +76,8 @@ def take_tile(q, k, v, visible, key_scales, value_scales, factor, begins, highes
     p = tl.exp2(tl.fma(scores, factor + tl.zeros_like(scores), -base[:, None] + tl.zeros_like(scores)))
     piece_weight = tl.fma(piece_weight, shrink, _total(p))
     if CODES > 0:
-        p *= value_scales[None, :]
+        p *= (value_scales * _RAISED)[None, :]
+        v = decode(v, q.dtype, CODES)
     piece_acc = tl.dot(p.to(q.dtype), v, piece_acc * shrink[:, None], input_precision="ieee")
     return highest, weight, acc, higher, piece_weight, piece_acc
 
@@ -94,7 +102,7 @@ def add_piece(highest, weight, acc, piece_highest, piece_weight, piece_acc):
 
 
 @triton.jit
-def finish(highest, weight, acc, sink, SINKS: tl.constexpr):
+def finish(highest, weight, acc, sink, SINKS: tl.constexpr, CODES: tl.constexpr):
     """Return the softmax's result [ROWS, D]; `sink`: of each row, one more score, without a value."""
     if SINKS:
         sink = sink.to(tl.float32) * LOG2E
@@ -103,7 +111,8 @@ def finish(highest, weight, acc, sink, SINKS: tl.constexpr):
         weight = tl.fma(weight, mine, tl.exp2(sink - higher))
         acc = acc * mine[:, None]
     # Adding nothing turns minus zero into zero: which of them a sum of nothing is depends on what else was added.
-    return acc * tl.div_rn(tl.full(weight.shape, 1.0, tl.float32), weight)[:, None] + 0.0
+    one = tl.full(weight.shape, 1.0 / _RAISED if CODES > 0 else 1.0, tl.float32)
+    return acc * tl.div_rn(one, weight)[:, None] + 0.0
 
 
 @triton.jit
