@@ -48,8 +48,8 @@ def load_scales(slab, blocks, start, own, block_stride, kv_stride, DIM: tl.const
     """Load the scales [TILE] of a tile's keys and of its values, float32: they lie behind the codes of a block."""
     block, inside = _places(blocks, start, block_stride // 4, BLOCK, TILE)
     keys = (slab + BLOCK * DIM).to(tl.pointer_type(tl.float32)) + block + inside
-    values = keys + kv_stride // 4
-    return tl.load(keys), tl.load(values, mask=own, other=0.0) if MASKED else tl.load(values)
+    values = tl.load(keys + kv_stride // 4)
+    return tl.load(keys), tl.where(own, values, 0.0) if MASKED else values
 
 
 @triton.jit
