@@ -22,9 +22,7 @@ from spillover.kernels.triton.codes import CODES
 from spillover.kernels.triton.launch import early
 
 WARPS = 4
-REGISTERS = 168  # of a thread, at most: three programs share a multiprocessor
-FEW = 64  # programs, of which each reads far ahead in sequences of more than LONG tokens
-LONG = 4096
+REGISTERS = 168  # of a thread, at most, where programs are many: three share a multiprocessor
 _FIELDS = tl.constexpr(splits.FIELDS)
 
 
@@ -46,16 +44,12 @@ def ordered_decode(
 ) -> None:
     """Fill the rows of `out` [T, H, D] that `items` [I, FIELDS] int32 name; `num_items` [1] says how many count.
 
-    `requests`, of up to `longest` tokens, is what the launch is tuned for.
+    `requests` is what the launch is tuned for.
     """
+    # Loads run further ahead where programs are too few to hide each other's waits.
+    stages = 2 if kv_dtype != "auto" or requests * kv_layer.shape[2] >= MANY else 4
     _launch(q, kv_layer, out, items, num_items, block_table, block_size, scratch, scale, window, sinks, kv_dtype, 1,
-            depth(requests, kv_layer.shape[2], longest if kv_dtype == "auto" else 0))
-
-
-def depth(requests: int, kv_heads: int, longest: int) -> int:
-    """Return how deep loads run ahead: less where programs hide each other's waits."""
-    programs = requests * kv_heads
-    return 2 if programs >= MANY else 4 if programs <= FEW and longest > LONG else 3
+            stages)
 
 
 def ordered_short_chunks(
@@ -100,7 +94,7 @@ def _launch(q: Tensor, kv_layer: Tensor, out: Tensor, items: Tensor, num_items: 
         PADDED=max(16, triton.next_power_of_2(dim)), BLOCK=block_size, TILE=splits.TILE,
         WINDOW_PIECE=splits.window_piece(window), QUERIES=queries, SINKS=sinks is not None, CODES=CODES[kv_dtype],
         num_warps=WARPS if rows <= 64 else 2 * WARPS, num_stages=stages,
-        maxnreg=REGISTERS if queries == 1 and q.element_size() == 2 else None, **early(q.device),
+        maxnreg=REGISTERS if queries == 1 and stages == 2 and q.element_size() == 2 else None, **early(q.device),
     )
 
 

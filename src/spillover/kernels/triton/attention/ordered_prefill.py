@@ -14,8 +14,7 @@ from spillover.kernels.triton.codes import CODES
 
 # Queries a program, warps and stages. Small programs share a multiprocessor: one multiplies while the other takes
 # powers. Codes are spread by each program, so it has more queries to use them for.
-SMALL, LARGE, NARROW = (64, 4, 3), (128, 8, 3), (128, 4, 2)
-NARROW_DIM = 64  # of heads, up to which many queries fit in few registers
+SMALL, LARGE = (64, 4, 2), (128, 8, 3)
 
 
 def ordered_prefill(
@@ -40,7 +39,7 @@ def ordered_prefill(
     if count == 0:
         return
     wide = q.element_size() == 4
-    queries, warps, stages = LARGE if kv_dtype != "auto" or wide else NARROW if dim <= NARROW_DIM else SMALL
+    queries, warps, stages = LARGE if kv_dtype != "auto" or wide else SMALL
     _ordered_prefill[(heads, count * (TILE_QUERIES // queries))](
         q, kv_layer, out, tiles, query_start, seq_lens, query_start if slots is None else slots, block_table,
         out if sinks is None else sinks, q.stride(0), block_table.stride(0), kv_layer.stride(0), kv_layer.stride(1),
