@@ -26,14 +26,7 @@ from torch import Tensor
 from spillover.kernels.batch import AttentionBatch
 from spillover.kernels.triton import activation, draw, gemv, norm, ordered_linear
 from spillover.kernels.triton.attention import attention as device
-from spillover.kernels.triton.attention import attention_splits as splits
-from spillover.kernels.triton.attention import (
-    decode_attention,
-    ordered_decode,
-    ordered_prefill,
-    ordered_splits,
-)
-from spillover.kernels.triton.attention import prefill_attention as prefill
+from spillover.kernels.triton.attention import ordered_decode, ordered_prefill, ordered_splits
 from spillover.kernels.triton.rope_store import norm_rope_store
 
 ROWS: list[dict[str, Any]] = []
@@ -107,15 +100,12 @@ def batch(counts: list[int], lengths: list[int], heads: int, kv_heads: int, dim:
 
 def _attention(name: str, qkv: Tensor, views: list[Tensor], made: AttentionBatch, heads: int, window: int | None,
                nbytes: float, flops: float, **settings: Any) -> float:
-    """Times it on one layer after the other, as by default and in one order of sums."""
+    """Time it on one layer after the other."""
     dim = qkv.shape[2]
     sinks = torch.randn(heads, device="cuda") if dim == 64 else None
-    for ordered in (False, True):
-        worked = replace(made, work=device.make_work(made, heads, views[0].shape[2], dim, window, ordered))
-        turn = itertools.cycle(views)
-        elapsed = show(("ordered " if ordered else "") + name,
-                       partial(_attend, qkv[:, :heads], turn, worked, window, sinks), nbytes, flops, **settings)
-    return elapsed
+    worked = replace(made, work=device.make_work(made, heads, views[0].shape[2], dim, window))
+    return show(name, partial(_attend, qkv[:, :heads], itertools.cycle(views), worked, window, sinks), nbytes, flops,
+                **settings)
 
 
 def _attend(q: Tensor, views: Iterator[Tensor], worked: AttentionBatch, window: int | None,
@@ -150,16 +140,13 @@ def decode(tune: bool) -> None:
         time_it = partial(_attention, f"decode {name}", qkv, views, made, heads, window, nbytes, 0.0)
         time_it()
         if tune and name in ("0.6b b256 c800", "0.6b b64 c1500", "8b b1 c600", "8b b1 c32768", "8b b64 c2048 fp8"):
-            before = (splits.BUSY, ordered_splits.BUSY, decode_attention.WARPS, ordered_decode.WARPS,
-                      decode_attention.stages, ordered_decode.depth)
+            before = ordered_splits.BUSY, ordered_decode.WARPS, ordered_decode.stages
             for busy, warps, stages in [(264, 4, 2), (264, 4, 3), (264, 4, 5), (264, 8, 2), (264, 2, 2), (132, 4, 2),
                                         (528, 4, 2)]:
-                splits.BUSY = ordered_splits.BUSY = busy
-                decode_attention.WARPS = ordered_decode.WARPS = warps
-                decode_attention.stages = ordered_decode.depth = lambda *_, chosen=stages: chosen
+                ordered_splits.BUSY, ordered_decode.WARPS = busy, warps
+                ordered_decode.stages = lambda *_, chosen=stages: chosen
                 time_it(busy=busy, warps=warps, stages=stages)
-            (splits.BUSY, ordered_splits.BUSY, decode_attention.WARPS, ordered_decode.WARPS,
-             decode_attention.stages, ordered_decode.depth) = before
+            ordered_splits.BUSY, ordered_decode.WARPS, ordered_decode.stages = before
 
 
 def prefills(tune: bool) -> None:
@@ -177,12 +164,11 @@ def prefills(tune: bool) -> None:
         time_it = partial(_attention, f"prefill {name}", qkv, views, made, heads, window, 0.0, flops)
         time_it()
         if tune and name != "gpt-oss 8192 window":
-            before = prefill.TILE, prefill.MANY_TILE, prefill.STAGES, ordered_prefill.SMALL
-            for keys, warps, stages in [(64, 8, 3), (64, 8, 2), (128, 8, 2), (64, 4, 3)]:
-                prefill.TILE = prefill.MANY_TILE = keys, warps
-                prefill.STAGES, ordered_prefill.SMALL = stages, (16 * warps, warps, stages)
-                time_it(keys=keys, warps=warps, stages=stages)
-            prefill.TILE, prefill.MANY_TILE, prefill.STAGES, ordered_prefill.SMALL = before
+            before = ordered_prefill.SMALL
+            for shape in [(64, 4, 2), (64, 4, 3), (128, 8, 2), (128, 8, 3)]:
+                ordered_prefill.SMALL = shape
+                time_it(shape=shape)
+            ordered_prefill.SMALL = before
 
 
 LINEARS = [("llama qkv", 6144, 4096), ("llama o", 4096, 4096), ("llama gate_up", 28672, 4096),

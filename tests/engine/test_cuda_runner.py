@@ -66,7 +66,7 @@ class PaddedSteps:
         return None if key.draws else hidden
 
 
-def use_the_device(monkeypatch: pytest.MonkeyPatch, ordered: bool = False) -> list[Any]:
+def use_the_device(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """From now on the engine has the other runner and its kernels; returns what each step was prepared as."""
     steps: list[Any] = []
 
@@ -75,7 +75,7 @@ def use_the_device(monkeypatch: pytest.MonkeyPatch, ordered: bool = False) -> li
                      decode: Any, kv_dtype: str, stage: Any) -> None:
             model.kernels = CudaKernels(model.shape, model.cos, model.sin)
             super().__init__(model, weights, kv, block_size, torch.device("cpu"), StepLimits(4, 16, 64, 16),
-                             transfers, decode, kv_dtype, stage, graphs=False, ordered=ordered)
+                             transfers, decode, kv_dtype, stage, graphs=False)
             self._graphs = PaddedSteps()
 
         def lay_out(self, step: Any) -> Any:
@@ -166,12 +166,12 @@ def test_tokens_and_logprobs_are_those_of_the_plain_runner(tmp_path: Path, monke
                 assert logprob.logprob == pytest.approx(reference[token].logprob, abs=1e-4)
 
 
-def test_with_sums_in_one_order_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_few_new_tokens_are_attended_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     prompts = [[5, 6, 7, 8, 9, 10, 11], [3]]
     params = [SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)] * 2
     expected = generate(tmp_path, prompts, params)
-    steps = use_the_device(monkeypatch, ordered=True)
+    steps = use_the_device(monkeypatch)
     short = attended_by_pieces(monkeypatch)
     rows = check_templates(monkeypatch)
     found = generate(tmp_path, prompts, params)
@@ -219,8 +219,8 @@ def test_slots_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_arrays_of_one_shape_lie_in_the_same_places_and_do_not_overlap() -> None:
     inputs = StepInputs(1 << 16, torch.device("cpu"))
     shape = StepShape(rows=7, requests=3, samples=2, tiles=2)
-    offsets = InputOffsets.of(shape, groups=2, longest=64, kv_heads=1, ordered=False)
-    assert offsets == InputOffsets.of(shape, groups=2, longest=64, kv_heads=1, ordered=False)
+    offsets = InputOffsets.of(shape, groups=2, longest=64, kv_heads=1)
+    assert offsets == InputOffsets.of(shape, groups=2, longest=64, kv_heads=1)
     inputs.begin()
     for value, array in enumerate(vars(inputs.pinned.arrays(inputs.buffer, offsets)).values(), 1):
         array[:] = value

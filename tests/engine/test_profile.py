@@ -35,11 +35,11 @@ def attention_half(product: str, attention: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("kernels", [
     # one row: the activation is part of its product
-    BEGIN + 2 * [*attention_half("_gemv", "_decode_attention"),
+    BEGIN + 2 * [*attention_half("_gemv", "_ordered_decode"),
                  ("_add_rms_norm", "norms"), ("_gemv", "gate_up"), ("_gemv", "down")]
     + [("_add_rms_norm", "norms"), ("_gemv", "head"), *END],
     # many rows of cuBLAS, where a product may be two kernels
-    BEGIN + 2 * [*attention_half("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", "_prefill_attention"),
+    BEGIN + 2 * [*attention_half("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", "_ordered_prefill"),
                  ("void cublasLt::splitKreduce_kernel<32, 16, int>", "o"), ("_add_rms_norm", "norms"),
                  ("nvjet_tst_128x64", "gate_up"), ("_gate", "activation"), ("sm90_xmma_gemm_bf16bf16", "down"),
                  ("void cublasLt::splitKreduce_kernel<32, 16, int>", "down")]
@@ -54,7 +54,7 @@ def attention_half(product: str, attention: str) -> list[tuple[str, str]]:
     + [("_add_rms_norm", "norms"), ("_few_rows", "head"), ("at::native::radixSortKVInPlace", "sampling"),
        ("_keep_likely", "sampling")],
     # a mixture, many tokens, with experts that come from the host
-    BEGIN + attention_half("nvjet_tst_64x8", "_prefill_attention")
+    BEGIN + attention_half("nvjet_tst_64x8", "_ordered_prefill")
     + [("_add_rms_norm", "norms"), ("nvjet_tst_64x8", "router"), ("_route", "router"), ("_resolve", "expert paging"),
        ("_gather_or_post", "expert paging"), ("_sort", "router"), ("experts_gate_up_tiles", "experts"),
        ("experts_down_tiles", "experts"), ("_combine", "sum of experts")]

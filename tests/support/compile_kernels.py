@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 
 from spillover.kernels.triton import ordered_linear
 from spillover.kernels.triton.attention import ordered_decode, ordered_prefill
-from spillover.kernels.triton.attention.attention_splits import QUERIES
+from spillover.kernels.triton.attention.ordered_splits import TILE_QUERIES
 from spillover.kernels.triton.codes import CODES
 
 TARGET, PROCESSOR = GPUTarget("cuda", 90, 32), "sm_90a"
@@ -61,14 +61,14 @@ def decode(kv_dtype: str, queries: int = 1) -> dict[str, int]:
     types = ATTENTION if kv_dtype == "auto" else {**ATTENTION, "kv_ptr": "*u8"}
     constants = {**HEADS, "KV_HEADS": 8, "ROWS": max(16, 4 * queries), "FEW": 4, "QUERIES": queries,
                  "CODES": CODES[kv_dtype], "EARLY": True}
-    stages = 2 if queries > 1 else 3 if kv_dtype != "auto" else 4
+    stages = 2 if queries > 1 else ordered_decode.stages(8, kv_dtype)
     return compiled(ordered_decode._ordered_decode, types, constants, ordered_decode.WARPS, stages, True,
-                    ordered_decode.REGISTERS if queries == 1 else None)
+                    ordered_decode.REGISTERS[stages] if queries == 1 else None)
 
 
 def prefill() -> dict[str, int]:
     queries, warps, stages = ordered_prefill.SMALL
-    constants = {**HEADS, "TILE_QUERIES": QUERIES, "QUERIES": queries, "WINDOW": 0, "SLOTS": True, "CODES": 0}
+    constants = {**HEADS, "TILE_QUERIES": TILE_QUERIES, "QUERIES": queries, "WINDOW": 0, "SLOTS": True, "CODES": 0}
     return compiled(ordered_prefill._ordered_prefill, ATTENTION, constants, warps, stages)
 
 

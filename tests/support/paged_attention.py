@@ -56,14 +56,14 @@ class Case:
         return attention_reference(self.q.float(), self.kv if self.batch.kv_dtype != "auto" else self.kv.float(),
                                    self.batch, self.scale, self.window, self.sinks if sinks else None)
 
-    def found(self, sinks: bool = False, ordered: bool = False) -> Tensor:
-        return self.attend(self.q, self.batch, sinks, ordered)
+    def found(self, sinks: bool = False) -> Tensor:
+        return self.attend(self.q, self.batch, sinks)
 
-    def attend(self, q: Tensor, batch: AttentionBatch, sinks: bool = False, ordered: bool = False) -> Tensor:
+    def attend(self, q: Tensor, batch: AttentionBatch, sinks: bool = False) -> Tensor:
         from spillover.kernels.triton.attention.attention import attention, make_work
 
         if batch.work is None:
-            batch = replace(batch, work=make_work(batch, self.heads, self.kv.shape[2], self.dim, self.window, ordered))
+            batch = replace(batch, work=make_work(batch, self.heads, self.kv.shape[2], self.dim, self.window))
         return attention(q, self.kv, batch, self.scale, self.window, self.sinks if sinks else None)
 
     def part(self, request: int, first: int, last: int) -> tuple[Tensor, AttentionBatch]:

@@ -218,7 +218,7 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None,
         from spillover.engine.cuda.cuda_runner import CudaRunner  # needs Triton
 
         runner = CudaRunner(model, weights, views, plan.block_size, device, limits, transfers, decode,
-                            plan.kv_cache_dtype, stage, not config.enforce_eager, not config.fast)
+                            plan.kv_cache_dtype, stage, not config.enforce_eager)
         if config.graph_capture == "start":
             runner.capture(lambda done, total: show(done, total, CAPTURING))
         return runner

@@ -68,8 +68,6 @@ class DeviceWork:
     tiles: Tensor | None  # [tiles, 2] int32 of requests with more new tokens; None: there are none
     slots: Tensor | None  # [B] int32, each request's row of the block table; None: its own index
     scratch: DecodeScratch | None
-    longest: int = 0  # tokens that a request may have
-    ordered: bool = False  # a row's sums have one order whatever the batch and the chunk: triton/attention/softmax.py
     short: Tensor | None = None  # [I, FIELDS] int32, splits of requests with a few new tokens; None: there are none
     num_short: Tensor | None = None  # [1] int32: how many of them count
 

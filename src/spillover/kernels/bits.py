@@ -176,4 +176,4 @@ class _Maker:
             return made
         from spillover.kernels.triton.attention.attention import make_work
 
-        return replace(made, work=make_work(made, SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.head_dim, None, True))
+        return replace(made, work=make_work(made, SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.head_dim, None))

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from spillover.kernels.extents import MOST_SCORES, SEGMENTS, chunk_sums_bytes, dequantizes, segment_blocks
 from spillover.kernels.fields import ITEMSIZE
-from spillover.kernels.triton.attention.attention_splits import scratch_bytes
-from spillover.kernels.triton.attention.ordered_splits import max_items
+from spillover.kernels.triton.attention.ordered_splits import max_items, scratch_bytes
 from spillover.models.config import ModelConfig
 from spillover.models.groups import layer_groups
 from spillover.plan.shapes import kv_layer_bytes

@@ -20,32 +20,34 @@ from support.paged_attention import DEVICE, DTYPES, TOLERANCE, Case, error
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), [(4, 2, 64, 16), (5, 1, 24, 8), (2, 2, 32, 256)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), [
+    (4, 2, 64, 16), (8, 1, 128, 32), (5, 1, 24, 8), (2, 2, 32, 256),
+])
 def test_a_mixed_batch(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, block_size: int) -> None:
     case = Case([1, 7, 1, 1, 130], [300, 0, 0, 63, 17], heads, kv_heads, dim, block_size, dtype)
-    assert error(case.found(ordered=True), case.expected()) < TOLERANCE[dtype]
+    assert error(case.found(), case.expected()) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("window", [None, 300])
 def test_a_few_new_tokens_of_long_sequences(window: int | None) -> None:
     case = Case([1, 7, 16, 17, 2], [1100, 1100, 1030, 1030, 30], 4, 2, 32, window=window)
-    work = make_work(case.batch, 4, 2, 32, window, True)
+    work = make_work(case.batch, 4, 2, 32, window)
     assert work.short is not None
     assert {row[0] for row in work.short.tolist()} == {1, 8}  # the others are too many, or too short
-    assert error(case.found(sinks=True, ordered=True), case.expected(sinks=True)) < 1e-5
+    assert error(case.found(sinks=True), case.expected(sinks=True)) < 1e-5
 
 
-@pytest.mark.parametrize("window", [1, 9, 100])
+@pytest.mark.parametrize("window", [1, 9, 64, 100])
 def test_a_sliding_window_with_sinks(window: int) -> None:
     case = Case([1, 1, 5, 140], [300, 2, 70, 0], 4, 2, 64, window=window)
-    assert error(case.found(sinks=True, ordered=True), case.expected(sinks=True)) < 1e-5
+    assert error(case.found(sinks=True), case.expected(sinks=True)) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
 def test_a_pool_of_codes(kv_dtype: str, dtype: torch.dtype) -> None:
     case = Case([1, 3, 1, 40], [270, 5, 0, 20], 4, 2, 64, dtype=dtype, kv_dtype=kv_dtype)
-    assert error(case.found(ordered=True), case.expected()) < TOLERANCE[dtype]
+    assert error(case.found(), case.expected()) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int8"])
@@ -54,18 +56,26 @@ def test_a_row_has_the_same_bits_as_a_new_token_and_in_its_prompt(window: int | 
     """To the bit on a card; the interpreter's products depend on how many rows there are."""
     for cached in (0, 1230):
         chunk = Case([70], [cached], 2, 1, 32, 64, dtype=DTYPES[1], kv_dtype=kv_dtype, window=window)
-        expected, parts = chunk.found(sinks=True, ordered=True), [(0, 1), (50, 51), (60, 69), (69, 70)]
+        expected, parts = chunk.found(sinks=True), [(0, 1), (50, 51), (60, 69), (69, 70)]
         for first, last in parts:  # one row, and a few, which after 1,230 others are attended piece by piece
-            found = chunk.attend(*chunk.part(0, first, last), sinks=True, ordered=True)
+            found = chunk.attend(*chunk.part(0, first, last), sinks=True)
             exact = {"rtol": 0.0, "atol": 0.0} if DEVICE == "cuda" else {}
             torch.testing.assert_close(found, expected[first:last], **exact)
 
 
+def test_a_request_has_the_same_bits_alone_and_among_others() -> None:
+    case = Case([1, 1, 1, 200], [600, 64, 255, 40], 4, 2, 64)
+    together = case.found()
+    for request in range(4):
+        first, last = (int(case.batch.query_start[request + end]) for end in range(2))
+        assert torch.equal(case.attend(*case.part(request, 0, last - first)), together[first:last])
+
+
 def test_a_prompt_has_the_same_bits_whatever_its_chunks() -> None:
     whole = Case([300], [0], 2, 1, 32)
-    expected = whole.found(ordered=True)
+    expected = whole.found()
     for first, last in ((0, 130), (130, 132), (132, 300)):
-        assert torch.equal(whole.attend(*whole.part(0, first, last), ordered=True), expected[first:last])
+        assert torch.equal(whole.attend(*whole.part(0, first, last)), expected[first:last])
 
 
 @pytest.mark.parametrize("busy", [1, 10**9])
@@ -73,7 +83,7 @@ def test_the_same_bits_whether_one_program_takes_a_sequence_or_many_share_it(
         busy: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the engine calls it: more room for items than there are, tables in another order, twice over."""
     case = Case([1, 1, 1], [600, 3, 300], 4, 2, 64)
-    expected = case.found(ordered=True)
+    expected = case.found()
     assert error(expected, case.expected()) < 1e-5
     monkeypatch.setattr(splits, "BUSY", busy)
     slots = np.array([5, 0, 2])
@@ -85,7 +95,7 @@ def test_the_same_bits_whether_one_program_takes_a_sequence_or_many_share_it(
     tables[torch.from_numpy(slots).to(DEVICE)] = case.batch.block_table
     scratch = DecodeScratch.make(room, 6, 4, 2, 64, torch.device(DEVICE))
     work = DeviceWork(torch.from_numpy(padded).to(DEVICE), torch.tensor([len(items)], dtype=torch.int32, device=DEVICE),
-                      None, torch.from_numpy(slots).int().to(DEVICE), scratch, ordered=True)
+                      None, torch.from_numpy(slots).int().to(DEVICE), scratch)
     batch = replace(case.batch, block_table=tables, work=work)
     for _ in range(2):
         assert torch.equal(case.attend(case.q, batch), expected)
@@ -99,7 +109,7 @@ def test_long_sequences_are_cut_into_larger_pieces(length: int, window: int | No
     assert len(items) == pieces
     if window is not None or length < 2000:  # the interpreter takes long over the others
         case = Case([1, 1], [length - 1, 500], 2, 1, 16, 64, window=window)
-        assert error(case.found(ordered=True), case.expected()) < 1e-5
+        assert error(case.found(), case.expected()) < 1e-5
 
 
 @settings(max_examples=200, deadline=None)

@@ -30,8 +30,8 @@ from spillover.engine.step import Step, StepItem, StepResult
 from spillover.engine.weights.placed import EngineWeights
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.kernels.batch import AttentionBatch, DecodeScratch, DeviceWork
-from spillover.kernels.triton.attention import attention_splits, ordered_splits
-from spillover.kernels.triton.attention.attention_splits import QUERIES, prefill_tiles
+from spillover.kernels.triton.attention import ordered_splits
+from spillover.kernels.triton.attention.ordered_splits import TILE_QUERIES, prefill_tiles
 from spillover.kernels.triton.draw import draw
 from spillover.kernels.triton.step_upload import fill_tokens, update_tables
 from spillover.memory.transfer.cuda_transfers import CudaTransfers
@@ -90,9 +90,8 @@ class CudaRunner:
     def __init__(self, model: Decoder, weights: EngineWeights, kv: KVViews, block_size: int, device: torch.device,
                  limits: StepLimits, transfers: Transfers, decode: Callable[[int], str] | None = None,
                  kv_dtype: str = "auto",
-                 stage: OffloadStage | None = None, graphs: bool = True, ordered: bool = False) -> None:
-        """`stage`: what the cold blocks of sequences longer than the pool pass through; `ordered`: attention sums a row
-        up in one order, whatever the batch and the chunk it is in."""
+                 stage: OffloadStage | None = None, graphs: bool = True) -> None:
+        """`stage`: what the cold blocks of sequences longer than the pool pass through."""
         config, groups = model.config, len(model.groups)
         self.model = model
         self.weights = weights
@@ -106,14 +105,12 @@ class CudaRunner:
         self._kv_dtype = kv_dtype
         self._stage = stage
         self._limits = limits
-        self._ordered = ordered
-        self._splits = ordered_splits if ordered else attention_splits
         # Items of requests with a few rows: a row each of the scratch that serves single rows.
         self._most_short = min(ordered_splits.MOST_ITEMS, ordered_splits.max_items(
-            limits.max_num_seqs + 1, limits.max_model_len, config.num_kv_heads) // ordered_splits.QUERIES) * ordered
+            limits.max_num_seqs + 1, limits.max_model_len, config.num_kv_heads) // ordered_splits.QUERIES)
         self._windows = [group.window for group in model.groups]
         # Padding beside part of a prompt is cut into requests of its own, each of one tile, in the dummy block.
-        self._padding_rows = min(QUERIES, limits.max_model_len)
+        self._padding_rows = min(TILE_QUERIES, limits.max_model_len)
         self._offsets: dict[StepShape, InputOffsets] = {}  # of padded steps
         self._inputs = StepInputs(self._input_bytes(), device)
         self._templates: dict[int, DecodeInputs] = {}  # of steps that only decode, by rows
@@ -257,15 +254,13 @@ class CudaRunner:
         batches = []
         for group in range(len(self._windows)):
             start, short = offsets.work[group], offsets.short[group]
-            fields = self._splits.FIELDS
+            fields = ordered_splits.FIELDS
             work = DeviceWork(
                 splits=inputs.view(start + 4 * HEADER, i32, (offsets.work_size - HEADER) // fields, fields),
                 num_splits=inputs.view(start, i32, 1),
                 tiles=inputs.view(offsets.tiles, i32, shape.tiles, 2) if shape.tiles else None,
                 slots=slots,
                 scratch=self._scratch,
-                longest=self._limits.max_model_len,
-                ordered=self._ordered,
                 short=inputs.view(short + 4 * HEADER, i32, shape.short, fields) if shape.short else None,
                 num_short=inputs.view(short, i32, 1) if shape.short else None,
             )
@@ -360,12 +355,11 @@ class CudaRunner:
         """Return the shape of a step that is not padded."""
         tiled = items.counts[items.counts > 1]
         short = self._most_short if bool((tiled <= ordered_splits.QUERIES).any()) else 0
-        return StepShape(items.num_rows, len(items.slots), items.num_samples, int((-(-tiled // QUERIES)).sum()),
+        return StepShape(items.num_rows, len(items.slots), items.num_samples, int((-(-tiled // TILE_QUERIES)).sum()),
                          short=short)
 
     def _offsets_of(self, shape: StepShape) -> InputOffsets:
-        return InputOffsets.of(shape, len(self._windows), self._limits.max_model_len, self.model.config.num_kv_heads,
-                               self._ordered)
+        return InputOffsets.of(shape, len(self._windows), self._limits.max_model_len, self.model.config.num_kv_heads)
 
     def _padded(self, shape: StepShape) -> InputOffsets:
         """Return the offsets of a shape that comes again and again."""
@@ -376,8 +370,7 @@ class CudaRunner:
     def _template(self, shape: StepShape) -> DecodeInputs:
         if shape.rows not in self._templates:
             self._templates[shape.rows] = DecodeInputs(self._inputs, self._padded(shape), self.table,
-                                                       self.model.config.num_kv_heads, self._windows,
-                                                       self._ordered)
+                                                       self.model.config.num_kv_heads, self._windows)
         return self._templates[shape.rows]
 
     def _write(self, items: ItemArrays, shape: StepShape | None) -> tuple[InputOffsets, int]:
@@ -407,7 +400,7 @@ class CudaRunner:
         slots, lengths = into.slots[single].astype(np.int64), all_lengths[single]
         end = offsets.end
         for place, window in zip(offsets.work, self._windows, strict=True):
-            work = self._splits.decode_splits(starts[single], slots, lengths, self.model.config.num_kv_heads, window)
+            work = ordered_splits.decode_splits(starts[single], slots, lengths, self.model.config.num_kv_heads, window)
             written = pinned.array(buffer, place, HEADER + work.size)
             written[:HEADER] = (len(work), 0, 0, 0)
             written[HEADER:] = work.ravel()

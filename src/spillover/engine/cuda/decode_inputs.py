@@ -13,7 +13,7 @@ import numpy.typing as npt
 from spillover.engine.batch.request_table import RequestTable
 from spillover.engine.batch.step_layout import ItemArrays, write_decodes, write_padding, write_step
 from spillover.engine.cuda.step_inputs import HEADER, InputOffsets, PinnedPair, StepInputs
-from spillover.kernels.triton.attention import attention_splits, ordered_splits
+from spillover.kernels.triton.attention import ordered_splits
 
 FEW = 16  # rows whose attention is cut without arrays
 UPDATE_BYTES = 1 << 15  # room behind a step's own inputs, for new entries of the block tables
@@ -23,14 +23,12 @@ class DecodeInputs:
     """A template: padding alone, over which a step writes its requests."""
 
     def __init__(self, inputs: StepInputs, offsets: InputOffsets, table: RequestTable, kv_heads: int,
-                 windows: Sequence[int | None], ordered: bool) -> None:
-        """`ordered`: attention has one order of sums, and is cut for it."""
+                 windows: Sequence[int | None]) -> None:
         self.offsets = offsets
         self._inputs = inputs
         self._table = table
         self._kv_heads = kv_heads
         self._windows = windows
-        self._splits = ordered_splits if ordered else attention_splits
         self._size = offsets.shape.rows
         self._real = [0, 0]  # rows that are no padding, in either buffer
         self._pair = pair = PinnedPair(offsets.end + UPDATE_BYTES, inputs.cuda)
@@ -70,11 +68,11 @@ class DecodeInputs:
         for place, window, into in zip(self.offsets.work, self._windows, self._work[buffer], strict=True):
             numbers: Sequence[int] | npt.NDArray[np.int32]
             if self._size <= FEW:
-                numbers = self._splits.few_decode_splits(slots.tolist(), seq_lens.tolist(), self._kv_heads, window)
+                numbers = ordered_splits.few_decode_splits(slots.tolist(), seq_lens.tolist(), self._kv_heads, window)
             else:
-                numbers = self._splits.decode_splits(np.arange(self._size), slots.astype(np.int64),
-                                                     seq_lens.astype(np.int64), self._kv_heads, window).ravel()
-            into[0] = len(numbers) // self._splits.FIELDS
+                numbers = ordered_splits.decode_splits(np.arange(self._size), slots.astype(np.int64),
+                                                       seq_lens.astype(np.int64), self._kv_heads, window).ravel()
+            into[0] = len(numbers) // ordered_splits.FIELDS
             into[HEADER:HEADER + len(numbers)] = numbers
             end = place + 4 * (HEADER + len(numbers))
         return end

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spillover.engine.batch.step_layout import ARRAYS, StepArrays
-from spillover.kernels.triton.attention import attention_splits, ordered_splits
+from spillover.kernels.triton.attention import ordered_splits
 from spillover.kernels.triton.step_upload import bring
 
 _ALIGNMENT = 16  # bytes
@@ -51,8 +51,8 @@ class InputOffsets:
     end: int
 
     @staticmethod
-    def of(shape: StepShape, groups: int, longest: int, kv_heads: int, ordered: bool) -> InputOffsets:
-        """`longest`: tokens that a request may have; `ordered`: attention has one order of sums, and is cut for it."""
+    def of(shape: StepShape, groups: int, longest: int, kv_heads: int) -> InputOffsets:
+        """`longest`: tokens that a request may have."""
         sizes = {"T": shape.rows, "B": shape.requests, "B+1": shape.requests + 1, "R": shape.samples}
         end, arrays = _ALIGNMENT, {}
         for name, (dtype, size) in ARRAYS.items():
@@ -62,11 +62,7 @@ class InputOffsets:
         short_bytes = _aligned(4 * (HEADER + ordered_splits.FIELDS * shape.short)) if shape.short else 0
         short = tuple(end + group * short_bytes for group in range(groups))
         end += groups * short_bytes
-        if ordered:
-            items, fields = ordered_splits.max_splits(shape.requests, longest, kv_heads), ordered_splits.FIELDS
-        else:
-            items, fields = attention_splits.max_splits(shape.requests, longest), attention_splits.FIELDS
-        work_size = HEADER + fields * items
+        work_size = HEADER + ordered_splits.FIELDS * ordered_splits.max_splits(shape.requests, longest, kv_heads)
         work = tuple(end + group * _aligned(4 * work_size) for group in range(groups))
         return InputOffsets(shape, arrays, 0, tiles, short, work, work_size, end + groups * _aligned(4 * work_size))
 

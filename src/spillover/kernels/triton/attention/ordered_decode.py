@@ -15,14 +15,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from spillover.kernels.batch import DecodeScratch
 from spillover.kernels.triton.attention import ordered_splits as splits
-from spillover.kernels.triton.attention.decode_attention import MANY, PROGRAMS
 from spillover.kernels.triton.attention.ordered_tile import load_scales, load_tile, tile_blocks
 from spillover.kernels.triton.attention.softmax import LOG2E, add_piece, finish, operand, piece_begins, take_tile
 from spillover.kernels.triton.codes import CODES
 from spillover.kernels.triton.launch import early
 
+PROGRAMS = 132 * 16  # most of a launch; of n programs each takes every n-th item
+MANY = 1024  # programs, of which more share a multiprocessor when each keeps fewer keys on their way
 WARPS = 4
-REGISTERS = 168  # of a thread, at most, where programs are many: three share a multiprocessor
+REGISTERS = {2: 168, 4: 255}  # of a thread, at most, by tiles read ahead; at 168 three programs share a processor
 _FIELDS = tl.constexpr(splits.FIELDS)
 
 
@@ -40,16 +41,18 @@ def ordered_decode(
     sinks: Tensor | None = None,
     kv_dtype: str = "auto",
     requests: int = 1,
-    longest: int = 0,
 ) -> None:
     """Fill the rows of `out` [T, H, D] that `items` [I, FIELDS] int32 name; `num_items` [1] says how many count.
 
     `requests` is what the launch is tuned for.
     """
-    # Loads run further ahead where programs are too few to hide each other's waits.
-    stages = 2 if kv_dtype != "auto" or requests * kv_layer.shape[2] >= MANY else 4
     _launch(q, kv_layer, out, items, num_items, block_table, block_size, scratch, scale, window, sinks, kv_dtype, 1,
-            stages)
+            stages(requests * kv_layer.shape[2], kv_dtype))
+
+
+def stages(programs: int, kv_dtype: str) -> int:
+    """Return how many tiles are read ahead: more where programs are too few to hide each other's waits."""
+    return 2 if kv_dtype != "auto" or programs >= MANY else 4
 
 
 def ordered_short_chunks(
@@ -81,7 +84,7 @@ def ordered_short_chunks(
 
 def _launch(q: Tensor, kv_layer: Tensor, out: Tensor, items: Tensor, num_items: Tensor, block_table: Tensor,
             block_size: int, scratch: DecodeScratch, scale: float, window: int | None, sinks: Tensor | None,
-            kv_dtype: str, queries: int, stages: int) -> None:
+            kv_dtype: str, queries: int, ahead: int) -> None:
     _, heads, dim = q.shape
     kv_heads = kv_layer.shape[2]
     group = heads // kv_heads
@@ -93,8 +96,8 @@ def _launch(q: Tensor, kv_layer: Tensor, out: Tensor, items: Tensor, num_items: 
         KV_HEADS=kv_heads, GROUP=group, ROWS=rows, FEW=triton.next_power_of_2(group), DIM=dim,
         PADDED=max(16, triton.next_power_of_2(dim)), BLOCK=block_size, TILE=splits.TILE,
         WINDOW_PIECE=splits.window_piece(window), QUERIES=queries, SINKS=sinks is not None, CODES=CODES[kv_dtype],
-        num_warps=WARPS if rows <= 64 else 2 * WARPS, num_stages=stages,
-        maxnreg=REGISTERS if queries == 1 and stages == 2 and q.element_size() == 2 else None, **early(q.device),
+        num_warps=WARPS if rows <= 64 else 2 * WARPS, num_stages=ahead,
+        maxnreg=REGISTERS[ahead] if queries == 1 and q.element_size() == 2 else None, **early(q.device),
     )
 
 

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from spillover.kernels.triton.attention import ordered_splits as splits
-from spillover.kernels.triton.attention.attention_splits import QUERIES as TILE_QUERIES
+from spillover.kernels.triton.attention.ordered_splits import TILE_QUERIES
 from spillover.kernels.triton.attention.ordered_tile import load_scales, load_tile, tile_blocks
 from spillover.kernels.triton.attention.softmax import LOG2E, add_piece, finish, operand, piece_begins, take_tile
 from spillover.kernels.triton.codes import CODES

@@ -1,7 +1,9 @@
-"""How attention in the order of `softmax.py` is cut into programs. Plain arithmetic, as `attention_splits`.
+"""How attention in the order of `softmax.py` is cut into programs.
 
-A sequence's keys form pieces whose bounds are positions. Requests with one new token have one program for the whole
-sequence, or, where that leaves the device idle, one for each piece; that changes no bit.
+Plain arithmetic: the host does it for a step, the planner for its memory. Keys form pieces whose bounds are positions
+of a sequence. Requests with one new token have one program for the whole sequence, or, where that leaves the device
+idle, one for each piece; that changes no bit. Requests with more new tokens are cut into tiles of queries, those with
+a few into pieces as well.
 """
 
 from __future__ import annotations
@@ -12,12 +14,11 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from spillover.kernels.triton.attention import attention_splits
-from spillover.kernels.triton.attention.attention_splits import BUSY
-
 TILE = 64  # keys at a time; every piece begins at a multiple of it
 PIECE = 128  # keys of the smallest piece
+BUSY = 264  # programs that keep a device busy; below that, sequences are split between programs
 FIELDS = 10  # of an item
+TILE_QUERIES = 128  # of a tile of queries
 QUERIES = 16  # most new tokens of a request whose pieces have programs of their own
 LONG = 1024  # tokens from which that is worth it
 MOST_ITEMS = 256  # of such requests
@@ -60,9 +61,13 @@ def max_splits(requests: int, longest: int, kv_heads: int) -> int:
 
 
 def max_items(requests: int, longest: int, kv_heads: int) -> int:
-    """Return the most items of n sequences, in this order or by `attention_splits`; room for some of QUERIES rows."""
-    return max(max_splits(requests, longest, kv_heads), attention_splits.max_splits(requests, longest),
-               QUERIES * min(MOST_ITEMS, 2 * num_pieces(longest)))
+    """Return the most items of n sequences; room for some of QUERIES rows."""
+    return max(max_splits(requests, longest, kv_heads), QUERIES * min(MOST_ITEMS, 2 * num_pieces(longest)))
+
+
+def scratch_bytes(items: int, slots: int, heads: int, kv_heads: int, dim: int) -> int:
+    """Return the bytes of kernels.batch.DecodeScratch."""
+    return 4 * (items * heads * (dim + 2) + slots * kv_heads)
 
 
 def decode_splits(
@@ -80,6 +85,15 @@ def decode_splits(
     span = seq_lens - origin
     split = span > max(PIECE, span.sum() * kv_heads // BUSY)
     return _items(rows, slots, seq_lens, np.ones_like(rows), origin, split, window)
+
+
+def prefill_tiles(requests: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    """Return [tiles, 2]: request and the first of its rows; those that see most keys first, for an even end."""
+    tiles = -(-counts // TILE_QUERIES)
+    starts = np.cumsum(tiles) - tiles
+    first = (np.arange(tiles.sum()) - np.repeat(starts, tiles)) * TILE_QUERIES
+    pairs = np.stack((np.repeat(requests, tiles), first), axis=1)
+    return pairs[np.argsort(-first, kind="stable")].astype(np.int32)
 
 
 def short_chunk_splits(
