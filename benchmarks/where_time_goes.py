@@ -23,7 +23,7 @@ from rich.console import Console
 
 from spillover import LLM
 from spillover.cli.bench.targets import RooflineLimits
-from spillover.cli.profiling import as_dict, host_table, kernels_table, part_bounds, parts_table
+from spillover.cli.profiling import PREFILLS, as_dict, host_table, kernels_table, part_bounds, parts_table
 from spillover.engine.profiling.host_clock import HostStep, host_clock
 from spillover.engine.profiling.step_profile import profile_steps
 from spillover.models.registry import architecture
@@ -66,7 +66,8 @@ def profile(name: str, load: Load, rates: Rates, console: Console, flags: dict[s
         generate = partial(_generate, llm, load, rng)
         for _ in range(3):  # compiles, and captures graphs of prefill steps
             generate(3)
-        for phase, steps in profile_steps(llm.engine, "cuda", lambda: generate(load.output_len),
+        lengths = [*[1] * (PREFILLS - 1), load.output_len]
+        for phase, steps in profile_steps(llm.engine, "cuda", lambda: [generate(length) for length in lengths],
                                           lambda: generate(3)).items():
             bounds = part_bounds(steps, parts, limits)
             console.print(parts_table(steps, bounds, f"{name}: a {phase} step"), host_table(steps),

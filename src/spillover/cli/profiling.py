@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 SLOWEST = 8  # kernels that are listed by name
 WARM_UP_TOKENS = 3
+PREFILLS = 5  # that a step of a prompt is the mean of: the first runs on a device that was idle
 
 
 def profile_batch(engine: Engine, target: Generates, planned: PlannedModel, limits: Limits, vocabulary: Vocabulary,
@@ -36,9 +37,13 @@ def profile_batch(engine: Engine, target: Generates, planned: PlannedModel, limi
     def generate(length: int) -> None:
         target.generate([BenchRequest(vocabulary.draw(rng, input_len), length) for _ in range(batch_size)])
 
+    def run() -> None:
+        for _ in range(PREFILLS - 1):
+            generate(1)
+        generate(output_len)
+
     trace = None if folder is None else Path(folder) / f"latency-{batch_size}x{input_len}+{output_len}.json.gz"
-    phases = profile_steps(engine, plan.device, lambda: generate(output_len),
-                           lambda: generate(min(output_len, WARM_UP_TOKENS)), trace)
+    phases = profile_steps(engine, plan.device, run, lambda: generate(min(output_len, WARM_UP_TOKENS)), trace)
     parts = PartLimits(planned.model_config, planned.specs, plan.dtype, plan.kv_cache_dtype)
     found = {}
     for phase, profile in phases.items():
