@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from spillover.kernels.attention import store_kv_reference
 from spillover.kernels.norm import rms_norm_reference
 from spillover.kernels.rope import rope_reference
+from spillover.kernels.triton import rope_store
 from spillover.kernels.triton.rope_store import norm_rope_store
 from support.paged_attention import DEVICE, Case
 
@@ -55,3 +56,21 @@ def test_store_writes_the_same_bytes(kv_dtype: str) -> None:
     norm_rope_store(qkv, None, None, 0.0, flat + 1, flat, case.batch.positions, case.batch.rows, None,
                     case.batch.block_table, found, 16, 4, kv_dtype)
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_heads_taken_together_have_the_bits_of_heads_alone(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case([1, 20, 3], [33, 0, 15], 8, 4, 64, kv_dtype=kv_dtype)
+    generator = torch.Generator().manual_seed(3)
+    cos, sin = (torch.randn(64, 32, generator=generator).to(DEVICE) for _ in range(2))
+    made = torch.randn(24, 16, 64, generator=generator).to(DEVICE)
+    weight = torch.rand(64, generator=generator).to(DEVICE)
+    found = []
+    for many in (1, 10**9):
+        monkeypatch.setattr(rope_store, "MANY", many)
+        qkv, kv = made.clone(), case.kv.clone()
+        norm_rope_store(qkv, weight, weight, 1e-6, cos, sin, case.batch.positions, case.batch.rows, None,
+                        case.batch.block_table, kv, 16, 8, kv_dtype)
+        found.append((qkv, kv.view(torch.uint8)))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])

@@ -1,10 +1,13 @@
 """What lies between the QKV product and the attention, in one pass: q/k norm, rotation, and the store into the pool.
 
 Queries are turned where they lie; keys and values go straight to their blocks and are not written anywhere else. A
-program takes one head of a few tokens: neighbours in a prompt are neighbours in a block of keys too.
+program takes a head of a few tokens, or several one after another: neighbours in a prompt are neighbours in a block of
+keys too.
 """
 
 from __future__ import annotations
+
+import math
 
 import triton
 import triton.language as tl
@@ -16,6 +19,8 @@ from spillover.kernels.triton.launch import early
 
 TOKENS = 16  # a program, whatever the batch: a head's sums have one order
 WARPS = 4
+TOGETHER = 4  # heads of a program, at most, where there are MANY tokens: their rotation is loaded once
+MANY = 1024
 
 
 def norm_rope_store(
@@ -41,13 +46,15 @@ def norm_rope_store(
     tokens, heads, dim = qkv.shape
     if tokens == 0:
         return
-    _norm_rope_store[(triton.cdiv(tokens, TOKENS), heads)](
+    kv_heads = (heads - num_heads) // 2
+    together = math.gcd(num_heads, kv_heads, TOGETHER) if tokens >= MANY else 1
+    _norm_rope_store[(triton.cdiv(tokens, TOKENS), heads // together)](
         qkv, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, eps, cos, sin, positions, rows,
         rows if slots is None else slots, block_table, kv_layer, tokens, qkv.stride(0), block_table.stride(0),
         *kv_layer.stride()[:3],
-        HEADS=num_heads, KV_HEADS=(heads - num_heads) // 2, HALF=dim // 2, PADDED=triton.next_power_of_2(dim // 2),
-        TOKENS=TOKENS, BLOCK=block_size, NORM=q_norm is not None, SLOTS=slots is not None, CODES=CODES[kv_dtype],
-        num_warps=WARPS, **early(kv_layer.device),
+        HEADS=num_heads, KV_HEADS=kv_heads, TOGETHER=together, HALF=dim // 2,
+        PADDED=triton.next_power_of_2(dim // 2), TOKENS=TOKENS, BLOCK=block_size, NORM=q_norm is not None,
+        SLOTS=slots is not None, CODES=CODES[kv_dtype], num_warps=WARPS, **early(kv_layer.device),
     )
 
 
@@ -55,67 +62,73 @@ def norm_rope_store(
 def _norm_rope_store(
     qkv_ptr, q_norm_ptr, k_norm_ptr, eps, cos_ptr, sin_ptr, positions_ptr, rows_ptr, slots_ptr, table_ptr, kv_ptr,
     tokens, row_stride, table_stride, block_stride, kv_stride, head_stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr, NORM: tl.constexpr, SLOTS: tl.constexpr, CODES: tl.constexpr, EARLY: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, TOGETHER: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, SLOTS: tl.constexpr, CODES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     if EARLY:
         gdc_launch_dependents()
-        gdc_wait()
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    head = tl.program_id(1)
+    first = tl.program_id(1) * TOGETHER
     real = token < tokens
+    stored = real & (first >= HEADS)
     d = tl.arange(0, PADDED)
     inside = real[:, None] & (d < HALF)[None, :]  # [TOKENS, PADDED]
-    here = qkv_ptr + token.to(tl.int64)[:, None] * row_stride + head * (2 * HALF) + d[None, :]
+    turns = inside & (first < HEADS + KV_HEADS)
     dtype = qkv_ptr.dtype.element_ty
-    low = tl.load(here, mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(here + HALF, mask=inside, other=0.0).to(tl.float32)
+    low_norm, high_norm = None, None
+    if NORM:
+        norm_ptr = q_norm_ptr if first < HEADS else k_norm_ptr
+        low_norm = tl.load(norm_ptr + d, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
+        high_norm = tl.load(norm_ptr + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
+    if EARLY:
+        gdc_wait()
+    # Loads that wait for other loads come first, so that they are on their way together.
     position = tl.load(positions_ptr + token, mask=real, other=0)
-    if head < HEADS + KV_HEADS:
-        if NORM:
-            norm_ptr = q_norm_ptr if head < HEADS else k_norm_ptr
-            factor = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / (2 * HALF) + eps)[:, None]
-            low = (low * factor).to(dtype).to(tl.float32)
-            high = (high * factor).to(dtype).to(tl.float32)
-            low *= tl.load(norm_ptr + d, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
-            high *= tl.load(norm_ptr + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
-            low = low.to(dtype).to(tl.float32)
-            high = high.to(dtype).to(tl.float32)
-        cos = tl.load(cos_ptr + position[:, None] * HALF + d[None, :], mask=inside, other=0.0)
-        sin = tl.load(sin_ptr + position[:, None] * HALF + d[None, :], mask=inside, other=0.0)
-        turned = low * cos - high * sin
-        high = (high * cos + low * sin).to(dtype).to(tl.float32)
-        low = turned.to(dtype).to(tl.float32)
-    if head < HEADS:
-        tl.store(here, low.to(dtype), mask=inside)
-        tl.store(here + HALF, high.to(dtype), mask=inside)
-    else:
-        request = tl.load(rows_ptr + token, mask=real, other=0)
-        if SLOTS:
-            request = tl.load(slots_ptr + request, mask=real, other=0)
-        block = tl.load(table_ptr + request.to(tl.int64) * table_stride + position // BLOCK, mask=real, other=0)
-        offset = (position % BLOCK).to(tl.int32)
-        slab = kv_ptr + block.to(tl.int64) * block_stride  # [TOKENS]
-        if CODES > 0:
-            largest = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))  # [TOKENS]
-            scale = tl.div_rn(largest, tl.full(largest.shape, 448.0 if CODES == 1 else 127.0, tl.float32))
-            low_code = encode(low, scale[:, None] + tl.zeros_like(low), CODES)
-            high_code = encode(high, scale[:, None] + tl.zeros_like(high), CODES)
-        else:
-            low_code = low.to(kv_ptr.dtype.element_ty)
-            high_code = high.to(kv_ptr.dtype.element_ty)
+    request = tl.load(rows_ptr + token, mask=stored, other=0)
+    cos = tl.load(cos_ptr + position[:, None] * HALF + d[None, :], mask=turns, other=0.0)
+    sin = tl.load(sin_ptr + position[:, None] * HALF + d[None, :], mask=turns, other=0.0)
+    if SLOTS:
+        request = tl.load(slots_ptr + request, mask=stored, other=0)
+    block = tl.load(table_ptr + request.to(tl.int64) * table_stride + position // BLOCK, mask=stored, other=0)
+    offset = (position % BLOCK).to(tl.int32)
+    blocks = kv_ptr + block.to(tl.int64) * block_stride  # [TOKENS]
+    for head in range(first, first + TOGETHER):
+        here = qkv_ptr + token.to(tl.int64)[:, None] * row_stride + head * (2 * HALF) + d[None, :]
+        low = tl.load(here, mask=inside, other=0.0).to(tl.float32)
+        high = tl.load(here + HALF, mask=inside, other=0.0).to(tl.float32)
         if head < HEADS + KV_HEADS:
-            slab += (head - HEADS) * head_stride
-            # Dimensions lie a block apart and tokens side by side, so they are stored along the tokens.
-            keys = slab[None, :] + (d * BLOCK)[:, None] + offset[None, :]  # [PADDED, TOKENS]
-            there = real[None, :] & (d < HALF)[:, None]
-            tl.store(keys, tl.trans(low_code), mask=there)
-            tl.store(keys + HALF * BLOCK, tl.trans(high_code), mask=there)
+            if NORM:
+                factor = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / (2 * HALF) + eps)[:, None]
+                low = ((low * factor).to(dtype).to(tl.float32) * low_norm).to(dtype).to(tl.float32)
+                high = ((high * factor).to(dtype).to(tl.float32) * high_norm).to(dtype).to(tl.float32)
+            turned = low * cos - high * sin
+            high = (high * cos + low * sin).to(dtype).to(tl.float32)
+            low = turned.to(dtype).to(tl.float32)
+        if head < HEADS:
+            tl.store(here, low.to(dtype), mask=inside)
+            tl.store(here + HALF, high.to(dtype), mask=inside)
         else:
-            slab += kv_stride + (head - HEADS - KV_HEADS) * head_stride
-            values = slab[:, None] + (offset * (2 * HALF))[:, None] + d[None, :]
-            tl.store(values, low_code, mask=inside)
-            tl.store(values + HALF, high_code, mask=inside)
-        if CODES > 0:
-            scales = (slab + BLOCK * 2 * HALF).to(tl.pointer_type(tl.float32))
-            tl.store(scales + offset, scale, mask=real)
+            if CODES > 0:
+                largest = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))  # [TOKENS]
+                scale = tl.div_rn(largest, tl.full(largest.shape, 448.0 if CODES == 1 else 127.0, tl.float32))
+                low_code = encode(low, scale[:, None] + tl.zeros_like(low), CODES)
+                high_code = encode(high, scale[:, None] + tl.zeros_like(high), CODES)
+            else:
+                low_code = low.to(kv_ptr.dtype.element_ty)
+                high_code = high.to(kv_ptr.dtype.element_ty)
+            slab = blocks + (head - HEADS) % KV_HEADS * head_stride
+            if head < HEADS + KV_HEADS:
+                # Dimensions lie a block apart and tokens side by side, so they are stored along the tokens.
+                keys = slab[None, :] + (d * BLOCK)[:, None] + offset[None, :]  # [PADDED, TOKENS]
+                there = real[None, :] & (d < HALF)[:, None]
+                tl.store(keys, tl.trans(low_code), mask=there)
+                tl.store(keys + HALF * BLOCK, tl.trans(high_code), mask=there)
+            else:
+                slab += kv_stride
+                values = slab[:, None] + (offset * (2 * HALF))[:, None] + d[None, :]
+                tl.store(values, low_code, mask=inside)
+                tl.store(values + HALF, high_code, mask=inside)
+            if CODES > 0:
+                scales = (slab + BLOCK * 2 * HALF).to(tl.pointer_type(tl.float32))
+                tl.store(scales + offset, scale, mask=real)

@@ -75,7 +75,7 @@ def ordered_short_chunks(
     _launch(q, kv_layer, out, items, num_items, block_table, block_size, scratch, scale, window, sinks, kv_dtype,
             queries, 2)
     group = heads // kv_heads
-    _fold_short_chunks[(items.shape[0], kv_heads, queries)](
+    _fold_short_chunks[(min(PROGRAMS, items.shape[0] * kv_heads),)](
         out, scratch.sums, scratch.stats, items, num_items, out if sinks is None else sinks, KV_HEADS=kv_heads,
         GROUP=group, FEW=triton.next_power_of_2(group), DIM=dim, PADDED=max(16, triton.next_power_of_2(dim)),
         QUERIES=queries, SINKS=sinks is not None, CODES=CODES[kv_dtype], num_warps=WARPS, **early(q.device),
@@ -193,22 +193,22 @@ def _fold_short_chunks(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
     QUERIES: tl.constexpr, SINKS: tl.constexpr, CODES: tl.constexpr, EARLY: tl.constexpr,
 ):
-    """Add up the pieces of one query for one key head; programs of items that are no first piece have none to add."""
+    """Add up the pieces of queries, one query and key head after another; items that are no first piece have none to
+    add."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    item = items_ptr + tl.program_id(0) * _FIELDS
-    kv_head = tl.program_id(1)
-    query = tl.program_id(2)
-    if tl.program_id(0) >= tl.load(num_items_ptr):
-        return
-    if (tl.load(item + 6) > 0) | (query >= tl.load(item + 8)):
-        return
     HEADS: tl.constexpr = KV_HEADS * GROUP
-    row = (tl.load(item) + query).to(tl.int64)
-    first = ((tl.load(item + 7) * KV_HEADS + kv_head) * QUERIES + query) * GROUP
-    _add_up(sums_ptr, stats_ptr, first, tl.load(item + 5), kv_head, tl.arange(0, PADDED),
-            out_ptr + row * (HEADS * DIM), sinks_ptr, HEADS * QUERIES, GROUP, FEW, DIM, PADDED, SINKS, CODES)
+    total = tl.load(num_items_ptr) * (KV_HEADS * QUERIES)
+    for work in range(tl.program_id(0), total, tl.num_programs(0)):
+        item = items_ptr + work // (KV_HEADS * QUERIES) * _FIELDS
+        kv_head = work % KV_HEADS
+        query = work // KV_HEADS % QUERIES
+        if (tl.load(item + 6) == 0) & (query < tl.load(item + 8)):
+            row = (tl.load(item) + query).to(tl.int64)
+            first = ((tl.load(item + 7) * KV_HEADS + kv_head) * QUERIES + query) * GROUP
+            _add_up(sums_ptr, stats_ptr, first, tl.load(item + 5), kv_head, tl.arange(0, PADDED),
+                    out_ptr + row * (HEADS * DIM), sinks_ptr, HEADS * QUERIES, GROUP, FEW, DIM, PADDED, SINKS, CODES)
 
 
 @triton.jit

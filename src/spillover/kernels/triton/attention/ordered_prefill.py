@@ -15,6 +15,8 @@ from spillover.kernels.triton.codes import CODES
 # Queries a program, warps and stages. Small programs share a multiprocessor: one multiplies while the other takes
 # powers. Codes are spread by each program, so it has more queries to use them for.
 SMALL, LARGE = (64, 4, 2), (128, 8, 3)
+FEW = 264  # programs, of which each reads AHEAD tiles ahead: there are none beside it that would hide its waits
+AHEAD = 4
 
 
 def ordered_prefill(
@@ -40,7 +42,10 @@ def ordered_prefill(
         return
     wide = q.element_size() == 4
     queries, warps, stages = LARGE if kv_dtype != "auto" or wide else SMALL
-    _ordered_prefill[(heads, count * (TILE_QUERIES // queries))](
+    parts = count * (TILE_QUERIES // queries)
+    if heads * parts <= FEW and dim <= 128:
+        stages = AHEAD
+    _ordered_prefill[(heads, parts)](
         q, kv_layer, out, tiles, query_start, seq_lens, query_start if slots is None else slots, block_table,
         out if sinks is None else sinks, q.stride(0), block_table.stride(0), kv_layer.stride(0), kv_layer.stride(1),
         kv_layer.stride(2), scale,
