@@ -165,12 +165,16 @@ class BlockPool:
 
     def evict(self, blocks: Iterable[int]) -> None:
         """Evict blocks: EVICTABLE -> FREE."""
-        for block in blocks:
-            if self._state[block] is not EVICTABLE:
-                self._illegal("evict", block, EVICTABLE)
-            self._cached[block] = 0
-            self._move(block, FREE)
-            self._free.append(block)
+        states, cached, free, before = self._state, self._cached, self._free, len(self._free)
+        try:
+            for block in blocks:
+                if states[block] is not EVICTABLE:
+                    self._illegal("evict", block, EVICTABLE)
+                cached[block] = 0
+                states[block] = FREE
+                free.append(block)
+        finally:
+            self._count(EVICTABLE, FREE, len(free) - before)
 
     def begin_copy(self, blocks: Iterable[int]) -> None:
         """Begin a copy that reads or writes these blocks: none is reused, freed or evicted before its end_copy."""

@@ -218,15 +218,47 @@ class PrefixTree:
         """Evict the policy's victims, each a whole leaf or one sliding-window block, until n blocks are free; False if
         nothing is left before that, or if `may_go` refuses the next."""
         gone: list[int] = []
-        while self._pool.free < wanted and (victim := self._policy.victim()) is not None:
-            goes = self._peers(victim)
-            if may_go is not None and not may_go(goes):
+        short = wanted - self._pool.free
+        evict = self._evict_chain if self._plain else self._evict_node
+        while len(gone) < short and (victim := self._policy.victim()) is not None:
+            goes = evict(victim, short - len(gone), may_go)
+            if not goes:
                 break
             gone += goes
-            self._remove(self._home[victim], goes)
-        if gone and self.listener is not None:
-            self.listener.on_gone(gone)
-        return self._pool.free >= wanted
+        self._free(gone)
+        return len(gone) >= short
+
+    def _evict_node(self, victim: int, most: int, may_go: Callable[[Sequence[int]], bool] | None) -> list[int]:
+        """Take a leaf, or one sliding-window block, from the tree; return the blocks, none if `may_go` refuses."""
+        node = self._home[victim]
+        whole = self._lead is not None and node.blocks[self._lead] == victim
+        goes = [block for block in node.blocks if block is not None] if whole else [victim]
+        if may_go is not None and not may_go(goes):
+            return []
+        self._remove(node, goes)
+        return goes
+
+    def _evict_chain(self, victim: int, most: int, may_go: Callable[[Sequence[int]], bool] | None) -> list[int]:
+        """Take a leaf of a plain tree, and then those above it that would be the next victims, up to n blocks; return
+        those that went before `may_go` refused one."""
+        home, goes_first, gone = self._home, self._policy.goes_first, list[int]()
+        node, block = home[victim], victim
+        self._withdraw(victim)
+        while len(gone) < most and (may_go is None or may_go((block,))):
+            gone.append(block)
+            del home[block]
+            node.blocks[0] = None
+            if node.users or node.parent is None or not node.parent.blocks:
+                break
+            del node.parent.children[node.tokens]
+            self.num_nodes -= 1
+            node = node.parent
+            above = node.blocks[0]
+            if above is None or node.children or self._pool.state(above) is not EVICTABLE or not goes_first(above):
+                break
+            block = above
+        self._prune(node)
+        return gone
 
     def below(self, blocks: Sequence[int]) -> list[int]:
         """Return the blocks that leave the tree when these are dropped: of their nodes, and of all that hangs below."""
@@ -251,8 +283,7 @@ class PrefixTree:
             goes = [each for each in node.blocks if each is not None]
             gone += goes
             self._remove(node, goes)
-        if self.listener is not None:
-            self.listener.on_gone(gone)
+        self._free(gone)
         return True
 
     def reset(self) -> None:
@@ -351,23 +382,21 @@ class PrefixTree:
             self._offered.remove(block)
             self._policy.on_remove(block)
 
-    def _peers(self, victim: int) -> list[int]:
-        """Return the blocks that go along with this victim, itself included."""
-        if self._plain:
-            return [victim]
-        node = self._home[victim]
-        whole = self._lead is not None and node.blocks[self._lead] == victim
-        return [block for block in node.blocks if block is not None] if whole else [victim]
-
     def _remove(self, node: Node, goes: Sequence[int]) -> None:
-        """Free blocks of a node, and the node if nothing is left of it."""
-        self._pool.evict(goes)
+        """Take blocks from a node, and the node from the tree if nothing is left of it."""
         for block in goes:
             node.blocks[node.blocks.index(block)] = None
             del self._home[block]
             self._withdraw(block)
-        self.num_evictions += len(goes)
         self._prune(node)
+
+    def _free(self, gone: Sequence[int]) -> None:
+        """Free blocks that have been taken from their nodes."""
+        if gone:
+            self._pool.evict(gone)
+            self.num_evictions += len(gone)
+            if self.listener is not None:
+                self.listener.on_gone(gone)
 
     def _prune(self, node: Node) -> None:
         """Remove the node, and then its ancestors, where nothing hangs on them any more."""

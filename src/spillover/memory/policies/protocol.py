@@ -16,3 +16,6 @@ class EvictionPolicy(Protocol):
 
     def victim(self) -> int | None:
         """Return which of the blocks that may be evicted should go next; asking changes nothing."""
+
+    def goes_first(self, block: int) -> bool:
+        """Return whether a block that may not be evicted yet would be the victim if it might; changes nothing."""
