@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spillover.errors import SpilloverError
-from spillover.memory.kv.digest import block_key, prefix_digests, root_digest
+from spillover.memory.kv.digest import prefix_keys, root_digest
 from spillover.memory.kv.kv_cache import KVCache
 from spillover.memory.policies import LRU
 
@@ -345,19 +345,19 @@ def test_block_names_are_the_same_in_every_process() -> None:
     run(cache, "a", tokens, salt="s")
     names = [cache.tree.key(block) for block in cache.table("a")[:2]]
     root = root_digest(b"model,bf16,layout", "s")
-    assert names == [block_key(digest, 0) for digest in prefix_digests(tokens, 4, root)]
+    assert names == list(prefix_keys(tokens, 4, root))
     assert names[1].hex() == "ca73bce32215e09ab999cab2f9c588c66fd87e1e08d7d9aa0fc14bbdbb24e190" + "00"
 
 
 def test_block_names_differ_by_prefix_salt_and_identity() -> None:
     tokens = list(range(8))
     names = {
-        tuple(prefix_digests(tokens, 4, root_digest(b"m", None)))[1],
-        tuple(prefix_digests(tokens, 4, root_digest(b"m", "")))[1],
-        tuple(prefix_digests(tokens, 4, root_digest(b"m", "s")))[1],
-        tuple(prefix_digests(tokens, 4, root_digest(b"n", None)))[1],
-        tuple(prefix_digests([9, *tokens[1:]], 4, root_digest(b"m", None)))[1],
-        *prefix_digests(tokens, 8, root_digest(b"m", None)),
+        tuple(prefix_keys(tokens, 4, root_digest(b"m", None)))[1],
+        tuple(prefix_keys(tokens, 4, root_digest(b"m", "")))[1],
+        tuple(prefix_keys(tokens, 4, root_digest(b"m", "s")))[1],
+        tuple(prefix_keys(tokens, 4, root_digest(b"n", None)))[1],
+        tuple(prefix_keys([9, *tokens[1:]], 4, root_digest(b"m", None)))[1],
+        *prefix_keys(tokens, 8, root_digest(b"m", None)),
     }
     assert len(names) == 6
 

@@ -121,7 +121,7 @@ def test_a_load_waits_for_a_slot_before_a_block_is_lost() -> None:
         assert load.pending
         assert all(store.holds(key(block)) for block in range(4))
         tier.open.set()
-        until(store, lambda: load.entry is not None)
+        until(store, lambda: bool(load.entries))
         assert all(store.holds(key(block)) for block in range(4))
         assert store.reports()[0].dropped == 0
         store.drop(load)
@@ -130,7 +130,7 @@ def test_a_load_waits_for_a_slot_before_a_block_is_lost() -> None:
 def test_a_load_does_not_wait_for_a_tier_that_takes_nothing() -> None:
     with stored(4) as (store, _, tier):
         load = crowded(store, tier)
-        until(store, lambda: load.entry is not None)
+        until(store, lambda: bool(load.entries))
         assert store.reports()[0].dropped == 1
         store.drop(load)
 
@@ -141,6 +141,6 @@ def test_a_rate_is_that_of_the_load_not_of_who_looks_after_it() -> None:
         (load,) = store.open([b"below"], ["disk"])
         time.sleep(0.2)  # a step that takes long
         store.poll()
-        assert load.entry is not None
+        assert load.entries
         assert store.rates["disk"] > BYTES / 0.1
         store.drop(load)

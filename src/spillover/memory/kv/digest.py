@@ -32,8 +32,11 @@ def block_key(digest: bytes, group: int) -> bytes:
     return digest + bytes((group,))
 
 
-def prefix_digests(tokens: Sequence[int], block_size: int, digest: bytes) -> Iterator[bytes]:
-    """Yield one digest for each full block of `tokens`, which follow the block (or root) with this digest."""
-    data, width = packed(tokens), block_size * TOKEN_BYTES
+def prefix_keys(tokens: Sequence[int], block_size: int, digest: bytes, groups: int = 1) -> Iterator[bytes]:
+    """Yield the names of each full block of `tokens`, which follow the block (or root) with this digest: one a layer
+    group."""
+    data, width, suffixes = packed(tokens), block_size * TOKEN_BYTES, [bytes((group,)) for group in range(groups)]
     for end in range(width, len(data) + 1, width):
-        yield (digest := block_digest(digest, data[end - width : end]))
+        digest = blake2b(digest + data[end - width : end], digest_size=DIGEST_BYTES).digest()
+        for suffix in suffixes:
+            yield digest + suffix

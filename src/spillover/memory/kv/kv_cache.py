@@ -241,6 +241,14 @@ class KVCache:
         nodes = self._find(tokens, salt)
         return len(nodes), nodes[-1].digest if nodes else root_digest(self._identity, salt)
 
+    def ready_prefix(self, seq: str, salt: str | None) -> tuple[int, bytes]:
+        """Return how many leading blocks of a sequence are complete, and the digest of the prefix they hold; none, and
+        the root's, where the tree no longer knows the sequence."""
+        sequence = self._get(seq)
+        if sequence.node is None:
+            return 0, root_digest(self._identity, salt)
+        return sequence.num_ready, sequence.node.digest
+
     def extend_to_load(self, seq: str, num_blocks: int) -> bool:
         """Make the tables cover num_blocks whole blocks, of a window group only those that the position after them
         sees; False and unchanged if there is no room. They are to be loaded, or computed meanwhile."""

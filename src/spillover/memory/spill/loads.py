@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -20,22 +20,37 @@ class LoadState(Enum):
 
 
 class Load:
-    """One stored block on its way to the device."""
+    """Stored blocks on their way to the device, all in the same state: a run that is in host memory from the start, or
+    one block that is brought there first."""
 
-    __slots__ = ("block", "deadline", "entry", "key", "on_end", "state", "tier")
+    __slots__ = ("blocks", "deadline", "entries", "keys", "on_end", "state", "tier")
 
-    def __init__(self, key: bytes, tier: str, deadline: float) -> None:
-        self.key = key
-        self.tier = tier  # where it was found
+    def __init__(self, keys: Sequence[bytes], tier: str, deadline: float, entries: Sequence[Entry] = ()) -> None:
+        """Make a load; `entries`: of its blocks in host memory, pinned for it."""
+        self.keys = keys
+        self.tier = tier  # where they were found
         self.deadline = deadline
-        self.state = LoadState.WAITING
-        self.entry: Entry | None = None
-        self.block: int | None = None  # where it is to go, once that is known
+        self.state = LoadState.HELD if entries else LoadState.WAITING
+        self.entries = entries
+        self.blocks: Sequence[int] = ()  # where they are to go, once that is known
         self.on_end: Callable[[Sequence[Load]], None] | None = None  # told of loads that end together
 
     @property
     def pending(self) -> bool:
         return self.state not in (LoadState.DONE, LoadState.FAILED)
+
+
+def batches(loads: Sequence[Load], most: int) -> Iterator[list[Load]]:
+    """Yield loads that follow each other, as many as have at most n blocks together; one load has no more."""
+    batch, count = list[Load](), 0
+    for load in loads:
+        if batch and count + len(load.keys) > most:
+            yield batch
+            batch, count = [], 0
+        batch.append(load)
+        count += len(load.keys)
+    if batch:
+        yield batch
 
 
 # Told of device blocks and their slots' entries once the copy out has ended; an entry has no slot if it was not kept.

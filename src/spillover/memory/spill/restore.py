@@ -10,10 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, zip_longest
+from itertools import groupby, islice, zip_longest
 from typing import NamedTuple
 
-from spillover.memory.kv.digest import block_key, prefix_digests
+from spillover.memory.kv.digest import prefix_keys
 from spillover.memory.kv.kv_cache import KVCache
 from spillover.memory.kv.windows import usable_blocks
 from spillover.memory.spill.loads import Load, LoadState, Search
@@ -50,8 +50,9 @@ class Restore:
         tables = [kv.table(seq, group)[first : self.end] for group in range(width)]
         order = range(count - 1, -1, -1) if backwards else range(count)
         wanted = [index * width + group for index in order for group, table in enumerate(tables) if table[index]]
-        for start in range(0, len(wanted), STARTED_AT_ONCE):  # the link is busy with some while the next are started
-            places = wanted[start : start + STARTED_AT_ONCE]
+        at_once = min(store.batch, STARTED_AT_ONCE)
+        for start in range(0, len(wanted), at_once):  # the link is busy with some while the next are started
+            places = wanted[start : start + at_once]
             blocks = [tables[place % width][place // width] for place in places]
             self._start(places, blocks, [stored.keys[place] for place in places],
                         [stored.tiers[place // width] for place in places])
@@ -60,14 +61,16 @@ class Restore:
                tiers: Sequence[str]) -> None:
         loads = self._store.open(keys, tiers)
         self._deadline = loads[-1].deadline
-        for place, load in zip(places, loads, strict=True):
+        each = [load for load in loads for _ in load.keys]
+        for place, load in zip(places, each, strict=True):
             self._loads[place] = load
+        for load in loads:
             load.on_end = self._on_end
         under_way = [load for load in loads if load.state is not LoadState.FAILED]
         if len(under_way) < len(loads):  # some have failed at once
             self._failed = True
-            blocks = [block for block, load in zip(blocks, loads, strict=True) if load.state is not LoadState.FAILED]
-        self._left += len(under_way)
+            blocks = [block for block, load in zip(blocks, each, strict=True) if load.state is not LoadState.FAILED]
+        self._left += len(blocks)
         self._kv.begin_copy(blocks)
         self._store.send(under_way, blocks)
 
@@ -84,14 +87,14 @@ class Restore:
         counts: dict[str, int] = {}
         if index < self._first or (self._windowed and (self._left or self._failed)):
             return counts
-        for row in self._rows(index):
+        for row, run in groupby(self._rows(index)):
             tier = ""
             for load in row:
                 if load is not None:
                     if load.state is not LoadState.DONE:
                         return counts
                     tier = load.tier if tier in ("", load.tier) else max(tier, load.tier, key=TIERS.index)
-            counts[tier] = counts.get(tier, 0) + 1
+            counts[tier] = counts.get(tier, 0) + sum(1 for _ in run)
         return counts
 
     def limit(self, index: int) -> int | None:
@@ -103,7 +106,7 @@ class Restore:
         return None
 
     def drop(self) -> None:
-        for load in filter(None, self._loads):
+        for load in dict.fromkeys(filter(None, self._loads)):
             self._store.drop(load)
 
     def _rows(self, index: int) -> Iterator[tuple[Load | None, ...]]:
@@ -113,9 +116,10 @@ class Restore:
         return zip(*[each] * width, strict=True)
 
     def _on_end(self, loads: Sequence[Load]) -> None:
-        self._left -= len(loads)
+        blocks = [block for load in loads for block in load.blocks]
+        self._left -= len(blocks)
         self._failed |= any(load.state is LoadState.FAILED for load in loads)
-        self._kv.end_copy([load.block for load in loads if load.block is not None])
+        self._kv.end_copy(blocks)
 
 
 @dataclass(frozen=True)
@@ -143,16 +147,20 @@ class Lookups:
 
     def ask(self, seq: str, tokens: Sequence[int], salt: str | None) -> bool:
         """Ask the tiers for what the device does not have of a prompt, and bring what lies far away nearer; return
-        whether every tier has answered, or had its time to."""
+        whether every tier has answered, or had its time to. Host memory answers at once, when it matters."""
+        if not self._store.tiers:
+            return True
         if seq not in self._lookups:
-            self._start(seq, tokens, salt)
+            self._start(seq, tokens, *self._kv.cached_prefix(tokens, salt))
         return self._lookups[seq].search.ready(time.monotonic())
 
     def found(self, seq: str, tokens: Sequence[int], salt: str | None, have: int) -> Stored:
         """Return the blocks after the first `have`, as far as they can be restored."""
+        if (len(tokens) - 1) // self._kv.block_size <= have:
+            return Stored([], [])
         if seq not in self._lookups or self._lookups[seq].start > have:  # the device has lost some of its blocks since
             self.forget(seq)
-            self._start(seq, tokens, salt)
+            self._start(seq, tokens, *self._kv.ready_prefix(seq, salt))
         lookup, width = self._lookups[seq], len(self._kv.windows)
         first, at_once = (have - lookup.start) * width, ASKED_AT_ONCE * width
         tiers: list[str | None] = []
@@ -171,6 +179,8 @@ class Lookups:
         if gap is not None:
             del tiers[gap:]
         keys = lookup.keys[first : first + len(tiers)]
+        if width == 1:
+            return Stored([tier for tier in tiers if tier], keys)
         blocks = list(zip(*(tiers[group::width] for group in range(width)), strict=True))
         usable = usable_blocks(blocks, self._kv.windows, self._kv.block_size, have)
         return Stored([_farthest(block) for block in blocks[:usable]], keys[: usable * width])
@@ -180,11 +190,11 @@ class Lookups:
         for load in self._prefetches.pop(seq, ()):
             self._store.drop(load)
 
-    def _start(self, seq: str, tokens: Sequence[int], salt: str | None) -> None:
-        start, digest = self._kv.cached_prefix(tokens, salt)
-        size, groups = self._kv.block_size, range(len(self._kv.windows))
+    def _start(self, seq: str, tokens: Sequence[int], start: int, digest: bytes) -> None:
+        """Ask for the blocks from `start` on, which follow a prefix with this digest."""
+        size = self._kv.block_size
         tail = tokens[start * size : len(tokens) - 1]  # one token is always left to compute
-        rest = (block_key(each, group) for each in prefix_digests(tail, size, digest) for group in groups)
+        rest = prefix_keys(tail, size, digest, len(self._kv.windows))
         # Host memory answers at once whenever it is asked; the other tiers are asked for all before it matters.
         keys = list(rest) if self._store.tiers else []
         search = self._store.search(keys)
@@ -202,4 +212,4 @@ class Lookups:
 
 
 def _farthest(tiers: Sequence[str | None]) -> str:
-    return tiers[0] if len(tiers) == 1 and tiers[0] else max(filter(None, tiers), key=TIERS.index)
+    return max(filter(None, tiers), key=TIERS.index)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from spillover.memory.policies.admission import AdmissionPolicy, Always
 from spillover.memory.spill.below import Below
 from spillover.memory.spill.host import Entry, HostCache, Slots
-from spillover.memory.spill.loads import CopyEnd, CopyIn, CopyOut, Fetch, Load, LoadState, Search
+from spillover.memory.spill.loads import CopyEnd, CopyIn, CopyOut, Fetch, Load, LoadState, Search, batches
 from spillover.memory.spill.report import TierReport
 from spillover.memory.spill.store_report import HostReport, Meter, tier_reports
 from spillover.memory.spill.write_down import WriteDown
@@ -71,7 +71,8 @@ class SpillStore:
         self._failures = 0
         self._offloaded = 0
         self._short = 0  # blocks that lately found no slot
-        self._batch = max(1, int(COPY_SECONDS * self.rates.get("host", LINK_RATE) / link.slot_bytes))
+        # Blocks of one copy over the link.
+        self.batch = max(1, int(COPY_SECONDS * self.rates.get("host", LINK_RATE) / link.slot_bytes))
 
     # Spilling
 
@@ -126,19 +127,29 @@ class SpillStore:
 
     def open(self, keys: Sequence[bytes], tiers: Sequence[str]) -> list[Load]:
         """Start bringing blocks to host memory from where they were found; each stays there until it is copied or
-        dropped."""
+        dropped. Returns loads of consecutive blocks, in order: those that are there already go by runs."""
         deadline = time.monotonic() + LOAD_SECONDS
-        loads = [Load(key, tier, deadline) for key, tier in zip(keys, tiers, strict=True)]
-        self._queue.extend(loads)
+        loads: list[Load] = []
+        for tier, group in itertools.groupby(range(len(keys)), tiers.__getitem__):
+            run, at = [keys[index] for index in group], 0
+            while at < len(run):
+                entries = self._host.hold(map(run.__getitem__, range(at, min(at + self.batch, len(run)))))
+                end = at + max(1, len(entries))
+                loads.append(Load(run[at:end], tier, deadline, entries))
+                at = end
+        self._queue.extend(load for load in loads if not load.entries)
         self._start_loads()
         return loads
 
     def send(self, loads: Sequence[Load], blocks: Sequence[int]) -> None:
         """Send loads to device blocks, each of which stays in flight until its load's `on_end`."""
-        for load, block in zip(loads, blocks, strict=True):
-            load.block = block
+        at = 0
+        for load in loads:
+            load.blocks = blocks[at : at + len(load.keys)]
+            at += len(load.keys)
             if load.state is LoadState.HELD:
                 self._copyable.append(load)
+        assert at == len(blocks), f"{len(blocks)} blocks for {at} that are loaded"
         self._flush_copies()
 
     def drop(self, load: Load) -> None:
@@ -265,6 +276,7 @@ class SpillStore:
         self._host.check()
         pins: dict[int, int] = {}
         copied = [entry for copy in self._copies_out for entry in copy.entries]
+        copied += [entry for copy in self._copies_in for load in copy.loads for entry in load.entries]
         for entry in (*copied, *(fetch.entry for fetch in self._fetches), *self._writes.entries()):
             pins[entry.slot] = pins.get(entry.slot, 0) + 1
         for slot, count in pins.items():
@@ -283,9 +295,9 @@ class SpillStore:
 
     def _found_lower(self, load: Load) -> bool:
         """Return whether a tier below host memory has the block, perhaps another than the one it was found in."""
-        if any(tier.name == load.tier and tier.has(load.key) is not False for tier in self.tiers):
+        if any(tier.name == load.tier and tier.has(load.keys[0]) is not False for tier in self.tiers):
             return True
-        found = self._lower(load.key)
+        found = self._lower(load.keys[0])
         load.tier = found or "host"
         return found is not None
 
@@ -302,16 +314,15 @@ class SpillStore:
         return lane.submit(work, time.monotonic() + LINK_SECONDS)
 
     def _copy_out(self, blocks: Sequence[int], entries: Sequence[Entry], on_end: CopyEnd) -> None:
-        for start in range(0, len(entries), self._batch):
-            part, to = list(blocks[start : start + self._batch]), list(entries[start : start + self._batch])
+        for start in range(0, len(entries), self.batch):
+            part, to = list(blocks[start : start + self.batch]), list(entries[start : start + self.batch])
             self._copies_out.append(CopyOut(self._submit(self._out, self.link.copy_out, part, to), part, to, on_end))
 
     def _flush_copies(self) -> None:
         """Hand to the link what can be copied now."""
-        for start in range(0, len(self._copyable), self._batch):
-            loads = self._copyable[start : start + self._batch]
-            entries = [load.entry for load in loads if load.entry is not None]
-            blocks = [load.block for load in loads if load.block is not None]
+        for loads in batches(self._copyable, self.batch):
+            entries = [entry for load in loads for entry in load.entries]
+            blocks = [block for load in loads for block in load.blocks]
             for load in loads:
                 load.state = LoadState.COPYING
             self._copies_in.append(CopyIn(self._submit(self._in, self.link.copy_in, blocks, entries), blocks, loads))
@@ -413,9 +424,9 @@ class SpillStore:
 
     def _hold(self, load: Load, entry: Entry) -> None:
         self._host.pin(entry)
-        load.entry = entry
+        load.entries = (entry,)
         load.state = LoadState.HELD
-        if load.block is not None:
+        if load.blocks:
             self._copyable.append(load)
 
     def _end(self, loads: Sequence[Load], state: LoadState) -> None:
@@ -427,37 +438,38 @@ class SpillStore:
             if on_end is not None:
                 on_end(list(ended))
         for load in loads:
-            if load.entry is not None:
-                entry, load.entry = load.entry, None
+            entries, load.entries = load.entries, ()
+            for entry in entries:
                 self._unpin(entry)
 
     def _start_loads(self) -> None:
         """Start loads in order, as far as there are slots."""
-        fetches: dict[str, list[tuple[Load, Entry]]] = {}
+        fetches: dict[str, list[Entry]] = {}
         now = time.monotonic()
         while self._queue:
             load = self._queue[0]
             if load.state is LoadState.WAITING:
-                entry = self._host.use(load.key)
+                key = load.keys[0]
+                entry = self._host.use(key)
                 if entry is not None and entry.ready:
                     self._hold(load, entry)
                 elif entry is not None:
                     load.state = LoadState.FETCHING
-                    self._waiters.setdefault(load.key, []).append(load)
+                    self._waiters.setdefault(key, []).append(load)
                 elif not self._found_lower(load):
                     self._end([load], LoadState.FAILED)
                 else:
-                    entry = self._host.reserve(load.key, now >= load.deadline - LOAD_SECONDS + LOAD_PATIENCE)
+                    entry = self._host.reserve(key, now >= load.deadline - LOAD_SECONDS + LOAD_PATIENCE)
                     if entry is None:
                         break
                     load.state = LoadState.FETCHING
-                    self._waiters.setdefault(load.key, []).append(load)
-                    fetches.setdefault(load.tier, []).append((load, entry))
+                    self._waiters.setdefault(key, []).append(load)
+                    fetches.setdefault(load.tier, []).append(entry)
             self._queue.popleft()
         for tier in self.tiers:
-            if pairs := fetches.get(tier.name):
-                tickets = tier.load([(load.key, self._host.slots.view(entry.slot)) for load, entry in pairs])
-                for place, ((_, entry), ticket) in enumerate(zip(pairs, tickets, strict=True), start=1):
+            if entries := fetches.get(tier.name):
+                tickets = tier.load([(entry.key, self._host.slots.view(entry.slot)) for entry in entries])
+                for place, (entry, ticket) in enumerate(zip(entries, tickets, strict=True), start=1):
                     self._fetches.append(Fetch(entry, tier, now, place, ticket))
 
     def _expire_queue(self, now: float) -> None:
@@ -466,7 +478,7 @@ class SpillStore:
 
     def _margin(self) -> int:
         """Return the slots kept ready for what the device spills next, and for loads that wait for one."""
-        wanted = max(2 * self._batch, self._short) + len(self._queue)
+        wanted = max(2 * self.batch, self._short) + len(self._queue)
         return min(wanted, self._host.slots.limit // 2) if self.keeps else 0
 
     def _found_below(self, key: bytes, there: bool) -> None:
