@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice, zip_longest
+from itertools import chain, groupby, islice, zip_longest
 from typing import NamedTuple
 
 from spillover.memory.kv.digest import prefix_keys
@@ -48,13 +48,14 @@ class Restore:
         # Those of a block's layer groups one after the other; None where a block lies behind the window.
         self._loads: list[Load | None] = [None] * (count * width)
         tables = [kv.table(seq, group)[first : self.end] for group in range(width)]
-        order = range(count - 1, -1, -1) if backwards else range(count)
-        wanted = [index * width + group for index in order for group, table in enumerate(tables) if table[index]]
+        to = list(chain.from_iterable(zip(*tables, strict=True)))  # the device blocks, as `_loads`
+        wanted = [place for place, block in enumerate(to) if block]
+        if backwards:
+            wanted.reverse()
         at_once = min(store.batch, STARTED_AT_ONCE)
         for start in range(0, len(wanted), at_once):  # the link is busy with some while the next are started
             places = wanted[start : start + at_once]
-            blocks = [tables[place % width][place // width] for place in places]
-            self._start(places, blocks, [stored.keys[place] for place in places],
+            self._start(places, [to[place] for place in places], [stored.keys[place] for place in places],
                         [stored.tiers[place // width] for place in places])
 
     def _start(self, places: Sequence[int], blocks: Sequence[int], keys: Sequence[bytes],

@@ -140,8 +140,12 @@ class Spiller:
 
     def _evict(self, wanted: int, lossy: bool) -> bool:
         """Evict until n blocks are free; return whether they are. `lossy`: also what no tier has."""
+        clean = self._clean
+
         def may_go(blocks: Sequence[int]) -> bool:
-            lost = sum([not self._clean(block) for block in blocks])
+            lost = 0
+            for block in blocks:
+                lost += not clean(block)
             if lost and not lossy:
                 return False
             self._store.dropped += lost
