@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from spillover.memory.connector import KVConnector, NullConnector, Progress
+from spillover.memory.kv.digest import prefix_keys
 from spillover.memory.kv.kv_cache import KVCache
 from spillover.memory.tiers.base import Ticket
 from support.simulated_tiers import DictTier
@@ -291,6 +292,76 @@ def test_loads_that_nobody_waits_for_any_more_give_their_blocks_back(world) -> N
     gate.set()
     place.rest()
     assert place.kv.num_free == BLOCKS
+
+
+def test_what_was_loaded_before_and_behind_a_copy_that_failed_counts(world) -> None:  # type: ignore[no-untyped-def]
+    made, place = world(host=400)
+    made.store.batch = 2
+    tokens = prompt(1, 41)
+    push_out(place, tokens)
+    copy_in, failing = made.link.copy_in, [3]
+
+    def fails_third(slots: Sequence[memoryview], blocks: Sequence[int]) -> None:
+        if blocks[0] == failing[0]:
+            raise OSError("injected")
+        copy_in(slots, blocks)
+
+    made.link.copy_in = fails_third
+    extend_to_load = place.kv.extend_to_load
+
+    def extended(seq: str, num_blocks: int) -> bool:
+        there = extend_to_load(seq, num_blocks)
+        failing[0] = place.kv.table(seq)[4]
+        return bool(there)
+
+    place.kv.extend_to_load = extended
+    assert place.admit("a", tokens) == 0
+    place.until(lambda: not place.kv.num_in_flight)
+    assert place.connector.progress("a", 0) == Progress(16, {"host": 16}, loading=False, ended=False)
+    assert place.connector.limit("a", 16, 41) == 24, "the two blocks of the copy that failed are computed"
+    assert place.compute("a", tokens, 24)
+    assert place.connector.progress("a", 24) == Progress(40, {"host": 16}, loading=False, ended=True)
+    place.release("a")
+    place.check()
+
+
+def test_a_block_that_host_memory_loses_before_it_is_loaded_is_computed(world) -> None:  # type: ignore[no-untyped-def]
+    made, place = world(host=400)
+    tokens = prompt(1, 41)
+    push_out(place, tokens)
+    lost = list(prefix_keys(tokens, SIZE, place.kv.cached_prefix(tokens, None)[1]))[4]
+    extend_to_load, host = place.kv.extend_to_load, made.store._host
+
+    def extended(seq: str, num_blocks: int) -> bool:
+        host.drop(host.get(lost))
+        return bool(extend_to_load(seq, num_blocks))
+
+    place.kv.extend_to_load = extended
+    assert place.admit("a", tokens) == 0
+    place.until(lambda: not place.kv.num_in_flight)
+    assert place.connector.progress("a", 0) == Progress(16, {"host": 16}, loading=False, ended=False)
+    assert place.connector.limit("a", 16, 41) == 20
+    assert place.compute("a", tokens, 20)
+    assert place.connector.progress("a", 20) == Progress(40, {"host": 20}, loading=False, ended=True)
+    place.release("a")
+    place.check()
+
+
+def test_a_prompt_is_looked_for_on_the_device_once_where_host_memory_is_the_only_tier(world) -> None:  # type: ignore[no-untyped-def]
+    _, place = world(host=400)
+    tokens = prompt(1, 41)
+    push_out(place, tokens)
+    walk, walks = place.kv.tree.walk, []
+
+    def counted(*arguments: object) -> object:
+        walks.append(arguments)
+        return walk(*arguments)
+
+    place.kv.tree.walk = counted
+    assert place.admit("a", tokens) == 0
+    assert len(walks) == 1
+    place.release("a")
+    place.rest()
 
 
 def test_a_window_that_misses_a_block_starts_over(world) -> None:  # type: ignore[no-untyped-def]

@@ -1,6 +1,7 @@
 """What the KV cache promises the scheduler, one promise a test."""
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -406,3 +407,44 @@ def test_a_commit_of_many_blocks_is_the_commit_of_each(windows: tuple[int | None
         assert cache.tree.evict(cache.num_total, lambda blocks, cache=cache, keys=keys:  # type: ignore[misc]
                                 keys.extend(map(cache.tree.key, blocks)) or True)
     assert evicted[0] == evicted[1]
+
+
+@settings(deadline=None)
+@given(rng=st.randoms(use_true_random=False))
+def test_blocks_evicted_together_are_those_evicted_one_by_one(rng: random.Random) -> None:
+    """Up to the first that may not go, and with a sequence still on some of them."""
+    caches = [KVCache(90, 4, (None,)) for _ in range(2)]
+    prompts: list[list[int]] = [[]]
+    for _ in range(rng.randint(1, 8)):  # each begins as one before it
+        begin = rng.choice(prompts)
+        prompts.append(begin[: 4 * rng.randint(0, 6)] + [rng.randint(0, 1) for _ in range(4 * rng.randint(0, 3))])
+    prompts = [prompt for prompt in prompts if prompt][:8]
+    stays = rng.choice([None, *range(len(prompts))])
+    for cache in caches:
+        for number, prompt in enumerate(prompts):
+            computed = cache.admit(str(number), prompt)
+            assert cache.extend(str(number), len(prompt))
+            if computed < len(prompt):
+                cache.commit(str(number), prompt, len(prompt))
+            if number != stays:
+                cache.release(str(number))
+    refused = rng.choice([None, *range(1, 90)])
+    wanted = rng.randint(caches[0].pool.free, 90)
+    evicted: list[list[bytes]] = [[], []]
+
+    def evict(cache: KVCache, keys: list[bytes], wanted: int) -> bool:
+        def may_go(blocks: Sequence[int]) -> bool:
+            if refused in blocks:
+                return False
+            keys.extend(map(cache.tree.key, blocks))
+            return True
+
+        return cache.tree.evict(wanted, may_go)
+
+    together = evict(caches[0], evicted[0], wanted)
+    while (one := caches[1].pool.free < wanted) and evict(caches[1], evicted[1], caches[1].pool.free + 1):
+        caches[1].check()
+    assert together == (not one)
+    assert evicted[0] == evicted[1]
+    assert caches[0].stats == caches[1].stats
+    caches[0].check()
