@@ -347,6 +347,27 @@ def test_a_block_that_host_memory_loses_before_it_is_loaded_is_computed(world) -
     place.check()
 
 
+def test_a_tier_is_asked_for_many_blocks_at_once_however_few_one_copy_takes(world) -> None:  # type: ignore[no-untyped-def]
+    """So that a disk knows which of them begin the prefix, and a remote store needs few round trips."""
+    made, place = world(tiers=[DictTier], staging=64, rates={"host": 1.0})
+    assert made.store.batch == 1
+    tokens = prompt(1, 41)
+    push_out(place, tokens)
+    tier, asked = made.tiers[0], []
+    load = tier.load
+
+    def counted(items: Sequence[tuple[bytes, memoryview]]) -> list[Ticket[bool]]:
+        asked.append(len(items))
+        return load(items)  # type: ignore[no-any-return]
+
+    tier.load = counted
+    assert place.admit("a", tokens) == 0
+    assert asked == [10]
+    place.finish("a", tokens, 0)
+    place.release("a")
+    place.rest()
+
+
 def test_a_prompt_is_looked_for_on_the_device_once_where_host_memory_is_the_only_tier(world) -> None:  # type: ignore[no-untyped-def]
     _, place = world(host=400)
     tokens = prompt(1, 41)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spillover.errors import SpilloverError
+from spillover.memory.kv.blocks import FREE
 from spillover.memory.kv.digest import prefix_keys, root_digest
 from spillover.memory.kv.kv_cache import KVCache
 from spillover.memory.policies import LRU
@@ -448,3 +449,29 @@ def test_blocks_evicted_together_are_those_evicted_one_by_one(rng: random.Random
     assert evicted[0] == evicted[1]
     assert caches[0].stats == caches[1].stats
     caches[0].check()
+
+
+def test_a_policy_hears_nothing_of_a_victim_that_may_not_go() -> None:
+    class Told(LRU):
+        def on_insert(self, block: int) -> None:
+            told.append(block)
+            super().on_insert(block)
+
+        def on_remove(self, block: int) -> None:
+            told.append(-block)
+            super().on_remove(block)
+
+    told: list[int] = []
+    cache = KVCache(9, 4, (None,), policy=Told())
+    run(cache, "a", list(range(12)))
+    first, second, third = cache.table("a")
+    cache.release("a")
+    assert told == [third]
+    told.clear()
+    assert not cache.tree.evict(9, lambda blocks: False)
+    assert told == []
+    assert not cache.tree.evict(9, lambda blocks: first not in blocks)
+    assert told == [-third, first], "the block between was never to be chosen"
+    assert cache.pool.free == 8
+    assert cache.pool.state(second) is FREE
+    cache.check()

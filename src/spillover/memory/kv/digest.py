@@ -33,10 +33,10 @@ def block_key(digest: bytes, group: int) -> bytes:
 
 
 def prefix_keys(tokens: Sequence[int], block_size: int, digest: bytes, groups: int = 1) -> Iterator[bytes]:
-    """Yield the names of each full block of `tokens`, which follow the block (or root) with this digest: one a layer
-    group."""
+    """Yield the name of each layer group's block for each full block of `tokens`, which follow the block (or root) with
+    this digest."""
     data, width, suffixes = packed(tokens), block_size * TOKEN_BYTES, [bytes((group,)) for group in range(groups)]
     for end in range(width, len(data) + 1, width):
-        digest = blake2b(digest + data[end - width : end], digest_size=DIGEST_BYTES).digest()
+        digest = block_digest(digest, data[end - width : end])
         for suffix in suffixes:
             yield digest + suffix

@@ -243,12 +243,12 @@ class PrefixTree:
         those that went before `may_go` refused one."""
         home, goes_first, gone = self._home, self._policy.goes_first, list[int]()
         node, block = home[victim], victim
-        self._withdraw(victim)
-        while len(gone) < most and (may_go is None or may_go((block,))):
+        while may_go is None or may_go((block,)):
             gone.append(block)
             del home[block]
             node.blocks[0] = None
-            if node.users or node.parent is None or not node.parent.blocks:
+            self._withdraw(block)
+            if len(gone) == most or node.users or node.parent is None or not node.parent.blocks:
                 break
             del node.parent.children[node.tokens]
             self.num_nodes -= 1

@@ -40,8 +40,7 @@ class LRU:
         return None
 
     def goes_first(self, block: int) -> bool:
-        first = self.victim()
-        return first is None or (self._last_use.get(block, 0), block) < self._heap[0]
+        return self.victim() is None or (self._last_use.get(block, 0), block) < self._heap[0]
 
     def _push(self, block: int) -> None:
         heapq.heappush(self._heap, (self._last_use.get(block, 0), block))

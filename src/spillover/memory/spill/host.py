@@ -5,7 +5,7 @@ called on the engine's thread; copies themselves run elsewhere on the memory tha
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -125,17 +125,6 @@ class HostCache:
         if self._unsafe and key in self._unsafe:
             self._unsafe.move_to_end(key)
         return entry
-
-    def hold(self, keys: Iterable[bytes]) -> list[Entry]:
-        """Use and pin the entries of keys up to the first that is not ready, and return them."""
-        held: list[Entry] = []
-        for key in keys:
-            entry = self.use(key)
-            if entry is None or not entry.ready:
-                break
-            self.pin(entry)
-            held.append(entry)
-        return held
 
     def reserve(self, key: bytes, lossy: bool = True) -> Entry | None:
         """Return a new entry, arriving and pinned once by whoever fills it; None if every slot is in use. `lossy`: may

@@ -25,13 +25,12 @@ class Load:
 
     __slots__ = ("blocks", "deadline", "entries", "keys", "on_end", "state", "tier")
 
-    def __init__(self, keys: Sequence[bytes], tier: str, deadline: float, entries: Sequence[Entry] = ()) -> None:
-        """Make a load; `entries`: of its blocks in host memory, pinned for it."""
+    def __init__(self, keys: list[bytes], tier: str, deadline: float) -> None:
         self.keys = keys
         self.tier = tier  # where they were found
         self.deadline = deadline
-        self.state = LoadState.HELD if entries else LoadState.WAITING
-        self.entries = entries
+        self.state = LoadState.WAITING
+        self.entries: list[Entry] = []  # of its blocks in host memory, pinned for it
         self.blocks: Sequence[int] = ()  # where they are to go, once that is known
         self.on_end: Callable[[Sequence[Load]], None] | None = None  # told of loads that end together
 
@@ -41,8 +40,9 @@ class Load:
 
 
 def batches(loads: Sequence[Load], most: int) -> Iterator[list[Load]]:
-    """Yield loads that follow each other, as many as have at most n blocks together; one load has no more."""
-    batch, count = list[Load](), 0
+    """Yield loads that follow each other, as many as have at most n blocks together; no load has more."""
+    batch: list[Load] = []
+    count = 0
     for load in loads:
         if batch and count + len(load.keys) > most:
             yield batch

@@ -20,7 +20,7 @@ from spillover.memory.spill.loads import Load, LoadState, Search
 from spillover.memory.spill.store import SpillStore
 
 TIERS = ("host", "disk", "remote")  # nearest first
-STARTED_AT_ONCE = 128  # loads handed to the link before the next are made
+STARTED_AT_ONCE = 128  # blocks whose loads are started before the next are looked at
 ASKED_AT_ONCE = 32  # blocks whose keys are digested before host memory is asked for them
 
 
@@ -52,7 +52,7 @@ class Restore:
         wanted = [place for place, block in enumerate(to) if block]
         if backwards:
             wanted.reverse()
-        at_once = min(store.batch, STARTED_AT_ONCE)
+        at_once = STARTED_AT_ONCE // store.batch * store.batch or STARTED_AT_ONCE  # whole copies, if one is not more
         for start in range(0, len(wanted), at_once):  # the link is busy with some while the next are started
             places = wanted[start : start + at_once]
             self._start(places, [to[place] for place in places], [stored.keys[place] for place in places],

@@ -71,8 +71,7 @@ class SpillStore:
         self._failures = 0
         self._offloaded = 0
         self._short = 0  # blocks that lately found no slot
-        # Blocks of one copy over the link.
-        self.batch = max(1, int(COPY_SECONDS * self.rates.get("host", LINK_RATE) / link.slot_bytes))
+        self.batch = max(1, int(COPY_SECONDS * self.rates.get("host", LINK_RATE) / link.slot_bytes))  # blocks a copy
 
     # Spilling
 
@@ -130,14 +129,16 @@ class SpillStore:
         dropped. Returns loads of consecutive blocks, in order: those that are there already go by runs."""
         deadline = time.monotonic() + LOAD_SECONDS
         loads: list[Load] = []
-        for tier, group in itertools.groupby(range(len(keys)), tiers.__getitem__):
-            run, at = [keys[index] for index in group], 0
-            while at < len(run):
-                entries = self._host.hold(map(run.__getitem__, range(at, min(at + self.batch, len(run)))))
-                end = at + max(1, len(entries))
-                loads.append(Load(run[at:end], tier, deadline, entries))
-                at = end
-        self._queue.extend(load for load in loads if not load.entries)
+        for key, tier in zip(keys, tiers, strict=True):
+            entry, last = self._ready(key), loads[-1] if loads else None
+            if entry and last and last.entries and last.tier == tier and len(last.keys) < self.batch:
+                last.keys.append(key)
+            else:
+                loads.append(last := Load([key], tier, deadline))
+            if entry:
+                self._hold(last, entry)
+            else:
+                self._queue.append(last)
         self._start_loads()
         return loads
 
@@ -285,9 +286,9 @@ class SpillStore:
 
     # Inside
 
-    def _ready(self, key: bytes) -> bool:
+    def _ready(self, key: bytes) -> Entry | None:
         entry = self._host.use(key)
-        return entry is not None and entry.ready
+        return entry if entry is not None and entry.ready else None
 
     def _lower(self, key: bytes) -> str | None:
         """Return a tier below host memory that has the block, as far as can be said at once."""
@@ -424,7 +425,7 @@ class SpillStore:
 
     def _hold(self, load: Load, entry: Entry) -> None:
         self._host.pin(entry)
-        load.entries = (entry,)
+        load.entries.append(entry)
         load.state = LoadState.HELD
         if load.blocks:
             self._copyable.append(load)
@@ -438,7 +439,7 @@ class SpillStore:
             if on_end is not None:
                 on_end(list(ended))
         for load in loads:
-            entries, load.entries = load.entries, ()
+            entries, load.entries = load.entries, []
             for entry in entries:
                 self._unpin(entry)
 
