@@ -37,9 +37,7 @@ class Load:
 
 def many(size: str, llm: LLM) -> dict[str, float]:
     prompts, lengths = workload(size)
-    seconds(llm, prompts[:8], [2] * 8)
-    seconds(llm, [prompt[:32] for prompt in prompts], [4] * len(prompts))
-    seconds(llm, prompts, [8] * len(prompts))
+    seconds(llm, prompts, [2] * len(prompts))
     return {"whole": seconds(llm, prompts, lengths)}
 
 
@@ -57,7 +55,7 @@ def prompts(llm: LLM) -> dict[str, float]:
     return found
 
 
-BATCH = {"max_num_seqs": REQUESTS, "max_model_len": 4096, "block_size": 64}
+BATCH = {"max_num_seqs": REQUESTS, "max_model_len": 4096, "block_size": 64, "graph_capture": "start"}
 LOADS = {
     "w1-0.6b": Load("qwen3-0.6b", BATCH, partial(many, "0.6b")),
     "w1-14b": Load("qwen3-14b", BATCH, partial(many, "14b")),

@@ -133,6 +133,7 @@ class Visit:
 @click.command()
 @click.option("--model", "models", default="qwen3-8b,llama-3.1-8b", show_default=True, metavar="NAME,...")
 @click.option("--parts", default=",".join(PARTS), show_default=True, metavar=f"[{'|'.join(PARTS)}],...")
+@click.option("--lengths", default=None, metavar="N,...", help="Of prefixes, ascending.  [default: 1024 to 65536]")
 @click.option("--folder", default="results", show_default=True, help="For results; 'results' is benchmarks/results.")
 @click.option("--chunk", default=None, type=int, help="--max-num-batched-tokens of prefill. [default: 8192]")
 @click.option("--disk", default=None, help="A folder on the disk to measure; a new one in it is used and removed.")
@@ -140,10 +141,12 @@ class Visit:
 @click.option("--seconds", default=145.0, show_default=True, help="For one model: what does not fit is left out.")
 @click.option("--tiny", is_flag=True, help="A model of a few kilobytes and short prefixes, to try the script itself.")
 @click.option("--enforce-eager", is_flag=True, help="Without CUDA graphs.")
-def main(models: str, parts: str, folder: str, chunk: int | None, disk: str | None, repeats: int, seconds: float,
-         tiny: bool, enforce_eager: bool) -> None:
+def main(models: str, parts: str, lengths: str | None, folder: str, chunk: int | None, disk: str | None, repeats: int,
+         seconds: float, tiny: bool, enforce_eager: bool) -> None:
     sizes = SMALL if tiny else FULL
     sizes = dataclasses.replace(sizes, chunk=chunk or sizes.chunk)
+    if lengths is not None:
+        sizes = dataclasses.replace(sizes, lengths=tuple(int(length) for length in lengths.split(",")))
     for name in ["tiny"] if tiny else models.split(","):
         shape = dict(TINY) if tiny else {**MODELS[name], "max_position_embeddings": max(
             MODELS[name]["max_position_embeddings"], sizes.longest)}

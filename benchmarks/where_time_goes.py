@@ -48,7 +48,7 @@ class Load:
 
 
 LOADS = {
-    "w1": Load("qwen3-0.6b", 256, 562, 24, 0.6, 64, whole=True),
+    "w1": Load("qwen3-0.6b", 256, 562, 64, 0.6, 64, whole=True),
     "qwen3-0.6b": Load("qwen3-0.6b", 1, 512, 64),
     "gpt-oss-120b": Load("gpt-oss-120b", 1, 512, 48),
 }
