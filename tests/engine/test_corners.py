@@ -208,6 +208,19 @@ def test_a_failed_step_leaves_nothing_open(folder: str, tmp_path: Path, monkeypa
         assert again.generate([drawn(0, 100)], greedy(2), use_tqdm=False)[0].sources.disk > 0
 
 
+def test_a_seed_gives_the_same_tokens_whatever_the_others_ask_for(folder: str) -> None:
+    seeded = SamplingParams(temperature=0.9, seed=11, max_tokens=12, ignore_eos=True)
+    beside = [greedy(12), SamplingParams(temperature=1.3, seed=5, max_tokens=9, ignore_eos=True),
+              SamplingParams(temperature=0.7, top_k=40, seed=6, max_tokens=9, ignore_eos=True), greedy(9, logprobs=1)]
+    prompts = [drawn(seed, 20) for seed in range(4)]
+    with made(folder) as llm:
+        alone = llm.generate(prompts[0], seeded, use_tqdm=False)[0].outputs[0].token_ids
+        assert alone != llm.generate(prompts[0], greedy(12), use_tqdm=False)[0].outputs[0].token_ids
+        for others in ([beside[0]], beside[:2], beside[1:], [beside[3]]):  # by temperature alone, or not
+            together = llm.generate(prompts[:1 + len(others)], [seeded, *others], use_tqdm=False)
+            assert together[0].outputs[0].token_ids == alone
+
+
 @pytest.mark.parametrize("prompt", [np.array([5, 6, 7]), [np.int64(5), np.int64(6), np.int64(7)], (5, 6, 7)],
                          ids=["array", "numpy", "tuple"])
 def test_token_ids_may_be_any_integers(folder: str, prompt: Any) -> None:

@@ -45,6 +45,9 @@ class BlockUpdates(NamedTuple):
     blocks: npt.NDArray[np.int32]
 
 
+_NO_UPDATES = BlockUpdates(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32))
+
+
 class RequestTable:
     def __init__(self, count: int, groups: int, width: int, device: torch.device) -> None:
         """Make the slots. `width`: blocks of the longest sequence. One slot more has an empty table: for padding."""
@@ -82,8 +85,16 @@ class RequestTable:
                     firsts.append(group * self._group_stride + slot * self._width + item.first_block - len(new))
                     counts.append(len(blocks))
                     new.extend(blocks)
+        if not new:
+            return np.array(slots, dtype=np.int64), _NO_UPDATES
         places = np.arange(len(new)) + np.repeat(np.array(firsts, dtype=np.int64), counts)
         return np.array(slots, dtype=np.int64), BlockUpdates(places, np.array(new, dtype=np.int32))
+
+    def set_draws(self, slots: npt.NDArray[np.int64], drawn: npt.NDArray[np.int64]) -> None:
+        """Note where the next tokens of a step's requests will be: in row i of its samples, that of slot drawn[i]."""
+        if drawn is not slots:
+            self.draw[slots] = -1
+        self.draw[drawn] = np.arange(len(drawn), dtype=np.int32)
 
     def end(self, step: Step, result: StepResult) -> None:
         """Take in the tokens that a step sampled."""

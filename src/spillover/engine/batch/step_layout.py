@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -30,20 +31,14 @@ class ItemArrays:
     starts: Integers
     counts: Integers
     samples: Integers
+    num_rows: int
+    num_samples: int
 
     @staticmethod
     def of(items: Sequence[StepItem], slots: Integers) -> ItemArrays:
         numbers = np.array([(item.start, item.count, item.num_samples) for item in items], dtype=np.int64)
         starts, counts, samples = numbers.reshape(-1, 3).T
-        return ItemArrays(items, slots, starts, counts, samples)
-
-    @property
-    def num_rows(self) -> int:
-        return int(self.counts.sum())
-
-    @property
-    def num_samples(self) -> int:
-        return int(self.samples.sum())
+        return ItemArrays(items, slots, starts, counts, samples, int(counts.sum()), int(samples.sum()))
 
     @property
     def only_decodes(self) -> bool:
@@ -89,6 +84,16 @@ class StepArrays:
         sizes = {"T": rows, "B": requests, "B+1": requests + 1, "R": samples}
         return StepArrays(**{name: np.empty(sizes[size], dtype) for name, (dtype, size) in ARRAYS.items()})
 
+    @staticmethod
+    def decodes(count: int) -> StepArrays:
+        """Make the arrays of a step of `count` requests that only decodes, for `write_decodes`."""
+        row_of, query_start, sample_rows = _decode_rows(count)
+        return StepArrays(
+            token_ids=np.empty(count, np.int64), sources=np.empty(count, np.int32), positions=np.empty(count, np.int64),
+            row_of=row_of, query_start=query_start, seq_lens=np.empty(count, np.int32),
+            slots=np.empty(count, np.int32), sample_rows=sample_rows, temperature=np.empty(count, np.float32),
+            uniform=np.empty(count, np.float64))
+
 
 # Name -> type, and number of elements; in the order in which they lie in a step's inputs.
 ARRAYS: dict[str, tuple[Any, str]] = {
@@ -99,7 +104,14 @@ ARRAYS: dict[str, tuple[Any, str]] = {
 }
 
 
-def write_step(into: StepArrays, items: ItemArrays, table: RequestTable, piece: int = 1) -> SampleRows:
+@cache
+def _decode_rows(count: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """Return row_of, query_start and sample_rows of a step that only decodes: to be read alone."""
+    numbers = np.arange(count + 1, dtype=np.int32)
+    return numbers[:count], numbers, np.arange(count)
+
+
+def write_step(into: StepArrays, items: ItemArrays, table: RequestTable, piece: int = 1) -> None:
     """Write any step. `piece`: the most rows of a request of padding; those at the end have none."""
     n, rows, size, total = len(items.slots), items.num_rows, len(into.slots), len(into.token_ids)
     counts, starts = items.counts, items.starts
@@ -118,12 +130,11 @@ def write_step(into: StepArrays, items: ItemArrays, table: RequestTable, piece: 
     _write_tokens(into, items, table)
     sampled = SampleRows.of(items, table)
     count = len(sampled.rows)
-    for array, values in ((into.sample_rows, sampled.rows), (into.temperature, table.temperature[sampled.slots]),
-                          (into.uniform, random_numbers(table.stream[sampled.slots],
-                                                        sampled.output_index.astype(np.uint64)))):
-        array[:count] = values
-        array[count:] = 0
-    return sampled
+    into.sample_rows[:count] = sampled.rows
+    into.sample_rows[count:] = 0
+    into.temperature[count:] = 0
+    into.uniform[:] = 0
+    _write_sampling(into, sampled.slots, sampled.output_index, table)
 
 
 def write_decodes(into: StepArrays, items: ItemArrays, table: RequestTable) -> None:
@@ -133,11 +144,7 @@ def write_decodes(into: StepArrays, items: ItemArrays, table: RequestTable) -> N
     into.seq_lens[:n] = items.starts + 1
     into.slots[:n] = slots
     _write_tokens(into, items, table)
-    temperature = table.temperature[slots]
-    into.temperature[:n] = temperature
-    if temperature.any():
-        output_index = items.starts + 1 - table.num_prompt[slots]
-        into.uniform[:n] = random_numbers(table.stream[slots], output_index.astype(np.uint64))
+    _write_sampling(into, slots, items.starts + 1 - table.num_prompt[slots], table)
 
 
 def write_padding(into: StepArrays, rows: slice, table: RequestTable) -> None:
@@ -148,6 +155,14 @@ def write_padding(into: StepArrays, rows: slice, table: RequestTable) -> None:
     into.temperature[rows] = 0
     into.token_ids[rows] = 0
     into.sources[rows] = -1
+
+
+def _write_sampling(into: StepArrays, slots: Integers, output_index: Integers, table: RequestTable) -> None:
+    """Write temperatures, and random numbers unless all of them are 0: then nobody reads these."""
+    temperature = table.temperature[slots]
+    into.temperature[:len(slots)] = temperature
+    if temperature.any():
+        into.uniform[:len(slots)] = random_numbers(table.stream[slots], output_index.astype(np.uint64))
 
 
 def _write_tokens(into: StepArrays, items: ItemArrays, table: RequestTable) -> None:

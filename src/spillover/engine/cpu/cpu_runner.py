@@ -12,33 +12,33 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
-from torch.profiler import record_function
 
 from spillover.engine.batch.offloaded_prefix import OffloadStage
 from spillover.engine.batch.request_table import StepLimits
 from spillover.engine.batch.sampler import Sampled, SampledLogprobs, SamplingBatch, sample
-from spillover.engine.batch.step_layout import ItemArrays, SampleRows, StepArrays, write_step
+from spillover.engine.batch.step_layout import ItemArrays, StepArrays, write_decodes, write_step
 from spillover.engine.batch.step_result import PromptRows, prompt_rows, sampling_batch, score, to_result
 from spillover.engine.step import Step, StepResult
 from spillover.engine.weights.placed import EngineWeights, FixedWeights
 from spillover.engine.weights.traffic import WeightTraffic
+from spillover.kernels import native
 from spillover.kernels.batch import AttentionBatch
 from spillover.memory.transfer.transfers import Transfers
 from spillover.models.layers import Decoder, KVViews, ModelStep
 
 Changed = TypeVar("Changed")
+GREEDY = SamplingBatch(all_greedy=True)
 
 
 @dataclass(frozen=True)
 class _Work:
-    """A step as tensors."""
+    """A step as tensors, and as arrays over the same memory."""
 
     step: ModelStep
-    pending_rows: Tensor  # rows whose token the step before sampled ...
-    pending_draws: Tensor  # ... and which of its draws that was
-    sample_rows: Tensor  # [R]
+    arrays: StepArrays
     sampling: SamplingBatch | None  # None: nothing is sampled
     prompt_rows: tuple[PromptRows, ...]
 
@@ -52,11 +52,10 @@ class _Outcome:
 class LaunchedStep:
     """A step on its way; `result` waits for it."""
 
-    def __init__(self, step: Step, outcome: Future[_Outcome], prompts: tuple[PromptRows, ...],
-                 runner: CpuRunner) -> None:
+    def __init__(self, step: Step, work: _Work, outcome: Future[_Outcome], runner: CpuRunner) -> None:
         self.step = step
+        self._work = work
         self._outcome = outcome
-        self._prompts = prompts
         self._runner = runner
 
     def wait(self) -> None:
@@ -66,7 +65,7 @@ class LaunchedStep:
         outcome = self._outcome.result()
         drawn: list[int] = outcome.sampled.token_ids.tolist() if outcome.sampled is not None else []
         logprobs = outcome.sampled.logprobs if outcome.sampled is not None else None
-        return to_result(self.step, self._runner.table, drawn, logprobs, self._prompts, outcome.prompt,
+        return to_result(self.step, self._runner.table, drawn, logprobs, self._work.prompt_rows, outcome.prompt,
                          self._runner.decode)
 
 
@@ -81,16 +80,17 @@ class CpuRunner:
         self.decode = decode
         self.transfers = transfers
         self.table = limits.request_table(len(model.groups), block_size, torch.device("cpu"))
+        self._block_tables: npt.NDArray[np.int32] = self.table.block_tables.numpy()  # [groups, slots, width]
         self._block_size = block_size
         self._kv_dtype = kv_dtype
         self._stage = stage
         self._stack = model.stack(weights, kv) if isinstance(weights, FixedWeights) else None
-        self._drawn: Tensor | None = None  # [R], the last executed step's draws
+        self._drawn: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)  # [R], the last executed step's draws
         self._stream = ThreadPoolExecutor(1, "spillover-step")
 
     def launch(self, step: Step) -> LaunchedStep:
         work = self.lay_out(step)
-        return LaunchedStep(step, self._stream.submit(self._execute, work), work.prompt_rows, self)
+        return LaunchedStep(step, work, self._stream.submit(self._execute, work), self)
 
     def in_order(self, change: Callable[[], Changed]) -> Changed:
         """Make a change to the device's memory after all steps that were launched, and before those to come."""
@@ -117,59 +117,71 @@ class CpuRunner:
     def lay_out(self, step: Step) -> _Work:
         slots, updates = self.table.begin(step)
         for request in step.new:  # entries of the request that had the slot before
-            self.table.block_tables[:, self.table[request.id].slot] = 0
-        self.table.block_tables.view(-1).numpy()[updates.places] = updates.blocks
+            self._block_tables[:, self.table[request.id].slot] = 0
+        if len(updates.blocks):
+            self._block_tables.reshape(-1)[updates.places] = updates.blocks
         items = ItemArrays.of(step.items, slots)
-        arrays = StepArrays.empty(items.num_rows, len(slots), items.num_samples)
-        sampled = write_step(arrays, items, self.table)
-        pending = (arrays.sources >= 0).nonzero()[0]
-        self._remember(items, sampled)
+        decodes = items.only_decodes
+        if decodes:
+            arrays = StepArrays.decodes(len(slots))
+            write_decodes(arrays, items, self.table)
+        else:
+            arrays = StepArrays.empty(items.num_rows, len(slots), items.num_samples)
+            write_step(arrays, items, self.table)
+        drawn = slots if decodes else np.repeat(slots, items.samples)
+        self.table.set_draws(slots, drawn)
         tensor = torch.from_numpy
-        positions, lengths = tensor(arrays.positions), arrays.seq_lens
-        longest = int(lengths.max())
+        query_start, seq_lens = tensor(arrays.query_start), tensor(arrays.seq_lens)
+        positions, rows = tensor(arrays.positions), tensor(arrays.row_of)
+        longest = int(arrays.seq_lens.max())
         width = -(-longest // self._block_size)
         cold = self._stage.prefix(step.items[0]) if step.items[0].host_blocks and self._stage else None
         attention = tuple(
             AttentionBatch(
-                query_start=tensor(arrays.query_start),
-                seq_lens=tensor(lengths),
-                block_table=block_table[:, :width][tensor(slots)],
+                query_start=query_start,
+                seq_lens=seq_lens,
+                block_table=tensor(block_table[slots, :width]),
                 positions=positions,
-                rows=tensor(arrays.row_of),
+                rows=rows,
                 block_size=self._block_size,
-                max_query=int(items.counts.max()),
+                max_query=1 if decodes else int(items.counts.max()),
                 max_seq=longest,
                 kv_dtype=self._kv_dtype,
                 cold=cold,
             )
-            for block_table in self.table.block_tables
+            for block_table in self._block_tables
         )
         return _Work(
             step=ModelStep(tensor(arrays.token_ids), positions, attention),
-            pending_rows=tensor(pending),
-            pending_draws=tensor(arrays.sources[pending]).long(),
-            sample_rows=tensor(arrays.sample_rows),
-            sampling=sampling_batch(step.items, self.table, self.model.config.vocab_size, torch.device("cpu"))
-            if len(sampled.rows) else None,
+            arrays=arrays,
+            sampling=self._sampling(step, arrays, drawn),
             prompt_rows=prompt_rows(step, self.table, torch.device("cpu")),
         )
 
-    def _remember(self, items: ItemArrays, sampled: SampleRows) -> None:
-        """Note where the requests' next tokens will be among this step's draws."""
-        self.table.draw[items.slots] = -1
-        self.table.draw[sampled.slots] = range(len(sampled.slots))
+    def _sampling(self, step: Step, arrays: StepArrays, drawn: npt.NDArray[np.int64]) -> SamplingBatch | None:
+        """Return what the sampler needs to know; `drawn`: the slot of each row that is sampled from."""
+        if not len(drawn):
+            return None
+        if not self.table.plain[drawn].all():
+            return sampling_batch(step.items, self.table, self.model.config.vocab_size, torch.device("cpu"))
+        if not arrays.temperature.any():
+            return GREEDY
+        return SamplingBatch(False, torch.from_numpy(arrays.temperature), torch.from_numpy(arrays.uniform))
 
     @torch.inference_mode()
     def _execute(self, work: _Work) -> _Outcome:
-        if len(work.pending_rows):
-            assert self._drawn is not None
-            work.step.token_ids[work.pending_rows] = self._drawn[work.pending_draws]
+        arrays = work.arrays
+        pending = (arrays.sources >= 0).nonzero()[0]
+        if len(pending):
+            arrays.token_ids[pending] = self._drawn[arrays.sources[pending]]
         hidden = self.model.forward_stacked(work.step, self.weights, self.kv, self._stack)  # [T, H]
         sampled = None
         if work.sampling is not None:
-            logits = self.model.logits(hidden[work.sample_rows], self.weights)  # [R, V]
-            with record_function("spill::sampling"):
+            every = len(arrays.sample_rows) == len(hidden)
+            rows = hidden if every else hidden[torch.from_numpy(arrays.sample_rows)]  # [R, H]
+            logits = self.model.logits(rows, self.weights)  # [R, V]
+            with native.recorded("sampling"):
                 sampled = sample(logits, work.sampling)
-            self._drawn = sampled.token_ids
+            self._drawn = sampled.token_ids.numpy()
         prompt = tuple(score(self.model, self.weights, hidden, rows) for rows in work.prompt_rows)
         return _Outcome(sampled, prompt)

@@ -312,8 +312,7 @@ class CudaRunner:
                 place, end = offsets.end, offsets.end + few.nbytes
                 self._inputs.pinned.array(self._inputs.buffer, place, len(few))[:] = few
             self._inputs.send(self._inputs.pinned, end)
-        table.draw[slots] = -1
-        table.draw[drawn] = np.arange(len(drawn), dtype=np.int32)
+        table.set_draws(slots, drawn)
         if place is not None:
             sent = self._inputs.view(place, i32, 2 + 2 * len(updates.blocks))
             update_tables(table.block_tables, sent, len(updates.blocks))

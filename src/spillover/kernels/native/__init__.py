@@ -89,13 +89,19 @@ def fused() -> ctypes.CDLL | None:
 @contextlib.contextmanager
 def traced(record: Callable[[str], AbstractContextManager[object]]) -> Iterator[None]:
     """Run every call within `record(its name)`, on whatever thread; for profiling."""
-    global _traced
+    global _traced, _record
     loaded = _load().library
+    _record = record
     _traced = None if loaded is None else cast(ctypes.CDLL, _Traced(loaded, record))
     try:
         yield
     finally:
-        _traced = None
+        _traced = _record = None
+
+
+def recorded(name: str) -> AbstractContextManager[object]:
+    """Record what runs inside under this name, while calls are traced."""
+    return contextlib.nullcontext() if _record is None else _record(name)
 
 
 def panel_width() -> int:
@@ -151,6 +157,7 @@ class _Traced:
 
 
 _traced: ctypes.CDLL | None = None
+_record: Callable[[str], AbstractContextManager[object]] | None = None  # while calls are traced
 _threads = 0  # that the library was told of
 
 
