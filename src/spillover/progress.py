@@ -62,10 +62,13 @@ def stages(console: Console | None = None) -> Iterator[Show]:
 @contextmanager
 def counted(total: int, what: str, shown: bool = True) -> Iterator[Callable[[int, str], object]]:
     """Give a function to call with how many are done and a few words beside them. Silent where stderr is a file."""
+    if not shown:
+        yield lambda done, now: None
+        return
     console = Console(stderr=True)
     bar = rich.Progress("{task.description}", rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeElapsedColumn(),
                         "{task.fields[now]}", console=console, transient=True,
-                        disable=not shown or not (console.is_terminal or console.is_jupyter))
+                        disable=not (console.is_terminal or console.is_jupyter))
     task = bar.add_task(what, total=total, now="")
     with bar:
         yield lambda done, now: bar.update(task, completed=done, now=now)

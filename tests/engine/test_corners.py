@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from spillover import LLM, SamplingParams
+from spillover.engine.cpu.cpu_runner import CpuRunner
 from spillover.engine.output.output_processor import Answer
 from spillover.errors import PlanError, RequestError, SpilloverError
 from spillover.memory.spill.tiered_connector import TieredConnector
@@ -206,6 +207,40 @@ def test_a_failed_step_leaves_nothing_open(folder: str, tmp_path: Path, monkeypa
     llm.close()
     with made(folder, **flags) as again:  # the folder is free, and has what was computed before
         assert again.generate([drawn(0, 100)], greedy(2), use_tqdm=False)[0].sources.disk > 0
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["computes", "fails"])
+def test_a_result_does_not_wait_for_the_step_behind_it(folder: str, monkeypatch: pytest.MonkeyPatch,
+                                                       fails: bool) -> None:
+    with made(folder) as llm:
+        expected = llm.generate(drawn(0, 20), greedy(2), use_tqdm=False)[0].outputs[0].token_ids
+        runner, begun = llm.engine.runner, 0
+        assert isinstance(runner, CpuRunner)
+        forward, both_launched, first_read = runner.model.forward_stacked, threading.Event(), threading.Event()
+
+        def slow(*arguments: Any) -> Any:
+            nonlocal begun
+            begun += 1
+            if begun == 1:
+                assert both_launched.wait(10)
+            elif fails:
+                raise RuntimeError("an illegal access")
+            hidden = forward(*arguments)
+            assert begun == 1 or first_read.wait(10)
+            return hidden
+
+        monkeypatch.setattr(runner.model, "forward_stacked", slow)
+        begin(llm, drawn(0, 20), 2)
+        first, second = (runner.launch(llm.engine.scheduler.schedule()) for _ in range(2))
+        both_launched.set()
+        first._outcome.result(10)  # rather than wait for ever
+        assert first.result().token_ids == [(expected[0],)]
+        first_read.set()
+        if fails:
+            with pytest.raises(RuntimeError, match="illegal access"):
+                second.result()
+        else:
+            assert second.result().token_ids == [(expected[1],)]
 
 
 def test_a_seed_gives_the_same_tokens_whatever_the_others_ask_for(folder: str) -> None:

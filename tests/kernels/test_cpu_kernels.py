@@ -126,7 +126,9 @@ def test_all_layers_at_once_are_the_layers_in_turn(lengths: list[tuple[int, int]
     kv_layers = [(pools[1][:, layer // 2], groups[layer]) for layer in range(4)]
     stack = LayerStack(SHAPE, cos, sin, layers, kv_layers, windows)
     found = x.clone(), residual.clone()
-    assert stack.run(*found, batches)
+    run = stack.bind(*found, batches)
+    assert run is not None
+    run()
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert torch.equal(*pools)
 
@@ -141,5 +143,5 @@ def test_what_the_native_kernels_do_not_serve_is_left_alone() -> None:
     stack = LayerStack(SHAPE, *tables(generator), [made], [(pool[:, 0], 0)], [None])
     x = torch.ones(2, HIDDEN)
     with native.traced(contextlib.nullcontext):  # every operation is to be seen
-        assert not stack.run(x, x, [batch])
+        assert stack.bind(x, x, [batch]) is None
     assert torch.equal(x, torch.ones(2, HIDDEN))

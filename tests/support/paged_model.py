@@ -94,7 +94,7 @@ class PagedModel:
         )
         token_ids = torch.tensor([token for chunk in chunks.values() for token in chunk])
         step, stack = ModelStep(token_ids, positions, batches), self.model.stack(self.weights, self.kv)
-        hidden = self.model.forward_stacked(step, self.weights, self.kv, stack)
+        hidden = self.model.forward_stacked(step, self.weights, self.kv, stack, lambda: None)
         logits = self.model.logits(hidden, self.weights)
         assert logits.dtype == hidden.dtype
         logits = logits.float()

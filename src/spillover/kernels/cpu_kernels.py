@@ -6,7 +6,8 @@ Natively x and the residual are overwritten and returned; use only what is retur
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -115,8 +116,8 @@ class LayerStack:
         return all(matrix.format.native_bits is not None for w in layers
                    for matrix in (w["qkv"], w["o"], w["gate_up"], w["down"]))
 
-    def run(self, x: Tensor, residual: Tensor, batches: Sequence[AttentionBatch]) -> bool:
-        """Run the layers, or return False and do nothing where the native kernels do not apply to this step.
+    def bind(self, x: Tensor, residual: Tensor, batches: Sequence[AttentionBatch]) -> Callable[[], None] | None:
+        """Return what runs the layers, or None where the native kernels do not apply to this step.
 
         x and residual are overwritten as `mlp_block` returns them. `batches`: one a group.
         """
@@ -124,18 +125,23 @@ class LayerStack:
         heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         stride = native_block_stride(self._kv, x, kv_heads, dim, first)
         if library is None or stride is None or any(batch.cold is not None for batch in batches):
-            return False
+            return None
         rows, hidden = x.shape
         width = (3 if self._normed else 2) * (heads + kv_heads) * dim
         scratch = torch.empty(rows * (hidden + max(width, 3 * self._inner)))
         places = torch.tensor([[batch.positions.data_ptr(), batch.rows.data_ptr(), *batch.query_arguments]
                                for batch in batches], dtype=torch.int64)
-        library.dense_layers(
+        arguments = (
             *(self._records.data_ptr(), len(self._records), places.data_ptr(), x.data_ptr(), residual.data_ptr()),
             *(shape.eps, self._cos.data_ptr(), self._sin.data_ptr(), stride, shape.scale, rows, hidden, self._inner),
             *(heads, kv_heads, dim, first.block_size, POOL_KINDS[first.kv_dtype], scratch.data_ptr()),
         )
-        return True
+        return partial(_call, library.dense_layers, arguments, (places, scratch, x, residual, batches))
+
+
+def _call(function: Callable[..., None], arguments: tuple[float, ...], _held: object) -> None:
+    """Call with addresses of memory that `_held` keeps."""
+    function(*arguments)
 
 
 def _pointer(tensor: Tensor | None) -> int:

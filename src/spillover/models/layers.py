@@ -80,10 +80,16 @@ class Decoder:
         places = [kv.layer(layer) for layer in range(len(layers))]
         return LayerStack(self.shape, self.cos, self.sin, layers, places, self.config.windows)
 
-    def forward_stacked(self, step: ModelStep, weights: Weights, kv: KVViews, stack: LayerStack | None) -> Tensor:
-        """Compute `forward` with all layers in one native call, where there is a stack and the step allows it."""
+    def forward_stacked(self, step: ModelStep, weights: Weights, kv: KVViews, stack: LayerStack | None,
+                        on_layers: Callable[[], None]) -> Tensor:
+        """Compute `forward` with all layers in one native call, where there is a stack and the step allows it.
+        `on_layers` is called when they are about to run."""
         x, residual = self._embed(step, weights)
-        if stack is None or not stack.run(x, residual, step.attention):
+        run = stack.bind(x, residual, step.attention) if stack is not None else None
+        on_layers()
+        if run is not None:
+            run()
+        else:
             x, residual = self._layers(x, residual, step, weights, kv)
         return self._final_norm(x, residual, weights)
 

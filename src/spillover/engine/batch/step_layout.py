@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,16 +33,18 @@ class ItemArrays:
     samples: Integers
     num_rows: int
     num_samples: int
+    only_decodes: bool
 
     @staticmethod
     def of(items: Sequence[StepItem], slots: Integers) -> ItemArrays:
-        numbers = np.array([(item.start, item.count, item.num_samples) for item in items], dtype=np.int64)
-        starts, counts, samples = numbers.reshape(-1, 3).T
-        return ItemArrays(items, slots, starts, counts, samples, int(counts.sum()), int(samples.sum()))
-
-    @property
-    def only_decodes(self) -> bool:
-        return all(item.phase is Phase.DECODE for item in self.items)
+        n = len(items)
+        if all(item.phase is Phase.DECODE for item in items):
+            ones = _decode_constants(n).ones
+            return ItemArrays(items, slots, np.array([item.start for item in items], dtype=np.int64), ones, ones, n, n,
+                              True)
+        starts, counts, samples = np.array([(item.start, item.count, item.num_samples) for item in items],
+                                           dtype=np.int64).T
+        return ItemArrays(items, slots, starts, counts, samples, int(counts.sum()), int(samples.sum()), False)
 
 
 @dataclass(frozen=True)
@@ -87,12 +89,12 @@ class StepArrays:
     @staticmethod
     def decodes(count: int) -> StepArrays:
         """Make the arrays of a step of `count` requests that only decodes, for `write_decodes`."""
-        row_of, query_start, sample_rows = _decode_rows(count)
+        constant = _decode_constants(count)
         return StepArrays(
             token_ids=np.empty(count, np.int64), sources=np.empty(count, np.int32), positions=np.empty(count, np.int64),
-            row_of=row_of, query_start=query_start, seq_lens=np.empty(count, np.int32),
-            slots=np.empty(count, np.int32), sample_rows=sample_rows, temperature=np.empty(count, np.float32),
-            uniform=np.empty(count, np.float64))
+            row_of=constant.row_of, query_start=constant.query_start, seq_lens=np.empty(count, np.int32),
+            slots=np.empty(count, np.int32), sample_rows=constant.sample_rows,
+            temperature=np.empty(count, np.float32), uniform=np.empty(count, np.float64))
 
 
 # Name -> type, and number of elements; in the order in which they lie in a step's inputs.
@@ -104,11 +106,19 @@ ARRAYS: dict[str, tuple[Any, str]] = {
 }
 
 
+class _DecodeConstants(NamedTuple):
+    """What is the same in all steps of as many requests that only decode: to be read, not written."""
+
+    ones: Integers  # rows and samples of each item
+    row_of: npt.NDArray[np.int32]
+    query_start: npt.NDArray[np.int32]
+    sample_rows: Integers
+
+
 @cache
-def _decode_rows(count: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """Return row_of, query_start and sample_rows of a step that only decodes: to be read alone."""
+def _decode_constants(count: int) -> _DecodeConstants:
     numbers = np.arange(count + 1, dtype=np.int32)
-    return numbers[:count], numbers, np.arange(count)
+    return _DecodeConstants(np.ones(count, dtype=np.int64), numbers[:count], numbers, np.arange(count))
 
 
 def write_step(into: StepArrays, items: ItemArrays, table: RequestTable, piece: int = 1) -> None:
@@ -139,12 +149,12 @@ def write_step(into: StepArrays, items: ItemArrays, table: RequestTable, piece: 
 
 def write_decodes(into: StepArrays, items: ItemArrays, table: RequestTable) -> None:
     """Write a step that only decodes over one of as many rows, whose other arrays stay as they are."""
-    n, slots = len(items.slots), items.slots
+    n, slots, ends = len(items.slots), items.slots, items.starts + 1
     into.positions[:n] = items.starts
-    into.seq_lens[:n] = items.starts + 1
+    into.seq_lens[:n] = ends
     into.slots[:n] = slots
     _write_tokens(into, items, table)
-    _write_sampling(into, slots, items.starts + 1 - table.num_prompt[slots], table)
+    _write_sampling(into, slots, ends - table.num_prompt[slots], table)
 
 
 def write_padding(into: StepArrays, rows: slice, table: RequestTable) -> None:
@@ -168,15 +178,16 @@ def _write_sampling(into: StepArrays, slots: Integers, output_index: Integers, t
 def _write_tokens(into: StepArrays, items: ItemArrays, table: RequestTable) -> None:
     """Write the token ids that the host knows, and for each of the others its row among the last step's samples."""
     n = len(items.items)
-    pending = items.starts + items.counts > table.num_known[items.slots]  # only an item's last row can be
     draws = table.draw[items.slots]
     if items.num_rows == n:
         into.token_ids[:n] = 0
-        into.sources[:n] = np.where(pending, draws, -1)
-        for row in np.flatnonzero(~pending).tolist():
+        into.sources[:n] = draws
+        for row in (table.num_known[items.slots] > items.starts).nonzero()[0].tolist():
             item = items.items[row]
             into.token_ids[row] = table[item.id].token_ids[item.start]
+            into.sources[row] = -1
         return
+    pending = items.starts + items.counts > table.num_known[items.slots]  # only an item's last row can be
     first = 0
     for item, is_pending, drawn in zip(items.items, pending.tolist(), draws.tolist(), strict=True):
         end = first + item.count

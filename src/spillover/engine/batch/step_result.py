@@ -98,6 +98,14 @@ def score(model: Decoder, weights: Weights, hidden: Tensor, rows: PromptRows) ->
     return parts
 
 
+def decode_result(step: Step, table: RequestTable, drawn: list[int]) -> StepResult:
+    """Do what `to_result` does for a step that only decodes and has no log probabilities to tell."""
+    count = len(drawn)
+    result = StepResult([(token,) for token in drawn], [()] * count, [None] * count)
+    table.end(step, result)
+    return result
+
+
 def to_result(step: Step, table: RequestTable, drawn: list[int], logprobs: SampledLogprobs | None,
               prompts: Sequence[PromptRows], scored: Sequence[Sequence[SampledLogprobs]],
               decode: Callable[[int], str] | None) -> StepResult:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -18,9 +19,16 @@ import torch
 
 from spillover.engine.batch.offloaded_prefix import OffloadStage
 from spillover.engine.batch.request_table import StepLimits
-from spillover.engine.batch.sampler import Sampled, SampledLogprobs, SamplingBatch, sample
+from spillover.engine.batch.sampler import SampledLogprobs, SamplingBatch, sample
 from spillover.engine.batch.step_layout import ItemArrays, StepArrays, write_decodes, write_step
-from spillover.engine.batch.step_result import PromptRows, prompt_rows, sampling_batch, score, to_result
+from spillover.engine.batch.step_result import (
+    PromptRows,
+    decode_result,
+    prompt_rows,
+    sampling_batch,
+    score,
+    to_result,
+)
 from spillover.engine.step import Step, StepResult
 from spillover.engine.weights.placed import EngineWeights, FixedWeights
 from spillover.engine.weights.traffic import WeightTraffic
@@ -31,6 +39,7 @@ from spillover.models.layers import Decoder, KVViews, ModelStep
 
 Changed = TypeVar("Changed")
 GREEDY = SamplingBatch(all_greedy=True)
+NOTHING = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -39,13 +48,15 @@ class _Work:
 
     step: ModelStep
     arrays: StepArrays
+    decodes: bool  # and does nothing else
     sampling: SamplingBatch | None  # None: nothing is sampled
     prompt_rows: tuple[PromptRows, ...]
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    sampled: Sampled | None
+    drawn: npt.NDArray[np.int64]  # [R]
+    logprobs: SampledLogprobs | None
     prompt: tuple[list[SampledLogprobs], ...]  # parallel to the work's prompt_rows
 
 
@@ -62,10 +73,11 @@ class LaunchedStep:
         self._outcome.result()
 
     def result(self) -> StepResult:
-        outcome = self._outcome.result()
-        drawn: list[int] = outcome.sampled.token_ids.tolist() if outcome.sampled is not None else []
-        logprobs = outcome.sampled.logprobs if outcome.sampled is not None else None
-        return to_result(self.step, self._runner.table, drawn, logprobs, self._work.prompt_rows, outcome.prompt,
+        outcome, table = self._outcome.result(), self._runner.table
+        drawn: list[int] = outcome.drawn.tolist()
+        if self._work.decodes and outcome.logprobs is None:
+            return decode_result(self.step, table, drawn)
+        return to_result(self.step, table, drawn, outcome.logprobs, self._work.prompt_rows, outcome.prompt,
                          self._runner.decode)
 
 
@@ -85,12 +97,17 @@ class CpuRunner:
         self._kv_dtype = kv_dtype
         self._stage = stage
         self._stack = model.stack(weights, kv) if isinstance(weights, FixedWeights) else None
-        self._drawn: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)  # [R], the last executed step's draws
+        self._drawn: npt.NDArray[np.int64] = NOTHING  # [R], those of the last executed step that sampled
         self._stream = ThreadPoolExecutor(1, "spillover-step")
+        self._num_launched = 0
+        self._num_executed = 0
+        self._untold: Callable[[], None] | None = None  # says the outcome of the last executed step to who waits for it
 
     def launch(self, step: Step) -> LaunchedStep:
-        work = self.lay_out(step)
-        return LaunchedStep(step, work, self._stream.submit(self._execute, work), self)
+        work, outcome = self.lay_out(step), Future[_Outcome]()
+        self._stream.submit(self._run, work, outcome)
+        self._num_launched += 1
+        return LaunchedStep(step, work, outcome, self)
 
     def in_order(self, change: Callable[[], Changed]) -> Changed:
         """Make a change to the device's memory after all steps that were launched, and before those to come."""
@@ -154,6 +171,7 @@ class CpuRunner:
         return _Work(
             step=ModelStep(tensor(arrays.token_ids), positions, attention),
             arrays=arrays,
+            decodes=decodes,
             sampling=self._sampling(step, arrays, drawn),
             prompt_rows=prompt_rows(step, self.table, torch.device("cpu")),
         )
@@ -168,20 +186,39 @@ class CpuRunner:
             return GREEDY
         return SamplingBatch(False, torch.from_numpy(arrays.temperature), torch.from_numpy(arrays.uniform))
 
+    def _run(self, work: _Work, outcome: Future[_Outcome]) -> None:
+        """Execute a step. If another follows, the outcome is told when that one's layers run: only one thread at a time
+        runs Python, so what the host does with the outcome would hold the next step up until then."""
+        try:
+            told = partial(outcome.set_result, self._execute(work))
+        except BaseException as error:
+            told = partial(outcome.set_exception, error)
+        self._tell()  # where the step has failed before its layers
+        self._untold = told
+        self._num_executed += 1
+        if self._num_executed >= self._num_launched:
+            self._tell()
+
+    def _tell(self) -> None:
+        told, self._untold = self._untold, None
+        if told is not None:
+            told()
+
     @torch.inference_mode()
     def _execute(self, work: _Work) -> _Outcome:
         arrays = work.arrays
         pending = (arrays.sources >= 0).nonzero()[0]
         if len(pending):
             arrays.token_ids[pending] = self._drawn[arrays.sources[pending]]
-        hidden = self.model.forward_stacked(work.step, self.weights, self.kv, self._stack)  # [T, H]
-        sampled = None
+        hidden = self.model.forward_stacked(work.step, self.weights, self.kv, self._stack, self._tell)  # [T, H]
+        drawn, logprobs = NOTHING, None
         if work.sampling is not None:
             every = len(arrays.sample_rows) == len(hidden)
             rows = hidden if every else hidden[torch.from_numpy(arrays.sample_rows)]  # [R, H]
             logits = self.model.logits(rows, self.weights)  # [R, V]
-            with native.recorded("sampling"):
+            with native.record("sampling"):
                 sampled = sample(logits, work.sampling)
-            self._drawn = sampled.token_ids.numpy()
+            self._drawn = drawn = sampled.token_ids.numpy()
+            logprobs = sampled.logprobs
         prompt = tuple(score(self.model, self.weights, hidden, rows) for rows in work.prompt_rows)
-        return _Outcome(sampled, prompt)
+        return _Outcome(drawn, logprobs, prompt)

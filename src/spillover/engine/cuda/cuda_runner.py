@@ -21,7 +21,15 @@ from spillover.engine.batch.offloaded_prefix import OffloadStage
 from spillover.engine.batch.request_table import BlockUpdates, StepLimits
 from spillover.engine.batch.sampler import SampledLogprobs, SamplingBatch, sample
 from spillover.engine.batch.step_layout import ItemArrays, write_step
-from spillover.engine.batch.step_result import PromptRows, prompt_rows, sampling_batch, score, to_device, to_result
+from spillover.engine.batch.step_result import (
+    PromptRows,
+    decode_result,
+    prompt_rows,
+    sampling_batch,
+    score,
+    to_device,
+    to_result,
+)
 from spillover.engine.cuda.decode_inputs import UPDATE_BYTES, DecodeInputs
 from spillover.engine.cuda.graphs import Graphs, GraphStats, Key
 from spillover.engine.cuda.sleeping_kv import SleepingKV
@@ -79,10 +87,7 @@ class CudaStep:
         self._runner.weights.graphs.end_step(work.offsets.shape.rows)
         drawn: list[int] = self._drawn[:work.num_samples].tolist()
         if work.decodes and self._logprobs is None:
-            count = len(drawn)
-            result = StepResult([(token,) for token in drawn], [()] * count, [None] * count)
-            table.end(self.step, result)
-            return result
+            return decode_result(self.step, table, drawn)
         return to_result(self.step, table, drawn, self._logprobs, work.prompts, self._scored, self._runner.decode)
 
 

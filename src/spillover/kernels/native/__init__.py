@@ -99,7 +99,7 @@ def traced(record: Callable[[str], AbstractContextManager[object]]) -> Iterator[
         _traced = _record = None
 
 
-def recorded(name: str) -> AbstractContextManager[object]:
+def record(name: str) -> AbstractContextManager[object]:
     """Record what runs inside under this name, while calls are traced."""
     return contextlib.nullcontext() if _record is None else _record(name)
 
