@@ -7,7 +7,6 @@ Natively x and the residual are overwritten and returned; use only what is retur
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -116,16 +115,18 @@ class LayerStack:
         return all(matrix.format.native_bits is not None for w in layers
                    for matrix in (w["qkv"], w["o"], w["gate_up"], w["down"]))
 
-    def bind(self, x: Tensor, residual: Tensor, batches: Sequence[AttentionBatch]) -> Callable[[], None] | None:
-        """Return what runs the layers, or None where the native kernels do not apply to this step.
+    def run(self, x: Tensor, residual: Tensor, batches: Sequence[AttentionBatch],
+            on_layers: Callable[[], None]) -> bool:
+        """Run the layers, or return False and do nothing where the native kernels do not apply to this step.
 
-        x and residual are overwritten as `mlp_block` returns them. `batches`: one a group.
+        x and residual are overwritten as `mlp_block` returns them. `batches`: one a group; `on_layers` is called just
+        before the native call.
         """
         library, shape, first = native.fused(), self._shape, batches[0]
         heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         stride = native_block_stride(self._kv, x, kv_heads, dim, first)
         if library is None or stride is None or any(batch.cold is not None for batch in batches):
-            return None
+            return False
         rows, hidden = x.shape
         width = (3 if self._normed else 2) * (heads + kv_heads) * dim
         scratch = torch.empty(rows * (hidden + max(width, 3 * self._inner)))
@@ -136,12 +137,9 @@ class LayerStack:
             *(shape.eps, self._cos.data_ptr(), self._sin.data_ptr(), stride, shape.scale, rows, hidden, self._inner),
             *(heads, kv_heads, dim, first.block_size, POOL_KINDS[first.kv_dtype], scratch.data_ptr()),
         )
-        return partial(_call, library.dense_layers, arguments, (places, scratch, x, residual, batches))
-
-
-def _call(function: Callable[..., None], arguments: tuple[float, ...], _held: object) -> None:
-    """Call with addresses of memory that `_held` keeps."""
-    function(*arguments)
+        on_layers()
+        library.dense_layers(*arguments)
+        return True
 
 
 def _pointer(tensor: Tensor | None) -> int:

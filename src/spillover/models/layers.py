@@ -83,13 +83,12 @@ class Decoder:
     def forward_stacked(self, step: ModelStep, weights: Weights, kv: KVViews, stack: LayerStack | None,
                         on_layers: Callable[[], None]) -> Tensor:
         """Compute `forward` with all layers in one native call, where there is a stack and the step allows it.
-        `on_layers` is called when they are about to run."""
+
+        `on_layers` is called when they are about to run.
+        """
         x, residual = self._embed(step, weights)
-        run = stack.bind(x, residual, step.attention) if stack is not None else None
-        on_layers()
-        if run is not None:
-            run()
-        else:
+        if stack is None or not stack.run(x, residual, step.attention, on_layers):
+            on_layers()
             x, residual = self._layers(x, residual, step, weights, kv)
         return self._final_norm(x, residual, weights)
 

@@ -101,7 +101,7 @@ class CpuRunner:
         self._stream = ThreadPoolExecutor(1, "spillover-step")
         self._num_launched = 0
         self._num_executed = 0
-        self._untold: Callable[[], None] | None = None  # says the outcome of the last executed step to who waits for it
+        self._untold: Callable[[], None] | None = None  # sets the outcome of the last executed step; None: it is set
 
     def launch(self, step: Step) -> LaunchedStep:
         work, outcome = self.lay_out(step), Future[_Outcome]()
