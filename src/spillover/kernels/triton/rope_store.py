@@ -119,8 +119,11 @@ def _norm_rope_store(
                 high_code = high.to(kv_ptr.dtype.element_ty)
             slab = blocks + (head - HEADS) % KV_HEADS * head_stride
             if head < HEADS + KV_HEADS:
-                # Dimensions lie a block apart and tokens side by side, so they are stored along the tokens.
+                # Dimensions lie a block apart and tokens of a prompt side by side, so neighbouring threads store
+                # neighbouring tokens. Said of requests that decode it is not true, and changes nothing: addresses have
+                # no known alignment, so that nothing is stored as a vector.
                 keys = slab[None, :] + (d * BLOCK)[:, None] + offset[None, :]  # [PADDED, TOKENS]
+                keys = tl.max_contiguous(keys, [1, TOKENS])
                 there = real[None, :] & (d < HALF)[:, None]
                 tl.store(keys, tl.trans(low_code), mask=there)
                 tl.store(keys + HALF * BLOCK, tl.trans(high_code), mask=there)

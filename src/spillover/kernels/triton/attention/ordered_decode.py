@@ -21,9 +21,9 @@ from spillover.kernels.triton.codes import CODES
 from spillover.kernels.triton.launch import early
 
 PROGRAMS = 132 * 16  # most of a launch; of n programs each takes every n-th item
-MANY = 1024  # programs, of which more share a multiprocessor when each keeps fewer keys on their way
 WARPS = 4
-REGISTERS = {2: 168, 4: 255}  # of a thread, at most, by tiles read ahead; at 168 three programs share a processor
+FEW, SOME = 64, range(256, 800)  # programs that read four tiles ahead, by measurements on an H200; others read three
+REGISTERS = {3: 168, 4: 255}  # of a thread, at most, by tiles read ahead; at 168 three programs share a processor
 _FIELDS = tl.constexpr(splits.FIELDS)
 
 
@@ -51,8 +51,9 @@ def ordered_decode(
 
 
 def stages(programs: int, kv_dtype: str) -> int:
-    """Return how many tiles are read ahead: more where programs are too few to hide each other's waits."""
-    return 2 if kv_dtype != "auto" or programs >= MANY else 4
+    """Return how many tiles are read ahead: more where programs are too few to hide each other's waits, or end so that
+    many are left for the last round."""
+    return 4 if kv_dtype == "auto" and (programs <= FEW or programs in SOME) else 3
 
 
 def ordered_short_chunks(

@@ -15,6 +15,7 @@ from spillover.kernels.triton.codes import CODES
 # Queries a program, warps and stages. Small programs share a multiprocessor: one multiplies while the other takes
 # powers. Codes are spread by each program, so it has more queries to use them for.
 SMALL, LARGE = (64, 4, 2), (128, 8, 3)
+TINY = (32, 4, 2)  # over codes of heads of less than 64: of these, Triton 3.6 compiles larger tiles wrongly
 FEW = 264  # programs, of which each reads AHEAD tiles ahead: there are none beside it that would hide its waits
 AHEAD = 4
 
@@ -41,9 +42,9 @@ def ordered_prefill(
     if count == 0:
         return
     wide = q.element_size() == 4
-    queries, warps, stages = LARGE if kv_dtype != "auto" or wide else SMALL
+    queries, warps, stages = SMALL if kv_dtype == "auto" and not wide else LARGE if wide or dim >= 64 else TINY
     parts = count * (TILE_QUERIES // queries)
-    if heads * parts <= FEW and dim <= 128:
+    if heads * parts <= FEW and kv_dtype == "auto" and dim <= 128:
         stages = AHEAD
     _ordered_prefill[(heads, parts)](
         q, kv_layer, out, tiles, query_start, seq_lens, query_start if slots is None else slots, block_table,
