@@ -17,9 +17,11 @@ class Tile:
     depth: int
     warps: int
     stages: int
+    kernel: str = ""  # of kernels/cuda/mixture.cu; empty: one of Triton's
 
 
 Tiles = tuple[Tile, Tile]  # for the two products of a mixture
+CUDA = 16  # added to a format's code where activations lie as kernels/cuda/mixture.cu takes them
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class GroupedGemm:
         return replace(self, few=(first, second), many=self.invariant, ordered=True, fill=1.5, dequantizes=False)
 
     def many_tiles(self, pairs_an_expert: float) -> Tiles:
-        return self.many[next((size for size in (16, 32, 64) if self.fill * pairs_an_expert <= size), 128)]
+        *sizes, largest = sorted(self.many)
+        return self.many[next((size for size in sizes if self.fill * pairs_an_expert <= size), largest)]
 
 
 def tiles(*sizes: tuple[int, int, int, int, int, int, int]) -> dict[int, Tiles]:

@@ -11,7 +11,8 @@ router's order. Between the paths results differ in rounding: the first rounds s
 adds the experts in float32, the second rounds h and each expert's output. Small tiles of unpacked weights go through
 mma.sync and the others through wgmma, whose sums may differ in their last bits. Of the largest steps experts in FP8 are
 dequantised first, and rounded so. A batch-invariant format (`ordered`) keeps to wgmma, where the size of a tile makes
-no difference, dequantises nothing first, and sums and rounds a few tokens as many.
+no difference, dequantises nothing first, and sums and rounds a few tokens as many. Where kernels/cuda/mixture.py serves
+such a format, both paths take their products from there.
 No shape depends on the routing and the host never waits, so a CUDA graph can hold all of it: grids are as large as the
 worst routing needs, and programs without work leave at once.
 """
@@ -24,6 +25,7 @@ import torch
 import triton
 from torch import Tensor
 
+from spillover.kernels.cuda import mixture as cuda
 from spillover.kernels.extents import dequantizes
 from spillover.kernels.formats.grouped_gemm import GroupedGemm, Tiles
 from spillover.kernels.moe.experts import Experts
@@ -64,7 +66,7 @@ def mixture(
         room = wide_room(first.count, x.shape[1], second.width, x)
         widen(first, second, room)
         first, second = room
-    gemm = first.gemm
+    gemm = first.gemm if tiles is not None else cuda.cuda_gemm(first.gemm, x, second.width, k)
     ids, shares, x_ready = route(scores, x, k, renormalize, gemm)
     if tokens <= few_tokens and gemm.few is not None:
         return _few(x_ready, ids, shares, first, second, limit, x.dtype, tiles or gemm.few)
@@ -114,6 +116,9 @@ def pair_products(
     `slots` int32 [E]: `first` and `second` are stacks of slots, and this is where each expert lies. Pairs whose expert
     is in none (-1) are left out; there must be no `out` then.
     """
+    if tiles[0].kernel:
+        cuda.pair_products(x, ids, shares, first, second, limit, tiles, h, parts, out, slots)
+        return
     pairs, k = ids.numel(), ids.shape[1]
     hidden, inner = x.shape[1], second.width
     tile = tiles[0]
@@ -149,6 +154,9 @@ def tile_products(
 
     `slots` int32 [E]: as in `pair_products`.
     """
+    if tiles[0].kernel:
+        cuda.tile_products(x, order, places, k, first, second, limit, tiles, h, rows, slots)
+        return
     hidden, inner = x.shape[1], second.width
     tile = tiles[0]
     assert tile.tokens == tiles[1].tokens, "both products go over the same tiles"

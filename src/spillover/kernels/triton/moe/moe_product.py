@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from spillover.kernels.formats import fp8_block, mxfp4
+from spillover.kernels.formats import fp8_block, grouped_gemm, mxfp4
 from spillover.kernels.formats.dense import Dense
 from spillover.kernels.formats.fp8_block import Fp8Block
 from spillover.kernels.formats.mxfp4 import Mxfp4
@@ -18,6 +18,7 @@ from spillover.kernels.formats.mxfp4 import Mxfp4
 DENSE = tl.constexpr(Dense.experts.code)
 FP8 = tl.constexpr(Fp8Block.experts.code)
 MXFP4 = tl.constexpr(Mxfp4.experts.code)
+CUDA = tl.constexpr(grouped_gemm.CUDA)
 
 GROUP = tl.constexpr(mxfp4.GROUP)  # values a scale
 SCALE_PADDING = tl.constexpr(mxfp4.SCALE_PADDING)
@@ -84,9 +85,13 @@ lop3.b32 $1, high, 0x80008000, rest, 0xEA;
 
 @triton.jit
 def activation_columns(column, width, FORMAT: tl.constexpr):
-    """Return where the input of a product keeps a column: for MXFP4 even ones first, as a byte holds two weights."""
+    """Return where the input of a product keeps a column: for MXFP4 even ones first, as a byte holds two weights; for
+    kernels/cuda/mixture.cu even ones first of as many as it unpacks at once."""
     if FORMAT == MXFP4:
         return (column % 2) * (width // 2) + column // 2
+    if FORMAT >= CUDA:
+        word: tl.constexpr = 8 if FORMAT - CUDA == MXFP4 else 4
+        return column // word * word + column % 2 * (word // 2) + column % word // 2
     return column
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from spillover.kernels.cuda.mixture import cuda_gemm
 from spillover.kernels.formats.grouped_gemm import GroupedGemm, Tiles
 from spillover.kernels.moe.experts import Experts
 from spillover.kernels.moe.host_expert_queue import HostExpertQueue
@@ -78,6 +79,8 @@ class PassedMixture:
         if tiles is None and wide(x, gemm, experts, k, inner):
             self._wide = wide_room(experts, x.shape[1], inner, x)
             gemm = self._wide[0].gemm
+        if tiles is None:
+            gemm = cuda_gemm(gemm, x, inner, k)
         self.ids, self._shares, self._x = route(scores, x, k, renormalize, gemm, *(replay or ()))
         few = gemm.few if tokens <= few_tokens else None
         self._few = few is not None

@@ -1,0 +1,115 @@
+"""CUDA C++ that the NVRTC which comes with PyTorch compiles at first use; what it made is kept in a cache folder."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import tempfile
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from pathlib import Path
+
+import torch
+
+from spillover.kernels.native.build import cache_folder
+
+_BEGIN_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+SHARED_BYTES = 48 << 10  # that a launch may ask for
+
+
+class CudaError(RuntimeError):
+    """What NVRTC or the driver says is wrong, in a few words."""
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute, with a number as its value."""
+
+    _fields_ = (("id", c_int), ("padding", c_int), ("value", c_int), ("rest", c_int * 15))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (("grid", c_uint * 3), ("block", c_uint * 3), ("shared", c_uint), ("stream", c_void_p),
+                ("attributes", c_void_p), ("num_attributes", c_uint))
+
+
+class Module:
+    """The kernels of one source on one device. Each takes one structure."""
+
+    def __init__(self, source: Path, options: tuple[str, ...], device: torch.device) -> None:
+        """Compile and load; raises CudaError where that is not possible."""
+        major, minor = torch.cuda.get_device_capability(device)
+        try:
+            binary = compiled(source, (f"--gpu-architecture=sm_{major}{minor}", "--std=c++17", *options))
+            self._driver = ctypes.CDLL("libcuda.so.1")
+        except (ImportError, OSError, AttributeError) as problem:  # no NVRTC, or none that PyTorch shows
+            raise CudaError(str(problem)) from None
+        self._module = c_void_p()
+        self._kernels: dict[str, c_void_p] = {}
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()  # makes the device's context
+            self._checked("load", self._driver.cuModuleLoadData(byref(self._module), binary))
+
+    def launch(self, kernel: str, grid: int, threads: int, arguments: ctypes.Structure, shared: int = 0,
+               early: bool = False) -> None:
+        """Launch on PyTorch's current stream; `early`: before the kernel ahead of it has ended (triton/launch.py)."""
+        function = self._kernels.get(kernel)
+        if function is None:
+            function = self._kernels[kernel] = c_void_p()
+            self._checked(kernel, self._driver.cuModuleGetFunction(byref(function), self._module, kernel.encode()))
+        attribute = _Attribute(_BEGIN_EARLY, 0, 1)
+        config = _Config((grid, 1, 1), (threads, 1, 1), shared, torch.cuda.current_stream().cuda_stream,
+                         ctypes.addressof(attribute), int(early))
+        pointers = (c_void_p * 1)(ctypes.addressof(arguments))
+        self._checked(kernel, self._driver.cuLaunchKernelEx(byref(config), function, pointers, None))
+
+    def _checked(self, what: str, code: int) -> None:
+        if code:
+            text = c_char_p()
+            self._driver.cuGetErrorString(code, byref(text))
+            raise CudaError(f"{what}: {(text.value or str(code).encode()).decode()}")
+
+
+def compiled(source: Path, options: tuple[str, ...]) -> bytes:
+    """Return the binary of a source, from the cache folder if it is there."""
+    from torch.cuda._utils import _get_gpu_rtc_library
+
+    nvrtc = _get_gpu_rtc_library()
+    version = c_int(), c_int()
+    nvrtc.nvrtcVersion(byref(version[0]), byref(version[1]))
+    text = source.read_bytes()
+    named = "\0".join((*options, *(str(part.value) for part in version))).encode()
+    digest = hashlib.blake2b(named + b"\0" + text, digest_size=10).hexdigest()
+    path: Path | None = None
+    with contextlib.suppress(OSError):  # without a folder it is compiled every time
+        path = cache_folder("cuda") / f"{source.stem}-{digest}.cubin"
+        return path.read_bytes()
+    binary = _compile(nvrtc, source.name, text, options)
+    if path is not None:
+        with contextlib.suppress(OSError):
+            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+                file.write(binary)
+            os.replace(file.name, path)
+    return binary
+
+
+def _compile(nvrtc: ctypes.CDLL, name: str, text: bytes, options: tuple[str, ...]) -> bytes:
+    program = c_void_p()
+    if nvrtc.nvrtcCreateProgram(byref(program), text, name.encode(), 0, None, None):
+        raise CudaError("NVRTC made no program")
+    try:
+        given = (c_char_p * len(options))(*(option.encode() for option in options))
+        size = c_size_t()
+        if nvrtc.nvrtcCompileProgram(program, len(options), given):
+            nvrtc.nvrtcGetProgramLogSize(program, byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise CudaError(log.value.decode(errors="replace").strip()[:500] or "NVRTC failed")
+        nvrtc.nvrtcGetCUBINSize(program, byref(size))
+        binary = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetCUBIN(program, binary)
+        return binary.raw
+    finally:
+        nvrtc.nvrtcDestroyProgram(byref(program))

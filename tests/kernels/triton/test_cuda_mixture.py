@@ -1,0 +1,272 @@
+"""Mixtures in CUDA C++ are near the reference, and a row has the same bits at every number of tokens, resident or not.
+
+Without a card the kernels run emulated, and all that is around them in Triton's interpreter, which truncates the last
+sum where a card rounds it: there the sums of a few tokens, which are CUDA C++ too, are compared with those of tiles up
+to their last bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spillover.kernels.cuda import compiled
+from spillover.kernels.cuda import mixture as cuda
+from spillover.kernels.formats.base import Linear
+from spillover.kernels.moe.experts import Experts
+from spillover.kernels.moe.moe import mixture_reference
+
+pytest.importorskip("triton")
+from spillover.kernels.triton.moe import moe
+from spillover.kernels.triton.moe.paged_moe import PassedMixture
+from support.emulated_cuda import EmulatedModule
+from support.mixtures import DEVICE, assert_near, case
+
+EXPERTS, K = 4, 2
+SHAPES = [  # form, hidden, inner, clamped: sums of several chunks, the last of them not full
+    ("mxfp4", 416, 64, True),
+    ("fp8", 160, 160, False),
+]
+LONG = [("mxfp4", 3104, 32, True), ("fp8", 2080, 32, False)]  # more chunks than a block has warps
+
+
+class Recorded:
+    """Kernels that tell which of them were launched."""
+
+    def __init__(self, kernels: Any, launched: list[str]) -> None:
+        self._kernels, self._launched = kernels, launched
+
+    def launch(self, kernel: str, *arguments: Any) -> None:
+        self._launched.append(kernel)
+        self._kernels.launch(kernel, *arguments)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that are launched from now on, where they are allowed; emulated where there is no card."""
+    names: list[str] = []
+    found = cuda.kernels if DEVICE == "cuda" else lambda form, device: EmulatedModule(form)
+    monkeypatch.setattr(cuda, "ALLOWED", True)
+    monkeypatch.setattr(cuda, "kernels", lambda form, device: Recorded(found(form, device), names))
+    return names
+
+
+def made(shape: tuple[str, int, int, bool], tokens: int,
+         experts: int = EXPERTS) -> tuple[Tensor, Tensor, Experts, Experts, float | None]:
+    """Rows, scores and experts with one order of sums."""
+    form, hidden, inner, clamped = shape
+    x, scores, *stacks = case(form, tokens, hidden, inner, experts, torch.bfloat16, clamped)
+    first, second = (Experts(Linear(s.weight.format.batch_invariant(), s.weight.shape, s.weight.tensors), s.bias)
+                     for s in stacks)
+    return x, scores, first, second, 1.5 if clamped else None
+
+
+def exact(x: Tensor, scores: Tensor, first: Experts, second: Experts, limit: float | None) -> Tensor:
+    stacks = [Experts(s.weight, None if s.bias is None else s.bias.float()) for s in (first, second)]
+    return mixture_reference(x.float(), scores.float(), stacks[0], stacks[1], K, True, limit)
+
+
+def same_but_for_the_last_bit(found: Tensor, expected: Tensor) -> bool:
+    """Whether they are the same on a card; without one, whether they differ by no more than a truncation does."""
+    if DEVICE == "cuda":
+        return torch.equal(found, expected)
+    return bool(((found.view(torch.int16).int() - expected.view(torch.int16).int()).abs() <= 1).all())
+
+
+def test_they_are_off(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert not cuda.ALLOWED
+    x, scores, first, second, limit = made(("mxfp4", 64, 32, True), 2)
+    monkeypatch.setattr(cuda, "kernels", None)  # not even looked for
+    assert_near(moe.mixture(x, scores, first, second, K, True, limit).float(),
+                exact(x, scores, first, second, limit), 1.5e-2)
+    assert launched == []
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *LONG], ids=str)
+def test_a_few_tokens_and_tiles_are_near_the_reference_and_each_other(
+        shape: tuple[str, int, int, bool], launched: list[str]) -> None:
+    x, scores, first, second, limit = made(shape, 2)
+    few = moe.mixture(x, scores, first, second, K, True, limit)
+    tiles = moe.mixture(x, scores, first, second, K, True, limit, few_tokens=0)
+    assert launched == [f"experts_{name}" for name in ("gate_up_pairs", "down_pairs", "gate_up_8", "down_8")]
+    assert_near(few.float(), exact(x, scores, first, second, limit), 5e-3)
+    assert same_but_for_the_last_bit(few, tiles)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_row_has_the_same_bits_whatever_the_tile(
+        shape: tuple[str, int, int, bool], launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    x, scores, first, second, limit = made(shape, 11, experts=2)  # each expert has all rows: two of the smallest tiles
+    every, results = cuda.MANY, []
+    for tile in every:
+        monkeypatch.setattr(cuda, "MANY", {tile: every[tile]})
+        results.append(moe.mixture(x, scores, first, second, K, True, limit, few_tokens=0))
+    assert launched == [f"experts_{product}_{tile}" for tile in (8, 16, 32, 64) for product in ("gate_up", "down")]
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert torch.equal(moe.mixture(x[4:], scores[4:], first, second, K, True, limit, few_tokens=0), results[0][4:])
+    assert_near(results[0].float(), exact(x, scores, first, second, limit), 5e-3)
+
+
+def test_tiles_grow_with_the_rows_of_an_expert(launched: list[str]) -> None:
+    x, _, first, second, _ = made(SHAPES[0], 1)
+    gemm = cuda.cuda_gemm(first.gemm, x, second.width, K)
+    assert [gemm.many_tiles(rows)[0].tokens for rows in (0.5, 5, 10, 20, 22, 256)] == [8, 8, 16, 32, 64, 64]
+
+
+class Slots:
+    """Experts that lie in slots which are further apart than they are large, as in an arena; one slot is empty."""
+
+    def __init__(self, first: Experts, second: Experts) -> None:
+        self.at = torch.tensor([3, 0, 4, 1], dtype=torch.int32, device=DEVICE)
+        self.first, self.second = (Experts(s.weight.map(self._spread), None if s.bias is None else self._spread(s.bias))
+                                   for s in (first, second))
+
+    def _spread(self, tensor: Tensor) -> Tensor:
+        size = tensor[0].nbytes
+        arena = torch.full((EXPERTS + 1, size + 256 - size % 256 + 256), 0x7F, dtype=torch.uint8, device=DEVICE)
+        spread = arena[:, :size].view(tensor.dtype).unflatten(1, tensor.shape[1:])
+        spread[self.at.long()] = tensor
+        return spread
+
+    def row(self, *experts: int) -> Tensor:
+        there = torch.zeros(EXPERTS, dtype=torch.bool, device=DEVICE)
+        there[list(experts)] = True
+        return torch.where(there, self.at, -1)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("few", [True, False])
+def test_passes_over_slots_are_the_resident_mixture_to_the_bit(
+        shape: tuple[str, int, int, bool], few: bool, launched: list[str]) -> None:
+    x, scores, first, second, limit = made(shape, 3)
+    slots = Slots(first, second)
+    kwargs = {"few_tokens": 8 if few else 0}
+    resident = moe.mixture(x, scores, first, second, K, True, limit, few_tokens=0)
+
+    def begin() -> PassedMixture:
+        return PassedMixture(x, scores, K, True, first.gemm, second.width, limit, **kwargs)
+
+    passes = begin()
+    passes.add(slots.first, slots.second, slots.row(1, 2))
+    passes.add(slots.first, slots.second, slots.row(0, 3))
+    assert torch.equal(passes.end(), resident)
+    whole = begin().whole(slots.first, slots.second, slots.row(0, 1, 2, 3))
+    assert torch.equal(whole, moe.mixture(x, scores, first, second, K, True, limit, **kwargs))
+    assert ("experts_down_pairs" in launched) is few
+
+
+@pytest.mark.parametrize(("dtype", "hidden", "inner"), [
+    (torch.float16, 64, 64), (torch.bfloat16, 80, 64), (torch.bfloat16, 64, 48),
+])
+def test_what_they_do_not_take_goes_through_triton(
+        dtype: torch.dtype, hidden: int, inner: int, launched: list[str]) -> None:
+    gemm = made(("fp8", 64, 64, False), 1)[2].gemm
+    assert cuda.cuda_gemm(gemm, torch.empty(1, hidden, dtype=dtype), inner, K) is gemm
+    assert cuda.cuda_gemm(gemm, torch.empty(1, 64, dtype=torch.bfloat16), 64, K).few == cuda.FEW
+
+
+def test_only_formats_with_one_order_take_them(launched: list[str]) -> None:
+    x, _, first, second = case("mxfp4", 1, 64, 64, EXPERTS, torch.bfloat16, True)
+    assert cuda.cuda_gemm(first.gemm, x, second.width, K) is first.gemm
+
+
+def test_without_nvrtc_triton_serves_and_the_log_says_so_once(
+        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fails(*arguments: object) -> None:
+        raise compiled.CudaError("Could not find any NVRTC library\nmore")
+
+    x, scores, first, second, limit = made(("mxfp4", 64, 32, True), 2)
+    expected = moe.mixture(x, scores, first, second, K, True, limit)
+    cuda.kernels.cache_clear()
+    monkeypatch.setattr(cuda, "ALLOWED", True)
+    monkeypatch.setattr(cuda, "Module", fails)
+    with caplog.at_level("WARNING", "spillover.kernels"):
+        for _ in range(2):
+            assert torch.equal(moe.mixture(x, scores, first, second, K, True, limit), expected)
+    cuda.kernels.cache_clear()
+    assert [record.getMessage() for record in caplog.records] == [
+        "mixtures go through Triton's kernels: Could not find any NVRTC library"]
+
+
+class Nvrtc:
+    """As much of NVRTC as the cache needs; compiles everything but what is wrong."""
+
+    def __init__(self) -> None:
+        self.compiled: list[bytes] = []
+        self.release = 8
+
+    def nvrtcVersion(self, major: Any, minor: Any) -> int:  # noqa: N802
+        major._obj.value, minor._obj.value = 12, self.release
+        return 0
+
+    def nvrtcCreateProgram(self, program: Any, text: bytes, *rest: object) -> int:  # noqa: N802
+        self._text = text
+        return 0
+
+    def nvrtcCompileProgram(self, program: Any, count: int, options: Any) -> int:  # noqa: N802
+        self.compiled.append(b" ".join(options))
+        return int(b"wrong" in self._text)
+
+    def nvrtcGetProgramLogSize(self, program: Any, size: Any) -> int:  # noqa: N802
+        size._obj.value = 64
+        return 0
+
+    def nvrtcGetProgramLog(self, program: Any, log: Any) -> int:  # noqa: N802
+        log.value = b"m.cu(1): error"
+        return 0
+
+    def nvrtcGetCUBINSize(self, program: Any, size: Any) -> int:  # noqa: N802
+        size._obj.value = 5
+        return 0
+
+    def nvrtcGetCUBIN(self, program: Any, binary: ctypes.Array[ctypes.c_char]) -> int:  # noqa: N802
+        binary.raw = b"\0bin%d" % len(self.compiled)
+        return 0
+
+    def nvrtcDestroyProgram(self, program: Any) -> int:  # noqa: N802
+        return 0
+
+
+@pytest.fixture
+def nvrtc(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Nvrtc]:
+    fake = Nvrtc()
+    monkeypatch.setattr("torch.cuda._utils._get_gpu_rtc_library", lambda: fake)
+    monkeypatch.setenv("SPILLOVER_CACHE", str(tmp_path / "cache"))
+    return fake
+
+
+def test_a_source_is_compiled_once_for_a_device_and_a_compiler(nvrtc: Nvrtc, tmp_path: Any) -> None:
+    source = tmp_path / "m.cu"
+    source.write_text("void kernel() {}")
+    assert compiled.compiled(source, ("sm_90",)) == b"\0bin1"
+    assert compiled.compiled(source, ("sm_90",)) == b"\0bin1"
+    assert nvrtc.compiled == [b"sm_90"]
+    assert compiled.compiled(source, ("sm_120",)) == b"\0bin2"
+    nvrtc.release = 9
+    assert compiled.compiled(source, ("sm_90",)) == b"\0bin3"
+    source.write_text("void kernel() { }")
+    assert compiled.compiled(source, ("sm_90",)) == b"\0bin4"
+    assert len(list((tmp_path / "cache" / "cuda").iterdir())) == 4
+
+
+def test_without_a_cache_folder_it_is_compiled_every_time(
+        nvrtc: Nvrtc, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "m.cu"
+    source.write_text("void kernel() {}")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SPILLOVER_CACHE", str(tmp_path / "file"))
+    assert [compiled.compiled(source, ()) for _ in range(2)] == [b"\0bin1", b"\0bin2"]
+
+
+def test_what_the_compiler_complains_about_is_told(nvrtc: Nvrtc, tmp_path: Any) -> None:
+    source = tmp_path / "m.cu"
+    source.write_text("wrong")
+    with pytest.raises(compiled.CudaError, match=r"m\.cu\(1\): error"):
+        compiled.compiled(source, ())
+    assert list((tmp_path / "cache" / "cuda").iterdir()) == []

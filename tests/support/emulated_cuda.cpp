@@ -1,0 +1,135 @@
+// CUDA C++ on a CPU: the threads of a block are fibers that run one after another, each until it waits for others.
+// As much of CUDA as SOURCE needs, which begins with the names that it leaves to whoever defines EMULATED.
+#include <algorithm>
+#include <cmath>
+#include <csetjmp>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <ucontext.h>
+#define EMULATED
+#define __device__
+#define __global__
+#define __grid_constant__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __shared__ static
+#define DYNAMIC_SHARED(type, name) static type name[16384]
+using std::max;
+using std::min;
+struct uint4 { unsigned x, y, z, w; };
+struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
+struct Index { unsigned x; };
+static inline float2 make_float2(float a, float b) { return {a, b}; }
+static inline float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
+static Index threadIdx, blockIdx, blockDim;
+
+constexpr int MOST = 1024, STACK = 1 << 18;
+static jmp_buf scheduler, fiber[MOST];
+static bool ended[MOST], moved;
+static void pass() { if (!_setjmp(fiber[threadIdx.x])) _longjmp(scheduler, 1); }
+struct Barrier { int arrived, turn; };
+static Barrier block_barrier, warp_barrier[MOST / 32];
+static void wait_at(Barrier& barrier, int threads) {
+    int turn = barrier.turn;
+    moved = true;
+    if (++barrier.arrived == threads) { barrier.arrived = 0; barrier.turn++; }
+    else while (barrier.turn == turn) pass();
+}
+static inline void __syncthreads() { wait_at(block_barrier, blockDim.x); }
+static inline void warp_sync() { wait_at(warp_barrier[threadIdx.x / 32], 32); }
+
+static inline float __uint_as_float(unsigned v) { float f; memcpy(&f, &v, 4); return f; }
+template <class T> static inline T __ldg(const T* p) { return *p; }
+static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    unsigned r = 0;
+    for (int i = 0; i < 4; i++) {
+        unsigned n = selector >> (4 * i) & 7;
+        r |= ((n < 4 ? a >> (8 * n) : b >> (8 * (n - 4))) & 255) << (8 * i);
+    }
+    return r;
+}
+static inline float half_of(unsigned v, int i) { uint16_t bits = v >> (16 * i); _Float16 h; memcpy(&h, &bits, 2); return (float)h; }
+static inline unsigned to_half2(float a, float b) {
+    _Float16 low = (_Float16)a, high = (_Float16)b;
+    uint16_t x, y;
+    memcpy(&x, &low, 2), memcpy(&y, &high, 2);
+    return x | (unsigned)y << 16;
+}
+static inline unsigned bf16(float v) { unsigned b; memcpy(&b, &v, 4); return (b + 0x7FFF + (b >> 16 & 1)) >> 16; }
+static inline unsigned to_bf16x2(float a, float b) { return bf16(a) | bf16(b) << 16; }
+static inline unsigned hmul2(unsigned a, unsigned b) { return to_half2(half_of(a, 0) * half_of(b, 0), half_of(a, 1) * half_of(b, 1)); }
+template <bool BF16> static inline float number(unsigned v, int i) { return BF16 ? __uint_as_float(i ? v & 0xFFFF0000u : v << 16) : half_of(v, i); }
+
+// Sums of 16 products, rounded once: a tensor core rounds otherwise, but an element's sum depends on its own inputs
+// alone here too.
+static float operands[MOST][12];
+template <bool BF16> static inline void mma(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+    unsigned words[] = {a0, a1, a2, a3, b0, b1};
+    for (int i = 0; i < 12; i++) operands[threadIdx.x][i] = number<BF16>(words[i / 2], i % 2);
+    warp_sync();
+    int warp = threadIdx.x / 32 * 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 4; i++) {
+        int row = i / 2, column = 2 * t + i % 2;
+        double sum = 0;
+        for (int q = 0; q < 4; q++) {
+            const float *a = operands[warp + g * 4 + q] + 2 * row, *b = operands[warp + column * 4 + q] + 8;
+            sum += (double)a[0] * b[0] + (double)a[1] * b[1] + (double)a[4] * b[2] + (double)a[5] * b[3];
+        }
+        c[i] = (float)(c[i] + sum);
+    }
+    warp_sync();
+}
+static inline uint4 load_weights(const unsigned char* p) {
+    if ((uintptr_t)p % 16) abort();  // as the device does
+    return *(const uint4*)p;
+}
+static inline float fast_exp(float v) { return expf(v); }
+static inline void launch_dependents() {}
+static inline void wait_before() {}
+static char* shared_base;
+static inline unsigned shared_address(const void* p) { if (!shared_base) shared_base = (char*)p - 0x40000000; return (char*)p - shared_base; }
+static inline void copy_async(unsigned to, const void* from) { memcpy(shared_base + to, from, 16); }
+static inline void copies_commit() {}
+static inline void copies_wait_all_but_one() {}
+
+#include SOURCE
+
+static void (*kernel)(Product);
+static Product argument;
+static int live;
+static void enter() {
+    kernel(argument);
+    ended[threadIdx.x] = moved = true;
+    live--;
+    _longjmp(scheduler, 1);
+}
+// Runs the fiber of threadIdx until it waits or ends; one that has a context has not begun.
+__attribute__((noinline)) static void resume(const ucontext_t* begins) {
+    if (_setjmp(scheduler)) return;
+    if (begins) setcontext(begins);
+    _longjmp(fiber[threadIdx.x], 1);
+}
+extern "C" void emulate(void (*run)(Product), unsigned grid, unsigned threads, const Product* given) {
+    static char* stacks = (char*)malloc((size_t)MOST * STACK);
+    kernel = run, argument = *given, blockDim.x = threads;
+    for (blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++) {
+        live = threads, block_barrier = {};
+        memset(warp_barrier, 0, sizeof warp_barrier);
+        for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++) {
+            ucontext_t begins;
+            getcontext(&begins);
+            begins.uc_stack.ss_sp = stacks + (size_t)threadIdx.x * STACK, begins.uc_stack.ss_size = STACK;
+            makecontext(&begins, enter, 0);
+            ended[threadIdx.x] = false;
+            resume(&begins);
+        }
+        while (live) {
+            moved = false;
+            for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++)
+                if (!ended[threadIdx.x]) resume(nullptr);
+            if (!moved) abort();  // threads wait for others that have ended, or wait elsewhere
+        }
+    }
+}

@@ -1,0 +1,46 @@
+"""The CUDA C++ kernels of mixtures on a CPU, compiled with the system's C++ compiler: see emulated_cuda.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from spillover.kernels.cuda.mixture import SOURCE
+from spillover.kernels.native.build import cache_folder, command
+
+_EMULATOR = Path(__file__).parent / "emulated_cuda.cpp"
+# Sums as they are written: the kernels say themselves where a product and a sum are rounded once.
+_FLAGS = ("-std=c++17", "-O2", "-fno-strict-aliasing", "-ffp-contract=off", "-w", "-shared", "-fPIC",
+          "-U_FORTIFY_SOURCE")  # its longjmp takes a fiber's stack for a broken one
+
+
+class EmulatedModule:
+    """Launches as kernels.cuda.compiled.Module does, and counts how often each kernel was launched."""
+
+    def __init__(self, form: str) -> None:
+        self._library = _library(form)
+        self.launched: list[str] = []
+
+    def launch(self, kernel: str, grid: int, threads: int, arguments: ctypes.Structure, shared: int = 0,
+               early: bool = False) -> None:
+        self.launched.append(kernel)
+        self._library.emulate(getattr(self._library, kernel), ctypes.c_uint(grid), ctypes.c_uint(threads),
+                              ctypes.byref(arguments))
+
+
+@cache
+def _library(form: str) -> ctypes.CDLL:
+    compiler = [command()[0], *_FLAGS, f"-DFORMAT={form}", f'-DSOURCE="{SOURCE}"']
+    named = "\0".join(compiler).encode() + SOURCE.read_bytes() + _EMULATOR.read_bytes()
+    path = cache_folder() / f"emulated-{hashlib.blake2b(named, digest_size=10).hexdigest()}.so"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder, path.name)
+            subprocess.run([*compiler, str(_EMULATOR), "-o", str(made)], check=True)
+            os.replace(made, path)
+    return ctypes.CDLL(str(path))
