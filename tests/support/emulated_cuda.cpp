@@ -14,13 +14,15 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __shared__ static
-#define DYNAMIC_SHARED(type, name) static type name[16384]
+#define DYNAMIC_SHARED(name) unsigned char* name = dynamic_shared
+alignas(1024) static unsigned char dynamic_shared[1 << 18];
 using std::max;
 using std::min;
 struct uint4 { unsigned x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 struct Index { unsigned x; };
+static inline uint4 make_uint4(unsigned a, unsigned b, unsigned c, unsigned d) { return {a, b, c, d}; }
 static inline float2 make_float2(float a, float b) { return {a, b}; }
 static inline float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
 static Index threadIdx, blockIdx, blockDim;
@@ -30,7 +32,7 @@ static jmp_buf scheduler, fiber[MOST];
 static bool ended[MOST], moved;
 static void pass() { if (!_setjmp(fiber[threadIdx.x])) _longjmp(scheduler, 1); }
 struct Barrier { int arrived, turn; };
-static Barrier block_barrier, warp_barrier[MOST / 32];
+static Barrier block_barrier, warp_barrier[MOST / 32], warpgroup_barrier[MOST / 128];
 static void wait_at(Barrier& barrier, int threads) {
     int turn = barrier.turn;
     moved = true;
@@ -39,6 +41,8 @@ static void wait_at(Barrier& barrier, int threads) {
 }
 static inline void __syncthreads() { wait_at(block_barrier, blockDim.x); }
 static inline void warp_sync() { wait_at(warp_barrier[threadIdx.x / 32], 32); }
+static inline void __syncwarp() { warp_sync(); }
+static inline void warpgroup_sync() { wait_at(warpgroup_barrier[threadIdx.x / 128], 128); }
 
 static inline float __uint_as_float(unsigned v) { float f; memcpy(&f, &v, 4); return f; }
 template <class T> static inline T __ldg(const T* p) { return *p; }
@@ -81,18 +85,59 @@ template <bool BF16> static inline void mma(float (&c)[4], unsigned a0, unsigned
     }
     warp_sync();
 }
-static inline uint4 load_weights(const unsigned char* p) {
-    if ((uintptr_t)p % 16) abort();  // as the device does
-    return *(const uint4*)p;
-}
 static inline float fast_exp(float v) { return expf(v); }
 static inline void launch_dependents() {}
 static inline void wait_before() {}
-static char* shared_base;
-static inline unsigned shared_address(const void* p) { if (!shared_base) shared_base = (char*)p - 0x40000000; return (char*)p - shared_base; }
-static inline void copy_async(unsigned to, const void* from) { memcpy(shared_base + to, from, 16); }
+static inline unsigned shared_address(const void* p) { return (unsigned char*)p - dynamic_shared; }
+// Memory that is not aligned as the device wants it ends the process.
+template <class T> static inline T* aligned(const void* p) { if ((uintptr_t)p % sizeof(T)) abort(); return (T*)p; }
+template <class T> static inline T* shared(unsigned at) { return aligned<T>(dynamic_shared + at); }
+struct alignas(16) Unit { unsigned words[4]; };
+static inline void copy_async(unsigned to, const void* from) { *shared<Unit>(to) = *aligned<Unit>(from); }
+static inline void copy_word_async(unsigned to, const void* from) { *shared<unsigned>(to) = *aligned<unsigned>(from); }
 static inline void copies_commit() {}
-static inline void copies_wait_all_but_one() {}
+template <int LEFT> static inline void copies_wait() {}
+static inline int load_fresh(const int* p) { return *p; }
+static inline uint4 load_shared(unsigned at) { Unit u = *shared<Unit>(at); return {u.words[0], u.words[1], u.words[2], u.words[3]}; }
+static inline unsigned load_shared_byte(unsigned at) { return dynamic_shared[at]; }
+static unsigned addresses[MOST];
+static inline uint4 load_matrices(unsigned at) {
+    addresses[threadIdx.x] = at;
+    warp_sync();
+    int warp = threadIdx.x / 32 * 32, lane = threadIdx.x % 32;
+    unsigned r[4];
+    for (int i = 0; i < 4; i++) r[i] = shared<Unit>(addresses[warp + i * 8 + lane / 4])->words[lane % 4];
+    warp_sync();
+    return {r[0], r[1], r[2], r[3]};
+}
+static inline void shared_is_ready() {}
+static inline void wgmma_fence() {}
+static inline void wgmma_commit() {}
+template <int LEFT> static inline void wgmma_wait() {}
+template <int NT> static inline void wgmma_ends(float (&)[NT][4]) {}
+// The right operand lies where a descriptor says: rows of 128 bytes, units of 16 bytes swizzled by bits 7 to 9 of their
+// address.
+template <bool BF16, int NT>
+static inline void wgmma(float (&c)[NT][4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned long long b, int more) {
+    if (b >> 62 != 1) abort();
+    unsigned words[] = {a0, a1, a2, a3}, start = (b & 0x3FFF) << 4, apart = (b >> 32 & 0x3FFF) << 4;
+    for (int i = 0; i < 8; i++) operands[threadIdx.x][i] = number<BF16>(words[i / 2], i % 2);
+    warpgroup_sync();
+    int warp = threadIdx.x / 32 * 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    for (int n = 0; n < NT; n++)
+        for (int i = 0; i < 4; i++) {
+            int row = i / 2, column = 2 * t + i % 2;
+            double sum = 0;
+            for (int k = 0; k < 16; k++) {
+                unsigned at = start + n * apart + column * 128 + k * 2;
+                at ^= (at >> 7 & 7) << 4;
+                unsigned word = *shared<uint16_t>(at);
+                sum += (double)operands[warp + g * 4 + k % 8 / 2][2 * row + k / 8 * 4 + k % 2] * number<BF16>(word, 0);
+            }
+            c[n][i] = (float)((more ? c[n][i] : 0) + sum);
+        }
+    warpgroup_sync();
+}
 
 #include SOURCE
 
@@ -116,7 +161,7 @@ extern "C" void emulate(void (*run)(Product), unsigned grid, unsigned threads, c
     kernel = run, argument = *given, blockDim.x = threads;
     for (blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++) {
         live = threads, block_barrier = {};
-        memset(warp_barrier, 0, sizeof warp_barrier);
+        memset(warp_barrier, 0, sizeof warp_barrier), memset(warpgroup_barrier, 0, sizeof warpgroup_barrier);
         for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++) {
             ucontext_t begins;
             getcontext(&begins);

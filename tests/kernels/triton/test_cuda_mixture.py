@@ -32,6 +32,7 @@ SHAPES = [  # form, hidden, inner, clamped: sums of several chunks, the last of 
     ("mxfp4", 416, 64, True),
     ("fp8", 160, 160, False),
 ]
+SMALL = [("mxfp4", 32, 32, True), ("fp8", 32, 32, False)]
 LONG = [("mxfp4", 3104, 32, True), ("fp8", 2080, 32, False)]  # more chunks than a block has warps
 
 
@@ -40,6 +41,7 @@ class Recorded:
 
     def __init__(self, kernels: Any, launched: list[str]) -> None:
         self._kernels, self._launched = kernels, launched
+        self.shared = kernels.shared
 
     def launch(self, kernel: str, *arguments: Any) -> None:
         self._launched.append(kernel)
@@ -48,10 +50,9 @@ class Recorded:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels that are launched from now on, where they are allowed; emulated where there is no card."""
+    """The kernels that are launched from now on; emulated where there is no card."""
     names: list[str] = []
     found = cuda.kernels if DEVICE == "cuda" else lambda form, device: EmulatedModule(form)
-    monkeypatch.setattr(cuda, "ALLOWED", True)
     monkeypatch.setattr(cuda, "kernels", lambda form, device: Recorded(found(form, device), names))
     return names
 
@@ -78,45 +79,51 @@ def same_but_for_the_last_bit(found: Tensor, expected: Tensor) -> bool:
     return bool(((found.view(torch.int16).int() - expected.view(torch.int16).int()).abs() <= 1).all())
 
 
-def test_they_are_off(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    assert not cuda.ALLOWED
-    x, scores, first, second, limit = made(("mxfp4", 64, 32, True), 2)
-    monkeypatch.setattr(cuda, "kernels", None)  # not even looked for
-    assert_near(moe.mixture(x, scores, first, second, K, True, limit).float(),
-                exact(x, scores, first, second, limit), 1.5e-2)
-    assert launched == []
-
-
 @pytest.mark.parametrize("shape", [*SHAPES, *LONG], ids=str)
 def test_a_few_tokens_and_tiles_are_near_the_reference_and_each_other(
         shape: tuple[str, int, int, bool], launched: list[str]) -> None:
     x, scores, first, second, limit = made(shape, 2)
     few = moe.mixture(x, scores, first, second, K, True, limit)
     tiles = moe.mixture(x, scores, first, second, K, True, limit, few_tokens=0)
-    assert launched == [f"experts_{name}" for name in ("gate_up_pairs", "down_pairs", "gate_up_8", "down_8")]
+    assert launched == [f"experts_{name}" for name in ("gate_up_pairs", "down_pairs", "gate_up_16", "down_16")]
     assert_near(few.float(), exact(x, scores, first, second, limit), 5e-3)
     assert same_but_for_the_last_bit(few, tiles)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+# Rows of an expert for which a tile takes other instructions, or needs a second tile.
+@pytest.mark.parametrize(("shape", "rows"), [(shape, rows) for shape in SHAPES for rows in (8, 31)] +
+                         [(shape, 130) for shape in SMALL], ids=str)
 def test_a_row_has_the_same_bits_whatever_the_tile(
-        shape: tuple[str, int, int, bool], launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    x, scores, first, second, limit = made(shape, 11, experts=2)  # each expert has all rows: two of the smallest tiles
-    every, results = cuda.MANY, []
+        shape: tuple[str, int, int, bool], rows: int, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    x, scores, first, second, limit = made(shape, rows, experts=2)  # each expert has all rows
+    form = cuda.FORMS[first.gemm.code]
+    every, results = form.many, {}
     for tile in every:
-        monkeypatch.setattr(cuda, "MANY", {tile: every[tile]})
-        results.append(moe.mixture(x, scores, first, second, K, True, limit, few_tokens=0))
-    assert launched == [f"experts_{product}_{tile}" for tile in (8, 16, 32, 64) for product in ("gate_up", "down")]
-    assert all(torch.equal(result, results[0]) for result in results)
-    assert torch.equal(moe.mixture(x[4:], scores[4:], first, second, K, True, limit, few_tokens=0), results[0][4:])
-    assert_near(results[0].float(), exact(x, scores, first, second, limit), 5e-3)
+        monkeypatch.setitem(form.__dict__, "many", {tile: every[tile]})
+        results[tile] = moe.mixture(x, scores, first, second, K, True, limit, few_tokens=0)
+    assert launched == [f"experts_{product}_{tile}" for tile in (16, 64, 128) for product in ("gate_up", "down")]
+    assert all(torch.equal(result, results[16]) for result in results.values())
+    assert torch.equal(moe.mixture(x[4:], scores[4:], first, second, K, True, limit, few_tokens=0), results[16][4:])
+    assert_near(results[16].float(), exact(x, scores, first, second, limit), 5e-3)
 
 
 def test_tiles_grow_with_the_rows_of_an_expert(launched: list[str]) -> None:
     x, _, first, second, _ = made(SHAPES[0], 1)
     gemm = cuda.cuda_gemm(first.gemm, x, second.width, K)
-    assert [gemm.many_tiles(rows)[0].tokens for rows in (0.5, 5, 10, 20, 22, 256)] == [8, 8, 16, 32, 64, 64]
+    assert [gemm.many_tiles(rows)[0].tokens for rows in (0.5, 10, 11, 42, 43, 256)] == [16, 16, 64, 64, 128, 128]
+
+
+def test_tiles_that_a_device_has_no_shared_memory_for_are_left_out(
+        launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    x, _, first, second, _ = made(SHAPES[0], 1)
+    found = cuda.kernels("Mxfp4", x.device)
+    assert found is not None
+    monkeypatch.setattr(cuda, "kernels", lambda form, device: found)
+    for shared, sizes in ((226, [16, 64, 128]), (161, [16, 64]), (98, [16, 64]), (97, [16])):
+        found.shared = shared << 10
+        assert sorted(cuda.cuda_gemm(first.gemm, x, second.width, K).many) == sizes
+    found.shared = 48 << 10
+    assert cuda.cuda_gemm(first.gemm, x, second.width, K) is first.gemm
 
 
 class Slots:
@@ -181,17 +188,26 @@ def test_without_nvrtc_triton_serves_and_the_log_says_so_once(
     def fails(*arguments: object) -> None:
         raise compiled.CudaError("Could not find any NVRTC library\nmore")
 
-    x, scores, first, second, limit = made(("mxfp4", 64, 32, True), 2)
-    expected = moe.mixture(x, scores, first, second, K, True, limit)
-    cuda.kernels.cache_clear()
-    monkeypatch.setattr(cuda, "ALLOWED", True)
+    x, _, first, second, _ = made(("mxfp4", 64, 32, True), 2)
+    found, capability = cuda.kernels, (9, 0)
+    found.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(cuda, "Module", fails)
+    monkeypatch.setattr(cuda, "kernels", lambda form, device: found(form, torch.device("cuda", 0)))
     with caplog.at_level("WARNING", "spillover.kernels"):
         for _ in range(2):
-            assert torch.equal(moe.mixture(x, scores, first, second, K, True, limit), expected)
-    cuda.kernels.cache_clear()
+            assert cuda.cuda_gemm(first.gemm, x, second.width, K) is first.gemm
+        found.cache_clear()
+        capability = 7, 5
+        assert cuda.cuda_gemm(first.gemm, x, second.width, K) is first.gemm
+    found.cache_clear()
     assert [record.getMessage() for record in caplog.records] == [
-        "mixtures go through Triton's kernels: Could not find any NVRTC library"]
+        "mixtures go through Triton's kernels: Could not find any NVRTC library",
+        "mixtures go through Triton's kernels: compute capability 7.5, and others need 8.0"]
+
+
+def test_without_a_card_triton_serves() -> None:
+    assert cuda.kernels("Mxfp4", torch.device("cpu")) is None
 
 
 class Nvrtc:

@@ -15,7 +15,8 @@ import torch
 from spillover.kernels.native.build import cache_folder
 
 _BEGIN_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-SHARED_BYTES = 48 << 10  # that a launch may ask for
+_MOST_SHARED, _SHARED_SHARE = 8, 9  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, _PREFERRED_SHARED_MEMORY_CARVEOUT
+_OWN_SHARED = 1 << 10  # bytes of shared memory that a kernel may have beside what its launch asks for
 
 
 class CudaError(RuntimeError):
@@ -36,16 +37,19 @@ class _Config(ctypes.Structure):
 
 
 class Module:
-    """The kernels of one source on one device. Each takes one structure."""
+    """The kernels of one source on one device. Each takes one structure. `shared`: bytes a launch may ask for."""
 
     def __init__(self, source: Path, options: tuple[str, ...], device: torch.device) -> None:
         """Compile and load; raises CudaError where that is not possible."""
         major, minor = torch.cuda.get_device_capability(device)
         try:
-            binary = compiled(source, (f"--gpu-architecture=sm_{major}{minor}", "--std=c++17", *options))
+            # "a": instructions that no other architecture has
+            architecture = f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
+            binary = compiled(source, (f"--gpu-architecture={architecture}", "--std=c++17", *options))
             self._driver = ctypes.CDLL("libcuda.so.1")
         except (ImportError, OSError, AttributeError) as problem:  # no NVRTC, or none that PyTorch shows
             raise CudaError(str(problem)) from None
+        self.shared: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin - _OWN_SHARED
         self._module = c_void_p()
         self._kernels: dict[str, c_void_p] = {}
         with torch.cuda.device(device):
@@ -59,6 +63,8 @@ class Module:
         if function is None:
             function = self._kernels[kernel] = c_void_p()
             self._checked(kernel, self._driver.cuModuleGetFunction(byref(function), self._module, kernel.encode()))
+            for attribute, value in ((_MOST_SHARED, self.shared), (_SHARED_SHARE, 100)):
+                self._checked(kernel, self._driver.cuFuncSetAttribute(function, attribute, value))
         attribute = _Attribute(_BEGIN_EARLY, 0, 1)
         config = _Config((grid, 1, 1), (threads, 1, 1), shared, torch.cuda.current_stream().cuda_stream,
                          ctypes.addressof(attribute), int(early))

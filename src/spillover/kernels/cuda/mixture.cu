@@ -1,18 +1,27 @@
 // The two products of a mixture's experts, whose weights are kept as codes: FORMAT is Mxfp4 or Fp8.
 //
 // A row of weights is read in steps of 128 inputs: lane t of four takes the 32 inputs that begin at 32 t, so its codes
-// are 16 bytes that share a scale (MXFP4) or 32 bytes (FP8), and are unpacked to what mma.m16n8k16 takes as its left
-// operand. Which inputs meet in one such instruction is a matter of where they lie; activations are kept in the order
-// in which a word's codes unpack. Inputs are summed in chunks of some steps, each from nothing, and chunks in their
-// order: whether they have warps of their own makes no difference to the bits, nor does the number of tokens.
+// are 16 bytes that share a scale (MXFP4) or 32 bytes (FP8), and are unpacked to what a tensor core takes as its left
+// operand. Which inputs meet in one instruction, 16 at a time, is a matter of where they lie; activations are kept in
+// the order of the instructions (`place`), their rows padded with zeros to whole steps. Inputs are summed in chunks of
+// some steps, each from nothing, and chunks in their order: whether they have warps of their own makes no difference
+// to the bits, nor does the number of tokens, nor whether the instruction is mma or wgmma.
+//
+// Codes go through shared memory, where each lane finds its own: more bytes are on their way than registers would hold.
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned char u8;
 typedef long long i64;
+typedef unsigned long long u64;
 #define DEV static __device__ __forceinline__
+#if defined(EMULATED) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define WGMMA true
+#else
+#define WGMMA false
+#endif
 
 #ifndef EMULATED
-#define DYNAMIC_SHARED(type, name) extern __shared__ type name[]
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) u8 name[]
 DEV void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
@@ -32,23 +41,64 @@ DEV void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
         asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-DEV u32 hmul2(u32 a, u32 b) { u32 d; asm("mul.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
-DEV uint4 load_weights(const u8* p) {
+// Four matrices of 8 rows by 16 bytes; a lane gives the address of one row.
+DEV uint4 load_matrices(u32 at) {
     uint4 v;
-    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
     return v;
 }
+DEV uint4 load_shared(u32 at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+    return v;
+}
+DEV u32 load_shared_byte(u32 at) { u32 v; asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(at) : "memory"); return v; }
+DEV u32 hmul2(u32 a, u32 b) { u32 d; asm("mul.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
 DEV u32 to_half2(float low, float high) { u32 d; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low)); return d; }
 DEV u32 to_bf16x2(float low, float high) { u32 d; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low)); return d; }
 DEV float fast_exp(float v) { float d; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v * 1.4426950408889634f)); return d; }
-DEV void copy_async(u32 to, const void* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from)); }
 DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-DEV void copies_commit() { asm volatile("cp.async.commit_group;"); }
-DEV void copies_wait_all_but_one() { asm volatile("cp.async.wait_group 1;"); }
+DEV void copy_async(u32 to, const void* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory"); }
+DEV void copy_word_async(u32 to, const void* from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to), "l"(from) : "memory"); }
+DEV void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT> DEV void copies_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory"); }
+// Other kernels' writes as they are now, whatever this multiprocessor has cached.
+DEV int load_fresh(const int* p) { int v; asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory"); return v; }
+DEV void shared_is_ready() { if (WGMMA) asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEV void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEV void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT> DEV void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory"); }
+#define C4(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
+#define C16(n) C4(n), C4(n + 1), C4(n + 2), C4(n + 3)
+#define D16(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p) \
+    "%" #a ",%" #b ",%" #c ",%" #d ",%" #e ",%" #f ",%" #g ",%" #h ",%" #i ",%" #j ",%" #k ",%" #l ",%" #m ",%" #n ",%" #o ",%" #p
+#define WGMMA_OF(N, TYPE, D, A0, A1, A2, A3, B, MORE, ...) \
+    asm volatile("{.reg .pred more; setp.ne.b32 more, %" #MORE ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" D \
+                 "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B ", more, 1, 1, 0;}" \
+                 : __VA_ARGS__ : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(more))
+#define D32 D16(0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15) "," D16(16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31)
+#define D64 D32 "," D16(32,33,34,35,36,37,38,39,40,41,42,43,44,45,46,47) "," D16(48,49,50,51,52,53,54,55,56,57,58,59,60,61,62,63)
+#define WGMMA_TYPE(TYPE) \
+    if constexpr (NT == 4) WGMMA_OF(32, TYPE, D16(0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15), 16, 17, 18, 19, 20, 21, C16(0)); \
+    else if constexpr (NT == 8) WGMMA_OF(64, TYPE, D32, 32, 33, 34, 35, 36, 37, C16(0), C16(4)); \
+    else WGMMA_OF(128, TYPE, D64, 64, 65, 66, 67, 68, 69, C16(0), C16(4), C16(8), C16(12))
+// c = a b, with `more` added to what c is: a warpgroup's 64 rows by 8 NT tokens, in the order of mma's registers.
+template <bool BF16, int NT>
+DEV void wgmma(float (&c)[NT][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int more) {
+    if constexpr (BF16) { WGMMA_TYPE("bf16"); } else { WGMMA_TYPE("f16"); }
+}
+template <int NT>
+DEV void wgmma_ends(float (&c)[NT][4]) {  // sums are read no sooner
+    wgmma_wait<0>();
+#pragma unroll
+    for (int n = 0; n < NT; n++) asm volatile("" : C4(n) :: "memory");
+}
 #endif
 DEV float low_bf16(u32 v) { return __uint_as_float(v << 16); }
 DEV float high_bf16(u32 v) { return __uint_as_float(v & 0xFFFF0000u); }
 DEV u32 word_of(const uint4& v, int j) { return j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w; }
+
 
 // Codes move to where float16 has its sign, the low bits of its exponent and the top of its mantissa: 2**-14 of their
 // value. Activations carry 2**2, scales the rest.
@@ -56,8 +106,9 @@ struct Mxfp4 {
     static constexpr bool BF16 = false;
     static constexpr int CHUNK = 3;    // steps summed from nothing
     static constexpr int VECTORS = 1;  // of 16 bytes, that a lane reads of a row in a step
-    static constexpr int EACH = 1;     // chunks of a warp in one turn of experts_gate_up_pairs
     static constexpr int SCALE_BYTES = 1;
+    static constexpr int EACH_UP = 2, EACH_DOWN = 1;  // chunks on their way to a warp, for a few tokens
+    static constexpr int STAGES_16 = 5, STAGES_64 = 4, STAGES_128 = 4;  // steps on their way to a block or in use, by tile
     DEV float sum_factor(const void*, int, int, int) { return 1.0f; }
     // Eight codes of a word, even ones of bytes 0, 1 and of 2, 3, then odd ones.
     DEV void unpack(u32 (&r)[4], const uint4 (&v)[1], int j, u32 factor) {
@@ -69,11 +120,11 @@ struct Mxfp4 {
         r[2] = hmul2(__byte_perm(odd, 0, 0x1404), factor);
         r[3] = hmul2(__byte_perm(odd, 0, 0x3424), factor);
     }
-    DEV u32 load_scale(const void* scales, i64 row, int stride, int group) { return __ldg((const u8*)scales + (row * stride + group)); }
     // A scale of 2**(s - 127), 2**14 for the code, less the shift; the exponent's bias is 15.
     DEV u32 factor(u32 scale, bool inside) { return inside ? (u32)min(max((int)scale - 100, 0), 30) * 0x04000400u : 0; }
-    // Where a row of activations keeps a column: those of a word's even codes first.
-    DEV int place(int c) { return (c & ~7) + (c & 1) * 4 + ((c & 7) >> 1); }
+    // Where a row of activations keeps a column: the same word of four lanes' codes has two instructions, for its even
+    // and for its odd ones; of each a lane has two inputs in the first half and two in the second.
+    DEV int place(int c) { return (c & ~127) + (c >> 3 & 3) * 32 + (c & 1) * 16 + (c >> 2 & 1) * 8 + (c >> 5 & 3) * 2 + (c >> 1 & 1); }
     DEV u16 activation(float v) { return (u16)to_half2(v * 4.0f, 0); }
 };
 // Codes move to bfloat16's sign, exponent and mantissa: 2**-120 of their value. Activations carry 2**64, sums the rest.
@@ -81,8 +132,9 @@ struct Fp8 {
     static constexpr bool BF16 = true;
     static constexpr int CHUNK = 1;
     static constexpr int VECTORS = 2;
-    static constexpr int EACH = 2;
     static constexpr int SCALE_BYTES = 4;
+    static constexpr int EACH_UP = 4, EACH_DOWN = 2;
+    static constexpr int STAGES_16 = 3, STAGES_64 = 3, STAGES_128 = 4;
     DEV float sum_factor(const void* scales, int block_row, int stride, int step) {
         return __ldg((const float*)scales + (block_row * stride + step)) * 72057594037927936.0f;  // 2**(120 - 64)
     }
@@ -95,9 +147,9 @@ struct Fp8 {
             r[2 * i + 1] = ((w >> 4) & 0x07F007F0u) | (w & 0x80008000u);
         }
     }
-    DEV u32 load_scale(const void*, i64, int, int) { return 0; }
     DEV u32 factor(u32, bool) { return 0; }
-    DEV int place(int c) { return (c & ~3) + (c & 1) * 2 + ((c & 3) >> 1); }
+    // The same word of four lanes' codes has one instruction.
+    DEV int place(int c) { return (c & ~127) + (c >> 2 & 7) * 16 + (c & 1) * 8 + (c >> 5 & 3) * 2 + (c >> 1 & 1); }
     DEV u16 activation(float v) { return (u16)to_bf16x2(v * 18446744073709551616.0f, 0); }
 };
 typedef FORMAT F;
@@ -114,25 +166,24 @@ struct Product {
     float limit;                               // of the clamped activation
     int clamped, sum, scale_row, rows, depth, k;  // sum: out has a row a token, else a row a pair
 };
-DEV int slot_of(const Product& p, int expert) { return p.slots && expert >= 0 ? p.slots[expert] : expert; }
+DEV int slot_of(const Product& p, int expert) { return p.slots && expert >= 0 ? load_fresh(p.slots + expert) : expert; }
+DEV int padded(int width) { return (width + 127) & ~127; }  // of a row of activations
 
 // One expert's matrix as a warp reads it: 16 rows, of which lane g has the g-th pair: two neighbours, or with `halves`
-// one of the first half of the rows and one of the second. `apart` rows lie between the two of a pair, `strip` rows
-// between a warp's 16 and the next.
+// one of the first half of the rows and one of the second. `apart` rows lie between the two of a pair.
 struct Matrix {
     const u8* codes;
     const void* scales;
     const u16* bias;
-    int row_bytes, scale_row, groups, chunks;  // groups: of 32 inputs
+    int row_bytes, scale_row, groups, steps, chunks;  // groups: of 32 inputs
     i64 apart;
-    int strip;
     bool halves;
 };
 DEV Matrix matrix_of(const Product& p, i64 slot, bool halves) {
     int groups = p.depth / 32;
     return {p.codes + slot * p.stride, p.scales + slot * p.scale_stride * F::SCALE_BYTES,
             p.bias ? p.bias + slot * p.bias_stride : nullptr, p.depth * F::VECTORS / 2, p.scale_row, groups,
-            (groups + 4 * F::CHUNK - 1) / (4 * F::CHUNK), halves ? p.rows / 2 : 1, halves ? 8 : 16, halves};
+            (groups + 3) / 4, (groups + 4 * F::CHUNK - 1) / (4 * F::CHUNK), halves ? p.rows / 2 : 1, halves};
 }
 DEV i64 first_row(const Matrix& m, int strip, int g) { return m.halves ? strip * 8 + g : strip * 16 + 2 * g; }
 // The factor of a chunk's sums for the two rows of a pair.
@@ -146,156 +197,201 @@ DEV float2 biases(const Matrix& m, i64 row) {
     return m.bias ? make_float2(low_bf16(m.bias[row]), low_bf16(m.bias[row + m.apart])) : make_float2(0, 0);
 }
 
-template <int STEPS, int S> struct Codes { uint4 v[STEPS][S][2][F::VECTORS]; u32 scale[STEPS][S][2]; };
-
-template <int STEPS, int S>
-DEV void load_codes(Codes<STEPS, S>& c, const Matrix& m, i64 row, int first_step) {
-    int t = threadIdx.x & 3;
-#pragma unroll
-    for (int step = 0; step < STEPS; step++) {
-        int group = min((first_step + step) * 4 + t, m.groups - 1);
-#pragma unroll
-        for (int s = 0; s < S; s++)
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                i64 at = row + s * m.strip + r * m.apart;
-#pragma unroll
-                for (int i = 0; i < F::VECTORS; i++)
-                    c.v[step][s][r][i] = load_weights(m.codes + (at * m.row_bytes + (group * F::VECTORS + i) * 16));
-                c.scale[step][s][r] = F::load_scale(m.scales, at, m.scale_row, group);
-            }
-    }
-}
-// Adds a step's products to sums; `x(n, group, j)`: eight activations of the n-th tile of eight tokens.
-template <int STEPS, int S, int NT, class X>
-DEV void multiply(float (&acc)[S][NT][4], const Codes<STEPS, S>& c, int index, int step, int groups, X x) {
-    int group = step * 4 + (threadIdx.x & 3);
-    bool inside = group < groups;  // past the end the last group is read again, and counts nothing
-    group = min(group, groups - 1);
-    u32 factor[S][2];
-#pragma unroll
-    for (int s = 0; s < S; s++)
-#pragma unroll
-        for (int r = 0; r < 2; r++) factor[s][r] = F::factor(c.scale[index][s][r], inside);
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        u32 a[S][2][4];
-#pragma unroll
-        for (int s = 0; s < S; s++)
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                F::unpack(a[s][r], c.v[index][s][r], j, factor[s][r]);
-                if (F::VECTORS == 2 && !inside) a[s][r][0] = a[s][r][1] = a[s][r][2] = a[s][r][3] = 0;
-            }
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-            uint4 b = x(n, group, j);
-#pragma unroll
-            for (int s = 0; s < S; s++) {
-                mma<F::BF16>(acc[s][n], a[s][0][0], a[s][1][0], a[s][0][1], a[s][1][1], b.x, b.y);
-                mma<F::BF16>(acc[s][n], a[s][0][2], a[s][1][2], a[s][0][3], a[s][1][3], b.z, b.w);
-            }
-        }
-    }
-}
-// The sums of one chunk, from nothing.
-template <int S, int NT>
-DEV void multiply_chunk(float (&acc)[S][NT][4], const Codes<F::CHUNK, S>& c, const Matrix& m, const u16* const (&x)[NT], int chunk) {
-#pragma unroll
-    for (int i = 0; i < F::CHUNK; i++)
-        multiply<F::CHUNK, S, NT>(acc, c, i, chunk * F::CHUNK + i, m.groups, [&](int n, int group, int j) {
-            return *(const uint4*)(x[n] + (group * 32 + j * 8));
-        });
-}
-
 DEV float gated(float gate, float up, float limit, bool clamped) {
     if (!clamped) return gate * (1.0f / (1.0f + fast_exp(-gate))) * up;
     gate = fminf(gate, limit);
     up = fminf(fmaxf(up, -limit), limit);
     return (up + 1.0f) * (gate * (1.0f / (1.0f + fast_exp(-gate * 1.702f))));
 }
+// One activation of a row for the second product.
+DEV void store_activation(const Product& p, i64 row, int column, float gate, float up) {
+    p.out[row * padded(p.rows / 2) + F::place(column)] = F::activation(gated(gate, up, p.limit, p.clamped));
+}
+DEV void store_padding(const Product& p, i64 row) {
+    int width = padded(p.rows / 2);
+#pragma unroll 1
+    for (int c = p.rows / 2; c < width; c++) p.out[row * width + F::place(c)] = 0;
+}
+
+// Shared memory of a warp's 16 rows for one step: a lane's vectors of its two rows, then a word of scales for each row.
+constexpr int SLOT = F::VECTORS * 1024 + (F::SCALE_BYTES == 1 ? 64 : 0);
+struct Lines { const u8 *codes, *scales; i64 apart; int groups; };  // scales: of the row that this lane brings
+DEV Lines lines_of(const Matrix& m, i64 row) {
+    return {m.codes + row * m.row_bytes, (const u8*)m.scales + (row + ((threadIdx.x & 1) ? m.apart : 0)) * m.scale_row,
+            m.apart * m.row_bytes, m.groups};
+}
+DEV void bring_codes(u32 to, const Lines& lines, int step) {
+    int lane = threadIdx.x & 31, t = lane & 3, g = lane / 4;
+    const u8* from = lines.codes + min(step * 4 + t, lines.groups - 1) * (F::VECTORS * 16);
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+        for (int i = 0; i < F::VECTORS; i++)
+            copy_async(to + ((r * F::VECTORS + i) * 32 + lane) * 16, from + (r ? lines.apart : 0) + i * 16);
+    if (F::SCALE_BYTES == 1 && t < 2) copy_word_async(to + F::VECTORS * 1024 + (t * 8 + g) * 4, lines.scales + step * 4);
+}
+struct Codes { uint4 v[2][F::VECTORS]; u32 factor[2]; };
+// Past the end the last group was brought again, and counts nothing.
+DEV Codes read_codes(u32 from, int step, int groups) {
+    int lane = threadIdx.x & 31, t = lane & 3, g = lane / 4;
+    bool inside = step * 4 + t < groups;
+    Codes c;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+#pragma unroll
+        for (int i = 0; i < F::VECTORS; i++) {
+            c.v[r][i] = load_shared(from + ((r * F::VECTORS + i) * 32 + lane) * 16);
+            if (F::SCALE_BYTES != 1 && !inside) c.v[r][i] = make_uint4(0, 0, 0, 0);
+        }
+        c.factor[r] = F::SCALE_BYTES == 1 ? F::factor(load_shared_byte(from + F::VECTORS * 1024 + (r * 8 + g) * 4 + t), inside) : 0;
+    }
+    return c;
+}
 
 #define KERNEL(THREADS, BLOCKS) extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void
 
-// A few tokens. out[pair] = act(gate_up[expert] @ x[token] + bias): a block 16 rows of one pair's expert, a warp some
-// chunks of them.
-KERNEL(256, 4) experts_gate_up_pairs(const __grid_constant__ Product p) {
-    constexpr int EACH = F::EACH;
-    __shared__ float2 part[8 * EACH][8];
-    launch_dependents();
+// A few tokens: a warp takes chunks of one pair's 16 rows, each with as much of the pair's activations.
+constexpr int ITEM = F::CHUNK * (SLOT + 256);
+DEV void bring_item_codes(u32 to, const Matrix& m, i64 row, int chunk) {
+    Lines lines = lines_of(m, row);
+#pragma unroll
+    for (int i = 0; i < F::CHUNK; i++)
+        if (chunk * F::CHUNK + i < m.steps) bring_codes(to + i * SLOT, lines, chunk * F::CHUNK + i);
+}
+DEV void bring_item_x(u32 to, const u16* x, int chunk, int steps) {
+    int units = min(F::CHUNK, steps - chunk * F::CHUNK) * 16;
+    for (int u = threadIdx.x & 31; u < units; u += 32) copy_async(to + F::CHUNK * SLOT + u * 16, x + (chunk * F::CHUNK * 128 + u * 8));
+}
+// The sums of a pair of rows over one chunk, in lanes whose t is 0.
+DEV float2 item_product(u32 from, const Matrix& m, int chunk) {
+    float acc[4] = {};
+#pragma unroll
+    for (int i = 0; i < F::CHUNK; i++) {
+        int step = chunk * F::CHUNK + i;
+        if (step >= m.steps) break;
+        Codes c = read_codes(from + i * SLOT, step, m.groups);
+        u32 x = from + F::CHUNK * SLOT + i * 256 + (threadIdx.x & 31) / 8 * 16;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            u32 low[4], high[4];
+            F::unpack(low, c.v[0], j, c.factor[0]);
+            F::unpack(high, c.v[1], j, c.factor[1]);
+            uint4 b = load_matrices(x + j * 64);
+            mma<F::BF16>(acc, low[0], high[0], low[1], high[1], b.x, b.y);
+            mma<F::BF16>(acc, low[2], high[2], low[3], high[3], b.z, b.w);
+        }
+    }
+    return make_float2(acc[0], acc[2]);
+}
+DEV float4 with_factors(float2 v, float2 f) { return make_float4(v.x, v.y, f.x, f.y); }
+DEV void add_chunk(float2& total, float4 v) { total.x = fmaf(v.x, v.z, total.x), total.y = fmaf(v.y, v.w, total.y); }
+
+// out[pair] = act(gate_up[expert] @ x[token] + bias): a block 16 rows of one pair's expert.
+KERNEL(128, 6) experts_gate_up_pairs(const __grid_constant__ Product p) {
+    constexpr int EACH = F::EACH_UP, TURN = 4 * EACH;
+    DYNAMIC_SHARED(room);  // [TURN] items, then sums of chunks [TURN][8]
+    float4* part = (float4*)(room + TURN * ITEM);
     int strips = p.rows / 16, pair = blockIdx.x / strips, strip = blockIdx.x % strips;
     int warp = threadIdx.x / 32, lane = threadIdx.x & 31, g = lane / 4, t = lane & 3;
+    u32 at = shared_address(room) + warp * EACH * ITEM;
     wait_before();
-    int slot = slot_of(p, p.ids[pair]);
+    launch_dependents();  // not sooner: experts_down_pairs reads what was there before this kernel
+    int slot = slot_of(p, load_fresh(p.ids + pair));
     if (slot < 0) return;
     Matrix m = matrix_of(p, slot, !p.clamped);
-    const u16* from[1] = {p.x + (i64)(pair / p.k) * p.depth};
+    const u16* x = p.x + (i64)(pair / p.k) * padded(p.depth);
     i64 row = first_row(m, strip, g);
-    float2 total = make_float2(0, 0);
-    for (int base = 0; base < m.chunks; base += 8 * EACH) {
-        Codes<F::CHUNK, 1> codes[EACH];
-#pragma unroll
-        for (int i = 0; i < EACH; i++) load_codes<F::CHUNK, 1>(codes[i], m, row, (base + warp * EACH + i) * F::CHUNK);
+    float2 total = make_float2(0, 0), b = biases(m, first_row(m, strip, threadIdx.x & 7));
+    for (int base = 0; base < m.chunks; base += TURN) {
+        float2 f[EACH];
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             int chunk = base + warp * EACH + i;
             if (chunk < m.chunks) {
-                float acc[1][1][4] = {};
-                multiply_chunk<1, 1>(acc, codes[i], m, from, chunk);
-                if (t == 0) part[warp * EACH + i][g] = make_float2(acc[0][0][0], acc[0][0][2]);
+                bring_item_codes(at + i * ITEM, m, row, chunk);
+                bring_item_x(at + i * ITEM, x, chunk, m.steps);
+                f[i] = sum_factors(m, row, chunk);
+            }
+            copies_commit();
+        }
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            int chunk = base + warp * EACH + i;
+            if (EACH - 1 - i == 3) copies_wait<3>();
+            if (EACH - 1 - i == 2) copies_wait<2>();
+            if (EACH - 1 - i == 1) copies_wait<1>();
+            if (EACH - 1 - i == 0) copies_wait<0>();
+            __syncwarp();
+            if (chunk < m.chunks) {
+                float2 v = item_product(at + i * ITEM, m, chunk);
+                if (t == 0) part[(warp * EACH + i) * 8 + g] = with_factors(v, f[i]);
             }
         }
         __syncthreads();
-        if (threadIdx.x < 8) for (int c = 0; c < 8 * EACH && base + c < m.chunks; c++) {
-            float2 f = sum_factors(m, first_row(m, strip, threadIdx.x), base + c), v = part[c][threadIdx.x];
-            total.x = fmaf(v.x, f.x, total.x), total.y = fmaf(v.y, f.y, total.y);
-        }
-        if (base + 8 * EACH < m.chunks) __syncthreads();
+        if (threadIdx.x < 8) for (int c = 0; c < TURN && base + c < m.chunks; c++) add_chunk(total, part[c * 8 + threadIdx.x]);
+        if (base + TURN < m.chunks) __syncthreads();
     }
-    if (threadIdx.x < 8) {
-        float2 b = biases(m, first_row(m, strip, threadIdx.x));
-        p.out[(i64)pair * (p.rows / 2) + F::place(strip * 8 + threadIdx.x)] =
-            F::activation(gated(total.x + b.x, total.y + b.y, p.limit, p.clamped));
-    }
+    if (threadIdx.x < 8) store_activation(p, pair, strip * 8 + threadIdx.x, total.x + b.x, total.y + b.y);
+    if (threadIdx.x == 8 && strip + 1 == strips) store_padding(p, pair);
 }
 
-// A few tokens. rows[pair] = down[expert] @ x[pair] + bias; out is these, or the sums of share * row of each token: a
-// block 16 rows of one token, all its experts' chunks.
+// rows[pair] = down[expert] @ x[pair] + bias; out is these, or the sums of share * row of each token: a block 16 rows
+// of one token, all its experts' chunks. Codes are brought before the kernel that makes x has ended.
 KERNEL(512, 2) experts_down_pairs(const __grid_constant__ Product p) {
-    DYNAMIC_SHARED(float2, parts);  // [k * chunks][8], then [k][8]
-    launch_dependents();
+    constexpr int EACH = F::EACH_DOWN;
+    DYNAMIC_SHARED(room);  // [16 warps][EACH] items, then sums of chunks [k][chunks][8] and of pairs [k][8]
+    __shared__ int slots[64];
     int strips = p.rows / 16, token = blockIdx.x / strips, strip = blockIdx.x % strips;
     int warp = threadIdx.x / 32, lane = threadIdx.x & 31, g = lane / 4, t = lane & 3;
     int chunks = matrix_of(p, 0, false).chunks, items = p.k * chunks;
-    float2* sums = parts + items * 8;
+    u32 at = shared_address(room) + warp * EACH * ITEM;
+    float4* parts = (float4*)(room + 16 * EACH * ITEM);
+    float2* sums = (float2*)(parts + items * 8);
+    if (threadIdx.x < p.k) slots[threadIdx.x] = slot_of(p, load_fresh(p.ids + token * p.k + threadIdx.x));
+    __syncthreads();
+    auto bring = [&](int index, bool codes, bool x) {
+        int item = warp + index * 16;
+        if (item >= items) return;
+        int e = item / chunks, chunk = item % chunks;
+        if (slots[e] < 0) return;
+        Matrix m = matrix_of(p, slots[e], false);
+        u32 to = at + index % EACH * ITEM;
+        if (codes) bring_item_codes(to, m, first_row(m, strip, g), chunk);
+        if (x) bring_item_x(to, p.x + (i64)(token * p.k + e) * padded(p.depth), chunk, m.steps);
+    };
+#pragma unroll
+    for (int i = 0; i < EACH; i++) bring(i, true, false);
     wait_before();
-    for (int item = warp; item < items; item += 16) {
-        int pair = token * p.k + item / chunks, chunk = item % chunks;
-        int slot = slot_of(p, p.ids[pair]);
-        if (slot < 0) continue;
-        Matrix m = matrix_of(p, slot, false);
-        float acc[1][1][4] = {};
-        Codes<F::CHUNK, 1> codes;
-        load_codes<F::CHUNK, 1>(codes, m, first_row(m, strip, g), chunk * F::CHUNK);
-        const u16* from[1] = {p.x + (i64)pair * p.depth};
-        multiply_chunk<1, 1>(acc, codes, m, from, chunk);
-        if (t == 0) parts[item * 8 + g] = make_float2(acc[0][0][0], acc[0][0][2]);
+    launch_dependents();
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        bring(i, false, true);
+        copies_commit();
+    }
+    for (int index = 0; warp + index * 16 < items; index++) {
+        int item = warp + index * 16, e = item / chunks, chunk = item % chunks;
+        if (slots[e] >= 0) {
+            Matrix m = matrix_of(p, slots[e], false);
+            float2 f = sum_factors(m, first_row(m, strip, g), chunk);
+            copies_wait<EACH - 1>();
+            __syncwarp();
+            float2 v = item_product(at + index % EACH * ITEM, m, chunk);
+            if (t == 0) parts[item * 8 + g] = with_factors(v, f);
+            __syncwarp();
+        }
+        bring(index + EACH, true, true);
+        copies_commit();
     }
     __syncthreads();
     if (threadIdx.x < 8 * p.k) {
-        int e = threadIdx.x / 8, at = threadIdx.x & 7, pair = token * p.k + e, slot = slot_of(p, p.ids[pair]);
-        if (slot >= 0) {
-            Matrix m = matrix_of(p, slot, false);
-            i64 row = first_row(m, strip, at);
-            float2 total = make_float2(0, 0);
-            for (int c = 0; c < chunks; c++) {
-                float2 f = sum_factors(m, row, c), v = parts[(e * chunks + c) * 8 + at];
-                total.x = fmaf(v.x, f.x, total.x), total.y = fmaf(v.y, f.y, total.y);
-            }
-            float2 b = biases(m, row);
+        int e = threadIdx.x / 8, own = threadIdx.x & 7;
+        if (slots[e] >= 0) {
+            Matrix m = matrix_of(p, slots[e], false);
+            float2 total = make_float2(0, 0), b = biases(m, first_row(m, strip, own));
+            for (int c = 0; c < chunks; c++) add_chunk(total, parts[(e * chunks + c) * 8 + own]);
             u32 rounded = to_bf16x2(total.x + b.x, total.y + b.y);
             if (p.sum) sums[threadIdx.x] = make_float2(low_bf16(rounded), high_bf16(rounded));
-            else ((u32*)(p.out + (i64)pair * p.rows))[strip * 8 + at] = rounded;
+            else ((u32*)(p.out + (i64)(token * p.k + e) * p.rows))[strip * 8 + own] = rounded;
         }
     }
     if (!p.sum) return;
@@ -313,144 +409,143 @@ KERNEL(512, 2) experts_down_pairs(const __grid_constant__ Product p) {
 
 // A tile: positions first .. end of the sorted pairs, at most as many as a tile has, all of one expert.
 struct Tile { int slot, first, end; };
-DEV Tile tile_at(const Product& p, int index) {
-    const int* place = p.places + index * 3;
-    return {slot_of(p, place[0]), place[1], place[2]};
-}
-// The activations of a position: the first product's are those of its token.
-template <bool DOWN>
-DEV const u16* activations(const Product& p, int position) {
-    return p.x + (i64)(DOWN ? position : p.order[position] / p.k) * p.depth;
-}
-// The sums of a pair of rows over all chunks, as the activation of a position or as the output of a pair.
-template <bool DOWN>
-DEV void finish(const Product& p, const Matrix& m, int strip, int g, int position, float low, float high) {
-    float2 b = biases(m, first_row(m, strip, g));
-    int column = strip * 8 + g;
-    if (DOWN) ((u32*)(p.out + (i64)p.order[position] * p.rows))[column] = to_bf16x2(low + b.x, high + b.y);
-    else p.out[(i64)position * (p.rows / 2) + F::place(column)] = F::activation(gated(low + b.x, high + b.y, p.limit, p.clamped));
-}
 
-// Tiles of 8 NT positions: a block 32 rows, a warp one chunk of them after another.
-template <int NT, bool DOWN>
-DEV void small_tiles(const Product& p) {
-    constexpr int S = 2;
-    __shared__ float4 part[8][S][NT][32];
-    int blocks = p.rows / (16 * S), strip = blockIdx.x % blocks * S;
-    Tile tile = tile_at(p, blockIdx.x / blocks);
-    if (tile.slot < 0) return;
+// Tiles of at most T positions: a block 128 rows, a warp 16 of them. N: the tile's positions, rounded up. A stage of
+// shared memory has a step's activations, two tables of T rows of 128 bytes whose units of 16 bytes are swizzled as
+// wgmma has it, and a slot of codes for each warp.
+template <int N, int T, int STAGES, bool DOWN>
+DEV void tile_product(const Product& p, const Tile& tile, u32 room) {
+    constexpr int NT = N / 8, X = T * 256, COPIES = (N + 15) / 16;
+    constexpr bool GROUPS = WGMMA && N >= 32;
     int warp = threadIdx.x / 32, lane = threadIdx.x & 31, g = lane / 4, t = lane & 3;
-    const u16* from[NT];
-#pragma unroll
-    for (int n = 0; n < NT; n++) from[n] = activations<DOWN>(p, min(tile.first + n * 8 + g, tile.end - 1));
-    Matrix m = matrix_of(p, tile.slot, !DOWN && !p.clamped);
-    int s = threadIdx.x / (NT * 32), n = threadIdx.x / 32 % NT;  // whose sums this thread adds up
-    float4 total = make_float4(0, 0, 0, 0);
-    for (int base = 0; base < m.chunks; base += 8) {
-        if (base + warp < m.chunks) {
-            float acc[S][NT][4] = {};
-            Codes<F::CHUNK, S> codes;
-            load_codes<F::CHUNK, S>(codes, m, first_row(m, strip, g), (base + warp) * F::CHUNK);
-            multiply_chunk<S, NT>(acc, codes, m, from, base + warp);
-#pragma unroll
-            for (int i = 0; i < S; i++)
-#pragma unroll
-                for (int j = 0; j < NT; j++)
-                    part[warp][i][j][lane] = make_float4(acc[i][j][0], acc[i][j][1], acc[i][j][2], acc[i][j][3]);
-        }
-        __syncthreads();
-        if (threadIdx.x < S * NT * 32)
-            for (int c = 0; c < 8 && base + c < m.chunks; c++) {
-                float4 v = ((float4*)part[c])[threadIdx.x];
-                float2 f = sum_factors(m, first_row(m, strip + s, g), base + c);
-                total.x = fmaf(v.x, f.x, total.x), total.y = fmaf(v.y, f.x, total.y);
-                total.z = fmaf(v.z, f.y, total.z), total.w = fmaf(v.w, f.y, total.w);
-            }
-        if (base + 8 < m.chunks) __syncthreads();
-    }
-    if (threadIdx.x >= S * NT * 32) return;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        int position = tile.first + n * 8 + 2 * t + i;
-        if (position < tile.end)
-            finish<DOWN>(p, m, strip + s, g, position, i ? total.y : total.x, i ? total.w : total.z);
-    }
-}
-
-// Tiles of 64 positions: a block 256 rows, a warp 32 of them, activations through shared memory.
-template <bool DOWN>
-DEV void large_tiles(const Product& p) {
-    constexpr int TOKENS = 64, NT = 8, STAGES = 3;
-    __shared__ uint4 stage[STAGES][TOKENS * 16];
-    int blocks = (p.rows + 255) / 256;
-    Tile tile = tile_at(p, blockIdx.x / blocks);
-    if (tile.slot < 0) return;
-    int warp = threadIdx.x / 32, lane = threadIdx.x & 31, g = lane / 4, t = lane & 3;
-    int at_row = blockIdx.x % blocks * 256 + warp * 32;
-    bool busy = at_row < p.rows;
-    int strip = min(at_row, p.rows - 32) / 16;
+    int strips = p.rows / 16, own = blockIdx.x % ((strips + 7) / 8) * 8 + warp, strip = min(own, strips - 1);
     Matrix m = matrix_of(p, tile.slot, !DOWN && !p.clamped);
     i64 row = first_row(m, strip, g);
-    int steps = (m.groups + 3) / 4;
-    // A thread brings four units of 16 bytes of one position: the same eighth of all four groups of a step.
-    int copied = threadIdx.x / 4, unit = threadIdx.x & 3;
-    const u16* from = activations<DOWN>(p, min(tile.first + copied, tile.end - 1));
-    u32 to = shared_address(&stage[0][copied * 16]);
-    int flip = (copied & 1) * 4;  // lanes that read together find their units in different banks
-    auto bring = [&](int step) {
-        if (step < steps) {
-            u32 at = to + step % STAGES * (TOKENS * 256);
+    Lines lines = lines_of(m, row);
+    u32 codes = room + STAGES * X + warp * SLOT;
+    // A thread brings the same unit of 16 bytes of every 16th position.
+    int unit = threadIdx.x & 15, position = threadIdx.x / 16, width = padded(p.depth);
+    u32 to = room + unit / 8 * (T * 128) + position * 128 + ((unit & 7) ^ (position & 7)) * 16;
+    int from[COPIES];
 #pragma unroll
-            for (int i = 0; i < 4; i++)
-                copy_async(at + ((unit * 4 + i) ^ flip) * 16, from + (min(step * 4 + i, m.groups - 1) * 32 + unit * 8));
+    for (int i = 0; i < COPIES; i++) {
+        int at = tile.first + position + i * 16;
+        from[i] = at < tile.end ? (DOWN ? at : p.order[at] / p.k) : -1;
+    }
+    auto bring_x = [&](int step, int stage) {
+#pragma unroll
+        for (int i = 0; i < COPIES; i++)
+            if (from[i] >= 0) copy_async(to + stage * X + i * 2048, p.x + ((i64)from[i] * width + step * 128 + unit * 8));
+    };
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; i++)
+        if (i < m.steps) bring_codes(codes + i * 8 * SLOT, lines, i);
+    if (DOWN) wait_before();
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; i++) {
+        if (i < m.steps) bring_x(i, i);
+        copies_commit();
+    }
+    float total[NT][4] = {}, acc[NT][4];
+    float2 f = make_float2(1, 1), next_f = sum_factors(m, row, 0);
+    for (int step = 0, stage = 0, into = STAGES - 1, left = 0; step < m.steps; step++) {
+        copies_wait<STAGES - 2>();
+        shared_is_ready();
+        __syncthreads();
+        int later = step + STAGES - 1;
+        if (later < m.steps) {
+            bring_codes(codes + into * 8 * SLOT, lines, later);
+            bring_x(later, into);
         }
         copies_commit();
-    };
-    bring(0);
-    bring(1);
-    float acc[2][NT][4] = {}, total[2][NT][4] = {};
-    Codes<1, 2> next;
-    load_codes<1, 2>(next, m, row, 0);
-    for (int step = 0; step < steps; step++) {
-        copies_wait_all_but_one();
-        __syncthreads();
-        bring(step + 2);
-        Codes<1, 2> codes = next;
-        if (step + 1 < steps) load_codes<1, 2>(next, m, row, step + 1);
-        const uint4* units = stage[step % STAGES];
-        if (busy)
-            multiply<1, 2, NT>(acc, codes, 0, step, m.groups, [&](int n, int, int j) {
-                return units[(n * 8 + g) * 16 + ((j * 4 + t) ^ ((g & 1) * 4))];
-            });
-        if ((step + 1) % F::CHUNK == 0 || step + 1 == steps) {
+        bool begins = left == 0;
+        if (begins) left = F::CHUNK;
+        left--;
+        if (F::CHUNK == 1) f = next_f, next_f = sum_factors(m, row, min(step + 1, m.steps - 1));
+        Codes c = read_codes(codes + stage * 8 * SLOT, step, m.groups);
+        u32 x = room + stage * X;
+        if constexpr (GROUPS) {
+            u32 low[2][4], high[2][4];
+            // Rows of 128 bytes, eight of them 1,024 bytes apart from the next, swizzled.
+            u64 table = (u64)1 << 62 | (u64)64 << 32 | (u64)1 << 16 | x >> 4;
 #pragma unroll
-            for (int s = 0; s < 2; s++) {
-                float2 f = sum_factors(m, first_row(m, strip + s, g), step / F::CHUNK);
+            for (int j = 0; j < 4; j++) {
+                if (j >= 2) wgmma_wait<1>();  // what was unpacked two turns ago is not needed any more
+                F::unpack(low[j & 1], c.v[0], j, c.factor[0]);
+                F::unpack(high[j & 1], c.v[1], j, c.factor[1]);
+                u32(&a)[4] = low[j & 1], (&b)[4] = high[j & 1];
+                u64 at = table + (j / 2 * T * 128 + j % 2 * 64) / 16;
+                wgmma_fence();
+                wgmma<F::BF16, NT>(acc, a[0], b[0], a[1], b[1], at, j > 0 || !begins);
+                wgmma<F::BF16, NT>(acc, a[2], b[2], a[3], b[3], at + 2, 1);
+                wgmma_commit();
+            }
+            wgmma_ends<NT>(acc);
+        } else {
+            if (begins)
 #pragma unroll
-                for (int n = 0; n < NT; n++)
+                for (int n = 0; n < NT; n++) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0;
 #pragma unroll
-                    for (int i = 0; i < 4; i++) total[s][n][i] = fmaf(acc[s][n][i], i < 2 ? f.x : f.y, total[s][n][i]), acc[s][n][i] = 0;
+            for (int j = 0; j < 4; j++) {
+                u32 a[4], b[4];
+                F::unpack(a, c.v[0], j, c.factor[0]);
+                F::unpack(b, c.v[1], j, c.factor[1]);
+                u32 at = x + j / 2 * (T * 128) + (lane & 7) * 128 + ((j % 2 * 4 + lane / 8) ^ (lane & 7)) * 16;
+#pragma unroll
+                for (int n = 0; n < NT; n++) {
+                    uint4 v = load_matrices(at + n * 1024);
+                    mma<F::BF16>(acc[n], a[0], b[0], a[1], b[1], v.x, v.y);
+                    mma<F::BF16>(acc[n], a[2], b[2], a[3], b[3], v.z, v.w);
+                }
             }
         }
+        if (left == 0 || step + 1 == m.steps)
+#pragma unroll
+            for (int n = 0; n < NT; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) total[n][i] = fmaf(acc[n][i], i < 2 ? f.x : f.y, total[n][i]);
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
+        into = into + 1 == STAGES ? 0 : into + 1;
     }
-    if (!busy) return;
+    if (own >= strips) return;
+    float2 b = biases(m, row);
 #pragma unroll
-    for (int s = 0; s < 2; s++)
+    for (int n = 0; n < NT; n++)
 #pragma unroll
-        for (int n = 0; n < NT; n++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                int position = tile.first + n * 8 + 2 * t + i;
-                if (position < tile.end)
-                    finish<DOWN>(p, m, strip + s, g, position, total[s][n][i], total[s][n][i + 2]);
-            }
+        for (int i = 0; i < 2; i++) {
+            int at = tile.first + n * 8 + 2 * t + i;
+            if (at >= tile.end) continue;
+            float low = total[n][i] + b.x, high = total[n][i + 2] + b.y;
+            if (DOWN) ((u32*)(p.out + (i64)p.order[at] * p.rows))[strip * 8 + g] = to_bf16x2(low, high);
+            else store_activation(p, at, strip * 8 + g, low, high);
+        }
+    if (!DOWN && strip + 1 == strips)
+        for (int at = tile.first + lane; at < tile.end; at += 32) store_padding(p, at);
+}
+template <int T, int STAGES, bool DOWN>
+DEV void tiles(const Product& p, const u8* room) {
+    launch_dependents();
+    const int* place = p.places + blockIdx.x / ((p.rows / 16 + 7) / 8) * 3;
+    Tile tile = {slot_of(p, place[0]), place[1], place[2]};
+    if (tile.slot < 0) {
+        if (DOWN) wait_before();  // this kernel ends no sooner than the one before it
+        return;
+    }
+    tile.end = min(tile.end, tile.first + T);
+    int count = tile.end - tile.first;
+    u32 at = shared_address(room);
+    if constexpr (T > 64) if (count > 64) return tile_product<T, T, STAGES, DOWN>(p, tile, at);
+    if constexpr (T > 16) {
+        if (count > 32) return tile_product<64, T, STAGES, DOWN>(p, tile, at);
+        if (count > 16) return tile_product<32, T, STAGES, DOWN>(p, tile, at);
+    }
+    if (T > 64 || count > 8) return tile_product<16, T, STAGES, DOWN>(p, tile, at);
+    if constexpr (T <= 64) tile_product<8, T, STAGES, DOWN>(p, tile, at);
 }
 
-KERNEL(256, 2) experts_gate_up_8(const __grid_constant__ Product p) { small_tiles<1, false>(p); }
-KERNEL(256, 2) experts_gate_up_16(const __grid_constant__ Product p) { small_tiles<2, false>(p); }
-KERNEL(256, 2) experts_gate_up_32(const __grid_constant__ Product p) { small_tiles<4, false>(p); }
-KERNEL(256, 1) experts_gate_up_64(const __grid_constant__ Product p) { large_tiles<false>(p); }
-KERNEL(256, 2) experts_down_8(const __grid_constant__ Product p) { small_tiles<1, true>(p); }
-KERNEL(256, 2) experts_down_16(const __grid_constant__ Product p) { small_tiles<2, true>(p); }
-KERNEL(256, 2) experts_down_32(const __grid_constant__ Product p) { small_tiles<4, true>(p); }
-KERNEL(256, 1) experts_down_64(const __grid_constant__ Product p) { large_tiles<true>(p); }
+KERNEL(256, 3) experts_gate_up_16(const __grid_constant__ Product p) { DYNAMIC_SHARED(room); tiles<16, F::STAGES_16, false>(p, room); }
+KERNEL(256, 2) experts_gate_up_64(const __grid_constant__ Product p) { DYNAMIC_SHARED(room); tiles<64, F::STAGES_64, false>(p, room); }
+KERNEL(256, 1) experts_gate_up_128(const __grid_constant__ Product p) { DYNAMIC_SHARED(room); tiles<128, F::STAGES_128, false>(p, room); }
+KERNEL(256, 3) experts_down_16(const __grid_constant__ Product p) { DYNAMIC_SHARED(room); tiles<16, F::STAGES_16, true>(p, room); }
+KERNEL(256, 2) experts_down_64(const __grid_constant__ Product p) { DYNAMIC_SHARED(room); tiles<64, F::STAGES_64, true>(p, room); }
+KERNEL(256, 1) experts_down_128(const __grid_constant__ Product p) { DYNAMIC_SHARED(room); tiles<128, F::STAGES_128, true>(p, room); }

@@ -8,33 +8,61 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Mapping
 from ctypes import c_float, c_int, c_int64, c_void_p
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from spillover.kernels.cuda.compiled import SHARED_BYTES, CudaError, Module
+from spillover.kernels.cuda.compiled import CudaError, Module
 from spillover.kernels.formats.fp8_block import Fp8Block
-from spillover.kernels.formats.grouped_gemm import CUDA, GroupedGemm, Tile, Tiles
+from spillover.kernels.formats.grouped_gemm import CUDA, CUDA_ROW, GroupedGemm, Tile, Tiles
 from spillover.kernels.formats.mxfp4 import Mxfp4
 from spillover.kernels.moe.experts import Experts
 from spillover.kernels.triton.launch import early
 
 log = logging.getLogger("spillover.kernels")
 
-ALLOWED = False  # for the formats with one order of sums; not before it is timed beside Triton's
-
 SOURCE = Path(__file__).parent / "mixture.cu"
-FORMATS = {Mxfp4.experts.code: "Mxfp4", Fp8Block.experts.code: "Fp8"}  # FORMAT of mixture.cu
 ALIGNED = 32  # hidden and inner sizes are multiples of it
-_CHUNKS = {"Mxfp4": 384, "Fp8": 128}  # inputs that are summed from nothing
-FEW: Tiles = (Tile(1, 16, 128, 8, 1, "experts_gate_up_pairs"), Tile(1, 16, 128, 16, 1, "experts_down_pairs"))
-MANY = {tokens: (Tile(tokens, rows, 128, 8, stages, f"experts_gate_up_{tokens}"),
-                 Tile(tokens, rows, 128, 8, stages, f"experts_down_{tokens}"))
-        for tokens, rows, stages in ((8, 32, 1), (16, 32, 1), (32, 32, 1), (64, 256, 3))}
+MOST_EXPERTS = 64  # of a token
+CAPABILITY = (8, 0)  # from here on there are asynchronous copies and products of bfloat16
+FEW: Tiles = (Tile(1, 16, CUDA_ROW, 4, 1, "experts_gate_up_pairs"), Tile(1, 16, CUDA_ROW, 16, 1, "experts_down_pairs"))
+
+
+@dataclass(frozen=True)
+class Form:
+    """What mixture.cu says of a format, which is its FORMAT there: steps of CUDA_ROW inputs that are a chunk, bytes of
+    a warp's codes in a step, chunks on their way to a warp, and steps to a block by tokens of a tile."""
+
+    name: str
+    chunk: int
+    slot: int
+    each: tuple[int, int]
+    stages: Mapping[int, int]
+
+    def few_shared(self, inner: int, k: int) -> tuple[int, int]:
+        """Return the bytes that blocks of the two products share for a few tokens."""
+        item = self.chunk * (self.slot + 2 * CUDA_ROW)
+        chunks = -(-inner // (self.chunk * CUDA_ROW))
+        up, down = (tile.warps * each for tile, each in zip(FEW, self.each, strict=True))
+        return up * (item + 8 * 16), down * item + k * (chunks * 8 * 16 + 8 * 8)
+
+    def many_shared(self, tile: Tile) -> int:
+        return self.stages[tile.tokens] * (tile.tokens * 2 * CUDA_ROW + tile.warps * self.slot)
+
+    @cached_property
+    def many(self) -> dict[int, Tiles]:
+        return {tokens: (Tile(tokens, 128, CUDA_ROW, 8, stages, f"experts_gate_up_{tokens}"),
+                         Tile(tokens, 128, CUDA_ROW, 8, stages, f"experts_down_{tokens}"))
+                for tokens, stages in self.stages.items()}
+
+
+FORMS = {Mxfp4.experts.code: Form("Mxfp4", 3, 1024 + 64, (2, 1), {16: 5, 64: 4, 128: 4}),
+         Fp8Block.experts.code: Form("Fp8", 1, 2048, (4, 2), {16: 3, 64: 3, 128: 4})}
 
 
 class Product(ctypes.Structure):
@@ -51,19 +79,26 @@ def cuda_gemm(gemm: GroupedGemm, x: Tensor, inner: int, k: int) -> GroupedGemm:
 
     The number of tokens makes no difference.
     """
-    form = FORMATS.get(gemm.code)
-    if not ALLOWED or not gemm.ordered or form is None or x.dtype is not torch.bfloat16:
+    form = FORMS.get(gemm.code)
+    if not gemm.ordered or form is None or x.dtype is not torch.bfloat16:
         return gemm
-    if x.shape[1] % ALIGNED or inner % ALIGNED or _down_shared(form, inner, k) > SHARED_BYTES or \
-            8 * k > 32 * FEW[1].warps or kernels(form, x.device) is None:
+    if x.shape[1] % ALIGNED or inner % ALIGNED or k > MOST_EXPERTS:
         return gemm
-    return replace(gemm, code=gemm.code + CUDA, few=FEW, many=MANY)
+    found = kernels(form.name, x.device)
+    if found is None or max(form.few_shared(inner, k)) > found.shared:
+        return gemm
+    many = {tokens: tiles for tokens, tiles in form.many.items() if form.many_shared(tiles[0]) <= found.shared}
+    return replace(gemm, code=gemm.code + CUDA, few=FEW, many=many)
 
 
 @cache
 def kernels(form: str, device: torch.device) -> Module | None:
-    """Return the kernels for a format; None, and a line in the log, where they cannot be compiled."""
+    """Return the kernels for a format; None, and on a CUDA device a line in the log, where there are none."""
+    if device.type != "cuda":
+        return None
     try:
+        if (capability := torch.cuda.get_device_capability(device)) < CAPABILITY:
+            raise CudaError("compute capability {}.{}, and others need {}.{}".format(*capability, *CAPABILITY))
         return Module(SOURCE, (f"-DFORMAT={form}",), device)
     except CudaError as problem:
         log.warning("mixtures go through Triton's kernels: %s", str(problem).partition("\n")[0])
@@ -77,13 +112,13 @@ def pair_products(
     """As kernels.triton.moe.moe.pair_products, but `parts` is left alone where there is an `out`."""
     pairs, k = ids.numel(), ids.shape[1]
     begins_early = early(x.device)["EARLY"]
+    shared = FORMS[second.gemm.code].few_shared(second.width, k)
     product = _product(x, first, h, k, limit, slots)
     product.ids = ids.data_ptr()
-    _launch(first, x.device, tiles[0], pairs, product, early=begins_early)
+    _launch(first, x.device, tiles[0], pairs, product, shared[0], begins_early)
     product = _product(h, second, parts if out is None else out, k, None, slots)
     product.ids, product.shares, product.sum = ids.data_ptr(), shares.data_ptr(), out is not None
-    _launch(second, x.device, tiles[1], ids.shape[0], product, _down_shared(_form(second), second.width, k),
-            begins_early)
+    _launch(second, x.device, tiles[1], ids.shape[0], product, shared[1], begins_early)
 
 
 def tile_products(
@@ -94,22 +129,16 @@ def tile_products(
     for tile, stack, given, out in ((tiles[0], first, x, h), (tiles[1], second, h, rows)):
         product = _product(given, stack, out, k, limit if stack is first else None, slots)
         product.places, product.order = places.data_ptr(), order.data_ptr()
-        _launch(stack, x.device, tile, len(places), product)
-
-
-def _form(stack: Experts) -> str:
-    return FORMATS[stack.gemm.code]
-
-
-def _down_shared(form: str, inner: int, k: int) -> int:
-    """Return the bytes that a block of `experts_down_pairs` shares: sums of 8 pairs of rows, by chunk and by expert."""
-    return (-(-inner // _CHUNKS[form]) + 1) * k * 8 * 8
+        # The second product reads its weights before the first has ended.
+        _launch(stack, x.device, tile, len(places), product, FORMS[stack.gemm.code].many_shared(tile),
+                stack is second and early(x.device)["EARLY"])
 
 
 def _product(x: Tensor, stack: Experts, out: Tensor, k: int, limit: float | None, slots: Tensor | None) -> Product:
     values, scales, bias = stack.values, stack.scales, stack.bias
     assert scales is not None
     assert values.data_ptr() % 16 == 0 == values.stride(0) % 16, "codes are read in units of 16 bytes"
+    assert scales.data_ptr() % 4 == 0 == scales.stride(0) % (4 // scales.element_size()), "and scales in words"
     return Product(
         x=x.data_ptr(), codes=values.data_ptr(), scales=scales.data_ptr(),
         bias=None if bias is None else bias.data_ptr(),
@@ -119,9 +148,9 @@ def _product(x: Tensor, stack: Experts, out: Tensor, k: int, limit: float | None
     )
 
 
-def _launch(stack: Experts, device: torch.device, tile: Tile, places: int, product: Product, shared: int = 0,
-            early: bool = False) -> None:
+def _launch(stack: Experts, device: torch.device, tile: Tile, places: int, product: Product, shared: int,
+            early: bool) -> None:
     """Launch a block per `tile.rows` of the weights, for each of the places."""
-    found = kernels(_form(stack), device)
+    found = kernels(FORMS[stack.gemm.code].name, device)
     assert found is not None, "cuda_gemm has compiled them"
     found.launch(tile.kernel, places * -(-product.rows // tile.rows), tile.warps * 32, product, shared, early)

@@ -22,6 +22,7 @@ class Tile:
 
 Tiles = tuple[Tile, Tile]  # for the two products of a mixture
 CUDA = 16  # added to a format's code where activations lie as kernels/cuda/mixture.cu takes them
+CUDA_ROW = 128  # a row of them is padded to a multiple of it
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,10 @@ class GroupedGemm:
     def batch_invariant(self) -> GroupedGemm:
         first, second = (replace(tile, tokens=1) for tile in self.invariant[16])
         return replace(self, few=(first, second), many=self.invariant, ordered=True, fill=1.5, dequantizes=False)
+
+    def row_width(self, columns: int) -> int:
+        """Return how far rows of activations lie apart."""
+        return -(-columns // CUDA_ROW) * CUDA_ROW if self.code >= CUDA else columns
 
     def many_tiles(self, pairs_an_expert: float) -> Tiles:
         *sizes, largest = sorted(self.many)

@@ -69,9 +69,9 @@ def mixture(
     gemm = first.gemm if tiles is not None else cuda.cuda_gemm(first.gemm, x, second.width, k)
     ids, shares, x_ready = route(scores, x, k, renormalize, gemm)
     if tokens <= few_tokens and gemm.few is not None:
-        return _few(x_ready, ids, shares, first, second, limit, x.dtype, tiles or gemm.few)
+        return _few(x_ready, ids, shares, first, second, limit, x.dtype, tiles or gemm.few, gemm)
     chosen = tiles or gemm.many_tiles(tokens * k / first.count)
-    return _many(x_ready, ids, shares, first, second, limit, x.dtype, chosen)
+    return _many(x_ready, ids, shares, first, second, limit, x.dtype, chosen, gemm)
 
 
 def wide(x: Tensor, gemm: GroupedGemm, experts: int, k: int, inner: int) -> bool:
@@ -81,9 +81,9 @@ def wide(x: Tensor, gemm: GroupedGemm, experts: int, k: int, inner: int) -> bool
 
 def _few(
     x: Tensor, ids: Tensor, shares: Tensor, first: Experts, second: Experts, limit: float | None, dtype: torch.dtype,
-    tiles: Tiles,
+    tiles: Tiles, gemm: GroupedGemm,
 ) -> Tensor:
-    h, parts = pair_room(x, ids, second.width, dtype if second.gemm.ordered else torch.float32)
+    h, parts = pair_room(x, ids, gemm.row_width(second.width), dtype if second.gemm.ordered else torch.float32)
     out = torch.empty(ids.shape[0], x.shape[1], dtype=dtype, device=x.device)
     pair_products(x, ids, shares, first, second, limit, tiles, h, parts, out)
     return out
@@ -91,10 +91,10 @@ def _few(
 
 def _many(
     x: Tensor, ids: Tensor, shares: Tensor, first: Experts, second: Experts, limit: float | None, dtype: torch.dtype,
-    tiles: Tiles,
+    tiles: Tiles, gemm: GroupedGemm,
 ) -> Tensor:
     order, places = sort_by_expert(ids, first.count, tiles[0].tokens)
-    h, rows = tile_room(x, ids, second.width, dtype)
+    h, rows = tile_room(x, ids, gemm.row_width(second.width), dtype)
     tile_products(x, order, places, ids.shape[1], first, second, limit, tiles, h, rows)
     return combine(rows, shares, dtype)
 

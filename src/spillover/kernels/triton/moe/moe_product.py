@@ -86,12 +86,14 @@ lop3.b32 $1, high, 0x80008000, rest, 0xEA;
 @triton.jit
 def activation_columns(column, width, FORMAT: tl.constexpr):
     """Return where the input of a product keeps a column: for MXFP4 even ones first, as a byte holds two weights; for
-    kernels/cuda/mixture.cu even ones first of as many as it unpacks at once."""
+    kernels/cuda/mixture.cu in the order of its instructions (`place` there)."""
     if FORMAT == MXFP4:
         return (column % 2) * (width // 2) + column // 2
     if FORMAT >= CUDA:
-        word: tl.constexpr = 8 if FORMAT - CUDA == MXFP4 else 4
-        return column // word * word + column % 2 * (word // 2) + column % word // 2
+        lane = column // 128 * 128 + column // 32 % 4 * 2
+        if FORMAT - CUDA == MXFP4:
+            return lane + column // 8 % 4 * 32 + column % 2 * 16 + column // 4 % 2 * 8 + column // 2 % 2
+        return lane + column // 4 % 8 * 16 + column % 2 * 8 + column // 2 % 2
     return column
 
 

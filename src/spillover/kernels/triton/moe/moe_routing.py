@@ -33,15 +33,16 @@ def route(
     ids = torch.empty(tokens, k, dtype=torch.int32, device=x.device)
     shares = torch.empty(tokens, k, dtype=torch.float32, device=x.device)
     copied = gemm.input_dtypes is not None
-    ready = x if gemm.input_dtypes is None else torch.empty(x.shape, dtype=gemm.input_dtypes.get(x.dtype, x.dtype),
-                                                            device=x.device)
     hidden = x.shape[1]
-    _route[(tokens, 1 + triton.cdiv(hidden, _COLUMNS) if copied else 1)](
+    width = gemm.row_width(hidden)
+    ready = x if gemm.input_dtypes is None else torch.empty(
+        tokens, width, dtype=gemm.input_dtypes.get(x.dtype, x.dtype), device=x.device)[:, :hidden]
+    _route[(tokens, 1 + triton.cdiv(width, _COLUMNS) if copied else 1)](
         scores, x, ids, shares, ready, replay, replay_at, scores.stride(0), x.stride(0),
         None if replay is None else replay.shape[0], None if replay is None else replay.stride(0),
         SHARED_PLACE=replay_at is None or len(replay_at) == 1,
         EXPERTS=experts, PADDED=triton.next_power_of_2(experts), K=k, PADDED_K=triton.next_power_of_2(k),
-        RENORMALIZE=renormalize, HIDDEN=hidden, COLUMNS=_COLUMNS, FORMAT=gemm.code, num_warps=1,
+        RENORMALIZE=renormalize, HIDDEN=hidden, WIDTH=width, COLUMNS=_COLUMNS, FORMAT=gemm.code, num_warps=1,
         **early(x.device),
     )
     return ids, shares, ready
@@ -86,7 +87,8 @@ def _route(
     scores_ptr, x_ptr, ids_ptr, shares_ptr, ready_ptr, replay_ptr, replay_at_ptr, scores_stride, x_stride,
     replayed_steps, replay_stride, SHARED_PLACE: tl.constexpr,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, K: tl.constexpr, PADDED_K: tl.constexpr,
-    RENORMALIZE: tl.constexpr, HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, FORMAT: tl.constexpr, EARLY: tl.constexpr,
+    RENORMALIZE: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, FORMAT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Route: the first program of a token chooses its experts, the others copy its activations."""
     if EARLY:
@@ -96,8 +98,8 @@ def _route(
     if tl.program_id(1) > 0:
         column = (tl.program_id(1) - 1) * COLUMNS + tl.arange(0, COLUMNS)
         x = tl.load(x_ptr + token * x_stride + column, mask=column < HIDDEN, other=0.0).to(tl.float32)
-        place = ready_ptr + token * HIDDEN + activation_columns(column, HIDDEN, FORMAT)
-        tl.store(place, activation_values(x, ready_ptr.dtype.element_ty, FORMAT), mask=column < HIDDEN)
+        place = ready_ptr + token * WIDTH + activation_columns(column, HIDDEN, FORMAT)
+        tl.store(place, activation_values(x, ready_ptr.dtype.element_ty, FORMAT), mask=column < WIDTH)
         return
     expert = tl.arange(0, PADDED)
     scores = tl.load(scores_ptr + token * scores_stride + expert, mask=expert < EXPERTS, other=float("-inf"))

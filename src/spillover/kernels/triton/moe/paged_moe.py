@@ -81,17 +81,18 @@ class PassedMixture:
             gemm = self._wide[0].gemm
         if tiles is None:
             gemm = cuda_gemm(gemm, x, inner, k)
+        width = gemm.row_width(inner)
         self.ids, self._shares, self._x = route(scores, x, k, renormalize, gemm, *(replay or ()))
         few = gemm.few if tokens <= few_tokens else None
         self._few = few is not None
         self._shared = self._few and not gemm.ordered  # rows carry their shares
         if few is not None:
             self._tiles = tiles or few
-            self._h, self._rows = pair_room(self._x, self.ids, inner, x.dtype if gemm.ordered else torch.float32)
+            self._h, self._rows = pair_room(self._x, self.ids, width, x.dtype if gemm.ordered else torch.float32)
         else:
             self._tiles = tiles or gemm.many_tiles(tokens * k / experts)
             self._order, self._places = sort_by_expert(self.ids, experts, self._tiles[0].tokens)
-            self._h, self._rows = tile_room(self._x, self.ids, inner, x.dtype)
+            self._h, self._rows = tile_room(self._x, self.ids, width, x.dtype)
 
     def delegate(self, hosted: Tensor, layer: int, queue: HostExpertQueue) -> None:
         if self._empty is None:
