@@ -92,7 +92,7 @@ def test_a_few_tokens_and_tiles_are_near_the_reference_and_each_other(
 
 # Rows of an expert for which a tile takes other instructions, or needs a second tile.
 @pytest.mark.parametrize(("shape", "rows"), [(shape, rows) for shape in SHAPES for rows in (8, 31)] +
-                         [(shape, 130) for shape in SMALL], ids=str)
+                         [(shape, 70) for shape in SMALL], ids=str)
 def test_a_row_has_the_same_bits_whatever_the_tile(
         shape: tuple[str, int, int, bool], rows: int, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     x, scores, first, second, limit = made(shape, rows, experts=2)  # each expert has all rows

@@ -16,6 +16,7 @@ from spillover.kernels.native.build import cache_folder
 
 _BEGIN_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MOST_SHARED, _SHARED_SHARE = 8, 9  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, _PREFERRED_SHARED_MEMORY_CARVEOUT
+_DEVICE_SHARED = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 _OWN_SHARED = 1 << 10  # bytes of shared memory that a kernel may have beside what its launch asks for
 
 
@@ -49,12 +50,15 @@ class Module:
             self._driver = ctypes.CDLL("libcuda.so.1")
         except (ImportError, OSError, AttributeError) as problem:  # no NVRTC, or none that PyTorch shows
             raise CudaError(str(problem)) from None
-        self.shared: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin - _OWN_SHARED
         self._module = c_void_p()
         self._kernels: dict[str, c_void_p] = {}
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # makes the device's context
             self._checked("load", self._driver.cuModuleLoadData(byref(self._module), binary))
+            shared = c_int()
+            self._checked("shared memory", self._driver.cuDeviceGetAttribute(
+                byref(shared), _DEVICE_SHARED, torch.cuda.current_device()))
+            self.shared = shared.value - _OWN_SHARED
 
     def launch(self, kernel: str, grid: int, threads: int, arguments: ctypes.Structure, shared: int = 0,
                early: bool = False) -> None:
@@ -63,8 +67,8 @@ class Module:
         if function is None:
             function = self._kernels[kernel] = c_void_p()
             self._checked(kernel, self._driver.cuModuleGetFunction(byref(function), self._module, kernel.encode()))
-            for attribute, value in ((_MOST_SHARED, self.shared), (_SHARED_SHARE, 100)):
-                self._checked(kernel, self._driver.cuFuncSetAttribute(function, attribute, value))
+            for setting, value in ((_MOST_SHARED, self.shared), (_SHARED_SHARE, 100)):
+                self._checked(kernel, self._driver.cuFuncSetAttribute(function, setting, value))
         attribute = _Attribute(_BEGIN_EARLY, 0, 1)
         config = _Config((grid, 1, 1), (threads, 1, 1), shared, torch.cuda.current_stream().cuda_stream,
                          ctypes.addressof(attribute), int(early))

@@ -121,11 +121,13 @@ struct Mxfp4 {
         r[3] = hmul2(__byte_perm(odd, 0, 0x3424), factor);
     }
     // A scale of 2**(s - 127), 2**14 for the code, less the shift; the exponent's bias is 15.
-    DEV u32 factor(u32 scale, bool inside) { return inside ? (u32)min(max((int)scale - 100, 0), 30) * 0x04000400u : 0; }
+    DEV u32 factor(u32 scale) { return (u32)min(max((int)scale - 100, 0), 30) * 0x04000400u; }
     // Where a row of activations keeps a column: the same word of four lanes' codes has two instructions, for its even
     // and for its odd ones; of each a lane has two inputs in the first half and two in the second.
     DEV int place(int c) { return (c & ~127) + (c >> 3 & 3) * 32 + (c & 1) * 16 + (c >> 2 & 1) * 8 + (c >> 5 & 3) * 2 + (c >> 1 & 1); }
-    DEV u16 activation(float v) { return (u16)to_half2(v * 4.0f, 0); }
+    // Which column of a lane's 32: input e of the two that it has of half an instruction.
+    DEV int column(int i, int half, int e) { return i / 2 * 8 + half * 4 + e * 2 + (i & 1); }
+    DEV u32 activations(float low, float high) { return to_half2(low * 4.0f, high * 4.0f); }
 };
 // Codes move to bfloat16's sign, exponent and mantissa: 2**-120 of their value. Activations carry 2**64, sums the rest.
 struct Fp8 {
@@ -147,10 +149,11 @@ struct Fp8 {
             r[2 * i + 1] = ((w >> 4) & 0x07F007F0u) | (w & 0x80008000u);
         }
     }
-    DEV u32 factor(u32, bool) { return 0; }
+    DEV u32 factor(u32) { return 0; }
     // The same word of four lanes' codes has one instruction.
     DEV int place(int c) { return (c & ~127) + (c >> 2 & 7) * 16 + (c & 1) * 8 + (c >> 5 & 3) * 2 + (c >> 1 & 1); }
-    DEV u16 activation(float v) { return (u16)to_bf16x2(v * 18446744073709551616.0f, 0); }
+    DEV int column(int i, int half, int e) { return i * 4 + e * 2 + half; }
+    DEV u32 activations(float low, float high) { return to_bf16x2(low * 18446744073709551616.0f, high * 18446744073709551616.0f); }
 };
 typedef FORMAT F;
 
@@ -205,7 +208,7 @@ DEV float gated(float gate, float up, float limit, bool clamped) {
 }
 // One activation of a row for the second product.
 DEV void store_activation(const Product& p, i64 row, int column, float gate, float up) {
-    p.out[row * padded(p.rows / 2) + F::place(column)] = F::activation(gated(gate, up, p.limit, p.clamped));
+    p.out[row * padded(p.rows / 2) + F::place(column)] = (u16)F::activations(gated(gate, up, p.limit, p.clamped), 0);
 }
 DEV void store_padding(const Product& p, i64 row) {
     int width = padded(p.rows / 2);
@@ -220,6 +223,7 @@ DEV Lines lines_of(const Matrix& m, i64 row) {
     return {m.codes + row * m.row_bytes, (const u8*)m.scales + (row + ((threadIdx.x & 1) ? m.apart : 0)) * m.scale_row,
             m.apart * m.row_bytes, m.groups};
 }
+// Past the end the last group is brought again: every code is finite, and the activations there are zeros.
 DEV void bring_codes(u32 to, const Lines& lines, int step) {
     int lane = threadIdx.x & 31, t = lane & 3, g = lane / 4;
     const u8* from = lines.codes + min(step * 4 + t, lines.groups - 1) * (F::VECTORS * 16);
@@ -231,19 +235,14 @@ DEV void bring_codes(u32 to, const Lines& lines, int step) {
     if (F::SCALE_BYTES == 1 && t < 2) copy_word_async(to + F::VECTORS * 1024 + (t * 8 + g) * 4, lines.scales + step * 4);
 }
 struct Codes { uint4 v[2][F::VECTORS]; u32 factor[2]; };
-// Past the end the last group was brought again, and counts nothing.
-DEV Codes read_codes(u32 from, int step, int groups) {
+DEV Codes read_codes(u32 from) {
     int lane = threadIdx.x & 31, t = lane & 3, g = lane / 4;
-    bool inside = step * 4 + t < groups;
     Codes c;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
 #pragma unroll
-        for (int i = 0; i < F::VECTORS; i++) {
-            c.v[r][i] = load_shared(from + ((r * F::VECTORS + i) * 32 + lane) * 16);
-            if (F::SCALE_BYTES != 1 && !inside) c.v[r][i] = make_uint4(0, 0, 0, 0);
-        }
-        c.factor[r] = F::SCALE_BYTES == 1 ? F::factor(load_shared_byte(from + F::VECTORS * 1024 + (r * 8 + g) * 4 + t), inside) : 0;
+        for (int i = 0; i < F::VECTORS; i++) c.v[r][i] = load_shared(from + ((r * F::VECTORS + i) * 32 + lane) * 16);
+        c.factor[r] = F::SCALE_BYTES == 1 ? F::factor(load_shared_byte(from + F::VECTORS * 1024 + (r * 8 + g) * 4 + t)) : 0;
     }
     return c;
 }
@@ -269,7 +268,7 @@ DEV float2 item_product(u32 from, const Matrix& m, int chunk) {
     for (int i = 0; i < F::CHUNK; i++) {
         int step = chunk * F::CHUNK + i;
         if (step >= m.steps) break;
-        Codes c = read_codes(from + i * SLOT, step, m.groups);
+        Codes c = read_codes(from + i * SLOT);
         u32 x = from + F::CHUNK * SLOT + i * 256 + (threadIdx.x & 31) / 8 * 16;
 #pragma unroll
         for (int j = 0; j < 4; j++) {
@@ -414,9 +413,10 @@ struct Tile { int slot, first, end; };
 // shared memory has a step's activations, two tables of T rows of 128 bytes whose units of 16 bytes are swizzled as
 // wgmma has it, and a slot of codes for each warp.
 template <int N, int T, int STAGES, bool DOWN>
-DEV void tile_product(const Product& p, const Tile& tile, u32 room) {
+DEV void tile_product(const Product& p, const Tile& tile, u8* shared) {
     constexpr int NT = N / 8, X = T * 256, COPIES = (N + 15) / 16;
     constexpr bool GROUPS = WGMMA && N >= 32;
+    u32 room = shared_address(shared);
     int warp = threadIdx.x / 32, lane = threadIdx.x & 31, g = lane / 4, t = lane & 3;
     int strips = p.rows / 16, own = blockIdx.x % ((strips + 7) / 8) * 8 + warp, strip = min(own, strips - 1);
     Matrix m = matrix_of(p, tile.slot, !DOWN && !p.clamped);
@@ -450,7 +450,7 @@ DEV void tile_product(const Product& p, const Tile& tile, u32 room) {
     float2 f = make_float2(1, 1), next_f = sum_factors(m, row, 0);
     for (int step = 0, stage = 0, into = STAGES - 1, left = 0; step < m.steps; step++) {
         copies_wait<STAGES - 2>();
-        shared_is_ready();
+        if (GROUPS) shared_is_ready();
         __syncthreads();
         int later = step + STAGES - 1;
         if (later < m.steps) {
@@ -462,7 +462,7 @@ DEV void tile_product(const Product& p, const Tile& tile, u32 room) {
         if (begins) left = F::CHUNK;
         left--;
         if (F::CHUNK == 1) f = next_f, next_f = sum_factors(m, row, min(step + 1, m.steps - 1));
-        Codes c = read_codes(codes + stage * 8 * SLOT, step, m.groups);
+        Codes c = read_codes(codes + stage * 8 * SLOT);
         u32 x = room + stage * X;
         if constexpr (GROUPS) {
             u32 low[2][4], high[2][4];
@@ -507,23 +507,40 @@ DEV void tile_product(const Product& p, const Tile& tile, u32 room) {
         stage = stage + 1 == STAGES ? 0 : stage + 1;
         into = into + 1 == STAGES ? 0 : into + 1;
     }
-    if (own >= strips) return;
-    float2 b = biases(m, row);
+    constexpr int ROW = 68;  // gates and ups of 64 columns, and as much more as keeps lanes in different banks
+    float2 b = biases(m, row), *sums = (float2*)shared;
+    if (!DOWN) __syncthreads();  // nobody reads codes or activations any more
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            int at = tile.first + n * 8 + 2 * t + i;
-            if (at >= tile.end) continue;
+            int index = n * 8 + 2 * t + i, at = tile.first + index;
             float low = total[n][i] + b.x, high = total[n][i + 2] + b.y;
-            if (DOWN) ((u32*)(p.out + (i64)p.order[at] * p.rows))[strip * 8 + g] = to_bf16x2(low, high);
-            else store_activation(p, at, strip * 8 + g, low, high);
+            if (!DOWN) sums[index * ROW + warp * 8 + g] = make_float2(low, high);
+            else if (own < strips && at < tile.end)
+                ((u32*)(p.out + (i64)p.order[at] * p.rows))[strip * 8 + g] = to_bf16x2(low, high);
         }
-    if (!DOWN && strip + 1 == strips)
+    if (DOWN) return;
+    __syncthreads();
+    // A thread stores what two lanes of the second product have of half an instruction.
+    int inner = p.rows / 2, first = blockIdx.x % ((strips + 7) / 8) * 64, i = unit / 2, half = unit & 1;
+#pragma unroll 1
+    for (int index = position; index < tile.end - tile.first; index += 16) {
+        float h[2][2];
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            int column = e / 2 * 32 + F::column(i, half, e & 1);
+            float2 v = sums[index * ROW + column];
+            h[e / 2][e & 1] = first + column < inner ? gated(v.x, v.y, p.limit, p.clamped) : 0;
+        }
+        u16* out = p.out + ((i64)(tile.first + index) * padded(inner) + (first & ~127) + i * 16 + half * 8 + first / 32 % 4 * 2);
+        *(uint2*)out = make_uint2(F::activations(h[0][0], h[0][1]), F::activations(h[1][0], h[1][1]));
+    }
+    if (strip + 1 == strips)
         for (int at = tile.first + lane; at < tile.end; at += 32) store_padding(p, at);
 }
 template <int T, int STAGES, bool DOWN>
-DEV void tiles(const Product& p, const u8* room) {
+DEV void tiles(const Product& p, u8* room) {
     launch_dependents();
     const int* place = p.places + blockIdx.x / ((p.rows / 16 + 7) / 8) * 3;
     Tile tile = {slot_of(p, place[0]), place[1], place[2]};
@@ -533,14 +550,13 @@ DEV void tiles(const Product& p, const u8* room) {
     }
     tile.end = min(tile.end, tile.first + T);
     int count = tile.end - tile.first;
-    u32 at = shared_address(room);
-    if constexpr (T > 64) if (count > 64) return tile_product<T, T, STAGES, DOWN>(p, tile, at);
+    if constexpr (T > 64) if (count > 64) return tile_product<T, T, STAGES, DOWN>(p, tile, room);
     if constexpr (T > 16) {
-        if (count > 32) return tile_product<64, T, STAGES, DOWN>(p, tile, at);
-        if (count > 16) return tile_product<32, T, STAGES, DOWN>(p, tile, at);
+        if (count > 32) return tile_product<64, T, STAGES, DOWN>(p, tile, room);
+        if (count > 16) return tile_product<32, T, STAGES, DOWN>(p, tile, room);
     }
-    if (T > 64 || count > 8) return tile_product<16, T, STAGES, DOWN>(p, tile, at);
-    if constexpr (T <= 64) tile_product<8, T, STAGES, DOWN>(p, tile, at);
+    if (T > 64 || count > 8) return tile_product<16, T, STAGES, DOWN>(p, tile, room);
+    if constexpr (T <= 64) tile_product<8, T, STAGES, DOWN>(p, tile, room);
 }
 
 KERNEL(256, 3) experts_gate_up_16(const __grid_constant__ Product p) { DYNAMIC_SHARED(room); tiles<16, F::STAGES_16, false>(p, room); }
