@@ -262,13 +262,15 @@ def test_a_source_is_compiled_once_for_a_device_and_a_compiler(nvrtc: Nvrtc, tmp
     source.write_text("void kernel() {}")
     assert compiled.compiled(source, ("sm_90",)) == b"\0bin1"
     assert compiled.compiled(source, ("sm_90",)) == b"\0bin1"
-    assert nvrtc.compiled == [b"sm_90"]
+    assert nvrtc.compiled == [b"sm_90 --include-path=" + str(tmp_path).encode()]
     assert compiled.compiled(source, ("sm_120",)) == b"\0bin2"
     nvrtc.release = 9
     assert compiled.compiled(source, ("sm_90",)) == b"\0bin3"
     source.write_text("void kernel() { }")
     assert compiled.compiled(source, ("sm_90",)) == b"\0bin4"
-    assert len(list((tmp_path / "cache" / "cuda").iterdir())) == 4
+    (tmp_path / "included.cuh").write_text("int included;")
+    assert compiled.compiled(source, ("sm_90",)) == b"\0bin5"
+    assert len(list((tmp_path / "cache" / "cuda").iterdir())) == 5
 
 
 def test_without_a_cache_folder_it_is_compiled_every_time(

@@ -1,0 +1,74 @@
+// Instructions that CUDA C++ has no names for. tests/support/emulated_cuda.cpp has the same names for a CPU.
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) u8 name[]
+DEV void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+DEV void wait_before() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+template <bool BF16>
+DEV void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    if (BF16)
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    else
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// Four matrices of 8 rows by 16 bytes; a lane gives the address of one row.
+DEV uint4 load_matrices(u32 at) {
+    uint4 v;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+    return v;
+}
+DEV uint4 load_shared(u32 at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+    return v;
+}
+DEV u32 load_shared_byte(u32 at) { u32 v; asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(at) : "memory"); return v; }
+DEV u32 hmul2(u32 a, u32 b) { u32 d; asm("mul.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
+DEV u32 to_half2(float low, float high) { u32 d; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low)); return d; }
+DEV u32 to_bf16x2(float low, float high) { u32 d; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low)); return d; }
+DEV float fast_exp(float v) { float d; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v * 1.4426950408889634f)); return d; }
+DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+DEV void copy_async(u32 to, const void* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory"); }
+DEV void copy_word_async(u32 to, const void* from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to), "l"(from) : "memory"); }
+DEV void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT> DEV void copies_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory"); }
+// Other kernels' writes as they are now, whatever this multiprocessor has cached.
+DEV int load_fresh(const int* p) { int v; asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory"); return v; }
+DEV void shared_is_ready() { if (WGMMA) asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEV void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEV void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT> DEV void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory"); }
+#define C4(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
+#define C16(n) C4(n), C4(n + 1), C4(n + 2), C4(n + 3)
+#define D16(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p) \
+    "%" #a ",%" #b ",%" #c ",%" #d ",%" #e ",%" #f ",%" #g ",%" #h ",%" #i ",%" #j ",%" #k ",%" #l ",%" #m ",%" #n ",%" #o ",%" #p
+#define WGMMA_OF(N, TYPE, D, A0, A1, A2, A3, B, MORE, ...) \
+    asm volatile("{.reg .pred more; setp.ne.b32 more, %" #MORE ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" D \
+                 "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B ", more, 1, 1, 0;}" \
+                 : __VA_ARGS__ : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(more))
+#define D32 D16(0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15) "," D16(16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31)
+#define D64 D32 "," D16(32,33,34,35,36,37,38,39,40,41,42,43,44,45,46,47) "," D16(48,49,50,51,52,53,54,55,56,57,58,59,60,61,62,63)
+#define WGMMA_TYPE(TYPE) \
+    if constexpr (NT == 4) WGMMA_OF(32, TYPE, D16(0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15), 16, 17, 18, 19, 20, 21, C16(0)); \
+    else if constexpr (NT == 8) WGMMA_OF(64, TYPE, D32, 32, 33, 34, 35, 36, 37, C16(0), C16(4)); \
+    else WGMMA_OF(128, TYPE, D64, 64, 65, 66, 67, 68, 69, C16(0), C16(4), C16(8), C16(12))
+// c = a b, with `more` added to what c is: a warpgroup's 64 rows by 8 NT tokens, in the order of mma's registers.
+template <bool BF16, int NT>
+DEV void wgmma(float (&c)[NT][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int more) {
+    if constexpr (BF16) { WGMMA_TYPE("bf16"); } else { WGMMA_TYPE("f16"); }
+}
+template <int NT>
+DEV void wgmma_ends(float (&c)[NT][4]) {  // sums are read no sooner
+    wgmma_wait<0>();
+#pragma unroll
+    for (int n = 0; n < NT; n++) asm volatile("" : C4(n) :: "memory");
+}
