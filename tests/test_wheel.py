@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from spillover.kernels.cuda.mixture import SOURCE
 from spillover.kernels.native.build import LEVELS, levels
 from spillover.models.hub.store import models_folder, resolve
 
@@ -63,6 +64,13 @@ def test_it_holds_a_library_per_level_for_any_python(wheel: Path, libraries: Pat
     assert system.startswith("manylinux_")
     assert system.endswith(machine)
     assert {path.name for path in libraries.iterdir()} == {level.file for level in LEVELS[machine]}
+
+
+def test_it_holds_what_a_card_compiles(wheel: Path) -> None:
+    sources = {f"spillover/kernels/cuda/{path.name}" for path in SOURCE.parent.glob("*.cu*")}
+    assert len(sources) == 2
+    with zipfile.ZipFile(wheel) as archive:
+        assert sources <= set(archive.namelist())
 
 
 def test_it_generates_in_an_empty_environment_without_a_compiler(wheel: Path, tmp_path: Path) -> None:

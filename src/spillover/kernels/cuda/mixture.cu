@@ -471,7 +471,7 @@ template <int T, int STAGES, bool DOWN>
 DEV void tiles(const Product& p, u8* room) {
     launch_dependents();
     const int* place = p.places + blockIdx.x / ((p.rows / 16 + 7) / 8) * 3;
-    Tile tile = {slot_of(p, place[0]), place[1], place[2]};
+    Tile tile = {slot_of(p, load_fresh(place)), load_fresh(place + 1), load_fresh(place + 2)};
     if (tile.slot < 0) {
         if (DOWN) wait_before();  // this kernel ends no sooner than the one before it
         return;
