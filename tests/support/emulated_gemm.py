@@ -1,0 +1,54 @@
+"""The CUDA C++ kernel of products with one order of sums on a CPU: see emulated_gemm.h."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import struct
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from spillover.kernels.cuda.ordered_gemm import SOURCE, Cut
+from spillover.kernels.native.build import cache_folder, command
+
+_EMULATOR = Path(__file__).parent / "emulated_gemm.h"
+_FLAGS = ("-x", "c++", "-std=c++17", "-O2", "-fno-strict-aliasing", "-ffp-contract=off", "-w", "-Wno-psabi", "-shared",
+          "-fPIC", "-U_FORTIFY_SOURCE")  # its longjmp takes a fiber's stack for a broken one
+
+
+class EmulatedGemm:
+    """Launches as kernels.cuda.compiled.Module does."""
+
+    def __init__(self, cut: Cut, chunks: int, dtype: torch.dtype, bias: bool, device: torch.device) -> None:
+        half = ("-DHALF_PRECISION",) if dtype is torch.float16 else ()
+        self._emulate = _library((*cut.options(chunks, dtype, bias), *half)).emulate
+        self._emulate.restype = ctypes.c_bool
+
+    def launch(self, kernel: str, grid: int, threads: int, arguments: ctypes.Structure, shared: int = 0,
+               early: bool = False) -> None:
+        assert kernel == "ordered_gemm"
+        ended = self._emulate(ctypes.c_uint(grid), ctypes.c_uint(threads), ctypes.byref(arguments))
+        assert ended, "threads wait for one another"
+
+
+def described(address: int, rows: int, inner: int, stride: int, box: int, kind: int) -> bytes:
+    """Describe a matrix as the emulated copies read it."""
+    return struct.pack("<Qqqqq", address, rows, inner, stride, box).ljust(128, b"\0")
+
+
+@cache
+def _library(options: tuple[str, ...]) -> ctypes.CDLL:
+    compiler = [command()[0], *_FLAGS, *options, f'-DEMULATED="{_EMULATOR}"']
+    named = "\0".join(compiler).encode() + SOURCE.read_bytes() + _EMULATOR.read_bytes()
+    path = cache_folder() / f"emulated-{hashlib.blake2b(named, digest_size=10).hexdigest()}.so"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder, path.name)
+            subprocess.run([*compiler, str(SOURCE), "-o", str(made)], check=True)
+            os.replace(made, path)
+    return ctypes.CDLL(str(path))
