@@ -48,6 +48,10 @@ def attention_half(product: str, attention: str) -> list[tuple[str, str]]:
     # a prefill step that samples nothing
     BEGIN + attention_half("_described", "_ordered_prefill")
     + [("_add_rms_norm", "norms"), ("_described", "gate_up"), ("_described", "down"), ("_add_rms_norm", "norms")],
+    # the same, multiplied in CUDA C++
+    BEGIN + attention_half("ordered_gemm", "_ordered_prefill")
+    + [("_add_rms_norm", "norms"), ("ordered_gemm", "gate_up"), ("_gate", "activation"), ("ordered_gemm", "down"),
+       ("_add_rms_norm", "norms")],
     # a mixture, few tokens, and sampling with torch's kernels
     BEGIN + 2 * [*attention_half("_few_rows", "_ordered_decode"),
                  ("_add_rms_norm", "norms"), ("_few_rows", "router"), ("_route", "router"),

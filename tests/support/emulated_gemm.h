@@ -1,5 +1,6 @@
-// What kernels/cuda/ordered_gemm.cu needs of a GPU, on a CPU: threads of a cluster are fibers that run in turn, each until it waits. A copy
-// is made at once, with the swizzle that operands are read with; a product is made at once, 16 products in their order.
+// What kernels/cuda/ordered_gemm.cu needs of a GPU, on a CPU: threads of a block are fibers that run in turn, each until
+// it waits. A copy is made at once, with the swizzle that operands are read with; a product is made at once, 16 products
+// in their order.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -13,7 +14,6 @@
 #define __grid_constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define __cluster_dims__(...)
 using std::max;
 using std::min;
 struct uint4 { unsigned x, y, z, w; };
@@ -21,12 +21,12 @@ static uint4 make_uint4(unsigned a, unsigned b, unsigned c, unsigned d) { return
 struct Index { unsigned x; };
 static Index threadIdx, blockIdx, gridDim;
 
-constexpr int MOST_BLOCKS = 4, MOST = 384, STACK = 1 << 17, MEMORY = 1 << 18;
-alignas(1024) static unsigned char shared[MOST_BLOCKS][MEMORY];
-static jmp_buf scheduler, fiber[MOST_BLOCKS * MOST];
-static bool ended[MOST_BLOCKS * MOST], moved;
-static unsigned block, blocks, threads;  // the running one's place in its cluster, and how many there are
-static void pass() { if (!_setjmp(fiber[block * MOST + threadIdx.x])) _longjmp(scheduler, 1); }
+constexpr int MOST = 384, STACK = 1 << 17, MEMORY = 1 << 18;
+alignas(1024) static unsigned char shared[MEMORY];
+static jmp_buf scheduler, fiber[MOST];
+static bool ended[MOST], moved;
+static unsigned threads;
+static void pass() { if (!_setjmp(fiber[threadIdx.x])) _longjmp(scheduler, 1); }
 
 struct Meeting { unsigned arrived, turn; };
 static void meet(Meeting& meeting, unsigned all) {
@@ -35,20 +35,20 @@ static void meet(Meeting& meeting, unsigned all) {
     if (++meeting.arrived == all) meeting.arrived = 0, meeting.turn++;
     else while (meeting.turn == turn) pass();
 }
-static Meeting of_cluster, of_blocks[MOST_BLOCKS], of_consumers[MOST_BLOCKS], of_warps[MOST_BLOCKS][MOST / 32];
-static void __syncthreads() { meet(of_blocks[block], threads); }
-static void __syncwarp() { meet(of_warps[block][threadIdx.x / 32], 32); }
-static unsigned exchanged[MOST_BLOCKS][MOST];
+static Meeting of_block, of_warps[MOST / 32];
+static void __syncthreads() { meet(of_block, threads); }
+static void __syncwarp() { meet(of_warps[threadIdx.x / 32], 32); }
+static unsigned exchanged[MOST];
 static unsigned __shfl_xor_sync(unsigned, unsigned value, int mask) {
-    exchanged[block][threadIdx.x] = value;
+    exchanged[threadIdx.x] = value;
     __syncwarp();
-    unsigned result = exchanged[block][threadIdx.x ^ mask];
+    unsigned result = exchanged[threadIdx.x ^ mask];
     __syncwarp();
     return result;
 }
 
 struct Arrivals { int all, left; long bytes; unsigned phase; };
-static std::map<unsigned, Arrivals> barriers[MOST_BLOCKS];
+static std::map<unsigned, Arrivals> barriers;
 static void settle_barrier(Arrivals& b) {
     moved = true;
     if (b.left == 0 && b.bytes == 0) b.left = b.all, b.phase ^= 1;
@@ -88,7 +88,7 @@ static void settle(float (&)[SUMS]) {}
 static u64 operand(u32 address) { return address >> 4; }
 static float element(u64 from, int row, int k) {
     unsigned short v;
-    memcpy(&v, &shared[block][swizzled(unsigned(from << 4) + row / 8 * 1024 + row % 8 * 128 + k * 2)], 2);
+    memcpy(&v, &shared[swizzled(unsigned(from << 4) + row / 8 * 1024 + row % 8 * 128 + k * 2)], 2);
     return wide(v);
 }
 static void multiply(float (&d)[SUMS], u64 a, u64 b, int add) {
@@ -101,46 +101,36 @@ static void multiply(float (&d)[SUMS], u64 a, u64 b, int add) {
     }
 }
 static u32 shared_memory() { return 0; }
-static u32 of_block(u32 address, u32 of) { return address | of << 24; }
-static u32 rank_in_cluster() { return block; }
-static void synchronize_cluster() { meet(of_cluster, blocks * threads); }
-static void make_barrier(u32 barrier, int arrivals) { barriers[block][barrier] = {arrivals, arrivals, 0, 0}; }
+static void make_barrier(u32 barrier, int arrivals) { barriers[barrier] = {arrivals, arrivals, 0, 0}; }
 static void publish_barriers() {}
-static void await(u32 barrier, u32 phase) { while (barriers[block].at(barrier).phase == phase) pass(); }
+static void await(u32 barrier, u32 phase) { while (barriers.at(barrier).phase == phase) pass(); }
 static void expect(u32 barrier, int bytes) {
-    Arrivals& b = barriers[block].at(barrier);
+    Arrivals& b = barriers.at(barrier);
     b.bytes += bytes, b.left--;
     settle_barrier(b);
 }
-static void arrive(u32 barrier, u32 of) {
-    Arrivals& b = barriers[SHARERS > 1 ? of : block].at(barrier);
+static void arrive(u32 barrier) {
+    Arrivals& b = barriers.at(barrier);
     if (--b.left < 0) fprintf(stderr, "too many arrivals\n"), abort();
     settle_barrier(b);
 }
-template <bool SEVERAL> static void copy(u32 to, const Map& map, int k, int row, u32 barrier, unsigned short mask) {
+static void copy(u32 to, const Map& map, int k, int row, u32 barrier) {
     Matrix m;
     memcpy(&m, &map, sizeof m);
-    if (!SEVERAL) mask = 1 << block;
-    for (unsigned other = 0; other < blocks; other++) {
-        if (!(mask >> other & 1)) continue;
-        for (int r = 0; r < m.box; r++)
-            for (int i = 0; i < STEP; i++) {
-                unsigned short v = 0;
-                if (row + r < m.rows && k + i < m.inner) v = m.data[(row + r) * (m.stride / 2) + k + i];
-                memcpy(&shared[other][swizzled(to + r * 128 + i * 2)], &v, 2);
-            }
-        Arrivals& b = barriers[other].at(barrier);
-        b.bytes -= m.box * STEP * 2;
-        settle_barrier(b);
-    }
+    for (int r = 0; r < m.box; r++)
+        for (int i = 0; i < STEP; i++) {
+            unsigned short v = 0;
+            if (row + r < m.rows && k + i < m.inner) v = m.data[(row + r) * (m.stride / 2) + k + i];
+            memcpy(&shared[swizzled(to + r * 128 + i * 2)], &v, 2);
+        }
+    Arrivals& b = barriers.at(barrier);
+    b.bytes -= m.box * STEP * 2;
+    settle_barrier(b);
 }
 static u32 packed(float low, float high) { return narrow(low) | narrow(high) << 16; }
 static float widened(unsigned short v) { return wide(v); }
-static void write4(u32 to, const float* d) { memcpy(&shared[block][to], d, 16); }
-static void read4(u32 from, float* d) { memcpy(d, &shared[from >> 24][from & 0xFFFFFF], 16); }
 static void let_next_begin() {}
 static void await_previous() {}
-static void synchronize_consumers() { meet(of_consumers[block], CONSUMERS); }
 static void give_registers() {}
 static void take_registers() {}
 
@@ -148,42 +138,37 @@ extern "C" void ordered_gemm(const Arguments a);
 
 static Arguments given;
 static void run_fiber() {
-    unsigned self = block * MOST + threadIdx.x;
+    unsigned self = threadIdx.x;
     if (!_setjmp(fiber[self])) _longjmp(scheduler, 1);
     ordered_gemm(given);
     ended[self] = moved = true;
     _longjmp(scheduler, 1);
 }
 
-// Runs one cluster after another; false if its threads wait for one another for ever.
+// Runs one block after another; false if its threads wait for one another for ever.
 extern "C" bool emulate(unsigned grid, unsigned block_threads, const void* arguments) {
-    static std::vector<char> stacks(size_t(MOST_BLOCKS) * MOST * STACK);
+    static std::vector<char> stacks(size_t(MOST) * STACK);
     memcpy(&given, arguments, sizeof given);
-    blocks = CLUSTER, threads = block_threads;
+    threads = block_threads;
     gridDim.x = grid;
-    for (unsigned first = 0; first < grid; first += blocks) {
+    for (blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++) {
         ucontext_t begin, back;
-        for (block = 0; block < blocks; block++)
-            for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++) {
-                unsigned self = block * MOST + threadIdx.x;
-                ended[self] = false;
-                getcontext(&begin);
-                begin.uc_stack.ss_sp = &stacks[size_t(self) * STACK];
-                begin.uc_stack.ss_size = STACK;
-                begin.uc_link = nullptr;
-                makecontext(&begin, run_fiber, 0);
-                if (!_setjmp(scheduler)) swapcontext(&back, &begin);
-            }
+        for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++) {
+            ended[threadIdx.x] = false;
+            getcontext(&begin);
+            begin.uc_stack.ss_sp = &stacks[size_t(threadIdx.x) * STACK];
+            begin.uc_stack.ss_size = STACK;
+            begin.uc_link = nullptr;
+            makecontext(&begin, run_fiber, 0);
+            if (!_setjmp(scheduler)) swapcontext(&back, &begin);
+        }
         for (bool all = false; !all;) {
             all = true, moved = false;
-            for (block = 0; block < blocks; block++)
-                for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++) {
-                    unsigned self = block * MOST + threadIdx.x;
-                    if (ended[self]) continue;
-                    all = false;
-                    blockIdx.x = first + block;
-                    if (!_setjmp(scheduler)) _longjmp(fiber[self], 1);
-                }
+            for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++) {
+                if (ended[threadIdx.x]) continue;
+                all = false;
+                if (!_setjmp(scheduler)) _longjmp(fiber[threadIdx.x], 1);
+            }
             if (!all && !moved) return false;
         }
     }

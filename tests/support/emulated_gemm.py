@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from spillover.kernels.cuda.ordered_gemm import SOURCE, Cut
+from spillover.kernels.cuda.ordered_gemm import SOURCE, Cut, Map
 from spillover.kernels.native.build import cache_folder, command
 
 _EMULATOR = Path(__file__).parent / "emulated_gemm.h"
@@ -36,9 +36,9 @@ class EmulatedGemm:
         assert ended, "threads wait for one another"
 
 
-def described(address: int, rows: int, inner: int, stride: int, box: int, kind: int) -> bytes:
+def described(address: int, rows: int, inner: int, stride: int, box: int, kind: int) -> ctypes.Array[ctypes.c_uint64]:
     """Describe a matrix as the emulated copies read it."""
-    return struct.pack("<Qqqqq", address, rows, inner, stride, box).ljust(128, b"\0")
+    return Map.from_buffer_copy(struct.pack("<Qqqqq", address, rows, inner, stride, box).ljust(128, b"\0"))
 
 
 @cache

@@ -15,21 +15,17 @@ import torch
 from torch import Tensor
 
 from spillover.kernels.cuda import ordered_gemm
-from spillover.kernels.cuda.ordered_gemm import Cut
+from spillover.kernels.cuda.ordered_gemm import CUTS, LARGE, Cut
 from spillover.kernels.extents import product_chunks
 from support.emulated_gemm import EmulatedGemm, described
 
 CUDA = torch.cuda.is_available() and torch.cuda.get_device_capability() == ordered_gemm.CAPABILITY
 # A cut, and rows, channels, inner: the last tile, the last step and the last chunk are not full, or there is none.
 CASES = [
-    (Cut(64, 3), 150, 72, 200),
-    (Cut(64, 2, 2, 1), 150, 72, 256),
-    (Cut(64, 3, 1, 2), 150, 136, 200),
-    (Cut(32, 2, 2, 2, band=2), 300, 136, 200),
-    (Cut(32, 2, 2, 1, halves=2), 300, 40, 200),
-    (Cut(32, 2, 2, 1), 150, 40, 1160),
-    (Cut(64, 3, spread=True, resident=2), 130, 72, 1152),
-    (Cut(96, 4, halves=2, spread=True), 130, 72, 1160),
+    (Cut(64), 150, 72, 200),
+    (Cut(32), 1100, 40, 72),  # more tiles of rows than a band has
+    (Cut(32, 2), 300, 40, 256),
+    (Cut(96), 130, 104, 1160),
 ]
 
 
@@ -53,32 +49,66 @@ def in_order(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     return (total if bias is None else total + bias.float()).to(x.dtype)
 
 
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the kernel on the CPU, one block that has all tiles."""
+    monkeypatch.setattr(ordered_gemm, "kernel", EmulatedGemm)
+    monkeypatch.setattr(ordered_gemm, "_map", described)
+    monkeypatch.setattr(ordered_gemm, "_plan", ordered_gemm._plan.__wrapped__)
+
+
 @pytest.mark.parametrize(("cut", "rows", "channels", "inner"), CASES)
 def test_sums_have_the_order_of_the_matrix(cut: Cut, rows: int, channels: int, inner: int,
                                            monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ordered_gemm, "kernels", EmulatedGemm)
-    monkeypatch.setattr(ordered_gemm, "_map", described)
-    monkeypatch.setattr(ordered_gemm, "resident_clusters", lambda *_: 1)  # one after another
+    emulated(monkeypatch)
     dtype = torch.float16 if inner == 256 else torch.bfloat16
     x, w, bias = operands(rows, channels, inner, dtype, "cpu")
     given = bias if inner in (200, 1160) else None
     out = torch.full((rows, channels), torch.nan, dtype=dtype)
-    assert ordered_gemm.multiply(x, w, given, out, cut, early=False)
+    assert ordered_gemm.multiply(x, w, given, out, False, cut)
     assert torch.equal(out, in_order(x, w, given))
+
+
+def test_many_rows_are_multiplied_so_where_that_is_possible(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from spillover.kernels.triton import ordered_linear
+
+    emulated(monkeypatch)
+    monkeypatch.setattr(ordered_linear, "NARROW", 40)
+    by_triton: list[tuple[int, int]] = []
+    monkeypatch.setattr(ordered_linear, "_launch_many",
+                        lambda x, w, bias, out, tile: by_triton.append((x.shape[0], w.shape[0])))
+    for rows, channels in ((128, 48), (129, 48), (256, 40), (257, 40), (130, 44)):  # 44 are not stored 8 by 8
+        x, w, bias = operands(rows, channels, 72, torch.bfloat16, "cpu")
+        out = ordered_linear.ordered_linear(x, w, bias)
+        assert (rows, channels) in by_triton or torch.equal(out, in_order(x, w, bias))
+    assert by_triton == [(128, 48), (256, 40), (130, 44)]
 
 
 def test_it_serves_only_what_it_can_and_says_so() -> None:
     x, w, _ = operands(20, 64, 128, torch.bfloat16, "cpu")
     out = torch.empty(20, 64, dtype=torch.bfloat16)
-    assert not ordered_gemm.multiply(x, w, None, out, CASES[0][0], early=False)  # no card
-    assert not ordered_gemm.multiply(x.float(), w.float(), None, out.float(), CASES[0][0], early=False)
-    assert not ordered_gemm.multiply(x, w[:63], None, out[:, :63].contiguous(), CASES[0][0], early=False)
+    assert not ordered_gemm.multiply(x, w, None, out, False)  # no card
+    assert not ordered_gemm.multiply(x.float(), w.float(), None, out.float(), False)
+
+
+@pytest.mark.parametrize(("rows", "channels", "inner", "cut"), [
+    # of those timed on an H200, the fastest: one wave of as narrow tiles as fill it, and large ones of many rows
+    (512, 4096, 4096, Cut(128)), (512, 6144, 4096, Cut(192)), (256, 28672, 4096, Cut(224)),
+    (2048, 1024, 2048, Cut(128)), (512, 34816, 5120, LARGE),
+])
+def test_the_cut_keeps_multiprocessors_busy(rows: int, channels: int, inner: int, cut: Cut) -> None:
+    assert ordered_gemm.chosen(rows, channels, inner, 132) == cut
+
+
+def test_every_cut_fits_an_h200() -> None:
+    for cut in (*CUTS, LARGE):
+        assert cut.shared <= 226 << 10
+        assert cut.stages >= 4
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_it_compiles_for_an_h200_without_spilled_registers(tmp_path: Path) -> None:
-    for cut, chunks in ((Cut(192, 5, 2, 1), 4), (Cut(256, 4, 2, 1), 1), (Cut(192, 4, halves=2, spread=True), 4)):
-        assert cut.shared <= 227 << 10
+    for cut, chunks in ((Cut(224), 4), (Cut(256), 1), (LARGE, 1)):
         options = cut.options(chunks, torch.bfloat16, True)
         done = subprocess.run(
             ["nvcc", "-arch=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v", *options, ordered_gemm.SOURCE,
@@ -92,8 +122,7 @@ def test_it_compiles_for_an_h200_without_spilled_registers(tmp_path: Path) -> No
 @pytest.mark.skipif(not CUDA, reason="needs compute capability 9.0")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("cut", "rows", "channels", "inner"), [
-    *CASES, (Cut(192, 5, 2, 1), 257, 1032, 1160), (Cut(128, 4, halves=2, spread=True), 513, 1096, 2880),
-    (Cut(256, 4, 2, 1), 300, 16456, 1088),
+    *CASES, *((cut, 257, 1032, 1160) for cut in CUTS), *((cut, 300, 16456, 1088) for cut in (*CUTS, LARGE)),
 ])
 def test_bits_are_those_of_the_triton_kernel(cut: Cut, rows: int, channels: int, inner: int,
                                              dtype: torch.dtype) -> None:
@@ -102,5 +131,21 @@ def test_bits_are_those_of_the_triton_kernel(cut: Cut, rows: int, channels: int,
     x, w, bias = operands(rows, channels, inner, dtype, "cuda")
     for given in (None, bias):
         out = torch.full((rows, channels), torch.nan, dtype=dtype, device="cuda")
-        assert ordered_gemm.multiply(x, w, given, out, cut, early=True)
+        assert ordered_gemm.multiply(x, w, given, out, True, cut)
         assert torch.equal(out, ordered_linear(x, w, given, SQUARE))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs compute capability 9.0")
+def test_a_graph_captures_it() -> None:
+    x, w, _ = operands(300, 4096, 1024, torch.bfloat16, "cuda")
+    out = torch.empty(300, 4096, dtype=torch.bfloat16, device="cuda")
+    assert ordered_gemm.multiply(x, w, None, out, True)  # compiled and loaded before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert ordered_gemm.multiply(x, w, None, out, True)
+    x.copy_(x.flip(0))
+    expected = torch.empty_like(out)
+    assert ordered_gemm.multiply(x, w, None, expected, True)
+    graph.replay()
+    assert torch.equal(out, expected)

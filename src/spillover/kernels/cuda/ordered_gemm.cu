@@ -1,29 +1,23 @@
 // Products whose sums have one order (triton/ordered_linear.py), of many rows, for compute capability 9.0.
 //
-// A block of threads multiplies tiles of rows x channels: one warp has the tensor memory accelerator copy x and w to
-// shared memory, STAGES steps ahead, and two warpgroups multiply, each its half of the rows. A cluster is ROW_BLOCKS x
-// CHANNEL_BLOCKS tiles that are copied together: a block copies its share of what several of them read to them all.
-// Each chunk of the inner dimension is summed from nothing and added to the ones before it, in registers. With SPREAD a
-// cluster is one tile instead, each block has a chunk, and each adds up all chunks of some of the channels.
+// A block of threads multiplies tiles of rows x channels, one after another: one warp has the tensor memory accelerator
+// copy x and w to shared memory, STAGES steps ahead, and two warpgroups multiply, each its half of the rows. Each chunk
+// of the inner dimension is summed from nothing and added to the ones before it, in registers.
 //
-// Defined when this is compiled: CHANNELS of a tile, HALVES of 64 rows that a warpgroup multiplies, STAGES, CHUNKS,
-// SPREAD, ROW_BLOCKS, CHANNEL_BLOCKS, BAND (tiles of rows that run side by side on the same channels), RESIDENT (blocks
-// of a multiprocessor), TYPE (bf16 or f16), HAS_BIAS; and SUMS = CHANNELS / 2, SUMS_1 = SUMS + 1, SUMS_2 = SUMS + 2,
-// PIECES = SUMS / 16. What a GPU does with instructions of its own has names, which EMULATED gives to a CPU.
+// Defined when this is compiled: CHANNELS of a tile, HALVES of 64 rows that a warpgroup multiplies, STAGES, CHUNKS, TYPE
+// (bf16 or f16), HAS_BIAS; and SUMS = CHANNELS / 2, SUMS_1 = SUMS + 1, SUMS_2 = SUMS + 2, PIECES = SUMS / 16. What a GPU
+// does with instructions of its own has names, which EMULATED gives to a CPU.
 
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
 constexpr int STEP = 64;  // of the inner dimension: 128 bytes, what a swizzle goes over
+constexpr int BAND = 8;   // tiles of rows that run side by side on the same channels, for the cache
 constexpr int ROWS = 128 * HALVES;
-constexpr int CLUSTER = SPREAD ? CHUNKS : ROW_BLOCKS * CHANNEL_BLOCKS;
-constexpr int SHARERS = SPREAD ? 1 : ROW_BLOCKS + CHANNEL_BLOCKS - 1;  // blocks that copy into a block's memory
-constexpr int HEIGHT = SPREAD || BAND < ROW_BLOCKS ? BAND : BAND / ROW_BLOCKS;  // of a band, in clusters
 constexpr int X_BYTES = ROWS * STEP * 2, W_BYTES = CHANNELS * STEP * 2, STAGE_BYTES = X_BYTES + W_BYTES;
 constexpr int CONSUMERS = 256;  // threads
-static_assert(!SPREAD || ROWS * CHANNELS * 4 <= STAGES * STAGE_BYTES, "sums of a chunk take the place of the stages");
-// A whole warpgroup of which one warp copies can give up registers; two blocks have as few as all threads may have.
-constexpr int THREADS = CONSUMERS + (RESIDENT == 1 ? 128 : 32), FEW_REGISTERS = 24, MANY_REGISTERS = 240;
+// A whole warpgroup, of which one thread copies, can give up registers.
+constexpr int THREADS = CONSUMERS + 128, FEW_REGISTERS = 24, MANY_REGISTERS = 240;
 
 struct alignas(64) Map {
     char bytes[128];
@@ -33,7 +27,7 @@ struct Arguments {
     Map x, w;
     const unsigned short* bias;
     unsigned short* out;
-    int rows, channels, inner, chunk, row_groups, channel_groups;
+    int rows, channels, inner, chunk;
 };
 
 #ifdef EMULATED
@@ -96,26 +90,11 @@ __device__ __forceinline__ u32 shared_memory() {
     return (u32(__cvta_generic_to_shared(memory)) + 1023) & ~1023u;
 }
 
-__device__ __forceinline__ u32 of_block(u32 address, u32 block) {
-    u32 result;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(result) : "r"(address), "r"(block));
-    return result;
-}
-
-__device__ __forceinline__ u32 rank_in_cluster() {
-    u32 rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-__device__ __forceinline__ void synchronize_cluster() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 __device__ __forceinline__ void make_barrier(u32 barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
+// Shows the barriers to the accelerator.
 __device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 __device__ __forceinline__ void await(u32 barrier, u32 phase) {
@@ -129,27 +108,16 @@ __device__ __forceinline__ void expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-__device__ __forceinline__ void arrive(u32 barrier, u32 block) {
-    if (CLUSTER == 1 || SPREAD)
-        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-    else
-        asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(of_block(barrier, block))
-                     : "memory");
+__device__ __forceinline__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Copies a box of a matrix at (k, row), to all `blocks` of the cluster if there are several.
-template <bool SEVERAL>
-__device__ __forceinline__ void copy(u32 to, const Map& map, int k, int row, u32 barrier, unsigned short blocks) {
-    if (SEVERAL)
-        asm volatile(
-            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-            " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(&map), "r"(k), "r"(row), "r"(barrier), "h"(blocks)
-            : "memory");
-    else
-        asm volatile(
-            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::
-            "r"(to), "l"(&map), "r"(k), "r"(row), "r"(barrier)
-            : "memory");
+// Copies a box of a matrix at (k, row).
+__device__ __forceinline__ void copy(u32 to, const Map& map, int k, int row, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::
+        "r"(to), "l"(&map), "r"(k), "r"(row), "r"(barrier)
+        : "memory");
 }
 
 __device__ __forceinline__ u32 packed(float low, float high) {
@@ -164,21 +132,9 @@ __device__ __forceinline__ float widened(unsigned short value) {
     return result;
 }
 
-__device__ __forceinline__ void write4(u32 to, const float* d) {
-    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(d[0]), "f"(d[1]), "f"(d[2]), "f"(d[3])
-                 : "memory");
-}
-
-__device__ __forceinline__ void read4(u32 from, float* d) {  // of any block of the cluster
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]) : "r"(from) : "memory");
-}
-
 __device__ __forceinline__ void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;"); }
 
 __device__ __forceinline__ void await_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-__device__ __forceinline__ void synchronize_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
 
 __device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FEW_REGISTERS)); }
 
@@ -198,29 +154,22 @@ struct Ring {  // the stage whose turn it is
 };
 
 struct Place {
-    int row, channel;  // the first of a block's tile
+    int row, channel;  // the first of a tile
 };
 
-// Clusters of a band of rows come one after another, then the next channels.
-__device__ __forceinline__ Place place(const Arguments& a, int unit, int rank) {
-    int whole = HEIGHT * a.channel_groups;
-    int band = unit / whole, within = unit % whole;
-    int height = min(a.row_groups - band * HEIGHT, HEIGHT);
-    int row = band * HEIGHT + within % height, channel = within / height;
-    if (!SPREAD) {
-        row = row * ROW_BLOCKS + rank % ROW_BLOCKS;
-        channel = channel * CHANNEL_BLOCKS + rank / ROW_BLOCKS;
-    }
-    return {row * ROWS, channel * CHANNELS};
+// Tiles of a band of rows come one after another, then the next channels.
+__device__ __forceinline__ Place place(int tile, int row_tiles, int channel_tiles) {
+    int band = tile / (BAND * channel_tiles), within = tile % (BAND * channel_tiles);
+    int height = min(row_tiles - band * BAND, BAND);
+    return {(band * BAND + within % height) * ROWS, within / height * CHANNELS};
 }
 
-// Stores WIDTH channels of the two rows (8 apart) of which a thread has sums: 2 of every 8 channels. Threads of a quad
-// exchange theirs so that each stores 8 channels at a time.
-template <int WIDTH>
-__device__ __forceinline__ void store(const Arguments& a, float (&d)[WIDTH / 2], int row, int channel) {
+// Stores the two rows (8 apart) of which a thread has sums: 2 of every 8 channels. Threads of a quad exchange theirs so
+// that each stores 8 channels at a time.
+__device__ __forceinline__ void store(const Arguments& a, float (&d)[SUMS], int row, int channel) {
     int quarter = threadIdx.x & 3;
 #pragma unroll
-    for (int group = 0; group < WIDTH / 32; group++) {
+    for (int group = 0; group < CHANNELS / 32; group++) {
         int first = channel + 32 * group;
         float more[8] = {};
         if (HAS_BIAS) {
@@ -256,109 +205,62 @@ __device__ __forceinline__ void store(const Arguments& a, float (&d)[WIDTH / 2],
     }
 }
 
-// Writes a thread's sums to where the other blocks of its cluster read them.
-__device__ __forceinline__ void show(u32 memory, const float (&d)[SUMS], int half) {
-#pragma unroll
-    for (int i = 0; i < SUMS; i += 4) write4(memory + ((half * SUMS + i) / 4 * CONSUMERS + threadIdx.x) * 16, d + i);
-}
-
-// Adds up the chunks of a thread's sums in 32 channels; each block of the cluster has shown those of one chunk.
-__device__ __forceinline__ void add_up(u32 memory, int group, float (&total)[16]) {
-#pragma unroll
-    for (int i = 0; i < 16; i++) total[i] = 0;
-#pragma unroll
-    for (int chunk = 0; chunk < CHUNKS; chunk++) {
-        const u32 from = of_block(memory + (group * 4 * CONSUMERS + threadIdx.x) * 16, chunk);
-        float part[16];
-#pragma unroll
-        for (int i = 0; i < 16; i += 4) read4(from + i / 4 * CONSUMERS * 16, part + i);
-#pragma unroll
-        for (int i = 0; i < 16; i++) total[i] += part[i];
-    }
-}
-
-__device__ __forceinline__ int steps_of(const Arguments& a, int chunk) {
-    int begin = chunk * a.chunk;
-    return max(0, (min(begin + a.chunk, a.inner) - begin + STEP - 1) / STEP);
-}
-
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, RESIDENT)
-    ordered_gemm(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) ordered_gemm(const __grid_constant__ Arguments a) {
     const u32 memory = shared_memory(), full = memory + STAGES * STAGE_BYTES, empty = full + 8 * STAGES;
-    const int rank = CLUSTER > 1 ? rank_in_cluster() : 0, units = a.row_groups * a.channel_groups;
-    const int first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
-    const int row_rank = rank % ROW_BLOCKS, channel_rank = rank / ROW_BLOCKS;
+    const int row_tiles = (a.rows + ROWS - 1) / ROWS, channel_tiles = (a.channels + CHANNELS - 1) / CHANNELS;
+    const int tiles = row_tiles * channel_tiles, first = blockIdx.x;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     let_next_begin();
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
             make_barrier(full + 8 * i, 1);
-            make_barrier(empty + 8 * i, CONSUMERS / 32 * SHARERS);
+            make_barrier(empty + 8 * i, CONSUMERS / 32);
         }
         publish_barriers();
     }
     __syncthreads();
-    if (CLUSTER > 1) synchronize_cluster();
 
     if (threadIdx.x >= CONSUMERS) {
-        if (RESIDENT == 1) give_registers();
-        if (warp == CONSUMERS / 32 && lane == 0) {
-            const int begin = SPREAD ? rank * a.chunk : 0;
-            const int steps = SPREAD ? steps_of(a, rank) : (a.inner + STEP - 1) / STEP;
-            // A block's share of what blocks of the same rows, or of the same channels, all read.
-            constexpr int X_SHARE = ROWS / (SPREAD ? 1 : CHANNEL_BLOCKS), W_SHARE = CHANNELS / (SPREAD ? 1 : ROW_BLOCKS);
-            const int x_part = SPREAD ? 0 : channel_rank * X_SHARE, w_part = SPREAD ? 0 : row_rank * W_SHARE;
-            unsigned short x_blocks = 0, w_blocks = 0;
-            for (int i = 0; i < CHANNEL_BLOCKS; i++) x_blocks |= 1 << (row_rank + ROW_BLOCKS * i);
-            for (int i = 0; i < ROW_BLOCKS; i++) w_blocks |= 1 << (i + ROW_BLOCKS * channel_rank);
-            auto copy_w = [&](int stage, int channel, int k) {
-                copy<(!SPREAD && ROW_BLOCKS > 1)>(memory + stage * STAGE_BYTES + X_BYTES + w_part * STEP * 2, a.w, k,
-                                                channel + w_part, full + 8 * stage, w_blocks);
+        give_registers();
+        if (threadIdx.x == CONSUMERS) {
+            const int steps = (a.inner + STEP - 1) / STEP;
+            auto copy_w = [&](int stage, int channel, int step) {
+                expect(full + 8 * stage, STAGE_BYTES);
+                copy(memory + stage * STAGE_BYTES + X_BYTES, a.w, step * STEP, channel, full + 8 * stage);
             };
             // Weights are copied while the kernel that makes x still runs.
             const int ahead = min(steps, STAGES);
-            const int channel = place(a, first, rank).channel;
-            for (int i = 0; i < ahead; i++) {
-                expect(full + 8 * i, STAGE_BYTES);
-                copy_w(i, channel, begin + i * STEP);
-            }
+            for (int i = 0; i < ahead; i++) copy_w(i, place(first, row_tiles, channel_tiles).channel, i);
             await_previous();
             Ring ring;
-            for (int unit = first; unit < units; unit += stride) {
-                const Place at = place(a, unit, rank);
+            for (int tile = first; tile < tiles; tile += gridDim.x) {
+                const Place at = place(tile, row_tiles, channel_tiles);
                 for (int i = 0; i < steps; i++) {
-                    if (unit > first || i >= ahead) {
+                    if (tile > first || i >= ahead) {
                         await(empty + 8 * ring.stage, ring.phase ^ 1);
-                        expect(full + 8 * ring.stage, STAGE_BYTES);
-                        copy_w(ring.stage, at.channel, begin + i * STEP);
+                        copy_w(ring.stage, at.channel, i);
                     }
-                    copy<(!SPREAD && CHANNEL_BLOCKS > 1)>(memory + ring.stage * STAGE_BYTES + x_part * STEP * 2, a.x,
-                                                        begin + i * STEP, at.row + x_part, full + 8 * ring.stage,
-                                                        x_blocks);
+                    copy(memory + ring.stage * STAGE_BYTES, a.x, i * STEP, at.row, full + 8 * ring.stage);
                     ring.advance();
                 }
             }
         }
-        __syncwarp();
-        if (SPREAD) synchronize_cluster();
     } else {
-        if (RESIDENT == 1) take_registers();
+        take_registers();
         const int group = warp / 4;
-        const bool releases = CLUSTER == 1 || SPREAD ? lane == 0 : lane < CLUSTER && (lane % ROW_BLOCKS == row_rank ||
-                                                                                   lane / ROW_BLOCKS == channel_rank);
         auto release = [&](int stage) {
-            if (releases) arrive(empty + 8 * stage, lane);
+            if (lane == 0) arrive(empty + 8 * stage);
         };
         Ring ring;
-        for (int unit = first; unit < units; unit += stride) {
+        for (int tile = first; tile < tiles; tile += gridDim.x) {
             float sums[HALVES][SUMS], total[HALVES][SUMS];
 #pragma unroll
             for (int half = 0; half < HALVES; half++)
 #pragma unroll
                 for (int i = 0; i < SUMS; i++) sums[half][i] = total[half][i] = 0;
 #pragma unroll 1
-            for (int chunk = 0; chunk < (SPREAD ? 1 : CHUNKS); chunk++) {
-                const int steps = steps_of(a, SPREAD ? rank : chunk);
+            for (int begin = 0; begin < a.inner; begin += a.chunk) {
+                const int steps = (min(a.chunk, a.inner - begin) + STEP - 1) / STEP;
                 int before = 0;
 #pragma unroll 1
                 for (int i = 0; i < steps; i++) {
@@ -381,36 +283,18 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                 }
                 await_products<0>();
                 for (int half = 0; half < HALVES; half++) settle(sums[half]);
-                if (steps > 0) release(before);
-                if (CHUNKS > 1 && !SPREAD && steps > 0)
+                release(before);
+                if (CHUNKS > 1)
 #pragma unroll
                     for (int half = 0; half < HALVES; half++)
 #pragma unroll
                         for (int i = 0; i < SUMS; i++) total[half][i] += sums[half][i];
             }
-            const Place at = place(a, unit, rank);
+            const Place at = place(tile, row_tiles, channel_tiles);
             const int row = at.row + group * (64 * HALVES) + warp % 4 * 16 + lane / 4;
-            if constexpr (SPREAD) {
-                synchronize_consumers();  // all of this block's products are made
 #pragma unroll
-                for (int half = 0; half < HALVES; half++) show(memory, sums[half], half);
-                synchronize_cluster();
-                constexpr int GROUPS = CHANNELS / 32;
-#pragma unroll
-                for (int i = 0; i < HALVES * GROUPS; i += CHUNKS) {
-                    const int mine = i + rank;  // of the tile's groups of 32 channels
-                    if (mine < HALVES * GROUPS) {
-                        float whole[16];
-                        add_up(memory, mine, whole);
-                        store<32>(a, whole, row + mine / GROUPS * 64, at.channel + mine % GROUPS * 32);
-                    }
-                }
-            } else {
-#pragma unroll
-                for (int half = 0; half < HALVES; half++)
-                    store<CHANNELS>(a, CHUNKS > 1 ? total[half] : sums[half], row + 64 * half, at.channel);
-            }
+            for (int half = 0; half < HALVES; half++)
+                store(a, CHUNKS > 1 ? total[half] : sums[half], row + 64 * half, at.channel);
         }
     }
-    if (CLUSTER > 1) synchronize_cluster();  // no block ends while others read its memory or arrive at its barriers
 }

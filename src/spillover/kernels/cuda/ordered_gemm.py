@@ -22,105 +22,127 @@ log = logging.getLogger("spillover.kernels")
 
 SOURCE = Path(__file__).parent / "ordered_gemm.cu"
 CAPABILITY = (9, 0)
-STEP = 64
+STEP = 64  # of the inner dimension
+LEAST_ROWS = 128  # of a tile
+SHARED = 225 << 10  # bytes of shared memory for stages
+THREADS = 384
 TYPES = {torch.bfloat16: ("bf16", 9), torch.float16: ("f16", 6)}  # in PTX, and as CUtensorMapDataType
 _SWIZZLE_128, _PROMOTE_256 = 3, 3  # CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B
 _MAP_BYTES, _MAP_ALIGNED = 128, 64  # of a CUtensorMap
+Map = c_uint64 * (_MAP_BYTES // 8)
 
 
 class Cut(NamedTuple):
-    """How a product is cut, in the words of ordered_gemm.cu."""
+    """The tiles of a product, in the words of ordered_gemm.cu."""
 
     channels: int
-    stages: int
-    row_blocks: int = 1
-    channel_blocks: int = 1
     halves: int = 1
-    spread: bool = False
-    resident: int = 1
-    band: int = 8
 
     @property
     def rows(self) -> int:
-        return 128 * self.halves
+        return LEAST_ROWS * self.halves
 
-    def cluster(self, chunks: int) -> int:
-        return chunks if self.spread else self.row_blocks * self.channel_blocks
-
-    def groups(self, rows: int, channels: int) -> tuple[int, int]:
-        """Return how many clusters the rows and the channels of a product take."""
-        row_blocks, channel_blocks = (1, 1) if self.spread else (self.row_blocks, self.channel_blocks)
-        return -(-rows // (self.rows * row_blocks)), -(-channels // (self.channels * channel_blocks))
+    @property
+    def stages(self) -> int:
+        return SHARED // ((self.rows + self.channels) * STEP * 2)
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory, with barriers and what it takes to begin at a multiple of 1024."""
         return self.stages * ((self.rows + self.channels) * STEP * 2 + 16) + 1024
 
+    def tiles(self, rows: int, channels: int) -> int:
+        return -(-rows // self.rows) * -(-channels // self.channels)
+
+    def clocks(self, inner: int) -> float:
+        """Estimate what a tile takes. A step of 16 is bound by the tensor cores or by shared memory, which operands are
+        written to once and read from once per 64 rows; large tiles copy less, and each ends with a store."""
+        multiply = self.halves * self.channels
+        share = 2 * self.halves * (16 + self.channels / 4) + (self.rows + self.channels) / 4
+        return inner / 16 * (max(multiply, share) + (self.rows + self.channels) / 16) + 10 * multiply
+
     def options(self, chunks: int, dtype: torch.dtype, bias: bool) -> tuple[str, ...]:
         sums = self.channels // 2
         defined = {
             "CHANNELS": self.channels, "HALVES": self.halves, "STAGES": self.stages, "CHUNKS": chunks,
-            "SPREAD": int(self.spread), "ROW_BLOCKS": self.row_blocks, "CHANNEL_BLOCKS": self.channel_blocks,
-            "BAND": self.band, "RESIDENT": self.resident, "TYPE": TYPES[dtype][0], "HAS_BIAS": int(bias), "SUMS": sums,
-            "SUMS_1": sums + 1, "SUMS_2": sums + 2, "PIECES": sums // 16,
+            "TYPE": TYPES[dtype][0], "HAS_BIAS": int(bias), "SUMS": sums, "SUMS_1": sums + 1, "SUMS_2": sums + 2,
+            "PIECES": sums // 16,
         }
         return tuple(f"-D{name}={value}" for name, value in defined.items())
+
+
+CUTS = tuple(Cut(channels) for channels in range(32, 257, 32))
+LARGE = Cut(192, 2)  # without chunks only: sums and totals would not fit into registers
 
 
 class _Arguments(ctypes.Structure):
     """What the kernel takes, as large as its alignment makes it."""
 
-    _fields_ = (("x", c_char * _MAP_BYTES), ("w", c_char * _MAP_BYTES), ("bias", c_void_p), ("out", c_void_p),
-                *((name, c_int) for name in ("rows", "channels", "inner", "chunk", "row_groups", "channel_groups")),
-                ("padding", c_int * 6))
+    _fields_ = (("x", Map), ("w", Map), ("bias", c_void_p), ("out", c_void_p), ("rows", c_int), ("channels", c_int),
+                ("inner", c_int), ("chunk", c_int), ("padding", c_int * 8))
 
 
-def multiply(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, cut: Cut, early: bool) -> bool:
+class _Plan(NamedTuple):
+    cut: Cut
+    blocks: int
+    chunk: int
+    kernel: Module
+
+
+def multiply(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, early: bool, cut: Cut | None = None) -> bool:
     """Multiply x [T, K], w [N, K], bias [N] into out [T, N]; False where this kernel cannot. x and w must be readable
-    by the tensor memory accelerator."""
+    by the tensor memory accelerator. `cut`: instead of the one that would be chosen."""
     (rows, channels), inner = out.shape, x.shape[1]
-    if x.dtype not in TYPES or channels % 8:
+    plan = _plan(-(-rows // LEAST_ROWS), channels, inner, x.dtype, bias is not None, x.device, cut)
+    if plan is None:
         return False
-    chunks, chunk = product_chunks(channels, inner)
-    if chunks == 1 and cut.spread:
-        return False
-    module = kernels(cut, chunks, x.dtype, bias is not None, x.device)
-    if module is None:
-        return False
-    row_groups, channel_groups = cut.groups(rows, channels)
-    cluster, units = cut.cluster(chunks), row_groups * channel_groups
-    clusters = units if cut.spread else min(units, resident_clusters(cut, cluster, x.device))
-    row_blocks, channel_blocks = (1, 1) if cut.spread else (cut.row_blocks, cut.channel_blocks)
-    arguments = _Arguments()
-    arguments.bias, arguments.out = None if bias is None else bias.data_ptr(), out.data_ptr()
-    arguments.rows, arguments.channels, arguments.inner, arguments.chunk = rows, channels, inner, chunk
-    arguments.row_groups, arguments.channel_groups = row_groups, channel_groups
-    for name, each, box in (("x", x, cut.rows // channel_blocks), ("w", w, cut.channels // row_blocks)):
-        described = _map(each.data_ptr(), *each.shape, each.stride(0) * 2, box, TYPES[each.dtype][1])
-        ctypes.memmove(ctypes.addressof(arguments) + getattr(_Arguments, name).offset, described, _MAP_BYTES)
-    module.launch("ordered_gemm", clusters * cluster, 384 if cut.resident == 1 else 288, arguments, cut.shared, early)
+    kind = TYPES[x.dtype][1]
+    arguments = _Arguments(
+        _map(x.data_ptr(), rows, inner, x.stride(0) * 2, plan.cut.rows, kind),
+        _map(w.data_ptr(), channels, inner, w.stride(0) * 2, plan.cut.channels, kind),
+        None if bias is None else bias.data_ptr(), out.data_ptr(), rows, channels, inner, plan.chunk)
+    plan.kernel.launch("ordered_gemm", plan.blocks, THREADS, arguments, plan.cut.shared, early)
     return True
 
 
 @cache
-def kernels(cut: Cut, chunks: int, dtype: torch.dtype, bias: bool, device: torch.device) -> Module | None:
+def _plan(row_tiles: int, channels: int, inner: int, dtype: torch.dtype, bias: bool, device: torch.device,
+          cut: Cut | None) -> _Plan | None:
+    if dtype not in TYPES or channels % 8:
+        return None
+    processors, (chunks, chunk) = _processors(device), product_chunks(channels, inner)
+    rows = row_tiles * LEAST_ROWS
+    cut = cut or chosen(rows, channels, inner, processors)
+    found = kernel(cut, chunks, dtype, bias, device)
+    return None if found is None else _Plan(cut, min(cut.tiles(rows, channels), processors), chunk, found)
+
+
+def chosen(rows: int, channels: int, inner: int, processors: int) -> Cut:
+    """Return the cut with which the multiprocessor that has most tiles takes least."""
+    cuts = CUTS if product_chunks(channels, inner)[0] > 1 else (*CUTS, LARGE)
+    return min(cuts, key=lambda cut: -(-cut.tiles(rows, channels) // processors) * cut.clocks(inner))
+
+
+@cache
+def kernel(cut: Cut, chunks: int, dtype: torch.dtype, bias: bool, device: torch.device) -> Module | None:
     """Return the kernel that cuts products so, None where there is none."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY or torch.version.hip:
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) != CAPABILITY:
         return None
     try:
         return Module(SOURCE, cut.options(chunks, dtype, bias), device)
     except CudaError as problem:
-        log.warning("products in Triton, without the faster ones in CUDA C++: %s", problem)
+        _warn(str(problem).partition("\n")[0])
         return None
 
 
 @cache
-def resident_clusters(cut: Cut, cluster: int, device: torch.device) -> int:
-    """Return how many clusters a device runs at a time. Those of 4 do not take all multiprocessors: a cluster lies in
-    one of the groups that the multiprocessors form."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return (processors // cluster - (cluster > 2)) * cut.resident
+def _warn(problem: str) -> None:
+    log.warning("products go through Triton's kernels: %s", problem)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @cache
@@ -128,8 +150,8 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-@lru_cache(maxsize=4096)
-def _map(address: int, rows: int, inner: int, stride: int, box: int, kind: int) -> bytes:
+@lru_cache(maxsize=8192)
+def _map(address: int, rows: int, inner: int, stride: int, box: int, kind: int) -> ctypes.Array[c_uint64]:
     """Describe a matrix to the tensor memory accelerator, which copies `box` rows of STEP columns at a time."""
     buffer = (c_char * (_MAP_BYTES + _MAP_ALIGNED))()
     begin = -ctypes.addressof(buffer) % _MAP_ALIGNED
@@ -139,4 +161,4 @@ def _map(address: int, rows: int, inner: int, stride: int, box: int, kind: int) 
         c_int(_PROMOTE_256), c_int(0))
     if code:
         raise CudaError(f"a matrix of {rows} x {inner} cannot be described: {code}")
-    return buffer.raw[begin:begin + _MAP_BYTES]
+    return Map.from_buffer_copy(buffer, begin)

@@ -4,6 +4,7 @@ The inner dimension is summed in ascending order, in chunks that are a constant 
 nothing, and chunks are added in their order. What tensor cores make of an element depends on that order alone, so tiles
 follow the number of rows freely. A few rows have all chunks of a tile side by side, in warps of their own. Of more rows
 each chunk of a narrow matrix has programs of its own, which keeps the device busy; else a program takes all chunks.
+Many rows are multiplied in CUDA C++ where that is possible (cuda/ordered_gemm.py), in the same order.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from spillover.kernels.cuda import ordered_gemm
 from spillover.kernels.extents import WIDE_CHANNELS, product_chunks
 from spillover.kernels.triton.activation import silu_and_mul
 from spillover.kernels.triton.launch import early
 
 FEW = 16  # rows
+MANY, MANY_NARROW = 129, 257  # rows from which CUDA C++ is faster, and of matrices that are narrow
 ARRIVALS = 1 << 16  # tiles of a launch whose chunks have programs of their own, at most
 BAND = 8  # tiles of rows that run side by side on the same channels, for the cache
 
@@ -70,11 +73,13 @@ ROWS = sorted(TILES)
 
 
 def ordered_linear(x: Tensor, w: Tensor, bias: Tensor | None = None, tile: Tile | None = None) -> Tensor:
-    """Multiply x [T, K], w [N, K], bias [N] -> [T, N]. `tile`: instead of the one that would be chosen."""
+    """Multiply x [T, K], w [N, K], bias [N] -> [T, N]. `tile`: of Triton's kernel, instead of what would be chosen."""
     rows, channels = x.shape[0], w.shape[0]
     out = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
     if rows and (tile is not None or rows > FEW) and x.element_size() == 2 and _describable(x, w):
-        _launch_many(x, w, bias, out, tile or _tile(rows, channels, w.shape[1]))
+        many = tile is None and rows >= (MANY_NARROW if channels <= NARROW else MANY)
+        if not many or not ordered_gemm.multiply(x, w, bias, out, early(x.device)["EARLY"]):
+            _launch_many(x, w, bias, out, tile or _tile(rows, channels, w.shape[1]))
     elif rows:
         _launch_few(x, w, bias, out, False)
     return out
