@@ -68,7 +68,7 @@ def test_it_holds_a_library_per_level_for_any_python(wheel: Path, libraries: Pat
 
 def test_it_holds_what_a_card_compiles(wheel: Path) -> None:
     sources = {f"spillover/kernels/cuda/{path.name}" for path in SOURCE.parent.glob("*.cu*")}
-    assert len(sources) == 2
+    assert sources
     with zipfile.ZipFile(wheel) as archive:
         assert sources <= set(archive.namelist())
 
