@@ -45,6 +45,10 @@ def attention_half(product: str, attention: str) -> list[tuple[str, str]]:
                  ("nvjet_tst_128x64", "gate_up"), ("_gate", "activation"), ("sm90_xmma_gemm_bf16bf16", "down"),
                  ("void cublasLt::splitKreduce_kernel<32, 16, int>", "down")]
     + [("_add_rms_norm", "norms"), ("indexSelectLargeIndex", "embedding and rows"), ("nvjet_tst_64x8", "head"), *END],
+    # one row, where a product begins with the norm
+    BEGIN + 2 * [("_add_rms_norm_few_rows", "qkv"), ("_ordered_decode_few", "attention"), ("_few_rows_ahead", "o"),
+                 ("_add_rms_norm_few_rows", "gate_up"), ("_few_rows_ahead", "down")]
+    + [("_add_rms_norm", "norms"), ("_few_rows", "head"), *END],
     # a prefill step that samples nothing
     BEGIN + attention_half("_described", "_ordered_prefill")
     + [("_add_rms_norm", "norms"), ("_described", "gate_up"), ("_described", "down"), ("_add_rms_norm", "norms")],

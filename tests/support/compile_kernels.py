@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from spillover.kernels.triton import ordered_linear
-from spillover.kernels.triton.attention import ordered_decode, ordered_prefill
+from spillover.kernels.triton.attention import decode_few, ordered_decode, ordered_prefill
 from spillover.kernels.triton.attention.ordered_splits import TILE_QUERIES
 from spillover.kernels.triton.codes import CODES
 
@@ -41,7 +41,7 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], warp
     out are int32; all that are no constants are multiples of 16."""
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     plain = [index for index, name in enumerate(kernel.arg_names)
-             if name not in constants and name not in ("rows", "scale") and "desc" not in types.get(name, "")]
+             if name not in constants and name not in ("rows", "scale", "eps") and "desc" not in types.get(name, "")]
     source = ASTSource(kernel, signature, constants, {(index,): [["tt.divisibility", 16]] for index in plain})
     made = triton.compile(source, TARGET, {"num_warps": warps, "num_stages": stages, "launch_pdl": early,
                                            "maxnreg": registers})
@@ -79,6 +79,21 @@ def few_rows(chunks: int, gated: bool) -> dict[str, int]:
     return compiled(ordered_linear._few_rows, LINEAR, constants, 4, stages, True)
 
 
+def few_rows_ahead(inner: int, width: int, norm: bool, gated: bool) -> dict[str, int]:
+    types = {**LINEAR, **dict.fromkeys(("residual_ptr", "norm_ptr", "total_ptr"), "*bf16"), "eps": "fp32"}
+    constants = {"CHUNKS": 4, "CHUNK": inner // 4, "STEP": 256, "ROWS": 8, "REAL": 1, "CHANNELS": width, "NORM": norm,
+                 "BIAS": False, "GATED": gated, "PREFETCH": True, "EARLY": True}
+    return compiled(ordered_linear._few_rows_ahead, types, constants, ordered_linear.AHEAD_WARPS, 3, True)
+
+
+def decode_few_requests() -> dict[str, int]:
+    types = {**ATTENTION, **dict.fromkeys(("qkv_ptr", "q_norm_ptr", "k_norm_ptr"), "*bf16"), "cos_ptr": "*fp32",
+             "sin_ptr": "*fp32", "eps": "fp32"}
+    shape = {name: value for name, value in HEADS.items() if name != "PADDED"}
+    constants = {**shape, "KV_HEADS": 8, "ROWS": 16, "FEW": 4, "NORM": True, "EARLY": True}
+    return compiled(decode_few._ordered_decode_few, types, constants, decode_few.WARPS, 2, True)
+
+
 def described(tile: ordered_linear.Tile, chunks: int) -> dict[str, int]:
     constants = {"CHUNKS": chunks, "SPREAD": tile.spread, "ROWS": tile.rows, "CHANNELS": tile.channels,
                  "STEP": tile.step, "BAND": 8, "FLIP": tile.flip, "BIAS": False, "EARLY": True}
@@ -91,6 +106,8 @@ if __name__ == "__main__":
     print(json.dumps({
         "decode": decode("auto"), "decode fp8": decode("fp8"), "16 new tokens": decode("auto", 16),
         "prefill": prefill(), "1 row, 4 chunks": few_rows(4, False), "1 row, gated": few_rows(1, True),
+        "1 row, norm and gate": few_rows_ahead(1024, 8, True, True), "decode of few": decode_few_requests(),
+        "1 row, ahead": few_rows_ahead(3072, 8, False, False),
         "64 rows, spread": described(ordered_linear.DEEP_SPREAD, 4),
         "512 rows": described(ordered_linear.SQUARE, 1), "many rows, 4 chunks": described(ordered_linear.LARGE, 4),
     }))

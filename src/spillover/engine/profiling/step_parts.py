@@ -26,11 +26,13 @@ COPIES, ROWS, OTHER = "copies", "embedding and rows", "other"
 ORDER = (COPIES, ROWS, NORMS, QKV, ROPE_STORE, ATTENTION, OUT, GATE_UP, ACTIVATION, DOWN, ROUTER, PAGING, EXPERTS, SUM,
          HEAD, SAMPLING, OTHER)  # as a step runs them
 
-_PRODUCT, _REDUCTION, _CHOICE = "product", "sums of a product", "choice"  # what they are part of, their place tells
+# What these are part of, their place tells.
+_PRODUCT, _NORM_PRODUCT, _REDUCTION, _CHOICE = "product", "norm and product", "sums of a product", "choice"
 # The first that matches a name; a new kernel is named here.
 _NAMES = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in (
     (COPIES, r"memcpy|memset|_bring|update_tables|fill_tokens|aten::(copy_|index_put_)"),
     (ATTENTION, r"attention|_ordered_(decode|prefill)|_fold_short|flash|fmha"),
+    (_NORM_PRODUCT, r"add_rms_norm_few_rows"),
     (NORMS, r"add_rms_norm"),
     (ROPE_STORE, r"rope|store_kv|rms_norm"),
     (PAGING, r"_resolve|_assign|_gather_or_post|_post\b|_collect|_await"),
@@ -49,7 +51,8 @@ _NAMES = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in (
 def step_parts(names: Sequence[str]) -> list[str]:
     """Return the part of the step, one of ORDER, that each of its kernels belongs to. `names`: in order of launch."""
     kinds = [_kind(name) for name in names]
-    norms = [place for place, kind in enumerate(kinds) if kind == NORMS]
+    norms = [place for place, kind in enumerate(kinds) if kind in (NORMS, _NORM_PRODUCT)]
+    kinds = [_PRODUCT if kind == _NORM_PRODUCT else kind for kind in kinds]
     bounds = [0, *norms, len(kinds)]
     parts: list[str] = []
     for number, (begin, end) in enumerate(itertools.pairwise(bounds)):

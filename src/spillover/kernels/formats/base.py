@@ -146,6 +146,15 @@ class WeightFormat(ABC):
 
         return silu_and_mul(self.linear(x, w, bias))
 
+    def add_norm_linear(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float, w: Linear,
+                        bias: Tensor | None = None, gated: bool = False) -> tuple[Tensor, Tensor]:
+        """x and residual [T, in] -> (rms_norm(x + residual) multiplied, x + residual), for a CUDA device; `gated`: as
+        `linear_silu`."""
+        from spillover.kernels.triton.norm import add_rms_norm
+
+        x, residual = add_rms_norm(x, residual, norm, eps, begin_early=not gated or x.shape[0] == 1)
+        return (self.linear_silu if gated else self.linear)(x, w, bias), residual
+
     def embedding(self, ids: Tensor, w: Linear) -> Tensor:
         """Look up ids [T] -> [T, in]."""
         return F.embedding(ids, self.dequantize(w, torch.float32))

@@ -53,5 +53,11 @@ class BatchInvariant(WeightFormat):
 
         return ordered_linear_silu(x, self.base.dequantize(w, x.dtype), bias)
 
+    def add_norm_linear(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float, w: Linear,
+                        bias: Tensor | None = None, gated: bool = False) -> tuple[Tensor, Tensor]:
+        from spillover.kernels.triton.ordered_linear import add_norm_linear
+
+        return add_norm_linear(x, residual, norm, eps, self.base.dequantize(w, x.dtype), bias, gated)
+
     def host_code(self, dtype: torch.dtype) -> int | None:
         return self.base.host_code(dtype)

@@ -32,18 +32,34 @@ def _warps(width: int) -> int:
 @triton.jit
 def _add_rms_norm(x_ptr, residual_ptr, weight_ptr, normed_ptr, total_ptr, eps, x_stride, residual_stride,
                   WIDTH: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr):
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
     inside = column < WIDTH
+    if EARLY:
+        gdc_launch_dependents()
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if EARLY:
+        gdc_wait()
     dtype = normed_ptr.dtype.element_ty
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     x += tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
     x = x.to(dtype).to(tl.float32)  # the sum as it is kept
     tl.store(total_ptr + row * WIDTH + column, x.to(dtype), mask=inside)
-    normed = x * tl.rsqrt(tl.sum(x * x) / WIDTH + eps)
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    normed = normed.to(dtype).to(tl.float32) * weight
-    tl.store(normed_ptr + row * WIDTH + column, normed.to(dtype), mask=inside)
+    factor = tl.rsqrt(pairwise_sum((x * x).reshape(1, PADDED), 1, PADDED) / WIDTH + eps)
+    tl.store(normed_ptr + row * WIDTH + column, scaled(x, factor, weight, dtype), mask=inside)
+
+
+@triton.jit
+def scaled(x, factor, weight, dtype: tl.constexpr):
+    """Return x times the factor of its row, rounded, times a norm's weight, rounded."""
+    return ((x * factor).to(dtype).to(tl.float32) * weight).to(dtype)
+
+
+@triton.jit
+def pairwise_sum(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Add up the rows of x [ROWS, WIDTH], neighbours first -> [ROWS]: an order of sums that does not depend on how a
+    kernel lays x out in registers."""
+    for level in tl.static_range(20):
+        if WIDTH >> level > 1:
+            x = tl.sum(x.reshape(ROWS, WIDTH >> level >> 1, 2), 2)
+    return x.reshape(ROWS)

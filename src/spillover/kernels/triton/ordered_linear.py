@@ -2,7 +2,8 @@
 
 The inner dimension is summed in ascending order, in chunks that are a constant of the matrix: each chunk is summed from
 nothing, and chunks are added in their order. What tensor cores make of an element depends on that order alone, so tiles
-follow the number of rows freely. A few rows have all chunks of a tile side by side, in warps of their own. Of more rows
+follow the number of rows freely. A few rows have all chunks of a tile side by side, in warps of their own, and where a
+program's weights fit into shared memory they are there before the kernel ahead has ended. Of more rows
 each chunk of a narrow matrix has programs of its own, which keeps the device busy; else a program takes all chunks.
 Many rows are multiplied in CUDA C++ where that is possible (cuda/ordered_gemm.py), in the same order.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import bisect
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,9 +25,15 @@ from spillover.kernels.cuda import ordered_gemm
 from spillover.kernels.extents import WIDE_CHANNELS, product_chunks
 from spillover.kernels.triton.activation import silu_and_mul
 from spillover.kernels.triton.launch import early
+from spillover.kernels.triton.norm import add_rms_norm, pairwise_sum, scaled
 
 FEW = 16  # rows
 MANY, MANY_NARROW = 129, 257  # rows from which CUDA C++ is faster, and of matrices that are narrow
+AHEAD_ROWS = 8  # most rows of a product whose programs load all of their weights ahead
+AHEAD_BYTES = 64 << 10  # most of a program's weights that are
+AHEAD_WARPS = 4
+AHEAD_PROGRAMS = 400  # most of a launch, if that allows a program fewer channels
+AHEAD = FUSE_NORM = PREFETCH = True
 ARRIVALS = 1 << 16  # tiles of a launch whose chunks have programs of their own, at most
 BAND = 8  # tiles of rows that run side by side on the same channels, for the cache
 
@@ -95,8 +102,55 @@ def ordered_linear_silu(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Ten
     return out
 
 
+def add_norm_linear(x: Tensor, residual: Tensor, norm: Tensor, eps: float, w: Tensor, bias: Tensor | None = None,
+                    gated: bool = False) -> tuple[Tensor, Tensor]:
+    """x and residual [T, K], norm [K], w [N, K] -> (rms_norm(x + residual) times w, x + residual); `gated`: as
+    `ordered_linear_silu`."""
+    rows, inner = x.shape
+    channels = w.shape[0] // 2 if gated else w.shape[0]
+    width = _ahead_width(x, w, gated)
+    if (FUSE_NORM and rows and width and inner == triton.next_power_of_2(inner) and x.is_contiguous()
+            and residual.is_contiguous()):
+        out = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
+        total = torch.empty_like(residual)
+        _launch_ahead(x, w, bias, out, gated, width, residual, norm, total, eps)
+        return out, total
+    x, residual = add_rms_norm(x, residual, norm, eps, begin_early=not gated or rows == 1)
+    return (ordered_linear_silu if gated else ordered_linear)(x, w, bias), residual
+
+
+def _ahead_width(x: Tensor, w: Tensor, gated: bool) -> int:
+    """Return how many channels a program has whose weights are all loaded ahead; 0: they are too many."""
+    rows, inner = x.shape
+    chunks, chunk = product_chunks(w.shape[0], inner)
+    if rows > AHEAD_ROWS or chunks == 1 or inner != chunks * chunk or x.element_size() != 2 or not AHEAD:
+        return 0
+    matrices = 2 if gated else 1
+    row_bytes, programs = matrices * inner * 2, w.shape[0] // matrices
+    width = next((width for width in (8, 16) if programs <= width * AHEAD_PROGRAMS), 16)
+    return width if width * row_bytes <= AHEAD_BYTES else 0
+
+
+def _launch_ahead(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, gated: bool, width: int,
+                  residual: Tensor | None = None, norm: Tensor | None = None, total: Tensor | None = None,
+                  eps: float = 0.0) -> None:
+    (rows, channels), inner = out.shape, x.shape[1]
+    chunks, chunk = product_chunks(w.shape[0], inner)
+    step = chunk if norm is not None else 256 if chunk % 256 == 0 else 128
+    _few_rows_ahead[(triton.cdiv(channels, width),)](
+        x, x if residual is None else residual, x if norm is None else norm, w, w if bias is None else bias, out,
+        out if total is None else total, eps, rows, channels, x.stride(0), w.stride(0), CHUNKS=chunks, CHUNK=chunk,
+        STEP=step, ROWS=AHEAD_ROWS, REAL=1 if rows == 1 else AHEAD_ROWS, CHANNELS=width, NORM=norm is not None,
+        BIAS=bias is not None, GATED=gated, PREFETCH=PREFETCH, num_warps=AHEAD_WARPS, **early(x.device),
+    )
+
+
 def _launch_few(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, gated: bool) -> None:
     """Launch `_few_rows`: of up to FEW rows, and of any number that the tensor memory accelerator cannot read."""
+    width = _ahead_width(x, w, gated)
+    if width:
+        _launch_ahead(x, w, bias, out, gated, width)
+        return
     (rows, channels), inner = out.shape, x.shape[1]
     chunks, chunk = product_chunks(w.shape[0], inner)
     height, width, step, stages = 16, 64, 128, 4
@@ -225,6 +279,89 @@ def _few_rows(
         result = _silu_and_mul(result, above, out_ptr.dtype.element_ty)
     out = out_ptr + m.to(tl.int64)[None, :] * channels + n[:, None]
     tl.store(out, result.to(out_ptr.dtype.element_ty), mask=(m < rows)[None, :] & real[:, None])
+
+
+def _name(specialization: Any) -> str:
+    """Name the kernel for a profile, where a half layer begins with its norm."""
+    return "_add_rms_norm_few_rows" if specialization.constants["NORM"] else "_few_rows_ahead"
+
+
+@triton.jit(do_not_specialize=["rows"], repr=_name)
+def _few_rows_ahead(
+    x_ptr, residual_ptr, norm_ptr, w_ptr, bias_ptr, out_ptr, total_ptr, eps, rows, channels, x_stride, w_stride,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr,
+    CHANNELS: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Multiply a tile as `_few_rows` does, with all weights in shared memory by the time the kernel that makes x ends.
+    With NORM x is first added to the residual and normed, by every program; REAL: rows that are loaded, of ROWS."""
+    m = tl.arange(0, REAL)
+    n = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    real_row = (m < rows)[None, None, :]
+    begin = tl.arange(0, CHUNKS)[:, None, None] * CHUNK
+    w_k, x_k = begin + tl.arange(0, STEP)[None, None, :], begin + tl.arange(0, STEP)[None, :, None]
+    w_at = w_ptr + (n % channels).to(tl.int64)[None, :, None] * w_stride + w_k
+    x_at = tl.minimum(m, rows - 1).to(tl.int64)[None, None, :] * x_stride + x_k
+    up_at = w_at + channels.to(tl.int64) * w_stride
+    dtype = out_ptr.dtype.element_ty
+    if EARLY:
+        gdc_launch_dependents()
+        if PREFETCH:  # loads alone would keep too few bytes on their way, for want of registers
+            LINES: tl.constexpr = CHUNK // 64
+            line = tl.minimum(tl.arange(0, triton.next_power_of_2(LINES)), LINES - 1) * 64
+            lines = w_ptr + (n % channels).to(tl.int64)[None, :, None] * w_stride + (begin + line[None, None, :])
+            _prefetch(lines)
+            if GATED:
+                _prefetch(lines + channels.to(tl.int64) * w_stride)
+    weights, ups = (), ()
+    for i in tl.static_range(0, CHUNK, STEP):
+        weights = weights + (tl.load(w_at + i),)  # type: ignore[assignment]  # noqa: RUF005
+        if GATED:
+            ups = ups + (tl.load(up_at + i),)  # type: ignore[assignment]  # noqa: RUF005
+    if NORM:
+        scale = tl.load(norm_ptr + x_k).to(tl.float32)
+    if EARLY:
+        gdc_wait()
+    inputs = ()
+    for i in tl.static_range(0, CHUNK, STEP):
+        inputs = inputs + (tl.load(x_ptr + x_at + i),)  # type: ignore[assignment]  # noqa: RUF005
+    if NORM:  # a chunk is one step
+        x = inputs[0].to(tl.float32)  # type: ignore[misc]
+        x += tl.load(residual_ptr + x_at).to(tl.float32)
+        rounded = x.to(dtype)  # the sum as it is kept
+        if tl.program_id(0) == 0:
+            tl.store(total_ptr + x_at, rounded, mask=real_row)
+        x = rounded.to(tl.float32)
+        squares = pairwise_sum((x * x).permute(2, 0, 1).reshape(REAL, CHUNKS * CHUNK), REAL, CHUNKS * CHUNK)
+        factor = tl.rsqrt(squares / (CHUNKS * CHUNK) + eps)
+        inputs = (scaled(x, factor[None, None, :], scale, dtype),)  # type: ignore[assignment]
+    acc = tl.zeros([CHUNKS, CHANNELS, ROWS], tl.float32)
+    up_acc = acc
+    for i in tl.static_range(CHUNK // STEP):
+        # Selected, which changes nothing, so that one step's inputs go to shared memory after all have been asked for.
+        x = tl.broadcast_to(tl.where(real_row, inputs[i], 0.0), [CHUNKS, STEP, ROWS])
+        acc = tl.dot(weights[i], x, acc)
+        if GATED:
+            up_acc = tl.dot(ups[i], x, up_acc)
+    result = _in_order(acc, CHUNKS, CHANNELS, ROWS)
+    real = n < channels
+    if BIAS:
+        result += tl.load(bias_ptr + n, mask=real, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        above = _in_order(up_acc, CHUNKS, CHANNELS, ROWS)
+        if BIAS:
+            above += tl.load(bias_ptr + channels + n, mask=real, other=0.0).to(tl.float32)[:, None]
+        result = _silu_and_mul(result, above, dtype)
+    row = tl.arange(0, ROWS)
+    out = out_ptr + row[None, :] * channels + n[:, None]
+    tl.store(out, result.to(dtype), mask=(row < rows)[None, :] & real[:, None])
+
+
+@triton.jit
+def _prefetch(at):
+    """Ask for the lines of the cache that all multiprocessors share."""
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], tl.int32,
+                              is_pure=False, pack=1)
 
 
 @triton.jit

@@ -16,8 +16,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from spillover.kernels.triton.codes import CODES, encode
 from spillover.kernels.triton.launch import early
+from spillover.kernels.triton.norm import pairwise_sum, scaled
 
-TOKENS = 16  # a program, whatever the batch: a head's sums have one order
+TOKENS = 16  # a program
 WARPS = 4
 TOGETHER = 4  # heads of a program, at most, where there are MANY tokens: their rotation is loaded once
 MANY = 1024
@@ -99,12 +100,8 @@ def _norm_rope_store(
         high = tl.load(here + HALF, mask=inside, other=0.0).to(tl.float32)
         if head < HEADS + KV_HEADS:
             if NORM:
-                factor = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / (2 * HALF) + eps)[:, None]
-                low = ((low * factor).to(dtype).to(tl.float32) * low_norm).to(dtype).to(tl.float32)
-                high = ((high * factor).to(dtype).to(tl.float32) * high_norm).to(dtype).to(tl.float32)
-            turned = low * cos - high * sin
-            high = (high * cos + low * sin).to(dtype).to(tl.float32)
-            low = turned.to(dtype).to(tl.float32)
+                low, high = norm_heads(low, high, low_norm, high_norm, eps, 2 * HALF, TOKENS, PADDED, dtype)
+            low, high = rotate(low, high, cos, sin, dtype)
         if head < HEADS:
             tl.store(here, low.to(dtype), mask=inside)
             tl.store(here + HALF, high.to(dtype), mask=inside)
@@ -135,3 +132,21 @@ def _norm_rope_store(
             if CODES > 0:
                 scales = (slab + BLOCK * 2 * HALF).to(tl.pointer_type(tl.float32))
                 tl.store(scales + offset, scale, mask=real)
+
+
+@triton.jit
+def norm_heads(low, high, low_norm, high_norm, eps, DIM: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr,
+               dtype: tl.constexpr):
+    """Norm heads given as halves [ROWS, PADDED], float32; rounded to `dtype`, and float32 again."""
+    squares = pairwise_sum(low * low, ROWS, PADDED) + pairwise_sum(high * high, ROWS, PADDED)
+    factor = tl.rsqrt(squares / DIM + eps)[:, None]
+    return (scaled(low, factor, low_norm, dtype).to(tl.float32), scaled(high, factor, high_norm, dtype).to(tl.float32))
+
+
+@triton.jit
+def rotate(low, high, cos, sin, dtype: tl.constexpr):
+    """Rotate heads given as halves, float32; rounded to `dtype`, and float32 again."""
+    cos, sin = tl.broadcast_to(cos, low.shape), tl.broadcast_to(sin, low.shape)
+    turned = tl.fma(low, cos, -(high * sin))
+    high = tl.fma(high, cos, low * sin)
+    return turned.to(dtype).to(tl.float32), high.to(dtype).to(tl.float32)

@@ -171,21 +171,39 @@ def _ordered_decode(
             blocks = tile_blocks(table, start + TILE, nearest, end, BLOCK, TILE, WINDOW_PIECE)
         highest, weight, acc = add_piece(highest, weight, acc, piece_highest, piece_weight, piece_acc)
 
-        if (QUERIES == 1) and (parts == 1):
-            _store(highest, weight, acc, head, there, d, out_ptr + row * (HEADS * DIM), sinks_ptr, DIM, SINKS, CODES)
+        place = (((first + part) * KV_HEADS + kv_head) * (QUERIES * GROUP) + member).to(tl.int64)  # [ROWS]
+        if QUERIES > 1:
+            _leave(highest, weight, acc, place, there, d, sums_ptr, stats_ptr, DIM)
         else:
-            place = (((first + part) * KV_HEADS + kv_head) * (QUERIES * GROUP) + member).to(tl.int64)  # [ROWS]
-            tl.store(sums_ptr + place[:, None] * DIM + d[None, :], acc, mask=real)
-            tl.store(stats_ptr + place * 2, highest, mask=there)
-            tl.store(stats_ptr + place * 2 + 1, weight, mask=there)
-            if QUERIES == 1:
-                tl.debug_barrier()  # all of this program's sums are written before it says so
-                counter = finished_ptr + slot * KV_HEADS + kv_head
-                if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
-                    tl.store(counter, 0)
-                    tl.debug_barrier()
-                    _add_up(sums_ptr, stats_ptr, (first * KV_HEADS + kv_head) * GROUP, parts, kv_head, d,
-                            out_ptr + row * (HEADS * DIM), sinks_ptr, HEADS, GROUP, FEW, DIM, PADDED, SINKS, CODES)
+            end_piece(highest, weight, acc, place, parts, finished_ptr + slot * KV_HEADS + kv_head,
+                      (first * KV_HEADS + kv_head) * GROUP, kv_head, there, d, out_ptr + row * (HEADS * DIM), sums_ptr,
+                      stats_ptr, sinks_ptr, HEADS, GROUP, FEW, DIM, PADDED, SINKS, CODES)
+
+
+@triton.jit
+def end_piece(highest, weight, acc, place, parts, counter, first, kv_head, there, d, out_ptr, sums_ptr, stats_ptr,
+              sinks_ptr, HEADS: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr, DIM: tl.constexpr,
+              PADDED: tl.constexpr, SINKS: tl.constexpr, CODES: tl.constexpr):
+    """Store the result of a sequence that is one item; else leave the sums of a piece at `place` [ROWS], and add up all
+    pieces, which begin at `first`, if this one is the last of its key head to end."""
+    if parts == 1:
+        head = kv_head * GROUP + tl.arange(0, highest.shape[0]) % GROUP
+        _store(highest, weight, acc, head, there, d, out_ptr, sinks_ptr, DIM, SINKS, CODES)
+    else:
+        _leave(highest, weight, acc, place, there, d, sums_ptr, stats_ptr, DIM)
+        tl.debug_barrier()  # all of this program's sums are written before it says so
+        if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
+            tl.store(counter, 0)
+            tl.debug_barrier()
+            _add_up(sums_ptr, stats_ptr, first, parts, kv_head, d, out_ptr, sinks_ptr, HEADS, GROUP, FEW, DIM, PADDED,
+                    SINKS, CODES)
+
+
+@triton.jit
+def _leave(highest, weight, acc, place, there, d, sums_ptr, stats_ptr, DIM: tl.constexpr):
+    tl.store(sums_ptr + place[:, None] * DIM + d[None, :], acc, mask=there[:, None] & (d[None, :] < DIM))
+    tl.store(stats_ptr + place * 2, highest, mask=there)
+    tl.store(stats_ptr + place * 2 + 1, weight, mask=there)
 
 
 @triton.jit
