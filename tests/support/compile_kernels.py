@@ -22,6 +22,7 @@ from spillover.kernels.triton import ordered_linear
 from spillover.kernels.triton.attention import decode_few, ordered_decode, ordered_prefill
 from spillover.kernels.triton.attention.ordered_splits import TILE_QUERIES
 from spillover.kernels.triton.codes import CODES
+from spillover.kernels.triton.launch import AS_WRITTEN
 
 TARGET, PROCESSOR = GPUTarget("cuda", 90, 32), "sm_90a"
 ATTENTION = {
@@ -37,14 +38,15 @@ HEADS = {"GROUP": 4, "DIM": 128, "PADDED": 128, "BLOCK": 16, "TILE": 64, "WINDOW
 
 def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, stages: int,
              early: bool = False, registers: int | None = None) -> dict[str, int]:
-    """Return a kernel's registers, bytes of spilled registers and bytes of shared memory. Arguments that `types` leaves
-    out are int32; all that are no constants are multiples of 16."""
+    """Return a kernel's registers, bytes of spilled registers and shared memory, and the most neighbours of the inner
+    dimension that one thread gives a product: it tells their order. Arguments that `types` leaves out are int32; all
+    that are no constants are multiples of 16."""
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     plain = [index for index, name in enumerate(kernel.arg_names)
              if name not in constants and name not in ("rows", "scale", "eps") and "desc" not in types.get(name, "")]
     source = ASTSource(kernel, signature, constants, {(index,): [["tt.divisibility", 16]] for index in plain})
     made = triton.compile(source, TARGET, {"num_warps": warps, "num_stages": stages, "launch_pdl": early,
-                                           "maxnreg": registers})
+                                           "maxnreg": registers, **AS_WRITTEN})
     ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(made.asm["ptx"])
@@ -54,7 +56,8 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], warp
     registers, spilled = re.search(r"Used (\d+) registers", told), re.search(r"(\d+) bytes spill stores", told)
     assert registers, told
     assert spilled, told
-    return {"registers": int(registers[1]), "spilled": int(spilled[1]), "shared": made.metadata.shared}
+    return {"registers": int(registers[1]), "spilled": int(spilled[1]), "shared": made.metadata.shared,
+            "neighbours": max(map(int, re.findall(r"dot_op<\{[^}]*kWidth = (\d+)", made.asm["ttgir"])), default=0)}
 
 
 def decode(kv_dtype: str, queries: int = 1) -> dict[str, int]:
@@ -106,7 +109,7 @@ if __name__ == "__main__":
     print(json.dumps({
         "decode": decode("auto"), "decode fp8": decode("fp8"), "16 new tokens": decode("auto", 16),
         "prefill": prefill(), "1 row, 4 chunks": few_rows(4, False), "1 row, gated": few_rows(1, True),
-        "1 row, norm and gate": few_rows_ahead(1024, 8, True, True), "decode of few": decode_few_requests(),
+        "1 row, norm and gate": few_rows_ahead(1024, 16, True, True), "decode of few": decode_few_requests(),
         "1 row, ahead": few_rows_ahead(3072, 8, False, False),
         "64 rows, spread": described(ordered_linear.DEEP_SPREAD, 4),
         "512 rows": described(ordered_linear.SQUARE, 1), "many rows, 4 chunks": described(ordered_linear.LARGE, 4),

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from spillover.kernels.triton.launch import early
+from spillover.kernels.triton.launch import AS_WRITTEN, early
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float,
@@ -20,7 +20,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float,
         _add_rms_norm[(rows,)](
             x, residual, weight, normed, total, eps, x.stride(0), residual.stride(0),
             WIDTH=width, PADDED=triton.next_power_of_2(width), num_warps=_warps(width),
-            **early(x.device, begin_early),
+            **AS_WRITTEN, **early(x.device, begin_early),
         )
     return normed, total
 

@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from spillover.kernels.cuda import ordered_gemm
 from spillover.kernels.extents import WIDE_CHANNELS, product_chunks
 from spillover.kernels.triton.activation import silu_and_mul
-from spillover.kernels.triton.launch import early
+from spillover.kernels.triton.launch import AS_WRITTEN, early
 from spillover.kernels.triton.norm import add_rms_norm, pairwise_sum, scaled
 
 FEW = 16  # rows
@@ -32,8 +32,8 @@ MANY, MANY_NARROW = 129, 257  # rows from which CUDA C++ is faster, and of matri
 AHEAD_ROWS = 8  # most rows of a product whose programs load all of their weights ahead
 AHEAD_BYTES = 64 << 10  # most of a program's weights that are
 AHEAD_WARPS = 4
-AHEAD_PROGRAMS = 400  # most of a launch, if that allows a program fewer channels
-AHEAD = FUSE_NORM = PREFETCH = True
+AHEAD_PROGRAMS = 270  # most of a launch, if that allows a program fewer channels
+PREFETCH = True
 ARRIVALS = 1 << 16  # tiles of a launch whose chunks have programs of their own, at most
 BAND = 8  # tiles of rows that run side by side on the same channels, for the cache
 
@@ -109,7 +109,7 @@ def add_norm_linear(x: Tensor, residual: Tensor, norm: Tensor, eps: float, w: Te
     rows, inner = x.shape
     channels = w.shape[0] // 2 if gated else w.shape[0]
     width = _ahead_width(x, w, gated)
-    if (FUSE_NORM and rows and width and inner == triton.next_power_of_2(inner) and x.is_contiguous()
+    if (rows and width and inner == triton.next_power_of_2(inner) and x.is_contiguous()
             and residual.is_contiguous()):
         out = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
         total = torch.empty_like(residual)
@@ -123,11 +123,11 @@ def _ahead_width(x: Tensor, w: Tensor, gated: bool) -> int:
     """Return how many channels a program has whose weights are all loaded ahead; 0: they are too many."""
     rows, inner = x.shape
     chunks, chunk = product_chunks(w.shape[0], inner)
-    if rows > AHEAD_ROWS or chunks == 1 or inner != chunks * chunk or x.element_size() != 2 or not AHEAD:
+    if rows > AHEAD_ROWS or chunks == 1 or inner != chunks * chunk or x.element_size() != 2:
         return 0
     matrices = 2 if gated else 1
     row_bytes, programs = matrices * inner * 2, w.shape[0] // matrices
-    width = next((width for width in (8, 16) if programs <= width * AHEAD_PROGRAMS), 16)
+    width = next((width for width in (8, 16, 32) if programs <= width * AHEAD_PROGRAMS), 32)
     return width if width * row_bytes <= AHEAD_BYTES else 0
 
 
@@ -141,7 +141,8 @@ def _launch_ahead(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, gated:
         x, x if residual is None else residual, x if norm is None else norm, w, w if bias is None else bias, out,
         out if total is None else total, eps, rows, channels, x.stride(0), w.stride(0), CHUNKS=chunks, CHUNK=chunk,
         STEP=step, ROWS=AHEAD_ROWS, REAL=1 if rows == 1 else AHEAD_ROWS, CHANNELS=width, NORM=norm is not None,
-        BIAS=bias is not None, GATED=gated, PREFETCH=PREFETCH, num_warps=AHEAD_WARPS, **early(x.device),
+        BIAS=bias is not None, GATED=gated, PREFETCH=PREFETCH, num_warps=AHEAD_WARPS, **AS_WRITTEN,
+        **early(x.device),
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from spillover.kernels.triton.codes import CODES, encode
-from spillover.kernels.triton.launch import early
+from spillover.kernels.triton.launch import AS_WRITTEN, early
 from spillover.kernels.triton.norm import pairwise_sum, scaled
 
 TOKENS = 16  # a program
@@ -55,7 +55,8 @@ def norm_rope_store(
         *kv_layer.stride()[:3],
         HEADS=num_heads, KV_HEADS=kv_heads, TOGETHER=together, HALF=dim // 2,
         PADDED=triton.next_power_of_2(dim // 2), TOKENS=TOKENS, BLOCK=block_size, NORM=q_norm is not None,
-        SLOTS=slots is not None, CODES=CODES[kv_dtype], num_warps=WARPS, **early(kv_layer.device),
+        SLOTS=slots is not None, CODES=CODES[kv_dtype], num_warps=WARPS, **AS_WRITTEN,
+        **early(kv_layer.device),
     )
 
 

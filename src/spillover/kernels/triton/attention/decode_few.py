@@ -19,19 +19,18 @@ from spillover.kernels.triton.attention import ordered_splits as splits
 from spillover.kernels.triton.attention.ordered_decode import PROGRAMS, end_piece
 from spillover.kernels.triton.attention.ordered_tile import load_tile, tile_blocks
 from spillover.kernels.triton.attention.softmax import LOG2E, add_piece, piece_begins, take_tile
-from spillover.kernels.triton.launch import early
-from spillover.kernels.triton.rope_store import norm_heads, rotate
+from spillover.kernels.triton.launch import AS_WRITTEN, early
+from spillover.kernels.triton.norm import pairwise_sum, scaled
 
 REQUESTS = 8  # most that are few
 WARPS = 8
-FUSE = True
 _FIELDS = tl.constexpr(splits.FIELDS)
 
 
 def serves(qkv: Tensor, batch: AttentionBatch, kv_heads: int) -> bool:
     """Return whether the step only decodes, for few requests, in a type that this kernel has."""
     work, (rows, _, dim) = batch.work, qkv.shape
-    return (FUSE and rows <= REQUESTS and batch.cold is None and work is not None
+    return (rows <= REQUESTS and batch.cold is None and work is not None
             and work.splits is not None and work.tiles is None and work.short is None and batch.kv_dtype == "auto"
             and qkv.element_size() == 2 and dim >= 16 and dim & (dim - 1) == 0
             and work.splits.shape[0] * kv_heads <= PROGRAMS)
@@ -66,7 +65,7 @@ def decode_few(
         KV_HEADS=kv_heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)),
         FEW=triton.next_power_of_2(group), DIM=dim, BLOCK=batch.block_size, TILE=splits.TILE,
         WINDOW_PIECE=splits.window_piece(window), NORM=q_norm is not None, SINKS=sinks is not None, num_warps=WARPS,
-        num_stages=2, **early(qkv.device),
+        num_stages=2, **AS_WRITTEN, **early(qkv.device),
     )
     return out
 
@@ -82,7 +81,6 @@ def _ordered_decode_few(
     """Attend one item for one key head."""
     HEADS: tl.constexpr = KV_HEADS * GROUP
     HALF: tl.constexpr = DIM // 2
-    dtype = qkv_ptr.dtype.element_ty
     if EARLY:
         gdc_launch_dependents()
     index = tl.program_id(0) // KV_HEADS
@@ -102,7 +100,7 @@ def _ordered_decode_few(
             gdc_wait()  # a kernel has not ended before the one ahead of it has
         return
     d = tl.arange(0, DIM)
-    half = tl.arange(0, HALF)
+    partner = d ^ HALF  # what a dimension is rotated with
     member = tl.arange(0, ROWS)
     there = member < GROUP
     table = table_ptr + slot.to(tl.int64) * table_stride
@@ -111,25 +109,28 @@ def _ordered_decode_few(
     home = slab + tl.load(table + position // BLOCK).to(tl.int64) * block_stride
     blocks = tile_blocks(table, begin, nearest, end, BLOCK, TILE, WINDOW_PIECE)
     next_blocks = tile_blocks(table, begin + TILE, nearest, end, BLOCK, TILE, WINDOW_PIECE)
-    k, v = _cached(slab, blocks, begin, position, end, block_stride, kv_stride, d, DIM, BLOCK, TILE)
-    next_k, next_v = _cached(slab, next_blocks, begin + TILE, position, end, block_stride, kv_stride, d, DIM, BLOCK,
-                             TILE)
+    k, v = _cached(slab, blocks, begin, position, oldest, end, block_stride, kv_stride, d, DIM, BLOCK, TILE)
+    next_k, next_v = _cached(slab, next_blocks, begin + TILE, position, oldest, end, block_stride, kv_stride, d, DIM,
+                             BLOCK, TILE)
     blocks = tile_blocks(table, begin + 2 * TILE, nearest, end, BLOCK, TILE, WINDOW_PIECE)
-    cos = tl.load(cos_ptr + position.to(tl.int64) * HALF + half)[None, :]
-    sin = tl.load(sin_ptr + position.to(tl.int64) * HALF + half)[None, :]
+    turn = position.to(tl.int64) * HALF + d % HALF
+    cos, sin = tl.load(cos_ptr + turn), tl.load(sin_ptr + turn)
+    sin = tl.where(d < HALF, -sin, sin)
     # Unused, and then not loaded, unless heads have norms.
-    low_q_norm, high_q_norm = _halves(q_norm_ptr + half[None, :], HALF)
-    low_k_norm, high_k_norm = _halves(k_norm_ptr + half[None, :], HALF)
+    q_norm, other_q_norm = tl.load(q_norm_ptr + d), tl.load(q_norm_ptr + partner)
+    k_norm, other_k_norm = tl.load(k_norm_ptr + d), tl.load(k_norm_ptr + partner)
     if EARLY:
         gdc_wait()
 
     mine = qkv_ptr + row * row_stride
     head = tl.minimum(kv_head * GROUP + member, HEADS - 1)
-    low_q, high_q = _halves(mine + head[:, None] * DIM + half[None, :], HALF)
-    low_k, high_k = _halves(mine + (HEADS + kv_head) * DIM + half[None, :], HALF)
-    new_v = tl.load(mine + (HEADS + KV_HEADS + kv_head) * DIM + d)
-    q = _turned(low_q, high_q, low_q_norm, high_q_norm, cos, sin, eps, ROWS, DIM, NORM, dtype)
-    new_k = _turned(low_k, high_k, low_k_norm, high_k_norm, cos, sin, eps, 1, DIM, NORM, dtype).reshape(DIM)
+    heads = mine + head[:, None] * DIM
+    q, other_q = tl.load(heads + d[None, :]), tl.load(heads + partner[None, :])
+    key = mine + (HEADS + kv_head) * DIM
+    new_k, other_k = tl.load(key + d[None, :]), tl.load(key + partner[None, :])
+    new_v = tl.load(key + KV_HEADS * DIM + d)
+    q = _turned(q, other_q, q_norm, other_q_norm, cos, sin, eps, ROWS, DIM, NORM)
+    new_k = _turned(new_k, other_k, k_norm, other_k_norm, cos, sin, eps, 1, DIM, NORM).reshape(DIM)
     if end > position:
         tl.store(home + d * BLOCK + position % BLOCK, new_k)
         tl.store(home + kv_stride + position % BLOCK * DIM + d, new_v)
@@ -143,7 +144,7 @@ def _ordered_decode_few(
     state = _take(q, next_k, next_v, new_k, new_v, begin + TILE, position, oldest, end, factor, state, TILE,
                   WINDOW_PIECE)
     for start in range(begin + 2 * TILE, end, TILE):
-        k, v = _cached(slab, blocks, start, position, end, block_stride, kv_stride, d, DIM, BLOCK, TILE)
+        k, v = _cached(slab, blocks, start, position, oldest, end, block_stride, kv_stride, d, DIM, BLOCK, TILE)
         state = _take(q, k, v, new_k, new_v, start, position, oldest, end, factor, state, TILE, WINDOW_PIECE)
         blocks = tile_blocks(table, start + TILE, nearest, end, BLOCK, TILE, WINDOW_PIECE)
     highest, weight, acc = add_piece(state[0], state[1], state[2], state[3], state[4], state[5])
@@ -154,28 +155,29 @@ def _ordered_decode_few(
 
 
 @triton.jit
-def _cached(slab, blocks, start, position, end, block_stride, kv_stride, d, DIM: tl.constexpr, BLOCK: tl.constexpr,
-            TILE: tl.constexpr):
+def _cached(slab, blocks, start, position, oldest, end, block_stride, kv_stride, d, DIM: tl.constexpr,
+            BLOCK: tl.constexpr, TILE: tl.constexpr):
     """Load the keys and values of a tile that earlier steps have stored."""
     n = start + tl.arange(0, TILE)
-    return load_tile(slab, blocks, start, (n < end) & (n < position), block_stride, kv_stride, d, DIM, DIM, BLOCK, TILE,
-                     True)
+    own = (n >= oldest) & (n < end) & (n < position)
+    return load_tile(slab, blocks, start, own, block_stride, kv_stride, d, DIM, DIM, BLOCK, TILE, True)
 
 
 @triton.jit
-def _halves(at, HALF: tl.constexpr):
-    """Load heads, or the weights of their norm, as float32 halves."""
-    return tl.load(at).to(tl.float32), tl.load(at + HALF).to(tl.float32)
+def _turned(x, other, norm, other_norm, cos, sin, eps, ROWS: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr):
+    """Norm and rotate heads x [ROWS, DIM] as `rope_store` does; `other`: of each dimension the one that it is rotated
+    with, `sin`: negative where that is in the upper half.
 
-
-@triton.jit
-def _turned(low, high, low_norm, high_norm, cos, sin, eps, ROWS: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr,
-            dtype: tl.constexpr):
-    """Norm and rotate heads given as halves -> [ROWS, DIM]."""
+    Halves are not joined: the compiler has products of what was joined take their inner dimension in another order.
+    """
+    dtype = x.dtype
     if NORM:
-        low, high = norm_heads(low, high, low_norm, high_norm, eps, DIM, ROWS, DIM // 2, dtype)
-    low, high = rotate(low, high, cos, sin, dtype)
-    return tl.join(low, high).permute(0, 2, 1).reshape(ROWS, DIM).to(dtype)
+        wide = x.to(tl.float32)
+        factor = tl.rsqrt(pairwise_sum(wide * wide, ROWS, DIM) / DIM + eps)[:, None]
+        x = scaled(wide, factor, norm.to(tl.float32)[None, :], dtype)
+        other = scaled(other.to(tl.float32), factor, other_norm.to(tl.float32)[None, :], dtype)
+    cos = tl.broadcast_to(cos[None, :], x.shape)
+    return tl.fma(x.to(tl.float32), cos, other.to(tl.float32) * sin[None, :]).to(dtype)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from spillover.kernels.triton.attention import ordered_splits as splits
 from spillover.kernels.triton.attention.ordered_tile import load_scales, load_tile, tile_blocks
 from spillover.kernels.triton.attention.softmax import LOG2E, add_piece, finish, operand, piece_begins, take_tile
 from spillover.kernels.triton.codes import CODES
-from spillover.kernels.triton.launch import early
+from spillover.kernels.triton.launch import AS_WRITTEN, early
 
 PROGRAMS = 132 * 16  # most of a launch; of n programs each takes every n-th item
 WARPS = 4
@@ -79,7 +79,8 @@ def ordered_short_chunks(
     _fold_short_chunks[(min(PROGRAMS, items.shape[0] * kv_heads),)](
         out, scratch.sums, scratch.stats, items, num_items, out if sinks is None else sinks, KV_HEADS=kv_heads,
         GROUP=group, FEW=triton.next_power_of_2(group), DIM=dim, PADDED=max(16, triton.next_power_of_2(dim)),
-        QUERIES=queries, SINKS=sinks is not None, CODES=CODES[kv_dtype], num_warps=WARPS, **early(q.device),
+        QUERIES=queries, SINKS=sinks is not None, CODES=CODES[kv_dtype], num_warps=WARPS, **AS_WRITTEN,
+        **early(q.device),
     )
 
 
@@ -98,7 +99,8 @@ def _launch(q: Tensor, kv_layer: Tensor, out: Tensor, items: Tensor, num_items: 
         PADDED=max(16, triton.next_power_of_2(dim)), BLOCK=block_size, TILE=splits.TILE,
         WINDOW_PIECE=splits.window_piece(window), QUERIES=queries, SINKS=sinks is not None, CODES=CODES[kv_dtype],
         num_warps=WARPS if rows <= 64 else 2 * WARPS, num_stages=ahead,
-        maxnreg=REGISTERS[ahead] if queries == 1 and q.element_size() == 2 else None, **early(q.device),
+        maxnreg=REGISTERS[ahead] if queries == 1 and q.element_size() == 2 else None, **AS_WRITTEN,
+        **early(q.device),
     )
 
 

@@ -11,6 +11,7 @@ from spillover.kernels.triton.attention.ordered_splits import TILE_QUERIES
 from spillover.kernels.triton.attention.ordered_tile import load_scales, load_tile, tile_blocks
 from spillover.kernels.triton.attention.softmax import LOG2E, add_piece, finish, operand, piece_begins, take_tile
 from spillover.kernels.triton.codes import CODES
+from spillover.kernels.triton.launch import AS_WRITTEN
 
 # Queries a program, warps and stages. Small programs share a multiprocessor: one multiplies while the other takes
 # powers. Codes are spread by each program, so it has more queries to use them for.
@@ -53,7 +54,7 @@ def ordered_prefill(
         GROUP=heads // kv_heads, DIM=dim, PADDED=max(16, triton.next_power_of_2(dim)), BLOCK=block_size,
         TILE_QUERIES=TILE_QUERIES, QUERIES=queries, TILE=splits.TILE, WINDOW=window or 0,
         WINDOW_PIECE=splits.window_piece(window), SINKS=sinks is not None, SLOTS=slots is not None,
-        CODES=CODES[kv_dtype], num_warps=warps, num_stages=1 if wide else stages,
+        CODES=CODES[kv_dtype], num_warps=warps, num_stages=1 if wide else stages, **AS_WRITTEN,
     )
 
 
