@@ -85,7 +85,7 @@ def few_rows(chunks: int, gated: bool) -> dict[str, int]:
 def few_rows_ahead(inner: int, width: int, norm: bool, gated: bool) -> dict[str, int]:
     types = {**LINEAR, **dict.fromkeys(("residual_ptr", "norm_ptr", "total_ptr"), "*bf16"), "eps": "fp32"}
     constants = {"CHUNKS": 4, "CHUNK": inner // 4, "STEP": 256, "ROWS": 8, "REAL": 1, "CHANNELS": width, "NORM": norm,
-                 "BIAS": False, "GATED": gated, "PREFETCH": True, "EARLY": True}
+                 "BIAS": False, "GATED": gated, "EARLY": True}
     return compiled(ordered_linear._few_rows_ahead, types, constants, ordered_linear.AHEAD_WARPS, 3, True)
 
 

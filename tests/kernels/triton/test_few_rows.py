@@ -62,9 +62,10 @@ def test_weights_that_are_loaded_ahead(rows: int, inner: int, monkeypatch: pytes
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("window", "sinks", "dim", "block_size"), [(None, False, 64, 16), (100, True, 32, 32)])
 def test_attention_with_the_norm_the_rotation_and_the_store(window: int | None, sinks: bool, dim: int, block_size: int,
-                                                            normed: bool) -> None:
+                                                            normed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths about the bounds of tiles, pieces and blocks, and one of more than two tiles a piece."""
     lengths, heads, kv_heads = [1, 64, 65, 129, 1100], 4, 2
+    monkeypatch.setattr(decode_few, "REQUESTS", len(lengths))
     case = Case([1] * len(lengths), [length - 1 for length in lengths], heads, kv_heads, dim, block_size, DTYPES[1],
                 window=window)
     angles = torch.rand(1200, dim // 2, generator=torch.Generator().manual_seed(1)).to(DEVICE)

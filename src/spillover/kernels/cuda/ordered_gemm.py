@@ -71,8 +71,9 @@ class Cut(NamedTuple):
         return tuple(f"-D{name}={value}" for name, value in defined.items())
 
 
-CUTS = tuple(Cut(channels) for channels in range(32, 257, 32))
-LARGE = Cut(192, 2)  # without chunks only: sums and totals would not fit into registers
+CUTS = tuple(Cut(channels) for channels in range(32, 225, 32))
+LARGE = (Cut(256), Cut(192, 2))  # without chunks only, as sums and totals would not fit into registers, and not if
+LONG = 2048  # is more than the inner dimension: a tile's sums then take long to store for what it multiplies
 
 
 class _Arguments(ctypes.Structure):
@@ -119,7 +120,7 @@ def _plan(row_tiles: int, channels: int, inner: int, dtype: torch.dtype, bias: b
 
 def chosen(rows: int, channels: int, inner: int, processors: int) -> Cut:
     """Return the cut with which the multiprocessor that has most tiles takes least."""
-    cuts = CUTS if product_chunks(channels, inner)[0] > 1 else (*CUTS, LARGE)
+    cuts = (*CUTS, *LARGE) if product_chunks(channels, inner)[0] == 1 and inner >= LONG else CUTS
     return min(cuts, key=lambda cut: -(-cut.tiles(rows, channels) // processors) * cut.clocks(inner))
 
 

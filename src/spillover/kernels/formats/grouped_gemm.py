@@ -31,10 +31,10 @@ class GroupedGemm:
 
     code: int  # FORMAT of kernels/triton/moe/moe_product.py
     few: Tiles | None  # for a few tokens, unsorted; None: they are sorted too
-    many: Mapping[int, Tiles]  # by tokens of a tile
+    many: Mapping[int, Tiles]  # by `fill` times the average rows of an expert, up to which they serve
     invariant: Mapping[int, Tiles]  # likewise, of those whose sums agree to the bit
     ordered: bool = False  # a few tokens are summed and rounded as many are
-    fill: float = 1.5  # tiles are as large as this many times an expert's average rows
+    fill: float = 1.5  # experts have more rows than the average
     input_dtypes: Mapping[torch.dtype, torch.dtype] | None = None  # of activations that it copies; None: it does not
     dequantizes: bool = False  # once a layer, before a large step: see extents.dequantizes
 

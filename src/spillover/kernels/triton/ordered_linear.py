@@ -28,12 +28,11 @@ from spillover.kernels.triton.launch import AS_WRITTEN, early
 from spillover.kernels.triton.norm import add_rms_norm, pairwise_sum, scaled
 
 FEW = 16  # rows
-MANY, MANY_NARROW = 129, 257  # rows from which CUDA C++ is faster, and of matrices that are narrow
+MANY = 129  # rows from which CUDA C++ is faster
 AHEAD_ROWS = 8  # most rows of a product whose programs load all of their weights ahead
 AHEAD_BYTES = 64 << 10  # most of a program's weights that are
 AHEAD_WARPS = 4
 AHEAD_PROGRAMS = 270  # most of a launch, if that allows a program fewer channels
-PREFETCH = True
 ARRIVALS = 1 << 16  # tiles of a launch whose chunks have programs of their own, at most
 BAND = 8  # tiles of rows that run side by side on the same channels, for the cache
 
@@ -84,7 +83,7 @@ def ordered_linear(x: Tensor, w: Tensor, bias: Tensor | None = None, tile: Tile 
     rows, channels = x.shape[0], w.shape[0]
     out = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
     if rows and (tile is not None or rows > FEW) and x.element_size() == 2 and _describable(x, w):
-        many = tile is None and rows >= (MANY_NARROW if channels <= NARROW else MANY)
+        many = tile is None and rows >= MANY
         if not many or not ordered_gemm.multiply(x, w, bias, out, early(x.device)["EARLY"]):
             _launch_many(x, w, bias, out, tile or _tile(rows, channels, w.shape[1]))
     elif rows:
@@ -141,7 +140,7 @@ def _launch_ahead(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, gated:
         x, x if residual is None else residual, x if norm is None else norm, w, w if bias is None else bias, out,
         out if total is None else total, eps, rows, channels, x.stride(0), w.stride(0), CHUNKS=chunks, CHUNK=chunk,
         STEP=step, ROWS=AHEAD_ROWS, REAL=1 if rows == 1 else AHEAD_ROWS, CHANNELS=width, NORM=norm is not None,
-        BIAS=bias is not None, GATED=gated, PREFETCH=PREFETCH, num_warps=AHEAD_WARPS, **AS_WRITTEN,
+        BIAS=bias is not None, GATED=gated, num_warps=AHEAD_WARPS, **AS_WRITTEN,
         **early(x.device),
     )
 
@@ -291,7 +290,7 @@ def _name(specialization: Any) -> str:
 def _few_rows_ahead(
     x_ptr, residual_ptr, norm_ptr, w_ptr, bias_ptr, out_ptr, total_ptr, eps, rows, channels, x_stride, w_stride,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr,
-    CHANNELS: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, PREFETCH: tl.constexpr,
+    CHANNELS: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Multiply a tile as `_few_rows` does, with all weights in shared memory by the time the kernel that makes x ends.
@@ -307,13 +306,6 @@ def _few_rows_ahead(
     dtype = out_ptr.dtype.element_ty
     if EARLY:
         gdc_launch_dependents()
-        if PREFETCH:  # loads alone would keep too few bytes on their way, for want of registers
-            LINES: tl.constexpr = CHUNK // 64
-            line = tl.minimum(tl.arange(0, triton.next_power_of_2(LINES)), LINES - 1) * 64
-            lines = w_ptr + (n % channels).to(tl.int64)[None, :, None] * w_stride + (begin + line[None, None, :])
-            _prefetch(lines)
-            if GATED:
-                _prefetch(lines + channels.to(tl.int64) * w_stride)
     weights, ups = (), ()
     for i in tl.static_range(0, CHUNK, STEP):
         weights = weights + (tl.load(w_at + i),)  # type: ignore[assignment]  # noqa: RUF005
@@ -356,13 +348,6 @@ def _few_rows_ahead(
     row = tl.arange(0, ROWS)
     out = out_ptr + row[None, :] * channels + n[:, None]
     tl.store(out, result.to(dtype), mask=(row < rows)[None, :] & real[:, None])
-
-
-@triton.jit
-def _prefetch(at):
-    """Ask for the lines of the cache that all multiprocessors share."""
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], tl.int32,
-                              is_pure=False, pack=1)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from spillover.kernels.triton.attention.softmax import LOG2E, add_piece, piece_b
 from spillover.kernels.triton.launch import AS_WRITTEN, early
 from spillover.kernels.triton.norm import pairwise_sum, scaled
 
-REQUESTS = 8  # most that are few
+REQUESTS = 2  # most that are few: of more, programs hide each other's waits
 WARPS = 8
 _FIELDS = tl.constexpr(splits.FIELDS)
 
