@@ -1,5 +1,6 @@
 // CUDA C++ on a CPU: the threads of a block are fibers that run one after another, each until it waits for others.
-// As much of CUDA as SOURCE needs, which begins with the names that it leaves to whoever defines EMULATED.
+// As much of CUDA as SOURCE needs; the names of instructions.cuh are defined here where it sees EMULATED.
+// LATE: whether asynchronous copies are made when they are waited for, else they are made at once.
 #include <algorithm>
 #include <cmath>
 #include <csetjmp>
@@ -7,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <ucontext.h>
+#include <vector>
 #define EMULATED
 #define __device__
 #define __global__
@@ -47,7 +49,25 @@ static inline void __syncwarp() { warp_sync(); }
 static inline void warpgroup_sync() { wait_at(warpgroup_barrier[threadIdx.x / 128], 128); }
 
 static inline float __uint_as_float(unsigned v) { float f; memcpy(&f, &v, 4); return f; }
+static inline float __int_as_float(int v) { return __uint_as_float(v); }
+static inline unsigned __float_as_uint(float f) { unsigned v; memcpy(&v, &f, 4); return v; }
+static inline int __float_as_int(float f) { return __float_as_uint(f); }
+static inline float __fmul_rn(float a, float b) { return a * b; }
+static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+static inline float __fdiv_rn(float a, float b) { return a / b; }
+static unsigned sent[MOST];
+static inline unsigned __shfl_xor_sync(unsigned, unsigned v, int far) {
+    sent[threadIdx.x] = v;
+    warp_sync();
+    unsigned found = sent[threadIdx.x ^ far];
+    warp_sync();
+    return found;
+}
+static inline float __shfl_xor_sync(unsigned mask, float v, int far) {
+    return __uint_as_float(__shfl_xor_sync(mask, __float_as_uint(v), far));
+}
 template <class T> static inline T __ldg(const T* p) { return *p; }
+template <class T> static inline T __ldcg(const T* p) { return *p; }
 static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     unsigned r = 0;
     for (int i = 0; i < 4; i++) {
@@ -66,6 +86,14 @@ static inline unsigned to_half2(float a, float b) {
 static inline unsigned bf16(float v) { unsigned b; memcpy(&b, &v, 4); return (b + 0x7FFF + (b >> 16 & 1)) >> 16; }
 static inline unsigned to_bf16x2(float a, float b) { return bf16(a) | bf16(b) << 16; }
 static inline unsigned hmul2(unsigned a, unsigned b) { return to_half2(half_of(a, 0) * half_of(b, 0), half_of(a, 1) * half_of(b, 1)); }
+static inline unsigned hsub2(unsigned a, unsigned b) { return to_half2(half_of(a, 0) - half_of(b, 0), half_of(a, 1) - half_of(b, 1)); }
+static inline float from_half(unsigned v) { return half_of(v, 0); }
+static inline float of_fp8(unsigned v) {
+    int exponent = v >> 3 & 15, mantissa = v & 7;
+    float size = (v & 127) == 127 ? NAN : exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
+    return v & 128 ? -size : size;
+}
+static inline unsigned half2_of_fp8(unsigned v) { return to_half2(of_fp8(v & 255), of_fp8(v >> 8 & 255)); }
 template <bool BF16> static inline float number(unsigned v, int i) { return BF16 ? __uint_as_float(i ? v & 0xFFFF0000u : v << 16) : half_of(v, i); }
 
 // Sums of 16 products, rounded once: a tensor core rounds otherwise, but an element's sum depends on its own inputs
@@ -87,6 +115,7 @@ template <bool BF16> static inline void mma(float (&c)[4], unsigned a0, unsigned
     }
     warp_sync();
 }
+static inline float power_of_two(float v) { float r = exp2f(v); return r < 0x1p-126f ? 0.0f : r; }
 static inline float fast_exp(float v) { return expf(v); }
 static inline void launch_dependents() {}
 static inline void wait_before() {}
@@ -95,23 +124,49 @@ static inline unsigned shared_address(const void* p) { return (unsigned char*)p 
 template <class T> static inline T* aligned(const void* p) { if ((uintptr_t)p % sizeof(T)) abort(); return (T*)p; }
 template <class T> static inline T* shared(unsigned at) { return aligned<T>(dynamic_shared + at); }
 struct alignas(16) Unit { unsigned words[4]; };
-static inline void copy_async(unsigned to, const void* from) { *shared<Unit>(to) = *aligned<Unit>(from); }
-static inline void copy_word_async(unsigned to, const void* from) { *shared<unsigned>(to) = *aligned<unsigned>(from); }
-static inline void copies_commit() {}
-template <int LEFT> static inline void copies_wait() {}
+struct Copy { unsigned to; const void* from; unsigned size; bool there; int group; };
+static std::vector<Copy> copies[MOST];
+static int groups[MOST];
+static void make(const Copy& copy) {
+    if ((uintptr_t)copy.from % copy.size || copy.to % copy.size) abort();
+    if (copy.there) memcpy(dynamic_shared + copy.to, copy.from, copy.size);
+    else memset(dynamic_shared + copy.to, 0, copy.size);
+}
+static void send(unsigned to, const void* from, unsigned size, bool there) {
+    Copy copy = {to, from, size, there, groups[threadIdx.x]};
+    if (LATE) copies[threadIdx.x].push_back(copy);
+    else make(copy);
+}
+static inline void copy_async(unsigned to, const void* from) { send(to, from, 16, true); }
+static inline void copy_async_or_zeros(unsigned to, const void* from, bool there) { send(to, from, 16, there); }
+static inline void copy_word_async(unsigned to, const void* from) { send(to, from, 4, true); }
+static inline void copies_commit() { groups[threadIdx.x]++; }
+template <int LEFT> static inline void copies_wait() {
+    std::vector<Copy>& mine = copies[threadIdx.x];
+    auto end = std::find_if(mine.begin(), mine.end(), [](const Copy& each) { return each.group >= groups[threadIdx.x] - LEFT; });
+    std::for_each(mine.begin(), end, make);
+    mine.erase(mine.begin(), end);
+}
+static inline int count_up(int* p) { return (*p)++; }
 static inline int load_fresh(const int* p) { return *p; }
 static inline uint4 load_shared(unsigned at) { Unit u = *shared<Unit>(at); return {u.words[0], u.words[1], u.words[2], u.words[3]}; }
 static inline unsigned load_shared_byte(unsigned at) { return dynamic_shared[at]; }
 static unsigned addresses[MOST];
-static inline uint4 load_matrices(unsigned at) {
+template <bool TRANSPOSED> static inline uint4 matrices(unsigned at) {
     addresses[threadIdx.x] = at;
     warp_sync();
-    int warp = threadIdx.x / 32 * 32, lane = threadIdx.x % 32;
+    int warp = threadIdx.x / 32 * 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     unsigned r[4];
-    for (int i = 0; i < 4; i++) r[i] = shared<Unit>(addresses[warp + i * 8 + lane / 4])->words[lane % 4];
+    for (int i = 0; i < 4; i++) {
+        auto element = [&](int row, int column) { return ((uint16_t*)shared<Unit>(addresses[warp + i * 8 + row]))[column]; };
+        r[i] = TRANSPOSED ? element(2 * t, g) | (unsigned)element(2 * t + 1, g) << 16
+                          : element(g, 2 * t) | (unsigned)element(g, 2 * t + 1) << 16;
+    }
     warp_sync();
     return {r[0], r[1], r[2], r[3]};
 }
+static inline uint4 load_matrices(unsigned at) { return matrices<false>(at); }
+static inline uint4 load_transposed(unsigned at) { return matrices<true>(at); }
 static inline void shared_is_ready() {}
 static inline void wgmma_fence() {}
 static inline void wgmma_commit() {}

@@ -1,4 +1,4 @@
-"""The CUDA C++ kernels of mixtures on a CPU, compiled with the system's C++ compiler: see emulated_cuda.cpp."""
+"""CUDA C++ kernels on a CPU, compiled with the system's C++ compiler: see emulated_cuda.cpp."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from spillover.kernels.cuda.mixture import SOURCE
 from spillover.kernels.native.build import cache_folder, command
 
 _EMULATOR = Path(__file__).parent / "emulated_cuda.cpp"
@@ -24,8 +23,9 @@ class EmulatedModule:
 
     shared = 226 << 10
 
-    def __init__(self, form: str) -> None:
-        self._library = _library(form)
+    def __init__(self, source: Path, options: tuple[str, ...], late: bool = False) -> None:
+        """`late`: asynchronous copies are made when they are waited for, else at once."""
+        self._library = _library(source, (*options, f"-DLATE={int(late)}"))
         self.launched: list[str] = []
 
     def launch(self, kernel: str, grid: int, threads: int, arguments: ctypes.Structure, shared: int = 0,
@@ -36,9 +36,10 @@ class EmulatedModule:
 
 
 @cache
-def _library(form: str) -> ctypes.CDLL:
-    compiler = [command()[0], *_FLAGS, f"-DFORMAT={form}", f'-DSOURCE="{SOURCE}"']
-    named = "\0".join(compiler).encode() + SOURCE.read_bytes() + _EMULATOR.read_bytes()
+def _library(source: Path, options: tuple[str, ...]) -> ctypes.CDLL:
+    compiler = [command()[0], *_FLAGS, *options, f'-DSOURCE="{source}"']
+    texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.cuh")), _EMULATOR)]
+    named = b"\0".join(("\0".join(compiler).encode(), *texts))
     path = cache_folder() / f"emulated-{hashlib.blake2b(named, digest_size=10).hexdigest()}.so"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:

@@ -48,11 +48,15 @@ class Recorded:
         self._kernels.launch(kernel, *arguments)
 
 
+def _emulated(form: str, device: torch.device) -> EmulatedModule:
+    return EmulatedModule(cuda.SOURCE, (f"-DFORMAT={form}",), late=True)
+
+
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that are launched from now on; emulated where there is no card."""
     names: list[str] = []
-    found = cuda.kernels if DEVICE == "cuda" else lambda form, device: EmulatedModule(form)
+    found = cuda.kernels if DEVICE == "cuda" else _emulated
     monkeypatch.setattr(cuda, "kernels", lambda form, device: Recorded(found(form, device), names))
     return names
 

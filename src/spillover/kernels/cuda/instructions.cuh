@@ -1,4 +1,17 @@
-// Instructions that CUDA C++ has no names for. tests/support/emulated_cuda.cpp has the same names for a CPU.
+// Names of types, and instructions that CUDA C++ has no names for; tests/support/emulated_cuda.cpp has these for a CPU.
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned char u8;
+typedef long long i64;
+typedef unsigned long long u64;
+#define DEV static __device__ __forceinline__
+#if defined(EMULATED) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define WGMMA true
+#else
+#define WGMMA false
+#endif
+
+#ifndef EMULATED
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) u8 name[]
 DEV void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
@@ -26,6 +39,13 @@ DEV uint4 load_matrices(u32 at) {
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
     return v;
 }
+// Likewise, each matrix transposed by its elements of 16 bits.
+DEV uint4 load_transposed(u32 at) {
+    uint4 v;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+    return v;
+}
 DEV uint4 load_shared(u32 at) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
@@ -33,16 +53,24 @@ DEV uint4 load_shared(u32 at) {
 }
 DEV u32 load_shared_byte(u32 at) { u32 v; asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(at) : "memory"); return v; }
 DEV u32 hmul2(u32 a, u32 b) { u32 d; asm("mul.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
+DEV u32 hsub2(u32 a, u32 b) { u32 d; asm("sub.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
+DEV u32 half2_of_fp8(u32 v) { u32 d; asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"((u16)v)); return d; }
+DEV float from_half(u32 v) { float d; asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"((u16)v)); return d; }
 DEV u32 to_half2(float low, float high) { u32 d; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low)); return d; }
 DEV u32 to_bf16x2(float low, float high) { u32 d; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low)); return d; }
-DEV float fast_exp(float v) { float d; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v * 1.4426950408889634f)); return d; }
+DEV float power_of_two(float v) { float d; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v)); return d; }
+DEV float fast_exp(float v) { return power_of_two(v * 1.4426950408889634f); }
 DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 DEV void copy_async(u32 to, const void* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory"); }
+DEV void copy_async_or_zeros(u32 to, const void* from, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
 DEV void copy_word_async(u32 to, const void* from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to), "l"(from) : "memory"); }
 DEV void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT> DEV void copies_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory"); }
 // Other kernels' writes as they are now, whatever this multiprocessor has cached.
 DEV int load_fresh(const int* p) { int v; asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory"); return v; }
+DEV int count_up(int* p) { int v; asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(v) : "l"(p) : "memory"); return v; }
 DEV void shared_is_ready() { if (WGMMA) asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEV void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEV void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -72,3 +100,4 @@ DEV void wgmma_ends(float (&c)[NT][4]) {  // sums are read no sooner
 #pragma unroll
     for (int n = 0; n < NT; n++) asm volatile("" : C4(n) :: "memory");
 }
+#endif

@@ -8,21 +8,8 @@
 // to the bits, nor does the number of tokens, nor whether the instruction is mma or wgmma.
 //
 // Codes go through shared memory, where each lane finds its own: more bytes are on their way than registers would hold.
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
-typedef long long i64;
-typedef unsigned long long u64;
-#define DEV static __device__ __forceinline__
-#if defined(EMULATED) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#define WGMMA true
-#else
-#define WGMMA false
-#endif
-
-#ifndef EMULATED
 #include "instructions.cuh"
-#endif
+
 DEV float low_bf16(u32 v) { return __uint_as_float(v << 16); }
 DEV float high_bf16(u32 v) { return __uint_as_float(v & 0xFFFF0000u); }
 DEV u32 word_of(const uint4& v, int j) { return j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w; }

@@ -14,13 +14,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from spillover.kernels.batch import DecodeScratch
+from spillover.kernels.cuda.attention import attend_codes
 from spillover.kernels.triton.attention import ordered_splits as splits
+from spillover.kernels.triton.attention.ordered_splits import PROGRAMS
 from spillover.kernels.triton.attention.ordered_tile import load_scales, load_tile, tile_blocks
 from spillover.kernels.triton.attention.softmax import LOG2E, add_piece, finish, operand, piece_begins, take_tile
 from spillover.kernels.triton.codes import CODES
 from spillover.kernels.triton.launch import AS_WRITTEN, early
 
-PROGRAMS = 132 * 16  # most of a launch; of n programs each takes every n-th item
 WARPS = 4
 FEW, SOME = 64, range(256, 800)  # programs that read four tiles ahead, by measurements on an H200; others read three
 REGISTERS = {3: 168, 4: 255}  # of a thread, at most, by tiles read ahead; at 168 three programs share a processor
@@ -46,6 +47,9 @@ def ordered_decode(
 
     `requests` is what the launch is tuned for.
     """
+    if attend_codes(q, kv_layer, out, items, num_items, block_table, block_size, scratch, scale, window, sinks,
+                    kv_dtype, requests):
+        return
     _launch(q, kv_layer, out, items, num_items, block_table, block_size, scratch, scale, window, sinks, kv_dtype, 1,
             stages(requests * kv_layer.shape[2], kv_dtype))
 

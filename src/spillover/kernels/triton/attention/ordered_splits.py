@@ -17,6 +17,7 @@ import numpy.typing as npt
 TILE = 64  # keys at a time; every piece begins at a multiple of it
 PIECE = 128  # keys of the smallest piece
 BUSY = 264  # programs that keep a device busy; below that, sequences are split between programs
+PROGRAMS = 132 * 16  # most of a launch; of n programs each takes every n-th item
 FIELDS = 10  # of an item
 TILE_QUERIES = 128  # of a tile of queries
 QUERIES = 16  # most new tokens of a request whose pieces have programs of their own

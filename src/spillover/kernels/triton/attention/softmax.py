@@ -105,10 +105,10 @@ def add_piece(highest, weight, acc, piece_highest, piece_weight, piece_acc):
 def finish(highest, weight, acc, sink, SINKS: tl.constexpr, CODES: tl.constexpr):
     """Return the softmax's result [ROWS, D]; `sink`: of each row, one more score, without a value."""
     if SINKS:
-        sink = sink.to(tl.float32) * LOG2E
-        higher = tl.maximum(highest, sink)
+        sink = sink.to(tl.float32)
+        higher = tl.maximum(highest, sink * LOG2E)
         mine = tl.exp2(highest - higher)
-        weight = tl.fma(weight, mine, tl.exp2(sink - higher))
+        weight = tl.fma(weight, mine, tl.exp2(tl.fma(sink, tl.zeros_like(sink) + LOG2E, -higher)))
         acc = acc * mine[:, None]
     # Adding nothing turns minus zero into zero: which of them a sum of nothing is depends on what else was added.
     one = tl.full(weight.shape, 1.0 / _RAISED if CODES > 0 else 1.0, tl.float32)

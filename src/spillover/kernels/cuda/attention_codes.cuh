@@ -1,0 +1,172 @@
+// Attention over a paged pool of FP8 or int8 codes, in the order of sums of triton/attention/softmax.py: to the bit what
+// Triton's kernels for codes give. What attention.cu (new tokens) and attention_prompt.cu share.
+//
+// DIM: of a head; GROUP: heads of queries that share one of keys; BLOCK: tokens of a block; INT8: whether codes are
+// int8, else they are FP8; BFLOAT16: whether queries and results are bfloat16, else they are float16. A tile is 64 keys:
+// each of four warps copies 16 of them and their values to shared memory, and multiplies these keys; of the values each
+// warp multiplies a quarter of the dimensions. Keys and values are the left operands of mma or wgmma, queries and
+// weights the right ones. Matrices of 16-bit elements are loaded transposed, an element being two codes: a word then
+// holds codes of two neighbours along the inner dimension, for each of two tokens or dimensions.
+#include "instructions.cuh"
+
+constexpr int TILE = 64, WARPS = 4, THREADS = 32 * WARPS;
+constexpr int MT = DIM / 64;      // tiles of 16 dimensions of a warp
+constexpr int CHUNKS = DIM / 16;  // of 16 bytes, of a token's values
+constexpr float LOG2E = 1.4426950408889634f, RAISED = 256.0f, LARGEST = 65504.0f;
+#define NOTHING (-__int_as_float(0x7F800000))
+#define KERNEL(BLOCKS) extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void
+
+// What a kernel takes; kernels/cuda/attention.py has the same.
+struct Product {
+    const u16* q; const u8* kv; u16* out;
+    float* sums; float* stats; int* finished;  // DecodeScratch
+    const int* items; const int* num_items; const int* table;
+    const void* sinks;                         // or null
+    const int* tiles; const int* query_start; const int* seq_lens; const int* slots;  // of prompts; slots: or null
+    i64 q_stride, table_stride, block_stride, kv_stride, head_stride;
+    float scale;
+    int programs, kv_heads, window, window_piece, sinks_float;
+};
+
+DEV float multiply(float a, float b) { return __fmul_rn(a, b); }
+DEV float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+DEV float low_of(u32 v) { return BFLOAT16 ? __uint_as_float(v << 16) : from_half(v & 0xFFFF); }
+DEV float high_of(u32 v) { return BFLOAT16 ? __uint_as_float(v & 0xFFFF0000u) : from_half(v >> 16); }
+DEV u32 pack(float low, float high) { return BFLOAT16 ? to_bf16x2(low, high) : to_half2(low, high); }
+DEV float cut(float v) { return fminf(fmaxf(v, -LARGEST), LARGEST); }
+DEV u32 query_operand(u32 v) { return to_half2(cut(low_of(v)), cut(high_of(v))); }
+DEV float base_of(float highest) { return highest == NOTHING ? 0.0f : highest; }
+// Weights of a tile are added as whole numbers.
+DEV u32 whole_number(float weight) { return __float_as_uint(multiply_add(weight, 16777216.0f, 33554432.0f)); }
+DEV float sum_of(u32 whole) { return multiply((float)(int)(whole & 0x3FFFFFFFu), 1.0f / 4194304.0f); }
+// As ordered_splits.bounds has them.
+DEV bool piece_begins(int start, int window_piece) {
+    if (window_piece) return (start & (window_piece - 1)) == 0;  // a power of two
+    int below = start < 1024 ? start & 127 : start & 255;
+    return (start < 4096 ? below : __float_as_int((float)start) & 0x7FFFF) == 0;
+}
+
+// A word of codes: of one neighbour bytes 0 and 1, of the other bytes 2 and 3. Of byte 0 of each, and of byte 1.
+DEV void spread(u32 word, u32& first, u32& second) {
+#if INT8
+    // A code plus 128 is the low byte of a float16 from 1,024 on.
+    word ^= 0x80808080u;
+    first = hsub2(__byte_perm(word, 0x64646464u, 0x4240), 0x64806480u);
+    second = hsub2(__byte_perm(word, 0x64646464u, 0x4341), 0x64806480u);
+#else
+    word = __byte_perm(word, 0, 0x3120);
+    first = half2_of_fp8(word & 0xFFFF);
+    second = half2_of_fp8(word >> 16);
+#endif
+}
+// The operands of two instructions.
+DEV void spread(u32 (&a)[8], const uint4& r) {
+    spread(r.x, a[0], a[1]), spread(r.y, a[2], a[3]), spread(r.z, a[4], a[5]), spread(r.w, a[6], a[7]);
+}
+
+// Two tiles of keys and of values, one in use and one on its way.
+struct Tiles {
+    alignas(128) u8 keys[2][WARPS][16 * DIM];  // of each 16 tokens [DIM][16]
+    alignas(128) u8 values[2][TILE * DIM];     // [TILE][DIM], chunks of a token in an order of their own: value_place
+};
+// Where the chunk of a token lies among the values of a tile, in bytes: those of eight tokens in other banks.
+DEV int value_place(int token, int chunk) {
+    return token * DIM + ((chunk ^ (DIM == 64 ? token >> 1 & 3 : token & 7)) << 4);
+}
+// 32 tokens of a tile's values, as the operands of 16 tokens each by tiles of dimensions: the chunk `chunk`, and with
+// MT = 2 the one that is `apart` from it.
+DEV void load_values(u32 (&a)[2][MT][4], u32 values, int half, int chunk, int apart) {
+    int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int i = 0; i < MT; i++) {
+        // MT = 2: matrices are tokens 0 to 7 and 8 to 15 of two chunks; MT = 1: 0 to 31 of one.
+        int at = half * 32 + (MT == 2 ? i * 16 + (lane & 15) : lane);
+        uint4 r = load_transposed(values + value_place(at, MT == 2 ? chunk + lane / 16 * apart : chunk));
+        int group0 = MT == 2 ? i : 0, group1 = MT == 2 ? i : 1;
+        spread(r.x, a[group0][0][0], a[group0][0][1]);
+        spread(r.y, a[group0][0][2], a[group0][0][3]);
+        spread(r.z, a[group1][MT - 1][0], a[group1][MT - 1][1]);
+        spread(r.w, a[group1][MT - 1][2], a[group1][MT - 1][3]);
+    }
+}
+
+// The codes of a sequence for one head of keys, in tiles from `begin` to `end`; none before `oldest`, which is not
+// negative, is used. What follows is about a warp's 16 tokens of a tile.
+struct Codes {
+    const Product& p;
+    const int* table;
+    const u8* slab;
+    int oldest, end, begin, tiles;
+    u32 keys, values;  // addresses in shared memory: of this warp's keys, of all values
+    int next, after;   // blocks of the next tile, and of the one after it
+    float2 key_scales, value_scales;  // of tokens 2 g and 2 g + 1
+};
+DEV int own_token(int start) { return start + threadIdx.x / 32 * 16; }
+// Past a sequence's own blocks, one of them again.
+DEV int block_of(const Codes& c, int start) {
+    return c.table[min(max(own_token(start) / BLOCK, c.oldest / BLOCK), (c.end - 1) / BLOCK)];
+}
+DEV const u8* block_at(const Codes& c, int block) { return c.slab + (u32)block * c.p.block_stride; }
+DEV void copy_keys(const Codes& c, int index, int start, int block) {
+    int lane = threadIdx.x & 31;
+    const u8* from = block_at(c, block) + (own_token(start) % BLOCK + lane * BLOCK);
+    u32 to = c.keys + (index & 1) * (TILE * DIM) + lane * 16;
+#pragma unroll
+    for (int j = 0; j < DIM / 32; j++) copy_async(to + j * 512, from + j * (32 * BLOCK));
+}
+DEV void copy_values(const Codes& c, int index, int start, int block) {
+    int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+    const u8* from = block_at(c, block) + c.p.kv_stride + (own_token(start) % BLOCK * DIM + lane * 16);
+    u32 to = c.values + (index & 1) * (TILE * DIM);
+#pragma unroll
+    for (int j = 0; j < DIM / 32; j++) {
+        int token = 16 * warp + j * (32 / CHUNKS) + lane / CHUNKS, n = start + token;
+        copy_async_or_zeros(to + value_place(token, lane % CHUNKS), from + j * 512, n >= c.oldest && n < c.end);
+    }
+}
+DEV void load_scales(const Codes& c, float2& keys, float2& values, int start, int block) {
+    int g = threadIdx.x % 32 / 4;
+    const u8* from = block_at(c, block) + (BLOCK * DIM + (own_token(start) % BLOCK + 2 * g) * 4);
+    keys = *(const float2*)from;
+    values = *(const float2*)(from + c.p.kv_stride);
+}
+// Sends for the first two tiles; copies are in groups of one tile's keys or values.
+DEV Codes codes_of(const Product& p, int slot, int kv_head, int begin, int oldest, int end, Tiles& room) {
+    Codes c = {p, p.table + slot * p.table_stride, p.kv + kv_head * p.head_stride, oldest, end, begin,
+               (end - begin + TILE - 1) / TILE, shared_address(room.keys[0][threadIdx.x / 32]), shared_address(room.values[0])};
+    int block = block_of(c, begin);
+    c.next = block_of(c, begin + TILE), c.after = block_of(c, begin + 2 * TILE);
+    copy_keys(c, 0, begin, block);
+    copies_commit();
+    if (c.tiles > 1) copy_keys(c, 1, begin + TILE, c.next);
+    copies_commit();
+    copy_values(c, 0, begin, block);
+    copies_commit();
+    load_scales(c, c.key_scales, c.value_scales, begin, block);
+    return c;
+}
+
+// The sums of a row beside its values': the largest score, the weights.
+struct Row { float highest, weight; };
+struct Change { float mine, theirs; };
+DEV Change add_row(Row& row, const Row& piece) {
+    float higher = fmaxf(row.highest, piece.highest), base = base_of(higher);
+    Change c = {power_of_two(row.highest - base), power_of_two(piece.highest - base)};
+    row = {higher, multiply_add(row.weight, c.mine, multiply(piece.weight, c.theirs))};
+    return c;
+}
+// What values of a row are to be multiplied by at the end, first by one and then by the other.
+DEV float2 last_factors(const Product& p, Row row, int head) {
+    float mine = 1.0f;
+    if (p.sinks) {
+        float raw = p.sinks_float ? ((const float*)p.sinks)[head] : low_of(((const u16*)p.sinks)[head]);
+        float higher = fmaxf(row.highest, multiply(raw, LOG2E));
+        mine = power_of_two(row.highest - higher);
+        row.weight = multiply_add(row.weight, mine, power_of_two(multiply_add(raw, LOG2E, -higher)));
+    }
+    return make_float2(mine, __fdiv_rn(1.0f / RAISED, row.weight));
+}
+DEV float finished(const Product& p, float sum, float2 factors) {
+    if (p.sinks) sum = multiply(sum, factors.x);
+    return multiply(sum, factors.y) + 0.0f;
+}
