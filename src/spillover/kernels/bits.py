@@ -20,6 +20,7 @@ from spillover.kernels.formats.base import Linear, Target, WeightFormat
 from spillover.kernels.formats.dense import DENSE
 from spillover.kernels.formats.fp8_block import FP8_BLOCK
 from spillover.kernels.formats.mxfp4 import MXFP4
+from spillover.kernels.kv_quant import head_bytes
 from spillover.kernels.layer_kernels import kernels_on
 from spillover.kernels.linear import linear
 from spillover.kernels.moe.experts import Experts
@@ -84,7 +85,9 @@ def _cases(device: torch.device) -> Iterator[_Case]:
 
     same = made.normal(1, HIDDEN).expand(counts[-1], -1)  # so that every row has the residual's first rows beside it
     yield _Case("norm and MLP", counts, _differences(mlp, same, counts, ends=False))
-    yield _Case("norm, QKV, rotary embedding, attention", counts, _chunk_differences(made, layer, counts))
+    for kv_dtype in ("auto", "fp8", "int8"):
+        name = "norm, QKV, rotary embedding, attention" + (f" over {kv_dtype} KV" if kv_dtype != "auto" else "")
+        yield _Case(name, counts, _chunk_differences(made, layer, counts, kv_dtype))
     for name, form in made.expert_formats.items():
         first = Experts(made.linear(form, 2 * EXPERT_INNER, HIDDEN, EXPERTS, parts=2))
         second = Experts(made.linear(form, HIDDEN, EXPERT_INNER, EXPERTS))
@@ -110,16 +113,19 @@ def _differences(run: Callable[[Tensor], Tensor], x: Tensor, counts: tuple[int, 
         yield any(not torch.equal(run(x[rows]), whole[rows]) for rows in parts)
 
 
-def _chunk_differences(made: _Maker, layer: LayerWeights, counts: tuple[int, ...]) -> Iterator[bool]:
+def _chunk_differences(made: _Maker, layer: LayerWeights, counts: tuple[int, ...], kv_dtype: str) -> Iterator[bool]:
     """Tell for each number of rows whether chunks of a sequence that have it differ from the sequence in one."""
     length = LONGEST[made.device.type]
     x, residual = made.normal(length, HIDDEN), made.normal(length, HIDDEN)
     blocks = -(-length // BLOCK)
-    pool = torch.zeros(blocks + 1, 2, SHAPE.num_kv_heads, BLOCK * SHAPE.head_dim, dtype=made.dtype, device=made.device)
+    size, dtype = BLOCK * SHAPE.head_dim, made.dtype
+    if kv_dtype != "auto":
+        size, dtype = head_bytes(BLOCK, SHAPE.head_dim), torch.uint8
+    pool = torch.zeros(blocks + 1, 2, SHAPE.num_kv_heads, size, dtype=dtype, device=made.device)
     table = torch.randperm(blocks, generator=torch.Generator().manual_seed(1)).int()[None] + 1
 
     def run(first: int, last: int) -> Tensor:
-        batch = made.chunk(first, last, table)
+        batch = made.chunk(first, last, table, kv_dtype)
         out, total = made.kernels.attention_block(x[first:last].clone(), residual[first:last].clone(), layer, pool,
                                                   batch, None, 0)
         return torch.cat((out, total), dim=1)
@@ -163,7 +169,7 @@ class _Maker:
             "down": self.linear(self.format, HIDDEN, INNER),
         }
 
-    def chunk(self, first: int, last: int, table: Tensor) -> AttentionBatch:
+    def chunk(self, first: int, last: int, table: Tensor, kv_dtype: str) -> AttentionBatch:
         """Return the batch of one sequence's rows from `first` to `last`."""
         count = last - first
         made = AttentionBatch(
@@ -171,7 +177,7 @@ class _Maker:
             seq_lens=torch.tensor([last], dtype=torch.int32, device=self.device), block_table=table.to(self.device),
             positions=torch.arange(first, last, device=self.device),
             rows=torch.zeros(count, dtype=torch.int32, device=self.device), block_size=BLOCK, max_query=count,
-            max_seq=last)
+            max_seq=last, kv_dtype=kv_dtype)
         if self.device.type == "cpu":
             return made
         from spillover.kernels.triton.attention.attention import make_work
