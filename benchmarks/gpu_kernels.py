@@ -119,8 +119,13 @@ DECODES = [  # name, requests, context, heads, kv heads, dim, block size, window
     ("0.6b b64 c1500", 64, 1500, 16, 8, 128, 16, None, "auto"),
     ("8b b1 c600", 1, 600, 32, 8, 128, 16, None, "auto"),
     ("8b b1 c8192", 1, 8192, 32, 8, 128, 16, None, "auto"),
+    ("8b b1 c8192 fp8", 1, 8192, 32, 8, 128, 16, None, "fp8"),
     ("8b b1 c32768", 1, 32768, 32, 8, 128, 16, None, "auto"),
+    ("8b b1 c32768 fp8", 1, 32768, 32, 8, 128, 16, None, "fp8"),
+    ("8b b256 c800", 256, 800, 32, 8, 128, 16, None, "auto"),
+    ("8b b256 c800 fp8", 256, 800, 32, 8, 128, 16, None, "fp8"),
     ("14b b256 c800", 256, 800, 40, 8, 128, 16, None, "auto"),
+    ("8b b64 c2048", 64, 2048, 32, 8, 128, 16, None, "auto"),
     ("8b b64 c2048 fp8", 64, 2048, 32, 8, 128, 16, None, "fp8"),
     ("8b b64 c2048 int8", 64, 2048, 32, 8, 128, 16, None, "int8"),
     ("gpt-oss b64 c2048 window", 64, 2048, 64, 8, 64, 16, 128, "auto"),
@@ -139,7 +144,7 @@ def decode(tune: bool) -> None:
 
         time_it = partial(_attention, f"decode {name}", qkv, views, made, heads, window, nbytes, 0.0)
         time_it()
-        if tune and name in ("0.6b b256 c800", "0.6b b64 c1500", "8b b1 c600", "8b b1 c32768", "8b b64 c2048 fp8"):
+        if tune and name in ("0.6b b256 c800", "0.6b b64 c1500", "8b b1 c600", "8b b1 c32768"):
             before = ordered_splits.BUSY, ordered_decode.WARPS, ordered_decode.stages
             for busy, warps, stages in [(264, 4, 2), (264, 4, 3), (264, 4, 5), (264, 8, 2), (264, 2, 2), (132, 4, 2),
                                         (528, 4, 2)]:
@@ -150,12 +155,15 @@ def decode(tune: bool) -> None:
 
 
 def prefills(tune: bool) -> None:
-    for name, counts, lengths, heads, kv_heads, dim, window in [
-        ("8b 1 x 8192", [8192], [8192], 32, 8, 128, None), ("0.6b 16 x 512", [512] * 16, [512] * 16, 16, 8, 128, None),
-        ("8b 512 after 7680", [512], [8192], 32, 8, 128, None),
-        ("gpt-oss 8192 window", [8192], [8192], 64, 8, 64, 128),
+    for name, counts, lengths, heads, kv_heads, dim, window, kv_dtype in [
+        ("8b 1 x 8192", [8192], [8192], 32, 8, 128, None, "auto"),
+        ("8b 1 x 8192 fp8", [8192], [8192], 32, 8, 128, None, "fp8"),
+        ("0.6b 16 x 512", [512] * 16, [512] * 16, 16, 8, 128, None, "auto"),
+        ("0.6b 16 x 512 fp8", [512] * 16, [512] * 16, 16, 8, 128, None, "fp8"),
+        ("8b 512 after 7680", [512], [8192], 32, 8, 128, None, "auto"),
+        ("gpt-oss 8192 window", [8192], [8192], 64, 8, 64, 128, "auto"),
     ]:
-        qkv, views, made = batch(counts, lengths, heads, kv_heads, dim, 16, 2)
+        qkv, views, made = batch(counts, lengths, heads, kv_heads, dim, 16, 2, kv_dtype)
         flops = 0.0
         for count, length in zip(counts, lengths, strict=True):
             for position in range(length - count, length):
@@ -163,7 +171,7 @@ def prefills(tune: bool) -> None:
 
         time_it = partial(_attention, f"prefill {name}", qkv, views, made, heads, window, 0.0, flops)
         time_it()
-        if tune and name != "gpt-oss 8192 window":
+        if tune and window is None and kv_dtype == "auto":
             before = ordered_prefill.SMALL
             for shape in [(64, 4, 2), (64, 4, 3), (128, 8, 2), (128, 8, 3)]:
                 ordered_prefill.SMALL = shape
