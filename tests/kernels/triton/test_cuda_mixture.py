@@ -178,9 +178,10 @@ def test_passes_over_slots_are_the_resident_mixture_to_the_bit(
 ])
 def test_what_they_do_not_take_goes_through_triton(
         dtype: torch.dtype, hidden: int, inner: int, launched: list[str]) -> None:
-    gemm = made(("fp8", 64, 64, False), 1)[2].gemm
-    assert cuda.cuda_gemm(gemm, torch.empty(1, hidden, dtype=dtype), inner, K) is gemm
-    assert cuda.cuda_gemm(gemm, torch.empty(1, 64, dtype=torch.bfloat16), 64, K).few == cuda.FEW
+    taken, _, first, *_ = made(("fp8", 64, 64, False), 1)
+    x = torch.empty(1, hidden, dtype=dtype, device=taken.device)
+    assert cuda.cuda_gemm(first.gemm, x, inner, K) is first.gemm
+    assert cuda.cuda_gemm(first.gemm, taken, 64, K).few == cuda.FEW
 
 
 def test_only_formats_with_one_order_take_them(launched: list[str]) -> None:

@@ -27,10 +27,10 @@ class CudaKernels:
             out = decode_few.decode_few(qkv, w.get("q_norm"), w.get("k_norm"), shape.eps, self.cos, self.sin, kv_layer,
                                         batch, shape.num_heads, shape.scale, window, sinks)
             return linear(out.view(rows, -1), w["o"], w.get("o_bias")), residual
-        slots = None if batch.work is None else batch.work.slots
+        work = batch.work
         norm_rope_store(qkv, w.get("q_norm"), w.get("k_norm"), shape.eps, self.cos, self.sin, batch.positions,
-                        batch.rows, slots, batch.block_table, kv_layer, batch.block_size, shape.num_heads,
-                        batch.kv_dtype)
+                        batch.rows, None if work is None else work.slots, batch.block_table, kv_layer,
+                        batch.block_size, shape.num_heads, batch.kv_dtype, work is None or work.tiles is not None)
         q = qkv[:, : shape.num_heads]
         if batch.cold is None:
             out = attention(q, kv_layer, batch, shape.scale, window, sinks)

@@ -39,10 +39,12 @@ def norm_rope_store(
     block_size: int,
     num_heads: int,
     kv_dtype: str = "auto",
+    prompts: bool = True,
 ) -> None:
     """Norm and rotate the H queries of qkv [T, H + 2 Hk, D] in place, and store keys and values at their positions.
 
-    `rows` [T] is the request of each row, `slots` its row of the block table (None: the request's own index).
+    `rows` [T] is the request of each row, `slots` its row of the block table (None: the request's own index);
+    `prompts`: whether some of the rows are neighbours in a sequence, which the launch is tuned for.
     """
     tokens, heads, dim = qkv.shape
     if tokens == 0:
@@ -55,7 +57,7 @@ def norm_rope_store(
         *kv_layer.stride()[:3],
         HEADS=num_heads, KV_HEADS=kv_heads, TOGETHER=together, HALF=dim // 2,
         PADDED=triton.next_power_of_2(dim // 2), TOKENS=TOKENS, BLOCK=block_size, NORM=q_norm is not None,
-        SLOTS=slots is not None, CODES=CODES[kv_dtype], num_warps=WARPS, **AS_WRITTEN,
+        SLOTS=slots is not None, CODES=CODES[kv_dtype], PROMPTS=prompts, num_warps=WARPS, **AS_WRITTEN,
         **early(kv_layer.device),
     )
 
@@ -66,7 +68,7 @@ def _norm_rope_store(
     tokens, row_stride, table_stride, block_stride, kv_stride, head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, TOGETHER: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, SLOTS: tl.constexpr, CODES: tl.constexpr,
-    EARLY: tl.constexpr,
+    PROMPTS: tl.constexpr, EARLY: tl.constexpr,
 ):
     if EARLY:
         gdc_launch_dependents()
@@ -117,11 +119,12 @@ def _norm_rope_store(
                 high_code = high.to(kv_ptr.dtype.element_ty)
             slab = blocks + (head - HEADS) % KV_HEADS * head_stride
             if head < HEADS + KV_HEADS:
-                # Dimensions lie a block apart and tokens of a prompt side by side, so neighbouring threads store
-                # neighbouring tokens. Said of requests that decode it is not true, and changes nothing: addresses have
-                # no known alignment, so that nothing is stored as a vector.
+                # Dimensions lie a block apart, and tokens of a prompt side by side: of these neighbouring threads store
+                # neighbouring tokens. Where it is not true of all, it changes nothing but that: addresses have no known
+                # alignment, so that nothing is stored as a vector.
                 keys = slab[None, :] + (d * BLOCK)[:, None] + offset[None, :]  # [PADDED, TOKENS]
-                keys = tl.max_contiguous(keys, [1, TOKENS])
+                if PROMPTS:
+                    keys = tl.max_contiguous(keys, [1, TOKENS])
                 there = real[None, :] & (d < HALF)[:, None]
                 tl.store(keys, tl.trans(low_code), mask=there)
                 tl.store(keys + HALF * BLOCK, tl.trans(high_code), mask=there)
