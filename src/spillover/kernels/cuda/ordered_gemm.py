@@ -57,8 +57,8 @@ class Cut(NamedTuple):
     def clocks(self, inner: int, chunks: int) -> float:
         """Estimate what a tile takes. A step of 16 is bound by the tensor cores or by shared memory, which operands are
         written to once and read from once per 64 rows; large tiles copy less, and each ends with a store. Beside wide
-        sums the totals of chunks leave few registers. Of the cuts timed on an H200 this chooses ones that are on average
-        1% slower than the fastest."""
+        sums the totals of chunks leave few registers. What this chooses is on average 1% slower than the fastest cut
+        that was timed on an H200."""
         multiply = self.halves * self.channels
         share = 2 * self.halves * (16 + self.channels / 4) + (self.rows + self.channels) / 4
         crowded = {192: 1.03, 224: 1.06}.get(self.channels, 1.0) if chunks > 1 else 1.0
