@@ -14,7 +14,7 @@ from spillover.kernels.native.build import cache_folder, command
 
 _EMULATOR = Path(__file__).parent / "emulated_cuda.cpp"
 # Sums as they are written: the kernels say themselves where a product and a sum are rounded once.
-_FLAGS = ("-std=c++17", "-O2", "-fno-strict-aliasing", "-ffp-contract=off", "-w", "-shared", "-fPIC",
+FLAGS = ("-std=c++17", "-O2", "-fno-strict-aliasing", "-ffp-contract=off", "-w", "-shared", "-fPIC",
           "-U_FORTIFY_SOURCE")  # its longjmp takes a fiber's stack for a broken one
 
 
@@ -37,13 +37,18 @@ class EmulatedModule:
 
 @cache
 def _library(source: Path, options: tuple[str, ...]) -> ctypes.CDLL:
-    compiler = [command()[0], *_FLAGS, *options, f'-DSOURCE="{source}"']
-    texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.cuh")), _EMULATOR)]
-    named = b"\0".join(("\0".join(compiler).encode(), *texts))
+    beside = sorted(source.parent.glob("*.cuh"))
+    return built((*FLAGS, *options, f'-DSOURCE="{source}"'), _EMULATOR, (source, *beside))
+
+
+def built(options: tuple[str, ...], source: Path, included: tuple[Path, ...]) -> ctypes.CDLL:
+    """Compile a library, or load the one that was compiled from the same texts."""
+    compiler = [command()[0], *options]
+    named = b"\0".join(("\0".join(compiler).encode(), *(path.read_bytes() for path in (source, *included))))
     path = cache_folder() / f"emulated-{hashlib.blake2b(named, digest_size=10).hexdigest()}.so"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder, path.name)
-            subprocess.run([*compiler, str(_EMULATOR), "-o", str(made)], check=True)
+            subprocess.run([*compiler, str(source), "-o", str(made)], check=True)
             os.replace(made, path)
     return ctypes.CDLL(str(path))

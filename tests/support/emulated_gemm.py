@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
 import struct
-import subprocess
-import tempfile
 from functools import cache
 from pathlib import Path
 
 import torch
 
 from spillover.kernels.cuda.ordered_gemm import SOURCE, Cut, Map
-from spillover.kernels.native.build import cache_folder, command
+from support.emulated_cuda import FLAGS, built
 
 _EMULATOR = Path(__file__).parent / "emulated_gemm.h"
-_FLAGS = ("-x", "c++", "-std=c++17", "-O2", "-fno-strict-aliasing", "-ffp-contract=off", "-w", "-Wno-psabi", "-shared",
-          "-fPIC", "-U_FORTIFY_SOURCE")  # its longjmp takes a fiber's stack for a broken one
 
 
 class EmulatedGemm:
@@ -43,12 +37,4 @@ def described(address: int, rows: int, inner: int, stride: int, box: int, kind: 
 
 @cache
 def _library(options: tuple[str, ...]) -> ctypes.CDLL:
-    compiler = [command()[0], *_FLAGS, *options, f'-DEMULATED="{_EMULATOR}"']
-    named = "\0".join(compiler).encode() + SOURCE.read_bytes() + _EMULATOR.read_bytes()
-    path = cache_folder() / f"emulated-{hashlib.blake2b(named, digest_size=10).hexdigest()}.so"
-    if not path.exists():
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder, path.name)
-            subprocess.run([*compiler, str(SOURCE), "-o", str(made)], check=True)
-            os.replace(made, path)
-    return ctypes.CDLL(str(path))
+    return built(("-x", "c++", *FLAGS, "-Wno-psabi", *options, f'-DEMULATED="{_EMULATOR}"'), SOURCE, (_EMULATOR,))

@@ -15,6 +15,7 @@ CODE_BYTES = {4: 640, 8: 1088}  # of a block of a panel, by bits of a code
 WIDE_TOKENS = 1024
 WIDE_ROWS = 256
 WIDE_BYTES = 2 << 30
+EXPERT_ROW = 128  # of activations beside experts in codes: rows are padded to a multiple of it
 # Products whose sums have one order: channels of a matrix that need no chunks to keep a device busy; chunks of the
 # others; how long a chunk is at least, and a multiple of what; rows up to which a chunk may have programs of its own.
 WIDE_CHANNELS = 16384

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spillover.kernels.extents import MOST_SCORES, SEGMENTS, chunk_sums_bytes, dequantizes, segment_blocks
+from spillover.kernels.extents import EXPERT_ROW, MOST_SCORES, SEGMENTS, chunk_sums_bytes, dequantizes, segment_blocks
 from spillover.kernels.fields import ITEMSIZE
 from spillover.kernels.triton.attention.ordered_splits import max_items, scratch_bytes
 from spillover.models.config import ModelConfig
@@ -127,7 +127,8 @@ def _row_bytes(config: ModelConfig, dtype: str, native: bool) -> int:
     mixture = (5 * hidden + 3 * config.expert_intermediate_size + 2 * config.num_experts) if config.is_moe else 0
     if config.is_moe and not native:  # a device keeps every expert's share of a token: between the products and after
         k = config.experts_per_token
-        mixture = max(mixture, (k + 4) * hidden + k * config.expert_intermediate_size + 2 * config.num_experts)
+        copied, inside = (-(-width // EXPERT_ROW) * EXPERT_ROW for width in (hidden, config.expert_intermediate_size))
+        mixture = max(mixture, copied + (k + 3) * hidden + k * inside + 2 * config.num_experts)
     if config.is_moe and len(config.dense_layers) == 0:
         dense = 0
     wide = 0 if native else 3 * hidden * 4  # the plain norm works on float32 copies

@@ -120,11 +120,7 @@ DEV void attend(const Product& p, u8* room) {
             __syncwarp();
             if (index + 2 < codes.tiles) copy_keys(codes, index, start + 2 * TILE, codes.after);
             copies_commit();
-#pragma unroll
-            for (int n = 0; n < NT; n++) {
-                scores[n][0] = multiply(scores[n][0], key_scales.x), scores[n][1] = multiply(scores[n][1], key_scales.x);
-                scores[n][2] = multiply(scores[n][2], key_scales.y), scores[n][3] = multiply(scores[n][3], key_scales.y);
-            }
+            scale_scores(scores, key_scales);
             if (start + TILE > end || start < oldest) {
                 int token = start + 16 * warp + 2 * g;  // and the next
                 bool low = token >= oldest && token < end, high = token + 1 >= oldest && token + 1 < end;

@@ -130,6 +130,13 @@ DEV void load_scales(const Codes& c, float2& keys, float2& values, int start, in
     keys = *(const float2*)from;
     values = *(const float2*)(from + c.p.kv_stride);
 }
+// Products with the codes of two keys become those with the keys.
+template <int NT> DEV void scale_scores(float (&scores)[NT][4], float2 keys) {
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) scores[n][i] = multiply(scores[n][i], i < 2 ? keys.x : keys.y);
+}
 // Sends for the first two tiles; copies are in groups of one tile's keys or values.
 DEV Codes codes_of(const Product& p, int slot, int kv_head, int begin, int oldest, int end, Tiles& room) {
     Codes c = {p, p.table + slot * p.table_stride, p.kv + kv_head * p.head_stride, oldest, end, begin,

@@ -95,11 +95,7 @@ KERNEL(2) attention_codes_prompt(const __grid_constant__ Product p) {
         if (index + 2 < codes.tiles) copy_keys(codes, index, start + 2 * TILE, codes.after);
         copies_commit();
         wgmma_ends<NT>(scores);
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-            scores[n][0] = multiply(scores[n][0], key_scales.x), scores[n][1] = multiply(scores[n][1], key_scales.x);
-            scores[n][2] = multiply(scores[n][2], key_scales.y), scores[n][3] = multiply(scores[n][3], key_scales.y);
-        }
+        scale_scores(scores, key_scales);
         int token = start + 16 * warp + 2 * g;  // and the next
         if (start + TILE > position + 1 || p.window) {
 #pragma unroll

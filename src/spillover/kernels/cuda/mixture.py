@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from spillover.kernels.cuda.compiled import CudaError, Module
+from spillover.kernels.extents import EXPERT_ROW
 from spillover.kernels.formats.fp8_block import Fp8Block
-from spillover.kernels.formats.grouped_gemm import CUDA, CUDA_ROW, GroupedGemm, Tile, Tiles
+from spillover.kernels.formats.grouped_gemm import CUDA, GroupedGemm, Tile, Tiles
 from spillover.kernels.formats.mxfp4 import Mxfp4
 from spillover.kernels.moe.experts import Experts
 from spillover.kernels.triton.launch import early
@@ -32,13 +33,14 @@ MOST_EXPERTS = 64  # of a token
 CAPABILITY = (8, 0)  # from here on there are asynchronous copies and products of bfloat16
 # Tiles by tokens, and up to how many pairs of an expert times GroupedGemm.fill they are the fastest on an H200.
 UP_TO = {16: 16, 64: 144, 128: 192}
-FEW: Tiles = (Tile(1, 16, CUDA_ROW, 4, 1, "experts_gate_up_pairs"), Tile(1, 16, CUDA_ROW, 16, 1, "experts_down_pairs"))
+FEW: Tiles = (Tile(1, 16, EXPERT_ROW, 4, 1, "experts_gate_up_pairs"),
+              Tile(1, 16, EXPERT_ROW, 16, 1, "experts_down_pairs"))
 
 
 @dataclass(frozen=True)
 class Form:
-    """What mixture.cu says of a format, which is its FORMAT there: steps of CUDA_ROW inputs that are a chunk, bytes of
-    a warp's codes in a step, chunks on their way to a warp, and steps to a block by tokens of a tile."""
+    """What mixture.cu says of a format, which is its FORMAT there: steps of EXPERT_ROW inputs that are a chunk, bytes
+    of a warp's codes in a step, chunks on their way to a warp, and steps to a block by tokens of a tile."""
 
     name: str
     chunk: int
@@ -48,18 +50,18 @@ class Form:
 
     def few_shared(self, inner: int, k: int) -> tuple[int, int]:
         """Return the bytes that blocks of the two products share for a few tokens."""
-        item = self.chunk * (self.slot + 2 * CUDA_ROW)
-        chunks = -(-inner // (self.chunk * CUDA_ROW))
+        item = self.chunk * (self.slot + 2 * EXPERT_ROW)
+        chunks = -(-inner // (self.chunk * EXPERT_ROW))
         up, down = (tile.warps * each for tile, each in zip(FEW, self.each, strict=True))
         return up * (item + 8 * 16), down * item + k * (chunks * 8 * 16 + 8 * 8)
 
     def many_shared(self, tile: Tile) -> int:
-        return self.stages[tile.tokens] * (tile.tokens * 2 * CUDA_ROW + tile.warps * self.slot)
+        return self.stages[tile.tokens] * (tile.tokens * 2 * EXPERT_ROW + tile.warps * self.slot)
 
     @cached_property
     def many(self) -> dict[int, Tiles]:
-        return {tokens: (Tile(tokens, 128, CUDA_ROW, 8, stages, f"experts_gate_up_{tokens}"),
-                         Tile(tokens, 128, CUDA_ROW, 8, stages, f"experts_down_{tokens}"))
+        return {tokens: (Tile(tokens, 128, EXPERT_ROW, 8, stages, f"experts_gate_up_{tokens}"),
+                         Tile(tokens, 128, EXPERT_ROW, 8, stages, f"experts_down_{tokens}"))
                 for tokens, stages in self.stages.items()}
 
 

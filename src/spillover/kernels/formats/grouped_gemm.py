@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from spillover.kernels.extents import EXPERT_ROW
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -22,7 +24,6 @@ class Tile:
 
 Tiles = tuple[Tile, Tile]  # for the two products of a mixture
 CUDA = 16  # added to a format's code where activations lie as kernels/cuda/mixture.cu takes them
-CUDA_ROW = 128  # a row of them is padded to a multiple of it
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class GroupedGemm:
 
     def row_width(self, columns: int) -> int:
         """Return how far rows of activations lie apart."""
-        return -(-columns // CUDA_ROW) * CUDA_ROW if self.code >= CUDA else columns
+        return -(-columns // EXPERT_ROW) * EXPERT_ROW if self.code >= CUDA else columns
 
     def many_tiles(self, pairs_an_expert: float) -> Tiles:
         *sizes, largest = sorted(self.many)

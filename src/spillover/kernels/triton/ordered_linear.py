@@ -268,17 +268,9 @@ def _few_rows(
         if GATED:
             up = _weights(up_at, w_k, i, inner, EVEN)
             up_acc = tl.dot(up, x, up_acc, input_precision="ieee")
-    result = _in_order(acc, CHUNKS, CHANNELS, ROWS)
-    real = n < channels
-    if BIAS:
-        result += tl.load(bias_ptr + n, mask=real, other=0.0).to(tl.float32)[:, None]
-    if GATED:
-        above = _in_order(up_acc, CHUNKS, CHANNELS, ROWS)
-        if BIAS:
-            above += tl.load(bias_ptr + channels + n, mask=real, other=0.0).to(tl.float32)[:, None]
-        result = _silu_and_mul(result, above, out_ptr.dtype.element_ty)
+    result = _result(acc, up_acc, bias_ptr, n, channels, CHUNKS, CHANNELS, ROWS, BIAS, GATED, out_ptr.dtype.element_ty)
     out = out_ptr + m.to(tl.int64)[None, :] * channels + n[:, None]
-    tl.store(out, result.to(out_ptr.dtype.element_ty), mask=(m < rows)[None, :] & real[:, None])
+    tl.store(out, result.to(out_ptr.dtype.element_ty), mask=(m < rows)[None, :] & (n < channels)[:, None])
 
 
 def _name(specialization: Any) -> str:
@@ -336,18 +328,25 @@ def _few_rows_ahead(
         acc = tl.dot(weights[i], x, acc)
         if GATED:
             up_acc = tl.dot(ups[i], x, up_acc)
-    result = _in_order(acc, CHUNKS, CHANNELS, ROWS)
-    real = n < channels
-    if BIAS:
-        result += tl.load(bias_ptr + n, mask=real, other=0.0).to(tl.float32)[:, None]
-    if GATED:
-        above = _in_order(up_acc, CHUNKS, CHANNELS, ROWS)
-        if BIAS:
-            above += tl.load(bias_ptr + channels + n, mask=real, other=0.0).to(tl.float32)[:, None]
-        result = _silu_and_mul(result, above, dtype)
+    result = _result(acc, up_acc, bias_ptr, n, channels, CHUNKS, CHANNELS, ROWS, BIAS, GATED, dtype)
     row = tl.arange(0, ROWS)
     out = out_ptr + row[None, :] * channels + n[:, None]
-    tl.store(out, result.to(dtype), mask=(row < rows)[None, :] & real[:, None])
+    tl.store(out, result.to(dtype), mask=(row < rows)[None, :] & (n < channels)[:, None])
+
+
+@triton.jit
+def _result(sums, up_sums, bias_ptr, n, channels, CHUNKS: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
+            BIAS: tl.constexpr, GATED: tl.constexpr, dtype: tl.constexpr):
+    """Return what a tile of channels `n` is to hold, from the sums of its chunks."""
+    result = _in_order(sums, CHUNKS, CHANNELS, ROWS)
+    if BIAS:
+        result += tl.load(bias_ptr + n, mask=n < channels, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        above = _in_order(up_sums, CHUNKS, CHANNELS, ROWS)
+        if BIAS:
+            above += tl.load(bias_ptr + channels + n, mask=n < channels, other=0.0).to(tl.float32)[:, None]
+        result = _silu_and_mul(result, above, dtype)
+    return result
 
 
 @triton.jit
