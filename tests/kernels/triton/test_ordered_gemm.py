@@ -26,6 +26,11 @@ CASES = [
     (Cut(32), 1100, 40, 72),  # more tiles of rows than a band has
     (Cut(32, 2), 300, 40, 256),
     (Cut(96), 130, 104, 1160),
+    (Cut(40, groups=1), 24, 136, 200),  # fewer rows than a tile has
+    (Cut(72, groups=4), 250, 72, 1032),  # the fourth chunk is empty
+    (Cut(40, groups=3, spread=True), 200, 104, 1160),
+    (Cut(64, groups=1, spread=True), 17, 24, 1032),  # fewer channels too
+    (Cut(32, groups=1, blocks=2), 70, 40, 72),
 ]
 
 

@@ -23,9 +23,8 @@ log = logging.getLogger("spillover.kernels")
 SOURCE = Path(__file__).parent / "ordered_gemm.cu"
 CAPABILITY = (9, 0)
 STEP = 64  # of the inner dimension
-LEAST_ROWS = 128  # of a tile
-SHARED = 225 << 10  # bytes of shared memory for stages
-THREADS = 384
+UNIT_ROWS = 64  # that a warpgroup multiplies at once
+SHARED = 227 << 10  # bytes of a multiprocessor's shared memory
 TYPES = {torch.bfloat16: ("bf16", 9), torch.float16: ("f16", 6)}  # in PTX, and as CUtensorMapDataType
 _SWIZZLE_128, _PROMOTE_256 = 3, 3  # CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B
 _MAP_BYTES, _MAP_ALIGNED = 128, 64  # of a CUtensorMap
@@ -37,14 +36,21 @@ class Cut(NamedTuple):
 
     channels: int
     halves: int = 1
+    groups: int = 2
+    spread: bool = False  # the chunks of a tile over a cluster of blocks
+    blocks: int = 1  # of a multiprocessor
 
     @property
     def rows(self) -> int:
-        return LEAST_ROWS * self.halves
+        return UNIT_ROWS * self.halves * self.groups
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.groups + 1)
 
     @property
     def stages(self) -> int:
-        return SHARED // ((self.rows + self.channels) * STEP * 2)
+        return (SHARED // self.blocks - 2048) // ((self.rows + self.channels) * STEP * 2 + 16)
 
     @property
     def shared(self) -> int:
@@ -64,12 +70,28 @@ class Cut(NamedTuple):
         crowded = {192: 1.03, 224: 1.06}.get(self.channels, 1.0) if chunks > 1 else 1.0
         return crowded * inner / 16 * (max(multiply, share) + (self.rows + self.channels) / 16) + 10 * multiply
 
+    def clocks_of_few(self, rows: int, channels: int, inner: int, chunks: int, processors: int) -> float:
+        """Estimate what a product of up to FEW_ROWS rows takes: memory bounds it, or steps of 16, each bound by tensor
+        cores, by shared memory or by the cache, which x is read from again for each tile."""
+        box = min(rows, self.rows)
+        multiply = self.groups * self.halves * self.channels / 2
+        share = self.groups * self.halves * (16 + self.channels / 4) + (box + self.channels) / 4
+        step = max(multiply, share, 0.8 * (box + self.channels))
+        parts = chunks if self.spread else 1
+        exchange = 1000 + 1.5 * self.groups * self.channels if self.spread else 0
+        unit = inner / parts / 16 * step + 10 * multiply + 1000 + exchange
+        waves = -(-self.tiles(rows, channels) * parts // (processors * self.blocks))
+        memory = channels * inner * 2 / 2350
+        return max(waves * unit, memory) + 0.2 * min(waves * unit, memory)
+
     def options(self, chunks: int, dtype: torch.dtype, bias: bool) -> tuple[str, ...]:
         sums = self.channels // 2
         defined = {
-            "CHANNELS": self.channels, "HALVES": self.halves, "STAGES": self.stages, "CHUNKS": chunks,
-            "TYPE": TYPES[dtype][0], "HAS_BIAS": int(bias), "SUMS": sums, "SUMS_1": sums + 1, "SUMS_2": sums + 2,
-            "PIECES": sums // 16,
+            "CHANNELS": self.channels, "HALVES": self.halves, "GROUPS": self.groups, "STAGES": self.stages,
+            "CHUNKS": chunks, "SPREAD": int(self.spread), "BLOCKS": self.blocks, "TYPE": TYPES[dtype][0],
+            "HAS_BIAS": int(bias), "SUMS": sums, "SUMS_1": sums + 1, "SUMS_2": sums + 2,
+            "NAMES": " COMMA ".join(f"%{i}" for i in range(sums)),
+            "VALUES": " COMMA ".join(f"FOUR({i})" for i in range(0, sums, 4)),
         }
         return tuple(f"-D{name}={value}" for name, value in defined.items())
 
@@ -77,6 +99,25 @@ class Cut(NamedTuple):
 CUTS = tuple(Cut(channels) for channels in range(32, 225, 32))
 LARGE = (Cut(256), Cut(192, 2))  # without chunks only, as sums and totals would not fit into registers, and not if
 LONG = 2048  # is more than the inner dimension: a tile's sums then take long to store for what it multiplies
+
+
+FEW_ROWS = 256
+MOST_CHANNELS = {1: 256, 2: 256, 3: 192, 4: 136}  # by warpgroups, whose sums fit into registers
+MOST_WITH_TOTALS = {1: 128, 2: 224, 3: 96, 4: 64}
+WIDTHS = (32, 48, 64, 80, 96, 112, 128, 136, 160, 192, 224, 256)
+
+
+@cache
+def few_cuts(chunks: int) -> tuple[Cut, ...]:
+    """Return the cuts for up to FEW_ROWS rows."""
+    cuts = []
+    for groups in MOST_CHANNELS:
+        for width in WIDTHS:
+            if width <= (MOST_CHANNELS if chunks == 1 else MOST_WITH_TOTALS)[groups]:
+                cuts.append(Cut(width, groups=groups))
+            if chunks > 1 and width <= MOST_CHANNELS[groups]:
+                cuts.append(Cut(width, groups=groups, spread=True))
+    return tuple(cuts)
 
 
 class _Arguments(ctypes.Structure):
@@ -97,33 +138,37 @@ def multiply(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, early: bool
     """Multiply x [T, K], w [N, K], bias [N] into out [T, N]; False where this kernel cannot. x and w must be readable
     by the tensor memory accelerator. `cut`: instead of the one that would be chosen."""
     (rows, channels), inner = out.shape, x.shape[1]
-    plan = _plan(-(-rows // LEAST_ROWS), channels, inner, x.dtype, bias is not None, x.device, cut)
+    plan = _plan(-(-rows // UNIT_ROWS), channels, inner, x.dtype, bias is not None, x.device, cut)
     if plan is None:
         return False
     kind = TYPES[x.dtype][1]
     arguments = _Arguments(
-        _map(x.data_ptr(), rows, inner, x.stride(0) * 2, plan.cut.rows, kind),
-        _map(w.data_ptr(), channels, inner, w.stride(0) * 2, plan.cut.channels, kind),
+        _map(x.data_ptr(), rows, inner, x.stride(0) * 2, min(rows, plan.cut.rows), kind),
+        _map(w.data_ptr(), channels, inner, w.stride(0) * 2, min(channels, plan.cut.channels), kind),
         None if bias is None else bias.data_ptr(), out.data_ptr(), rows, channels, inner, plan.chunk)
-    plan.kernel.launch("ordered_gemm", plan.blocks, THREADS, arguments, plan.cut.shared, early)
+    plan.kernel.launch("ordered_gemm", plan.blocks, plan.cut.threads, arguments, plan.cut.shared, early)
     return True
 
 
 @cache
-def _plan(row_tiles: int, channels: int, inner: int, dtype: torch.dtype, bias: bool, device: torch.device,
+def _plan(row_units: int, channels: int, inner: int, dtype: torch.dtype, bias: bool, device: torch.device,
           cut: Cut | None) -> _Plan | None:
     if dtype not in TYPES or channels % 8:
         return None
     processors, (chunks, chunk) = _processors(device), product_chunks(channels, inner)
-    rows = row_tiles * LEAST_ROWS
+    rows = row_units * UNIT_ROWS
     cut = cut or chosen(rows, channels, inner, processors)
     found = kernel(cut, chunks, dtype, bias, device)
-    return None if found is None else _Plan(cut, min(cut.tiles(rows, channels), processors), chunk, found)
+    tiles = cut.tiles(rows, channels)
+    blocks = tiles * chunks if cut.spread else min(tiles, processors * cut.blocks)
+    return None if found is None else _Plan(cut, blocks, chunk, found)
 
 
 def chosen(rows: int, channels: int, inner: int, processors: int) -> Cut:
     """Return the cut with which the multiprocessor that has most tiles takes least."""
     chunks = product_chunks(channels, inner)[0]
+    if rows <= FEW_ROWS:
+        return min(few_cuts(chunks), key=lambda cut: cut.clocks_of_few(rows, channels, inner, chunks, processors))
     cuts = (*CUTS, *LARGE) if chunks == 1 and inner >= LONG else CUTS
     return min(cuts, key=lambda cut: -(-cut.tiles(rows, channels) // processors) * cut.clocks(inner, chunks))
 
