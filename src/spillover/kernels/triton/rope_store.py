@@ -40,8 +40,10 @@ def norm_rope_store(
     num_heads: int,
     kv_dtype: str = "auto",
     prompts: bool = True,
+    store_keys: bool = True,
 ) -> None:
-    """Norm and rotate the H queries of qkv [T, H + 2 Hk, D] in place, and store keys and values at their positions.
+    """Norm and rotate the H queries of qkv [T, H + 2 Hk, D] in place, and store keys and values at their positions;
+    without `store_keys` keys are normed and rotated in place too, for the attention to store.
 
     `rows` [T] is the request of each row, `slots` its row of the block table (None: the request's own index);
     `prompts`: whether some of the rows are neighbours in a sequence, which the launch is tuned for.
@@ -57,8 +59,8 @@ def norm_rope_store(
         *kv_layer.stride()[:3],
         HEADS=num_heads, KV_HEADS=kv_heads, TOGETHER=together, HALF=dim // 2,
         PADDED=triton.next_power_of_2(dim // 2), TOKENS=TOKENS, BLOCK=block_size, NORM=q_norm is not None,
-        SLOTS=slots is not None, CODES=CODES[kv_dtype], PROMPTS=prompts, num_warps=WARPS, **AS_WRITTEN,
-        **early(kv_layer.device),
+        SLOTS=slots is not None, CODES=CODES[kv_dtype], PROMPTS=prompts, STORE_KEYS=store_keys, num_warps=WARPS,
+        **AS_WRITTEN, **early(kv_layer.device),
     )
 
 
@@ -68,7 +70,7 @@ def _norm_rope_store(
     tokens, row_stride, table_stride, block_stride, kv_stride, head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, TOGETHER: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, SLOTS: tl.constexpr, CODES: tl.constexpr,
-    PROMPTS: tl.constexpr, EARLY: tl.constexpr,
+    PROMPTS: tl.constexpr, STORE_KEYS: tl.constexpr, EARLY: tl.constexpr,
 ):
     if EARLY:
         gdc_launch_dependents()
@@ -105,7 +107,7 @@ def _norm_rope_store(
             if NORM:
                 low, high = norm_heads(low, high, low_norm, high_norm, eps, 2 * HALF, TOKENS, PADDED, dtype)
             low, high = rotate(low, high, cos, sin, dtype)
-        if head < HEADS:
+        if head < (HEADS if STORE_KEYS else HEADS + KV_HEADS):
             tl.store(here, low.to(dtype), mask=inside)
             tl.store(here + HALF, high.to(dtype), mask=inside)
         else:
