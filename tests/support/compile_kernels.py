@@ -26,8 +26,8 @@ from spillover.kernels.triton.launch import AS_WRITTEN
 
 TARGET, PROCESSOR = GPUTarget("cuda", 90, 32), "sm_90a"
 ATTENTION = {
-    "q_ptr": "*bf16", "keys_ptr": "*bf16", "kv_ptr": "*bf16", "out_ptr": "*bf16", "sinks_ptr": "*bf16",
-    "sums_ptr": "*fp32", "stats_ptr": "*fp32", "scale": "fp32", **dict.fromkeys(
+    "q_ptr": "*bf16", "kv_ptr": "*bf16", "out_ptr": "*bf16", "sinks_ptr": "*bf16", "sums_ptr": "*fp32",
+    "stats_ptr": "*fp32", "scale": "fp32", **dict.fromkeys(
         ("finished_ptr", "items_ptr", "num_items_ptr", "table_ptr", "tiles_ptr", "query_start_ptr", "seq_lens_ptr",
          "slots_ptr"), "*i32"),
 }
@@ -63,7 +63,7 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], warp
 def decode(kv_dtype: str, queries: int = 1) -> dict[str, int]:
     types = ATTENTION if kv_dtype == "auto" else {**ATTENTION, "kv_ptr": "*u8"}
     constants = {**HEADS, "KV_HEADS": 8, "ROWS": max(16, 4 * queries), "FEW": 4, "QUERIES": queries,
-                 "KEYS": queries == 1 and kv_dtype == "auto", "CODES": CODES[kv_dtype], "EARLY": True}
+                 "CODES": CODES[kv_dtype], "EARLY": True}
     stages = 2 if queries > 1 else ordered_decode.stages(8, kv_dtype)
     return compiled(ordered_decode._ordered_decode, types, constants, ordered_decode.WARPS, stages, True,
                     ordered_decode.REGISTERS[stages] if queries == 1 else None)

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from spillover.kernels.triton import ordered_linear
-from spillover.kernels.triton.attention import decode_few, ordered_decode
+from spillover.kernels.triton.attention import decode_few
 from spillover.kernels.triton.attention.attention import attention, make_work
 from spillover.kernels.triton.norm import add_rms_norm
 from spillover.kernels.triton.rope_store import norm_rope_store
@@ -76,15 +76,10 @@ def test_attention_with_the_norm_the_rotation_and_the_store(window: int | None, 
     assert decode_few.serves(qkv, batch, kv_heads)
     found = decode_few.decode_few(qkv, *norms, EPS, angles.cos(), angles.sin(), pool, batch, heads, case.scale, window,
                                   sinks_of)
-    assert ordered_decode.stores_keys(batch, kv_heads)
-    for store_keys in (False, True):
-        turned, there = qkv.clone(), other.clone()
-        norm_rope_store(turned, *norms, EPS, angles.cos(), angles.sin(), batch.positions, batch.rows, None,
-                        batch.block_table, there, block_size, heads, store_keys=store_keys)
-        assert store_keys == torch.equal(there[:, 0].nan_to_num(), pool[:, 0].nan_to_num())
-        keys = None if store_keys else turned[:, heads : heads + kv_heads]
-        assert torch.equal(found, attention(turned[:, :heads], there, batch, case.scale, window, sinks_of, keys))
-        assert torch.equal(pool.nan_to_num(), there.nan_to_num())
+    norm_rope_store(qkv, *norms, EPS, angles.cos(), angles.sin(), batch.positions, batch.rows, None, batch.block_table,
+                    other, block_size, heads)
+    assert torch.equal(found, attention(qkv[:, :heads], other, batch, case.scale, window, sinks_of))
+    assert torch.equal(pool.nan_to_num(), other.nan_to_num())
     assert batch.work is not None
     assert batch.work.scratch is not None
     assert not batch.work.scratch.finished.any()
@@ -99,5 +94,4 @@ def test_who_is_served_otherwise() -> None:
     assert not decode_few.serves(random(2, 8, 48), batch, 2)
     assert not decode_few.serves(random(decode_few.REQUESTS + 1, 8, 64), batch, 2)
     assert not decode_few.serves(qkv, replace(batch, kv_dtype="fp8"), 2)
-    assert not ordered_decode.stores_keys(batch, ordered_decode.STORING)
     assert not decode_few.serves(qkv, replace(batch, work=replace(work, tiles=torch.zeros(1, 2))), 2)

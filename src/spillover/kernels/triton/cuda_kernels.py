@@ -7,7 +7,7 @@ from torch import Tensor
 from spillover.kernels.attention import cold_attention_reference
 from spillover.kernels.batch import AttentionBatch, LayerShape, LayerWeights
 from spillover.kernels.linear import linear
-from spillover.kernels.triton.attention import decode_few, ordered_decode
+from spillover.kernels.triton.attention import decode_few
 from spillover.kernels.triton.attention.attention import attention
 from spillover.kernels.triton.norm import add_rms_norm
 from spillover.kernels.triton.rope_store import norm_rope_store
@@ -28,14 +28,12 @@ class CudaKernels:
                                         batch, shape.num_heads, shape.scale, window, sinks)
             return linear(out.view(rows, -1), w["o"], w.get("o_bias")), residual
         work = batch.work
-        late = ordered_decode.stores_keys(batch, shape.num_kv_heads)
         norm_rope_store(qkv, w.get("q_norm"), w.get("k_norm"), shape.eps, self.cos, self.sin, batch.positions,
                         batch.rows, None if work is None else work.slots, batch.block_table, kv_layer,
-                        batch.block_size, shape.num_heads, batch.kv_dtype, work is None or work.tiles is not None,
-                        not late)
-        q, k, _ = qkv.split_with_sizes((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), 1)
+                        batch.block_size, shape.num_heads, batch.kv_dtype, work is None or work.tiles is not None)
+        q = qkv[:, : shape.num_heads]
         if batch.cold is None:
-            out = attention(q, kv_layer, batch, shape.scale, window, sinks, k if late else None)
+            out = attention(q, kv_layer, batch, shape.scale, window, sinks)
         else:  # segment by segment, as the prefix passes through its stage
             out = cold_attention_reference(q, kv_layer, batch, batch.cold, layer, shape.scale, sinks)
         return linear(out.view(rows, -1), w["o"], w.get("o_bias")), residual

@@ -1,8 +1,8 @@
 """What lies between the QKV product and the attention, in one pass: q/k norm, rotation, and the store into the pool.
 
 Queries are turned where they lie; keys and values go straight to their blocks and are not written anywhere else. A
-program takes a head of a few tokens, or several one after another: neighbours in a prompt are neighbours in a block of
-keys too.
+program takes a head of a few tokens, or several one after another: neighbours in a prompt are neighbours in a block,
+also where its keys lie by dimension.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from spillover.kernels.triton.attention.ordered_tile import keys_by_token
 from spillover.kernels.triton.codes import CODES, encode
 from spillover.kernels.triton.launch import AS_WRITTEN, early
 from spillover.kernels.triton.norm import pairwise_sum, scaled
@@ -40,10 +41,8 @@ def norm_rope_store(
     num_heads: int,
     kv_dtype: str = "auto",
     prompts: bool = True,
-    store_keys: bool = True,
 ) -> None:
-    """Norm and rotate the H queries of qkv [T, H + 2 Hk, D] in place, and store keys and values at their positions;
-    without `store_keys` keys are normed and rotated in place too, for the attention to store.
+    """Norm and rotate the H queries of qkv [T, H + 2 Hk, D] in place, and store keys and values at their positions.
 
     `rows` [T] is the request of each row, `slots` its row of the block table (None: the request's own index);
     `prompts`: whether some of the rows are neighbours in a sequence, which the launch is tuned for.
@@ -59,8 +58,8 @@ def norm_rope_store(
         *kv_layer.stride()[:3],
         HEADS=num_heads, KV_HEADS=kv_heads, TOGETHER=together, HALF=dim // 2,
         PADDED=triton.next_power_of_2(dim // 2), TOKENS=TOKENS, BLOCK=block_size, NORM=q_norm is not None,
-        SLOTS=slots is not None, CODES=CODES[kv_dtype], PROMPTS=prompts, STORE_KEYS=store_keys, num_warps=WARPS,
-        **AS_WRITTEN, **early(kv_layer.device),
+        SLOTS=slots is not None, CODES=CODES[kv_dtype], PROMPTS=prompts, num_warps=WARPS, **AS_WRITTEN,
+        **early(kv_layer.device),
     )
 
 
@@ -70,7 +69,7 @@ def _norm_rope_store(
     tokens, row_stride, table_stride, block_stride, kv_stride, head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, TOGETHER: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, SLOTS: tl.constexpr, CODES: tl.constexpr,
-    PROMPTS: tl.constexpr, STORE_KEYS: tl.constexpr, EARLY: tl.constexpr,
+    PROMPTS: tl.constexpr, EARLY: tl.constexpr,
 ):
     if EARLY:
         gdc_launch_dependents()
@@ -107,7 +106,7 @@ def _norm_rope_store(
             if NORM:
                 low, high = norm_heads(low, high, low_norm, high_norm, eps, 2 * HALF, TOKENS, PADDED, dtype)
             low, high = rotate(low, high, cos, sin, dtype)
-        if head < (HEADS if STORE_KEYS else HEADS + KV_HEADS):
+        if head < HEADS:
             tl.store(here, low.to(dtype), mask=inside)
             tl.store(here + HALF, high.to(dtype), mask=inside)
         else:
@@ -120,7 +119,13 @@ def _norm_rope_store(
                 low_code = low.to(kv_ptr.dtype.element_ty)
                 high_code = high.to(kv_ptr.dtype.element_ty)
             slab = blocks + (head - HEADS) % KV_HEADS * head_stride
-            if head < HEADS + KV_HEADS:
+            if head >= HEADS + KV_HEADS:
+                slab += kv_stride
+            if keys_by_token(kv_ptr) or head >= HEADS + KV_HEADS:
+                places = slab[:, None] + (offset * (2 * HALF))[:, None] + d[None, :]
+                tl.store(places, low_code, mask=inside)
+                tl.store(places + HALF, high_code, mask=inside)
+            else:
                 # Dimensions lie a block apart, and tokens of a prompt side by side: of these neighbouring threads store
                 # neighbouring tokens. Where it is not true of all, it changes nothing but that: addresses have no known
                 # alignment, so that nothing is stored as a vector.
@@ -130,11 +135,6 @@ def _norm_rope_store(
                 there = real[None, :] & (d < HALF)[:, None]
                 tl.store(keys, tl.trans(low_code), mask=there)
                 tl.store(keys + HALF * BLOCK, tl.trans(high_code), mask=there)
-            else:
-                slab += kv_stride
-                values = slab[:, None] + (offset * (2 * HALF))[:, None] + d[None, :]
-                tl.store(values, low_code, mask=inside)
-                tl.store(values + HALF, high_code, mask=inside)
             if CODES > 0:
                 scales = (slab + BLOCK * 2 * HALF).to(tl.pointer_type(tl.float32))
                 tl.store(scales + offset, scale, mask=real)

@@ -13,15 +13,14 @@ from spillover.kernels.triton.attention.ordered_prefill import ordered_prefill
 
 
 def attention(
-    q: Tensor, kv_layer: Tensor, batch: AttentionBatch, scale: float, window: int | None, sinks: Tensor | None,
-    keys: Tensor | None = None,
+    q: Tensor, kv_layer: Tensor, batch: AttentionBatch, scale: float, window: int | None, sinks: Tensor | None
 ) -> Tensor:
-    """As `kernels.attention.attention`; `keys`: as `ordered_decode` takes them."""
+    """As `kernels.attention.attention`."""
     work = batch.work or make_work(batch, q.shape[1], kv_layer.shape[2], q.shape[2], window)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if work.splits is not None and work.num_splits is not None and work.scratch is not None:
         ordered_decode(q, kv_layer, out, work.splits, work.num_splits, batch.block_table, batch.block_size,
-                       work.scratch, scale, window, sinks, batch.kv_dtype, batch.seq_lens.shape[0], keys)
+                       work.scratch, scale, window, sinks, batch.kv_dtype, batch.seq_lens.shape[0])
     if work.short is not None and work.num_short is not None and work.scratch is not None:
         ordered_short_chunks(q, kv_layer, out, work.short, work.num_short, batch.block_table, batch.block_size,
                              work.scratch, scale, window, sinks, batch.kv_dtype)

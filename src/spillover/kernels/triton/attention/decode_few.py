@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from spillover.kernels.batch import AttentionBatch
 from spillover.kernels.triton.attention import ordered_splits as splits
-from spillover.kernels.triton.attention.ordered_decode import end_piece, stores_keys
+from spillover.kernels.triton.attention.ordered_decode import end_piece
 from spillover.kernels.triton.attention.ordered_tile import load_tile, tile_blocks
 from spillover.kernels.triton.attention.softmax import LOG2E, add_piece, piece_begins, take_tile
 from spillover.kernels.triton.launch import AS_WRITTEN, early
@@ -30,7 +30,8 @@ _FIELDS = tl.constexpr(splits.FIELDS)
 def serves(qkv: Tensor, batch: AttentionBatch, kv_heads: int) -> bool:
     """Return whether the step only decodes, for few requests, in a type that this kernel has."""
     work, (rows, _, dim) = batch.work, qkv.shape
-    return (rows <= REQUESTS and stores_keys(batch, kv_heads) and work is not None and work.splits is not None
+    return (rows <= REQUESTS and batch.cold is None and work is not None
+            and work.splits is not None and work.tiles is None and work.short is None and batch.kv_dtype == "auto"
             and qkv.element_size() == 2 and dim >= 16 and dim & (dim - 1) == 0
             and work.splits.shape[0] * kv_heads <= splits.PROGRAMS)
 
@@ -131,8 +132,9 @@ def _ordered_decode_few(
     q = _turned(q, other_q, q_norm, other_q_norm, cos, sin, eps, ROWS, DIM, NORM)
     new_k = _turned(new_k, other_k, k_norm, other_k_norm, cos, sin, eps, 1, DIM, NORM).reshape(DIM)
     if end > position:
-        tl.store(home + d * BLOCK + position % BLOCK, new_k)
-        tl.store(home + kv_stride + position % BLOCK * DIM + d, new_v)
+        place = home + position % BLOCK * DIM + d
+        tl.store(place, new_k)
+        tl.store(place + kv_stride, new_v)
 
     factor = scale * LOG2E
     highest = tl.full([ROWS], float("-inf"), tl.float32)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from spillover.kernels.batch import AttentionBatch, DecodeScratch
+from spillover.kernels.batch import DecodeScratch
 from spillover.kernels.cuda.attention import attend_codes
 from spillover.kernels.triton.attention import ordered_splits as splits
 from spillover.kernels.triton.attention.ordered_splits import PROGRAMS
@@ -25,7 +25,6 @@ from spillover.kernels.triton.launch import AS_WRITTEN, early
 WARPS = 4
 FEW, SOME = 64, range(256, 800)  # programs that read four tiles ahead, by measurements on an H200; others read three
 REGISTERS = {3: 168, 4: 255}  # of a thread, at most, by tiles read ahead; at 168 three programs share a processor
-STORING = 1024  # programs, at most, that store keys rather than a kernel before them, by measurements on an H200
 _FIELDS = tl.constexpr(splits.FIELDS)
 
 
@@ -43,25 +42,16 @@ def ordered_decode(
     sinks: Tensor | None = None,
     kv_dtype: str = "auto",
     requests: int = 1,
-    keys: Tensor | None = None,
 ) -> None:
     """Fill the rows of `out` [T, H, D] that `items` [I, FIELDS] int32 name; `num_items` [1] says how many count.
 
-    `requests` is what the launch is tuned for. `keys` [T, Hk, D]: of the new tokens, to be stored first.
+    `requests` is what the launch is tuned for.
     """
     if attend_codes(q, kv_layer, out, items, num_items, block_table, block_size, scratch, scale, window, sinks,
                     kv_dtype, requests):
         return
     _launch(q, kv_layer, out, items, num_items, block_table, block_size, scratch, scale, window, sinks, kv_dtype, 1,
-            stages(requests * kv_layer.shape[2], kv_dtype), keys)
-
-
-def stores_keys(batch: AttentionBatch, kv_heads: int) -> bool:
-    """Return whether the attention of a step stores its keys: where every request has one new token, and programs are
-    few enough for it to be faster."""
-    work = batch.work
-    return (batch.seq_lens.shape[0] * kv_heads <= STORING and batch.cold is None and batch.kv_dtype == "auto"
-            and work is not None and work.splits is not None and work.tiles is None and work.short is None)
+            stages(requests * kv_layer.shape[2], kv_dtype))
 
 
 def stages(programs: int, kv_dtype: str) -> int:
@@ -100,19 +90,19 @@ def ordered_short_chunks(
 
 def _launch(q: Tensor, kv_layer: Tensor, out: Tensor, items: Tensor, num_items: Tensor, block_table: Tensor,
             block_size: int, scratch: DecodeScratch, scale: float, window: int | None, sinks: Tensor | None,
-            kv_dtype: str, queries: int, ahead: int, keys: Tensor | None = None) -> None:
+            kv_dtype: str, queries: int, ahead: int) -> None:
     _, heads, dim = q.shape
     kv_heads = kv_layer.shape[2]
     group = heads // kv_heads
     rows = max(16, triton.next_power_of_2(group * queries))
     _ordered_decode[(min(PROGRAMS, items.shape[0] * kv_heads),)](
         q, kv_layer, out, scratch.sums, scratch.stats, scratch.finished, items, num_items, block_table,
-        out if sinks is None else sinks, q if keys is None else keys, q.stride(0), block_table.stride(0),
-        *kv_layer.stride()[:3], scale,
+        out if sinks is None else sinks, q.stride(0), block_table.stride(0), kv_layer.stride(0), kv_layer.stride(1),
+        kv_layer.stride(2), scale,
         KV_HEADS=kv_heads, GROUP=group, ROWS=rows, FEW=triton.next_power_of_2(group), DIM=dim,
         PADDED=max(16, triton.next_power_of_2(dim)), BLOCK=block_size, TILE=splits.TILE,
-        WINDOW_PIECE=splits.window_piece(window), QUERIES=queries, SINKS=sinks is not None, KEYS=keys is not None,
-        CODES=CODES[kv_dtype], num_warps=WARPS if rows <= 64 else 2 * WARPS, num_stages=ahead,
+        WINDOW_PIECE=splits.window_piece(window), QUERIES=queries, SINKS=sinks is not None, CODES=CODES[kv_dtype],
+        num_warps=WARPS if rows <= 64 else 2 * WARPS, num_stages=ahead,
         maxnreg=REGISTERS[ahead] if queries == 1 and q.element_size() == 2 else None, **AS_WRITTEN,
         **early(q.device),
     )
@@ -121,10 +111,10 @@ def _launch(q: Tensor, kv_layer: Tensor, out: Tensor, items: Tensor, num_items: 
 @triton.jit
 def _ordered_decode(
     q_ptr, kv_ptr, out_ptr, sums_ptr, stats_ptr, finished_ptr, items_ptr, num_items_ptr, table_ptr, sinks_ptr,
-    keys_ptr, q_stride, table_stride, block_stride, kv_stride, head_stride, scale,
+    q_stride, table_stride, block_stride, kv_stride, head_stride, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr, DIM: tl.constexpr,
     PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW_PIECE: tl.constexpr,
-    QUERIES: tl.constexpr, SINKS: tl.constexpr, KEYS: tl.constexpr, CODES: tl.constexpr, EARLY: tl.constexpr,
+    QUERIES: tl.constexpr, SINKS: tl.constexpr, CODES: tl.constexpr, EARLY: tl.constexpr,
 ):
     if EARLY:
         gdc_launch_dependents()
@@ -157,14 +147,6 @@ def _ordered_decode(
         length = tl.load(item + 9) - count + 1 + query  # [ROWS], keys up to a query's own
         table = table_ptr + slot.to(tl.int64) * table_stride
         slab = kv_ptr + kv_head * head_stride
-        if KEYS:
-            newest = tl.load(item + 9) - 1
-            if end > newest:
-                # Dimensions lie a block apart. Stored by who reads their neighbours next, they are fetched once.
-                new = tl.load(keys_ptr + row * q_stride + kv_head * DIM + d, mask=d < DIM, other=0.0)
-                home = slab + tl.load(table + newest // BLOCK).to(tl.int64) * block_stride + newest % BLOCK
-                tl.store(home + d * BLOCK, new, mask=d < DIM)
-                tl.debug_barrier()
 
         # Of the whole, and of the piece that is being read.
         highest = tl.full([ROWS], float("-inf"), tl.float32)
