@@ -1,6 +1,6 @@
 // What kernels/cuda/ordered_gemm.cu needs of a GPU, on a CPU: threads of a block are fibers that run in turn, each until
-// it waits; so are those of all blocks of a cluster. A copy is made at once, with the swizzle that operands are read with; a product is made at once, 16 products
-// in their order.
+// it waits; so are those of all blocks of a cluster. A copy is made at once, with the swizzle that operands are read
+// with; a product is made at once, 16 products in their order.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -147,8 +147,13 @@ static u32 packed(float low, float high) { return narrow(low) | narrow(high) << 
 static float widened(unsigned short v) { return wide(v); }
 static void let_next_begin() {}
 static void await_previous() {}
-static void give_registers() {}
-static void take_registers() {}
+static int given_up[PARTS];  // registers of a block that no thread has
+static void give_registers() { given_up[blockIdx.x % PARTS] += REGISTERS - FEW_REGISTERS, moved = true; }
+static void take_registers() {
+    int& free = given_up[blockIdx.x % PARTS];
+    while (free < MANY_REGISTERS - REGISTERS) pass();
+    free -= MANY_REGISTERS - REGISTERS, moved = true;
+}
 
 extern "C" void ordered_gemm(const Arguments a);
 
@@ -170,6 +175,7 @@ extern "C" bool emulate(unsigned grid, unsigned block_threads, const void* argum
     const unsigned fibers = threads * PARTS;
     for (unsigned first = 0; first < grid; first += PARTS) {
         memset(memories, 0xFF, sizeof memories);
+        memset(given_up, 0, sizeof given_up);
         auto turn = [&](unsigned i) { threadIdx.x = i % threads, blockIdx.x = first + i / threads; };
         ucontext_t begin, back;
         for (unsigned i = 0; i < fibers; i++) {

@@ -10,9 +10,9 @@
 // is multiplied and not stored.
 //
 // Defined when this is compiled: CHANNELS of a tile (a multiple of 8), HALVES of 64 rows that a warpgroup multiplies,
-// GROUPS, STAGES, CHUNKS, SPREAD, BLOCKS of a multiprocessor, TYPE (bf16 or f16), HAS_BIAS; SUMS = CHANNELS / 2,
-// SUMS_1 = SUMS + 1, SUMS_2 = SUMS + 2; and NAMES and VALUES of the sums, the operands of an instruction. What a GPU does
-// with instructions of its own has names, which EMULATED gives to a CPU.
+// GROUPS, STAGES, CHUNKS, SPREAD, TYPE (bf16 or f16), HAS_BIAS; SUMS = CHANNELS / 2, SUMS_1 = SUMS + 1, SUMS_2 = SUMS + 2;
+// and NAMES and VALUES of the sums, the operands of an instruction. What a GPU does with instructions of its own has
+// names, which EMULATED gives to a CPU.
 
 using u32 = unsigned int;
 using u64 = unsigned long long;
@@ -23,10 +23,12 @@ constexpr int ROWS = 64 * HALVES * GROUPS;
 constexpr int X_BYTES = ROWS * STEP * 2, W_BYTES = CHANNELS * STEP * 2, STAGE_BYTES = X_BYTES + W_BYTES;
 constexpr int CONSUMERS = 128 * GROUPS;  // threads
 constexpr int PARTS = SPREAD ? CHUNKS : 1;      // blocks of a tile
-// A whole warpgroup, of which one thread copies, can give up registers.
-constexpr int THREADS = CONSUMERS + 128, FEW_REGISTERS = 24;
-constexpr int MANY_REGISTERS = (512 / BLOCKS - FEW_REGISTERS) / GROUPS / 8 * 8;
-constexpr bool MOVE_REGISTERS = MANY_REGISTERS <= 240;  // else all threads have as many as there can be
+// A whole warpgroup, of which one thread copies, gives up registers for the others. A block has those that all of its
+// threads begin with, a multiple of 8 each: one that asks for more than were given up waits for ever.
+constexpr int THREADS = CONSUMERS + 128;
+constexpr int REGISTERS = 65536 / THREADS / 8 * 8, FEW_REGISTERS = 24;
+constexpr int MANY_REGISTERS = (REGISTERS * (GROUPS + 1) - FEW_REGISTERS) / GROUPS / 8 * 8;
+constexpr bool MOVE_REGISTERS = GROUPS > 1;  // else all threads begin with as many as there can be
 
 struct alignas(64) Map {
     char bytes[128];
@@ -248,7 +250,7 @@ __device__ __forceinline__ void add_up(const Arguments& a, const float (&sums)[S
 #define CLUSTER
 #endif
 
-extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, BLOCKS) ordered_gemm(const __grid_constant__ Arguments a) {
+extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1) ordered_gemm(const __grid_constant__ Arguments a) {
     const u32 memory = shared_memory(), full = memory + STAGES * STAGE_BYTES, empty = full + 8 * STAGES;
     const int row_tiles = (a.rows + ROWS - 1) / ROWS, channel_tiles = (a.channels + CHANNELS - 1) / CHANNELS;
     const int tiles = row_tiles * channel_tiles, first = blockIdx.x / PARTS, stride = gridDim.x / PARTS;

@@ -38,7 +38,6 @@ class Cut(NamedTuple):
     halves: int = 1
     groups: int = 2
     spread: bool = False  # the chunks of a tile over a cluster of blocks
-    blocks: int = 1  # of a multiprocessor
 
     @property
     def rows(self) -> int:
@@ -50,7 +49,7 @@ class Cut(NamedTuple):
 
     @property
     def stages(self) -> int:
-        return (SHARED // self.blocks - 2048) // ((self.rows + self.channels) * STEP * 2 + 16)
+        return (SHARED - 2048) // ((self.rows + self.channels) * STEP * 2 + 16)
 
     @property
     def shared(self) -> int:
@@ -59,6 +58,10 @@ class Cut(NamedTuple):
 
     def tiles(self, rows: int, channels: int) -> int:
         return -(-rows // self.rows) * -(-channels // self.channels)
+
+    def slots(self, processors: int) -> int:
+        """Return the tiles that run at a time: 30 clusters of 4 fit an H200 of 132 multiprocessors."""
+        return processors * 10 // 44 if self.spread else processors
 
     def clocks(self, inner: int, chunks: int) -> float:
         """Estimate what a tile takes. A step of 16 is bound by the tensor cores or by shared memory, which operands are
@@ -80,7 +83,7 @@ class Cut(NamedTuple):
         parts = chunks if self.spread else 1
         exchange = 1000 + 1.5 * self.groups * self.channels if self.spread else 0
         unit = inner / parts / 16 * step + 10 * multiply + 1000 + exchange
-        waves = -(-self.tiles(rows, channels) * parts // (processors * self.blocks))
+        waves = -(-self.tiles(rows, channels) // self.slots(processors))
         memory = channels * inner * 2 / 2350
         return max(waves * unit, memory) + 0.2 * min(waves * unit, memory)
 
@@ -88,7 +91,7 @@ class Cut(NamedTuple):
         sums = self.channels // 2
         defined = {
             "CHANNELS": self.channels, "HALVES": self.halves, "GROUPS": self.groups, "STAGES": self.stages,
-            "CHUNKS": chunks, "SPREAD": int(self.spread), "BLOCKS": self.blocks, "TYPE": TYPES[dtype][0],
+            "CHUNKS": chunks, "SPREAD": int(self.spread), "TYPE": TYPES[dtype][0],
             "HAS_BIAS": int(bias), "SUMS": sums, "SUMS_1": sums + 1, "SUMS_2": sums + 2,
             "NAMES": " COMMA ".join(f"%{i}" for i in range(sums)),
             "VALUES": " COMMA ".join(f"FOUR({i})" for i in range(0, sums, 4)),
@@ -100,24 +103,27 @@ CUTS = tuple(Cut(channels) for channels in range(32, 225, 32))
 LARGE = (Cut(256), Cut(192, 2))  # without chunks only, as sums and totals would not fit into registers, and not if
 LONG = 2048  # is more than the inner dimension: a tile's sums then take long to store for what it multiplies
 
-
 FEW_ROWS = 256
 MOST_CHANNELS = {1: 256, 2: 256, 3: 192, 4: 136}  # by warpgroups, whose sums fit into registers
 MOST_WITH_TOTALS = {1: 128, 2: 224, 3: 96, 4: 64}
-WIDTHS = (32, 48, 64, 80, 96, 112, 128, 136, 160, 192, 224, 256)
+MOST_WAVES = 12
+LEAST_CHANNELS = 16
 
 
-@cache
-def few_cuts(chunks: int) -> tuple[Cut, ...]:
-    """Return the cuts for up to FEW_ROWS rows."""
+def few_cuts(rows: int, channels: int, chunks: int, processors: int) -> tuple[Cut, ...]:
+    """Return the cuts for up to FEW_ROWS rows: as narrow as fill one wave of tiles, two waves, and so on."""
     cuts = []
     for groups in MOST_CHANNELS:
-        for width in WIDTHS:
-            if width <= (MOST_CHANNELS if chunks == 1 else MOST_WITH_TOTALS)[groups]:
-                cuts.append(Cut(width, groups=groups))
-            if chunks > 1 and width <= MOST_CHANNELS[groups]:
-                cuts.append(Cut(width, groups=groups, spread=True))
-    return tuple(cuts)
+        row_tiles = -(-rows // (UNIT_ROWS * groups))
+        if groups > -(-rows // UNIT_ROWS) or row_tiles > 2:
+            continue
+        for spread in (False, True)[:1 + (chunks > 1)]:
+            most = (MOST_CHANNELS if spread or chunks == 1 else MOST_WITH_TOTALS)[groups]
+            for waves in range(1, MOST_WAVES + 1):
+                across = Cut(0, groups=groups, spread=spread).slots(processors) * waves // row_tiles
+                width = -(-channels // (8 * max(across, 1))) * 8
+                cuts.append(Cut(min(max(width, LEAST_CHANNELS), most), groups=groups, spread=spread))
+    return tuple(dict.fromkeys(cuts))
 
 
 class _Arguments(ctypes.Structure):
@@ -160,7 +166,7 @@ def _plan(row_units: int, channels: int, inner: int, dtype: torch.dtype, bias: b
     cut = cut or chosen(rows, channels, inner, processors)
     found = kernel(cut, chunks, dtype, bias, device)
     tiles = cut.tiles(rows, channels)
-    blocks = tiles * chunks if cut.spread else min(tiles, processors * cut.blocks)
+    blocks = tiles * chunks if cut.spread else min(tiles, processors)
     return None if found is None else _Plan(cut, blocks, chunk, found)
 
 
@@ -168,7 +174,8 @@ def chosen(rows: int, channels: int, inner: int, processors: int) -> Cut:
     """Return the cut with which the multiprocessor that has most tiles takes least."""
     chunks = product_chunks(channels, inner)[0]
     if rows <= FEW_ROWS:
-        return min(few_cuts(chunks), key=lambda cut: cut.clocks_of_few(rows, channels, inner, chunks, processors))
+        cuts = few_cuts(rows, channels, chunks, processors)
+        return min(cuts, key=lambda cut: cut.clocks_of_few(rows, channels, inner, chunks, processors))
     cuts = (*CUTS, *LARGE) if chunks == 1 and inner >= LONG else CUTS
     return min(cuts, key=lambda cut: -(-cut.tiles(rows, channels) // processors) * cut.clocks(inner, chunks))
 
