@@ -230,5 +230,6 @@ def _read(blocks: Tensor, batch: AttentionBatch, dtype: torch.dtype) -> tuple[Te
 
 def _keys_and_values(kv_layer: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     """Views [num_blocks, Hk, D, block_size] and [num_blocks, Hk, block_size, D]."""
-    dim = kv_layer.shape[-1] // block_size
-    return kv_quant.key_view(kv_layer[:, 0], block_size, dim), kv_layer[:, 1].unflatten(-1, (block_size, dim))
+    blocks, _, heads, size = kv_layer.shape
+    dim = size // block_size
+    return kv_quant.key_view(kv_layer[:, 0], block_size, dim), kv_layer[:, 1].view(blocks, heads, block_size, dim)
