@@ -87,6 +87,21 @@ def test_many_rows_are_multiplied_so_where_that_is_possible(monkeypatch: pytest.
     assert by_triton == [(130, 44)]
 
 
+def test_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that products of up to the most rows would compile; nothing where the kernel does not serve."""
+    made: set[tuple[str, ...]] = set()
+    monkeypatch.setattr(ordered_gemm, "compiled", lambda source, options: made.add(options))
+    device = torch.device("cpu")
+    ordered_gemm.prepare([(1024, 2048, False)], torch.bfloat16, device, 256)
+    assert not made
+    monkeypatch.setattr(ordered_gemm, "_capable", lambda device: True)
+    monkeypatch.setattr(ordered_gemm, "_processors", lambda device: 132)
+    monkeypatch.setattr(ordered_gemm, "architecture", lambda device: ())
+    ordered_gemm.prepare([(1024, 2048, False), (1021, 2048, False)], torch.bfloat16, device, 256)
+    cuts = {ordered_gemm.chosen(rows, 1024, 2048, 132) for rows in (64, 128, 192, 256)}
+    assert made == {cut.options(4, torch.bfloat16, False) for cut in cuts}
+
+
 def test_it_serves_only_what_it_can_and_says_so() -> None:
     x, w, _ = operands(20, 64, 128, torch.bfloat16, "cpu")
     out = torch.empty(20, 64, dtype=torch.bfloat16)

@@ -5,8 +5,12 @@ They have the bits of triton/ordered_linear.py, which serves wherever these do n
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_char, c_int, c_uint32, c_uint64, c_void_p
 from functools import cache, lru_cache
 from pathlib import Path
@@ -15,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spillover.kernels.cuda.compiled import CudaError, Module
+from spillover.kernels.cuda.compiled import CudaError, Module, architecture, compiled
 from spillover.kernels.extents import product_chunks
 
 log = logging.getLogger("spillover.kernels")
@@ -105,6 +109,7 @@ FEW_ROWS = 256
 MOST_CHANNELS = {1: 256, 2: 256, 3: 192}  # by warpgroups, whose sums fit into registers
 MOST_WITH_TOTALS = {1: 128, 2: 224, 3: 96}
 MOST_WAVES = 12
+MOST_PREPARED = 2048  # rows; those of more have cuts of these
 LEAST_CHANNELS = 16
 
 
@@ -168,6 +173,22 @@ def _plan(row_units: int, channels: int, inner: int, dtype: torch.dtype, bias: b
     return None if found is None else _Plan(cut, blocks, chunk, found)
 
 
+def prepare(matrices: Iterable[tuple[int, int, bool]], dtype: torch.dtype, device: torch.device,
+            most_rows: int) -> None:
+    """Compile what products of up to `most_rows` rows with matrices (channels, inner dimension, whether there is a
+    bias) will use, several at a time: at first use each would hold up a step for more than a second."""
+    if dtype not in TYPES or not _capable(device):
+        return
+    units = range(1, min(most_rows, MOST_PREPARED) // UNIT_ROWS + 1)
+    wanted = {chosen(UNIT_ROWS * unit, channels, inner, _processors(device)).options(
+                  product_chunks(channels, inner)[0], dtype, bias)
+              for channels, inner, bias in set(matrices) if channels % 8 == 0 for unit in units}
+    problems = CudaError, ImportError, OSError, AttributeError  # `kernel` says so when it comes to that
+    with ThreadPoolExecutor(os.cpu_count()) as pool, contextlib.suppress(*problems):
+        for _ in pool.map(lambda options: compiled(SOURCE, (*architecture(device), *options)), wanted):
+            pass
+
+
 def chosen(rows: int, channels: int, inner: int, processors: int) -> Cut:
     """Return the cut with which the multiprocessor that has most tiles takes least."""
     chunks = product_chunks(channels, inner)[0]
@@ -181,13 +202,19 @@ def chosen(rows: int, channels: int, inner: int, processors: int) -> Cut:
 @cache
 def kernel(cut: Cut, chunks: int, dtype: torch.dtype, bias: bool, device: torch.device) -> Module | None:
     """Return the kernel that cuts products so, None where there is none."""
-    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) != CAPABILITY:
+    if not _capable(device):
         return None
     try:
         return Module(SOURCE, cut.options(chunks, dtype, bias), device)
     except CudaError as problem:
         _warn(str(problem).partition("\n")[0])
         return None
+
+
+@cache
+def _capable(device: torch.device) -> bool:
+    return (device.type == "cuda" and not torch.version.hip
+            and torch.cuda.get_device_capability(device) == CAPABILITY)
 
 
 @cache
