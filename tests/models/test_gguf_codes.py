@@ -6,23 +6,25 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from transformers import LlamaConfig
 
 from spillover import LLM, SamplingParams
 from spillover.engine.assemble import plan_model
 from spillover.engine.config import EngineConfig
 from spillover.errors import CheckpointError
 from spillover.kernels import native
-from spillover.kernels.formats.gguf_codes import GgufCodes
+from spillover.kernels.formats.gguf_codes import FORMS, GgufCodes
 from spillover.kernels.linear import unpack
 from spillover.models.checkpoint import open_checkpoint
-from spillover.models.gguf.gguf_codes import code_bits
 from spillover.models.registry import architecture
 from spillover.models.weight_specs import WeightSpecs, in_codes, kept_on, part_nbytes
-from support.gguf_cases import CASES, random_model
+from support.gguf_cases import CASES, FIELDS, SHAPE, random_model
 from support.gguf_writing import write_like_llama_cpp
+from support.k_quants import quantize_more, write_q4_k_m
 from support.loading import load_weights
 
 DENSE = ["llama", "llama with biases, tied", "qwen2", "qwen3"]
@@ -40,7 +42,7 @@ def quantised(case: str, folder: Path, kind: Kind, **other: Kind) -> Path:
         found = [given for part, given in other.items() if part in name]
         return (found or [kind])[0] if dimensions == 2 else Kind.F32
 
-    return write_like_llama_cpp(folder / "m.gguf", random_model(config), arch, shape | fields, kind_of=choose)
+    return write_like_llama_cpp(folder / "m.gguf", random_model(config), arch, shape | fields, kind, choose)
 
 
 def loaded(path: Path, keep: bool) -> tuple[WeightSpecs, dict[str, dict[str, Any]]]:
@@ -49,12 +51,12 @@ def loaded(path: Path, keep: bool) -> tuple[WeightSpecs, dict[str, dict[str, Any
         config = arch.config(checkpoint.config)
         specs = arch.weight_specs(config)
         if keep:
-            specs = in_codes(specs, checkpoint.config["code_bits"])
+            specs = in_codes(specs, checkpoint.config["codes"])
         weights = load_weights(checkpoint, config, specs, torch.float32, torch.device("cpu"))
         return specs, {part: dict(named) for part, named in weights.parts.items()}
 
 
-@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0])
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q8_0, Kind.MXFP4])
 @pytest.mark.parametrize("case", DENSE)
 def test_weights_in_codes_are_those_that_are_widened(case: str, kind: Kind, tmp_path: Path) -> None:
     path = quantised(case, tmp_path, kind)
@@ -66,18 +68,20 @@ def test_weights_in_codes_are_those_that_are_widened(case: str, kind: Kind, tmp_
             found = kept[part][spec.name]
             assert torch.equal(unpack(found), unpack(named[spec.name])), f"{part}.{spec.name}"
             if spec.format is not None:
-                assert (found.format == GgufCodes(code_bits(kind))) == isinstance(spec.format, GgufCodes)
+                matrices = len(spec.sources[0].names)
+                assert (found.format == GgufCodes((FORMS[kind.name],) * matrices)) == isinstance(spec.format, GgufCodes)
             coded += isinstance(spec.format, GgufCodes)
         counted = kept_on(specs, "cpu", "float32")[part]
         assert sum(weight.nbytes for weight in kept[part].values()) == part_nbytes(counted, "float32"), part
     assert coded >= 8  # four matrices a layer, two layers
 
 
-def test_matrices_that_are_joined_stay_in_codes_only_if_all_are_of_one_kind(tmp_path: Path) -> None:
-    specs, kept = loaded(quantised("qwen2", tmp_path, Kind.Q4_1, attn_v=Kind.Q8_0, ffn_down=Kind.F16), keep=True)
-    bits = {spec.name: spec.format.native_bits or 0 for spec in specs["layers.0"] if spec.format is not None}
-    assert (bits["qkv"], bits["o"], bits["gate_up"], bits["down"]) == (0, 4, 4, 0)
-    assert not isinstance(kept["layers.0"]["qkv"].format, GgufCodes)
+def test_matrices_that_are_joined_stay_in_codes_only_if_all_are_in_codes(tmp_path: Path) -> None:
+    specs, kept = loaded(quantised("qwen2", tmp_path, Kind.Q4_1, attn_v=Kind.Q8_0, ffn_up=Kind.F16), keep=True)
+    forms = {spec.name: getattr(spec.format, "forms", None) for spec in specs["layers.0"]}
+    four, eight = FORMS["Q4_1"], FORMS["Q8_0"]
+    assert (forms["qkv"], forms["o"], forms["gate_up"], forms["down"]) == ((four, four, eight), (four,), None, (four,))
+    assert not isinstance(kept["layers.0"]["gate_up"].format, GgufCodes)
 
 
 def test_what_is_no_matrix_of_codes_is_not_read_as_one(tmp_path: Path) -> None:
@@ -87,8 +91,22 @@ def test_what_is_no_matrix_of_codes_is_not_read_as_one(tmp_path: Path) -> None:
                 checkpoint.read_codes(name)
 
 
+def test_experts_stay_in_codes(tmp_path: Path) -> None:
+    for case in ("mixtral", "qwen3moe"):
+        path = quantised(case, tmp_path, Kind.Q5_0, ffn_gate_inp=Kind.F32)
+        specs, kept = loaded(path, keep=True)
+        _, widened = loaded(path, keep=False)
+        for name, matrices in (("experts.gate_up", 2), ("experts.down", 1)):
+            found, plain = kept["layers.1"][name], widened["layers.1"][name]
+            assert found.format == GgufCodes((FORMS["Q5_0"],) * matrices)
+            for expert in range(4):
+                assert torch.equal(unpack(found.expert(expert)), unpack(plain.expert(expert)))
+        counted = part_nbytes(kept_on(specs, "cpu", "float32")["layers.1"], "float32")
+        assert counted == sum(weight.nbytes for weight in kept["layers.1"].values())
+
+
 @needs_codes
-@pytest.mark.parametrize("case", DENSE)
+@pytest.mark.parametrize("case", [*DENSE, "mixtral", "qwen3moe"])
 @pytest.mark.parametrize("offload", [None, 1e-5])
 def test_greedy_tokens_are_those_of_widened_weights(case: str, offload: float | None, tmp_path: Path) -> None:
     path = quantised(case, tmp_path, Kind.Q4_1, output=Kind.Q8_0, token_embd=Kind.Q8_0)
@@ -111,11 +129,49 @@ def test_a_plan_counts_codes(tmp_path: Path) -> None:
     for config in (EngineConfig(model=path), EngineConfig(model=path, weight_codes="widen"),
                    EngineConfig(model=path, load_format="dummy"), EngineConfig(model=path, dtype="bfloat16")):
         planned = plan_model(config)
-        bits = {spec.format.native_bits or 0 for listed in planned.specs.values() for spec in listed
-                if spec.format is not None}
-        plans[config.weight_codes, config.load_format, config.dtype] = (planned.plan.weight_bytes, bits)
+        coded = {isinstance(spec.format, GgufCodes) for listed in planned.specs.values() for spec in listed}
+        plans[config.weight_codes, config.load_format, config.dtype] = (planned.plan.weight_bytes, coded)
     kept, widened = plans["keep", "auto", "auto"], plans["widen", "auto", "auto"]
-    assert kept[1] == {0, 4}
-    assert all(bits == {0} for name, (_, bits) in plans.items() if name != ("keep", "auto", "auto"))
+    assert kept[1] == {False, True}  # norms are plain
+    assert all(coded == {False} for name, (_, coded) in plans.items() if name != ("keep", "auto", "auto"))
     assert kept[0] < widened[0] / 3
     assert gguf.GGML_QUANT_SIZES[Kind.Q4_1] == (32, 20)  # what the counts rest on
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL])
+def test_quantisers_of_our_own_are_read_by_the_package(kind: Kind) -> None:
+    """Within half a step of a block, whose steps are its range over the codes."""
+    values = np.random.default_rng(0).standard_normal((6, 512)).astype(np.float32)
+    values[0, :256] = 0
+    found = gguf.dequantize(quantize_more(values, kind), kind)
+    steps = {Kind.Q4_K: 15, Kind.Q5_K: 31, Kind.Q6_K: 63, Kind.IQ4_NL: 12}[kind]
+    reach = np.abs(values).reshape(6, -1, 32).max(-1, keepdims=True).repeat(32, -1).reshape(values.shape)
+    assert (np.abs(found - values) <= 1.3 * reach / steps).all()
+    assert (found[0, :256] == 0).all()
+
+
+@needs_codes
+def test_a_file_in_q4_k_m_stays_in_its_codes(tmp_path: Path) -> None:
+    """Rows of 256 columns in Q4_K and Q6_K, others in what llama.cpp takes instead, joined in one matrix too."""
+    arch, _, fields = CASES["llama with biases, tied"]
+    config = LlamaConfig(**SHAPE | {"hidden_size": 256, "intermediate_size": 320}, tie_word_embeddings=True)
+    shape = FIELDS | {"embedding_length": 256, "feed_forward_length": 320}
+    plain = write_like_llama_cpp(tmp_path / "plain.gguf", random_model(config), arch, shape | fields)
+    path = write_q4_k_m(plain, tmp_path / "m.gguf")
+    specs, kept = loaded(path, keep=True)
+    _, widened = loaded(path, keep=False)
+    forms = {(part, spec.name): spec.format.forms for part, listed in specs.items() for spec in listed
+             if isinstance(spec.format, GgufCodes)}
+    assert forms["layers.0", "qkv"] == (FORMS["Q4_K"], FORMS["Q4_K"], FORMS["Q4_K"])
+    assert forms["layers.1", "qkv"] == (FORMS["Q4_K"], FORMS["Q4_K"], FORMS["Q6_K"])
+    assert (forms["layers.0", "down"], forms["layers.1", "down"]) == ((FORMS["Q5_0"],), (FORMS["Q8_0"],))
+    for part, named in widened.items():
+        for name, weight in named.items():
+            assert torch.equal(unpack(kept[part][name]), unpack(weight)), f"{part}.{name}"
+    answers = []
+    for codes in ("keep", "widen"):
+        with LLM(str(path), skip_tokenizer_init=True, max_model_len=64, gpu_memory="64MB", weight_codes=codes) as llm:
+            params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+            outputs = llm.generate([{"prompt_token_ids": [3, 1, 4, 1, 5]}], params, use_tqdm=False)
+            answers.append(outputs[0].outputs[0].token_ids)
+    assert answers[0] == answers[1]

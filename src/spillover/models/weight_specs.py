@@ -91,12 +91,24 @@ def stored_in(specs: WeightSpecs, stored: Callable[[str], WeightFormat]) -> Weig
     return {part: [taken(spec) for spec in listed] for part, listed in specs.items()}
 
 
-def in_codes(specs: WeightSpecs, code_bits: Mapping[str, int]) -> WeightSpecs:
-    """Return the same, but linears stay in the codes of a GGUF file; `code_bits`: of its tensors that are in codes."""
+def in_codes(specs: WeightSpecs, codes: Mapping[str, str]) -> WeightSpecs:
+    """Return the same, but linears all of whose matrices a GGUF file has in codes stay in them; `codes`: the types of
+    its tensors that are in codes."""
     from spillover.kernels.formats.dense import DENSE
-    from spillover.kernels.formats.gguf_codes import GgufCodes
+    from spillover.kernels.formats.gguf_codes import FORMS, GgufCodes
 
-    return stored_in(specs, lambda name: GgufCodes(code_bits[name]) if name in code_bits else DENSE)
+    def taken(spec: WeightSpec) -> WeightSpec:
+        source = spec.sources[0]
+        if spec.format != DENSE or source.transposed or source.per_expert != bool(spec.experts):
+            return spec
+        experts = range(spec.experts or 1)
+        types = [{codes.get(name.format(expert=expert)) for expert in experts} for name in source.names]
+        forms = [FORMS[kinds.pop() or ""] for kinds in types if len(kinds) == 1 and None not in kinds]
+        if len(forms) < len(types):
+            return spec
+        return replace(spec, sources=(source,), format=GgufCodes(tuple(forms)))
+
+    return {part: [taken(spec) for spec in listed] for part, listed in specs.items()}
 
 
 def kept_on(specs: WeightSpecs, device: str, dtype: str, batch_invariant: bool = False) -> WeightSpecs:
