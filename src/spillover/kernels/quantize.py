@@ -53,7 +53,8 @@ def int_scales(weight: Tensor, bits: int, group: int, dtype: torch.dtype, import
     rows, columns = weight.shape
     if rows * columns > _NUMBERS and rows > 1:
         step = max(1, _NUMBERS // columns)
-        return torch.cat([int_scales(part, bits, group, dtype, importance) for part in weight.split(step)])
+        return torch.cat([int_scales(weight[start : start + step], bits, group, dtype, importance)
+                          for start in range(0, rows, step)])
     values = weight.float().view(rows, -1, group)
     weights = None if importance is None else importance.float().view(1, -1, group)
     top = 2 ** (bits - 1) - 1
@@ -66,7 +67,8 @@ def int_scales(weight: Tensor, bits: int, group: int, dtype: torch.dtype, import
         total = (error if weights is None else error * weights).sum(-1, keepdim=True)
         better = total < least
         best, least = torch.where(better, scales, best), torch.where(better, total, least)
-    return best.squeeze(-1)
+    chosen: Tensor = best.squeeze(-1)
+    return chosen
 
 
 def compensate(weight: Tensor, factor: Tensor, bits: int, group: int, dtype: torch.dtype) -> Quantized:
@@ -101,11 +103,12 @@ def compensate(weight: Tensor, factor: Tensor, bits: int, group: int, dtype: tor
 
 def inverse_factor(hessian: Tensor) -> Tensor:
     """Factor the inverse of a damped sum of x xT [K, K] over a weight's inputs x -> upper U, the inverse being UT U."""
-    damped = hessian.double()
+    damped = hessian.to(torch.float64, copy=True)
     mean = damped.diagonal().mean().item()
     damped.diagonal().add_(DAMPING * mean if mean > 0 else 1.0)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    return torch.linalg.cholesky(inverse, upper=True).float()
+    factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
+    return factor.float()
 
 
 def _codes(weight: Tensor, scales: Tensor, bits: int) -> Tensor:

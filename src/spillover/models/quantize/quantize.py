@@ -75,7 +75,7 @@ def quantize(source: Path, target: Path, options: QuantizeOptions, shard_nbytes:
 
 def _check_budget(specs: WeightSpecs, budget: int) -> None:
     """Refuse a budget that does not hold the largest tensor in float32, with a copy."""
-    largest = max((spec.nbytes("float32") // max(1, spec.experts) for listed in specs.values() for spec in listed))
+    largest = max(spec.nbytes("float32") // max(1, spec.experts) for listed in specs.values() for spec in listed)
     if 2 * largest > budget:
         raise SpilloverError(f"quantising needs {format_bytes(2 * largest)} of host memory at least, and there are "
                              f"{format_bytes(budget)}; raise --host-memory")
