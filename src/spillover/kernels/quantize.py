@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 E4M3_MAX = 448.0
-DAMPING = 0.01  # of the Hessian's mean diagonal, added to every entry of it
+DAMPING = 0.01  # of the mean diagonal of a sum of x xT, added to its diagonal
 SHRINKS = 24  # scales tried for a group, from the one that clips nothing down to `LEAST` of it
 LEAST = 0.6
 BLOCK = 128  # columns between two updates of all columns that follow
@@ -71,44 +71,48 @@ def int_scales(weight: Tensor, bits: int, group: int, dtype: torch.dtype, import
     return chosen
 
 
-def compensate(weight: Tensor, factor: Tensor, bits: int, group: int, dtype: torch.dtype) -> Quantized:
-    """Round weight [N, K] column after column, each time changing the columns that follow so that outputs stay near:
-    GPTQ, with `factor` [K, K] as `inverse_factor` makes it."""
-    weight = weight.float().clone()
-    rows, columns = weight.shape
-    importance = factor.diagonal().reciprocal().square()
-    codes = torch.empty(rows, columns, dtype=torch.int8, device=weight.device)
-    scales = torch.empty(rows, columns // group, dtype=dtype, device=weight.device)
-    width = max(group, BLOCK // group * group)
-    for start in range(0, columns, width):
-        end = min(columns, start + width)
-        block, inverse = weight[:, start:end], factor[start:end, start:end]
+@dataclass(frozen=True)
+class Inputs:
+    """What is known of the inputs x [K] of a weight, from the sum of x xT over those that were seen."""
+
+    order: Tensor  # [K]: columns, those with the largest inputs first
+    importance: Tensor  # [K]: the sum's diagonal, damped
+    factor: Tensor  # [K, K] upper U, where UT U is the inverse of the damped sum in that order
+
+    @staticmethod
+    def of(total: Tensor) -> Inputs:
+        damped = total.to(torch.float64, copy=True)
+        mean = damped.diagonal().mean().item()
+        damped.diagonal().add_(DAMPING * mean if mean > 0 else 1.0)
+        importance = damped.diagonal().clone()
+        order = importance.argsort(descending=True, stable=True)
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped[order][:, order]))
+        factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
+        return Inputs(order, importance.float(), factor.float())
+
+
+def compensate(weight: Tensor, inputs: Inputs, bits: int, group: int, dtype: torch.dtype) -> Quantized:
+    """Round weight [N, K] column after column, those with the largest inputs first, each time changing the columns that
+    follow so that outputs stay near: GPTQ in activation order, with the scales of the columns' own groups."""
+    weight = weight.float()
+    scales = int_scales(weight, bits, group, dtype, inputs.importance)
+    wide = scales.float().repeat_interleave(group, 1)[:, inputs.order]
+    rest, factor, columns = weight[:, inputs.order], inputs.factor, weight.shape[1]
+    codes = torch.empty_like(rest)
+    for start in range(0, columns, BLOCK):
+        end = min(columns, start + BLOCK)
+        block, inverse = rest[:, start:end], factor[start:end, start:end]
         errors = torch.empty_like(block)
         for column in range(end - start):
-            place = start + column
-            if place % group == 0:
-                here = slice(column, column + group)
-                scales[:, place // group] = int_scales(block[:, here], bits, group, dtype,
-                                                       importance[place : place + group])[:, 0]
-                scale = scales[:, place // group].float()
-            value = block[:, column]
+            value, scale = block[:, column], wide[:, start + column]
             code = _codes(value, scale, bits)
-            codes[:, place] = code.to(torch.int8)
-            error = (value - code * scale) / inverse[column, column]
-            block[:, column:] -= error[:, None] * inverse[column, column:]
-            errors[:, column] = error
-        weight[:, end:] -= errors @ factor[start:end, end:]
-    return Quantized(codes, scales)
-
-
-def inverse_factor(hessian: Tensor) -> Tensor:
-    """Factor the inverse of a damped sum of x xT [K, K] over a weight's inputs x -> upper U, the inverse being UT U."""
-    damped = hessian.to(torch.float64, copy=True)
-    mean = damped.diagonal().mean().item()
-    damped.diagonal().add_(DAMPING * mean if mean > 0 else 1.0)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
-    return factor.float()
+            codes[:, start + column] = code
+            errors[:, column] = (value - code * scale) / inverse[column, column]
+            block[:, column:] -= errors[:, column, None] * inverse[column, column:]
+        rest[:, end:] -= errors @ factor[start:end, end:]
+    ordered = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    ordered[:, inputs.order] = codes.to(torch.int8)
+    return Quantized(ordered, scales)
 
 
 def _codes(weight: Tensor, scales: Tensor, bits: int) -> Tensor:

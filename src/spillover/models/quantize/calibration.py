@@ -19,7 +19,7 @@ from spillover.kernels.formats.base import Linear, Weight, WeightFormat
 from spillover.kernels.linear import embedding
 from spillover.kernels.moe.experts import Experts, expert_stacks
 from spillover.kernels.moe.moe import expert_mlp, moe, route
-from spillover.kernels.quantize import Quantized, inverse_factor
+from spillover.kernels.quantize import Inputs, Quantized
 from spillover.models.checkpoint import Checkpoint
 from spillover.models.config import ModelConfig
 from spillover.models.loader import PartReader
@@ -100,12 +100,12 @@ class Calibration:
         for expert in range(spec.experts) if spec.experts else (None,):
             matrix = weight.tensors[0] if expert is None else weight.tensors[0][expert]
             total = observed.sums.pop(matrix.data_ptr(), None)
-            factor = None if total is None else inverse_factor(total)
+            inputs = None if total is None else Inputs.of(total)
             for rows in matrix.split_with_sizes(spec.sources[0].rows):
                 name = next(names)
                 if self._scheme.leaves(name.removesuffix(".weight")):
                     continue
-                made = self._scheme.round(rows) if factor is None else self._scheme.compensate(rows, factor)
+                made = self._scheme.round(rows) if inputs is None else self._scheme.compensate(rows, inputs)
                 rows.copy_(made.dequantize(torch.float32))
                 self._codes[name] = made
 
@@ -122,7 +122,7 @@ class Calibration:
             count = min(step, self._count - first)
             rows = slice(first * self._length, (first + count) * self._length)
             x, residual = (state[rows].to(self._device, copy=True) for state in (self._x, self._residual))
-            batch = _whole_sequences(count, self._length, self._device)
+            batch = whole_sequences(count, self._length, self._device)
             x, residual = model.kernels.attention_block(x, residual, part, kv, batch, config.windows[layer], layer)
             yield rows, *model.mlp(layer, x, residual, part)
 
@@ -146,7 +146,7 @@ def calibration_bytes(specs: WeightSpecs, config: ModelConfig) -> tuple[int, int
         weights = sum(spec.nbytes("float32") for spec in listed)
         largest = max((spec.shape[-1] for spec in linears), default=0)
         sums = sum(max(1, spec.experts) * spec.shape[-1] ** 2 * 4 for spec in linears)
-        return 2 * weights + sums + 3 * 8 * largest**2  # the sums' factors are made in float64
+        return 2 * weights + sums + 4 * 8 * largest**2  # the sums' factors are made in float64
 
     fixed = max(layer_bytes(listed) for part, listed in specs.items() if part.startswith("layers."))
     embed = sum(spec.nbytes("float32") for spec in specs["embed"])
@@ -165,7 +165,7 @@ def fit_tokens(tokens: Tensor, specs: WeightSpecs, config: ModelConfig, budget: 
     return tokens[:count]
 
 
-def _whole_sequences(count: int, length: int, device: torch.device) -> AttentionBatch:
+def whole_sequences(count: int, length: int, device: torch.device) -> AttentionBatch:
     """Return a batch of sequences that begin at their first token."""
     blocks = -(-length // BLOCK_SIZE)
     numbers: Any = {"dtype": torch.int32, "device": device}

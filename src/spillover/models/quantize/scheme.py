@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spillover.errors import SpilloverError
 from spillover.kernels.fields import Field
-from spillover.kernels.quantize import Quantized, compensate, round_to_fp8, round_to_int
+from spillover.kernels.quantize import Inputs, Quantized, compensate, round_to_fp8, round_to_int
 
 INT_BITS = {"int4": 4, "int8": 8}
 KINDS = ("int4", "int8", "fp8")
@@ -54,9 +54,9 @@ class Scheme:
             return round_to_fp8(weight, dtype)
         return round_to_int(weight, INT_BITS[self.kind], self.group, dtype)
 
-    def compensate(self, weight: Tensor, factor: Tensor) -> Quantized:
-        """Quantise weight [N, K] for inputs of which `factor` tells: see `kernels.quantize.inverse_factor`."""
-        return compensate(weight, factor, INT_BITS[self.kind], self.group, getattr(torch, self.dtype))
+    def compensate(self, weight: Tensor, inputs: Inputs) -> Quantized:
+        """Quantise weight [N, K] so that its outputs on such inputs stay near."""
+        return compensate(weight, inputs, INT_BITS[self.kind], self.group, getattr(torch, self.dtype))
 
     def fields(self, module: str, rows: int, columns: int) -> list[Field]:
         """List the tensors that a module's weight is stored as."""
