@@ -2,8 +2,8 @@
 
     python benchmarks/quantization_quality.py MODEL QUANTISED... --text FILE [--tokens 8192] [--skip 500]
 
-All models see the same tokens of FILE (text, .json or .jsonl as `spill quantize --calibrate` takes it), computed by this
-engine's layers on the CPU in float32. --skip leaves out the file's first entries, which a calibration may have used.
+All models see the same tokens of FILE (text, .json or .jsonl as `spill quantize --calibrate` takes it), computed by
+this engine's layers on the CPU in float32. --skip leaves out entries of the file that a calibration may have used.
 """
 
 from __future__ import annotations
