@@ -67,7 +67,7 @@ def quantize(source: Path, target: Path, options: QuantizeOptions, shard_nbytes:
             if budget is not None:
                 tokens = fit_tokens(tokens, specs, config, budget)
             calibration, count = Calibration(checkpoint, arch, config, specs, scheme, tokens, device), tokens.numel()
-        view = QuantizedView(checkpoint, scheme, specs, calibration and calibration.quantized, device)
+        view = QuantizedView(checkpoint, scheme, specs, calibration.quantized if calibration else None, device)
         write_folder(view, view.stored(tensor_names(checkpoint)), target, None, shard_nbytes,
                      f"Quantising {source.name}", progress)
         return Written(target, scheme, count, bool(checkpoint.config.get("code_bits")))
