@@ -28,6 +28,7 @@ from spillover.models.quantize.quantize import QuantizeOptions, quantize
 from spillover.models.quantize.view import open_quantized
 from spillover.models.registry import read_architecture
 from spillover.models.tokenizer import load_tokenizer
+from support import starved
 from support.gguf_cases import CASES, FIELDS, random_model
 from support.gguf_writing import write_like_llama_cpp
 from support.paged_model import CPU, PagedModel, one_thread
@@ -100,6 +101,15 @@ def test_the_plan_counts_the_codes(tmp_path: Path) -> None:
     sizes = {kind: plan_model(EngineConfig(model=source, device="cpu", quantization=kind)).plan.weight_bytes
              for kind in (None, "int8", "int4")}
     assert sizes["int4"] < sizes["int8"] < sizes[None]  # type: ignore[operator]
+
+
+def test_weights_that_would_stay_on_disk_are_refused(tmp_path: Path) -> None:
+    """A quantised tensor would be made again at every read."""
+    source = starved.write_config(tmp_path, "llama")
+    flags: dict[str, Any] = {"quantization": "int8", "weights": "sequential"}
+    budget = starved.least(source, **flags)
+    with pytest.raises(SpilloverError, match=r"--quantization int8 quantises weights while they load, and host memory"):
+        starved.answer(source, [], load_format="auto", gpu_memory=str(budget), host_memory="1MB", **flags)
 
 
 def kl(source: Path, quantized: Path, sequences: list[list[int]]) -> float:
