@@ -26,7 +26,7 @@ WEIGHTS = "Loading weights"
 COMPARING = "Comparing bits at every number of rows"
 MEASURING = "Measuring this machine's memory and matrix rates"
 _COUNTED = (COMPILING, CAPTURING, COMPARING)  # in pieces; everything else is in bytes
-_LONG = ("Compiling", "Downloading", "Waiting", "Exporting")  # worth a line at once where there is no bar
+_LONG = ("Compiling", "Downloading", "Waiting", "Exporting", "Quantising")  # worth a line at once where there is no bar
 _LINE_SECONDS = 10.0  # between lines where there is no bar
 
 

@@ -21,6 +21,7 @@ from spillover.cli.generate import generate
 from spillover.cli.lab import lab
 from spillover.cli.plan.planning import doctor, plan
 from spillover.cli.pull import pull
+from spillover.cli.quantize import quantize
 from spillover.cli.serve import serve
 from spillover.errors import SpilloverError, did_you_mean
 
@@ -78,7 +79,7 @@ def main() -> None:
     """
 
 
-for command in (demo, serve, chat, generate, plan, doctor, pull, export, cache, bench, lab):
+for command in (demo, serve, chat, generate, plan, doctor, pull, export, quantize, cache, bench, lab):
     main.add_command(command)
 
 

@@ -43,6 +43,8 @@ from spillover.models.config import ModelConfig
 from spillover.models.fingerprint import model_fingerprint
 from spillover.models.hub.store import DEFAULT_MODEL, resolve
 from spillover.models.layers import KVViews
+from spillover.models.quantize.scheme import Scheme
+from spillover.models.quantize.view import choose_scheme, quantized_config
 from spillover.models.registry import Architecture, read_architecture
 from spillover.models.tokenizer import Tokenizer, load_tokenizer
 from spillover.models.weight_specs import WeightSpecs, in_codes, kept_on, prepare_products
@@ -69,6 +71,7 @@ class PlannedModel:
     model_config: ModelConfig
     specs: WeightSpecs
     plan: Plan
+    scheme: Scheme | None = None  # that weights are quantised by while they load
 
     @property
     def in_codes(self) -> bool:
@@ -98,6 +101,11 @@ def plan_model(config: EngineConfig, rates: Rates | None = None, progress: Progr
     hf_config = read_config(path)
     arch, model_config = read_architecture(hf_config, path)
     null = config.load_format == "null"
+    scheme = None
+    if config.quantization is not None and not null:
+        scheme = choose_scheme(config.quantization, hf_config, path, arch.weight_specs(model_config))
+        hf_config = quantized_config(hf_config, scheme)
+        arch, model_config = read_architecture(hf_config, path)
     machine = probe()
     on_card = bool(machine.cuda) and not null and config.device in ("auto", "cuda")
     whole = machine.cuda[0].total if on_card else machine.memory
@@ -136,7 +144,7 @@ def plan_model(config: EngineConfig, rates: Rates | None = None, progress: Progr
                      max_model_len=plan.max_model_len, max_num_seqs=plan.max_num_seqs,
                      max_num_batched_tokens=plan.max_num_batched_tokens)
     plan = replace(plan, notes=flag_notes(config, model_config, plan))
-    return PlannedModel(chosen, path, arch, model_config, specs, plan)
+    return PlannedModel(chosen, path, arch, model_config, specs, plan, scheme)
 
 
 def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None,
@@ -205,7 +213,7 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None,
     model = planned.architecture.build(model_config, device, dtype, plan.max_model_len)
     transfers = make_transfers(plan)
     weights = load(config, plan, model_config, planned.specs, planned.path, transfers,
-                   lambda done, total, _: show(done, total, WEIGHTS))
+                   lambda done, total, _: show(done, total, WEIGHTS), planned.scheme)
     trim_heap()  # what loading left behind
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -38,6 +38,11 @@ class EngineConfig:
     weight_codes: str = _flag("keep", "How to hold weights that a GGUF file stores in codes: keep computes with the "
                                       "codes where the CPU can; widen dequantises them to the compute type.",
                               ("keep", "widen"))
+    quantization: str | None = _flag(None, "Quantise the linears of unquantised layers while they load: fp8 (e4m3, a "
+                                           "scale per row), int8 or int4 (a scale per 128 columns, or per 64 or 32 "
+                                           "where 128 does not divide a row). `spill quantize` writes the same to a "
+                                           "folder, and can calibrate it. Quantised files are recognised without it.",
+                                     ("fp8", "int8", "int4"))
     device: str = _flag("auto", "Device to compute on.", ("auto", "cpu", "cuda"))
     gpu_memory: str | None = _flag(None, "Memory budget of the device tier for weights, KV cache and workspace: a size "
                                          f"such as 8GB ({UNITS_HELP}), or a share of the tier such as 90%.")
@@ -123,7 +128,7 @@ class EngineConfig:
         self._settle()
         for item in dataclasses.fields(self):
             choices, value = item.metadata["choices"], getattr(self, item.name)
-            if choices and value not in choices:
+            if choices and value is not None and value not in choices:
                 raise SpilloverError(f"{_option(item.name)} takes one of {', '.join(choices)}; got {value!r}"
                                      + did_you_mean(str(value), choices))
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override",

@@ -32,7 +32,6 @@ _KNOWN: Mapping[str, tuple[tuple[Any, ...], str]] = {
                                "remote='redis://host:6379'"),
     "scheduling_policy": (("fcfs",), "use schedule_policy='priority'"),
     "trust_remote_code": ((False,), _NO_CODE),
-    "quantization": ((), "quantised weights are recognised by their file; leave it out"),
     "revision": (("main",), _FOLDER),
     "tokenizer_revision": (("main",), _FOLDER),
     "code_revision": (("main",), _FOLDER),

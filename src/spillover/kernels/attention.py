@@ -206,8 +206,8 @@ class _Softmax:
 def native_block_stride(
     kv_layer: Tensor, rows: Tensor, kv_heads: int, dim: int, batch: AttentionBatch
 ) -> int | None:
-    """How far blocks lie apart, or None where the native kernels do not apply: they take float32, and whole vectors of
-    8 tokens and 8 dimensions."""
+    """How far blocks lie apart, or None where the native kernels do not apply: they take float32 on a CPU, and whole
+    vectors of 8 tokens and 8 dimensions."""
     stride, *inner = kv_layer.stride()
     if batch.kv_dtype == "auto":
         size, wanted = batch.block_size * dim, rows.dtype
@@ -217,7 +217,7 @@ def native_block_stride(
         raise ValueError(f"a pool of {kv_layer.dtype} does not hold {batch.kv_dtype} KV of {rows.dtype} rows")
     if batch.block_size % 8 or dim % 8 or inner != [kv_heads * size, size, 1]:
         return None
-    return stride if rows.dtype is torch.float32 else None
+    return stride if rows.dtype is torch.float32 and rows.is_cpu else None
 
 
 def _read(blocks: Tensor, batch: AttentionBatch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

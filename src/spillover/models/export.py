@@ -42,26 +42,46 @@ def export(source: Path, target: Path, dtype: str = "auto", shard_nbytes: int = 
     float32 of quantised ones."""
     if dtype not in TYPES:
         raise SpilloverError(f"--dtype {dtype} cannot be exported; there are {', '.join(TYPES)}")
+    check_target(source, target, force)
+    with open_checkpoint(source) as checkpoint:
+        if checkpoint.config.get("quantization_config") and dtype != "auto":
+            method = checkpoint.config["quantization_config"]["quant_method"]
+            raise SpilloverError(f"{source} holds weights quantised with {method}, which are exported as they are; "
+                                 "leave out --dtype")
+        return write_folder(checkpoint, tensor_names(checkpoint), target, None if dtype == "auto" else dtype,
+                            shard_nbytes, f"Exporting {source.name}", progress)
+
+
+def check_target(source: Path, target: Path, force: bool) -> None:
+    """Refuse a folder that must not be written to; `force`: it may hold a model, which is replaced."""
     if target.exists() and not target.is_dir():
         raise SpilloverError(f"{target} is a file; name a folder to export to")
     if target.is_dir() and any(target.iterdir()) and not force:
         raise SpilloverError(f"{target} is not empty; name another folder, or add --force to replace the model in it")
     if target.is_dir() and source.is_dir() and target.samefile(source):
         raise SpilloverError(f"{target} is the model itself; name another folder")
-    with open_checkpoint(source) as checkpoint, _assembling(target) as folder:
-        config = {key: value for key, value in checkpoint.config.items() if key not in OWN_KEYS}
-        arch, parsed = read_architecture(checkpoint.config, source)
-        quantised = bool(config.get("quantization_config"))
-        if quantised and dtype != "auto":
-            method = config["quantization_config"]["quant_method"]
-            raise SpilloverError(f"{source} holds weights quantised with {method}, which are exported as they are; "
-                                 "leave out --dtype")
-        names = (sorted(checkpoint.names()) if source.is_dir()
-                 else checkpoint_tensors(checkpoint, parsed, arch.weight_specs(parsed)))
-        wanted = None if dtype == "auto" else getattr(torch, dtype)
-        config["dtype"] = parsed.dtype if wanted is None else dtype
-        config.pop("torch_dtype", None)
-        _write_weights(checkpoint, names, folder, wanted, shard_nbytes, progress)
+
+
+def tensor_names(checkpoint: Checkpoint) -> list[str]:
+    """List the tensors to write: all that a folder has, and those of a GGUF file that the model is made of."""
+    if checkpoint.path.is_dir():
+        return sorted(checkpoint.names())
+    arch, parsed = read_architecture(checkpoint.config, checkpoint.path)
+    return checkpoint_tensors(checkpoint, parsed, arch.weight_specs(parsed))
+
+
+def write_folder(checkpoint: Checkpoint, names: Sequence[str], target: Path, dtype: str | None, shard_nbytes: int,
+                 doing: str, progress: Progress | None) -> Path:
+    """Write these tensors of a checkpoint, in this order, with its config and tokenizer. `dtype`: of floating tensors;
+    None: as they are; `doing`: for the progress bar."""
+    source = checkpoint.path
+    config = {key: value for key, value in checkpoint.config.items() if key not in OWN_KEYS}
+    _, parsed = read_architecture(checkpoint.config, source)
+    config["dtype"] = dtype or parsed.dtype
+    config.pop("torch_dtype", None)
+    with _assembling(target) as folder:
+        _write_weights(checkpoint, names, folder, getattr(torch, dtype) if dtype else None, shard_nbytes, doing,
+                       progress)
         _write_json(folder / "config.json", {key: value for key, value in config.items() if value is not None})
         if source.is_dir():
             for file in {file for pattern in TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()}:
@@ -101,7 +121,7 @@ def _assembling(target: Path) -> Iterator[Path]:
 
 
 def _write_weights(checkpoint: Checkpoint, names: Sequence[str], folder: Path, dtype: torch.dtype | None,
-                   shard_nbytes: int, progress: Progress | None) -> None:
+                   shard_nbytes: int, doing: str, progress: Progress | None) -> None:
     """Write weights in the order of `names`, in as many files of at most `shard_nbytes` as it takes."""
     kinds = {name: _stored_as(checkpoint, name, dtype) for name in names}
     sizes = {name: math.prod(checkpoint.shape(name)) * DTYPES[_NAMES[kinds[name]]] for name in names}
@@ -134,7 +154,7 @@ def _write_weights(checkpoint: Checkpoint, names: Sequence[str], folder: Path, d
                 sink.write(tensor.view(-1).view(torch.uint8).numpy().data)
                 done += sizes[name]
                 if progress is not None:
-                    progress(f"Exporting {checkpoint.path.name}", done, total)
+                    progress(doing, done, total)
     if len(shards) > 1:
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 

@@ -18,18 +18,24 @@ from spillover.memory.transfer.transfers import Transfers
 from spillover.models.checkpoint import open_checkpoint
 from spillover.models.config import ModelConfig
 from spillover.models.loader import PartReader, Progress, dummy_parts, load_parts
+from spillover.models.quantize.scheme import Scheme
+from spillover.models.quantize.view import open_quantized
 from spillover.models.weight_specs import WeightSpec, WeightSpecs, is_expert, kept_on
 from spillover.plan.planner import Plan
 
 
 def load(config: EngineConfig, plan: Plan, model: ModelConfig, specs: WeightSpecs, path: Path, transfers: Transfers,
-         progress: Progress | None = None) -> EngineWeights:
+         progress: Progress | None = None, scheme: Scheme | None = None) -> EngineWeights:
+    """`scheme`: what weights are quantised to while they load; None: they stay as the checkpoint has them."""
     device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
     specs = kept_on(specs, plan.device, plan.dtype, not config.fast)
     if config.load_format == "dummy":
         return _placed(config, plan, model, dummy_parts(specs, dtype, device, config.seed), specs, None,
                        transfers)
-    with open_checkpoint(path) as checkpoint:
+    if scheme is not None and _on_disk(plan):
+        raise SpilloverError(f"--quantization {scheme.kind} quantises weights while they load, and host memory has no "
+                             "room for all of them; raise --host-memory, or write them once with `spill quantize`")
+    with open_checkpoint(path) if scheme is None else open_quantized(path, scheme, device) as checkpoint:
         def where(part: str, spec: WeightSpec) -> torch.device:
             return device if _stays(plan, part, spec) else torch.device("cpu")
 

@@ -1,0 +1,183 @@
+"""Quantising with calibration: the model's own layers run over a text, one layer at a time, and each is rounded so that
+its outputs on that text stay near."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spillover.errors import SpilloverError
+from spillover.kernels.batch import AttentionBatch
+from spillover.kernels.cpu_kernels import CpuKernels
+from spillover.kernels.fields import Field, LinearShape
+from spillover.kernels.formats.base import Linear, Weight, WeightFormat
+from spillover.kernels.linear import embedding
+from spillover.kernels.moe.experts import Experts, expert_stacks
+from spillover.kernels.moe.moe import expert_mlp, moe, route
+from spillover.kernels.quantize import Inputs, Quantized
+from spillover.models.checkpoint import Checkpoint
+from spillover.models.config import ModelConfig
+from spillover.models.loader import PartReader
+from spillover.models.quantize.scheme import Scheme
+from spillover.models.quantize.view import matrix_names
+from spillover.models.registry import Architecture
+from spillover.models.weight_specs import WeightSpec, WeightSpecs, layer_part
+from spillover.models.weights import PartWeights
+from spillover.units import format_bytes
+
+BLOCK_SIZE = 16  # tokens per KV block
+STEP_TOKENS = 2048  # run through a layer together
+
+
+@dataclass(frozen=True, eq=False)
+class Observed(WeightFormat):
+    """Numbers, and the sum of x xT over the inputs that each matrix is multiplied with."""
+
+    sums: dict[int, Tensor] = field(default_factory=dict)  # by the address of the matrix
+    quant_method = "observed"
+
+    def fields(self, shape: LinearShape, dtype: str) -> tuple[Field, ...]:
+        return (Field("weight", dtype, (shape.out_features, shape.in_features)),)
+
+    def dequantize(self, w: Linear, dtype: torch.dtype) -> Tensor:
+        return w.tensors[0]
+
+    def linear(self, x: Tensor, w: Linear, bias: Tensor | None = None) -> Tensor:
+        total = self.sums.get(w.tensors[0].data_ptr())
+        if total is None:
+            total = self.sums[w.tensors[0].data_ptr()] = torch.zeros(x.shape[1], x.shape[1], device=x.device)
+        total.addmm_(x.T, x)
+        return F.linear(x, w.tensors[0], bias)
+
+
+class Calibration:
+    """The codes of every matrix, made layer after layer in the order in which they are asked for."""
+
+    def __init__(self, checkpoint: Checkpoint, arch: Architecture, config: ModelConfig, specs: WeightSpecs,
+                 scheme: Scheme, tokens: Tensor, device: torch.device) -> None:
+        """`tokens` [sequences, length]; `specs`: of the unquantised model."""
+        self._specs, self._scheme, self._config, self._device = specs, scheme, config, device
+        self._model = arch.build(config, device, torch.float32, tokens.shape[1])
+        self._model.kernels = CpuKernels(self._model.shape, self._model.cos, self._model.sin)  # serve any device
+        self._reader = PartReader(checkpoint, config, specs, torch.float32)
+        self._count, self._length = tokens.shape
+        table = cast(Linear, self._reader.part("embed", lambda name: True)["embedding"])
+        self._residual = embedding(tokens.flatten(), table)  # [tokens, hidden], on the host
+        self._x = torch.zeros_like(self._residual)
+        self._layer = 0
+        self._codes: dict[str, Quantized] = {}  # of the layer that was quantised last
+
+    def quantized(self, name: str) -> Quantized:
+        """Return the codes of a matrix, by its name in the checkpoint; layers are asked for in their order."""
+        while name not in self._codes:
+            self._quantize_layer()
+        return self._codes.pop(name)
+
+    def _quantize_layer(self) -> None:
+        part = layer_part(self._layer)
+        weights = {name: _moved(weight, self._device) for name, weight in
+                   self._reader.part(part, lambda name: True).items()}
+        specs = {spec.name: spec for spec in self._specs[part] if matrix_names(spec)}
+        observed = Observed()
+        for _ in self._outputs({name: replace(weight, format=observed) if name in specs and isinstance(weight, Linear)
+                                else weight for name, weight in weights.items()}):
+            pass
+        self._codes = {}
+        for name, spec in specs.items():
+            self._quantize_linear(spec, cast(Linear, weights[name]), observed)
+        for rows, x, residual in self._outputs(weights):  # of the quantised layer: what the next one sees
+            self._x[rows], self._residual[rows] = x, residual
+        self._layer += 1
+
+    def _quantize_linear(self, spec: WeightSpec, weight: Linear, observed: Observed) -> None:
+        """Quantise a linear, or each expert of a stack, and put what the codes stand for in its place."""
+        names = iter(matrix_names(spec))
+        for expert in range(spec.experts) if spec.experts else (None,):
+            matrix = weight.tensors[0] if expert is None else weight.tensors[0][expert]
+            total = observed.sums.pop(matrix.data_ptr(), None)
+            inputs = None if total is None else Inputs.of(total)
+            for rows in matrix.split_with_sizes(spec.sources[0].rows):
+                name = next(names)
+                if self._scheme.leaves(name.removesuffix(".weight")):
+                    continue
+                made = self._scheme.round(rows) if inputs is None else self._scheme.compensate(rows, inputs)
+                rows.copy_(made.dequantize(torch.float32))
+                self._codes[name] = made
+
+    def _outputs(self, weights: Mapping[str, Weight]) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Run the layer over all tokens, yielding for a few sequences at a time their rows, x and residual."""
+        model, config, layer = self._model, self._config, self._layer
+        part = cast(PartWeights, dict(weights))
+        if "experts.down" in weights:
+            part["experts"] = _EachExpert(*expert_stacks(part))
+        step = max(1, STEP_TOKENS // self._length)
+        blocks = -(-self._length // BLOCK_SIZE)
+        kv = torch.empty(step * blocks + 1, 2, config.num_kv_heads, BLOCK_SIZE * config.head_dim, device=self._device)
+        for first in range(0, self._count, step):
+            count = min(step, self._count - first)
+            rows = slice(first * self._length, (first + count) * self._length)
+            x, residual = (state[rows].to(self._device, copy=True) for state in (self._x, self._residual))
+            batch = whole_sequences(count, self._length, self._device)
+            x, residual = model.kernels.attention_block(x, residual, part, kv, batch, config.windows[layer], layer)
+            yield rows, *model.mlp(layer, x, residual, part)
+
+
+@dataclass(frozen=True)
+class _EachExpert:
+    """The experts of a layer, one product at a time on any device."""
+
+    first: Experts
+    second: Experts
+
+    def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None) -> Tensor:
+        ids, shares = route(scores, k, renormalize, limit)
+        return moe(x, ids, shares, lambda index, rows: expert_mlp(rows, self.first, self.second, index, limit))
+
+
+def calibration_bytes(specs: WeightSpecs, config: ModelConfig) -> tuple[int, int]:
+    """Return (bytes needed whatever the number of tokens, bytes of a token): one layer in float32 and its sums."""
+    def layer_bytes(listed: list[WeightSpec]) -> int:
+        linears = [spec for spec in listed if matrix_names(spec)]
+        weights = sum(spec.nbytes("float32") for spec in listed)
+        largest = max((spec.shape[-1] for spec in linears), default=0)
+        sums = sum(max(1, spec.experts) * spec.shape[-1] ** 2 * 4 for spec in linears)
+        return 2 * weights + sums + 4 * 8 * largest**2  # the sums' factors are made in float64
+
+    fixed = max(layer_bytes(listed) for part, listed in specs.items() if part.startswith("layers."))
+    embed = sum(spec.nbytes("float32") for spec in specs["embed"])
+    run = STEP_TOKENS * 4 * (4 * config.hidden_size + 4 * max(config.intermediate_size, config.hidden_size))
+    return max(fixed + run, embed), 2 * 4 * config.hidden_size
+
+
+def fit_tokens(tokens: Tensor, specs: WeightSpecs, config: ModelConfig, budget: int) -> Tensor:
+    """Return as many of the sequences [n, length] as a memory budget has room for."""
+    fixed, each = calibration_bytes(specs, config)
+    count = (budget - fixed) // (each * tokens.shape[1])
+    if count < 1:
+        raise SpilloverError(f"calibration needs {format_bytes(fixed + each * tokens.shape[1])} of host memory at "
+                             f"least, and there are {format_bytes(budget)}; raise --host-memory or leave out "
+                             "--calibrate")
+    return tokens[:count]
+
+
+def whole_sequences(count: int, length: int, device: torch.device) -> AttentionBatch:
+    """Return a batch of sequences that begin at their first token."""
+    blocks = -(-length // BLOCK_SIZE)
+    numbers: Any = {"dtype": torch.int32, "device": device}
+    return AttentionBatch(
+        query_start=torch.arange(0, (count + 1) * length, length, **numbers),
+        seq_lens=torch.full((count,), length, **numbers),
+        block_table=torch.arange(1, count * blocks + 1, **numbers).view(count, blocks),
+        positions=torch.arange(length, device=device).repeat(count),
+        rows=torch.arange(count, **numbers).repeat_interleave(length),
+        block_size=BLOCK_SIZE, max_query=length, max_seq=length,
+    )
+
+
+def _moved(weight: Weight, device: torch.device) -> Weight:
+    return weight.map(lambda tensor: tensor.to(device)) if isinstance(weight, Linear) else weight.to(device)

@@ -1,0 +1,143 @@
+"""A checkpoint seen as if it were stored quantised: what `spill quantize` writes, and what --quantization loads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from spillover.errors import CheckpointError, SpilloverError
+from spillover.kernels.fields import Field
+from spillover.kernels.formats.dense import DENSE
+from spillover.kernels.formats.gguf_codes import Codes
+from spillover.kernels.quantize import Quantized
+from spillover.models.checkpoint import Checkpoint, open_checkpoint
+from spillover.models.quantize.scheme import Scheme, make_scheme
+from spillover.models.registry import read_architecture
+from spillover.models.weight_specs import WeightSpec, WeightSpecs
+
+HALVES = ("bfloat16", "float16")
+
+
+class QuantizedView:
+    """A compressed-tensors checkpoint whose tensors are made when they are read, those of one matrix together."""
+
+    def __init__(self, checkpoint: Checkpoint, scheme: Scheme, specs: WeightSpecs,
+                 quantize: Callable[[str], Quantized] | None = None, device: torch.device | None = None) -> None:
+        """`specs`: of the unquantised model. `quantize` makes the codes of a matrix, by its name in the checkpoint;
+        None: each is rounded by itself, on `device`."""
+        self.path, self.scheme = checkpoint.path, scheme
+        self.config = quantized_config(checkpoint.config, scheme)
+        self._source = checkpoint
+        self._quantize = quantize or (lambda name: scheme.round(checkpoint.read(name).to(device or "cpu")))
+        self._plain = checkpoint.names()
+        self._made: dict[str, tuple[Field, str]] = {}  # by name: a tensor of a quantised matrix, and that matrix
+        self._fields: dict[str, list[Field]] = {}  # of each quantised matrix
+        for name, _ in matrices(specs, scheme):
+            if name not in self._plain:
+                raise CheckpointError(f"{self.path} has no tensor '{name}', without which it cannot be quantised")
+            self._plain.remove(name)
+            rows, columns = checkpoint.shape(name)
+            self._fields[name] = scheme.fields(name.removesuffix(".weight"), rows, columns)
+            self._made |= {field.name: (field, name) for field in self._fields[name]}
+        self._last: dict[str, Tensor] = {}  # tensors of the matrix that was read last
+
+    def names(self) -> set[str]:
+        return self._plain | set(self._made)
+
+    def stored(self, names: Iterable[str]) -> list[str]:
+        """Return the names of the tensors that take the places of these, layer after layer."""
+        return [stored for name in sorted(names, key=_place)
+                for stored in ([field.name for field in self._fields[name]] if name in self._fields else [name])]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._made[name][0].shape if name in self._made else self._source.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        made = self._made.get(name)
+        stored = self._source.dtype(name) if made is None else torch.float32
+        if not stored.is_floating_point:
+            return stored
+        wanted: torch.dtype = getattr(torch, self.scheme.dtype if made is None else made[0].dtype)
+        return wanted
+
+    def file(self, name: str) -> Path:
+        return self._source.file(self._made[name][1] if name in self._made else name)
+
+    def read(self, name: str, row: int | None = None) -> Tensor:
+        if name not in self._made:
+            return self._source.read(name, row).to(self.dtype(name))
+        if name not in self._last:
+            matrix = self._made[name][1]
+            tensors = self.scheme.stored(self._quantize(matrix))
+            self._last = {field.name: tensor.cpu() for field, tensor in zip(self._fields[matrix], tensors, strict=True)}
+        whole = self._last[name]
+        return (whole if row is None else whole[row]).clone()
+
+    def read_codes(self, name: str) -> Codes:
+        return self._source.read_codes(name)
+
+    def close(self) -> None:
+        self._source.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def open_quantized(path: Path, scheme: Scheme, device: torch.device) -> QuantizedView:
+    """Open an unquantised checkpoint as `scheme` quantises it."""
+    checkpoint = open_checkpoint(path)
+    arch, config = read_architecture(checkpoint.config, path)
+    return QuantizedView(checkpoint, scheme, arch.weight_specs(config), device=device)
+
+
+def choose_scheme(kind: str, config: Mapping[str, Any], path: Path, specs: WeightSpecs, group: int | None = None,
+                  ignored: Sequence[str] = (), dtype: str = "auto") -> Scheme:
+    """Make the scheme for an unquantised model; `dtype`: "auto" is the model's own if that has 16 bits, else
+    bfloat16."""
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "a quantisation")
+        raise SpilloverError(f"{path} holds weights quantised with {method} already; quantise the unquantised model")
+    if dtype == "auto":
+        own = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+        dtype = own if own in HALVES else HALVES[0]
+    return make_scheme(kind, matrices(specs), group, ignored, dtype)
+
+
+def quantized_config(config: Mapping[str, Any], scheme: Scheme) -> dict[str, Any]:
+    """Return a checkpoint's config as it is once the weights are quantised."""
+    kept = {key: value for key, value in config.items() if key not in ("torch_dtype", "code_bits")}
+    return {**kept, "dtype": scheme.dtype, "quantization_config": scheme.config()}
+
+
+def matrices(specs: WeightSpecs, scheme: Scheme | None = None) -> Iterator[tuple[str, int]]:
+    """Yield the name and the columns of every matrix of a layer's linears; without those that a scheme leaves."""
+    for part, listed in specs.items():
+        for spec in listed if part.startswith("layers.") else ():
+            for name in matrix_names(spec):
+                if scheme is None or not scheme.leaves(name.removesuffix(".weight")):
+                    yield name, spec.shape[-1]
+
+
+def matrix_names(spec: WeightSpec) -> list[str]:
+    """List the matrices of a linear, or those of all experts of a stack, in the order of their rows; none of a router's
+    or of what is no linear."""
+    if spec.format != DENSE or spec.name == "router":
+        return []
+    source = spec.sources[0]
+    if spec.experts and not source.per_expert:
+        raise SpilloverError(f"experts that are stored as one tensor, as {source.names[0]} is, cannot be quantised; "
+                             "mixtures with a tensor per expert can")
+    return [name.format(expert=expert) for expert in range(spec.experts or 1) for name in source.names]
+
+
+def _place(name: str) -> tuple[int, str]:
+    layer = re.search(r"\.layers\.(\d+)\.", name)
+    return int(layer[1]) if layer else -1, name
