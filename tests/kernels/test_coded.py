@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 
@@ -16,29 +17,97 @@ from hypothesis import strategies as st
 from spillover.kernels import native
 from spillover.kernels.extents import CODE_BLOCK
 from spillover.kernels.fields import LinearShape
-from spillover.kernels.formats.gguf_codes import Codes, GgufCodes, pack_codes, unpack_codes
+from spillover.kernels.formats.gguf_codes import FORMS, GgufCodes, grouped_codes, pack_codes, unpack_codes
 from spillover.kernels.linear import embedding, embedding_reference, linear
-from spillover.models.gguf.gguf_codes import code_bits, codes_of
+from spillover.models.gguf.gguf_codes import codes_of
 from support.coded_weights import KINDS, coded, room, stored
 
+STEP = {kind: max(CODE_BLOCK, gguf.GGML_QUANT_SIZES[kind][0]) for kind in KINDS}  # columns of a block
 needs_codes = pytest.mark.skipif(not native.multiplies_codes(), reason="this CPU does not multiply codes")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("rows", "columns"), [(1, 32), (33, 64), (100, 96), (4200, 32)])
-def test_packing_loses_nothing(kind: Kind, rows: int, columns: int) -> None:
-    raw = stored(kind, rows, columns)
+@pytest.mark.parametrize(("rows", "blocks"), [(1, 1), (33, 2), (100, 3), (4200, 1)])
+def test_packing_loses_nothing(kind: Kind, rows: int, blocks: int) -> None:
+    raw = stored(kind, rows, blocks * STEP[kind])
     weight = pack_codes([codes_of(raw, kind)])
-    assert weight.shape == LinearShape((rows,), columns)
-    assert weight.format == GgufCodes(code_bits(kind))
+    assert weight.shape == LinearShape((rows,), blocks * STEP[kind])
+    assert weight.format == GgufCodes((FORMS[kind.name],))
+    assert weight.tensors[0].shape == weight.format.fields(weight.shape, "float32")[0].shape
     assert np.array_equal(unpack_codes(weight).numpy(), gguf.dequantize(raw, kind))
+
+
+def test_a_panel_takes_few_bytes_more_than_the_file() -> None:
+    for kind in KINDS:
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        assert FORMS[kind.name].panel_bytes(256) <= 1.06 * 32 * size * 256 // block, kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_below_each_other_are_one(kind: Kind) -> None:
-    parts = [stored(kind, rows, 64, seed=rows) for rows in (40, 7, 64)]
+    parts = [stored(kind, rows, STEP[kind], seed=rows) for rows in (40, 7, 64)]
     whole = pack_codes([codes_of(part, kind) for part in parts])
     assert np.array_equal(unpack_codes(whole).numpy(), np.concatenate([gguf.dequantize(p, kind) for p in parts]))
+
+
+def test_weights_of_different_types_are_one_too() -> None:
+    kinds = [Kind.Q4_K, Kind.Q4_K, Kind.Q6_K], [Kind.Q5_0, Kind.Q8_0, Kind.Q5_0], [Kind.MXFP4, Kind.Q4_1, Kind.IQ4_NL]
+    for listed in kinds:
+        parts = [stored(kind, rows, 256, seed=rows) for kind, rows in zip(listed, (40, 7, 33), strict=True)]
+        codes = [codes_of(part, kind) for part, kind in zip(parts, listed, strict=True)]
+        whole, each = pack_codes(codes), [pack_codes([one]) for one in codes]
+        expected = np.concatenate([gguf.dequantize(part, kind) for part, kind in zip(parts, listed, strict=True)])
+        assert np.array_equal(unpack_codes(whole).numpy(), expected)
+        ids = torch.randperm(80)
+        assert np.array_equal(whole.format.look_up(ids, whole).numpy(), expected[ids])
+        if native.multiplies_codes():
+            x, bias = torch.randn(3, 256), torch.randn(80)
+            products = [linear(x, one, part) for one, part in zip(each, bias.split([40, 7, 33]), strict=True)]
+            assert torch.equal(linear(x, whole, bias), torch.cat(products, 1))
+            assert np.array_equal(embedding(ids, whole).numpy(), expected[ids])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_s_scales_may_be_anything(kind: Kind) -> None:
+    """Zero, subnormal and the largest; MXFP4's may be any byte."""
+    raw = stored(kind, 40, 512)
+    if kind is Kind.MXFP4:
+        raw.reshape(40, -1, 17)[..., 0] = np.arange(40 * 16).reshape(40, 16) % 255
+    else:
+        codes = codes_of(raw, kind)
+        odd = torch.tensor([0.0, 6e-8, -6e-5, 65504.0, -65504.0], dtype=torch.float16)
+        numbers = (codes.head or codes.block)[0]
+        numbers.copy_(odd[torch.arange(numbers.numel()) % 5].view(numbers.shape))
+        assert torch.equal(unpack_codes(pack_codes([codes])), codes.weight())
+        return
+    assert np.array_equal(unpack_codes(pack_codes([codes_of(raw, kind)])).numpy(), gguf.dequantize(raw, kind))
+
+
+@needs_codes
+@settings(max_examples=40, deadline=None)
+@given(bits=st.sampled_from([4, 8]), group=st.sampled_from([32, 64, 128, 0]), n=st.integers(1, 80),
+       groups=st.integers(1, 4), rows=st.integers(1, 20), seed=st.integers(0, 999))
+def test_groups_of_any_length_with_float32_scales(bits: int, group: int, n: int, groups: int, rows: int,
+                                                  seed: int) -> None:
+    """(code - zero) * scale as checkpoints have it; group 0: one scale a row."""
+    generator = torch.Generator().manual_seed(seed)
+    columns = groups * (group or 96)
+    codes = torch.randint(0, 1 << bits, (n, columns), generator=generator)
+    zeros = torch.randint(0, 1 << bits, (n, groups if group else 1), generator=generator)
+    scales = torch.randn(zeros.shape, generator=generator).to(torch.bfloat16).float()
+    exact = (codes - zeros.repeat_interleave(columns // zeros.shape[1], 1)) * scales.repeat_interleave(
+        columns // zeros.shape[1], 1)
+    base = 0 if bits == 4 else 128
+    weight = pack_codes([grouped_codes((codes - base).to(torch.uint8 if bits == 4 else torch.int8), scales,
+                                       (base - zeros) * scales)])
+    assert torch.equal(unpack_codes(weight), exact)
+    ids = torch.arange(n)
+    assert torch.equal(embedding(ids, weight), exact)
+    x = torch.randn(rows, columns, generator=generator)
+    found = linear(x, weight)
+    spread = torch.full_like(exact, (1 << bits) * scales.abs().max())  # offsets may be larger than what they leave
+    assert ((found.double() - x.double() @ exact.double().T).abs() <= room(x, spread)).all()
+    assert torch.equal(linear(x[:1], weight), found[:1])
 
 
 @needs_codes
@@ -48,10 +117,11 @@ def test_weights_below_each_other_are_one(kind: Kind) -> None:
 def test_a_coded_product_is_as_near_as_float32(kind: Kind, rows: int, n: int, blocks: int, bias: bool, spread: int,
                                                seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    weight = coded(kind, n, blocks * CODE_BLOCK, seed)
+    columns = math.ceil(blocks * CODE_BLOCK / STEP[kind]) * STEP[kind]
+    weight = coded(kind, n, columns, seed)
     # Columns of very different sizes, as activations have them.
-    sizes = torch.exp2(torch.randint(-spread, spread + 1, (blocks * CODE_BLOCK,), generator=generator))
-    x = torch.randn(rows, blocks * CODE_BLOCK, generator=generator) * sizes
+    sizes = torch.exp2(torch.randint(-spread, spread + 1, (columns,), generator=generator))
+    x = torch.randn(rows, columns, generator=generator) * sizes
     offset = torch.randn(n, generator=generator) if bias else None
     exact = x.double() @ unpack_codes(weight).double().T
     found = linear(x, weight, offset)
@@ -61,12 +131,13 @@ def test_a_coded_product_is_as_near_as_float32(kind: Kind, rows: int, n: int, bl
 
 @needs_codes
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("n", "k"), [(96, 64), (70, 32), (40, 96), (576, 1536), (961, 576)])
+@pytest.mark.parametrize(("n", "k"), [(96, 64), (70, 32), (576, 1536), (961, 576)])
 def test_a_row_has_the_same_bits_in_every_batch(kind: Kind, n: int, k: int) -> None:
+    k = math.ceil(k / STEP[kind]) * STEP[kind]
     x = torch.randn(300, k) * torch.exp2(torch.randint(-10, 10, (k,)))
     weight, offset = coded(kind, n, k), torch.randn(n)
     alone = torch.cat([linear(x[i : i + 1], weight, offset) for i in range(40)])
-    for rows in (*range(2, 41), 64, 100, 127, 128, 129, 300):
+    for rows in (*range(2, 12), 16, 17, 31, 32, 33, 40, 64, 127, 129, 300):
         together = linear(x[:rows], weight, offset)
         assert torch.equal(together[:40], alone[:rows]), f"{rows} rows"
 
@@ -90,8 +161,8 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(rows: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [2, 40])
 def test_odd_numbers_stay_in_their_row(kind: Kind, rows: int) -> None:
-    weight = coded(kind, 64, 64)
-    x = torch.randn(rows, 64)
+    weight = coded(kind, 64, STEP[kind])
+    x = torch.randn(rows, STEP[kind])
     expected = linear(x[1:], weight)
     for value in (float("nan"), float("inf"), -float("inf")):
         x[0, 5] = value
@@ -107,7 +178,7 @@ def test_odd_numbers_stay_in_their_row(kind: Kind, rows: int) -> None:
 @needs_codes
 @pytest.mark.parametrize("kind", KINDS)
 def test_embedding_looks_rows_up(kind: Kind) -> None:
-    weight = coded(kind, 100, 96)
+    weight = coded(kind, 100, 3 * STEP[kind])
     ids = torch.randint(0, 100, (50,))
     expected = unpack_codes(weight)[ids]
     assert torch.equal(embedding(ids, weight), expected)
@@ -126,8 +197,7 @@ def test_strided_input_no_rows_and_a_wrong_width() -> None:
 @needs_codes
 def test_codes_that_are_all_alike_are_multiplied_exactly() -> None:
     for value in range(16):
-        same = Codes(torch.full((32, 64), value, dtype=torch.uint8), torch.ones(32, 2, dtype=torch.float16),
-                     torch.zeros(32, 2, dtype=torch.float16))
+        same = grouped_codes(torch.full((32, 64), value, dtype=torch.uint8), torch.ones(32, 2), torch.zeros(32, 2))
         x = torch.arange(-32.0, 32).repeat(20, 1)
         assert torch.equal(linear(x, pack_codes([same])), torch.full((20, 32), -32.0 * value))
 

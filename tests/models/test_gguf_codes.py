@@ -15,10 +15,9 @@ from spillover.engine.assemble import plan_model
 from spillover.engine.config import EngineConfig
 from spillover.errors import CheckpointError
 from spillover.kernels import native
-from spillover.kernels.formats.gguf_codes import GgufCodes
+from spillover.kernels.formats.gguf_codes import FORMS, GgufCodes
 from spillover.kernels.linear import unpack
 from spillover.models.checkpoint import open_checkpoint
-from spillover.models.gguf.gguf_codes import code_bits
 from spillover.models.registry import architecture
 from spillover.models.weight_specs import WeightSpecs, in_codes, kept_on, part_nbytes
 from support.gguf_cases import CASES, random_model
@@ -49,12 +48,12 @@ def loaded(path: Path, keep: bool) -> tuple[WeightSpecs, dict[str, dict[str, Any
         config = arch.config(checkpoint.config)
         specs = arch.weight_specs(config)
         if keep:
-            specs = in_codes(specs, checkpoint.config["code_bits"])
+            specs = in_codes(specs, checkpoint.config["codes"])
         weights = load_weights(checkpoint, config, specs, torch.float32, torch.device("cpu"))
         return specs, {part: dict(named) for part, named in weights.parts.items()}
 
 
-@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0])
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q8_0, Kind.MXFP4])
 @pytest.mark.parametrize("case", DENSE)
 def test_weights_in_codes_are_those_that_are_widened(case: str, kind: Kind, tmp_path: Path) -> None:
     path = quantised(case, tmp_path, kind)
@@ -66,18 +65,20 @@ def test_weights_in_codes_are_those_that_are_widened(case: str, kind: Kind, tmp_
             found = kept[part][spec.name]
             assert torch.equal(unpack(found), unpack(named[spec.name])), f"{part}.{spec.name}"
             if spec.format is not None:
-                assert (found.format == GgufCodes(code_bits(kind))) == isinstance(spec.format, GgufCodes)
+                matrices = len(spec.sources[0].names)
+                assert (found.format == GgufCodes((FORMS[kind.name],) * matrices)) == isinstance(spec.format, GgufCodes)
             coded += isinstance(spec.format, GgufCodes)
         counted = kept_on(specs, "cpu", "float32")[part]
         assert sum(weight.nbytes for weight in kept[part].values()) == part_nbytes(counted, "float32"), part
     assert coded >= 8  # four matrices a layer, two layers
 
 
-def test_matrices_that_are_joined_stay_in_codes_only_if_all_are_of_one_kind(tmp_path: Path) -> None:
-    specs, kept = loaded(quantised("qwen2", tmp_path, Kind.Q4_1, attn_v=Kind.Q8_0, ffn_down=Kind.F16), keep=True)
-    bits = {spec.name: spec.format.native_bits or 0 for spec in specs["layers.0"] if spec.format is not None}
-    assert (bits["qkv"], bits["o"], bits["gate_up"], bits["down"]) == (0, 4, 4, 0)
-    assert not isinstance(kept["layers.0"]["qkv"].format, GgufCodes)
+def test_matrices_that_are_joined_stay_in_codes_only_if_all_are_in_codes(tmp_path: Path) -> None:
+    specs, kept = loaded(quantised("qwen2", tmp_path, Kind.Q4_1, attn_v=Kind.Q8_0, ffn_up=Kind.F16), keep=True)
+    forms = {spec.name: getattr(spec.format, "forms", None) for spec in specs["layers.0"]}
+    four, eight = FORMS["Q4_1"], FORMS["Q8_0"]
+    assert (forms["qkv"], forms["o"], forms["gate_up"], forms["down"]) == ((four, four, eight), (four,), None, (four,))
+    assert not isinstance(kept["layers.0"]["gate_up"].format, GgufCodes)
 
 
 def test_what_is_no_matrix_of_codes_is_not_read_as_one(tmp_path: Path) -> None:
@@ -111,11 +112,10 @@ def test_a_plan_counts_codes(tmp_path: Path) -> None:
     for config in (EngineConfig(model=path), EngineConfig(model=path, weight_codes="widen"),
                    EngineConfig(model=path, load_format="dummy"), EngineConfig(model=path, dtype="bfloat16")):
         planned = plan_model(config)
-        bits = {spec.format.native_bits or 0 for listed in planned.specs.values() for spec in listed
-                if spec.format is not None}
-        plans[config.weight_codes, config.load_format, config.dtype] = (planned.plan.weight_bytes, bits)
+        coded = {isinstance(spec.format, GgufCodes) for listed in planned.specs.values() for spec in listed}
+        plans[config.weight_codes, config.load_format, config.dtype] = (planned.plan.weight_bytes, coded)
     kept, widened = plans["keep", "auto", "auto"], plans["widen", "auto", "auto"]
-    assert kept[1] == {0, 4}
-    assert all(bits == {0} for name, (_, bits) in plans.items() if name != ("keep", "auto", "auto"))
+    assert kept[1] == {False, True}  # norms are plain
+    assert all(coded == {False} for name, (_, coded) in plans.items() if name != ("keep", "auto", "auto"))
     assert kept[0] < widened[0] / 3
     assert gguf.GGML_QUANT_SIZES[Kind.Q4_1] == (32, 20)  # what the counts rest on

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import numpy as np
+from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from spillover.kernels.extents import CODE_BLOCK
 from spillover.kernels.formats.base import Linear
-from spillover.kernels.formats.gguf_codes import pack_codes
+from spillover.kernels.formats.gguf_codes import FORMS, pack_codes
 from spillover.models.gguf.gguf_codes import codes_of
 
-KINDS = [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0]
+KINDS = [Kind[name] for name in FORMS]
+_HALVES = {Kind.Q4_1: (0, 2), Kind.Q5_1: (0, 2), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,),
+           Kind.MXFP4: ()}
 
 
 def stored(kind: Kind, rows: int, columns: int, seed: int = 0) -> np.ndarray:
     """As a file has it: any codes, scales and offsets of either sign."""
     random = np.random.default_rng(seed)
-    blocks = columns // CODE_BLOCK
-    head = random.standard_normal((rows, blocks, 2 if kind is Kind.Q4_1 else 1)).astype(np.float16)
-    size = CODE_BLOCK if kind is Kind.Q8_0 else CODE_BLOCK // 2
-    codes = random.integers(0, 256, (rows, blocks, size), dtype=np.uint8)
-    return np.concatenate((head.view(np.uint8).reshape(rows, blocks, -1), codes), -1).reshape(rows, -1)
+    block, size = GGML_QUANT_SIZES[kind]
+    blocks = random.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
+    for at in _HALVES.get(kind, (0,)):  # where a block has float16 numbers
+        numbers = random.standard_normal((rows, columns // block, 1)) * 32 / block
+        blocks[..., at : at + 2] = numbers.astype(np.float16).view(np.uint8)
+    if kind is Kind.MXFP4:  # scales near 1
+        blocks[..., 0] = random.integers(120, 134, blocks.shape[:2])
+    return blocks.reshape(rows, -1)
 
 
 def coded(kind: Kind, rows: int, columns: int, seed: int = 0) -> Linear:

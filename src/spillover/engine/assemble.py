@@ -73,7 +73,7 @@ class PlannedModel:
     @property
     def in_codes(self) -> bool:
         """Return whether weights stay in the codes of their file."""
-        return any(spec.format is not None and spec.format.native_bits for listed in self.specs.values()
+        return any(spec.format is not None and spec.format.native_codes for listed in self.specs.values()
                    for spec in listed)
 
 
@@ -125,7 +125,7 @@ def plan_model(config: EngineConfig, rates: Rates | None = None, progress: Progr
     specs = {} if null else arch.weight_specs(model_config)
     keeps = config.load_format == "auto" and config.weight_codes == "keep" and native.multiplies_codes()
     if keeps and where(request, model_config, machine) == ("cpu", "float32"):
-        specs = in_codes(specs, hf_config.get("code_bits", {}))
+        specs = in_codes(specs, hf_config.get("codes", {}))
     plan = make_plan(request, model_config, specs, machine, rates, measure=quick_rates)
     if plan.device == "cuda" and plan.block_size & (plan.block_size - 1):
         raise SpilloverError(f"--block-size on CUDA is a power of two, such as 16, 32 or 64; got {plan.block_size}")

@@ -31,19 +31,19 @@ class CpuKernels:
         qkv, o, q_norm = w["qkv"], w["o"], w.get("q_norm")
         heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         stride = native_block_stride(kv_layer, x, kv_heads, dim, batch)
-        bits = qkv.format.native_bits, o.format.native_bits
-        if library is None or stride is None or None in bits or batch.cold is not None:
+        coded = qkv.format.native_codes, o.format.native_codes
+        if library is None or stride is None or None in coded or batch.cold is not None:
             return self.attention_block_unfused(x, residual, w, kv_layer, batch, window, layer)
         rows, hidden = x.shape
         width = (2 if q_norm is None else 3) * (heads + kv_heads) * dim
         scratch = torch.empty(rows * (hidden + width))
         library.attention_block(
             *(x.data_ptr(), residual.data_ptr(), w["input_norm"].data_ptr(), shape.eps, qkv.tensors[0].data_ptr()),
-            *(bits[0], _pointer(w.get("qkv_bias")), _pointer(q_norm), _pointer(w.get("k_norm"))),
+            *(coded[0], _pointer(w.get("qkv_bias")), _pointer(q_norm), _pointer(w.get("k_norm"))),
             *(self.cos.data_ptr(), self.sin.data_ptr(), kv_layer.data_ptr(), stride),
             *(batch.positions.data_ptr(), batch.rows.data_ptr(), *batch.query_arguments),
             *(shape.scale, window or 0, _pointer(w.get("sinks"))),
-            *(o.tensors[0].data_ptr(), bits[1], _pointer(w.get("o_bias"))),
+            *(o.tensors[0].data_ptr(), coded[1], _pointer(w.get("o_bias"))),
             *(rows, hidden, heads, kv_heads, dim, batch.block_size, POOL_KINDS[batch.kv_dtype], scratch.data_ptr()),
         )
         return x, residual
@@ -51,16 +51,16 @@ class CpuKernels:
     def mlp_block(self, x: Tensor, residual: Tensor, w: LayerWeights) -> tuple[Tensor, Tensor]:
         library = native.fused()
         gate_up, down = w["gate_up"], w["down"]
-        bits = gate_up.format.native_bits, down.format.native_bits
-        if library is None or None in bits:
+        coded = gate_up.format.native_codes, down.format.native_codes
+        if library is None or None in coded:
             return self.mlp_block_unfused(x, residual, w)
         rows, hidden = x.shape
         inner = down.shape.in_features
         scratch = torch.empty(rows * (hidden + 3 * inner))
         library.mlp_block(
             *(x.data_ptr(), residual.data_ptr(), w["mlp_norm"].data_ptr(), self.shape.eps),
-            *(gate_up.tensors[0].data_ptr(), bits[0], _pointer(w.get("gate_up_bias"))),
-            *(down.tensors[0].data_ptr(), bits[1], _pointer(w.get("down_bias"))),
+            *(gate_up.tensors[0].data_ptr(), coded[0], _pointer(w.get("gate_up_bias"))),
+            *(down.tensors[0].data_ptr(), coded[1], _pointer(w.get("down_bias"))),
             *(rows, hidden, inner, scratch.data_ptr()),
         )
         return x, residual
@@ -112,7 +112,7 @@ class LayerStack:
     @staticmethod
     def serves(layers: Sequence[LayerWeights]) -> bool:
         """Tell whether all matrices are in a format that the native kernels multiply with."""
-        return all(matrix.format.native_bits is not None for w in layers
+        return all(matrix.format.native_codes is not None for w in layers
                    for matrix in (w["qkv"], w["o"], w["gate_up"], w["down"]))
 
     def run(self, x: Tensor, residual: Tensor, batches: Sequence[AttentionBatch],
@@ -147,6 +147,6 @@ def _pointer(tensor: Tensor | None) -> int:
 
 
 def _matrix(w: Linear, bias: Tensor | None) -> tuple[int, int, int]:
-    """Its panels, the bits of its codes, its bias."""
-    assert w.format.native_bits is not None
-    return w.tensors[0].data_ptr(), w.format.native_bits, _pointer(bias)
+    """Its panels, whether they are in codes, its bias."""
+    assert w.format.native_codes is not None
+    return w.tensors[0].data_ptr(), w.format.native_codes, _pointer(bias)

@@ -7,9 +7,8 @@ MOST_SCORES = 1 << 23  # most scores of an offloaded prefix that the reference m
 # Positions of a segment. On a CPU it stays in the cache between its copy and its use; a CUDA device wants large copies.
 SEGMENT_POSITIONS = {"cpu": 1024, "cuda": 4096}
 SEGMENTS = 2  # one is attended while the next is copied
-CODE_BLOCK = 32  # columns of a weight in codes that share a scale and an offset
+CODE_BLOCK = 32  # columns of a weight in codes that are multiplied together
 CODE_PANEL = 32  # channels of such a weight that lie together
-CODE_BYTES = {4: 640, 8: 1088}  # of a block of a panel, by bits of a code
 # A CUDA device dequantises a layer's experts once, instead of in every tile of rows that meets them, where a step has
 # so many tokens and an expert so many rows on average that this is faster, and all of them take no more than this.
 WIDE_TOKENS = 1024

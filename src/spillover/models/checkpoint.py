@@ -18,8 +18,8 @@ class Checkpoint(Protocol):
     """A model on disk. Tensors are read one at a time and own their memory: nothing stays mapped after a read."""
 
     path: Path
-    # As in config.json, plus "generation_eos_token_id", every id that ends a generation, and "code_bits", those of the
-    # codes that tensors are stored in, by the names of the ones that `read_codes` reads.
+    # As in config.json, plus "generation_eos_token_id", every id that ends a generation, and "codes", the GGUF types of
+    # the tensors that `read_codes` reads, by their names.
     config: dict[str, Any]
 
     def names(self) -> set[str]: ...

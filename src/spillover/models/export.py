@@ -30,7 +30,7 @@ from spillover.units import format_bytes
 
 SHARD_NBYTES = 5_000_000_000
 TYPES = ("auto", "float32", "bfloat16", "float16")
-OWN_KEYS = ("generation_eos_token_id", "code_bits")  # keys of Checkpoint.config that no config.json has
+OWN_KEYS = ("generation_eos_token_id", "codes")  # keys of Checkpoint.config that no config.json has
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "chat_template*", "generation_config.json", "vocab.json",
                    "merges.txt")
 _NAMES: dict[torch.dtype, str] = {getattr(torch, name): stored for stored, name in TORCH_NAMES.items()}

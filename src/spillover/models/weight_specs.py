@@ -91,12 +91,20 @@ def stored_in(specs: WeightSpecs, stored: Callable[[str], WeightFormat]) -> Weig
     return {part: [taken(spec) for spec in listed] for part, listed in specs.items()}
 
 
-def in_codes(specs: WeightSpecs, code_bits: Mapping[str, int]) -> WeightSpecs:
-    """Return the same, but linears stay in the codes of a GGUF file; `code_bits`: of its tensors that are in codes."""
+def in_codes(specs: WeightSpecs, codes: Mapping[str, str]) -> WeightSpecs:
+    """Return the same, but linears all of whose matrices a GGUF file has in codes stay in them; `codes`: the types of
+    its tensors that are in codes."""
     from spillover.kernels.formats.dense import DENSE
-    from spillover.kernels.formats.gguf_codes import GgufCodes
+    from spillover.kernels.formats.gguf_codes import FORMS, GgufCodes
 
-    return stored_in(specs, lambda name: GgufCodes(code_bits[name]) if name in code_bits else DENSE)
+    def taken(spec: WeightSpec) -> WeightSpec:
+        source = spec.sources[0]
+        if spec.format != DENSE or spec.experts or len(spec.sources) != 1 or source.transposed:
+            return spec
+        coded = all(name in codes for name in source.names)
+        return replace(spec, format=GgufCodes(tuple(FORMS[codes[name]] for name in source.names))) if coded else spec
+
+    return {part: [taken(spec) for spec in listed] for part, listed in specs.items()}
 
 
 def kept_on(specs: WeightSpecs, device: str, dtype: str, batch_invariant: bool = False) -> WeightSpecs:

@@ -79,7 +79,7 @@ class WeightFormat(ABC):
     quant_method: str  # of config.json's quantization_config, or the name where no checkpoint has it
     experts_only: bool = False  # in checkpoints; their other linears are dense
     loads_stacks: bool = False  # `load` takes a stack of experts [experts, ...] that is one tensor in the checkpoint
-    native_bits: int | None = None  # of codes in panels that native/block.cpp takes; 0: float32 panels; None: neither
+    native_codes: bool | None = None  # panels that native/block.cpp takes, in codes; False: of float32; None: neither
 
     @property
     def experts(self) -> GroupedGemm | None:

@@ -2,45 +2,135 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from spillover.kernels.arena import Arena
-from spillover.kernels.extents import CODE_BLOCK, CODE_BYTES, CODE_PANEL
-from spillover.kernels.fields import Field, LinearShape
+from spillover.kernels.extents import CODE_BLOCK, CODE_PANEL
+from spillover.kernels.fields import ITEMSIZE, Field, LinearShape
 from spillover.kernels.formats.base import Linear, Target, TensorReader
 from spillover.kernels.formats.packed import Panels
 
-HALF = CODE_PANEL // 2
-VECTORS = {4: 4, 8: 8}  # of the codes of half a panel's channels
+_HALF = CODE_PANEL // 2
+_LISTS = 128  # bytes of the lists of matrices before the panels; three at most
 _ROWS = 128 * CODE_PANEL  # packed at a time
+_IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_DOUBLED_FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+@dataclass(frozen=True)
+class CodeForm:
+    """A way to write numbers as codes. Without a head: w = block[0] * code + block[1], where the latter is there. With
+    one of float16: w = head[0] * block[0] * code - head[1] * block[1]; of float32: w = head[0] * code + head[1]. Codes
+    without an offset are counted from the middle."""
+
+    number: int  # in native/coded.cpp
+    bits: int  # of a code; those of 8 are signed
+    block: tuple[str, ...]  # types of what there is one of for every row and block of 32 columns
+    head: tuple[str, ...] = ()  # the same for every `unit` columns
+    unit: int = CODE_BLOCK
+    values: tuple[int, ...] = ()  # that codes name; none: they are numbers
+
+    @property
+    def parts(self) -> int:
+        """Return the parts of a block, each with a scale of its own."""
+        return self.block.count("int8") or 1
+
+    @property
+    def has_offset(self) -> bool:
+        return len(self.head or self.block) == 2
+
+    @property
+    def head_bytes(self) -> int:
+        return CODE_PANEL * sum(ITEMSIZE[kind] for kind in self.head)
+
+    @property
+    def block_bytes(self) -> int:
+        return CODE_PANEL * (sum(ITEMSIZE[kind] for kind in self.block) + CODE_BLOCK * self.bits // 8)
+
+    def panel_bytes(self, columns: int) -> int:
+        return columns // self.unit * self.head_bytes + columns // CODE_BLOCK * self.block_bytes
+
+
+FORMS = {  # by the names of GGUF's types
+    "Q4_0": CodeForm(0, 4, ("float16",)),
+    "Q4_1": CodeForm(1, 4, ("float16", "float16")),
+    "Q5_0": CodeForm(2, 5, ("float16",)),
+    "Q5_1": CodeForm(3, 5, ("float16", "float16")),
+    "Q8_0": CodeForm(4, 8, ("float16",)),
+    "Q4_K": CodeForm(5, 4, ("uint8", "uint8"), ("float16", "float16"), 256),
+    "Q5_K": CodeForm(6, 5, ("uint8", "uint8"), ("float16", "float16"), 256),
+    "Q6_K": CodeForm(7, 6, ("int8", "int8"), ("float16",), 256),  # two scales, for 16 columns each
+    "IQ4_NL": CodeForm(8, 4, ("float16",), values=_IQ4_VALUES),
+    "MXFP4": CodeForm(9, 4, ("bfloat16",), values=_DOUBLED_FP4_VALUES),
+}
+
+
+def grouped_form(bits: int, group: int) -> CodeForm:
+    """Return the form of codes of 4 bits, or 8 (signed), with a float32 scale and offset for every `group` columns, a
+    multiple of 32."""
+    return CodeForm({4: 10, 8: 11}[bits], bits, (), ("float32", "float32"), group)
 
 
 @dataclass(frozen=True)
 class Codes:
-    """A [N, K] weight as its file has it: w = scale * code + offset."""
+    """A [N, K] weight as its file has it."""
 
-    values: Tensor  # [N, K] uint8 of 4 bits, or int8
-    scales: Tensor  # [N, K / CODE_BLOCK] float16
-    offsets: Tensor | None  # the same; None with int8, where there are none
+    form: CodeForm
+    values: Tensor  # [N, K] uint8; of 8 bits int8
+    block: tuple[Tensor, ...]  # [N, K / CODE_BLOCK]
+    head: tuple[Tensor, ...] = ()  # [N, K / unit]
 
-    @property
-    def bits(self) -> int:
-        return 4 if self.offsets is not None else 8
+    def rows(self, change: Callable[[Tensor], Tensor]) -> Codes:
+        """Return the same with other rows; `change` gets a tensor [N, ...]."""
+        return Codes(self.form, change(self.values), tuple(change(part) for part in self.block),
+                     tuple(change(part) for part in self.head))
+
+    def weight(self) -> Tensor:
+        """Return [N, K] in float32."""
+        form = self.form
+        rows, columns = self.values.shape
+        blocks = columns // CODE_BLOCK
+        shape = (rows, blocks * form.parts, CODE_BLOCK // form.parts)
+        block = tuple(part.float() for part in self.block)
+        head = tuple(part.float().repeat_interleave(form.unit // CODE_BLOCK, dim=1) for part in self.head)
+        scales, *offsets = head or block
+        if block and head:
+            scales = torch.stack([head[0] * part for part in block[: form.parts]], dim=-1).flatten(1)
+            offsets = [-(head[1] * block[1])] if form.has_offset else []
+        values = self.values
+        if form.values:
+            values = torch.tensor(form.values, dtype=torch.int8)[values.int()]
+        weight = values.float()
+        if form.bits < 8 and not form.values and not form.has_offset:
+            weight -= 1 << form.bits - 1
+        weight = scales.unsqueeze(-1) * weight.reshape(shape)
+        for offset in offsets:
+            weight += offset.unsqueeze(-1)
+        return weight.reshape(rows, columns)
+
+
+def grouped_codes(values: Tensor, scales: Tensor, offsets: Tensor) -> Codes:
+    """Take w = scales * values + offsets: values [N, K] uint8 of 4 bits, or int8; scales and offsets [N, K / group]."""
+    bits, group = (8 if values.dtype is torch.int8 else 4), values.shape[1] // scales.shape[1]
+    return Codes(grouped_form(bits, group), values, (), (scales.float(), offsets.float()))
 
 
 @dataclass(frozen=True)
 class GgufCodes(Panels):
-    """A format: panels [ceil(N / CODE_PANEL), K / CODE_BLOCK, CODE_BYTES] uint8."""
+    """A format: lists of matrices, and the panels of one after another, as bytes."""
 
-    native_bits: int  # of a code
+    forms: tuple[CodeForm, ...]  # of the matrices that are fused
     quant_method = "gguf"
+    native_codes = True
 
     def fields(self, shape: LinearShape, dtype: str) -> tuple[Field, ...]:
-        panels = -(-shape.out_features // CODE_PANEL), shape.in_features // CODE_BLOCK, CODE_BYTES[self.native_bits]
-        return (Field("panels", "uint8", panels),)
+        return (Field("panels", "uint8", (self._nbytes(shape),)),)
 
     def load(self, reader: TensorReader, shape: LinearShape, target: Target) -> tuple[Tensor, ...]:
         return pack_codes([reader.read_codes(name) for name, _ in reader.matrices], target.arena).tensors
@@ -50,74 +140,137 @@ class GgufCodes(Panels):
 
     def look_up(self, ids: Tensor, w: Linear) -> Tensor:
         """Look up rows in their panels alone."""
-        unique, where = torch.unique(ids // CODE_PANEL, return_inverse=True)
-        shape = LinearShape((unique.shape[0] * CODE_PANEL,), w.shape.in_features)
-        return unpack_codes(Linear(self, shape, (w.tensors[0][unique],)))[where * CODE_PANEL + ids % CODE_PANEL]
+        found = torch.empty(ids.shape[0], w.shape.in_features)
+        row = 0
+        for form, rows, panels in self._matrices(w.shape, w.tensors[0]):
+            here = (ids >= row) & (ids < row + rows)
+            unique, where = torch.unique((ids[here] - row) // CODE_PANEL, return_inverse=True)
+            found[here] = _unpacked(form, panels[unique])[where * CODE_PANEL + (ids[here] - row) % CODE_PANEL]
+            row += rows
+        return found
+
+    def _nbytes(self, shape: LinearShape) -> int:
+        return _LISTS + sum(-(-rows // CODE_PANEL) * form.panel_bytes(shape.in_features)
+                            for form, rows in self._neighbours(shape))
+
+    def _neighbours(self, shape: LinearShape) -> list[tuple[CodeForm, int]]:
+        """List forms and rows, where matrices of one form that are below each other are one."""
+        listed = zip(self.forms, shape.output_sizes, strict=True)
+        return [(form, sum(rows for _, rows in together)) for form, together in groupby(listed, key=lambda one: one[0])]
+
+    def _matrices(self, shape: LinearShape, packed: Tensor) -> Iterator[tuple[CodeForm, int, Tensor]]:
+        """Yield each matrix's form, rows and panels [panels, bytes], as a view."""
+        start = _LISTS
+        for form, rows in self._neighbours(shape):
+            size = (-(-rows // CODE_PANEL), form.panel_bytes(shape.in_features))
+            yield form, rows, packed[start : start + math.prod(size)].view(size)
+            start += math.prod(size)
+
+    def pack(self, parts: Sequence[Codes], packed: Tensor) -> None:
+        """Write the lists and the panels."""
+        shape = LinearShape(tuple(part.values.shape[0] for part in parts), parts[0].values.shape[1])
+        left, start = list(parts), _LISTS
+        lists = torch.zeros(_LISTS // 8, dtype=torch.int64)
+        for i, (form, rows, panels) in enumerate(self._matrices(shape, packed)):
+            lists[0] = i + 1
+            lists[4 + 4 * i : 8 + 4 * i] = torch.tensor([form.number, form.unit // CODE_BLOCK, rows, start])
+            start += panels.numel()
+            together = [left.pop(0)]
+            while left and left[0].form == form:
+                together.append(left.pop(0))
+            whole = together[0] if len(together) == 1 else Codes(
+                form, torch.cat([part.values for part in together]),
+                tuple(map(torch.cat, zip(*(part.block for part in together), strict=True))),
+                tuple(map(torch.cat, zip(*(part.head for part in together), strict=True))))
+            for row in range(0, rows, _ROWS):
+                some = _packed(whole.rows(lambda tensor, row=row: tensor[row : row + _ROWS]))  # type: ignore[misc]
+                panels[row // CODE_PANEL : row // CODE_PANEL + some.shape[0]] = some
+        packed[:_LISTS] = lists.view(torch.uint8)
 
 
-def pack_codes(parts: list[Codes], arena: Arena | None = None) -> Linear:
-    """Pack weights of one form below each other. `arena` is where panels that stay are to lie."""
-    rows, columns = sum(part.values.shape[0] for part in parts), parts[0].values.shape[1]
-    shape = (-(-rows // CODE_PANEL), columns // CODE_BLOCK, CODE_BYTES[parts[0].bits])
-    panels = (torch.empty(shape, dtype=torch.uint8) if arena is None
-              else arena.empty(shape[0] * shape[1] * shape[2] // 4).view(torch.uint8).view(shape))
-    whole = parts[0] if len(parts) == 1 else Codes(
-        torch.cat([part.values for part in parts]), torch.cat([part.scales for part in parts]),
-        None if parts[0].offsets is None else torch.cat([part.offsets for part in parts if part.offsets is not None]))
-    for start in range(0, rows, _ROWS):
-        taken = slice(start, min(rows, start + _ROWS))
-        offsets = None if whole.offsets is None else whole.offsets[taken]
-        packed = _packed(Codes(whole.values[taken], whole.scales[taken], offsets))
-        panels[start // CODE_PANEL : start // CODE_PANEL + packed.shape[0]] = packed
-    sizes = tuple(part.values.shape[0] for part in parts)
-    return Linear(GgufCodes(parts[0].bits), LinearShape(sizes, columns), (panels,))
+def pack_codes(parts: Sequence[Codes], arena: Arena | None = None) -> Linear:
+    """Pack weights below each other. `arena` is where panels that stay are to lie."""
+    form = GgufCodes(tuple(part.form for part in parts))
+    shape = LinearShape(tuple(part.values.shape[0] for part in parts), parts[0].values.shape[1])
+    (field,) = form.fields(shape, "float32")
+    packed = (torch.empty(field.shape, dtype=torch.uint8) if arena is None
+              else arena.empty(field.nbytes // 4).view(torch.uint8))
+    form.pack(parts, packed)
+    return Linear(form, shape, (packed,))
 
 
 def unpack_codes(w: Linear) -> Tensor:
     """Return the [N, K] weight in float32."""
-    (panels,) = w.tensors
-    count, blocks, size = panels.shape
-    bits = next(bits for bits, block_bytes in CODE_BYTES.items() if block_bytes == size)
-    code_bytes = CODE_BLOCK * CODE_PANEL * bits // 8
-    numbers = (CODE_BYTES[bits] - code_bytes) // (2 * CODE_PANEL)  # of a channel: a scale, and an offset if it has one
-    scales, *offsets, codes = panels.split_with_sizes([2 * CODE_PANEL] * numbers + [code_bytes], dim=-1)
-
-    def channels(part: Tensor) -> Tensor:
-        """Reorder float16 [panels, blocks, 32] -> float32 [channels, blocks, 1]."""
-        return part.contiguous().view(torch.float16).transpose(1, 2).reshape(count * CODE_PANEL, blocks, 1).float()
-
-    words = codes.reshape(count, blocks, 2, VECTORS[bits], HALF, 2, 2)  # half, vector, channel, parity, byte
-    words = torch.stack((words & 15, words >> 4), -1).flatten(-2) if bits == 4 else words.view(torch.int8)
-    # column = vector, place in the word, parity
-    values = words.permute(0, 2, 4, 1, 3, 6, 5).reshape(count * CODE_PANEL, blocks, CODE_BLOCK).float()
-    weight: Tensor = channels(scales) * values
-    if offsets:
-        weight += channels(offsets[0])
-    return weight.reshape(count * CODE_PANEL, blocks * CODE_BLOCK)[: w.shape.out_features]
+    assert isinstance(w.format, GgufCodes)
+    return torch.cat([_unpacked(form, panels)[:rows]
+                      for form, rows, panels in w.format._matrices(w.shape, w.tensors[0])])
 
 
 def _packed(codes: Codes) -> Tensor:
-    """Return [panels, blocks, bytes]; rows past the last are zero."""
+    """Return [panels, bytes]; rows past the last are zero."""
+    form = codes.form
     rows, columns = codes.values.shape
-    count, blocks = -(-rows // CODE_PANEL), columns // CODE_BLOCK
-
-    def filled(part: Tensor) -> Tensor:
-        if rows == count * CODE_PANEL:
-            return part
-        whole = torch.zeros(count * CODE_PANEL, part.shape[1], dtype=part.dtype)
-        whole[:rows] = part
-        return whole
+    count, units, blocks = -(-rows // CODE_PANEL), columns // form.unit, form.unit // CODE_BLOCK
+    if rows < count * CODE_PANEL:
+        codes = codes.rows(lambda part: torch.cat((part, part.new_zeros(count * CODE_PANEL - rows, part.shape[1]))))
 
     def channels(part: Tensor) -> Tensor:
-        ordered = filled(part).view(count, CODE_PANEL, blocks).transpose(1, 2).contiguous()
-        return ordered.view(torch.uint8).view(count, blocks, 2 * CODE_PANEL)
+        """Reorder [channels, units or blocks] -> bytes [panels, units, blocks of a unit, bytes]."""
+        ordered = part.reshape(count, CODE_PANEL, -1).transpose(1, 2).contiguous().view(torch.uint8)
+        return ordered.view(count, units, -1, CODE_PANEL * part.itemsize)
 
-    bits = codes.bits
-    places = 16 // bits  # of a word
-    values = filled(codes.values).reshape(count, 2, HALF, blocks, VECTORS[bits], places, 2)
-    words = values.permute(0, 3, 1, 4, 2, 6, 5)  # half, vector, channel, parity, place
-    if bits == 4:
-        words = words[..., 0::2] | words[..., 1::2] << 4
-    flat = words.contiguous().view(torch.uint8).reshape(count, blocks, -1)
-    offsets = [] if codes.offsets is None else [channels(codes.offsets)]
-    return torch.cat([channels(codes.scales), *offsets, flat], dim=-1)
+    flat = _vectors(codes.values, form.bits, count).view(count, units, blocks, -1)
+    inner = torch.cat([*map(channels, codes.block), flat], dim=-1).view(count, units, -1)
+    return torch.cat([*(channels(part).squeeze(2) for part in codes.head), inner], dim=-1).view(count, -1)
+
+
+def _unpacked(form: CodeForm, panels: Tensor) -> Tensor:
+    """Return [channels, columns] in float32 of [panels, bytes]."""
+    count = panels.shape[0]
+    blocks = form.unit // CODE_BLOCK
+    units = panels.shape[1] // (form.head_bytes + blocks * form.block_bytes)
+    heads, inner = panels.reshape(count, units, -1).split_with_sizes([form.head_bytes, blocks * form.block_bytes], -1)
+    sizes = [CODE_PANEL * ITEMSIZE[kind] for kind in form.block]
+    *block, vectors = inner.reshape(count, units, blocks, -1).split_with_sizes(
+        [*sizes, form.block_bytes - sum(sizes)], -1)
+    head = heads.split_with_sizes([CODE_PANEL * ITEMSIZE[kind] for kind in form.head], -1)
+
+    def channels(part: Tensor, kind: str) -> Tensor:
+        numbers = part.contiguous().view(getattr(torch, kind)).view(count, -1, CODE_PANEL)
+        return numbers.transpose(1, 2).reshape(count * CODE_PANEL, -1)
+
+    return Codes(form, _values(vectors, form.bits, count),
+                 tuple(map(channels, block, form.block)), tuple(map(channels, head, form.head))).weight()
+
+
+def _vectors(values: Tensor, bits: int, count: int) -> Tensor:
+    """Order values [channels, columns] as native/coded.h has them: bytes [panels, blocks, bytes]."""
+    if bits == 8:
+        # half, channel, block, vector, place, parity
+        words = values.view(torch.uint8).reshape(count, 2, _HALF, -1, 8, 2, 2)
+        return words.permute(0, 3, 1, 4, 2, 6, 5).reshape(count, words.shape[3], -1)
+    words = values.reshape(count, 2, _HALF, -1, 4, 2, 2, 2)  # half, channel, block, vector, byte, nibble, parity
+    words = words.permute(0, 3, 1, 4, 6, 2, 7, 5)  # panel, block, half, vector, nibble, channel, parity, byte
+    low = words & 15
+    planes = [(low[:, :, :, :, 0] | low[:, :, :, :, 1] << 4).flatten(3)]
+    if bits > 4:
+        # vectors, codes of a byte, byte
+        high = (words >> 4).reshape(count, words.shape[1], 2, bits - 4, 8 // (bits - 4), 64)
+        shifts = torch.arange(0, 8, bits - 4, dtype=torch.uint8).view(-1, 1)
+        planes.append((high << shifts).sum(4, dtype=torch.uint8).flatten(3))
+    return torch.cat(planes, dim=-1).flatten(2)
+
+
+def _values(vectors: Tensor, bits: int, count: int) -> Tensor:
+    """Reverse `_vectors`."""
+    if bits == 8:
+        signed = vectors.contiguous().view(torch.int8).reshape(count, -1, 2, 8, _HALF, 2, 2)
+        return signed.permute(0, 2, 4, 1, 3, 6, 5).reshape(count * CODE_PANEL, -1)
+    planes = vectors.reshape(count, -1, 2, 64 * bits)
+    low = planes[..., :256].reshape(*planes.shape[:3], 4, 1, _HALF, 2, 2)
+    words = torch.cat((low & 15, low >> 4), dim=4)  # panel, block, half, vector, nibble, channel, parity, byte
+    if bits > 4:
+        high = planes[..., 256:].reshape(*planes.shape[:3], bits - 4, 1, 64)
+        shifts = torch.arange(0, 8, bits - 4, dtype=torch.uint8).view(-1, 1)
+        words = words | (high >> shifts & (1 << bits - 4) - 1).flatten(3).view(words.shape) << 4
+    return words.permute(0, 2, 5, 1, 3, 7, 4, 6).reshape(count * CODE_PANEL, -1)

@@ -19,7 +19,7 @@ from spillover.kernels.formats.dense import DENSE, Dense
 class Panels(WeightFormat):
     """Channels in panels, one tensor; those past the last channel are zero."""
 
-    native_bits: int
+    native_codes: bool
 
     def linear(self, x: Tensor, w: Linear, bias: Tensor | None = None) -> Tensor:
         library = native.library()
@@ -34,8 +34,8 @@ class Panels(WeightFormat):
         y = torch.empty(rows, n)
         offset = bias.data_ptr() if bias is not None else None
         given = x.data_ptr(), w.tensors[0].data_ptr(), offset, y.data_ptr(), rows, n, k
-        if self.native_bits:
-            library.coded_linear(*given, self.native_bits)
+        if self.native_codes:
+            library.coded_linear(*given)
         else:
             library.linear(*given)
         return y
@@ -46,8 +46,8 @@ class Panels(WeightFormat):
             return self.look_up(ids, w)
         y = torch.empty(ids.shape[0], w.shape.in_features)
         given = ids.data_ptr(), w.tensors[0].data_ptr(), y.data_ptr(), *y.shape
-        if self.native_bits:
-            library.coded_embedding(*given, self.native_bits)
+        if self.native_codes:
+            library.coded_embedding(*given)
         else:
             library.embedding(*given)
         return y
@@ -64,7 +64,7 @@ class Packed(Panels):
     width: int
     base: Dense = DENSE  # that it is loaded as
     quant_method = "packed"
-    native_bits = 0
+    native_codes = False
 
     def fields(self, shape: LinearShape, dtype: str) -> tuple[Field, ...]:
         return (Field("panels", dtype, (-(-shape.out_features // self.width), shape.in_features, self.width)),)

@@ -4,8 +4,7 @@
 
 extern "C" {
 void linear(const float* x, const float* panels, const float* bias, float* y, int64_t M, int64_t N, int64_t K);
-void coded_linear(const float* x, const uint8_t* panels, const float* bias, float* y, int64_t M, int64_t N, int64_t K,
-                  int64_t bits);
+void coded_linear(const float* x, const uint8_t* panels, const float* bias, float* y, int64_t M, int64_t N, int64_t K);
 void rms_norm(const float* x, const float* weight, float* y, int64_t outer, int64_t inner, int64_t D, int64_t stride,
               float eps);
 void add_rms_norm(const float* x, const float* residual, const float* weight, float* y, float* total, int64_t rows,
@@ -21,11 +20,11 @@ void attention(const float* q, int64_t q_stride, const void* kv, int64_t block_s
                int64_t B, int64_t H, int64_t Hk, int64_t D, int64_t bs, float scale, int64_t window,
                const float* sinks, int64_t kind);
 
-// `bits`: of the codes that w is kept in; 0: it is float32.
-static void product(const float* x, const void* w, int64_t bits, const float* bias, float* y, int64_t M, int64_t N,
+// `coded`: whether w is kept in codes; else it is float32.
+static void product(const float* x, const void* w, int64_t coded, const float* bias, float* y, int64_t M, int64_t N,
                     int64_t K) {
-    if (bits) {
-        coded_linear(x, static_cast<const uint8_t*>(w), bias, y, M, N, K, bits);
+    if (coded) {
+        coded_linear(x, static_cast<const uint8_t*>(w), bias, y, M, N, K);
     } else {
         linear(x, static_cast<const float*>(w), bias, y, M, N, K);
     }
@@ -33,11 +32,11 @@ static void product(const float* x, const void* w, int64_t bits, const float* bi
 
 // residual [T, hidden] += x; x = attention(norm(residual)). q_norm, k_norm, biases and sinks may be null.
 // scratch: T * (hidden + (2H + 2Hk) * D) floats, and T * (H + Hk) * D more with q_norm.
-void attention_block(float* x, float* residual, const float* norm, float eps, const void* qkv, int64_t qkv_bits,
+void attention_block(float* x, float* residual, const float* norm, float eps, const void* qkv, int64_t qkv_coded,
                      const float* qkv_bias, const float* q_norm, const float* k_norm, const float* cos,
                      const float* sin, void* kv, int64_t block_stride, const int64_t* positions, const int32_t* rows,
                      const int32_t* query_start, const int32_t* seq_lens, const int32_t* table, int64_t table_stride,
-                     int64_t B, float scale, int64_t window, const float* sinks, const void* o, int64_t o_bits,
+                     int64_t B, float scale, int64_t window, const float* sinks, const void* o, int64_t o_coded,
                      const float* o_bias, int64_t T, int64_t hidden, int64_t H, int64_t Hk, int64_t D, int64_t bs,
                      int64_t kind, float* scratch) {
     const int64_t width = (H + 2 * Hk) * D;
@@ -45,7 +44,7 @@ void attention_block(float* x, float* residual, const float* norm, float eps, co
     float* projected = normed + T * hidden;  // [T, H + 2 Hk, D]
     float* out = projected + T * width;      // [T, H, D]
     add_rms_norm(x, residual, norm, normed, residual, T, hidden, eps);
-    product(normed, qkv, qkv_bits, qkv_bias, projected, T, width, hidden);
+    product(normed, qkv, qkv_coded, qkv_bias, projected, T, width, hidden);
     float *q = projected, *k = projected + H * D;
     int64_t q_stride = width, k_stride = width;
     if (q_norm) {
@@ -60,37 +59,37 @@ void attention_block(float* x, float* residual, const float* norm, float eps, co
              Hk, D, bs, kind);
     attention(q, q_stride, kv, block_stride, out, query_start, seq_lens, table, table_stride, B, H, Hk, D, bs, scale,
               window, sinks, kind);
-    product(out, o, o_bits, o_bias, x, T, hidden, H * D);
+    product(out, o, o_coded, o_bias, x, T, hidden, H * D);
 }
 
 // residual [T, hidden] += x; x = down(silu(gate) * up) of norm(residual). scratch: T * (hidden + 3 * inner) floats.
-void mlp_block(float* x, float* residual, const float* norm, float eps, const void* gate_up, int64_t gate_up_bits,
-               const float* gate_up_bias, const void* down, int64_t down_bits, const float* down_bias, int64_t T,
+void mlp_block(float* x, float* residual, const float* norm, float eps, const void* gate_up, int64_t gate_up_coded,
+               const float* gate_up_bias, const void* down, int64_t down_coded, const float* down_bias, int64_t T,
                int64_t hidden, int64_t inner, float* scratch) {
     float* normed = scratch;
     float* both = normed + T * hidden;     // [T, 2 * inner]
     float* active = both + T * 2 * inner;  // [T, inner]
     add_rms_norm(x, residual, norm, normed, residual, T, hidden, eps);
-    product(normed, gate_up, gate_up_bits, gate_up_bias, both, T, 2 * inner, hidden);
+    product(normed, gate_up, gate_up_coded, gate_up_bias, both, T, 2 * inner, hidden);
     silu_and_mul(both, active, T, inner);
-    product(active, down, down_bits, down_bias, x, T, hidden, inner);
+    product(active, down, down_coded, down_bias, x, T, hidden, inner);
 }
 
 // All pointers of a layer; those that may be null are so above.
 struct Layer {
     const float* input_norm;
     const void* qkv;
-    int64_t qkv_bits;
+    int64_t qkv_coded;
     const float *qkv_bias, *q_norm, *k_norm, *sinks;
     const void* o;
-    int64_t o_bits;
+    int64_t o_coded;
     const float* o_bias;
     const float* mlp_norm;
     const void* gate_up;
-    int64_t gate_up_bits;
+    int64_t gate_up_coded;
     const float* gate_up_bias;
     const void* down;
-    int64_t down_bits;
+    int64_t down_coded;
     const float* down_bias;
     void* kv;
     int64_t group, window;
@@ -109,11 +108,11 @@ void dense_layers(const Layer* layers, int64_t count, const Batch* batches, floa
                   int64_t inner, int64_t H, int64_t Hk, int64_t D, int64_t bs, int64_t kind, float* scratch) {
     for (const Layer* l = layers; l < layers + count; l++) {
         const Batch& b = batches[l->group];
-        attention_block(x, residual, l->input_norm, eps, l->qkv, l->qkv_bits, l->qkv_bias, l->q_norm, l->k_norm, cos,
+        attention_block(x, residual, l->input_norm, eps, l->qkv, l->qkv_coded, l->qkv_bias, l->q_norm, l->k_norm, cos,
                         sin, l->kv, block_stride, b.positions, b.rows, b.query_start, b.seq_lens, b.table,
-                        b.table_stride, b.B, scale, l->window, l->sinks, l->o, l->o_bits, l->o_bias, T, hidden, H, Hk,
+                        b.table_stride, b.B, scale, l->window, l->sinks, l->o, l->o_coded, l->o_bias, T, hidden, H, Hk,
                         D, bs, kind, scratch);
-        mlp_block(x, residual, l->mlp_norm, eps, l->gate_up, l->gate_up_bits, l->gate_up_bias, l->down, l->down_bits,
+        mlp_block(x, residual, l->mlp_norm, eps, l->gate_up, l->gate_up_coded, l->gate_up_bias, l->down, l->down_coded,
                   l->down_bias, T, hidden, inner, scratch);
     }
 }

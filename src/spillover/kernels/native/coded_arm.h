@@ -3,7 +3,7 @@
 //
 // A register has four channels ("a quad"), four codes each: sdot adds their products with four digits of one row to the
 // quad's sums. smmla has two channels of eight codes, and two rows of eight digits. Both multiply signed bytes. Codes of
-// four bits are taken as 0 to 15, so their sums start with what takes the centre away; codes of eight bits are signed.
+// four and five bits are taken from 0 on, so their sums start with what takes the centre away; others are signed.
 //
 // To make an integer a float takes as long as eight products do. So sums start 0x4b400000 higher: the bits of such a sum
 // are those of a float, 1.5 * 2^23 higher, as long as its magnitude is below 2^22, and 32 * 128 * 128 is.
@@ -39,8 +39,70 @@ float from_half(uint16_t stored) {
     return vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(stored))), 0);
 }
 
+struct Lanes {
+    static float32x4_t halves(const uint8_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(shorts(p))); }
+    static float32x4_t brains(const uint8_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(shorts(p), 16)); }
+    static float32x4_t bytes(const uint8_t* p) {
+        return vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(four(p))))));
+    }
+    static float32x4_t signed_bytes(const uint8_t* p) {
+        return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u32(four(p))))));
+    }
+    static float32x4_t floats(const uint8_t* p) { return vreinterpretq_f32_u8(vld1q_u8(p)); }
+
+  private:
+    static uint16x4_t shorts(const uint8_t* p) { return vreinterpret_u16_u8(vld1_u8(p)); }
+    static uint32x2_t four(const uint8_t* p) {
+        uint32_t stored;
+        __builtin_memcpy(&stored, p, 4);
+        return vdup_n_u32(stored);
+    }
+};
+
+// bytes<I>: the I-th vector of a quad's codes as signed bytes, kBase higher than their values less the codes' centre; four
+// columns of a channel lie together, in the form's order. `half`: where the codes of the quad begin in the first vector.
+template <class Codes>
+struct Vectors {
+    static constexpr int kBase = Codes::kHigh < 2 ? Codes::kCentre : 0;
+
+    template <int I>
+    static int8x16_t bytes(const uint8_t* half) {
+        const uint8x16_t stored = vld1q_u8(half + I / 2 * 64);
+        uint8x16_t code = I % 2 ? vshrq_n_u8(stored, 4) : vandq_u8(stored, vdupq_n_u8(15));
+        if constexpr (Codes::kHigh > 0) {
+            constexpr int kAt = I * Codes::kHigh % 8;
+            uint8x16_t high = vld1q_u8(half + 256 + I * Codes::kHigh / 8 * 64);
+            if constexpr (kAt < 4) high = vshlq_n_u8(high, 4 - kAt);
+            if constexpr (kAt > 4) high = vshrq_n_u8(high, kAt - 4);
+            code = vorrq_u8(code, vandq_u8(high, vdupq_n_u8(((1 << Codes::kHigh) - 1) << 4)));
+        }
+        return vsubq_s8(vreinterpretq_s8_u8(code), vdupq_n_s8(Codes::kCentre - kBase));
+    }
+};
+
+template <class Named>
+struct Vectors<Table<Named>> {
+    static constexpr int kBase = 0;
+    template <int I>
+    static int8x16_t bytes(const uint8_t* half) {
+        return vqtbl1q_s8(vld1q_s8(Named::kValues), vreinterpretq_u8_s8(Vectors<Planes<0>>::bytes<I>(half)));
+    }
+};
+
+template <>
+struct Vectors<SignedBytes> {
+    static constexpr int kBase = 0;
+    template <int I>
+    static int8x16_t bytes(const uint8_t* half) {
+        return vreinterpretq_s8_u8(vld1q_u8(half + I * 64));
+    }
+};
+
+// Where the codes of a quad begin.
 template <class Form>
-constexpr int kCentre = Form::kOffset ? 8 : 0;
+const uint8_t* quad_codes(const Place<Form>& at, int64_t quad) {
+    return at.codes(quad / kHalfQuads) + quad % kHalfQuads * 16;
+}
 
 // Whether a row is multiplied together with its neighbour.
 bool paired(int64_t row, int64_t rows) { return kMatrices && (row | 1) < rows; }
@@ -48,7 +110,7 @@ bool paired(int64_t row, int64_t rows) { return kMatrices && (row | 1) < rows; }
 // Digits lie as [blocks][rows][kDigits][32 columns]; those of a pair of rows as [kDigits][4][2 rows][8 columns].
 template <class Form>
 void split(const float* x, int64_t row, const Rows& rows) {
-    const char* o = Form::kOrder;
+    const char* o = Form::Codes::kOrder;
     const uint8_t order[16] = {
         uint8_t(o[0]),     uint8_t(o[1]),     uint8_t(o[2]),     uint8_t(o[3]),     uint8_t(o[4]),     uint8_t(o[5]),
         uint8_t(o[6]),     uint8_t(o[7]),     uint8_t(8 + o[0]), uint8_t(8 + o[1]), uint8_t(8 + o[2]), uint8_t(8 + o[3]),
@@ -84,29 +146,24 @@ void split(const float* x, int64_t row, const Rows& rows) {
                 vst1_s8(out + (d * 4 + half * 2) * apart, vget_low_s8(ordered));
                 vst1_s8(out + (d * 4 + half * 2 + 1) * apart, vget_high_s8(ordered));
             }
-            vst1q_s32(scale->start[d], vdupq_n_s32(kMagicBits - kCentre<Form> * sum));
+            vst1q_s32(scale->start[d], vdupq_n_s32(kMagicBits - Vectors<typename Form::Codes>::kBase * sum));
             for (int g = 0; g < kGroups; g++) rest[g] = vrshrq_n_s32(rest[g], 8);
         }
     }
 }
 
-// Codes of a quad: of the eight columns that a vector of four bits has, the first or the last four of the form's order.
-inline int8x16_t low_codes(uint8x16_t stored) { return vreinterpretq_s8_u8(vandq_u8(stored, vdupq_n_u8(15))); }
-inline int8x16_t high_codes(uint8x16_t stored) { return vreinterpretq_s8_u8(vshrq_n_u8(stored, 4)); }
-
-// A quad's scales and offsets.
+// The scales of one part of a block for a quad, and their offsets.
 template <class Form>
 struct Channels {
     float32x4_t scale, offset;
 
-    Channels(const uint8_t* block, int64_t quad) {
-        const auto stored = [&](int64_t at) {
-            uint16_t halves[4];
-            __builtin_memcpy(halves, block + at + quad * 8, 8);
-            return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(halves)));
-        };
-        scale = stored(0);
-        if constexpr (Form::kOffset) offset = vfmaq_f32(stored(64), scale, vdupq_n_f32(kCentre<Form>));
+    Channels(const Place<Form>& at, int64_t quad, int64_t part) {
+        typedef typename Form::Numbers Numbers;
+        scale = Numbers::template scale<Lanes>(at.head, at.block, quad * 4, part);
+        if constexpr (Form::kOffset) {
+            offset = Numbers::template offset<Lanes>(at.head, at.block, quad * 4);
+            if constexpr (Form::Codes::kCentre) offset = vfmaq_f32(offset, scale, vdupq_n_f32(Form::Codes::kCentre));
+        }
     }
 
     // `products`: of the three digits with codes.
@@ -158,70 +215,54 @@ inline void start(const Scale& scale, int32x4_t (&products)[kDigits]) {
     for (int d = 0; d < kDigits; d++) products[d] = vld1q_s32(from + d * 4);
 }
 
-template <class Form, int... V>
-void one_row(const uint8_t* block, const Rows& rows, const Output& out, std::integer_sequence<int, V...>) {
+template <class Form>
+void one_row(const uint8_t* panel, const Rows& rows, const Output& out) {
     constexpr int kTogether = 2;  // quads: enough that no product waits for the one before it
+    constexpr int kPartGroups = kGroups / Form::kParts;
     float32x4_t sums[kQuads] = {};
     const auto* digits = reinterpret_cast<const int8_t*>(rows.digits);
     const Scale* scale = rows.scales;
-    for (int64_t b = 0; b < rows.blocks; b++, block += Form::kBytes, digits += kRecord, scale++) {
-        ask_ahead<Form>(block);
+    Place<Form> at(panel, rows.unit);
+    for (int64_t b = 0; b < rows.blocks; b++, at.next(), digits += kRecord, scale++) {
+        at.ask_ahead();
         const Digits x(digits);
 #pragma GCC unroll 4
         for (int64_t quad = 0; quad < kQuads; quad += kTogether) {
-            const uint8_t* codes = codes_of<Form>(block, quad / kHalfQuads) + quad % kHalfQuads * 16;
-            int32x4_t products[kTogether][kDigits];
-            for (auto& three : products) start(*scale, three);
-            const auto vector = [&](auto v) {
-                constexpr int kVector = decltype(v)::value;
+            unrolled<0, Form::kParts>([&](auto part) {
+                constexpr int kPart = decltype(part)::value;
+                int32x4_t products[kTogether][kDigits];
+                for (auto& three : products) start(*scale, three);
+                unrolled<kPart * kPartGroups, kPartGroups>([&](auto i) {
+                    constexpr int I = decltype(i)::value;
+#pragma GCC unroll 2
+                    for (int q = 0; q < kTogether; q++) {
+                        const uint8_t* codes = quad_codes(at, quad + q);
+                        x.template add<I>(products[q], Vectors<typename Form::Codes>::template bytes<I>(codes));
+                    }
+                });
 #pragma GCC unroll 2
                 for (int q = 0; q < kTogether; q++) {
-                    const uint8x16_t stored = vld1q_u8(codes + kVector * 64 + q * 16);
-                    if constexpr (Form::kVectors == kGroups) {
-                        x.add<kVector>(products[q], vreinterpretq_s8_u8(stored));
-                    } else {
-                        x.add<2 * kVector>(products[q], low_codes(stored));
-                        x.add<2 * kVector + 1>(products[q], high_codes(stored));
-                    }
+                    sums[quad + q] = Channels<Form>(at, quad + q, kPart).add(sums[quad + q], products[q], *scale);
                 }
-            };
-            (vector(std::integral_constant<int, V>{}), ...);
-#pragma GCC unroll 2
-            for (int q = 0; q < kTogether; q++) {
-                sums[quad + q] = Channels<Form>(block, quad + q).add(sums[quad + q], products[q], *scale);
-            }
+            });
         }
     }
     for (int64_t quad = 0; quad < kQuads; quad++) store(out, 0, quad, sums[quad]);
 }
 
-// The codes of a quad, four columns a register.
-template <class Form>
-inline void load_quad(const uint8_t* from, int8x16_t (&codes)[kGroups]) {
-#pragma GCC unroll 8
-    for (int v = 0; v < Form::kVectors; v++) {
-        const uint8x16_t stored = vld1q_u8(from + v * 64);
-        if constexpr (Form::kVectors == kGroups) {
-            codes[v] = vreinterpretq_s8_u8(stored);
-        } else {
-            codes[2 * v] = low_codes(stored);
-            codes[2 * v + 1] = high_codes(stored);
-        }
-    }
-}
-
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 
-// The sums of two rows += their blocks times a quad's codes, as matrices.
-template <class Form>
+// The sums of two rows += a part of their blocks times a quad's codes, as matrices.
+template <class Form, int PART>
 inline void add_pair(const int8_t* digits, const int8x16_t (&codes)[kGroups], const Channels<Form>& channels,
                      const Scale& first, const Scale& second, float* first_sums, float* second_sums) {
+    constexpr int kPairGroups = kGroups / 2 / Form::kParts;
     int32x4_t sums[kDigits][2];  // of two channels each, [channel][row]
 #pragma GCC unroll 3
     for (int d = 0; d < kDigits; d++) {
         sums[d][0] = sums[d][1] = vzip1q_s32(vld1q_s32(first.start[d]), vld1q_s32(second.start[d]));
 #pragma GCC unroll 4
-        for (int g = 0; g < kGroups / 2; g++) {
+        for (int g = PART * kPairGroups; g < (PART + 1) * kPairGroups; g++) {
             const int8x16_t x = vld1q_s8(digits + (d * 4 + g) * 16);
             sums[d][0] = vmmlaq_s32(sums[d][0], codes[2 * g], x);
             sums[d][1] = vmmlaq_s32(sums[d][1], codes[2 * g + 1], x);
@@ -248,38 +289,51 @@ inline void as_matrices(const int8x16_t (&codes)[kGroups], int8x16_t (&out)[kGro
 
 #endif
 
-template <class Form, int... G>
-void many_rows(const uint8_t* block, const Rows& rows, const Output& out, std::integer_sequence<int, G...>) {
+template <class Form>
+void many_rows(const uint8_t* panel, const Rows& rows, const Output& out) {
+    constexpr int kPartGroups = kGroups / Form::kParts;
     alignas(64) float sums[kMostRows][kPanel];
     for (int64_t row = 0; row < rows.M; row++) {
         for (int64_t n = 0; n < kPanel; n++) sums[row][n] = 0;
     }
     const auto* digits = reinterpret_cast<const int8_t*>(rows.digits);
-    for (int64_t b = 0; b < rows.blocks; b++, block += Form::kBytes, digits += rows.M * kRecord) {
-        ask_ahead<Form>(block);
+    Place<Form> at(panel, rows.unit);
+    for (int64_t b = 0; b < rows.blocks; b++, at.next(), digits += rows.M * kRecord) {
+        at.ask_ahead();
         const Scale* scales = rows.scales + b;
         for (int64_t quad = 0; quad < kQuads; quad++) {
             int8x16_t codes[kGroups];
-            load_quad<Form>(codes_of<Form>(block, quad / kHalfQuads) + quad % kHalfQuads * 16, codes);
-            const Channels<Form> channels(block, quad);
-            int64_t row = 0;
+            unrolled<0, kGroups>([&](auto i) {
+                constexpr int I = decltype(i)::value;
+                codes[I] = Vectors<typename Form::Codes>::template bytes<I>(quad_codes(at, quad));
+            });
 #if defined(__ARM_FEATURE_MATMUL_INT8)
             int8x16_t matrices[kGroups];
             as_matrices(codes, matrices);
-            for (; row + 2 <= rows.M; row += 2) {
-                const Scale &first = scales[row * rows.blocks], &second = scales[(row + 1) * rows.blocks];
-                add_pair(digits + row * kRecord, matrices, channels, first, second, sums[row] + quad * 4,
-                         sums[row + 1] + quad * 4);
-            }
 #endif
-            for (; row < rows.M; row++) {
-                float* sum = sums[row] + quad * 4;
-                const Digits x(digits + row * kRecord);
-                int32x4_t products[kDigits];
-                start(scales[row * rows.blocks], products);
-                (x.add<G>(products, codes[G]), ...);
-                vst1q_f32(sum, channels.add(vld1q_f32(sum), products, scales[row * rows.blocks]));
-            }
+            unrolled<0, Form::kParts>([&](auto part) {
+                constexpr int kPart = decltype(part)::value;
+                const Channels<Form> channels(at, quad, kPart);
+                int64_t row = 0;
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+                for (; row + 2 <= rows.M; row += 2) {
+                    const Scale &first = scales[row * rows.blocks], &second = scales[(row + 1) * rows.blocks];
+                    add_pair<Form, kPart>(digits + row * kRecord, matrices, channels, first, second,
+                                          sums[row] + quad * 4, sums[row + 1] + quad * 4);
+                }
+#endif
+                for (; row < rows.M; row++) {
+                    float* sum = sums[row] + quad * 4;
+                    const Digits x(digits + row * kRecord);
+                    int32x4_t products[kDigits];
+                    start(scales[row * rows.blocks], products);
+                    unrolled<kPart * kPartGroups, kPartGroups>([&](auto i) {
+                        constexpr int I = decltype(i)::value;
+                        x.template add<I>(products, codes[I]);
+                    });
+                    vst1q_f32(sum, channels.add(vld1q_f32(sum), products, scales[row * rows.blocks]));
+                }
+            });
         }
     }
     for (int64_t row = 0; row < rows.M; row++) {
@@ -290,13 +344,8 @@ void many_rows(const uint8_t* block, const Rows& rows, const Output& out, std::i
 // Panels [first, end): panel(p) is where one lies, output(p) where its product goes.
 template <class Form, class Panel, class To>
 void multiply(const Rows& rows, int64_t first, int64_t end, Panel panel, To output) {
-    for (int64_t p = first; p < end; p++) {
-        if (rows.M == 1) {
-            one_row<Form>(panel(p), rows, output(p), std::make_integer_sequence<int, Form::kVectors>{});
-        } else {
-            many_rows<Form>(panel(p), rows, output(p), std::make_integer_sequence<int, kGroups>{});
-        }
-    }
+    const auto run = rows.M == 1 ? one_row<Form> : many_rows<Form>;
+    for (int64_t p = first; p < end; p++) run(panel(p), rows, output(p));
 }
 
 }  // namespace

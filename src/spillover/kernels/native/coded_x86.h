@@ -1,6 +1,6 @@
 // Products with codes on x86 cores: by vectors of bytes (AVX-512 VNNI), with more rows by tiles where the cores have them
 // (AMX), as bfloat16, which holds codes and digits exactly. A vector's bytes of codes are unsigned, so its sums start
-// with what takes the codes' centre away.
+// with what takes away that they are higher.
 #pragma once
 #include "amx.h"
 #include "coded.h"
@@ -13,64 +13,149 @@ constexpr int64_t kDigitBytes = 2;      // at most
 constexpr int64_t kRowBytes = 1 << 20;  // of x in digits, held in the second-level cache while panels pass
 
 struct Scale {
-    float unit;               // that the lowest digit counts
-    float total;              // of its columns
-    int32_t centre[kDigits];  // less what its digits times the codes' centre sum up to
-    int32_t unused[3];
+    float unit;                 // that the lowest digit counts
+    float total;                // of its columns
+    int32_t base[2][kDigits];   // less what a part's digits times kBase sum up to
 };
 
 float from_half(uint16_t stored) { return _cvtsh_ss(stored); }
 
 bool in_tiles(const Rows& rows) { return rows.M > kFew && tiles_allowed(); }
 
-// bytes: the codes of a vector, as bytes from 0 on; four columns of a channel lie together, in the form's order.
-// pairs: the codes less kCentre as bfloat16, a row of a tile for each pair of columns.
-template <class Form>
-struct Vectors;
+struct Lanes {
+    static __m512 halves(const uint8_t* p) { return _mm512_cvtph_ps(shorts(p)); }
+    static __m512 brains(const uint8_t* p) { return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(shorts(p)), 16); }
+    static __m512 bytes(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(sixteen(p))); }
+    static __m512 signed_bytes(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(sixteen(p))); }
+    static __m512 floats(const uint8_t* p) { return _mm512_loadu_ps(p); }
 
-template <>
-struct Vectors<Four> {
-    static constexpr int64_t kByteVectors = 2, kPairRows = 4;  // that a vector of codes becomes
-    static constexpr int kCentre = 8;
+  private:
+    static __m256i shorts(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+    static __m128i sixteen(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+};
 
-    static void bytes(__m512i codes, __m512i (&out)[kByteVectors]) {
-        const __m512i low = _mm512_set1_epi8(15);
-        out[0] = _mm512_and_si512(codes, low);
-        out[1] = _mm512_and_si512(_mm512_srli_epi16(codes, 4), low);
+// Right, or left.
+template <int BY>
+__m512i shifted(__m512i words) {
+    if constexpr (BY > 0) return _mm512_srli_epi16(words, BY);
+    if constexpr (BY < 0) return _mm512_slli_epi16(words, -BY);
+    return words;
+}
+
+// An integer of magnitude 255 at most as bfloat16.
+constexpr uint16_t brain(int value) {
+    const int magnitude = value < 0 ? -value : value;
+    int exponent = 0;
+    while (magnitude >> (exponent + 1)) exponent++;
+    return magnitude == 0 ? 0 : (value < 0) << 15 | (127 + exponent) << 7 | ((magnitude << 7 >> exponent) & 127);
+}
+
+// bytes<I>: the I-th vector of half a block's codes as bytes, kBase higher than their values less the codes' centre, from
+// 0 on; four columns of a channel lie together, in the form's order.
+// pairs<V>: eight columns' values less the centre as bfloat16, a row of a tile for each pair of columns.
+template <class Codes>
+struct Vectors {
+    static constexpr int kBase = Codes::kCentre;
+
+    template <int I>
+    static __m512i bytes(const uint8_t* half) {
+        const __m512i low = _mm512_and_si512(shifted<I % 2 * 4>(_mm512_loadu_si512(half + I / 2 * 64)),
+                                             _mm512_set1_epi8(15));
+        if constexpr (Codes::kHigh == 0) return low;
+        const __m512i high = shifted<I * Codes::kHigh % 8 - 4>(_mm512_loadu_si512(half + 256 + I * Codes::kHigh / 8 * 64));
+        return _mm512_ternarylogic_epi64(low, high, _mm512_set1_epi8(((1 << Codes::kHigh) - 1) << 4), 0xf8);
     }
 
-    static void pairs(__m512i codes, uint16_t* out) {
-        alignas(64) static constexpr uint16_t kValues[32] = {
-            0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0,      0x3f80, 0x4000,
-            0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
-            0xc000, 0xbf80, 0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
-        // A look-up sees five bits of a word, and the fifth makes no difference.
-        const __m512i values = _mm512_load_si512(kValues);
-        _mm512_store_si512(out, _mm512_permutexvar_epi16(codes, values));
-        _mm512_store_si512(out + 32, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), values));
-        _mm512_store_si512(out + 64, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), values));
-        _mm512_store_si512(out + 96, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 12), values));
+    template <int V>
+    static void pairs(const uint8_t* half, uint16_t* out) {
+        alignas(64) static constexpr Values kValues;
+        const __m512i low = _mm512_loadu_si512(half + V * 64);
+        unrolled<0, 4>([&](auto j) {
+            constexpr int J = decltype(j)::value, kAt = (V * 2 + J % 2) * Codes::kHigh;
+            __m512i names = shifted<4 * J>(low);
+            if constexpr (Codes::kHigh > 0) {
+                const __m512i high = shifted<J / 2 * 8 + kAt % 8 - 4>(_mm512_loadu_si512(half + 256 + kAt / 8 * 64));
+                const __m512i mask = _mm512_set1_epi16(((1 << Codes::kHigh) - 1) << 4);
+                names = _mm512_ternarylogic_epi64(names, high, mask, 0xd8);
+            }
+            // A look-up sees five bits of a word, or six; of codes of four bits the fifth makes no difference.
+            const __m512i first = _mm512_load_si512(kValues.values);
+            if constexpr (Codes::kHigh < 2) {
+                _mm512_store_si512(out + J * 32, _mm512_permutexvar_epi16(names, first));
+            } else {
+                const __m512i second = _mm512_load_si512(kValues.values + 32);
+                _mm512_store_si512(out + J * 32, _mm512_permutex2var_epi16(first, names, second));
+            }
+        });
     }
+
+  private:
+    struct Values {
+        uint16_t values[64] = {};
+        constexpr Values() {
+            for (int i = 0; i < 64; i++) values[i] = brain(i % (16 << Codes::kHigh) - Codes::kCentre);
+        }
+    };
+};
+
+template <class Named>
+struct Vectors<Table<Named>> {
+    static constexpr int kBase = 128;
+
+    template <int I>
+    static __m512i bytes(const uint8_t* half) {
+        alignas(16) static constexpr Raised kRaised;
+        const __m512i values = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(kRaised.values)));
+        return _mm512_shuffle_epi8(values, Vectors<Planes<0>>::bytes<I>(half));
+    }
+
+    template <int V>
+    static void pairs(const uint8_t* half, uint16_t* out) {
+        alignas(64) static constexpr Widened kWidened;
+        const __m512i codes = _mm512_loadu_si512(half + V * 64), values = _mm512_load_si512(kWidened.values);
+        unrolled<0, 4>([&](auto j) {
+            constexpr int J = decltype(j)::value;
+            _mm512_store_si512(out + J * 32, _mm512_permutexvar_epi16(shifted<4 * J>(codes), values));
+        });
+    }
+
+  private:
+    struct Raised {
+        uint8_t values[16] = {};
+        constexpr Raised() {
+            for (int i = 0; i < 16; i++) values[i] = static_cast<uint8_t>(Named::kValues[i] + kBase);
+        }
+    };
+    struct Widened {
+        uint16_t values[32] = {};
+        constexpr Widened() {
+            for (int i = 0; i < 32; i++) values[i] = brain(Named::kValues[i % 16]);
+        }
+    };
 };
 
 template <>
-struct Vectors<Eight> {
-    static constexpr int64_t kByteVectors = 1, kPairRows = 2;
-    static constexpr int kCentre = 128;  // of the bytes: the codes themselves are signed
+struct Vectors<SignedBytes> {
+    static constexpr int kBase = 128;
 
-    static void bytes(__m512i codes, __m512i (&out)[kByteVectors]) {
-        out[0] = _mm512_xor_si512(codes, _mm512_set1_epi8(static_cast<char>(kCentre)));
+    template <int I>
+    static __m512i bytes(const uint8_t* half) {
+        return _mm512_xor_si512(_mm512_loadu_si512(half + I * 64), _mm512_set1_epi8(static_cast<char>(kBase)));
     }
 
-    static void pairs(__m512i codes, uint16_t* out) {
+    template <int V>
+    static void pairs(const uint8_t* half, uint16_t* out) {
         // Of the byte that is highest in each word of two columns.
         const auto number = [](__m512i v) { return (__m512i)_mm512_cvtepi32_ps(_mm512_srai_epi32(v, 24)); };
         const auto store = [&](uint16_t* to, __m512i odd, __m512i even) {
             const __m512i low = _mm512_srli_epi32(number(even), 16);
             _mm512_store_si512(to, _mm512_mask_blend_epi16(0xaaaaaaaa, low, number(odd)));
         };
-        store(out, _mm512_slli_epi32(codes, 8), _mm512_slli_epi32(codes, 24));
-        store(out + 32, codes, _mm512_slli_epi32(codes, 16));
+        for (int four = 0; four < 2; four++) {
+            const __m512i codes = _mm512_loadu_si512(half + (V * 2 + four) * 64);
+            store(out + four * 64, _mm512_slli_epi32(codes, 8), _mm512_slli_epi32(codes, 24));
+            store(out + four * 64 + 32, codes, _mm512_slli_epi32(codes, 16));
+        }
     }
 };
 
@@ -79,7 +164,7 @@ struct Vectors<Eight> {
 template <class Form, class Digit>
 void split_into(const float* x, int64_t row, const Rows& rows) {
     const int64_t digit_bytes = smaller(rows.M, kTile) * kColumns * sizeof(Digit);  // of a tile
-    const char* o = Form::kOrder;
+    const char* o = Form::Codes::kOrder;
     const __m128i eight = _mm_setr_epi8(o[0], o[1], o[2], o[3], o[4], o[5], o[6], o[7], 8 + o[0], 8 + o[1], 8 + o[2],
                                         8 + o[3], 8 + o[4], 8 + o[5], 8 + o[6], 8 + o[7]);
     const __m512i half = _mm512_set1_epi32(128);
@@ -103,7 +188,13 @@ void split_into(const float* x, int64_t row, const Rows& rows) {
             high = _mm512_sub_epi32(high, _mm512_slli_epi32(high_rest, 8));
             auto* to = reinterpret_cast<__m128i*>(out);
             if constexpr (sizeof(Digit) == 1) {
-                scale->centre[d] = -Vectors<Form>::kCentre * _mm512_reduce_add_epi32(_mm512_add_epi32(low, high));
+                constexpr int kBase = Vectors<typename Form::Codes>::kBase;
+                if constexpr (Form::kParts == 1) {
+                    scale->base[0][d] = -kBase * _mm512_reduce_add_epi32(_mm512_add_epi32(low, high));
+                } else {
+                    scale->base[0][d] = -kBase * _mm512_reduce_add_epi32(low);
+                    scale->base[1][d] = -kBase * _mm512_reduce_add_epi32(high);
+                }
                 _mm_storeu_si128(to, _mm_shuffle_epi8(_mm512_cvtepi32_epi8(low), eight));
                 _mm_storeu_si128(to + 1, _mm_shuffle_epi8(_mm512_cvtepi32_epi8(high), eight));
             } else {
@@ -124,20 +215,23 @@ void split(const float* x, int64_t row, const Rows& rows) {
     (in_tiles(rows) ? split_into<Form, uint16_t> : split_into<Form, int8_t>)(x, row, rows);
 }
 
-// The scales and offsets of half a block's channels.
+// The scales of one part of a block for half of its channels, and their offsets.
 template <class Form>
 struct Channels {
     __m512 scale, offset;
 
-    Channels(const uint8_t* block, int64_t half) {
-        const auto stored = [&](int64_t at) {
-            return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(block + at + half * 32)));
-        };
-        scale = stored(0);
-        if constexpr (Form::kOffset) offset = _mm512_fmadd_ps(scale, _mm512_set1_ps(Vectors<Form>::kCentre), stored(64));
+    Channels(const Place<Form>& at, int64_t half, int64_t part) {
+        typedef typename Form::Numbers Numbers;
+        scale = Numbers::template scale<Lanes>(at.head, at.block, half * kHalf, part);
+        if constexpr (Form::kOffset) {
+            offset = Numbers::template offset<Lanes>(at.head, at.block, half * kHalf);
+            if constexpr (Form::Codes::kCentre) {
+                offset = _mm512_fmadd_ps(scale, _mm512_set1_ps(Form::Codes::kCentre), offset);
+            }
+        }
     }
 
-    // `products`: of a block of x with codes less their centre.
+    // `products`: of a part of a block of x with codes less their centre.
     __m512 add(__m512 sum, __m512 products, const Scale& x) const {
         sum = _mm512_fmadd_ps(scale, products, sum);
         if constexpr (Form::kOffset) sum = _mm512_fmadd_ps(offset, _mm512_set1_ps(x.total), sum);
@@ -153,35 +247,33 @@ void store(const Output& out, int64_t row, int64_t half, __m512 sum) {
 }
 
 template <class Form, int M>
-void few_rows(const uint8_t* block, const Rows& rows, int64_t stride, const Output& out) {
+void few_rows(const uint8_t* panel, const Rows& rows, int64_t stride, const Output& out) {
+    constexpr int kPartVectors = kByteVectors / Form::kParts;
     __m512 sums[M][kHalves] = {};
-    for (int64_t b = 0; b < rows.blocks; b++, block += Form::kBytes) {
-        ask_ahead<Form>(block);
+    Place<Form> at(panel, rows.unit);
+    for (int64_t b = 0; b < rows.blocks; b++, at.next()) {
+        at.ask_ahead();
         const uint8_t* x = rows.digits + b * kDigits * stride;
         const Scale* scales = rows.scales + b;
-#pragma GCC unroll 2
-        for (int64_t h = 0; h < kHalves; h++) {
+        unrolled<0, kHalves * Form::kParts>([&](auto piece) {
+            constexpr int kPart = decltype(piece)::value % Form::kParts, h = decltype(piece)::value / Form::kParts;
             __m512i products[M][kDigits];
             for (int m = 0; m < M; m++) {
-                for (int d = 0; d < kDigits; d++) products[m][d] = _mm512_set1_epi32(scales[m * rows.blocks].centre[d]);
+                const int32_t* base = scales[m * rows.blocks].base[kPart];
+                for (int d = 0; d < kDigits; d++) products[m][d] = _mm512_set1_epi32(base[d]);
             }
-#pragma GCC unroll 8
-            for (int v = 0; v < Form::kVectors; v++) {
-                __m512i codes[Vectors<Form>::kByteVectors];
-                Vectors<Form>::bytes(_mm512_loadu_si512(codes_of<Form>(block, h) + v * 64), codes);
-#pragma GCC unroll 2
-                for (int i = 0; i < Vectors<Form>::kByteVectors; i++) {
-                    const uint8_t* columns = x + (v * Vectors<Form>::kByteVectors + i) * 4;
-                    for (int m = 0; m < M; m++) {
-                        for (int d = 0; d < kDigits; d++) {
-                            int32_t four;
-                            __builtin_memcpy(&four, columns + d * stride + m * kColumns, 4);
-                            products[m][d] = _mm512_dpbusd_epi32(products[m][d], codes[i], _mm512_set1_epi32(four));
-                        }
+            unrolled<kPart * kPartVectors, kPartVectors>([&](auto i) {
+                constexpr int I = decltype(i)::value;
+                const __m512i codes = Vectors<typename Form::Codes>::template bytes<I>(at.codes(h));
+                for (int m = 0; m < M; m++) {
+                    for (int d = 0; d < kDigits; d++) {
+                        int32_t four;
+                        __builtin_memcpy(&four, x + I * 4 + d * stride + m * kColumns, 4);
+                        products[m][d] = _mm512_dpbusd_epi32(products[m][d], codes, _mm512_set1_epi32(four));
                     }
                 }
-            }
-            const Channels<Form> channels(block, h);
+            });
+            const Channels<Form> channels(at, h, kPart);
             for (int m = 0; m < M; m++) {
                 // As the tiles add them up: the lower two digits, to these the highest.
                 const __m512i lower = _mm512_add_epi32(_mm512_slli_epi32(products[m][1], 8), products[m][0]);
@@ -190,7 +282,7 @@ void few_rows(const uint8_t* block, const Rows& rows, int64_t stride, const Outp
                 const Scale& scale = scales[m * rows.blocks];
                 sums[m][h] = channels.add(sums[m][h], _mm512_mul_ps(all, _mm512_set1_ps(scale.unit)), scale);
             }
-        }
+        });
     }
     for (int m = 0; m < M; m++) {
         for (int64_t h = 0; h < kHalves; h++) store(out, m, h, sums[m][h]);
@@ -223,21 +315,26 @@ struct SpanMemory {
     alignas(64) float sums[kMostRows / kTile][kSpanHalves][kTileFloats];
 };
 
+// A part of half a block's codes; the columns of other parts are zero.
 template <class Form>
-void widen(const uint8_t* block, int64_t half, uint16_t* out) {
-    if (half == 0) ask_ahead<Form>(block);
-#pragma GCC unroll 8
-    for (int v = 0; v < Form::kVectors; v++) {
-        const __m512i codes = _mm512_loadu_si512(codes_of<Form>(block, half) + v * 64);
-        Vectors<Form>::pairs(codes, out + v * Vectors<Form>::kPairRows * kColumns);
-    }
+void widen(const Place<Form>& at, int64_t half, int64_t part, uint16_t* out) {
+    if (half == 0 && part == 0) at.ask_ahead();
+    unrolled<0, kColumns / 8>([&](auto v) {
+        constexpr int V = decltype(v)::value;
+        uint16_t* to = out + V * 4 * kColumns;
+        if (V * Form::kParts / (kColumns / 8) == part) {
+            Vectors<typename Form::Codes>::template pairs<V>(at.codes(half), to);
+        } else {
+            for (int row = 0; row < 4; row++) _mm512_store_si512(to + row * kColumns, _mm512_setzero_si512());
+        }
+    });
 }
 
-// sums += the products of a tile of x with half of a block's channels.
+// sums += the products of a tile of x with a part of half of a block's channels.
 template <class Form>
-void scale(const uint8_t* block, int64_t half, const float* products, const Scale* scales, int64_t blocks,
+void scale(const Place<Form>& at, int64_t half, int64_t part, const float* products, const Scale* scales, int64_t blocks,
            int64_t height, bool fresh, float* sums) {
-    const Channels<Form> channels(block, half);
+    const Channels<Form> channels(at, half, part);
 #pragma GCC unroll 4
     for (int64_t row = 0; row < height; row++) {
         const __m512 sum = fresh ? _mm512_setzero_ps() : _mm512_load_ps(sums + row * kTile);
@@ -262,35 +359,37 @@ void scale(const uint8_t* block, int64_t half, const float* products, const Scal
         tile_fence();                   \
     } while (0)
 
-// A step multiplies a block of a tile of x with half of the channels after half. While the tiles do one, vectors scale
-// the same half of the step before and widen that of the next block: tiles and vectors take about as long.
+// A step multiplies a part of a block of a tile of x with half of the channels after half. While the tiles do one,
+// vectors scale the same half of the step before and widen that of the next part: tiles and vectors take about as long.
 template <class Form, int HALVES>
 void many_rows(const uint8_t* panel, const Rows& rows, const Output& out, SpanMemory& memory) {
     const int64_t tiles = ceil_div(rows.M, kTile), height = smaller(rows.M, kTile), blocks = rows.blocks;
+    const int64_t parts = blocks * Form::kParts, panel_bytes = Form::panel_bytes(blocks, rows.unit);
     const int64_t stride = height * kColumns;  // of digits
-    const auto block_of = [&](int64_t half, int64_t block) {
-        return panel + (half / kHalves * blocks + block) * Form::kBytes;
+    const auto place = [&](int64_t half, int64_t part) {
+        return Place<Form>(panel + half / kHalves * panel_bytes, rows.unit, part / Form::kParts);
     };
-    const auto widen_half = [&](int64_t half, int64_t block) {
-        widen<Form>(block_of(half, block), half % kHalves, memory.codes[block % 2][half]);
+    const auto widen_half = [&](int64_t half, int64_t part) {
+        widen<Form>(place(half, part), half % kHalves, part % Form::kParts, memory.codes[part % 2][half]);
     };
-    const auto scale_half = [&](int64_t half, int64_t block, int64_t t, int64_t step) {
-        scale<Form>(block_of(half, block), half % kHalves, memory.products[step % 2][half],
-                    rows.scales + t * kTile * blocks + block, blocks, height, block == 0, memory.sums[t][half]);
+    const auto scale_half = [&](int64_t half, int64_t part, int64_t t, int64_t step) {
+        scale<Form>(place(half, part), half % kHalves, part % Form::kParts, memory.products[step % 2][half],
+                    rows.scales + t * kTile * blocks + part / Form::kParts, blocks, height, part == 0,
+                    memory.sums[t][half]);
     };
     for (int64_t half = 0; half < HALVES; half++) widen_half(half, 0);
     const auto* x = reinterpret_cast<const uint16_t*>(rows.digits);
-    int64_t step = 0, block_before = 0, t_before = 0;
-    for (int64_t block = 0; block < blocks; block++) {
-        const auto& codes = memory.codes[block % 2];
+    int64_t step = 0, part_before = 0, t_before = 0;
+    for (int64_t part = 0; part < parts; part++) {
+        const auto& codes = memory.codes[part % 2];
         for (int64_t t = 0; t < tiles; t++, step++) {
             const auto beside = [&](int64_t half) {
-                if (step > 0) scale_half(half, block_before, t_before, step - 1);
-                if (t == 0 && block + 1 < blocks) widen_half(half, block + 1);
+                if (step > 0) scale_half(half, part_before, t_before, step - 1);
+                if (t == 0 && part + 1 < parts) widen_half(half, part + 1);
             };
             float(*before)[kTileFloats] = memory.products[(step + 1) % 2];
             float(*products)[kTileFloats] = memory.products[step % 2];
-            const uint16_t* digits = x + (t * blocks + block) * kDigits * stride;
+            const uint16_t* digits = x + (t * blocks + part / Form::kParts) * kDigits * stride;
             tile_fence();
             _tile_loadd(4, digits, 64);
             _tile_loadd(5, digits + stride, 64);
@@ -315,7 +414,7 @@ void many_rows(const uint8_t* panel, const Rows& rows, const Output& out, SpanMe
                 STORE(2, products[2]);
                 beside(3);
             }
-            block_before = block, t_before = t;
+            part_before = part, t_before = t;
         }
     }
     tile_fence();
@@ -324,7 +423,7 @@ void many_rows(const uint8_t* panel, const Rows& rows, const Output& out, SpanMe
     } else {
         STORE(3, memory.products[(step + 1) % 2][3]);
     }
-    for (int64_t half = 0; half < HALVES; half++) scale_half(half, block_before, t_before, step - 1);
+    for (int64_t half = 0; half < HALVES; half++) scale_half(half, part_before, t_before, step - 1);
     for (int64_t row = 0; row < rows.M; row++) {
         for (int64_t half = 0; half < HALVES; half++) {
             store(out, row, half, _mm512_load_ps(memory.sums[row / kTile][half] + row % kTile * kTile));

@@ -1,37 +1,93 @@
-"""Quantised tensors of a GGUF file as codes, scales and offsets: the forms that are blocks of 32 with a scale each."""
+"""Quantised tensors of a GGUF file as codes and the numbers beside them, exactly as the file has them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
-from gguf.constants import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from spillover.kernels.extents import CODE_BLOCK
-from spillover.kernels.formats.gguf_codes import Codes
+from spillover.kernels.formats.gguf_codes import FORMS, Codes
 
-_BITS = {GGMLQuantizationType.Q4_0: 4, GGMLQuantizationType.Q4_1: 4, GGMLQuantizationType.Q8_0: 8}
+_SUPER = 256  # columns of a block of Q4_K, Q5_K and Q6_K
 
 
-def code_bits(kind: GGMLQuantizationType) -> int:
-    """Return the bits of a code; 0: not one of these forms."""
-    return _BITS.get(kind, 0)
+def has_codes(kind: GGMLQuantizationType) -> bool:
+    return kind.name in FORMS
 
 
 def codes_of(raw: np.ndarray[tuple[int, int], np.dtype[np.uint8]], kind: GGMLQuantizationType) -> Codes:
-    """Split `raw` [rows, bytes], blocks of a scale, an offset in Q4_1 alone, and the codes."""
-    rows, bits = raw.shape[0], _BITS[kind]
-    head = 2 * (1 + (kind is GGMLQuantizationType.Q4_1))
-    blocks = torch.from_numpy(raw).view(rows, -1, head + CODE_BLOCK * bits // 8)
-    scales, stored = _number(blocks, 0), blocks[..., head:]
-    if bits == 8:
-        return Codes(stored.reshape(rows, -1).view(torch.int8), scales, None)
-    # Byte j has values j (low) and j + 16 (high).
-    values = torch.cat((stored & 15, stored >> 4), dim=-1).view(rows, -1)
-    # Q4_0 is scale * (code - 8).
-    return Codes(values, scales, _number(blocks, 2) if kind is GGMLQuantizationType.Q4_1 else scales * -8)
+    """Split `raw` [rows, bytes] of a type in FORMS."""
+    blocks = torch.from_numpy(raw).view(raw.shape[0], -1, GGML_QUANT_SIZES[kind][1])
+    values, block, head = _SPLIT[kind.name](blocks)
+    return Codes(FORMS[kind.name], values.reshape(raw.shape[0], -1), tuple(block), tuple(head))
 
 
-def _number(blocks: Tensor, at: int) -> Tensor:
-    """Return the float16 at that byte of every block."""
-    return blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1)
+_Split = tuple[Tensor, list[Tensor], list[Tensor]]  # values, numbers of blocks, numbers of heads
+
+
+def _halves(blocks: Tensor, count: int) -> list[Tensor]:
+    """Return float16 numbers, the first of every block."""
+    return [blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1) for at in range(0, 2 * count, 2)]
+
+
+def _nibbles(stored: Tensor, step: int = 16) -> Tensor:
+    """Spread [..., bytes]: of every `step` bytes first the low halves, then the high ones."""
+    groups = stored.reshape(*stored.shape[:-1], -1, 1, step)
+    return torch.cat((groups & 15, groups >> 4), dim=-2).flatten(-3)
+
+
+def _bits(stored: Tensor, width: int, step: int) -> Tensor:
+    """Spread [..., bytes]: of every `step` bytes first the lowest `width` bits, then those above, up to the highest."""
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8).view(-1, 1)
+    groups = stored.reshape(*stored.shape[:-1], -1, 1, step)
+    return (groups >> shifts & (1 << width) - 1).flatten(-3)
+
+
+def _four(numbers: int) -> Callable[[Tensor], _Split]:
+    return lambda blocks: (_nibbles(blocks[..., 2 * numbers :]), _halves(blocks, numbers), [])
+
+
+def _five(numbers: int) -> Callable[[Tensor], _Split]:
+    def split(blocks: Tensor) -> _Split:
+        high, low = blocks[..., 2 * numbers :].split_with_sizes([CODE_BLOCK // 8, CODE_BLOCK // 2], -1)
+        return _nibbles(low) | _bits(high, 1, 1) << 4, _halves(blocks, numbers), []
+    return split
+
+
+def _eight(blocks: Tensor) -> _Split:
+    return blocks[..., 2:].contiguous().view(torch.int8), _halves(blocks, 1), []
+
+
+def _k(bits: int) -> Callable[[Tensor], _Split]:
+    def split(blocks: Tensor) -> _Split:
+        _, scales, high, low = blocks.split_with_sizes([4, 12, _SUPER // 8 * (bits - 4), _SUPER // 2], -1)
+        values = _nibbles(low, 32)
+        if bits == 5:
+            values |= _bits(high, 1, 32) << 4
+        first, second, third = scales.split_with_sizes([4, 4, 4], -1)
+        sub_scales = torch.cat((first & 63, third & 15 | first >> 2 & 48), -1)
+        sub_offsets = torch.cat((second & 63, third >> 4 | second >> 2 & 48), -1)
+        return values, [sub_scales.flatten(1), sub_offsets.flatten(1)], _halves(blocks, 2)
+    return split
+
+
+def _six_k(blocks: Tensor) -> _Split:
+    low, high, scales, last = blocks.split_with_sizes([_SUPER // 2, _SUPER // 4, _SUPER // 16, 2], -1)
+    signed = scales.contiguous().view(torch.int8).flatten(1)
+    return _nibbles(low, 64) | _bits(high, 2, 32) << 4, [signed[:, 0::2], signed[:, 1::2]], _halves(last, 1)
+
+
+def _mxfp4(blocks: Tensor) -> _Split:
+    # Half of 2**(x - 127), for the values are doubled, as the bits of bfloat16; the least two are subnormal.
+    exponent = blocks[..., 0].to(torch.int16)
+    bits = torch.where(exponent < 2, 32 << exponent, (exponent - 1) << 7)
+    return _nibbles(blocks[..., 1:]), [bits.to(torch.int16).view(torch.bfloat16)], []
+
+
+_SPLIT: dict[str, Callable[[Tensor], _Split]] = {
+    "Q4_0": _four(1), "Q4_1": _four(2), "Q5_0": _five(1), "Q5_1": _five(2), "Q8_0": _eight, "Q4_K": _k(4),
+    "Q5_K": _k(5), "Q6_K": _six_k, "IQ4_NL": _four(1), "MXFP4": _mxfp4}

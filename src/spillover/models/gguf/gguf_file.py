@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from spillover.errors import CheckpointError
 from spillover.kernels.formats.gguf_codes import Codes
-from spillover.models.gguf.gguf_codes import code_bits, codes_of
+from spillover.models.gguf.gguf_codes import codes_of, has_codes
 from spillover.models.gguf.gguf_config import experts_are_mxfp4, hf_config, is_mixtral
 from spillover.models.gguf.gguf_header import GGUFTensor, read_header
 
@@ -47,8 +47,8 @@ class _View:
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
     dtype: torch.dtype
-    code_bits: int = 0  # 0: it cannot be read as codes
-    read_codes: Callable[[], Codes] | None = None
+    read_codes: Callable[[], Codes] | None = None  # None: it cannot be read as codes
+    code_type: str = ""
 
 
 class GGUFCheckpoint:
@@ -67,7 +67,7 @@ class GGUFCheckpoint:
             self._arch: str = header.metadata["general.architecture"]
             self._mixtral, self._mxfp4 = is_mixtral(header), experts_are_mxfp4(header)
             self._views = self._make_views()
-            self.config["code_bits"] = {name: view.code_bits for name, view in self._views.items() if view.code_bits}
+            self.config["codes"] = {name: view.code_type for name, view in self._views.items() if view.code_type}
         except BaseException:
             self.close()
             raise
@@ -144,9 +144,9 @@ class GGUFCheckpoint:
         return ("mlp.gate", "block_sparse_moe.gate") if self._mixtral else ("mlp.gate",)
 
     def _plain(self, tensor: GGUFTensor) -> _View:
-        bits = code_bits(tensor.kind) if len(tensor.shape) == 2 else 0
-        return _View(tensor.shape, lambda: self._load(tensor), self._dtype(tensor), bits,
-                     (lambda: self._codes(tensor)) if bits else None)
+        plain = _View(tensor.shape, lambda: self._load(tensor), self._dtype(tensor))
+        coded = len(tensor.shape) == 2 and has_codes(tensor.kind)
+        return replace(plain, read_codes=lambda: self._codes(tensor), code_type=tensor.kind.name) if coded else plain
 
     def _rotary(self, tensor: GGUFTensor, kind: str) -> _View:
         """Put rows back into HF's order: llama.cpp rotates neighbours (0, 1) where HF rotates halves (0, D/2)."""
@@ -157,14 +157,9 @@ class GGUFCheckpoint:
             pairs = stored.reshape(heads, stored.shape[0] // heads // 2, 2, *stored.shape[1:])
             return pairs.transpose(1, 2).reshape(stored.shape)
 
-        def codes() -> Codes:
-            stored = self._codes(tensor)
-            offsets = None if stored.offsets is None else ordered(stored.offsets)
-            return Codes(ordered(stored.values), ordered(stored.scales), offsets)
-
         plain = self._plain(tensor)
-        return _View(tensor.shape, lambda: ordered(plain.read()), plain.dtype, plain.code_bits,
-                     codes if plain.code_bits else None)
+        view = replace(plain, read=lambda: ordered(plain.read()))
+        return replace(view, read_codes=lambda: self._codes(tensor).rows(ordered)) if plain.code_type else view
 
     def _experts(self, tensors: dict[str, GGUFTensor]) -> dict[str, _View]:
         """Return both ways HF names them: stacked as its modules hold them, and one by one as its files do."""
