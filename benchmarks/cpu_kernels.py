@@ -18,6 +18,8 @@ from spillover.kernels import native
 from spillover.kernels.activation import silu_and_mul
 from spillover.kernels.attention import attention, store_kv
 from spillover.kernels.batch import AttentionBatch
+from spillover.kernels.extents import CODE_BLOCK
+from spillover.kernels.formats.gguf_codes import FORMS, Codes, pack_codes
 from spillover.kernels.formats.packed import pack
 from spillover.kernels.linear import linear
 from spillover.kernels.norm import add_rms_norm
@@ -33,6 +35,7 @@ def main() -> None:
     seconds = parser.parse_args().seconds
     print(native.describe(), f"({torch.get_num_threads()} threads)")
     products(seconds)
+    coded_products(seconds)
     attentions(seconds)
     small(seconds)
 
@@ -50,6 +53,28 @@ def products(seconds: float) -> None:
         theirs = least([partial(F.linear, x[w.shape[1]], w) for w in plain], seconds)
         flops = 2 * rows * size / 4
         print(f"{rows:6}{ours * 1e3:9.1f}{size / ours / 1e9:8.1f}{flops / ours / 1e9:9.0f}{theirs * 1e3:10.1f}")
+
+
+def coded_products(seconds: float) -> None:
+    """Time products with weights in the codes of each type of GGUF file."""
+    if not native.multiplies_codes():
+        return
+    count, size = 24, 2048
+    values = torch.randint(0, 16, (size, size), dtype=torch.uint8)
+    big = torch.ones(1 << 27)
+    read = big.nbytes / least([partial(torch.sum, big)], seconds) / 1e9
+    print(f"\nlinear over {count} matrices of {size} x {size} in codes; memory is read at {read:.1f} GB/s\n{'type':>8}"
+          f"{'MB':>6}" + "".join(f"{f'{rows} rows, ms':>13}{'GB/s':>7}" for rows in (1, 4, 16)))
+    for name, form in FORMS.items():
+        numbers = [tuple(torch.ones(size, size // every).to(getattr(torch, kind)) for kind in kinds)
+                   for kinds, every in ((form.block, CODE_BLOCK), (form.head, form.unit))]
+        packed = pack_codes([Codes(form, values.view(torch.int8) if form.bits == 8 else values, *numbers)])
+        weights = [packed.map(torch.clone) for _ in range(count)]
+        line = f"{name:>8}{packed.nbytes * count / 1e6:6.0f}"
+        for rows in (1, 4, 16):
+            took = least([partial(linear, torch.randn(rows, size), weight) for weight in weights], seconds)
+            line += f"{took * 1e3:13.2f}{packed.nbytes * count / took / 1e9:7.1f}"
+        print(line)
 
 
 def attentions(seconds: float) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -19,6 +22,7 @@ from spillover.kernels.extents import CODE_BLOCK
 from spillover.kernels.fields import LinearShape
 from spillover.kernels.formats.gguf_codes import FORMS, GgufCodes, grouped_codes, pack_codes, unpack_codes
 from spillover.kernels.linear import embedding, embedding_reference, linear
+from spillover.kernels.native import build
 from spillover.models.gguf.gguf_codes import codes_of
 from support.coded_weights import KINDS, coded, room, stored
 
@@ -69,10 +73,10 @@ def test_weights_of_different_types_are_one_too() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_s_scales_may_be_anything(kind: Kind) -> None:
-    """Zero, subnormal and the largest; MXFP4's may be any byte."""
+    """Zero, subnormal and the largest; MXFP4's may be any byte whose numbers are finite."""
     raw = stored(kind, 40, 512)
     if kind is Kind.MXFP4:
-        raw.reshape(40, -1, 17)[..., 0] = np.arange(40 * 16).reshape(40, 16) % 255
+        raw.reshape(40, -1, 17)[..., 0] = np.arange(40 * 16).reshape(40, 16) % 252
     else:
         codes = codes_of(raw, kind)
         odd = torch.tensor([0.0, 6e-8, -6e-5, 65504.0, -65504.0], dtype=torch.float16)
@@ -207,3 +211,34 @@ def test_without_native_kernels_codes_are_not_kept() -> None:
     environment = {"SPILLOVER_NATIVE": "0", "PATH": ""}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout.strip() == "False"
+
+
+def built(sources: list[Path], cores: str) -> ctypes.CDLL:
+    """Compile these for `cores`, once."""
+    command = [*build.command(cores), "-O1", f"-I{Path(build.__file__).parent}"]
+    path = build.cache_folder() / build.library_name([*command, *(source.read_text() for source in sources)])
+    if not path.exists():
+        build.build(command, path, lambda done, total: None, sources)
+    library = ctypes.CDLL(str(path))
+    library.coded_linear.argtypes = native._PARAMETERS["coded_linear"]
+    return library
+
+
+@needs_codes
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86")
+@pytest.mark.parametrize("other", ["emulated_tiles", "without VNNI"])
+def test_other_instructions_of_x86_give_the_same_bits(other: str) -> None:
+    folder, cores = Path(build.__file__).parent, {level.name: level.cores for level in build.LEVELS["x86_64"]}
+    tiles = other == "emulated_tiles"
+    source = Path(__file__).parent.parent / "support" / "emulated_tiles.cpp" if tiles else folder / "coded.cpp"
+    library = built([source, folder / "team.cpp"],
+                    f"{cores['avx512-vnni']} -mavx512bf16" if tiles else cores["avx512"])
+    weights = [coded(kind, 70, 512) for kind in KINDS]
+    weights.append(pack_codes([grouped_codes(torch.randint(-128, 128, (70, 512)).to(torch.int8), torch.randn(70, 4),
+                                             torch.randn(70, 4))]))
+    for weight in weights:
+        for rows in (1, 2, 3, 4, 17):
+            x = torch.randn(rows, 512) * torch.exp2(torch.randint(-10, 10, (512,)))
+            found = torch.empty(rows, 70)
+            library.coded_linear(x.data_ptr(), weight.tensors[0].data_ptr(), None, found.data_ptr(), rows, 70, 512)
+            assert torch.equal(found, linear(x, weight)), (weight.format, rows)

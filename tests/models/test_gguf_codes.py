@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from transformers import LlamaConfig
 
 from spillover import LLM, SamplingParams
 from spillover.engine.assemble import plan_model
@@ -20,8 +22,9 @@ from spillover.kernels.linear import unpack
 from spillover.models.checkpoint import open_checkpoint
 from spillover.models.registry import architecture
 from spillover.models.weight_specs import WeightSpecs, in_codes, kept_on, part_nbytes
-from support.gguf_cases import CASES, random_model
+from support.gguf_cases import CASES, FIELDS, SHAPE, random_model
 from support.gguf_writing import write_like_llama_cpp
+from support.k_quants import quantize_more, write_q4_k_m
 from support.loading import load_weights
 
 DENSE = ["llama", "llama with biases, tied", "qwen2", "qwen3"]
@@ -119,3 +122,42 @@ def test_a_plan_counts_codes(tmp_path: Path) -> None:
     assert all(coded == {False} for name, (_, coded) in plans.items() if name != ("keep", "auto", "auto"))
     assert kept[0] < widened[0] / 3
     assert gguf.GGML_QUANT_SIZES[Kind.Q4_1] == (32, 20)  # what the counts rest on
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL])
+def test_quantisers_of_our_own_are_read_by_the_package(kind: Kind) -> None:
+    """Within half a step of a block, whose steps are its range over the codes."""
+    values = np.random.default_rng(0).standard_normal((6, 512)).astype(np.float32)
+    values[0, :256] = 0
+    found = gguf.dequantize(quantize_more(values, kind), kind)
+    steps = {Kind.Q4_K: 15, Kind.Q5_K: 31, Kind.Q6_K: 63, Kind.IQ4_NL: 12}[kind]
+    reach = np.abs(values).reshape(6, -1, 32).max(-1, keepdims=True).repeat(32, -1).reshape(values.shape)
+    assert (np.abs(found - values) <= 1.3 * reach / steps).all()
+    assert (found[0, :256] == 0).all()
+
+
+@needs_codes
+def test_a_file_in_q4_k_m_stays_in_its_codes(tmp_path: Path) -> None:
+    """Rows of 256 columns in Q4_K and Q6_K, others in what llama.cpp takes instead, joined in one matrix too."""
+    arch, _, fields = CASES["llama with biases, tied"]
+    config = LlamaConfig(**SHAPE | {"hidden_size": 256, "intermediate_size": 320}, tie_word_embeddings=True)
+    shape = FIELDS | {"embedding_length": 256, "feed_forward_length": 320}
+    plain = write_like_llama_cpp(tmp_path / "plain.gguf", random_model(config), arch, shape | fields)
+    path = write_q4_k_m(plain, tmp_path / "m.gguf")
+    specs, kept = loaded(path, keep=True)
+    _, widened = loaded(path, keep=False)
+    forms = {(part, spec.name): spec.format.forms for part, listed in specs.items() for spec in listed
+             if isinstance(spec.format, GgufCodes)}
+    assert forms["layers.0", "qkv"] == (FORMS["Q4_K"], FORMS["Q4_K"], FORMS["Q4_K"])
+    assert forms["layers.1", "qkv"] == (FORMS["Q4_K"], FORMS["Q4_K"], FORMS["Q6_K"])
+    assert (forms["layers.0", "down"], forms["layers.1", "down"]) == ((FORMS["Q5_0"],), (FORMS["Q8_0"],))
+    for part, named in widened.items():
+        for name, weight in named.items():
+            assert torch.equal(unpack(kept[part][name]), unpack(weight)), f"{part}.{name}"
+    answers = []
+    for codes in ("keep", "widen"):
+        with LLM(str(path), skip_tokenizer_init=True, max_model_len=64, gpu_memory="64MB", weight_codes=codes) as llm:
+            params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+            outputs = llm.generate([{"prompt_token_ids": [3, 1, 4, 1, 5]}], params, use_tqdm=False)
+            answers.append(outputs[0].outputs[0].token_ids)
+    assert answers[0] == answers[1]

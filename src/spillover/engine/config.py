@@ -35,9 +35,8 @@ class EngineConfig:
                              ("auto", "dummy", "null"))
     dtype: str = _flag("auto", "Compute type; auto is float32 on a CPU and the stored type on a GPU.",
                        ("auto", "float32", "bfloat16", "float16"))
-    weight_codes: str = _flag("keep", "How to hold weights that a GGUF file stores in codes of 4 or 8 bits: keep "
-                                      "computes with the codes where the CPU can; widen dequantises them to the "
-                                      "compute type.",
+    weight_codes: str = _flag("keep", "How to hold weights that a GGUF file stores in codes: keep computes with the "
+                                      "codes where the CPU can; widen dequantises them to the compute type.",
                               ("keep", "widen"))
     device: str = _flag("auto", "Device to compute on.", ("auto", "cpu", "cuda"))
     gpu_memory: str | None = _flag(None, "Memory budget of the device tier for weights, KV cache and workspace: a size "

@@ -8,7 +8,7 @@
 // made, nor on the kind of core.
 #include "team.h"
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#if defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #include "coded_x86.h"
 #define HAVE_CODES 1
 #elif defined(__ARM_FEATURE_DOTPROD)

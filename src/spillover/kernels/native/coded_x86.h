@@ -1,5 +1,5 @@
-// Products with codes on x86 cores: by vectors of bytes (AVX-512 VNNI), with more rows by tiles where the cores have them
-// (AMX), as bfloat16, which holds codes and digits exactly. A vector's bytes of codes are unsigned, so its sums start
+// Products with codes on x86 cores: by vectors of bytes (AVX-512, in one instruction with VNNI), with more rows by tiles
+// where the cores have them (AMX), as bfloat16, which holds codes and digits exactly. A vector's bytes of codes are unsigned, so its sums start
 // with what takes away that they are higher.
 #pragma once
 #include "amx.h"
@@ -34,6 +34,23 @@ struct Lanes {
     static __m128i sixteen(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
 };
 
+// sums += four unsigned bytes, none above MOST, times four signed ones.
+template <int MOST>
+__m512i dot(__m512i sums, __m512i codes, __m512i digits) {
+#if defined(__AVX512VNNI__)
+    return _mm512_dpbusd_epi32(sums, codes, digits);
+#else
+    if constexpr (MOST * 2 * 128 < 1 << 15) {
+        const __m512i pairs = _mm512_maddubs_epi16(codes, digits);
+        return _mm512_add_epi32(sums, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+    }
+    const __m512i even = _mm512_madd_epi16(_mm512_and_si512(codes, _mm512_set1_epi16(255)),
+                                           _mm512_srai_epi16(_mm512_slli_epi16(digits, 8), 8));
+    const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(codes, 8), _mm512_srai_epi16(digits, 8));
+    return _mm512_add_epi32(sums, _mm512_add_epi32(even, odd));
+#endif
+}
+
 // Right, or left.
 template <int BY>
 __m512i shifted(__m512i words) {
@@ -51,11 +68,11 @@ constexpr uint16_t brain(int value) {
 }
 
 // bytes<I>: the I-th vector of half a block's codes as bytes, kBase higher than their values less the codes' centre, from
-// 0 on; four columns of a channel lie together, in the form's order.
+// 0 to kMost; four columns of a channel lie together, in the form's order.
 // pairs<V>: eight columns' values less the centre as bfloat16, a row of a tile for each pair of columns.
 template <class Codes>
 struct Vectors {
-    static constexpr int kBase = Codes::kCentre;
+    static constexpr int kBase = Codes::kCentre, kMost = 2 * kBase - 1;
 
     template <int I>
     static __m512i bytes(const uint8_t* half) {
@@ -100,7 +117,7 @@ struct Vectors {
 
 template <class Named>
 struct Vectors<Table<Named>> {
-    static constexpr int kBase = 128;
+    static constexpr int kBase = 128, kMost = 255;
 
     template <int I>
     static __m512i bytes(const uint8_t* half) {
@@ -136,7 +153,7 @@ struct Vectors<Table<Named>> {
 
 template <>
 struct Vectors<SignedBytes> {
-    static constexpr int kBase = 128;
+    static constexpr int kBase = 128, kMost = 255;
 
     template <int I>
     static __m512i bytes(const uint8_t* half) {
@@ -255,32 +272,44 @@ void few_rows(const uint8_t* panel, const Rows& rows, int64_t stride, const Outp
         at.ask_ahead();
         const uint8_t* x = rows.digits + b * kDigits * stride;
         const Scale* scales = rows.scales + b;
-        unrolled<0, kHalves * Form::kParts>([&](auto piece) {
-            constexpr int kPart = decltype(piece)::value % Form::kParts, h = decltype(piece)::value / Form::kParts;
-            __m512i products[M][kDigits];
+        unrolled<0, Form::kParts>([&](auto part) {
+            constexpr int kPart = decltype(part)::value;
+            __m512i products[M][kHalves][kDigits];  // both halves: enough that none waits for the one before it
             for (int m = 0; m < M; m++) {
                 const int32_t* base = scales[m * rows.blocks].base[kPart];
-                for (int d = 0; d < kDigits; d++) products[m][d] = _mm512_set1_epi32(base[d]);
+                for (auto& three : products[m]) {
+                    for (int d = 0; d < kDigits; d++) three[d] = _mm512_set1_epi32(base[d]);
+                }
             }
             unrolled<kPart * kPartVectors, kPartVectors>([&](auto i) {
                 constexpr int I = decltype(i)::value;
-                const __m512i codes = Vectors<typename Form::Codes>::template bytes<I>(at.codes(h));
+                __m512i codes[kHalves];
+                for (int h = 0; h < kHalves; h++) {
+                    codes[h] = Vectors<typename Form::Codes>::template bytes<I>(at.codes(h));
+                }
                 for (int m = 0; m < M; m++) {
                     for (int d = 0; d < kDigits; d++) {
                         int32_t four;
                         __builtin_memcpy(&four, x + I * 4 + d * stride + m * kColumns, 4);
-                        products[m][d] = _mm512_dpbusd_epi32(products[m][d], codes, _mm512_set1_epi32(four));
+                        const __m512i digits = _mm512_set1_epi32(four);
+                        for (int h = 0; h < kHalves; h++) {
+                            products[m][h][d] = dot<Vectors<typename Form::Codes>::kMost>(products[m][h][d], codes[h], digits);
+                        }
                     }
                 }
             });
-            const Channels<Form> channels(at, h, kPart);
-            for (int m = 0; m < M; m++) {
-                // As the tiles add them up: the lower two digits, to these the highest.
-                const __m512i lower = _mm512_add_epi32(_mm512_slli_epi32(products[m][1], 8), products[m][0]);
-                const __m512 highest = _mm512_cvtepi32_ps(products[m][2]);
-                const __m512 all = _mm512_fmadd_ps(highest, _mm512_set1_ps(65536), _mm512_cvtepi32_ps(lower));
-                const Scale& scale = scales[m * rows.blocks];
-                sums[m][h] = channels.add(sums[m][h], _mm512_mul_ps(all, _mm512_set1_ps(scale.unit)), scale);
+            for (int h = 0; h < kHalves; h++) {
+                const Channels<Form> channels(at, h, kPart);
+                for (int m = 0; m < M; m++) {
+                    // As the tiles add them up: the lower two digits, to these the highest.
+                    const __m512i* three = products[m][h];
+                    const __m512i lower = _mm512_add_epi32(_mm512_slli_epi32(three[1], 8), three[0]);
+                    const __m512 highest = _mm512_cvtepi32_ps(three[2]);
+                    const __m512 all = _mm512_fmadd_ps(highest, _mm512_set1_ps(65536), _mm512_cvtepi32_ps(lower));
+                    const Scale& scale = scales[m * rows.blocks];
+                    __m512& sum = sums[m][h];
+                    sum = channels.add(sum, _mm512_mul_ps(all, _mm512_set1_ps(scale.unit)), scale);
+                }
             }
         });
     }
