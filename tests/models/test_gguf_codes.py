@@ -42,7 +42,7 @@ def quantised(case: str, folder: Path, kind: Kind, **other: Kind) -> Path:
         found = [given for part, given in other.items() if part in name]
         return (found or [kind])[0] if dimensions == 2 else Kind.F32
 
-    return write_like_llama_cpp(folder / "m.gguf", random_model(config), arch, shape | fields, kind_of=choose)
+    return write_like_llama_cpp(folder / "m.gguf", random_model(config), arch, shape | fields, kind, choose)
 
 
 def loaded(path: Path, keep: bool) -> tuple[WeightSpecs, dict[str, dict[str, Any]]]:
@@ -91,8 +91,22 @@ def test_what_is_no_matrix_of_codes_is_not_read_as_one(tmp_path: Path) -> None:
                 checkpoint.read_codes(name)
 
 
+def test_experts_stay_in_codes(tmp_path: Path) -> None:
+    for case in ("mixtral", "qwen3moe"):
+        path = quantised(case, tmp_path, Kind.Q5_0, ffn_gate_inp=Kind.F32)
+        specs, kept = loaded(path, keep=True)
+        _, widened = loaded(path, keep=False)
+        for name, matrices in (("experts.gate_up", 2), ("experts.down", 1)):
+            found, plain = kept["layers.1"][name], widened["layers.1"][name]
+            assert found.format == GgufCodes((FORMS["Q5_0"],) * matrices)
+            for expert in range(4):
+                assert torch.equal(unpack(found.expert(expert)), unpack(plain.expert(expert)))
+        counted = part_nbytes(kept_on(specs, "cpu", "float32")["layers.1"], "float32")
+        assert counted == sum(weight.nbytes for weight in kept["layers.1"].values())
+
+
 @needs_codes
-@pytest.mark.parametrize("case", DENSE)
+@pytest.mark.parametrize("case", [*DENSE, "mixtral", "qwen3moe"])
 @pytest.mark.parametrize("offload", [None, 1e-5])
 def test_greedy_tokens_are_those_of_widened_weights(case: str, offload: float | None, tmp_path: Path) -> None:
     path = quantised(case, tmp_path, Kind.Q4_1, output=Kind.Q8_0, token_embd=Kind.Q8_0)

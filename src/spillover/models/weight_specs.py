@@ -99,10 +99,14 @@ def in_codes(specs: WeightSpecs, codes: Mapping[str, str]) -> WeightSpecs:
 
     def taken(spec: WeightSpec) -> WeightSpec:
         source = spec.sources[0]
-        if spec.format != DENSE or spec.experts or len(spec.sources) != 1 or source.transposed:
+        if spec.format != DENSE or source.transposed or source.per_expert != bool(spec.experts):
             return spec
-        coded = all(name in codes for name in source.names)
-        return replace(spec, format=GgufCodes(tuple(FORMS[codes[name]] for name in source.names))) if coded else spec
+        experts = range(spec.experts or 1)
+        types = [{codes.get(name.format(expert=expert)) for expert in experts} for name in source.names]
+        forms = [FORMS[kinds.pop() or ""] for kinds in types if len(kinds) == 1 and None not in kinds]
+        if len(forms) < len(types):
+            return spec
+        return replace(spec, sources=(source,), format=GgufCodes(tuple(forms)))
 
     return {part: [taken(spec) for spec in listed] for part, listed in specs.items()}
 

@@ -145,8 +145,14 @@ class GGUFCheckpoint:
 
     def _plain(self, tensor: GGUFTensor) -> _View:
         plain = _View(tensor.shape, lambda: self._load(tensor), self._dtype(tensor))
-        coded = len(tensor.shape) == 2 and has_codes(tensor.kind)
-        return replace(plain, read_codes=lambda: self._codes(tensor), code_type=tensor.kind.name) if coded else plain
+        return self._coded(plain, tensor, 0, tensor.rows) if len(tensor.shape) == 2 else plain
+
+    def _coded(self, plain: _View, tensor: GGUFTensor, first: int, count: int) -> _View:
+        """Let rows of a tensor be read as codes too, if it is stored in such."""
+        if not has_codes(tensor.kind):
+            return plain
+        return replace(plain, read_codes=lambda: codes_of(self._raw(tensor, first, count), tensor.kind),
+                       code_type=tensor.kind.name)
 
     def _rotary(self, tensor: GGUFTensor, kind: str) -> _View:
         """Put rows back into HF's order: llama.cpp rotates neighbours (0, 1) where HF rotates halves (0, D/2)."""
@@ -159,7 +165,8 @@ class GGUFCheckpoint:
 
         plain = self._plain(tensor)
         view = replace(plain, read=lambda: ordered(plain.read()))
-        return replace(view, read_codes=lambda: self._codes(tensor).rows(ordered)) if plain.code_type else view
+        read_codes = plain.read_codes
+        return view if read_codes is None else replace(view, read_codes=lambda: read_codes().rows(ordered))
 
     def _experts(self, tensors: dict[str, GGUFTensor]) -> dict[str, _View]:
         """Return both ways HF names them: stacked as its modules hold them, and one by one as its files do."""
@@ -204,8 +211,9 @@ class GGUFCheckpoint:
 
     def _expert(self, tensor: GGUFTensor, expert: int) -> _View:
         rows = tensor.shape[1]
-        return _View(tensor.shape[1:], lambda: self._load_rows(tensor, expert * rows, rows).reshape(tensor.shape[1:]),
-                     self._dtype(tensor))
+        plain = _View(tensor.shape[1:], lambda: self._load_rows(tensor, expert * rows, rows).reshape(tensor.shape[1:]),
+                      self._dtype(tensor))
+        return self._coded(plain, tensor, expert * rows, rows)
 
     def _gpt_oss_experts(self, tensors: dict[str, GGUFTensor]) -> dict[str, _View]:
         """Interleave the rows as HF does: gate 0, up 0, gate 1, up 1 and so on."""
@@ -255,9 +263,6 @@ class GGUFCheckpoint:
 
     def _dtype(self, tensor: GGUFTensor) -> torch.dtype:
         return _AS_STORED.get(tensor.kind, torch.float32)
-
-    def _codes(self, tensor: GGUFTensor) -> Codes:
-        return codes_of(self._raw(tensor, 0, tensor.rows), tensor.kind)
 
     def _load(self, tensor: GGUFTensor) -> Tensor:
         return self._load_rows(tensor, 0, tensor.rows).reshape(tensor.shape)
