@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from os import PathLike
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from spillover.engine.assemble import Assembly, assemble
+from spillover.engine.batch.step_result import PromptObserver
 from spillover.engine.config import EngineConfig
 from spillover.engine.engine_thread import EngineThread
+from spillover.engine.loop import ModelRunner
 from spillover.engine.output.output_processor import Answer
 from spillover.engine.output.outputs import RequestOutput
 from spillover.engine.prompts import (
@@ -33,6 +35,7 @@ from spillover.engine.request_factory import RequestFactory
 from spillover.engine.sampling_params import SamplingParams
 from spillover.engine.stats import EngineStats
 from spillover.engine.structured.structured import GrammarLimits
+from spillover.errors import SpilloverError
 from spillover.models.generation_config import sampling_defaults
 from spillover.models.tokenizer import Tokenizer
 from spillover.plan.planner import Plan
@@ -121,6 +124,19 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         self._thread.run(self.engine.scheduler.reset_prefix_cache)
+
+    def observe_prompt_logits(self, observe: PromptObserver | None) -> None:
+        """Have `observe(prompt, position, logits)` called with the logits [P, V] behind the prompt_logprobs of every
+        request, from the prompt's token at `position` on; None ends it. It is called while a step runs, in the thread
+        of the engine: again for a request that was preempted."""
+        if self.config.load_format == "null":
+            raise SpilloverError("load_format null has no model, and so no logits")
+        runner = cast(ModelRunner, self.engine.runner)
+
+        def change() -> None:
+            runner.observe = observe
+
+        self._thread.run(change)
 
     # Leaving
 

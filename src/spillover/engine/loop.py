@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
+from spillover.engine.batch.step_result import PromptObserver
 from spillover.engine.request import Request
 from spillover.engine.scheduler import Scheduler
 from spillover.engine.step import Step, StepResult
@@ -52,6 +53,8 @@ class StepRunner(Protocol):
 
 class ModelRunner(StepRunner, Protocol):
     """A runner that has a model, with its weights and KV in device memory."""
+
+    observe: PromptObserver | None
 
     @property
     def weights(self) -> EngineWeights: ...

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from spillover.engine.output.outputs import Logprob, PositionLogprobs
-from spillover.engine.step import NewRequest, Step, StepItem, StepResult
+from spillover.engine.step import NewRequest, Step, StepItem, StepResult, scored_positions
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.memory.transfer.cpu_transfers import CpuTransfers
 from spillover.models.tokenizer import Tokenizer
@@ -78,8 +78,7 @@ class NullRunner:
         request = self._requests[item.id]
         if not item.score_prompt:
             return None
-        scored = request.token_ids[item.start + 1:min(item.end + 1, request.num_prompt)]
-        return [self._certain(token) for token in scored]
+        return [self._certain(token) for token in request.token_ids[scored_positions(item, request)]]
 
     def _certain(self, token: int) -> PositionLogprobs:
         return {token: Logprob(0.0, 1, self._decode(token) if self._decode is not None else None)}

@@ -65,6 +65,16 @@ class Request:
     def __post_init__(self, prompt: Sequence[int]) -> None:
         self.token_ids = array("i", prompt)
         self.num_prompt = len(self.token_ids)
+        self.forget_prompt_logprobs()
+
+    def forget_prompt_logprobs(self) -> None:
+        """Set back to what is known before a prefill: nothing of the positions that nobody asked for."""
+        self.prompt_logprobs = [None] * (self.first_scored - 1)
+
+    @property
+    def first_scored(self) -> int:
+        """Return the first prompt position whose log probability is told; 1 or more, as nothing predicts the first."""
+        return max(1, min(self.params.prompt_logprobs_start, self.num_prompt))
 
     @cached_property
     def prompt_token_ids(self) -> list[int]:

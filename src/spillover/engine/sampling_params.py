@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from spillover.errors import RequestError, did_you_mean
 
 GREEDY_EPSILON = 1e-5  # a temperature below this means argmax
-_WHOLE = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")  # numbers, or None
+_WHOLE = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs",
+          "prompt_logprobs_start")  # numbers, or None
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # this many alternatives besides the sampled token; 0: the sampled token alone
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0  # first prompt position told; what is before it may come from the cache
     detokenize: bool = True
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None  # a dict of its fields is taken too
@@ -146,6 +148,7 @@ class SamplingParams:
         within("frequency_penalty", -2, 2)
         within("repetition_penalty", 0, math.inf, open_low=True)
         within("min_tokens", 0, math.inf)
+        within("prompt_logprobs_start", 0, math.inf)
         if math.isinf(self.temperature) or math.isinf(self.repetition_penalty):
             raise RequestError("temperature and repetition_penalty must be finite, got inf")
         if self.max_tokens is not None:

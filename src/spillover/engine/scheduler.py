@@ -221,7 +221,8 @@ class Scheduler:
             first_block=first,
             new_blocks=tuple(tuple(table[first:]) for table in tables),
             mask=request.grammar.mask() if samples and request.grammar is not None else b"",
-            score_prompt=start < request.num_prompt - 1 and _needs_prompt_logits(request),
+            score_prompt=(start < request.num_prompt - 1 and end >= request.first_scored
+                          and _needs_prompt_logits(request)),
             host_blocks=self.connector.host_blocks(request.request_id) if request.long else (),
         )
         request.blocks_sent = len(tables[0])
@@ -320,7 +321,7 @@ class Scheduler:
         return self._forming
 
     def _match(self, request: Request) -> int:
-        return 0 if _needs_prompt_logits(request) else self.kv.match(request.token_ids, request.cache_salt)
+        return self.kv.match(_reusable(request), request.cache_salt)
 
     def _waits_for_leader(self, request: Request) -> bool:
         """Return whether its parent has still to compute the prompt's blocks, which siblings share."""
@@ -330,7 +331,7 @@ class Scheduler:
 
     def _begin(self, request: Request) -> int:
         if _needs_prompt_logits(request):
-            return self.kv.admit(request.request_id, [], request.cache_salt)
+            return self.kv.admit(request.request_id, _reusable(request), request.cache_salt)
         parent = request.parent
         if parent is not None and parent.status is Status.RUNNING and request.num_preemptions == 0:
             return self.kv.fork(parent.request_id, request.request_id, request.num_prompt - 1)
@@ -436,7 +437,7 @@ class Scheduler:
             request.num_computed = 0
             request.restoring = request.long = False
             if _needs_prompt_logits(request):
-                request.prompt_logprobs.clear()  # its prefill starts over
+                request.forget_prompt_logprobs()  # its prefill starts over
             self.waiting.appendleft(request)
             self._lookup(request)
 
@@ -446,5 +447,10 @@ class Scheduler:
 
 
 def _needs_prompt_logits(request: Request) -> bool:
-    """Log probabilities of the prompt come from computing it, so no cached prefix may stand in for it."""
+    """Log probabilities of the prompt come from computing it, so no cached prefix may stand in for what is scored."""
     return request.params.prompt_logprobs is not None and len(request.prompt_logprobs) < request.num_prompt - 1
+
+
+def _reusable(request: Request) -> Sequence[int]:
+    """Return the tokens among which a cached prefix may be looked for; the last of them is always computed."""
+    return request.token_ids[:request.first_scored] if _needs_prompt_logits(request) else request.token_ids

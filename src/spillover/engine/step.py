@@ -55,6 +55,11 @@ class StepItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return self.start + self.count
 
 
+def scored_positions(item: StepItem, request: NewRequest) -> slice:
+    """Return the prompt positions whose tokens an item with `score_prompt` scores; row p - 1 predicts position p."""
+    return slice(max(item.start + 1, request.params.prompt_logprobs_start), min(item.end + 1, request.num_prompt))
+
+
 class Step(msgspec.Struct, frozen=True, array_like=True):
     items: tuple[StepItem, ...]
     new: tuple[NewRequest, ...] = ()
@@ -78,7 +83,7 @@ class StepResult:
 
     token_ids: list[tuple[int, ...]]  # sampled, after a verify those accepted and one more; () where none are
     logprobs: list[tuple[PositionLogprobs, ...]]  # log probabilities of the tokens; () where none were asked for
-    prompt_logprobs: list[list[PositionLogprobs] | None]  # for prompt positions start + 1 .. start + count
+    prompt_logprobs: list[list[PositionLogprobs] | None]  # for the item's `scored_positions`
 
 
 def encode_step(step: Step) -> bytes:

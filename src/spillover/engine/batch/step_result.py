@@ -18,9 +18,12 @@ from spillover.engine.batch.sampler import (
     prompt_logprobs,
     to_position_logprobs,
 )
-from spillover.engine.step import Step, StepItem, StepResult
+from spillover.engine.step import Step, StepItem, StepResult, scored_positions
 from spillover.models.layers import Decoder
 from spillover.models.weights import Weights
+
+# Is shown the logits [P, V] that predict a prompt's tokens from a position on: (prompt, position, logits).
+PromptObserver = Callable[[Sequence[int], int, Tensor], None]
 
 PROMPT_LOGITS_ROWS = 64  # prompt logits are made this many rows at a time: a row is a whole vocabulary
 
@@ -34,6 +37,8 @@ class PromptRows:
     next_token_ids: list[int]  # the token that each row should have predicted
     next_ids: Tensor  # the same on the device, [P]
     alternatives: int
+    prompt: Sequence[int]
+    first_position: int  # of the token that the first row should have predicted
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
@@ -80,14 +85,18 @@ def prompt_rows(step: Step, table: RequestTable, device: torch.device) -> tuple[
     for index, item in enumerate(step.items):
         if item.score_prompt:
             request = table[item.id].request
-            next_ids = list(request.token_ids[item.start + 1:min(item.end + 1, request.num_prompt)])
+            scored = scored_positions(item, request)
+            next_ids = list(request.token_ids[scored])
             ids = to_device(torch.tensor(next_ids, dtype=torch.int64), device)
-            found.append(PromptRows(index, first_row, next_ids, ids, request.params.prompt_logprobs or 0))
+            found.append(PromptRows(index, first_row + scored.start - 1 - item.start, next_ids, ids,
+                                    request.params.prompt_logprobs or 0, request.token_ids[:request.num_prompt],
+                                    scored.start))
         first_row += item.count
     return tuple(found)
 
 
-def score(model: Decoder, weights: Weights, hidden: Tensor, rows: PromptRows) -> list[SampledLogprobs]:
+def score(model: Decoder, weights: Weights, hidden: Tensor, rows: PromptRows,
+          observe: PromptObserver | None = None) -> list[SampledLogprobs]:
     """Return the log probabilities of a prompt's tokens, a few rows of logits at a time."""
     parts = []
     for start in range(0, len(rows.next_ids), PROMPT_LOGITS_ROWS):
@@ -95,6 +104,8 @@ def score(model: Decoder, weights: Weights, hidden: Tensor, rows: PromptRows) ->
         first = rows.first_row + start
         logits = model.logits(hidden[first:first + len(ids)], weights)
         parts.append(prompt_logprobs(logits, ids, rows.alternatives))
+        if observe is not None:
+            observe(rows.prompt, rows.first_position + start, logits)
     return parts
 
 

@@ -22,6 +22,7 @@ from spillover.engine.batch.request_table import StepLimits
 from spillover.engine.batch.sampler import SampledLogprobs, SamplingBatch, sample
 from spillover.engine.batch.step_layout import ItemArrays, StepArrays, write_decodes, write_step
 from spillover.engine.batch.step_result import (
+    PromptObserver,
     PromptRows,
     decode_result,
     prompt_rows,
@@ -90,6 +91,7 @@ class CpuRunner:
         self.weights = weights
         self.kv = kv
         self.decode = decode
+        self.observe: PromptObserver | None = None
         self.transfers = transfers
         self.table = limits.request_table(len(model.groups), block_size, torch.device("cpu"))
         self._block_tables: npt.NDArray[np.int32] = self.table.block_tables.numpy()  # [groups, slots, width]
@@ -220,5 +222,5 @@ class CpuRunner:
                 sampled = sample(logits, work.sampling)
             self._drawn = drawn = sampled.token_ids.numpy()
             logprobs = sampled.logprobs
-        prompt = tuple(score(self.model, self.weights, hidden, rows) for rows in work.prompt_rows)
+        prompt = tuple(score(self.model, self.weights, hidden, rows, self.observe) for rows in work.prompt_rows)
         return _Outcome(drawn, logprobs, prompt)

@@ -22,6 +22,7 @@ from spillover.engine.batch.request_table import BlockUpdates, StepLimits
 from spillover.engine.batch.sampler import SampledLogprobs, SamplingBatch, sample
 from spillover.engine.batch.step_layout import ItemArrays, write_step
 from spillover.engine.batch.step_result import (
+    PromptObserver,
     PromptRows,
     decode_result,
     prompt_rows,
@@ -102,6 +103,7 @@ class CudaRunner:
         self.weights = weights
         self.kv = kv
         self.decode = decode
+        self.observe: PromptObserver | None = None
         self.transfers = transfers
         self.table = limits.request_table(groups, block_size, device)
         self._asleep: SleepingKV | None = None
@@ -216,7 +218,7 @@ class CudaRunner:
             rows = self._graphs.run(work.key, partial(self._captured, work.offsets, work.key))
         else:
             hidden = self._forward(work.offsets, step.items[0])
-            scored = tuple(score(self.model, self.weights, hidden, part) for part in work.prompts)
+            scored = tuple(score(self.model, self.weights, hidden, part, self.observe) for part in work.prompts)
             rows = hidden[self._inputs.array(work.offsets, "sample_rows")]
         if work.sampling is not None:
             assert rows is not None
