@@ -12,6 +12,7 @@ import itertools
 import json
 import ssl
 import string
+import threading
 import urllib.parse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class ServedModel:
             insecure: bool = False) -> ServedModel:
         """Ask a server for its model. `tokenizer`: used instead of its own. `insecure`: any certificate will do."""
         authorized = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        server = _Server(base_url, {**authorized, **(headers or {})}, insecure)
+        server = JsonServer(base_url, {**authorized, **(headers or {})}, insecure=insecure)
         cards = server.get("/v1/models").get("data") or []
         card = next((card for card in cards if model in (None, card["id"])), None)
         if card is None:
@@ -69,7 +70,7 @@ class ServedModel:
 class ServerTokenizer:
     """The server's own, by /tokenize and /detokenize as vLLM, SGLang, llama.cpp and spillover have them."""
 
-    def __init__(self, server: _Server, model: str, llamacpp: bool) -> None:
+    def __init__(self, server: JsonServer, model: str, llamacpp: bool) -> None:
         self._server, self._model, self._llamacpp = server, model, llamacpp
 
     @functools.cached_property
@@ -81,8 +82,8 @@ class ServerTokenizer:
                                  "random prompts; give --tokenizer, a model folder or GGUF file")
         return Vocabulary(max(plain) + 1, frozenset(range(max(plain) + 1)) - plain)
 
-    def encode(self, text: str) -> list[int]:
-        return self._tokens(_tokenize_body(self._model, text, self._llamacpp))
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        return self._tokens(_tokenize_body(self._model, text, self._llamacpp, special))
 
     def chat(self, text: str) -> list[int]:
         messages = [{"role": "user", "content": text}]
@@ -109,20 +110,17 @@ def _tokenize_body(model: str, text: str, llamacpp: bool, special: bool = True) 
     return {"model": model, "prompt": text, "add_special_tokens": special}
 
 
-class _Server:
-    """JSON over one kept connection."""
+class JsonServer:
+    """JSON over kept connections, one for each thread that asks."""
 
-    def __init__(self, base_url: str, headers: Mapping[str, str], insecure: bool) -> None:
+    def __init__(self, base_url: str, headers: Mapping[str, str], timeout: float = TIMEOUT,
+                 insecure: bool = False) -> None:
         self._base_url = base_url.rstrip("/").removesuffix("/v1")
         url = urllib.parse.urlsplit(self._base_url)
         if url.scheme not in ("http", "https") or not url.hostname:
             raise SpilloverError(f"--base-url is like http://127.0.0.1:8000; got '{base_url}'")
-        self._connection: http.client.HTTPConnection
-        if url.scheme == "https":
-            context = ssl._create_unverified_context() if insecure else ssl.create_default_context()
-            self._connection = http.client.HTTPSConnection(url.hostname, url.port, timeout=TIMEOUT, context=context)
-        else:
-            self._connection = http.client.HTTPConnection(url.hostname, url.port, timeout=TIMEOUT)
+        self._url, self._timeout, self._insecure = url, timeout, insecure
+        self._kept = threading.local()
         self._path = url.path
         self._headers = {"Content-Type": "application/json", **headers}
 
@@ -153,16 +151,30 @@ class _Server:
 
     def _exchange(self, method: str, path: str, body: Mapping[str, Any] | None) -> tuple[int, bytes]:
         payload = None if body is None else json.dumps(body)
+        connection = self._connection()
         for attempt in (1, 2):
             try:
-                self._connection.request(method, self._path + path, payload, self._headers)
-                response = self._connection.getresponse()
+                connection.request(method, self._path + path, payload, self._headers)
+                response = connection.getresponse()
                 return response.status, response.read()
             except (http.client.HTTPException, OSError) as error:
-                self._connection.close()
+                connection.close()
                 # A server may close a connection that was idle; a second failure is one.
                 if attempt == 2 or isinstance(error, ConnectionRefusedError | TimeoutError):
                     raise SpilloverError(f"no server answers at {self._base_url} ({error or type(error).__name__}); "
                                          "start one with `spill serve`, or give --base-url, --host or --port"
                                          ) from error
         raise AssertionError("unreachable")
+
+    def _connection(self) -> http.client.HTTPConnection:
+        """Return this thread's own."""
+        made: http.client.HTTPConnection | None = getattr(self._kept, "connection", None)
+        if made is None:
+            host, port, timeout = str(self._url.hostname), self._url.port, self._timeout
+            if self._url.scheme == "https":
+                context = ssl._create_unverified_context() if self._insecure else ssl.create_default_context()
+                made = http.client.HTTPSConnection(host, port, timeout=timeout, context=context)
+            else:
+                made = http.client.HTTPConnection(host, port, timeout=timeout)
+            self._kept.connection = made
+        return made

@@ -1,0 +1,84 @@
+"""Two results on the same items: is the second better, worse, or is no difference shown?
+
+Items are paired, so that how hard they are cancels out. Of items that are right or wrong, McNemar's exact test looks at
+those that only one of the two has right: if neither is better, either is as likely to have it. Anything else is
+compared by a bootstrap over pairs. With m comparisons a verdict needs p below 0.05 / m, so that all verdicts hold
+together with 95%; the interval of each difference is made for that level as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from spillover.errors import SpilloverError
+from spillover.eval.metrics import CONFIDENCE, RESAMPLES, Metric, is_share, resampled
+
+BETTER, WORSE, NO_DIFFERENCE = "better", "worse", "no difference shown"
+
+Items = Mapping[str, Mapping[str, float]]  # values by id
+
+
+@dataclass(frozen=True)
+class Difference:
+    """`base` against `other` on the items that both have; low and high are of other - base."""
+
+    task: str
+    metric: str
+    base: float
+    other: float
+    low: float
+    high: float
+    p: float
+    items: int
+    only_base: int | None  # items that the base alone has right; None: items are not right or wrong
+    only_other: int | None
+    test: str  # "McNemar exact" or "paired bootstrap"
+    verdict: str
+
+
+def compare(tasks: Sequence[tuple[str, Sequence[Metric], Items, Items]], confidence: float = CONFIDENCE
+            ) -> list[Difference]:
+    """Compare every metric of every task; tasks are (name, metrics, base, other)."""
+    asked = [(name, metric, base, other) for name, metrics, base, other in tasks for metric in metrics]
+    alpha = (1 - confidence) / max(1, len(asked))
+    return [_compare(name, metric, base, other, alpha) for name, metric, base, other in asked]
+
+
+def mcnemar(only_base: int, only_other: int) -> float:
+    """Return the exact two-sided p value: min(1, 2 P(X <= the smaller)), X binomial over both with chance 1/2."""
+    count, fewer = only_base + only_other, min(only_base, only_other)
+    # In whole numbers: 2 ** count is no float for large counts.
+    tail = sum(math.comb(count, k) for k in range(fewer + 1))
+    return min(1.0, float(Fraction(2 * tail, 2**count)))
+
+
+def _compare(task: str, metric: Metric, base: Items, other: Items, alpha: float) -> Difference:
+    shared = [key for key in base if key in other]
+    if not shared:
+        raise SpilloverError(f"the two results have no item of {task} in common")
+    first, second = metric.sums([base[key] for key in shared]), metric.sums([other[key] for key in shared])
+    was, now = (float(metric.shaped(over.sum() / per.sum())) for over, per in (first, second))
+    only_base: int | None = None
+    only_other: int | None = None
+    samples = metric.shaped(resampled(*first, *second))  # [2, RESAMPLES]
+    moved = samples[1] - samples[0]
+    low, high = (float(each) for each in np.quantile(moved, [alpha / 2, 1 - alpha / 2]))
+    if metric.kind == "mean" and is_share(*first) and is_share(*second):
+        only_base, only_other = int(np.sum(first[0] > second[0])), int(np.sum(first[0] < second[0]))
+        p, test = mcnemar(only_base, only_other), "McNemar exact"
+    else:
+        p, test = _bootstrap_p(moved), "paired bootstrap"
+    good = (now > was) == (metric.better == "higher")
+    verdict = NO_DIFFERENCE if p >= alpha or now == was else BETTER if good else WORSE
+    return Difference(task, metric.name, was, now, low, high, p, len(shared), only_base, only_other, test, verdict)
+
+
+def _bootstrap_p(moved: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> float:
+    """Return the two-sided share of samples that do not point the way the most do; never 0."""
+    least = min(int(np.sum(moved <= 0)), int(np.sum(moved >= 0)))
+    return min(1.0, 2 * (least + 1) / (RESAMPLES + 1))

@@ -1,0 +1,27 @@
+"""Many questions at once: threads that each wait for one answer, so that the engine has a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import TypeVar
+
+from spillover.progress import counted
+
+Asked = TypeVar("Asked")
+Answered = TypeVar("Answered")
+
+
+def answers(ask: Callable[[Asked], Answered], questions: Sequence[Asked], concurrency: int, what: str,
+            done: int = 0) -> Iterator[tuple[Asked, Answered]]:
+    """Yield every question with its answer, in the order in which they come. A bar says how far it is; `done` were
+    answered before. Ended early, it asks no more and does not wait."""
+    pool = ThreadPoolExecutor(concurrency, "spillover-eval")
+    try:
+        with counted(done + len(questions), what) as show:
+            asked = {pool.submit(ask, question): question for question in questions}
+            for count, future in enumerate(as_completed(asked), done + 1):
+                yield asked[future], future.result()
+                show(count, "")
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)

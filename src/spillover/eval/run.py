@@ -1,0 +1,26 @@
+"""Asks a target every item of a task and notes each answer as soon as it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spillover.eval.metrics import Estimate, estimate
+from spillover.eval.pool import answers
+from spillover.eval.results import Results
+from spillover.eval.target import Target
+from spillover.eval.tasks.base import Item, Task
+
+
+def run(task: Task, target: Target, items: Sequence[Item], results: Results, concurrency: int) -> None:
+    """Ask the items that the results do not have yet."""
+    results.begin(task.name, {"model": target.name, **task.settings})
+    left = [item for item in items if item.id not in results.items[task.name]]
+    asked = answers(lambda item: task.ask(target, item), left, concurrency, task.name, len(items) - len(left))
+    for item, answer in asked:
+        results.add(task.name, item.id, answer.values, answer.detail)
+
+
+def summary(task: Task, items: Sequence[Item], results: Results) -> list[tuple[str, Estimate]]:
+    """Return every metric over the items."""
+    values = [results.items[task.name][item.id] for item in items]
+    return [(metric.name, estimate(metric, values)) for metric in task.metrics]

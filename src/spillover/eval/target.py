@@ -1,0 +1,53 @@
+"""What tasks ask questions of: a model in this process or behind a URL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids of which those from `start` on are scored, each given all before it; start is 1 or more."""
+
+    token_ids: list[int]
+    start: int
+
+
+class Target(Protocol):
+    """Every method may be called from several threads at once, whose requests run together."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def max_len(self) -> int | None: ...  # tokens of prompt and answer together; None: not known
+
+    @property
+    def prefix(self) -> int | None: ...  # token that a text begins after: bos, else eos; None: not known
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Tokenise; `special`: with what the tokenizer itself puts around a text, such as bos."""
+
+    def score(self, prompts: Sequence[Prompt]) -> list[list[float]]:
+        """Return log probabilities of the scored tokens, a list for each prompt. Prompts may share a prefix."""
+
+    def top(self, prompt: Prompt, count: int) -> list[dict[int, float]]:
+        """Return, for every scored token, its log probability and those of the `count` likeliest at its place."""
+
+    def complete(self, text: str, max_tokens: int, stop: Sequence[str]) -> str:
+        """Continue a text greedily; the stop string is no part of the answer."""
+
+    def chat(self, text: str, max_tokens: int) -> str:
+        """Answer one message greedily, through the chat template."""
+
+    def close(self) -> None: ...
+
+
+def fitted(target: Target, prompt: Prompt) -> Prompt:
+    """Cut a prompt that is too long at its front, as far as something is left before what is scored."""
+    if target.max_len is None:
+        return prompt
+    over = min(len(prompt.token_ids) - (target.max_len - 1), prompt.start - 1)  # one token is always sampled
+    return prompt if over <= 0 else Prompt(prompt.token_ids[over:], prompt.start - over)
