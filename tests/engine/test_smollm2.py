@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spillover import LLM, SamplingParams, StructuredOutputs
 from spillover.errors import RequestError
+from spillover.eval.in_process import EngineTarget
+from spillover.eval.tasks.choices import choose, encode, hellaswag
 from spillover.models.hub.store import resolve
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -197,8 +199,15 @@ def test_bad_requests_get_one_sentence_and_lose_nothing(llm: LLM) -> None:
 
 
 def test_hellaswag_scores_equal_transformers(llm: LLM, reference: PreTrainedModel, shared_data: Path) -> None:
-    """A few tasks here; benchmarks/hellaswag.py runs the first 200."""
-    from hellaswag import read_tasks, score_with_engine, score_with_transformers
-
-    tasks = read_tasks(shared_data / "eval" / "hellaswag_val_full.txt.bz2", 6)
-    assert score_with_engine(llm, tasks) == score_with_transformers(reference, llm.tokenizer, tasks)
+    target = EngineTarget(llm, "default")
+    task = hellaswag("hellaswag", shared_data / "eval", None)
+    for item in task.items(target)[:6]:
+        sums = []
+        for prompt in encode(target.encode, item.ask):
+            with torch.no_grad():
+                rows = torch.log_softmax(reference(torch.tensor([prompt.token_ids])).logits[0].float(), -1)
+            sums.append(sum(rows[place - 1, prompt.token_ids[place]].item()
+                            for place in range(prompt.start, len(prompt.token_ids))))
+        detail = task.ask(target, item).detail
+        assert detail["logprobs"] == pytest.approx(sums, abs=2e-2)
+        assert (detail["choice"], detail["choice_norm"]) == choose(item.ask, sums)

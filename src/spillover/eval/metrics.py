@@ -72,7 +72,7 @@ def wilson(right: int, count: int, confidence: float = CONFIDENCE) -> tuple[floa
     share, spread = right / count, z * z / count
     middle = (share + spread / 2) / (1 + spread)
     reach = z / (1 + spread) * math.sqrt(share * (1 - share) / count + spread / (4 * count))
-    return max(0.0, middle - reach), min(1.0, middle + reach)
+    return middle - reach if right else 0.0, middle + reach if right < count else 1.0  # exact where rounding is not
 
 
 def resampled(over: Floats, per: Floats, *more: Floats, seed: int = 0) -> Floats:
