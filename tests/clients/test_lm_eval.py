@@ -15,6 +15,10 @@ import torch
 from server_process import ServerProcess
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from spillover.eval.results import Results
+from spillover.eval.run import run, summary
+from spillover.eval.served import ServedTarget
+from spillover.eval.tasks.named import open_task
 from spillover.models.hub.store import resolve
 from spillover.models.tokenizer import Tokenizer
 from support.client_process import OFFLINE, run_client
@@ -98,6 +102,21 @@ def test_log_likelihoods_and_accuracy_equal_transformers(report: Report, referen
     assert scores["acc_norm,none"] == pytest.approx(right_norm / 12)
     print(f"acc {scores['acc,none']:.3f}, acc_norm {scores['acc_norm,none']:.3f}, by both")
     assert right > 6, "a model of this size knows most of these; chance is 3"
+
+
+def test_spill_eval_gives_the_harness_numbers(report: Report, server: ServerProcess, tmp_path: Path) -> None:
+    samples = report.samples["small_multiple_choice"]
+    docs = [sample["doc"] for sample in samples]
+    (tmp_path / "tasks.txt").write_text("".join(
+        "\n".join([doc["context"], str(doc["answer"]), *doc["choices"]]) + "\n" for doc in docs))
+    target, task, results = ServedTarget(server.url), open_task("hellaswag=tasks.txt", tmp_path, 1, 1, None), Results()
+    items = task.items(target)
+    run(task, target, items, results, 4)
+    for name, found in summary(task, items, results):
+        assert found.value == report.scores["small_multiple_choice"][f"{name},none"]
+    for item, sample in zip(items, samples, strict=True):
+        sums = task.ask(target, item).detail["logprobs"]
+        assert sums == pytest.approx([total for total, _ in _pairs(sample)], abs=1e-5)
 
 
 def test_generated_texts_equal_transformers(report: Report, reference: PreTrainedModel, tokenizer: Tokenizer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,19 @@ def test_divergence_over_http_is_the_bound_of_in_process(target: EngineTarget, s
     assert logprobs == target.score([windows["0.0"]])[0]
     assert found["kl"] == pytest.approx(0, abs=1e-9)
     assert found["same_top"] == len(logprobs)
+
+
+def test_a_closed_target_waits_no_more(monkeypatch: pytest.MonkeyPatch, poor: str) -> None:
+    asked, release = threading.Event(), threading.Event()
+    target = ServedTarget(poor)
+    monkeypatch.setattr(Poor, "do_POST", lambda self: (asked.set(), release.wait(30)))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(target.complete, "text", 4, ())
+        assert asked.wait(10)
+        target.close()
+        with pytest.raises(SpilloverError, match="no server answers"):
+            waiting.result(10)
+    release.set()
 
 
 class Poor(BaseHTTPRequestHandler):

@@ -69,7 +69,7 @@ def evaluate() -> None:
               help="Items asked at the same time.")
 @click.option("--window", type=click.IntRange(min=1), default=1024, show_default=True,
               help="perplexity: tokens that a token is predicted from, at most.")
-@click.option("--stride", type=int, default=None,
+@click.option("--stride", type=click.IntRange(min=1), default=None,
               help="perplexity: tokens scored per window; fewer give each more before it. [default: --window]")
 @click.option("--reference", default=None, metavar="MODEL|URL",
               help="perplexity: also measure KL divergence from this model and top-1 agreement with it, on the same "

@@ -453,4 +453,6 @@ def _needs_prompt_logits(request: Request) -> bool:
 
 def _reusable(request: Request) -> Sequence[int]:
     """Return the tokens among which a cached prefix may be looked for; the last of them is always computed."""
-    return request.token_ids[:request.first_scored] if _needs_prompt_logits(request) else request.token_ids
+    if not _needs_prompt_logits(request):
+        return request.token_ids
+    return request.token_ids[:request.first_scored] if request.first_scored > 1 else []

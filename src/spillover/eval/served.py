@@ -60,7 +60,8 @@ class ServedTarget:
         return str(self._choice("/v1/chat/completions", body)["message"]["content"] or "")
 
     def close(self) -> None:
-        """Do nothing: the server is somebody else's."""
+        """Give up what is still asked; the server is somebody else's."""
+        self._server.close()
 
     def _echoed(self, prompt: Prompt, count: int, **more: Any) -> dict[str, Any]:
         """Return log probabilities of all the prompt's tokens, and of one sampled after them."""

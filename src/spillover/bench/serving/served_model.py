@@ -6,10 +6,12 @@ plain, valid, some thousands, and the same for every engine that serves the mode
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.client
 import itertools
 import json
+import socket
 import ssl
 import string
 import threading
@@ -121,6 +123,8 @@ class JsonServer:
             raise SpilloverError(f"--base-url is like http://127.0.0.1:8000; got '{base_url}'")
         self._url, self._timeout, self._insecure = url, timeout, insecure
         self._kept = threading.local()
+        self._connections: list[http.client.HTTPConnection] = []
+        self._closed = False
         self._path = url.path
         self._headers = {"Content-Type": "application/json", **headers}
 
@@ -137,6 +141,14 @@ class JsonServer:
             return False
         self._check(path, status, content)
         return True
+
+    def close(self) -> None:
+        """Give up what any thread waits for."""
+        self._closed = True
+        for connection in self._connections:
+            if connection.sock is not None:
+                with contextlib.suppress(OSError):
+                    connection.sock.shutdown(socket.SHUT_RDWR)
 
     def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
         status, content = self._exchange(method, path, body)
@@ -160,7 +172,7 @@ class JsonServer:
             except (http.client.HTTPException, OSError) as error:
                 connection.close()
                 # A server may close a connection that was idle; a second failure is one.
-                if attempt == 2 or isinstance(error, ConnectionRefusedError | TimeoutError):
+                if attempt == 2 or self._closed or isinstance(error, ConnectionRefusedError | TimeoutError):
                     raise SpilloverError(f"no server answers at {self._base_url} ({error or type(error).__name__}); "
                                          "start one with `spill serve`, or give --base-url, --host or --port"
                                          ) from error
@@ -177,4 +189,5 @@ class JsonServer:
             else:
                 made = http.client.HTTPConnection(host, port, timeout=timeout)
             self._kept.connection = made
+            self._connections.append(made)
         return made
