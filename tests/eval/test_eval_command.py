@@ -78,6 +78,17 @@ def test_results_of_other_data_are_not_compared(tmp_path: Path) -> None:
     assert "no task in common" in spill("compare", tmp_path / "a", tmp_path / "c").output
 
 
+def test_perplexity_is_compared_where_only_one_has_a_reference(tmp_path: Path) -> None:
+    for name, more, values in (("a", {}, {}), ("b", {"reference": "x", "divergence": "full vocabulary"}, {"kl": 1.0})):
+        (tmp_path / name).write_text(
+            json.dumps({"task": "perplexity", "settings": {"model": name, "window": 8, **more}}) + "\n"
+            + json.dumps({"task": "perplexity", "id": "0.0", "values": {"logprob": -9.0, "tokens": 8} | values}) + "\n")
+    result = spill("compare", tmp_path / "a", tmp_path / "b")
+    assert result.exit_code == 0, result.output
+    assert "3.0802" in result.stdout
+    assert "kl_divergence" not in result.stdout
+
+
 def test_help_speaks_of_both() -> None:
     text = spill("--help").output
     assert text.startswith("Usage: spill eval [OPTIONS] [MODEL]")

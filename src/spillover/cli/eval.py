@@ -145,14 +145,17 @@ def compare(base: str, other: str) -> None:
                              f"{', '.join(second.settings)}: no task in common")
     for task in shared:
         _check_alike(task, first.settings[task], second.settings[task])
-    found = compared([(task, [metric for metric in metrics_of(task, first.settings[task]) if metric.compared],
-                       first.items[task], second.items[task]) for task in shared])
+    metrics = {task: [metric for metric in metrics_of(task, first.settings[task])
+                      if metric.compared and metric in metrics_of(task, second.settings[task])] for task in shared}
+    found = compared([(task, metrics[task], first.items[task], second.items[task]) for task in shared])
     _print_differences(found, base, other)
 
 
 def _check_alike(task: str, first: dict[str, Any], second: dict[str, Any]) -> None:
+    both = "reference" in first and "reference" in second  # else perplexity alone is compared
+    free = ("model", "data", *(() if both else ("reference", "divergence")))
     for name in {**first, **second}:
-        if name not in ("model", "data") and first.get(name) != second.get(name):
+        if name not in free and first.get(name) != second.get(name):
             raise SpilloverError(f"the two results of {task} cannot be compared: {name} is {first.get(name)!r} in one "
                                  f"and {second.get(name)!r} in the other")
 
@@ -188,7 +191,7 @@ def _reference(config: EngineConfig, model: str, folder: str | None) -> Iterator
     served = model.startswith(URLS) or (config.model or "").startswith(URLS)
     with contextlib.ExitStack() as left:
         place = folder or left.enter_context(tempfile.TemporaryDirectory(prefix="spill-eval-"))
-        yield (TopReference if served else FullReference)(Path(place), model)
+        yield (TopReference if served else FullReference)(Path(place), _named(_reference_config(config, model)))
 
 
 def _reference_config(config: EngineConfig, model: str) -> EngineConfig:
