@@ -88,6 +88,37 @@ def test_verdicts_of_perplexity_are_paired() -> None:
     assert compare([("t", [PERPLEXITY], base, windows(3, 0.0, 0.05))])[0].verdict == NO_DIFFERENCE
 
 
+def test_few_pairs_decide_little() -> None:
+    worse_by = [0.001, 0.002, 0.003, 0.012]  # all one way, so that the bootstrap alone would be sure
+    base = {str(n): {"logprob": -200.0, "tokens": 100.0} for n in range(4)}
+    off = {str(n): {"logprob": -200.0 - 100 * worse, "tokens": 100.0} for n, worse in enumerate(worse_by)}
+    (found,) = compare([("t", [PERPLEXITY], base, off)])
+    t = np.mean(worse_by) / (np.std(worse_by, ddof=1) / 2)
+    assert found.p == pytest.approx(_student_tail(t), rel=0.01)  # of the logarithms, nearly
+    assert found.p > 0.1
+    assert found.verdict == NO_DIFFERENCE
+    assert found.low < 0 < found.high
+    one = {"0": base["0"]}
+    (alone,) = compare([("t", [PERPLEXITY], one, off)])
+    assert (alone.p, alone.verdict, alone.high) == (1.0, NO_DIFFERENCE, math.inf)
+    assert estimate(PERPLEXITY, [base["0"]]).high == math.inf
+
+
+def _student_tail(t: float) -> float:
+    """P(|T| > t) with 3 degrees of freedom, in closed form."""
+    x = t / math.sqrt(3)
+    return 1 - 2 / math.pi * (x / (1 + x * x) + math.atan(x))
+
+
+def test_intervals_of_few_windows_hold_the_truth_too() -> None:
+    rng = np.random.default_rng(1)
+    held = 0
+    for _ in range(100):
+        found = estimate(PERPLEXITY, [{"logprob": 100 * rng.normal(-2, 0.1), "tokens": 100.0} for _ in range(4)])
+        held += found.low <= math.exp(2) <= found.high
+    assert held >= 88
+
+
 def test_more_comparisons_need_more() -> None:
     base, other = items([1] * 50 + [0] * 50), items([0] * 8 + [1] * 42 + [0] * 48 + [1] * 2)  # p is 0.109
     strong = items([0] * 8 + [1] * 42 + [0] * 50)  # p is 0.0078

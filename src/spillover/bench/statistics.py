@@ -182,15 +182,15 @@ def _block_logs(values: Sequence[float], base: Sequence[float], block: int) -> n
 def student_quantile(share: float, freedom: int) -> float:
     """Return a quantile of Student's distribution, for shares of a half and more."""
     low, high = 0.0, 1.0
-    while _student_within(high, freedom) < 2 * share - 1:
+    while student_within(high, freedom) < 2 * share - 1:
         low, high = high, 2 * high
     while high - low > 1e-9 * high:
         middle = (low + high) / 2
-        low, high = (middle, high) if _student_within(middle, freedom) < 2 * share - 1 else (low, middle)
+        low, high = (middle, high) if student_within(middle, freedom) < 2 * share - 1 else (low, middle)
     return high
 
 
-def _student_within(t: float, freedom: int) -> float:
+def student_within(t: float, freedom: int) -> float:
     """Return P(|T| <= t) by the finite series for whole degrees of freedom (Abramowitz and Stegun 26.7.3, 26.7.4)."""
     angle = math.atan(t / math.sqrt(freedom))
     sine, square = math.sin(angle), math.cos(angle) ** 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -223,7 +224,7 @@ def _print_scores(model: str, tasks: list[tuple[str, list[tuple[str, Estimate]]]
                        text=("metric", "interval by"))
     for name, scores in tasks:
         for metric, found in scores:
-            table.add_row(name, metric, _number(found.value), f"{_number(found.low)} to {_number(found.high)}",
+            table.add_row(name, metric, _number(found.value), _interval(found.low, found.high),
                           f"{found.items:,}", found.method)
     make_console().print(table)
 
@@ -241,9 +242,13 @@ def _print_differences(found: list[Difference], base: str, other: str) -> None:
     for each in found:
         alone = "" if each.only_base is None else f"{each.only_base} / {each.only_other}"
         table.add_row(each.task, each.metric, _number(each.base), _number(each.other),
-                      f"{_number(each.low)} to {_number(each.high)}", alone, f"{each.p:.2g}", f"{each.items:,}",
+                      _interval(each.low, each.high), alone, f"{each.p:.2g}", f"{each.items:,}",
                       each.verdict)
     make_console().print(table)
+
+
+def _interval(low: float, high: float) -> str:
+    return f"{_number(low)} to {_number(high)}" if math.isfinite(high) else "unknown: one item"
 
 
 def _number(value: float) -> str:

@@ -2,8 +2,9 @@
 
 Items are paired, so that how hard they are cancels out. Of items that are right or wrong, McNemar's exact test looks at
 those that only one of the two has right: if neither is better, either is as likely to have it. Anything else is
-compared by a bootstrap over pairs. With m comparisons a verdict needs p below 0.05 / m, so that all verdicts hold
-together with 95%; the interval of each difference is made for that level as well.
+compared by a bootstrap over pairs and by Student's test, whichever is less sure: the first is too sure of few pairs.
+With m comparisons a verdict needs p below 0.05 / m, so that all verdicts hold together with 95%; the interval of each
+difference is made for that level as well.
 """
 
 from __future__ import annotations
@@ -15,8 +16,18 @@ from fractions import Fraction
 
 import numpy as np
 
+from spillover.bench.statistics import student_within
 from spillover.errors import SpilloverError
-from spillover.eval.metrics import CONFIDENCE, RESAMPLES, Metric, is_share, resampled
+from spillover.eval.metrics import (
+    CONFIDENCE,
+    RESAMPLES,
+    Floats,
+    Metric,
+    influence,
+    is_share,
+    resampled,
+    student_reach,
+)
 
 BETTER, WORSE, NO_DIFFERENCE = "better", "worse", "no difference shown"
 
@@ -67,18 +78,30 @@ def _compare(task: str, metric: Metric, base: Items, other: Items, alpha: float)
     only_other: int | None = None
     samples = metric.shaped(resampled(*first, *second))  # [2, RESAMPLES]
     moved = samples[1] - samples[0]
-    low, high = (float(each) for each in np.quantile(moved, [alpha / 2, 1 - alpha / 2]))
+    each = [metric.slope(float(over.sum() / per.sum())) * influence(over, per) for over, per in (first, second)]
+    apart = each[1] - each[0]  # what each pair adds to the difference, about its mean
+    reach = student_reach(apart, 1 - alpha)
+    low, high = (float(end) for end in np.quantile(moved, [alpha / 2, 1 - alpha / 2]))
+    low, high = min(low, now - was - reach), max(high, now - was + reach)
     if metric.kind == "mean" and is_share(*first) and is_share(*second):
         only_base, only_other = int(np.sum(first[0] > second[0])), int(np.sum(first[0] < second[0]))
         p, test = mcnemar(only_base, only_other), "McNemar exact"
     else:
-        p, test = _bootstrap_p(moved), "paired bootstrap"
+        p, test = max(_bootstrap_p(moved), _student_p(now - was, apart)), "paired bootstrap"
     good = (now > was) == (metric.better == "higher")
     verdict = NO_DIFFERENCE if p >= alpha or now == was else BETTER if good else WORSE
     return Difference(task, metric.name, was, now, low, high, p, len(shared), only_base, only_other, test, verdict)
 
 
-def _bootstrap_p(moved: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> float:
+def _bootstrap_p(moved: Floats) -> float:
     """Return the two-sided share of samples that do not point the way the most do; never 0."""
     least = min(int(np.sum(moved <= 0)), int(np.sum(moved >= 0)))
     return min(1.0, 2 * (least + 1) / (RESAMPLES + 1))
+
+
+def _student_p(difference: float, apart: Floats) -> float:
+    """Return the two-sided p value of a difference, given what each pair adds to it."""
+    if len(apart) < 2 or difference == 0:
+        return 1.0
+    error = float(apart.std(ddof=1)) / math.sqrt(len(apart))
+    return 1.0 - student_within(abs(difference) / error, len(apart) - 1) if error > 0 else 0.0

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from spillover.bench.statistics import student_quantile
+
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
 CHUNK = 2_000_000  # drawn indices held at once
@@ -35,6 +37,12 @@ class Metric:
             return np.exp(-mean)
         return -mean / math.log(2) if self.kind == "bits" else mean
 
+    def slope(self, mean: float) -> float:
+        """Return by how much `shaped` changes with the mean."""
+        if self.kind == "perplexity":
+            return -math.exp(-mean)
+        return -1 / math.log(2) if self.kind == "bits" else 1.0
+
     def sums(self, items: Sequence[Mapping[str, float]]) -> tuple[Floats, Floats]:
         """Return what is summed above and below the line, one entry an item."""
         return (np.array([item[self.over] for item in items], dtype=np.float64),
@@ -56,14 +64,33 @@ def is_share(over: Floats, per: Floats) -> bool:
 
 
 def estimate(metric: Metric, items: Sequence[Mapping[str, float]], confidence: float = CONFIDENCE) -> Estimate:
-    """Return the metric and its interval: Wilson's for shares, else a percentile bootstrap over items."""
+    """Return the metric and its interval: Wilson's for shares, else the wider of a percentile bootstrap over items and
+    Student's interval, as the first is too narrow for few items."""
     over, per = metric.sums(items)
-    value = float(metric.shaped(over.sum() / per.sum()))
+    mean = float(over.sum() / per.sum())
+    value = float(metric.shaped(mean))
     if metric.kind == "mean" and is_share(over, per):
         low, high = wilson(int(over.sum()), len(items), confidence)
         return Estimate(value, low, high, len(items), "wilson")
-    low, high = _range(metric.shaped(resampled(over, per)), confidence)
-    return Estimate(value, low, high, len(items), "bootstrap")
+    tail = (1 - confidence) / 2
+    reach = student_reach(influence(over, per), confidence)
+    low, high = np.quantile(resampled(over, per), [tail, 1 - tail])
+    ends = sorted(float(metric.shaped(end)) for end in (min(low, mean - reach), max(high, mean + reach)))
+    return Estimate(value, ends[0], ends[1], len(items), "bootstrap")
+
+
+def influence(over: Floats, per: Floats) -> Floats:
+    """Return by how much each item moves sum(over) / sum(per), times their number; their mean is 0."""
+    moved: Floats = (over - over.sum() / per.sum() * per) / per.mean()
+    return moved
+
+
+def student_reach(moved: Floats, confidence: float) -> float:
+    """Return half the width of Student's interval of a mean; of one item, infinity."""
+    if len(moved) < 2:
+        return math.inf
+    error = float(moved.std(ddof=1)) / math.sqrt(len(moved))
+    return student_quantile((1 + confidence) / 2, len(moved) - 1) * error
 
 
 def wilson(right: int, count: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
@@ -91,7 +118,3 @@ def resampled(over: Floats, per: Floats, *more: Floats, seed: int = 0) -> Floats
     first: Floats = ratios[0]
     return ratios if more else first
 
-
-def _range(values: Floats, confidence: float) -> tuple[float, float]:
-    low, high = np.quantile(values, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return float(low), float(high)
