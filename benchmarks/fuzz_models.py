@@ -35,10 +35,17 @@ from fuzz_seeds import ARRAY, BOOL, FLOAT32, STRING, UINT32, UINT64, Gguf, folde
 from spillover.engine.assemble import plan_model
 from spillover.engine.config import EngineConfig
 from spillover.errors import RequestError, SpilloverError
+from spillover.kernels.fields import FLOATING
+from spillover.kernels.formats.awq import AwqInt
+from spillover.kernels.formats.base import WeightFormat
+from spillover.kernels.formats.choice import Dequantized
+from spillover.kernels.formats.dense import DENSE
+from spillover.kernels.formats.gptq import GptqInt
 from spillover.models.checkpoint import open_checkpoint
 from spillover.models.fingerprint import weights_digest
 from spillover.models.loader import load_parts
 from spillover.models.registry import read_architecture
+from spillover.models.safetensors_folder import TORCH_NAMES
 from spillover.models.tokenizer import load_tokenizer
 
 SECONDS = 10.0  # an attempt that takes longer counts as hung
@@ -355,7 +362,7 @@ def run_one(seed: int, seeds: Path, report: Callable[[str], None], plan: bool) -
 def write_seeds(folder: Path) -> None:
     for index, (name, config) in enumerate(folder_configs().items()):
         arch, parsed = read_architecture(config, folder)
-        tensors = {}
+        tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
         for listed in arch.weight_specs(parsed).values():
             for spec in listed:
                 source = spec.sources[0]
@@ -364,8 +371,22 @@ def write_seeds(folder: Path) -> None:
                     for tensor, rows in zip(source.names, source.rows, strict=True):
                         one = shape if len(source.names) == 1 else (rows, *shape[1:])
                         one = (*one[:-2], one[-1], one[-2]) if source.transposed else one
-                        tensors[tensor.format(expert=expert)] = one
+                        tensors |= stored(spec.format, tensor.format(expert=expert), one)
         write_folder(folder / name, config, tensors, sharded=index % 2 == 0)
+
+
+def stored(form: WeightFormat | None, name: str, shape: tuple[int, ...]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return a checkpoint's tensors of one matrix: types and shapes."""
+    module = name.removesuffix(".weight")
+    form = form.base.stored_as(module) if isinstance(form, Dequantized) else form
+    if form is None or form == DENSE:
+        return {name: ("F32", shape)}
+    floating = "F16" if isinstance(form, AwqInt | GptqInt) else "F32"
+    return {field.name: (floating if field.dtype == FLOATING else _KINDS[field.dtype], field.shape)
+            for field in form.stored(name, *shape[-2:])}
+
+
+_KINDS = {name: kind for kind, name in TORCH_NAMES.items()}
 
 
 @click.command()

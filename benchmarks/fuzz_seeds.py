@@ -20,6 +20,7 @@ _CODES = {0: "B", 1: "b", 2: "H", 3: "h", UINT32: "I", INT32: "i", FLOAT32: "f",
 TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
 HIDDEN, INNER, HEADS, KV_HEADS, VOCAB = 32, 64, 4, 2, 48
 EXPERTS = 3
+GROUP = 16  # columns that share a scale
 
 
 @dataclass
@@ -175,8 +176,8 @@ def gguf_models() -> dict[str, Gguf]:
     }
 
 
-def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, tuple[int, ...]], sharded: bool,
-                 kind: str = "F32") -> Path:
+def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, tuple[str, tuple[int, ...]]],
+                 sharded: bool) -> Path:
     """As on the hub: configs, tokenizer, weights in one file or in two with an index."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -195,7 +196,7 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, tuple[
     for index, half in enumerate(halves, start=1):
         file = f"model-0000{index}-of-00002.safetensors" if sharded else "model.safetensors"
         weight_map |= dict.fromkeys(half, file)
-        write_safetensors(folder / file, {name: (kind, tensors[name]) for name in half})
+        write_safetensors(folder / file, {name: tensors[name] for name in half})
     if sharded:
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder
@@ -204,7 +205,12 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, tuple[
 def write_safetensors(file: Path, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
     draw, header, data = np.random.default_rng(2), {"__metadata__": {"format": "pt"}}, bytearray()
     for name, (kind, shape) in tensors.items():
-        values = draw.standard_normal(shape, dtype=np.float32).tobytes()
+        if name.endswith("g_idx"):
+            values = (np.arange(shape[0], dtype=np.int32) // GROUP).tobytes()
+        elif kind in ("F32", "F16"):
+            values = draw.standard_normal(shape).astype(np.float32 if kind == "F32" else np.float16).tobytes()
+        else:  # any bytes are codes; of FP8, those that are numbers
+            values = draw.integers(0, 127, (*shape, 4 if kind == "I32" else 1), dtype=np.uint8).tobytes()
         header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [len(data), len(data) + len(values)]}
         data += values
     encoded = json.dumps(header).encode()
@@ -222,6 +228,8 @@ def folder_configs() -> dict[str, dict[str, Any]]:
             "mscale_all_dim": 0.7}
     sliding = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1,
                "layer_types": ["full_attention", "sliding_attention"]}
+    mixture = {"architectures": ["MixtralForCausalLM"], "num_local_experts": EXPERTS, "num_experts_per_tok": 2,
+               "sliding_window": None}
     return {
         "folder-llama": shape | {"architectures": ["LlamaForCausalLM"], "rope_scaling": scaling,
                                  "attention_bias": True},
@@ -229,8 +237,33 @@ def folder_configs() -> dict[str, dict[str, Any]]:
         "folder-qwen3-moe": shape | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": EXPERTS, "head_dim": 8,
                                      "num_experts_per_tok": 2, "moe_intermediate_size": INNER, "decoder_sparse_step": 1,
                                      "mlp_only_layers": [1], "norm_topk_prob": True},
-        "folder-mixtral": shape | {"architectures": ["MixtralForCausalLM"], "num_local_experts": EXPERTS,
-                                   "num_experts_per_tok": 2, "sliding_window": None},
+        "folder-mixtral": shape | mixture,
         "folder-gpt-oss": shape | {"architectures": ["GptOssForCausalLM"], "num_local_experts": EXPERTS, "head_dim": 8,
                                    "num_experts_per_tok": 2, "sliding_window": 16, "swiglu_limit": 7.0},
+        "folder-awq": shape | mixture | {"quantization_config": {
+            "quant_method": "awq", "version": "gemm", "bits": 4, "group_size": GROUP, "zero_point": True,
+            "modules_to_not_convert": ["model.layers.1.self_attn"]}},
+        "folder-gptq": shape | {"architectures": ["LlamaForCausalLM"], "quantization_config": {
+            "quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False, "lm_head": True,
+            "checkpoint_format": "gptq_v2", "dynamic": {"-:.*layers\\.1.*o_proj": {}, "+:.*down": {"bits": 8}}}},
+        "folder-compressed-tensors": shape | {"architectures": ["LlamaForCausalLM"], "quantization_config": {
+            "quant_method": "compressed-tensors", "format": "mixed-precision", "ignore": ["re:.*lm_head"],
+            "config_groups": {
+                "group_0": _scheme("pack-quantized", "Linear", "int", 4, "group", group_size=GROUP, symmetric=False),
+                "group_1": _scheme("int-quantized", "re:.*o_proj", "int", 8, "channel"),
+                "group_2": _scheme("float-quantized", "re:.*up_proj", "float", 8, "channel"),
+                "group_3": _scheme("nvfp4-pack-quantized", "model.layers.0.mlp.down_proj", "float", 4, "tensor_group",
+                                   group_size=16),
+                "group_4": _scheme("mxfp4-pack-quantized", "re:.*1.mlp.down_proj", "float", 4, "group", group_size=32),
+            }}},
+        "folder-fp8": shape | mixture | {"quantization_config": {
+            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["lm_head", "gate"]}},
+        "folder-modelopt": shape | mixture | {"quantization_config": {
+            "quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head", "*.gate"]}},
     }
+
+
+def _scheme(stored: str, target: str, kind: str, bits: int, strategy: str, **weights: Any) -> dict[str, Any]:
+    return {"format": stored, "targets": [target], "weights": {"type": kind, "num_bits": bits, "strategy": strategy,
+                                                               "symmetric": True, **weights}}
