@@ -206,7 +206,8 @@ def test_activation_order() -> None:
 
 @pytest.mark.parametrize(("name", "case", "on_cuda"), [
     ("qwen3_moe", "W4A16 of 16", Dequantized), ("mixtral", "FP8", type(FP8_TENSOR)),
-    ("qwen3_moe", "FP8 rows", Dequantized), ("mixtral", "NVFP4", Dequantized), ("qwen3_moe", "FP8 blocks", type(FP8_TENSOR)),
+    ("qwen3_moe", "FP8 rows", Dequantized), ("mixtral", "NVFP4", Dequantized),
+    ("qwen3_moe", "FP8 blocks", type(FP8_TENSOR)),
 ])
 @torch.no_grad()
 def test_experts_stay_in_codes(name: str, case: str, on_cuda: type) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int32": 4, "int8": 1, "uint8": 1}
 COMPUTE_TYPES = ("float32", "bfloat16", "float16")  # that an engine computes in
 ALIGNMENT = 256  # bytes, of every tensor in a record (see records), and of records beside each other
+CHUNK = 1 << 22  # numbers that are dequantised at a time
 FLOATING = "floating"  # the type of a checkpoint tensor that may hold any floating type of two bytes or more
 
 
@@ -32,6 +34,15 @@ class LinearShape:
 
     output_sizes: tuple[int, ...]  # rows of each; a format may quantise each by itself
     in_features: int
+
+    def row_chunks(self) -> Iterator[tuple[int, slice]]:
+        """Yield (which of the fused matrices, rows) of what is dequantised at a time, so that little is held besides
+        the result."""
+        step, start = max(1, CHUNK // max(1, self.in_features)), 0
+        for index, size in enumerate(self.output_sizes):
+            for first in range(start, start + size, step):
+                yield index, slice(first, min(start + size, first + step))
+            start += size
 
     @cached_property
     def out_features(self) -> int:

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spillover.kernels.fields import FLOATING, Field, LinearShape
-from spillover.kernels.formats.base import Target, TensorReader, WeightFormat, register
+from spillover.kernels.formats.base import Linear, Target, TensorReader, WeightFormat, register
 from spillover.kernels.formats.choice import FormatChoice
 from spillover.kernels.formats.dense import DENSE
 from spillover.kernels.formats.fp8_block import BLOCK, Fp8Block
 from spillover.kernels.formats.fp8_rows import Fp8Rows
 from spillover.kernels.formats.grouped_gemm import GroupedGemm
 from spillover.kernels.formats.grouped_int import GroupedInt, Matrix, unpack_nibbles, words_as_bytes
-from spillover.kernels.formats.mxfp4 import GROUP, Mxfp4, padded
+from spillover.kernels.formats.mxfp4 import GROUP, Mxfp4, dequantize, padded
 from spillover.kernels.formats.nvfp4 import Nvfp4
 from spillover.kernels.formats.settings import Settings, module_of
 
@@ -97,6 +97,13 @@ class PackedMxfp4(Mxfp4):
     def load(self, reader: TensorReader, shape: LinearShape, target: Target) -> tuple[Tensor, ...]:
         values, scales = WeightFormat.load(self, reader, shape, target)
         return values, F.pad(scales, (0, padded(scales.shape[-1]) - scales.shape[-1]))
+
+    def dequantize(self, w: Linear, dtype: torch.dtype) -> Tensor:
+        values, scales = w.tensors
+        made = torch.empty(w.shape.out_features, w.shape.in_features, dtype=dtype, device=w.device)
+        for _, rows in w.shape.row_chunks():
+            made[rows] = dequantize(values[rows].view(len(values[rows]), -1, GROUP // 2), scales[rows], dtype)
+        return made
 
 
 @register

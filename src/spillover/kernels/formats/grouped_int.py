@@ -11,8 +11,6 @@ from torch import Tensor
 from spillover.kernels.fields import Field, LinearShape
 from spillover.kernels.formats.base import DUMMY_STD, Linear, Target, TensorReader, WeightFormat
 
-_CHUNK = 1 << 22  # numbers that are dequantised at a time, beside the result
-
 
 @dataclass(frozen=True)
 class Matrix:
@@ -110,7 +108,10 @@ class GroupedInt(WeightFormat):
             spread = DUMMY_STD * 12**0.5 / (1 << self.bits)  # of codes that are all equally likely
             made = torch.empty(field.shape, device=device)
             return made.uniform_(0.5 * spread, 1.5 * spread, generator=random).to(dtype)
-        return torch.randint(0, 256, field.shape, dtype=dtype, device=device, generator=random)
+        codes = torch.randint(0, 256, field.shape, dtype=dtype, device=device, generator=random)
+        for mask, middle in ((15, 8), (240, 128)) if self.bits == 4 else ((255, 128),):
+            codes += (codes & mask == 0) * middle  # without the lowest code their mean is the middle one
+        return codes
 
     def pack(self, codes: Tensor) -> Tensor:
         """Pack codes uint8 [N, K] -> [N, K * bits / 8]."""
@@ -124,17 +125,12 @@ class GroupedInt(WeightFormat):
         columns = w.shape.in_features
         tensors = dict(zip((field.name for field in self.fields(w.shape, "float32")), w.tensors, strict=True))
         made = torch.empty(w.shape.out_features, columns, dtype=dtype, device=w.device)
-        step, start = max(1, _CHUNK // columns), 0
-        for index, size in enumerate(w.shape.output_sizes):
-            for first in range(start, start + size, step):
-                rows = slice(first, min(start + size, first + step))
-                zeros = tensors["zeros"][rows] if self.zeros else None
-                numbers = self._numbers(tensors["codes"][rows], tensors["scales"][rows], zeros, columns)
-                if self.ordered:
-                    made[rows] = torch.empty_like(numbers).index_copy_(1, tensors["order"][index].long(), numbers)
-                else:
-                    made[rows] = numbers
-            start += size
+        for index, rows in w.shape.row_chunks():
+            zeros = tensors["zeros"][rows] if self.zeros else None
+            numbers = self._numbers(tensors["codes"][rows], tensors["scales"][rows], zeros, columns)
+            if self.ordered:
+                numbers = torch.empty_like(numbers).index_copy_(1, tensors["order"][index].long(), numbers)
+            made[rows] = numbers
         return made
 
     def _numbers(self, codes: Tensor, scales: Tensor, zeros: Tensor | None, columns: int) -> Tensor:

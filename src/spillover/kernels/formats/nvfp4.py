@@ -14,7 +14,6 @@ from spillover.kernels.formats.mxfp4 import byte_values
 from spillover.kernels.formats.settings import module_of
 
 GROUP = 16  # values a scale
-_CHUNK = 1 << 22  # numbers that are dequantised at a time, beside the result
 
 
 @dataclass(frozen=True)
@@ -56,12 +55,8 @@ class Nvfp4(WeightFormat):
     def dequantize(self, w: Linear, dtype: torch.dtype) -> Tensor:
         values, scales, whole = w.tensors
         made = torch.empty(w.shape.out_features, w.shape.in_features, dtype=dtype, device=w.device)
-        step, start = max(1, _CHUNK // w.shape.in_features), 0
-        for index, size in enumerate(w.shape.output_sizes):
-            for first in range(start, start + size, step):
-                rows = slice(first, min(start + size, first + step))
-                scale = scales[rows].float() / whole[index] if self.divides else scales[rows].float() * whole[index]
-                numbers = F.embedding(values[rows].int(), byte_values(w.device)).flatten(1)
-                made[rows] = (numbers.view(len(scale), -1, GROUP) * scale.unsqueeze(-1)).flatten(1)
-            start += size
+        for index, rows in w.shape.row_chunks():
+            scale = scales[rows].float() / whole[index] if self.divides else scales[rows].float() * whole[index]
+            numbers = F.embedding(values[rows].int(), byte_values(w.device)).flatten(1)
+            made[rows] = (numbers.view(len(scale), -1, GROUP) * scale.unsqueeze(-1)).flatten(1)
         return made
