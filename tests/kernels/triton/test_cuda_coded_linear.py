@@ -1,0 +1,156 @@
+"""Products with weights in codes are near the exact ones, and a row has the same bits at every number of rows.
+
+Without a card the kernels run emulated.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from spillover.kernels.cuda import coded_linear as cuda
+from spillover.kernels.cuda.coded_linear import Codes, Form, coded_linear, pack, unpack
+from support.emulated_cuda import EmulatedModule
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _described(address: int, rows: int, layers: int, stride: int, box: int, box_layers: int,
+               kind: int) -> ctypes.Array[ctypes.c_uint64]:
+    """Describe x as the emulated copies read it."""
+    return cuda.Map.from_buffer_copy(struct.pack("<Qqqqqq", address, rows, layers, stride, box, box_layers).ljust(128, b"\0"))
+
+
+@cache
+def _emulated(form: Form, dtype: torch.dtype, device: torch.device) -> EmulatedModule:
+    return EmulatedModule(cuda.SOURCE, form.options(dtype), late=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _kernels() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if DEVICE.type == "cpu":
+            patch.setattr(cuda, "kernels", _emulated)
+            patch.setattr(cuda, "_map", _described)
+        yield
+
+
+def made(seed: int, channels: int, inner: int, group: int, bits: int, kind: str, zeros: bool = False) -> Codes:
+    random = torch.Generator().manual_seed(seed)
+    groups = inner // group
+
+    def drawn(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, dtype=torch.uint8, generator=random).to(DEVICE)
+
+    def floats(*shape: int) -> Tensor:
+        return (0.01 + 0.05 * torch.rand(shape, generator=random)).to(DEVICE)
+
+    values = drawn(0, 1 << bits, channels, inner)
+    if kind == "SUPER":
+        larger = channels, inner // min(inner, 256)
+        return Codes(values, drawn(0, 64, channels, groups), offsets=drawn(0, 64, channels, groups),
+                     factors=((floats(*larger) / 32).half(), (-floats(*larger) / 8).half()))
+    if kind == "PAIR":
+        return Codes(values, floats(channels, groups).half(), offsets=-(floats(channels, groups) * 8).half())
+    dtype = next(dtype for dtype, name in cuda.SCALES.items() if name == kind)
+    return Codes(values, floats(channels, groups).to(dtype), drawn(0, 1 << bits, channels, groups) if zeros else None)
+
+
+def weight(codes: Codes, bits: int) -> Tensor:
+    """The numbers that codes mean, in float64."""
+    def wide(part: Tensor) -> Tensor:
+        return part.double().repeat_interleave(codes.values.shape[1] // part.shape[1], 1)
+
+    scale, value = wide(codes.scales), codes.values.double()
+    if codes.offsets is not None:
+        offset = wide(codes.offsets)
+        if codes.factors is not None:
+            scale, offset = scale * wide(codes.factors[0]), offset * wide(codes.factors[1])
+        return scale * value + offset
+    return scale * (value - (1 << (bits - 1) if codes.zeros is None else wide(codes.zeros)))
+
+
+def inputs(seed: int, rows: int, inner: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(rows, inner, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def assert_near(found: Tensor, x: Tensor, exact: Tensor) -> None:
+    expected = x.double() @ exact.T
+    magnitude = x.double().abs() @ exact.abs().T
+    step = 2.0 ** (-8 if x.dtype is torch.bfloat16 else -11)  # half the distance of numbers in the result
+    assert ((found.double() - expected).abs() <= step * expected.abs() + 2e-6 * magnitude).all()
+
+
+FORMS = [(4, 128, "HALF", True), (4, 32, "SUPER", False), (8, 384, "SINGLE", True)]
+OTHERS = [(4, 128, "BFLOAT", False), (4, 32, "PAIR", False), (8, 32, "HALF", False), (4, 64, "BFLOAT", True)]
+
+
+@pytest.mark.parametrize(("bits", "group", "kind", "zeros"), [*FORMS, *OTHERS], ids=str)
+@pytest.mark.parametrize("halves", [False, True])
+def test_tiles_hold_the_numbers_that_codes_mean(bits: int, group: int, kind: str, zeros: bool, halves: bool,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "PACKED", 16 * 384)  # in several pieces
+    codes = made(0, 48, 384, group, bits, kind, zeros)
+    form = codes.form(bits)
+    tiles = pack(codes, form, halves)
+    assert tiles.shape == form.tiles_shape(48, 384)
+    torch.testing.assert_close(unpack(tiles, form, halves).double(), weight(codes, bits), rtol=1e-6, atol=1e-6)
+
+
+# All numbers of rows for which another kernel, or another tile, serves.
+@pytest.mark.parametrize(("bits", "group", "kind", "zeros"), FORMS, ids=str)
+def test_a_row_has_the_same_bits_at_every_number_of_rows(bits: int, group: int, kind: str, zeros: bool) -> None:
+    inner = 384  # two chunks, the second of them not full
+    codes = made(1, 48, inner, group, bits, kind, zeros)
+    form, x = codes.form(bits), inputs(2, 130, inner)
+    tiles = pack(codes, form, False)
+    whole = coded_linear(x, tiles, form)
+    assert_near(whole, x, weight(codes, bits))
+    for rows in (1, 5, 9, 20, 33, 65):
+        first = 130 - rows
+        assert torch.equal(coded_linear(x[first:], tiles, form), whole[first:]), rows
+
+
+@pytest.mark.parametrize("rows", sorted(cuda.CUTS))
+def test_how_a_product_is_cut_makes_no_difference(rows: int) -> None:
+    inner = 128 * 18  # six chunks, more turns than stages
+    codes = made(3, 80, inner, 128, 4, "HALF", True)
+    form, x = codes.form(4), inputs(4, 2, inner)
+    tiles = pack(codes, form, False)
+    expected = coded_linear(x, tiles, form)
+    assert_near(expected, x, weight(codes, 4))
+    assert torch.equal(coded_linear(x, tiles, form, cut=cuda.CUTS[rows], stages=2), expected)
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(3, torch.bfloat16), (70, torch.bfloat16), (3, torch.float16)])
+def test_a_gate_is_applied_to_rounded_products(rows: int, dtype: torch.dtype) -> None:
+    codes = made(5, 64, 256, 128, 4, "HALF", True)
+    form, x = codes.form(4), inputs(6, rows, 256, dtype)
+    bias = inputs(7, 1, 64, dtype)[0]
+    tiles = pack(codes, form, True)
+    both = coded_linear(x, tiles, form, bias, halves=True)
+    assert_near(both, torch.cat((x, torch.ones_like(x[:, :1])), 1),
+                torch.cat((weight(codes, 4), bias.double()[:, None]), 1))
+    gate, up = both.float().chunk(2, 1)
+    silu = torch.nn.functional.silu(gate).to(dtype).float()
+    torch.testing.assert_close(coded_linear(x, tiles, form, bias, halves=True, gated=True), (silu * up).to(dtype),
+                               rtol=2**-7 if dtype is torch.bfloat16 else 2**-10, atol=1e-6)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from([(4, 128), (4, 0), (8, 0)]), st.integers(1, 3), st.integers(1, 5), st.integers(1, 17),
+       st.integers(0, 1 << 30))
+def test_products_are_near_exact_ones(kind: tuple[int, int], strips: int, steps: int, rows: int, seed: int) -> None:
+    bits, inner = kind[0], steps * 128
+    group = kind[1] or inner
+    codes = made(seed, strips * 16, inner, group, bits, "HALF" if bits == 4 else "SINGLE", True)
+    form, x = codes.form(bits), inputs(seed, rows, inner)
+    assert cuda.fits(strips * 16, inner, group)
+    assert_near(coded_linear(x, pack(codes, form, False), form), x, weight(codes, bits))
