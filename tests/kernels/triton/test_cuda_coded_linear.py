@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -25,7 +26,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def _described(address: int, rows: int, layers: int, stride: int, box: int, box_layers: int,
                kind: int) -> ctypes.Array[ctypes.c_uint64]:
     """Describe x as the emulated copies read it."""
-    return cuda.Map.from_buffer_copy(struct.pack("<Qqqqqq", address, rows, layers, stride, box, box_layers).ljust(128, b"\0"))
+    said = struct.pack("<Qqqqqq", address, rows, layers, stride, box, box_layers)
+    return cuda.Map.from_buffer_copy(said.ljust(128, b"\0"))
 
 
 @cache
@@ -34,7 +36,7 @@ def _emulated(form: Form, dtype: torch.dtype, device: torch.device) -> EmulatedM
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _kernels() -> None:
+def _kernels() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE.type == "cpu":
             patch.setattr(cuda, "kernels", _emulated)

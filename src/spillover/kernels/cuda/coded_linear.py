@@ -98,14 +98,14 @@ def pack(codes: Codes, form: Form, halves: bool) -> Tensor:
     channels, inner = codes.values.shape
     tiles = torch.empty(form.tiles_shape(channels, inner), dtype=torch.uint8, device=codes.values.device)
     for strips, rows in _pieces(channels, inner, halves, codes.values.device):
-        pair = _pairs(codes.values[rows], halves)  # [S, 8, 2, K]
-        lanes = pair.unflatten(3, (-1, 8, 2, 4, 2))  # [S, g, r, step, j, half, t, e]
+        pairs = _pairs(codes.values[rows], halves)  # [S, 8, 2, K]
+        # [S, g, r, step, v, j, half, t, e]
+        lanes = pairs.reshape(*pairs.shape[:3], -1, form.bits // 2, 16 // form.bits, 2, 4, 2)
         if form.bits == 4:
-            bytes_ = lanes.permute(0, 3, 4, 1, 6, 7, 5, 2)  # [S, step, j, g, t, e, half, r]
-            bytes_ = bytes_[..., 0] | bytes_[..., 1] << 4
-            vectors = bytes_.unflatten(2, (2, 4)).permute(0, 1, 2, 4, 5, 3, 6, 7)  # [S, step, v, g, t, j, e, half]
+            vectors = lanes.permute(0, 3, 4, 1, 7, 5, 8, 6, 2)  # [S, step, v, g, t, j, e, half, r]
+            vectors = vectors[..., 0] | vectors[..., 1] << 4
         else:
-            vectors = lanes.unflatten(4, (4, 2)).permute(0, 3, 4, 1, 7, 5, 6, 8, 2)  # [S, step, v, g, t, j, half, e, r]
+            vectors = lanes.permute(0, 3, 4, 1, 7, 5, 6, 8, 2)  # [S, step, v, g, t, j, half, e, r]
         parts = [vectors.flatten(2), *(part.flatten(2) for part in _numbers(codes, form, rows, halves, inner))]
         tiles[strips] = torch.cat([part.contiguous().view(torch.uint8) for part in parts], 2)
     return tiles
@@ -171,7 +171,7 @@ def _numbers(codes: Codes, form: Form, rows: Tensor, halves: bool, inner: int) -
 
     def spread(part: Tensor, groups: int) -> Tensor:  # [N, any] -> [S, steps, groups, 8, 2]
         pairs = _pairs(part[rows].repeat_interleave(steps * groups // part.shape[1], 1), halves)
-        return pairs.unflatten(3, (steps, groups)).permute(0, 3, 4, 1, 2)
+        return pairs.reshape(*pairs.shape[:3], steps, groups).permute(0, 3, 4, 1, 2)
 
     if codes.factors is not None:
         yield torch.stack([spread(factor, 1) for factor in codes.factors], -1)
@@ -221,8 +221,8 @@ class _Product(ctypes.Structure):
 
     _fields_ = (("map", Map), *((name, c_void_p) for name in ("x", "tiles", "bias", "sums", "out")),
                 ("x_stride", c_int64),
-                *((name, c_int) for name in ("rows", "channels", "steps", "chunk", "sums_row", "stages", "halves", "gated")),
-                ("padding", c_int * 12))
+                *((name, c_int) for name in ("rows", "channels", "steps", "chunk", "sums_row", "stages")),
+                *((name, c_int) for name in ("halves", "gated")), ("padding", c_int * 12))
 
 
 def coded_linear(x: Tensor, tiles: Tensor, form: Form, bias: Tensor | None = None, halves: bool = False,
