@@ -97,7 +97,9 @@ static inline float of_fp8(unsigned v) {
     float size = (v & 127) == 127 ? NAN : exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
     return v & 128 ? -size : size;
 }
-static inline unsigned half2_of_fp8(unsigned v) { return to_half2(of_fp8(v & 255), of_fp8(v >> 8 & 255)); }
+static inline void halves_of_fp8(unsigned& low, unsigned& high, unsigned v) {
+    low = to_half2(of_fp8(v & 255), of_fp8(v >> 8 & 255)), high = to_half2(of_fp8(v >> 16 & 255), of_fp8(v >> 24));
+}
 template <bool BF16> static inline float number(unsigned v, int i) { return BF16 ? __uint_as_float(i ? v & 0xFFFF0000u : v << 16) : half_of(v, i); }
 
 static inline unsigned fma_bf16x2(unsigned a, unsigned b, unsigned c) {

@@ -53,8 +53,8 @@ class Case:
                               max(counts), int(lengths.max()), kv_dtype)
 
     def expected(self, sinks: bool = False) -> Tensor:
-        return attention_reference(self.q.float(), self.kv if self.batch.kv_dtype != "auto" else self.kv.float(),
-                                   self.batch, self.scale, self.window, self.sinks if sinks else None)
+        return attention_reference(self.q.float(), self.kv, self.batch, self.scale, self.window,
+                                   self.sinks if sinks else None)
 
     def found(self, sinks: bool = False) -> Tensor:
         return self.attend(self.q, self.batch, sinks)

@@ -1,8 +1,9 @@
 """Attention over the paged KV pool, and the store that fills it.
 
 A pool is one tensor [num_blocks, group_layers, 2, kv_heads, block_size * head_dim]; a layer sees pool[:, l]. In a
-block the keys lie [kv_heads, head_dim, block_size], so that a vector holds one dimension of consecutive tokens, and the
-values [kv_heads, block_size, head_dim]. A quantised pool is of bytes, and kv_quant.py tells how a head lies in it.
+block the values lie [kv_heads, block_size, head_dim], and so do the keys of a pool of 16 bits, so that a new token
+writes few sectors of a GPU's memory; those of float32 lie [kv_heads, head_dim, block_size], so that a vector of a CPU
+holds one dimension of consecutive tokens. A quantised pool is of bytes, and kv_quant.py tells how a head lies in it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from spillover.kernels import kv_quant, native
 from spillover.kernels.batch import AttentionBatch, OffloadedPrefix
 from spillover.kernels.extents import MOST_SCORES, split_blocks
 
-KV_LAYOUT = "block,layer,[k:head,dim,token|v:head,token,dim]"
+KV_LAYOUT = "block,layer,[k:head,dim,token|v:head,token,dim],16-bit:[k:head,token,dim]"
 POOL_KINDS = {"auto": 0, "fp8": 1, "int8": 2}  # as attention.cpp numbers them
 
 
@@ -223,7 +224,7 @@ def _read(blocks: Tensor, batch: AttentionBatch, dtype: torch.dtype) -> tuple[Te
     """Keys and values [Hk, n * block_size, D] of blocks [n, 2, Hk, size], in their order."""
     if batch.kv_dtype != "auto":
         blocks = kv_quant.decode_blocks(blocks, batch.block_size, batch.kv_dtype, dtype)
-    keys, values = _keys_and_values(blocks, batch.block_size)
+    keys, values = (each.to(dtype) for each in _keys_and_values(blocks, batch.block_size))
     return keys.permute(1, 0, 3, 2).flatten(1, 2), values.transpose(0, 1).flatten(1, 2)
 
 
@@ -231,4 +232,4 @@ def _keys_and_values(kv_layer: Tensor, block_size: int) -> tuple[Tensor, Tensor]
     """Views [num_blocks, Hk, D, block_size] and [num_blocks, Hk, block_size, D]."""
     blocks, _, heads, size = kv_layer.shape
     dim = size // block_size
-    return kv_layer[:, 0].view(blocks, heads, dim, block_size), kv_layer[:, 1].view(blocks, heads, block_size, dim)
+    return kv_quant.key_view(kv_layer[:, 0], block_size, dim), kv_layer[:, 1].view(blocks, heads, block_size, dim)

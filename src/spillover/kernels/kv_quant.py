@@ -1,8 +1,8 @@
 """KV in one byte a value: float8 (e4m3fn) or int8 codes with one float32 scale for a token's head.
 
-A head of a block is block_size * head_dim codes in the order of the full-precision block (keys by dimension, values by
-token), then block_size little-endian scales: block_size * (head_dim + 4) bytes. value = code * scale, and scale = the
-largest magnitude over head_dim / the largest code. Codes are made by a true division, rounded to nearest, ties to even.
+A head of a block is block_size * head_dim codes, keys by dimension and values by token, then block_size little-endian
+scales: block_size * (head_dim + 4) bytes. value = code * scale, and scale = the largest magnitude over head_dim / the
+largest code. Codes are made by a true division, rounded to nearest, ties to even.
 """
 
 from __future__ import annotations
@@ -60,21 +60,29 @@ def encode_blocks(x: Tensor, block_size: int, kv_dtype: str) -> Tensor:
     head_dim = x.shape[-1] // block_size
     out = torch.empty(*x.shape[:-1], head_bytes(block_size, head_dim), dtype=torch.uint8, device=x.device)
     keys, key_scales, values, value_scales = views(out, block_size)
-    for source, order, dim, codes, scales in (
-        (x[..., 0, :, :], (head_dim, block_size), -2, keys, key_scales),
-        (x[..., 1, :, :], (block_size, head_dim), -1, values, value_scales),
+    for source, dim, codes, scales in (
+        (key_view(x[..., 0, :, :], block_size, head_dim), -2, keys, key_scales),
+        (_split(x[..., 1, :, :], block_size, head_dim), -1, values, value_scales),
     ):
-        made = encode(_split(source, *order), kv_dtype, dim)
+        made = encode(source, kv_dtype, dim)
         codes.copy_(made[0])
         scales.copy_(made[1])
     return out
 
 
+def key_view(keys: Tensor, block_size: int, head_dim: int) -> Tensor:
+    """Return a view [..., D, bs] of the keys [..., bs * D] of a full-precision pool: those of 16 bits lie by token."""
+    by_token = keys.dtype.itemsize == 2
+    return _split(keys, block_size, head_dim).mT if by_token else _split(keys, head_dim, block_size)
+
+
 def decode_blocks(quantised: Tensor, block_size: int, kv_dtype: str, dtype: torch.dtype) -> Tensor:
     """Decode [..., 2, Hk, head_bytes] uint8 -> [..., 2, Hk, bs * D]."""
     keys, key_scales, values, value_scales = views(quantised, block_size)
-    parts = (decode(keys, key_scales, kv_dtype, -2), decode(values, value_scales, kv_dtype, -1))
-    return torch.stack([part.flatten(-2) for part in parts], dim=-3).to(dtype)
+    whole = torch.empty(*quantised.shape[:-1], block_size * keys.shape[-2], dtype=dtype, device=quantised.device)
+    key_view(whole[..., 0, :, :], block_size, keys.shape[-2]).copy_(decode(keys, key_scales, kv_dtype, -2))
+    _split(whole[..., 1, :, :], block_size, keys.shape[-2]).copy_(decode(values, value_scales, kv_dtype, -1))
+    return whole
 
 
 @dataclass(frozen=True)

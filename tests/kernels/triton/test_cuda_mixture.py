@@ -94,6 +94,14 @@ def test_a_few_tokens_and_tiles_are_near_the_reference_and_each_other(
     assert same_but_for_the_last_bit(few, tiles)
 
 
+def test_activations_larger_than_a_float16_are_multiplied_with_fp8_experts(launched: list[str]) -> None:
+    x, scores, first, second, limit = made(("fp8", 160, 160, False), 2)
+    x *= 256
+    expected = exact(x, scores, first, second, limit)
+    assert expected.abs().max() > 65504
+    assert_near(moe.mixture(x, scores, first, second, K, True, limit).float(), expected, 5e-3)
+
+
 # Rows of an expert for which a tile takes other instructions, or needs a second tile.
 @pytest.mark.parametrize(("shape", "rows"), [(shape, rows) for shape in SHAPES for rows in (8, 31)] +
                          [(shape, 70) for shape in SMALL], ids=str)

@@ -55,8 +55,7 @@ DEV void spread(u32 word, u32& first, u32& second) {
     second = hsub2(__byte_perm(word, 0x64646464u, 0x4341), 0x64806480u);
 #else
     word = __byte_perm(word, 0, 0x3120);
-    first = half2_of_fp8(word & 0xFFFF);
-    second = half2_of_fp8(word >> 16);
+    halves_of_fp8(first, second, word);
 #endif
 }
 // The operands of two instructions.

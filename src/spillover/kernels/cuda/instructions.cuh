@@ -56,7 +56,16 @@ DEV u32 hmul2(u32 a, u32 b) { u32 d; asm("mul.f16x2 %0, %1, %2;" : "=r"(d) : "r"
 DEV u32 hsub2(u32 a, u32 b) { u32 d; asm("sub.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
 DEV u32 hadd2(u32 a, u32 b) { u32 d; asm("add.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
 DEV u32 fma_bf16x2(u32 a, u32 b, u32 c) { u32 d; asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
-DEV u32 half2_of_fp8(u32 v) { u32 d; asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"((u16)v)); return d; }
+// Four e4m3 codes as float16, the first two and the last two.
+DEV void halves_of_fp8(u32& low, u32& high, u32 v) {
+#if __CUDA_ARCH__ >= 890
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}" : "=r"(low), "=r"(high) : "r"(v));
+#else  // moved to float16's sign, exponent and mantissa they are 2**-8 of their value
+    u32 a = __byte_perm(v, 0, 0x1404), b = __byte_perm(v, 0, 0x3424);
+    low = hmul2((a & 0x80008000u) | ((a >> 1) & 0x3F803F80u), 0x5C005C00u);
+    high = hmul2((b & 0x80008000u) | ((b >> 1) & 0x3F803F80u), 0x5C005C00u);
+#endif
+}
 DEV float from_half(u32 v) { float d; asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"((u16)v)); return d; }
 DEV u32 to_half2(float low, float high) { u32 d; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low)); return d; }
 DEV u32 to_bf16x2(float low, float high) { u32 d; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low)); return d; }

@@ -44,31 +44,27 @@ struct Mxfp4 {
     DEV int column(int i, int half, int e) { return i / 2 * 8 + half * 4 + e * 2 + (i & 1); }
     DEV u32 activations(float low, float high) { return to_half2(low * 4.0f, high * 4.0f); }
 };
-// Codes move to bfloat16's sign, exponent and mantissa: 2**-120 of their value. Activations carry 2**64, sums the rest.
+// Codes become float16, which holds all of their values. Activations carry 2**-4, sums the rest.
 struct Fp8 {
-    static constexpr bool BF16 = true;
+    static constexpr bool BF16 = false;
     static constexpr int CHUNK = 1;
     static constexpr int VECTORS = 2;
     static constexpr int SCALE_BYTES = 4;
     static constexpr int EACH_UP = 4, EACH_DOWN = 2;
     static constexpr int STAGES_16 = 3, STAGES_64 = 3, STAGES_128 = 4;
     DEV float sum_factor(const void* scales, int block_row, int stride, int step) {
-        return __ldg((const float*)scales + (block_row * stride + step)) * 72057594037927936.0f;  // 2**(120 - 64)
+        return __ldg((const float*)scales + (block_row * stride + step)) * 16.0f;
     }
-    // Four codes of each of two words, bytes 0, 2 and then 1, 3.
+    // Four codes of each of two words, bytes 0, 1 and then 2, 3.
     DEV void unpack(u32 (&r)[4], const uint4 (&v)[2], int j, u32) {
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            u32 w = word_of(v[j / 2], j % 2 * 2 + i);
-            r[2 * i] = ((w << 4) & 0x07F007F0u) | ((w << 8) & 0x80008000u);
-            r[2 * i + 1] = ((w >> 4) & 0x07F007F0u) | (w & 0x80008000u);
-        }
+        for (int i = 0; i < 2; i++) halves_of_fp8(r[2 * i], r[2 * i + 1], word_of(v[j / 2], j % 2 * 2 + i));
     }
     DEV u32 factor(u32) { return 0; }
     // The same word of four lanes' codes has one instruction.
-    DEV int place(int c) { return (c & ~127) + (c >> 2 & 7) * 16 + (c & 1) * 8 + (c >> 5 & 3) * 2 + (c >> 1 & 1); }
-    DEV int column(int i, int half, int e) { return i * 4 + e * 2 + half; }
-    DEV u32 activations(float low, float high) { return to_bf16x2(low * 18446744073709551616.0f, high * 18446744073709551616.0f); }
+    DEV int place(int c) { return (c & ~127) + (c >> 2 & 7) * 16 + (c >> 1 & 1) * 8 + (c >> 5 & 3) * 2 + (c & 1); }
+    DEV int column(int i, int half, int e) { return i * 4 + half * 2 + e; }
+    DEV u32 activations(float low, float high) { return to_half2(low * 0.0625f, high * 0.0625f); }
 };
 typedef FORMAT F;
 
@@ -131,32 +127,45 @@ DEV void store_padding(const Product& p, i64 row) {
     for (int c = p.rows / 2; c < width; c++) p.out[row * width + F::place(c)] = 0;
 }
 
-// Shared memory of a warp's 16 rows for one step: a lane's vectors of its two rows, then a word of scales for each row.
+// Shared memory of a warp's 16 rows for one step. MXFP4: a lane's vectors of its two rows, then a word of scales for each
+// row. FP8: 128 bytes of each row, whose units of 16 bytes are swizzled by the row.
 constexpr int SLOT = F::VECTORS * 1024 + (F::SCALE_BYTES == 1 ? 64 : 0);
-struct Lines { const u8 *codes, *scales; i64 apart; int groups; };  // scales: of the row that this lane brings
-DEV Lines lines_of(const Matrix& m, i64 row) {
-    return {m.codes + row * m.row_bytes, (const u8*)m.scales + (row + ((threadIdx.x & 1) ? m.apart : 0)) * m.scale_row,
-            m.apart * m.row_bytes, m.groups};
+struct Lines { const u8 *codes, *scales; i64 apart; int four, groups; };  // scales: of the row that this lane brings
+DEV Lines lines_of(const Matrix& m, int strip) {
+    int lane = threadIdx.x & 31;
+    i64 row = first_row(m, strip, F::VECTORS == 1 ? lane / 4 : lane / 8);
+    return {m.codes + row * m.row_bytes, (const u8*)m.scales + (row + ((lane & 1) ? m.apart : 0)) * m.scale_row,
+            m.apart * m.row_bytes, (m.halves ? 4 : 8) * m.row_bytes, m.groups};
 }
 // Past the end the last group is brought again: every code is finite, and the activations there are zeros.
 DEV void bring_codes(u32 to, const Lines& lines, int step) {
-    int lane = threadIdx.x & 31, t = lane & 3, g = lane / 4;
-    const u8* from = lines.codes + min(step * 4 + t, lines.groups - 1) * (F::VECTORS * 16);
+    int lane = threadIdx.x & 31;
+    if constexpr (F::VECTORS == 1) {
+        int t = lane & 3, g = lane / 4;
+        const u8* from = lines.codes + min(step * 4 + t, lines.groups - 1) * 16;
+        copy_async(to + lane * 16, from);
+        copy_async(to + (32 + lane) * 16, from + lines.apart);
+        if (t < 2) copy_word_async(to + 1024 + (t * 8 + g) * 4, lines.scales + step * 4);
+    } else {  // four whole rows of 128 bytes an instruction: memory is read in whole lines
+        int unit = lane & 7, pair = lane / 8;
+        const u8* from = lines.codes + min(step * 4 + unit / 2, lines.groups - 1) * 32 + (unit & 1) * 16;
+        u32 at = to + pair * 128 + (unit ^ pair) * 16;
 #pragma unroll
-    for (int r = 0; r < 2; r++)
-#pragma unroll
-        for (int i = 0; i < F::VECTORS; i++)
-            copy_async(to + ((r * F::VECTORS + i) * 32 + lane) * 16, from + (r ? lines.apart : 0) + i * 16);
-    if (F::SCALE_BYTES == 1 && t < 2) copy_word_async(to + F::VECTORS * 1024 + (t * 8 + g) * 4, lines.scales + step * 4);
+        for (int r = 0; r < 2; r++) {
+            copy_async(at + r * 1024, from + (r ? lines.apart : 0));
+            copy_async((at ^ 64) + 512 + r * 1024, from + lines.four + (r ? lines.apart : 0));
+        }
+    }
 }
 struct Codes { uint4 v[2][F::VECTORS]; u32 factor[2]; };
 DEV Codes read_codes(u32 from) {
     int lane = threadIdx.x & 31, t = lane & 3, g = lane / 4;
+    u32 at = F::VECTORS == 1 ? from + lane * 16 : from + g * 128 + (2 * t ^ g) * 16;
     Codes c;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
 #pragma unroll
-        for (int i = 0; i < F::VECTORS; i++) c.v[r][i] = load_shared(from + ((r * F::VECTORS + i) * 32 + lane) * 16);
+        for (int i = 0; i < F::VECTORS; i++) c.v[r][i] = load_shared((at ^ i * 16) + r * F::VECTORS * 512);
         c.factor[r] = F::SCALE_BYTES == 1 ? F::factor(load_shared_byte(from + F::VECTORS * 1024 + (r * 8 + g) * 4 + t)) : 0;
     }
     return c;
@@ -166,8 +175,8 @@ DEV Codes read_codes(u32 from) {
 
 // A few tokens: a warp takes chunks of one pair's 16 rows, each with as much of the pair's activations.
 constexpr int ITEM = F::CHUNK * (SLOT + 256);
-DEV void bring_item_codes(u32 to, const Matrix& m, i64 row, int chunk) {
-    Lines lines = lines_of(m, row);
+DEV void bring_item_codes(u32 to, const Matrix& m, int strip, int chunk) {
+    Lines lines = lines_of(m, strip);
 #pragma unroll
     for (int i = 0; i < F::CHUNK; i++)
         if (chunk * F::CHUNK + i < m.steps) bring_codes(to + i * SLOT, lines, chunk * F::CHUNK + i);
@@ -203,8 +212,7 @@ DEV void add_chunk(float2& total, float4 v) { total.x = fmaf(v.x, v.z, total.x),
 // out[pair] = act(gate_up[expert] @ x[token] + bias): a block 16 rows of one pair's expert.
 KERNEL(128, 6) experts_gate_up_pairs(const __grid_constant__ Product p) {
     constexpr int EACH = F::EACH_UP, TURN = 4 * EACH;
-    DYNAMIC_SHARED(room);  // [TURN] items, then sums of chunks [TURN][8]
-    float4* part = (float4*)(room + TURN * ITEM);
+    DYNAMIC_SHARED(room);  // [TURN] items; the sums of a chunk's 8 pairs take the place of its item
     int strips = p.rows / 16, pair = blockIdx.x / strips, strip = blockIdx.x % strips;
     int warp = threadIdx.x / 32, lane = threadIdx.x & 31, g = lane / 4, t = lane & 3;
     u32 at = shared_address(room) + warp * EACH * ITEM;
@@ -222,7 +230,7 @@ KERNEL(128, 6) experts_gate_up_pairs(const __grid_constant__ Product p) {
         for (int i = 0; i < EACH; i++) {
             int chunk = base + warp * EACH + i;
             if (chunk < m.chunks) {
-                bring_item_codes(at + i * ITEM, m, row, chunk);
+                bring_item_codes(at + i * ITEM, m, strip, chunk);
                 bring_item_x(at + i * ITEM, x, chunk, m.steps);
                 f[i] = sum_factors(m, row, chunk);
             }
@@ -231,18 +239,19 @@ KERNEL(128, 6) experts_gate_up_pairs(const __grid_constant__ Product p) {
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             int chunk = base + warp * EACH + i;
-            if (EACH - 1 - i == 3) copies_wait<3>();
-            if (EACH - 1 - i == 2) copies_wait<2>();
-            if (EACH - 1 - i == 1) copies_wait<1>();
-            if (EACH - 1 - i == 0) copies_wait<0>();
+            switch (EACH - 1 - i) { case 3: copies_wait<3>(); break; case 2: copies_wait<2>(); break; case 1: copies_wait<1>(); break; default: copies_wait<0>(); }
             __syncwarp();
             if (chunk < m.chunks) {
                 float2 v = item_product(at + i * ITEM, m, chunk);
-                if (t == 0) part[(warp * EACH + i) * 8 + g] = with_factors(v, f[i]);
+                __syncwarp();
+                if (t == 0) ((float4*)(room + (warp * EACH + i) * ITEM))[g] = with_factors(v, f[i]);
             }
         }
         __syncthreads();
-        if (threadIdx.x < 8) for (int c = 0; c < TURN && base + c < m.chunks; c++) add_chunk(total, part[c * 8 + threadIdx.x]);
+        if (threadIdx.x < 8)
+#pragma unroll
+            for (int c = 0; c < TURN; c++)
+                if (base + c < m.chunks) add_chunk(total, ((float4*)(room + c * ITEM))[threadIdx.x]);
         if (base + TURN < m.chunks) __syncthreads();
     }
     if (threadIdx.x < 8) store_activation(p, pair, strip * 8 + threadIdx.x, total.x + b.x, total.y + b.y);
@@ -255,53 +264,61 @@ KERNEL(512, 2) experts_down_pairs(const __grid_constant__ Product p) {
     constexpr int EACH = F::EACH_DOWN;
     DYNAMIC_SHARED(room);  // [16 warps][EACH] items, then sums of chunks [k][chunks][8] and of pairs [k][8]
     __shared__ int slots[64];
+    __shared__ float shares[64];
     int strips = p.rows / 16, token = blockIdx.x / strips, strip = blockIdx.x % strips;
     int warp = threadIdx.x / 32, lane = threadIdx.x & 31, g = lane / 4, t = lane & 3;
     int chunks = matrix_of(p, 0, false).chunks, items = p.k * chunks;
     u32 at = shared_address(room) + warp * EACH * ITEM;
     float4* parts = (float4*)(room + 16 * EACH * ITEM);
     float2* sums = (float2*)(parts + items * 8);
-    if (threadIdx.x < p.k) slots[threadIdx.x] = slot_of(p, load_fresh(p.ids + token * p.k + threadIdx.x));
+    if (threadIdx.x < p.k) {
+        slots[threadIdx.x] = slot_of(p, load_fresh(p.ids + token * p.k + threadIdx.x));
+        shares[threadIdx.x] = __int_as_float(load_fresh((const int*)p.shares + token * p.k + threadIdx.x));
+    }
     __syncthreads();
-    auto bring = [&](int index, bool codes, bool x) {
+    float2 f[EACH];
+    auto bring = [&](int index, int i, bool codes, bool x) {
         int item = warp + index * 16;
         if (item >= items) return;
         int e = item / chunks, chunk = item % chunks;
         if (slots[e] < 0) return;
         Matrix m = matrix_of(p, slots[e], false);
-        u32 to = at + index % EACH * ITEM;
-        if (codes) bring_item_codes(to, m, first_row(m, strip, g), chunk);
-        if (x) bring_item_x(to, p.x + (i64)(token * p.k + e) * padded(p.depth), chunk, m.steps);
+        if (codes) {
+            bring_item_codes(at + i * ITEM, m, strip, chunk);
+            f[i] = sum_factors(m, first_row(m, strip, g), chunk);
+        }
+        if (x) bring_item_x(at + i * ITEM, p.x + (i64)(token * p.k + e) * padded(p.depth), chunk, m.steps);
     };
 #pragma unroll
-    for (int i = 0; i < EACH; i++) bring(i, true, false);
+    for (int i = 0; i < EACH; i++) bring(i, i, true, false);
     wait_before();
     launch_dependents();
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-        bring(i, false, true);
+        bring(i, i, false, true);
         copies_commit();
     }
-    for (int index = 0; warp + index * 16 < items; index++) {
-        int item = warp + index * 16, e = item / chunks, chunk = item % chunks;
-        if (slots[e] >= 0) {
-            Matrix m = matrix_of(p, slots[e], false);
-            float2 f = sum_factors(m, first_row(m, strip, g), chunk);
+    for (int base = 0; warp + base * 16 < items; base += EACH)
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            int item = warp + (base + i) * 16;
             copies_wait<EACH - 1>();
             __syncwarp();
-            float2 v = item_product(at + index % EACH * ITEM, m, chunk);
-            if (t == 0) parts[item * 8 + g] = with_factors(v, f);
-            __syncwarp();
+            if (item < items && slots[item / chunks] >= 0) {
+                float2 v = item_product(at + i * ITEM, matrix_of(p, 0, false), item % chunks);
+                if (t == 0) parts[item * 8 + g] = with_factors(v, f[i]);
+                __syncwarp();
+            }
+            bring(base + i + EACH, i, true, true);
+            copies_commit();
         }
-        bring(index + EACH, true, true);
-        copies_commit();
-    }
     __syncthreads();
     if (threadIdx.x < 8 * p.k) {
         int e = threadIdx.x / 8, own = threadIdx.x & 7;
         if (slots[e] >= 0) {
             Matrix m = matrix_of(p, slots[e], false);
             float2 total = make_float2(0, 0), b = biases(m, first_row(m, strip, own));
+#pragma unroll 8
             for (int c = 0; c < chunks; c++) add_chunk(total, parts[(e * chunks + c) * 8 + own]);
             u32 rounded = to_bf16x2(total.x + b.x, total.y + b.y);
             if (p.sum) sums[threadIdx.x] = make_float2(low_bf16(rounded), high_bf16(rounded));
@@ -312,10 +329,10 @@ KERNEL(512, 2) experts_down_pairs(const __grid_constant__ Product p) {
     __syncthreads();
     if (threadIdx.x < 8) {
         float2 total = make_float2(0, 0);
+#pragma unroll 8
         for (int e = 0; e < p.k; e++) {
-            float share = p.shares[token * p.k + e];
-            total.x = fmaf(sums[e * 8 + threadIdx.x].x, share, total.x);
-            total.y = fmaf(sums[e * 8 + threadIdx.x].y, share, total.y);
+            total.x = fmaf(sums[e * 8 + threadIdx.x].x, shares[e], total.x);
+            total.y = fmaf(sums[e * 8 + threadIdx.x].y, shares[e], total.y);
         }
         ((u32*)(p.out + (i64)token * p.rows))[strip * 8 + threadIdx.x] = to_bf16x2(total.x, total.y);
     }
@@ -336,7 +353,7 @@ DEV void tile_product(const Product& p, const Tile& tile, u8* shared) {
     int strips = p.rows / 16, own = blockIdx.x % ((strips + 7) / 8) * 8 + warp, strip = min(own, strips - 1);
     Matrix m = matrix_of(p, tile.slot, !DOWN && !p.clamped);
     i64 row = first_row(m, strip, g);
-    Lines lines = lines_of(m, row);
+    Lines lines = lines_of(m, strip);
     u32 codes = room + STAGES * X + warp * SLOT;
     // A thread brings the same unit of 16 bytes of every 16th position.
     int unit = threadIdx.x & 15, position = threadIdx.x / 16, width = padded(p.depth);

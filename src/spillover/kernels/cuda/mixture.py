@@ -53,7 +53,7 @@ class Form:
         item = self.chunk * (self.slot + 2 * EXPERT_ROW)
         chunks = -(-inner // (self.chunk * EXPERT_ROW))
         up, down = (tile.warps * each for tile, each in zip(FEW, self.each, strict=True))
-        return up * (item + 8 * 16), down * item + k * (chunks * 8 * 16 + 8 * 8)
+        return up * item, down * item + k * (chunks * 8 * 16 + 8 * 8)
 
     def many_shared(self, tile: Tile) -> int:
         return self.stages[tile.tokens] * (tile.tokens * 2 * EXPERT_ROW + tile.warps * self.slot)
@@ -92,7 +92,7 @@ def cuda_gemm(gemm: GroupedGemm, x: Tensor, inner: int, k: int) -> GroupedGemm:
     if found is None or max(form.few_shared(inner, k)) > found.shared:
         return gemm
     many = {UP_TO[tokens]: tiles for tokens, tiles in form.many.items() if form.many_shared(tiles[0]) <= found.shared}
-    return replace(gemm, code=gemm.code + CUDA, few=FEW, many=many)
+    return replace(gemm, code=gemm.code + CUDA, few=FEW, many=many, input_dtypes={torch.bfloat16: torch.float16})
 
 
 @cache

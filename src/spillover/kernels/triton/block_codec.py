@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from spillover.kernels.triton.attention.ordered_tile import keys_by_token
 from spillover.kernels.triton.codes import CODES, decode, encode
 
 SCALE_BYTES = 4
@@ -51,7 +52,8 @@ def _encode(
     inside, start = _head(KEYS, HEADS, DIM, BLOCK)
     places, there = _places(KEYS, DIM, PADDED, BLOCK, TOKENS)
     source = pool + tl.load(blocks + tl.program_id(0)) * block_stride + inside * (BLOCK * DIM)
-    x = tl.load(source + places, mask=there, other=0).to(tl.float32)
+    x = tl.load(source + _pool_places(pool, places, KEYS, DIM, PADDED, BLOCK, TOKENS), mask=there, other=0)
+    x = x.to(tl.float32)
     top = tl.max(tl.abs(x), 0 if KEYS else 1)
     scale = tl.div_rn(top, tl.full(top.shape, 448.0 if CODES == 1 else 127.0, tl.float32))
     wide = tl.zeros_like(x) + (scale[None, :] if KEYS else scale[:, None])
@@ -72,7 +74,8 @@ def _decode(
     x = decode(tl.load(codes + start + places, mask=there, other=0), tl.float32, CODES)
     x *= scale[None, :] if KEYS else scale[:, None]
     target = pool + tl.load(blocks + tl.program_id(0)) * block_stride + inside * (BLOCK * DIM)
-    tl.store(target + places, x.to(pool.dtype.element_ty), mask=there)
+    tl.store(target + _pool_places(pool, places, KEYS, DIM, PADDED, BLOCK, TOKENS), x.to(pool.dtype.element_ty),
+             mask=there)
 
 
 @triton.jit
@@ -86,10 +89,19 @@ def _head(KEYS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def _places(KEYS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
-    """Return where the elements of a head lie, keys [DIM, BLOCK] and values [BLOCK, DIM], and which there are."""
+    """Return where the codes of a head lie, keys [DIM, BLOCK] and values [BLOCK, DIM], and which there are."""
     d, t = tl.arange(0, PADDED), tl.arange(0, TOKENS)
     if KEYS:
         places, there = d[:, None] * BLOCK + t[None, :], (d < DIM)[:, None] & (t < BLOCK)[None, :]
     else:
         places, there = t[:, None] * DIM + d[None, :], (t < BLOCK)[:, None] & (d < DIM)[None, :]
     return places, there
+
+
+@triton.jit
+def _pool_places(pool, places, KEYS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+                 TOKENS: tl.constexpr):
+    """Return where they lie in the pool, whose keys may lie by token."""
+    if KEYS and keys_by_token(pool):
+        places = tl.arange(0, PADDED)[:, None] + tl.arange(0, TOKENS)[None, :] * DIM
+    return places

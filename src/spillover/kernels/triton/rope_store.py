@@ -1,8 +1,8 @@
 """What lies between the QKV product and the attention, in one pass: q/k norm, rotation, and the store into the pool.
 
 Queries are turned where they lie; keys and values go straight to their blocks and are not written anywhere else. A
-program takes a head of a few tokens, or several one after another: neighbours in a prompt are neighbours in a block of
-keys too.
+program takes a head of a few tokens, or several one after another: neighbours in a prompt are neighbours in a block,
+also where its keys lie by dimension.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from spillover.kernels.triton.attention.ordered_tile import keys_by_token
 from spillover.kernels.triton.codes import CODES, encode
 from spillover.kernels.triton.launch import AS_WRITTEN, early
 from spillover.kernels.triton.norm import pairwise_sum, scaled
@@ -118,7 +119,13 @@ def _norm_rope_store(
                 low_code = low.to(kv_ptr.dtype.element_ty)
                 high_code = high.to(kv_ptr.dtype.element_ty)
             slab = blocks + (head - HEADS) % KV_HEADS * head_stride
-            if head < HEADS + KV_HEADS:
+            if head >= HEADS + KV_HEADS:
+                slab += kv_stride
+            if keys_by_token(kv_ptr) or head >= HEADS + KV_HEADS:
+                places = slab[:, None] + (offset * (2 * HALF))[:, None] + d[None, :]
+                tl.store(places, low_code, mask=inside)
+                tl.store(places + HALF, high_code, mask=inside)
+            else:
                 # Dimensions lie a block apart, and tokens of a prompt side by side: of these neighbouring threads store
                 # neighbouring tokens. Where it is not true of all, it changes nothing but that: addresses have no known
                 # alignment, so that nothing is stored as a vector.
@@ -128,11 +135,6 @@ def _norm_rope_store(
                 there = real[None, :] & (d < HALF)[:, None]
                 tl.store(keys, tl.trans(low_code), mask=there)
                 tl.store(keys + HALF * BLOCK, tl.trans(high_code), mask=there)
-            else:
-                slab += kv_stride
-                values = slab[:, None] + (offset * (2 * HALF))[:, None] + d[None, :]
-                tl.store(values, low_code, mask=inside)
-                tl.store(values + HALF, high_code, mask=inside)
             if CODES > 0:
                 scales = (slab + BLOCK * 2 * HALF).to(tl.pointer_type(tl.float32))
                 tl.store(scales + offset, scale, mask=real)

@@ -132,8 +132,9 @@ def _ordered_decode_few(
     q = _turned(q, other_q, q_norm, other_q_norm, cos, sin, eps, ROWS, DIM, NORM)
     new_k = _turned(new_k, other_k, k_norm, other_k_norm, cos, sin, eps, 1, DIM, NORM).reshape(DIM)
     if end > position:
-        tl.store(home + d * BLOCK + position % BLOCK, new_k)
-        tl.store(home + kv_stride + position % BLOCK * DIM + d, new_v)
+        place = home + position % BLOCK * DIM + d
+        tl.store(place, new_k)
+        tl.store(place + kv_stride, new_v)
 
     factor = scale * LOG2E
     highest = tl.full([ROWS], float("-inf"), tl.float32)

@@ -11,6 +11,12 @@ import triton.language as tl
 
 
 @triton.jit
+def keys_by_token(pool):
+    """Return whether keys of a block lie token by token in a pool, as values do: where kernels.attention has it so."""
+    return pool.dtype.element_ty.primitive_bitwidth == 16
+
+
+@triton.jit
 def tile_blocks(table, start, oldest, end, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr):
     """Return the blocks of the tile from position `start` on, a tuple of TILE / BLOCK, at least one; WINDOW: whether
     there may be none before that of `oldest`."""
@@ -28,16 +34,19 @@ def load_tile(slab, blocks, start, own, block_stride, kv_stride, d, DIM: tl.cons
               BLOCK: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
     """Load keys [PADDED, TILE] and values [TILE, PADDED] of the tile from position `start` on; `slab`: the keys of one
     head, values `kv_stride` behind them; `own`: with MASKED, which positions are the sequence's."""
-    # Keys of a block lie side by side: this is how far, for the compiler to load them as vectors.
-    RUN: tl.constexpr = BLOCK if BLOCK < TILE else TILE
     block, inside = _places(blocks, start, block_stride, BLOCK, TILE)
-    places = tl.max_contiguous(tl.multiple_of((block + inside)[None, :] + d[:, None] * BLOCK, [1, RUN]), [1, RUN])
     values = slab + (block + kv_stride + inside * DIM)[:, None] + d[None, :]
+    if keys_by_token(slab):
+        keys = slab + (block + inside * DIM)[:, None] + d[None, :]
+        k = tl.trans(tl.load(keys) if DIM == PADDED else tl.load(keys, mask=d[None, :] < DIM, other=0))
+    else:
+        # Keys of a block lie side by side: this is how far, for the compiler to load them as vectors.
+        RUN: tl.constexpr = BLOCK if BLOCK < TILE else TILE
+        places = tl.max_contiguous(tl.multiple_of((block + inside)[None, :] + d[:, None] * BLOCK, [1, RUN]), [1, RUN])
+        k = tl.load(slab + places) if DIM == PADDED else tl.load(slab + places, mask=d[:, None] < DIM, other=0)
     if DIM == PADDED:
-        k = tl.load(slab + places)
         v = tl.load(values, mask=own[:, None], other=0) if MASKED else tl.load(values)
     else:
-        k = tl.load(slab + places, mask=d[:, None] < DIM, other=0)
         v = tl.load(values, mask=own[:, None] & (d[None, :] < DIM) if MASKED else d[None, :] < DIM, other=0)
     return k, v
 

@@ -93,14 +93,16 @@ def activation_columns(column, width, FORMAT: tl.constexpr):
         lane = column // 128 * 128 + column // 32 % 4 * 2
         if FORMAT - CUDA == MXFP4:
             return lane + column // 8 % 4 * 32 + column % 2 * 16 + column // 4 % 2 * 8 + column // 2 % 2
-        return lane + column // 4 % 8 * 16 + column % 2 * 8 + column // 2 % 2
+        return lane + column // 4 % 8 * 16 + column // 2 % 2 * 8 + column % 2
     return column
 
 
 @triton.jit
 def activation_values(value, dtype: tl.constexpr, FORMAT: tl.constexpr):
     """Return float32 activations as the input of a product keeps them."""
-    if FORMAT != DENSE:
+    if FORMAT == CUDA + FP8:
+        value *= 0.0625
+    elif FORMAT != DENSE:
         value *= 4.0 if dtype == tl.float16 else 18446744073709551616.0  # 2**shift
     return value.to(dtype)
 
