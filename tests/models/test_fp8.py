@@ -91,7 +91,7 @@ def test_dummy_weights_are_finite() -> None:
 def test_blocks_of_another_size_are_refused() -> None:
     _, config, _ = fp8_model("qwen3_moe")
     config["quantization_config"] = FP8 | {"weight_block_size": [64, 64]}
-    with pytest.raises(CheckpointError, match=r"every block of 128 x 128, not with weight_block_size \[64, 64\]"):
+    with pytest.raises(CheckpointError, match=r"weight_block_size \[64, 64\] are not supported, only \[128, 128\] or none"):
         architecture(config).config(config)
 
 

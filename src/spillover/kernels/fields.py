@@ -19,6 +19,7 @@ class Field:
     name: str
     dtype: str  # as torch names it
     shape: tuple[int, ...]
+    squeezed: bool = False  # a checkpoint may have it with more or fewer dimensions of 1
 
     @property
     def nbytes(self) -> int:

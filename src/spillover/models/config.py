@@ -13,6 +13,7 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 MOST = 2**31 - 1  # largest size that a file may state
 MOST_NUMBER = 1e18
 MOST_LAYERS, MOST_EXPERTS = 10_000, 65_536
+METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "modelopt")  # that quantise checkpoints of all architectures
 _LIMITS = {"num_hidden_layers": MOST_LAYERS, "num_local_experts": MOST_EXPERTS, "num_experts": MOST_EXPERTS}
 
 
@@ -93,6 +94,8 @@ def parse_config(
         raise CheckpointError(f"config.json: hidden_act {shown(activation)} is not supported by {architecture}, only "
                               "'silu'")
     quantization = section(hf, "quantization_config")
+    if quantization:  # a format may keep its scales in the model's type
+        quantization = {**quantization, "dtype": _dtype(hf).removeprefix("torch.")}
     _check_quantization(quantization, fields.get("expert_format", "dense"))
     heads = require(hf, "num_attention_heads")
     hidden = require(hf, "hidden_size")
@@ -268,5 +271,5 @@ def _check_quantization(quantization: Mapping[str, Any], expert_format: str) -> 
     if found is None or (found.experts_only and method != expert_format):
         raise CheckpointError(
             f"config.json: weights quantised with {shown(method)} are not supported here; "
-            "use the unquantised model, block-scaled fp8, a GGUF file, or gpt-oss in mxfp4"
+            f"supported are {', '.join(METHODS)}, a GGUF file, and gpt-oss in mxfp4"
         )

@@ -14,6 +14,7 @@ from torch import Tensor
 from spillover.kernels.batch import AttentionBatch, LayerShape
 from spillover.kernels.cpu_kernels import LayerStack
 from spillover.kernels.formats.base import WeightFormat, make_format
+from spillover.kernels.formats.choice import Dequantized
 from spillover.kernels.formats.dense import DENSE, EMBEDDING
 from spillover.kernels.layer_kernels import kernels_on
 from spillover.kernels.linear import embedding, linear
@@ -152,7 +153,7 @@ def decoder_specs(config: ModelConfig, mlp_specs: Callable[[ModelConfig, int], l
         "head": head,
     }
     quantized = make_format(config.quantization.get("quant_method", "dense"), config.quantization)
-    return stored_in(specs, quantized.for_linear)
+    return stored_in(specs, quantized.for_linear, Dequantized(quantized))
 
 
 def attention_specs(config: ModelConfig, layer: int) -> list[WeightSpec]:
@@ -205,5 +206,7 @@ def linears(name: str, modules: tuple[str, ...], rows: tuple[int, ...], columns:
 
 def experts(config: ModelConfig, name: str, shape: tuple[int, int, int], *sources: Source) -> WeightSpec:
     """A stack of linears [experts, out, in]; only the first source may be quantised."""
-    form = make_format(config.expert_format, config.quantization)
+    quantized = make_format(config.expert_format, config.quantization)
+    count = shape[0] if sources[0].per_expert else 1
+    form = quantized.for_experts([name.format(expert=index) for index in range(count) for name in sources[0].names])
     return WeightSpec(name, shape, sources if form == DENSE else sources[:1], form)

@@ -140,6 +140,8 @@ class _Reader:
             raise self._missing([tensor.name])
         self._check_shape(tensor)
         found = self.checkpoint.read(tensor.name) if row is None else self.checkpoint.read(tensor.name, row)
+        if tensor.squeezed and row is None:
+            found = found.reshape(tensor.shape)
         floating = tensor.dtype == FLOATING
         if not (found.dtype.is_floating_point and found.itemsize > 1 if floating
                 else found.dtype == getattr(torch, tensor.dtype)):
@@ -159,7 +161,8 @@ class _Reader:
 
     def _check_shape(self, tensor: Field) -> None:
         found = tuple(self.checkpoint.shape(tensor.name))
-        if found != tensor.shape:
+        expected = tensor.shape
+        if _unit_free(found) != _unit_free(expected) if tensor.squeezed else found != expected:
             shapes = f"shape {list(found)}, expected {list(tensor.shape)}"
             raise CheckpointError(f"{self.checkpoint.file(tensor.name)}: tensor '{tensor.name}' has {shapes}")
 
@@ -182,8 +185,14 @@ class _Tensors:
         self._expert = expert if self._stack else None
         self._whole = whole
 
+    def has(self, name: str) -> bool:
+        return name in self._reader.names
+
     def dtype(self, name: str) -> torch.dtype:
         return self._reader.checkpoint.dtype(name)
+
+    def wrong(self, name: str, what: str) -> CheckpointError:
+        return CheckpointError(f"{self._reader.checkpoint.file(name)}: tensor '{name}' {what}")
 
     def read(self, tensor: Field) -> Tensor:
         stored = _stored(tensor, self._stack, self._transposed)
@@ -217,6 +226,10 @@ def _stored(tensor: Field, stack: int, transposed: bool) -> Field:
 
 def _matrices(source: Source, expert: int) -> list[tuple[str, int]]:
     return [(name.format(expert=expert), rows) for name, rows in zip(source.names, source.rows, strict=True)]
+
+
+def _unit_free(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
 
 
 def _named(dtype: torch.dtype) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from safetensors import SafetensorError, safe_open
 
 from spillover.errors import CheckpointError, shown
-from spillover.models.config import MOST, named
+from spillover.models.config import METHODS, MOST, named
 from spillover.units import format_bytes
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I64": 8, "I32"
           "BOOL": 1}  # bytes of a value
 TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
                "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"}
+# Files beside config.json that older tools write the quantisation to, and what it is then.
+QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 MAX_HEADER = 100_000_000  # as safetensors itself allows
 
 
@@ -92,6 +94,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} has no config.json, so it is not a model folder")
     config = read_json(folder / "config.json")
+    if not config.get("quantization_config"):
+        config |= _quantization_beside(folder, config)
     generation = folder / "generation_config.json"
     eos = read_json(generation).get("eos_token_id") if generation.is_file() else None
     named = generation if eos is not None else folder / "config.json"
@@ -101,6 +105,17 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def _quantization_beside(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the quantisation under its key of today, where a folder has it elsewhere."""
+    older = config.get("compression_config")
+    if isinstance(older, dict) and older:
+        return {"quantization_config": {"quant_method": "compressed-tensors", **older}}
+    for name, method in QUANTIZATION_FILES.items():
+        if (folder / name).is_file():
+            return {"quantization_config": {"quant_method": method, **read_json(folder / name)}}
+    return {}
+
+
 def _check_quantization(quantization: object, file: Path) -> None:
     if not quantization:
         return
@@ -108,8 +123,9 @@ def _check_quantization(quantization: object, file: Path) -> None:
 
     method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
     if registered(method) is None:
-        raise CheckpointError(f"{file}: weights quantised with {shown(method)} are not supported; use the model's "
-                              "bfloat16, float16, fp8 or mxfp4 safetensors, or a GGUF file")
+        raise CheckpointError(f"{file}: weights quantised with {shown(method)} are not supported, only those of "
+                              f"{', '.join(METHODS)} and mxfp4; use another quantisation, the model's bfloat16 or "
+                              "float16 safetensors, or a GGUF file")
 
 
 def eos_ids(value: object, file: Path) -> list[int]:

@@ -77,16 +77,17 @@ def part_nbytes(specs: Iterable[WeightSpec], dtype: str) -> int:
     return sum(spec.nbytes(dtype) for spec in specs)
 
 
-def stored_in(specs: WeightSpecs, stored: Callable[[str], WeightFormat]) -> WeightSpecs:
+def stored_in(specs: WeightSpecs, stored: Callable[[str], WeightFormat],
+              mixed: WeightFormat | None = None) -> WeightSpecs:
     """Return the same, but unquantised linears take the format that a checkpoint has all their tensors in, each by its
-    name; those that differ stay as they are."""
+    name; those that differ take `mixed`, or stay as they are."""
     from spillover.kernels.formats.dense import DENSE
 
     def taken(spec: WeightSpec) -> WeightSpec:
         if spec.format != DENSE or spec.experts or len(spec.sources) != 1 or spec.sources[0].transposed:
             return spec
         found = {stored(name) for name in spec.sources[0].names}
-        return replace(spec, format=found.pop()) if len(found) == 1 else spec
+        return replace(spec, format=found.pop() if len(found) == 1 else mixed or spec.format)
 
     return {part: [taken(spec) for spec in listed] for part, listed in specs.items()}
 
@@ -104,9 +105,22 @@ def kept_on(specs: WeightSpecs, device: str, dtype: str, batch_invariant: bool =
     from spillover.kernels import native
 
     if device == "cuda":
+        specs = _with_grouped_products(specs)
         return reformatted(specs, lambda weight: weight.batch_invariant()) if batch_invariant else specs
     width = native.panel_width() if dtype == "float32" and native.library() is not None else 0
     return reformatted(specs, lambda weight: weight.packed(width)) if width else specs
+
+
+def _with_grouped_products(specs: WeightSpecs) -> WeightSpecs:
+    """Return the same, but experts that a CUDA device cannot multiply in their format are dequantised when loaded."""
+    from spillover.kernels.formats.choice import Dequantized
+
+    def taken(spec: WeightSpec) -> WeightSpec:
+        if spec.format is None or not spec.experts or spec.format.experts is not None:
+            return spec
+        return replace(spec, format=Dequantized(spec.format))
+
+    return {part: [taken(spec) for spec in listed] for part, listed in specs.items()}
 
 
 def reformatted(specs: WeightSpecs, change: Callable[[WeightFormat], WeightFormat]) -> WeightSpecs:

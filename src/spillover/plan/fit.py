@@ -80,6 +80,7 @@ class Sizes:
         tokens = self.batched_tokens(length)
         space = workspace(self.config, self.shape.dtype, self.device, self.native, tokens, self.max_num_seqs, length,
                           self.captured_rows(length))
+        space = replace(space, kernels=space.kernels + self.shape.scratch_bytes)
         if not long:
             return space
         request = self.request

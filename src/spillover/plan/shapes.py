@@ -36,6 +36,7 @@ class ModelShape:
     windows: tuple[tuple[int | None, int], ...]  # (window, layers that have it)
     group_layers: int  # layers in a KV block
     group_windows: tuple[int | None, ...]  # one a group of layers
+    scratch_bytes: int  # of the linear that takes most besides its result
 
     @property
     def weight_bytes(self) -> int:
@@ -99,6 +100,8 @@ def model_shape(config: ModelConfig, specs: WeightSpecs, dtype: str, kv_dtype: s
         kv_layer_bytes=kv_layer_bytes(config, dtype, kv_dtype),
         windows=tuple(Counter(config.windows).items()),
         group_layers=len(groups[0].layers),
+        scratch_bytes=max((spec.format.scratch_bytes(spec.linear, dtype) for listed in specs.values() for spec in listed
+                           if spec.format is not None and not is_expert(spec.name)), default=0),
         group_windows=tuple(group.window for group in groups),
     )
 

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spillover.errors import CheckpointError
 from spillover.kernels.arena import Arena
-from spillover.kernels.fields import FLOATING, Field, LinearShape
+from spillover.kernels.fields import FLOATING, ITEMSIZE, Field, LinearShape
 from spillover.kernels.formats.grouped_gemm import GroupedGemm
 
 if TYPE_CHECKING:
@@ -39,7 +40,12 @@ class TensorReader(Protocol):
 
     matrices: Sequence[tuple[str, int]]  # that are fused into it: name where it is not quantised, rows
 
+    def has(self, name: str) -> bool: ...
+
     def dtype(self, name: str) -> torch.dtype: ...
+
+    def wrong(self, name: str, what: str) -> CheckpointError:
+        """Return the refusal of a tensor, which names its file."""
 
     def read(self, tensor: Field) -> Tensor: ...
 
@@ -78,6 +84,7 @@ class WeightFormat(ABC):
 
     quant_method: str  # of config.json's quantization_config, or the name where no checkpoint has it
     experts_only: bool = False  # in checkpoints; their other linears are dense
+    keeps_linears: bool = True  # False: in codes only as experts; other linears are dequantised when they are loaded
     loads_stacks: bool = False  # `load` takes a stack of experts [experts, ...] that is one tensor in the checkpoint
     native_bits: int | None = None  # of codes in panels that native/block.cpp takes; 0: float32 panels; None: neither
 
@@ -140,6 +147,10 @@ class WeightFormat(ABC):
         dense = pack(self.dequantize(w, x.dtype))
         return dense.format.linear(x, dense, bias)
 
+    def scratch_bytes(self, shape: LinearShape, dtype: str) -> int:
+        """Return the bytes that `linear` takes besides its result; here for the numbers, as they are and in panels."""
+        return 2 * shape.out_features * shape.in_features * ITEMSIZE[dtype]
+
     def linear_silu(self, x: Tensor, w: Linear, bias: Tensor | None = None) -> Tensor:
         """Multiply x [T, in] -> silu(gate) * up [T, out / 2], where the gate's rows come first; for a CUDA device."""
         from spillover.kernels.triton.activation import silu_and_mul
@@ -164,6 +175,14 @@ class WeightFormat(ABC):
         from spillover.kernels.formats.dense import DENSE
 
         return self if ".layers." in name else DENSE
+
+    def for_experts(self, names: Sequence[str]) -> WeightFormat:
+        """Choose how a stack of experts is kept whose matrices have these names in a checkpoint of this format."""
+        return self
+
+    def stored_as(self, module: str) -> WeightFormat:
+        """Return the format that a checkpoint of this one has a module's matrix in."""
+        return self
 
     def packed(self, width: int) -> WeightFormat:
         """Choose how it is kept for the native kernels, in panels of `width` channels if it is float32."""

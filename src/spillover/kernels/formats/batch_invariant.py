@@ -43,6 +43,9 @@ class BatchInvariant(WeightFormat):
     def dequantize(self, w: Linear, dtype: torch.dtype) -> Tensor:
         return self.base.dequantize(w, dtype)
 
+    def scratch_bytes(self, shape: LinearShape, dtype: str) -> int:
+        return self.base.scratch_bytes(shape, dtype)
+
     def linear(self, x: Tensor, w: Linear, bias: Tensor | None = None) -> Tensor:
         from spillover.kernels.triton.ordered_linear import ordered_linear
 

@@ -44,6 +44,9 @@ class Dense(WeightFormat):
             return gemv_silu(x, w.tensors[0], bias)
         return super().linear_silu(x, w, bias)
 
+    def scratch_bytes(self, shape: LinearShape, dtype: str) -> int:
+        return 0
+
     def packed(self, width: int) -> WeightFormat:
         from spillover.kernels.formats.packed import Packed
 

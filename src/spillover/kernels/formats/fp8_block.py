@@ -1,32 +1,32 @@
-"""FP8 weights as DeepSeek and Qwen publish them: e4m3 values, a float32 scale for every block of 128 x 128."""
+"""FP8 weights with a float32 scale for every block of 128 x 128, or one for all of a matrix."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from spillover.errors import CheckpointError, shown
 from spillover.kernels.fields import FLOATING, Field, LinearShape
-from spillover.kernels.formats.base import DUMMY_STD, Linear, TensorReader, WeightFormat, register
-from spillover.kernels.formats.dense import Dense
+from spillover.kernels.formats.base import DUMMY_STD, Linear, Target, TensorReader, WeightFormat
 from spillover.kernels.formats.grouped_gemm import GroupedGemm, Tile, invariant_tiles, tiles
+from spillover.kernels.formats.settings import module_of
 
 BLOCK = 128  # rows and columns that share a scale
 LARGEST = 448.0  # of e4m3
+SCALE_NAMES = ("weight_scale", "weight_scale_inv")  # of the one scale of a module's matrix: both multiply
 BELOW_2 = 0xBF  # without the top bit of the exponent e4m3 stays below 2 and is never NaN
 
 
-@register
 @dataclass(frozen=True)
 class Fp8Block(WeightFormat):
     """A format: values float8_e4m3fn [N, K] and float32 scales [blocks of N, blocks of K]; each of several matrices
     that are fused begins a block of its own."""
 
-    quant_method = "fp8"
+    scale_name: str = "weight_scale_inv"  # of a module's scales
+    whole: bool = False  # the checkpoint has one scale a matrix, which is kept for each block
+    keeps_linears = False
+    quant_method = "fp8_block"
     # The fastest of those tried on an H200 with the shapes of Qwen3-30B-A3B. A tile that not all of an expert's rows
     # fit into unpacks its weights twice; one that is half empty costs less. The shift of FP8 does not fit into float16.
     experts = GroupedGemm(
@@ -36,24 +36,28 @@ class Fp8Block(WeightFormat):
         fill=1.0, input_dtypes={torch.float16: torch.bfloat16}, dequantizes=True,
     )
 
-    @classmethod
-    def from_config(cls, quantization: Mapping[str, Any]) -> Self:
-        size = quantization.get("weight_block_size")
-        if size != [BLOCK, BLOCK] or quantization.get("fmt", "e4m3") != "e4m3":
-            raise CheckpointError(
-                f"config.json: fp8 weights are supported in e4m3 with a scale for every block of {BLOCK} x {BLOCK}, "
-                f"not with weight_block_size {shown(size)}; use the unquantised model or a GGUF file"
-            )
-        return cls()
-
     def fields(self, shape: LinearShape, dtype: str) -> tuple[Field, ...]:
         scales = sum(map(blocks, shape.output_sizes)), blocks(shape.in_features)
         return (Field("values", "float8_e4m3fn", (shape.out_features, shape.in_features)),
                 Field("scales", "float32", scales))
 
     def stored(self, name: str, rows: int, columns: int) -> tuple[Field, ...]:
-        return (Field(name, "float8_e4m3fn", (rows, columns)),
-                Field(f"{name}_scale_inv", FLOATING, (blocks(rows), blocks(columns))))
+        """List the checkpoint's tensors; that of a whole matrix's scale has one of two names."""
+        values = Field(name, "float8_e4m3fn", (rows, columns))
+        scales = Field(f"{module_of(name)}.{self.scale_name}", FLOATING, (blocks(rows), blocks(columns)), squeezed=True)
+        return (values,) if self.whole else (values, scales)
+
+    def load(self, reader: TensorReader, shape: LinearShape, target: Target) -> tuple[Tensor, ...]:
+        if not self.whole:
+            return super().load(reader, shape, target)
+        values, scales = (torch.empty(field.shape, dtype=getattr(torch, field.dtype), device=target.device)
+                          for field in self.fields(shape, target.dtype))
+        start = start_block = 0
+        for name, rows in reader.matrices:
+            values[start : start + rows] = reader.read(self.stored(name, rows, shape.in_features)[0])
+            scales[start_block : start_block + blocks(rows)] = read_scale(reader, name)
+            start, start_block = start + rows, start_block + blocks(rows)
+        return values, scales
 
     def dummy_tensor(self, field: Field, device: torch.device, random: torch.Generator) -> Tensor:
         if field.name == "scales":
@@ -68,26 +72,19 @@ class Fp8Block(WeightFormat):
         parts = zip(values.split_with_sizes(sizes), scales.split_with_sizes(tuple(map(blocks, sizes))), strict=True)
         return torch.cat([dequantize(value, scale, dtype) for value, scale in parts])
 
-    def for_linear(self, name: str) -> WeightFormat:
-        return DEQUANTIZED
-
     def host_code(self, dtype: torch.dtype) -> int | None:
         return 3
 
 
-@dataclass(frozen=True)
-class DequantizedFp8(Dense):
-    """FP8 dequantised when it is loaded; what the checkpoint did not quantise is loaded as it is."""
-
-    def read(self, reader: TensorReader, tensor: Field) -> Tensor:
-        if reader.dtype(tensor.name) is not torch.float8_e4m3fn:
-            return reader.read(tensor)
-        values, scales = (reader.read(each) for each in FP8_BLOCK.stored(tensor.name, *tensor.shape))
-        return dequantize(values, scales.float(), torch.float32)
-
-
 FP8_BLOCK = Fp8Block()
-DEQUANTIZED = DequantizedFp8()
+FP8_TENSOR = Fp8Block(whole=True)
+
+
+def read_scale(reader: TensorReader, name: str) -> Tensor:
+    """Read the one scale of a matrix."""
+    names = [f"{module_of(name)}.{scale}" for scale in SCALE_NAMES]
+    found = next((scale for scale in names if reader.has(scale)), names[0])
+    return reader.read(Field(found, FLOATING, (1,), squeezed=True)).float()
 
 
 def blocks(size: int) -> int:

@@ -86,6 +86,11 @@ def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return values.to(dtype).flatten(-2)
 
 
+def byte_values(device: torch.device) -> Tensor:
+    """Return the two values of every byte [256, 2]."""
+    return _tables(device)[0]
+
+
 @functools.cache
 def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the two values of every byte [256, 2], and the power of two of every scale [256, 1]."""

@@ -40,6 +40,9 @@ class Panels(WeightFormat):
             library.linear(*given)
         return y
 
+    def scratch_bytes(self, shape: LinearShape, dtype: str) -> int:
+        return 0
+
     def embedding(self, ids: Tensor, w: Linear) -> Tensor:
         library = native.library()
         if library is None or ids.dtype is not torch.int64 or not ids.is_contiguous():

@@ -1,0 +1,94 @@
+"""Checkpoints whose linears are in several formats, and what is dequantised when it is loaded."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from spillover.errors import CheckpointError
+from spillover.kernels.fields import FLOATING, Field, LinearShape
+from spillover.kernels.formats.base import Linear, Target, TensorReader, WeightFormat
+from spillover.kernels.formats.dense import DENSE, Dense
+from spillover.kernels.formats.settings import module_of
+
+if TYPE_CHECKING:
+    from spillover.kernels.formats.gguf_codes import Codes
+
+
+class FormatChoice(WeightFormat):
+    """A checkpoint's choice of a format for each of its linears; none is kept in the choice itself."""
+
+    @abstractmethod
+    def stored_as(self, module: str) -> WeightFormat:
+        """Return the format of a module's matrix; DENSE where it is not quantised."""
+
+    def for_linear(self, name: str) -> WeightFormat:
+        found = self.stored_as(module_of(name))
+        return found if found.keeps_linears else Dequantized(self)
+
+    def for_experts(self, names: Sequence[str]) -> WeightFormat:
+        found = {self.stored_as(module_of(name)) for name in names}
+        return found.pop().for_experts(names) if len(found) == 1 else Dequantized(self)
+
+    def fields(self, shape: LinearShape, dtype: str) -> tuple[Field, ...]:
+        raise TypeError(f"no weight is kept in {self.quant_method} itself")
+
+    def dequantize(self, w: Linear, dtype: torch.dtype) -> Tensor:
+        raise TypeError(f"no weight is kept in {self.quant_method} itself")
+
+
+@dataclass(frozen=True)
+class Dequantized(Dense):
+    """Numbers, dequantised when they are loaded: each matrix from the format that `base` says it is stored in. What a
+    checkpoint did not quantise, though its configuration says so, is loaded as it is."""
+
+    base: WeightFormat = DENSE
+
+    def stored(self, name: str, rows: int, columns: int) -> tuple[Field, ...]:
+        """List the first tensor alone, as the others may not be there."""
+        return self.base.stored_as(module_of(name)).stored(name, rows, columns)[:1]
+
+    def load(self, reader: TensorReader, shape: LinearShape, target: Target) -> tuple[Tensor, ...]:
+        (field,) = self.fields(shape, target.dtype)
+        whole = torch.empty(field.shape, dtype=getattr(torch, field.dtype), device=target.device)
+        parts = whole.split_with_sizes([rows for _, rows in reader.matrices])
+        for (name, rows), part in zip(reader.matrices, parts, strict=True):
+            part.copy_(self._matrix(reader, name, rows, shape.in_features))
+        return (whole,)
+
+    def _matrix(self, reader: TensorReader, name: str, rows: int, columns: int) -> Tensor:
+        stored = self.base.stored_as(module_of(name))
+        if stored == DENSE or (reader.has(name) and reader.dtype(name).is_floating_point
+                               and reader.dtype(name).itemsize > 1):
+            return reader.read(Field(name, FLOATING, (rows, columns)))
+        shape = LinearShape((rows,), columns)
+        tensors = stored.load(OneMatrix(reader, name, rows), shape, Target("float32", torch.device("cpu")))
+        return stored.dequantize(Linear(stored, shape, tensors), torch.float32)
+
+
+class OneMatrix:
+    """One of the matrices that a reader has, as a TensorReader."""
+
+    def __init__(self, reader: TensorReader, name: str, rows: int) -> None:
+        self.matrices: Sequence[tuple[str, int]] = [(name, rows)]
+        self._reader = reader
+
+    def has(self, name: str) -> bool:
+        return self._reader.has(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._reader.dtype(name)
+
+    def wrong(self, name: str, what: str) -> CheckpointError:
+        return self._reader.wrong(name, what)
+
+    def read(self, tensor: Field) -> Tensor:
+        return self._reader.read(tensor)
+
+    def read_codes(self, name: str) -> Codes:
+        return self._reader.read_codes(name)

@@ -1,0 +1,43 @@
+"""FP8 checkpoints of Hugging Face and DeepSeek: e4m3 with a scale for every 128 x 128, or for each matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from spillover.kernels.formats.base import WeightFormat, register
+from spillover.kernels.formats.choice import FormatChoice
+from spillover.kernels.formats.dense import DENSE
+from spillover.kernels.formats.fp8_block import BLOCK, FP8_BLOCK
+from spillover.kernels.formats.fp8_rows import Fp8Rows
+from spillover.kernels.formats.grouped_gemm import GroupedGemm
+from spillover.kernels.formats.settings import Settings, is_listed
+
+
+@register
+@dataclass(frozen=True)
+class Fp8(FormatChoice):
+    """An FP8 checkpoint: all linears but those that it lists, and those that it holds in a wider type."""
+
+    form: WeightFormat = FP8_BLOCK
+    dense: tuple[str, ...] = ()
+    quant_method = "fp8"
+
+    @classmethod
+    def from_config(cls, quantization: Mapping[str, Any]) -> Self:
+        settings = Settings("fp8", quantization)
+        settings.one_of("fmt", ("e4m3",), "e4m3")
+        settings.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
+        size = settings.get("weight_block_size")
+        if size is not None and size != [BLOCK, BLOCK]:
+            raise settings.refused("weight_block_size", size, f"[{BLOCK}, {BLOCK}] or none")
+        return cls(Fp8Rows(per_row=False) if size is None else FP8_BLOCK,
+                   settings.names("modules_to_not_convert", "ignored_layers"))
+
+    @property
+    def experts(self) -> GroupedGemm | None:
+        return self.form.for_experts(()).experts
+
+    def stored_as(self, module: str) -> WeightFormat:
+        return DENSE if is_listed(module, self.dense) else self.form

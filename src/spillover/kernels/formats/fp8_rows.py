@@ -1,0 +1,59 @@
+"""FP8 weights with a scale a row, or one for all of a matrix, which is kept for each of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spillover.kernels.fields import FLOATING, Field, LinearShape
+from spillover.kernels.formats.base import DUMMY_STD, Linear, Target, TensorReader, WeightFormat
+from spillover.kernels.formats.fp8_block import BELOW_2, FP8_TENSOR, SCALE_NAMES, read_scale
+from spillover.kernels.formats.settings import module_of
+
+
+@dataclass(frozen=True)
+class Fp8Rows(WeightFormat):
+    """A format: values float8_e4m3fn [N, K] and float32 scales [N]."""
+
+    per_row: bool = True  # in the checkpoint; False: one scale a matrix
+    quant_method = "fp8_rows"
+    keeps_linears = False
+
+    def fields(self, shape: LinearShape, dtype: str) -> tuple[Field, ...]:
+        return (Field("values", "float8_e4m3fn", (shape.out_features, shape.in_features)),
+                Field("scales", "float32", (shape.out_features,)))
+
+    def stored(self, name: str, rows: int, columns: int) -> tuple[Field, ...]:
+        """List the checkpoint's tensors; that of a whole matrix's scale has one of two names."""
+        values = Field(name, "float8_e4m3fn", (rows, columns))
+        scales = Field(f"{module_of(name)}.{SCALE_NAMES[0]}", FLOATING, (rows,), squeezed=True)
+        return (values, scales) if self.per_row else (values,)
+
+    def load(self, reader: TensorReader, shape: LinearShape, target: Target) -> tuple[Tensor, ...]:
+        values, scales = (torch.empty(field.shape, dtype=getattr(torch, field.dtype), device=target.device)
+                          for field in self.fields(shape, target.dtype))
+        start = 0
+        for name, rows in reader.matrices:
+            stored = self.stored(name, rows, shape.in_features)
+            values[start : start + rows] = reader.read(stored[0])
+            scales[start : start + rows] = reader.read(stored[1]) if self.per_row else read_scale(reader, name)
+            start += rows
+        return values, scales
+
+    def for_experts(self, names: Sequence[str]) -> WeightFormat:
+        """Keep one scale a matrix for each of its blocks: there is a grouped product for those."""
+        return self if self.per_row else FP8_TENSOR
+
+    def dummy_tensor(self, field: Field, device: torch.device, random: torch.Generator) -> Tensor:
+        if field.name == "scales":
+            made = torch.empty(field.shape, device=device)
+            return made.uniform_(0.5 * DUMMY_STD, 1.5 * DUMMY_STD, generator=random)
+        codes = torch.randint(0, 256, field.shape, dtype=torch.uint8, device=device, generator=random)
+        return codes.bitwise_and_(BELOW_2).view(torch.float8_e4m3fn)
+
+    def dequantize(self, w: Linear, dtype: torch.dtype) -> Tensor:
+        values, scales = w.tensors
+        return (values.float() * scales[:, None]).to(dtype)

@@ -1,0 +1,86 @@
+"""What a checkpoint says of its quantisation: settings read one by one, each refused by name where it is not known."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spillover.errors import CheckpointError, shown
+
+MOST_GROUP = 1 << 20  # columns; no row is longer
+
+
+class Settings:
+    """A section of config.json."""
+
+    def __init__(self, method: str, values: Mapping[str, Any], file: str = "config.json") -> None:
+        self.method = method
+        self.values = values
+        self._file = file
+
+    def get(self, *keys: str) -> Any:
+        """Return what the first of these keys that there is says."""
+        return next((self.values[key] for key in keys if self.values.get(key) is not None), None)
+
+    def refused(self, key: str, value: object, supported: str) -> CheckpointError:
+        return CheckpointError(f"{self._file}: {self.method} weights with {key} {shown(value)} are not supported, only "
+                               f"{supported}; use another quantisation of the model, or the unquantised one")
+
+    def one_of(self, keys: str | Sequence[str], allowed: Sequence[Any], default: Any = None) -> Any:
+        """Return a setting that has one of a few values; the same name under several keys is given as a list."""
+        keys = [keys] if isinstance(keys, str) else keys
+        value = self.get(*keys)
+        value = default if value is None else value
+        if any(type(value) is type(each) and value == each for each in allowed):
+            return value
+        raise self.refused(keys[0], value, " or ".join(map(str, allowed)))
+
+    def flag(self, key: str, default: bool) -> bool:
+        return bool(self.one_of(key, (True, False), default))
+
+    def group(self, keys: Sequence[str], default: int) -> int:
+        """Return the columns of a group; 0: all of a row, which files write as -1."""
+        value = self.get(*keys)
+        value = default if value is None else value
+        if type(value) is not int or not (value == -1 or 0 < value <= MOST_GROUP):
+            raise self.refused(keys[0], value, "-1 or a number of columns")
+        return max(0, value)
+
+    def names(self, *keys: str) -> tuple[str, ...]:
+        """Return a list of names or patterns; empty where there is none."""
+        value = self.get(*keys)
+        value = [] if value is None else value
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise self.refused(keys[0], value, "a list of names")
+        return tuple(value)
+
+    def section(self, key: str) -> Mapping[str, Any]:
+        value = self.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            raise self.refused(key, value, "an object")
+        return value or {}
+
+    def pattern(self, key: str, text: str) -> re.Pattern[str]:
+        try:
+            return re.compile(text)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise self.refused(key, text, "regular expressions") from error
+
+
+def module_of(name: str) -> str:
+    """Return the module of a linear's tensor, as configurations name it."""
+    return name.removesuffix(".weight")
+
+
+def is_listed(module: str, names: Sequence[str]) -> bool:
+    """Return whether a module is one of these, within one, or ends as one: how transformers reads such lists."""
+    return any(module == name or module.startswith(f"{name}.") or module.endswith(name) or _matches(name, module)
+               for name in names)
+
+
+def _matches(name: str, module: str) -> bool:
+    try:
+        return re.match(name, module) is not None
+    except (re.error, RecursionError, OverflowError):
+        return False
