@@ -18,6 +18,13 @@ from torch import Tensor
 
 from spillover.kernels.cuda import coded_linear as cuda
 from spillover.kernels.cuda.coded_linear import Codes, Form, coded_linear, pack, unpack
+from spillover.kernels.fields import LinearShape
+from spillover.kernels.formats.base import Linear, Target
+from spillover.kernels.formats.batch_invariant import BatchInvariant
+from spillover.kernels.formats.coded_cuda import CodedCuda
+from spillover.kernels.formats.grouped_int import GroupedInt
+from spillover.kernels.linear import linear
+from spillover.models.weight_specs import Source, WeightSpec, kept_on
 from support.emulated_cuda import EmulatedModule
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -156,3 +163,60 @@ def test_products_are_near_exact_ones(kind: tuple[int, int], strips: int, steps:
     form, x = codes.form(bits), inputs(seed, rows, inner)
     assert cuda.fits(strips * 16, inner, group)
     assert_near(coded_linear(x, pack(codes, form, False), form), x, weight(codes, bits))
+
+
+KINDS = {"4 bits": GroupedInt(4, 128, "float16", zeros=True),
+         "8 bits of a row": GroupedInt(8, 0, "float32", zeros=True),
+         "ordered": GroupedInt(4, 128, "float16", zeros=True, ordered=True)}
+
+
+def weight_in(base: GroupedInt, shape: LinearShape) -> tuple[Linear, Linear]:
+    """Make up a weight, as a checkpoint has it and as a CUDA device does."""
+    random = torch.Generator(DEVICE).manual_seed(8)
+    tensors = base.dummy(shape, 0, Target("bfloat16", DEVICE), random)
+    if base.ordered:
+        for order in tensors[-1]:
+            order.copy_(torch.randperm(shape.in_features, generator=random, device=DEVICE))
+    form = base.on_cuda(shape)
+    assert isinstance(form, CodedCuda)
+    return Linear(base, shape, tensors), Linear(form, shape, form.packed_tensors(shape, tensors))
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["kernels", "no kernels"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_linear_is_multiplied_as_its_checkpoint_says(kind: str, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = LinearShape((32, 32), 384)
+    stored, kept = weight_in(KINDS[kind], shape)
+    assert [(field.dtype, field.shape) for field in kept.format.fields(shape, "bfloat16")] == [
+        (str(tensor.dtype).removeprefix("torch."), tensor.shape) for tensor in kept.tensors]
+    exact = stored.format.dequantize(stored, torch.float32)
+    torch.testing.assert_close(kept.format.dequantize(kept, torch.float32), exact, rtol=1e-6, atol=1e-7)
+    if not there:
+        monkeypatch.setattr(cuda, "kernels", lambda *of: None)
+        monkeypatch.setattr("spillover.kernels.formats.coded_cuda.PIECE", 16 * 384 * 3)  # in two pieces
+        exact = exact.half()
+    dtype = torch.bfloat16 if there else torch.float16
+    x, bias = inputs(9, 20, 384, dtype), inputs(10, 1, 64, dtype)[0]
+    out = linear(x, kept, bias)
+    assert_near(out, torch.cat((x, torch.ones_like(x[:, :1])), 1),
+                torch.cat((exact.double(), bias.double()[:, None]), 1))
+    assert torch.equal(linear(x[19:], kept, bias), out[19:])
+    gate, up = out.float().chunk(2, 1)
+    silu = torch.nn.functional.silu(gate).to(dtype).float()
+    # Triton's interpreter does not round to the nearest bfloat16.
+    torch.testing.assert_close(kept.format.linear_silu(x, kept, bias), (silu * up).to(dtype), rtol=2**-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("fixed", [True, False], ids=["batch-invariant", "fast"])
+def test_a_cuda_device_keeps_tiles_of_what_fits(fixed: bool) -> None:
+    def spec(rows: tuple[int, ...], columns: int) -> WeightSpec:
+        return WeightSpec("o", (sum(rows), columns), (Source(("o",) * len(rows), rows),), GroupedInt(4, 128, "float16"))
+
+    def kept(rows: tuple[int, ...], columns: int) -> WeightSpec:
+        return kept_on({"layers.0": [spec(rows, columns)]}, "cuda", "bfloat16", fixed)["layers.0"][0]
+
+    tiled = kept((64, 32), 512)
+    assert isinstance(tiled.format, CodedCuda)
+    assert tiled.nbytes("bfloat16") == 96 * 512 // 2 + 96 * 4 * 2
+    for odd in (kept((24,), 512), kept((32,), 320)):
+        assert odd.format == (BatchInvariant(GroupedInt(4, 128, "float16")) if fixed else GroupedInt(4, 128, "float16"))

@@ -8,8 +8,7 @@
 // take them makes no difference to the bits, nor does the number of rows of x, nor whether mma or wgmma multiplies.
 //
 // Defined when this is compiled: BITS of a code, GROUPS of a step (1, 2 or 4), SCALES (below), ZEROS (a byte for every
-// channel and group; else the zero is half the range of a code), X_BF16 (else x is float16), VARIANTS (where
-// ways to cut few rows are compared).
+// channel and group; else the zero is half the range of a code), X_BF16 (else x is float16).
 #include "instructions.cuh"
 
 enum { HALF, BFLOAT, SINGLE, PAIR, SUPER };  // SCALES
@@ -318,14 +317,6 @@ FEW(1, 1, 8, 3)
 FEW(2, 2, 4, 2)
 FEW(4, 4, 2, 2)
 FEW(8, 4, 1, 2)
-#ifdef VARIANTS
-FEW(1, 2, 4, 3)
-FEW(1, 2, 8, 2)
-FEW(2, 4, 2, 2)
-FEW(4, 2, 4, 2)
-FEW(8, 4, 2, 1)
-FEW(8, 8, 1, 1)
-#endif
 
 // Many rows: a block multiplies tiles of 128 rows by 128 channels, one after another. One thread copies, STAGES steps
 // ahead; two warpgroups multiply, 64 channels each. Their left operands are made in registers while the tensor cores
