@@ -37,7 +37,7 @@ static jmp_buf scheduler, fiber[MOST];
 static bool ended[MOST], moved;
 static void pass() { if (!_setjmp(fiber[threadIdx.x])) _longjmp(scheduler, 1); }
 struct Barrier { int arrived, turn; };
-static Barrier block_barrier, warp_barrier[MOST / 32], warpgroup_barrier[MOST / 128];
+static Barrier block_barrier, first_barrier, warp_barrier[MOST / 32], warpgroup_barrier[MOST / 128];
 static void wait_at(Barrier& barrier, int threads) {
     int turn = barrier.turn;
     moved = true;
@@ -45,6 +45,7 @@ static void wait_at(Barrier& barrier, int threads) {
     else while (barrier.turn == turn) pass();
 }
 static inline void __syncthreads() { wait_at(block_barrier, blockDim.x); }
+template <int THREADS> static inline void sync_first() { wait_at(first_barrier, THREADS); }
 static inline void warp_sync() { wait_at(warp_barrier[threadIdx.x / 32], 32); }
 static inline void __syncwarp() { warp_sync(); }
 static inline void warpgroup_sync() { wait_at(warpgroup_barrier[threadIdx.x / 128], 128); }
@@ -91,6 +92,7 @@ static inline unsigned hsub2(unsigned a, unsigned b) { return to_half2(half_of(a
 static inline unsigned hadd2(unsigned a, unsigned b) { return to_half2(half_of(a, 0) + half_of(b, 0), half_of(a, 1) + half_of(b, 1)); }
 static inline unsigned and_or(unsigned a, unsigned b, unsigned c) { return (a & b) | c; }
 static inline unsigned kept(unsigned v) { return v; }
+static inline float* in_memory(float* p) { return p; }
 static inline float from_half(unsigned v) { return half_of(v, 0); }
 static inline float of_fp8(unsigned v) {
     int exponent = v >> 3 & 15, mantissa = v & 7;
@@ -282,7 +284,7 @@ extern "C" void emulate(void (*run)(Product), unsigned grid, unsigned threads, c
     static char* stacks = (char*)malloc((size_t)MOST * STACK);
     kernel = run, argument = *given, blockDim.x = threads, gridDim.x = grid;
     for (blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++) {
-        live = threads, block_barrier = {}, barriers.clear(), ranges.clear();
+        live = threads, block_barrier = first_barrier = {}, barriers.clear(), ranges.clear();
         memset(warp_barrier, 0, sizeof warp_barrier), memset(warpgroup_barrier, 0, sizeof warpgroup_barrier);
         for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++) {
             ucontext_t begins;

@@ -118,29 +118,45 @@ def test_tiles_hold_the_numbers_that_codes_mean(bits: int, group: int, kind: str
 def test_a_row_has_the_same_bits_at_every_number_of_rows(bits: int, group: int, kind: str, zeros: bool) -> None:
     inner = 384  # two chunks, the second of them not full
     codes = made(1, 48, inner, group, bits, kind, zeros)
-    form, x = codes.form(bits), inputs(2, 130, inner)
+    form, x = codes.form(bits), inputs(2, 130, inner, torch.float16 if kind == "SUPER" else torch.bfloat16)
     tiles = pack(codes, form, False)
-    whole = coded_linear(x, tiles, form)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "chosen", lambda *of: None)  # as many rows
+        whole = coded_linear(x, tiles, form)
     assert_near(whole, x, weight(codes, bits))
-    for rows in (1, 5, 9, 20, 33, 65):
+    assert torch.equal(coded_linear(x, tiles, form), whole)
+    for rows in (1, 5, 9, 20, 33):
         first = 130 - rows
         assert torch.equal(coded_linear(x[first:], tiles, form), whole[first:]), rows
 
 
-@pytest.mark.parametrize("rows", sorted(cuda.CUTS))
-def test_how_a_product_is_cut_makes_no_difference(rows: int) -> None:
+@pytest.mark.parametrize("cut", [*cuda.FEW_CUTS, *cuda.SOME_CUTS], ids=lambda cut: cut.kernel)
+def test_how_a_product_is_cut_makes_no_difference(cut: cuda.Cut | cuda.SomeCut) -> None:
     inner = 128 * 18  # six chunks, more turns than stages
     codes = made(3, 80, inner, 128, 4, "HALF", True)
     form, x = codes.form(4), inputs(4, 2, inner)
     tiles = pack(codes, form, False)
     expected = coded_linear(x, tiles, form)
     assert_near(expected, x, weight(codes, 4))
-    assert torch.equal(coded_linear(x, tiles, form, cut=cuda.CUTS[rows], stages=2), expected)
+    assert torch.equal(coded_linear(x, tiles, form, cut=cut, stages=2), expected)
 
 
-@pytest.mark.parametrize(("rows", "dtype"), [(3, torch.bfloat16), (70, torch.bfloat16), (3, torch.float16)])
-def test_a_gate_is_applied_to_rounded_products(rows: int, dtype: torch.dtype) -> None:
-    codes = made(5, 64, 256, 128, 4, "HALF", True)
+@pytest.mark.parametrize("form", [Form(4, 1, "BFLOAT"), Form(4, 4, "SUPER"), Form(4, 4, "PAIR"),
+                                  Form(8, 1, "SINGLE", True), Form(8, 4, "SINGLE", True)], ids=str)
+def test_every_cut_fits_into_shared_memory(form: Form) -> None:
+    most = 226 << 10
+    for few in cuda.FEW_CUTS:
+        assert few.shared(form, few.rows, 2) <= most
+    for some in cuda.SOME_CUTS:
+        assert some.stages(form) >= 2
+        assert some.shared(form, some.stages(form)) <= most
+
+
+@pytest.mark.parametrize(("rows", "group", "kind", "dtype"), [
+    (3, 128, "HALF", torch.bfloat16), (20, 128, "HALF", torch.bfloat16), (260, 128, "HALF", torch.bfloat16),
+    (3, 32, "SUPER", torch.float16)])
+def test_a_gate_is_applied_to_rounded_products(rows: int, group: int, kind: str, dtype: torch.dtype) -> None:
+    codes = made(5, 64, 256, group, 4, kind, kind == "HALF")
     form, x = codes.form(4), inputs(6, rows, 256, dtype)
     bias = inputs(7, 1, 64, dtype)[0]
     tiles = pack(codes, form, True)

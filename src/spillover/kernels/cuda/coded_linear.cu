@@ -314,13 +314,169 @@ DEV void few_rows(const Product& p, u8* room) {
 #define FEW(NT, WC, WK, BLOCKS) \
     KERNEL(WC * WK * 32, BLOCKS) few_rows_##NT##_##WC##_##WK(const __grid_constant__ Product p) { DYNAMIC_SHARED(room); few_rows<NT, WC, WK>(p, room); }
 FEW(1, 1, 8, 3)
+FEW(1, 2, 4, 3)
 FEW(2, 2, 4, 2)
-FEW(4, 4, 2, 2)
-FEW(8, 4, 1, 2)
+FEW(2, 4, 2, 2)
+
+// Adds a step's products of a warpgroup's 64 channels (a warp has 16, its tile at `tile`) and 8 NT rows of x, which lie as
+// two boxes of 64 columns. Left operands are made in registers while the tensor cores have those before.
+template <int NT>
+DEV void multiply_step(float (&acc)[NT][4], const u8* room, u32 memory, u32 tile, u32 x, const float* sums) {
+    int lane = threadIdx.x & 31;
+    const u8* codes = room + (tile - memory);
+    // Rows of 128 bytes, eight of them 1,024 bytes apart from the next, swizzled.
+    u64 table = (u64)1 << 62 | (u64)64 << 32 | (u64)1 << 16 | x >> 4;
+    float dot[NT][4];
+    uint4 v[VECTORS];
+    read_codes(v, tile);
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) dot[n][e] = 0;
+#pragma unroll
+    for (int group = 0; group < GROUPS; group++) {
+        Group numbers = read_group(codes, group, lane / 4);
+        u32 a[2][4];
+#pragma unroll
+        for (int j = 0; j < 8 / GROUPS; j++) {
+            int k = group * (8 / GROUPS) + j;
+            if (j >= 2) wgmma_wait<1>();  // what was made two turns ago is not needed any more
+            operand(a[j & 1], v, k, numbers);
+            wgmma_fence();
+            wgmma<X_BF16, NT>(dot, a[j & 1][0], a[j & 1][1], a[j & 1][2], a[j & 1][3],
+                              table + (k / 4 * (NT * 8 * 128) + k % 4 * 32) / 16, j > 0);
+            wgmma_commit();
+        }
+        wgmma_ends<NT>(dot);
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            float2 s = make_float2(0, 0);
+            if (OFFSETS) s = *(const float2*)(sums + group * (NT * 8) + n * 8 + (lane & 3) * 2);
+            add_group(acc[n], dot[n], numbers, s);
+        }
+    }
+}
+
+// Some rows: a block has 8 NT rows by WC times 64 channels, and WK teams of WC warpgroups along the inputs; a warp for each
+// team copies. Tiles are copied further ahead than rows of x, which other blocks have brought into the cache. Sums of
+// chunks wait in local memory for those of the other teams.
+constexpr int X_STAGES = 2;
+template <int NT, int WC, int WK>
+DEV void some_rows(const Product& p, u8* room) {
+    constexpr int ROWS = NT * 8, X_BYTES = ROWS * STEP * 2, SUMS = OFFSETS ? GROUPS * ROWS * 4 : 0;
+    constexpr int X_STAGE = (X_BYTES + SUMS + 1023) / 1024 * 1024, STRIPS = WC * 4, TILES = STRIPS * TILE;
+    constexpr int OWN = CHUNKS / WK, THREADS = WC * WK * 128, AT_ONCE = NT / WC;  // of 8 rows, that are added up
+    int warp = threadIdx.x / 32, lane = threadIdx.x & 31, stages = p.stages;
+    bool copies = warp >= THREADS / 32;  // as a warpgroup of its own, of which WK warps have work
+    int team = copies ? warp - THREADS / 32 : warp / STRIPS, member = warp % STRIPS;
+    int row_tiles = (p.rows + ROWS - 1) / ROWS, strips = p.channels / 16;
+    int row = blockIdx.x % row_tiles * ROWS, strip = blockIdx.x / row_tiles * STRIPS;
+    u32 memory = shared_address(room), xs = memory + team * X_STAGES * X_STAGE;
+    u32 ring = memory + WK * X_STAGES * X_STAGE + team * stages * TILES;
+    u32 full = memory + WK * (X_STAGES * X_STAGE + stages * TILES) + team * (stages + X_STAGES) * 16;
+    u32 empty = full + stages * 8, x_full = empty + stages * 8, x_empty = x_full + X_STAGES * 8;
+    int begin = team * OWN * p.chunk, steps = max(0, min(OWN * p.chunk, p.steps - begin));
+    bool leads = copies && lane == 0 && team < WK;
+    if (leads) {
+#pragma unroll 1
+        for (int i = 0; i < stages; i++) make_barrier(full + i * 8, 1), make_barrier(empty + i * 8, STRIPS);
+#pragma unroll
+        for (int i = 0; i < X_STAGES; i++) make_barrier(x_full + i * 8, 1), make_barrier(x_empty + i * 8, STRIPS);
+        publish_barriers();
+    }
+    __syncthreads();
+    launch_dependents();
+    int stage = 0, x_stage = 0;
+    u32 phase = 0, x_phase = 0;
+    if (copies) {
+        give_registers<32>();
+        if (leads) {
+            const u8* from = p.tiles + ((i64)strip * p.steps + begin) * TILE;
+            i64 strip_bytes = (i64)p.steps * TILE;
+            int brought = 0;
+#pragma unroll 1
+            for (int i = 0; i < steps; i++) {
+                // Before the first rows of x, as many tiles as there is room for; then one a step.
+                for (; brought < min(steps, i + stages); brought++) {
+                    await(empty + stage * 8, phase ^ 1);
+                    expect(full + stage * 8, TILES);
+#pragma unroll 1
+                    for (int s = 0; s < STRIPS; s++)
+                        copy_range(ring + stage * TILES + s * TILE, from + min(s, strips - 1 - strip) * strip_bytes + (i64)brought * TILE, TILE, full + stage * 8);
+                    if (++stage == stages) stage = 0, phase ^= 1;
+                }
+                if (i == 0) wait_before();
+                await(x_empty + x_stage * 8, x_phase ^ 1);
+                expect(x_full + x_stage * 8, X_BYTES + SUMS);
+                copy_box(xs + x_stage * X_STAGE, p.map, row, (begin + i) * 2, x_full + x_stage * 8);
+                if (OFFSETS)
+                    for (int g = 0; g < GROUPS; g++)
+                        copy_range(xs + x_stage * X_STAGE + X_BYTES + g * ROWS * 4,
+                                   p.sums + (i64)((begin + i) * GROUPS + g) * p.sums_row + row, ROWS * 4, x_full + x_stage * 8);
+                if (++x_stage == X_STAGES) x_stage = 0, x_phase ^= 1;
+            }
+        }
+        return;
+    }
+    take_registers<112>();  // 512 * 112 + 128 * 32 is what 640 threads have at 96
+    alignas(16) float sums_of_chunks[OWN * NT * 4];
+    float* waiting = in_memory(sums_of_chunks);
+    float acc[NT][4] = {};
+    int left = p.chunk, chunk = 0;
+#pragma unroll 1
+    for (int i = 0; i < steps; i++) {
+        await(full + stage * 8, phase);
+        await(x_full + x_stage * 8, x_phase);
+        u32 x = xs + x_stage * X_STAGE;
+        multiply_step<NT>(acc, room, memory, ring + stage * TILES + member * TILE, x, (const float*)(room + (x - memory) + X_BYTES));
+        __syncwarp();
+        if (lane == 0) arrive(empty + stage * 8), arrive(x_empty + x_stage * 8);
+        if (++stage == stages) stage = 0, phase ^= 1;
+        if (++x_stage == X_STAGES) x_stage = 0, x_phase ^= 1;
+        if (--left == 0 || i + 1 == steps) {
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+                *(float4*)(waiting + (chunk * NT + n) * 4) = make_float4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
+#pragma unroll
+                for (int e = 0; e < 4; e++) acc[n][e] = 0;
+            }
+            left = p.chunk, chunk++;
+        }
+    }
+    float4* parts = (float4*)room;  // what was copied there has been read
+    int chunks = (p.steps + p.chunk - 1) / p.chunk;
+#pragma unroll 1
+    for (int first = 0; first < NT; first += AT_ONCE) {
+        sync_first<THREADS>();
+#pragma unroll 1
+        for (int c = 0; c < OWN && team * OWN + c < chunks; c++)
+#pragma unroll
+            for (int n = 0; n < AT_ONCE; n++)
+                parts[((team * OWN + c) * AT_ONCE + n) * (WC * 128) + member * 32 + lane] = *(float4*)(waiting + (c * NT + first + n) * 4);
+        sync_first<THREADS>();
+        if (strip + member >= strips) continue;
+#pragma unroll 1
+        for (int n = team; n < AT_ONCE; n += WK) {
+            float sum[4] = {};
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++)
+                if (c < chunks) {
+                    float4 part = parts[(c * AT_ONCE + n) * (WC * 128) + member * 32 + lane];
+                    sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
+                }
+            store_sums(p, sum, strip + member, row + (first + n) * 8);
+        }
+    }
+}
+#define SOME(NT, WC, WK) \
+    KERNEL(WC * WK * 128 + 128, 1) some_rows_##NT##_##WC##_##WK(const __grid_constant__ Product p) { DYNAMIC_SHARED(room); some_rows<NT, WC, WK>(p, room); }
+SOME(4, 1, 4)
+SOME(4, 2, 2)
+SOME(8, 1, 4)
+SOME(8, 2, 2)
 
 // Many rows: a block multiplies tiles of 128 rows by 128 channels, one after another. One thread copies, STAGES steps
-// ahead; two warpgroups multiply, 64 channels each. Their left operands are made in registers while the tensor cores
-// have those before.
+// ahead; two warpgroups multiply, 64 channels each.
 constexpr int NT_MANY = 16, ROWS_MANY = NT_MANY * 8, STRIPS_MANY = 8, BAND = 8;
 constexpr int X_MANY = ROWS_MANY * STEP * 2, SUMS_MANY = OFFSETS ? GROUPS * ROWS_MANY * 4 : 0;
 constexpr int STAGE_MANY = (X_MANY + STRIPS_MANY * TILE + SUMS_MANY + 1023) / 1024 * 1024;
@@ -375,44 +531,14 @@ KERNEL(384, 1) many_rows(const __grid_constant__ Product p) {
     }
     take_registers<240>();
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        float dot[NT_MANY][4], acc[NT_MANY][4], total[NT_MANY][4];
-#pragma unroll
-        for (int n = 0; n < NT_MANY; n++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) dot[n][e] = acc[n][e] = total[n][e] = 0;
+        float acc[NT_MANY][4] = {}, total[NT_MANY][4] = {};
         int left = p.chunk;
 #pragma unroll 1
         for (int i = 0; i < p.steps; i++) {
             await(full + stage * 8, phase);
-            u32 x = memory + stage * STAGE_MANY, at = x + X_MANY + warp * TILE;
-            const u8* codes = room + (at - memory);
-            // Rows of 128 bytes, eight of them 1,024 bytes apart from the next, swizzled.
-            u64 table = (u64)1 << 62 | (u64)64 << 32 | (u64)1 << 16 | x >> 4;
-            uint4 v[VECTORS];
-            read_codes(v, at);
-#pragma unroll
-            for (int group = 0; group < GROUPS; group++) {
-                Group numbers = read_group(codes, group, lane / 4);
-                u32 a[2][4];
-#pragma unroll
-                for (int j = 0; j < 8 / GROUPS; j++) {
-                    int k = group * (8 / GROUPS) + j;
-                    if (j >= 2) wgmma_wait<1>();  // what was made two turns ago is not needed any more
-                    operand(a[j & 1], v, k, numbers);
-                    wgmma_fence();
-                    wgmma<X_BF16, NT_MANY>(dot, a[j & 1][0], a[j & 1][1], a[j & 1][2], a[j & 1][3],
-                                         table + (k / 4 * (X_MANY / 2) + k % 4 * 32) / 16, j > 0);
-                    wgmma_commit();
-                }
-                wgmma_ends<NT_MANY>(dot);
-                const float* sums = (const float*)(room + (x - memory) + X_MANY + STRIPS_MANY * TILE) + group * ROWS_MANY + (lane & 3) * 2;
-#pragma unroll
-                for (int n = 0; n < NT_MANY; n++) {
-                    float2 s = make_float2(0, 0);
-                    if (OFFSETS) s = *(const float2*)(sums + n * 8);
-                    add_group(acc[n], dot[n], numbers, s);
-                }
-            }
+            u32 x = memory + stage * STAGE_MANY;
+            multiply_step<NT_MANY>(acc, room, memory, x + X_MANY + warp * TILE, x,
+                                   (const float*)(room + (x - memory) + X_MANY + STRIPS_MANY * TILE));
             __syncwarp();
             if (lane == 0) arrive(empty + stage * 8);
             if (++stage == STAGES_MANY) stage = 0, phase ^= 1;

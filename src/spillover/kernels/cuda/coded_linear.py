@@ -30,9 +30,11 @@ CHUNKS = 8  # at most, of the inputs
 TURN = 2  # steps of a stage; a chunk is whole turns
 SCALES = {torch.float16: "HALF", torch.bfloat16: "BFLOAT", torch.float32: "SINGLE"}
 TYPES = {torch.bfloat16: 9, torch.float16: 6}  # as CUtensorMapDataType
-MANY = 65  # rows from which tiles of 128 rows are multiplied
+SOME, MANY = 17, 257  # rows from which 64 at a time are multiplied, and 128
 MANY_ROWS, MANY_CHANNELS, MANY_THREADS = 128, 128, 384
-SHARED = 225 << 10  # bytes that stages of many rows may take
+SHARED = 225 << 10  # bytes that stages may take
+MOST_STAGES = 4  # of few rows
+X_STAGES = 2  # of some rows
 PACKED = 32 << 20  # codes that are packed at a time
 _SWIZZLE_128, _PROMOTE_256 = 3, 3  # CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B
 _MAP_BYTES, _MAP_ALIGNED = 128, 64  # of a CUtensorMap
@@ -212,8 +214,60 @@ class Cut(NamedTuple):
         return self.teams * stages * (x + tiles + 16) + parts
 
 
-CUTS = {8: Cut(1, 1, 8), 16: Cut(2, 2, 4), 32: Cut(4, 4, 2), 64: Cut(8, 4, 1)}
-BLOCK_SHARED = {8: 74 << 10, 16: 110 << 10, 32: 110 << 10, 64: 110 << 10}  # bytes that a block of a cut may take
+class SomeCut(NamedTuple):
+    """How some rows are multiplied: rows of a tile (NT * 8), channels of a block (64 each), teams along the inputs."""
+
+    tiles: int
+    channels: int
+    teams: int
+
+    @property
+    def kernel(self) -> str:
+        return "some_rows_{}_{}_{}".format(*self)
+
+    @property
+    def rows(self) -> int:
+        return self.tiles * 8
+
+    @property
+    def strips(self) -> int:
+        return self.channels * 64 // STRIP
+
+    @property
+    def threads(self) -> int:
+        return (self.channels * self.teams + 1) * 128
+
+    def x_bytes(self, form: Form) -> int:
+        """Return the bytes that a team's stages of x take."""
+        stage = self.rows * STEP * 2 + (form.groups * self.rows * 4 if form.offsets else 0)
+        return X_STAGES * (-(-stage // 1024) * 1024 + 16)
+
+    def stages(self, form: Form) -> int:
+        """Return as many stages of tiles as fit."""
+        return (SHARED // self.teams - self.x_bytes(form)) // (self.strips * form.tile_bytes + 16)
+
+    def shared(self, form: Form, stages: int) -> int:
+        """Return the bytes of shared memory that a block takes, first for stages, then for sums of chunks."""
+        ring = self.teams * (self.x_bytes(form) + stages * (self.strips * form.tile_bytes + 16))
+        return max(ring, CHUNKS * self.tiles * 2048)
+
+
+FEW_CUTS = (Cut(1, 1, 8), Cut(1, 2, 4), Cut(2, 2, 4), Cut(2, 4, 2))
+SOME_CUTS = (SomeCut(4, 1, 4), SomeCut(4, 2, 2), SomeCut(8, 1, 4), SomeCut(8, 2, 2))
+
+
+@cache
+def chosen(rows: int, strips: int, processors: int) -> Cut | SomeCut | None:
+    """Choose how a product is cut; None: as many rows. The fastest of those tried on an H200 with the shapes of
+    Llama-3.1-8B."""
+    if rows <= 8:
+        return FEW_CUTS[1 if rows > 4 and strips > 4 * processors else 0]
+    if rows < SOME:
+        return FEW_CUTS[3 if strips > 2 * processors else 2]
+    if rows >= MANY:
+        return None
+    narrow, wide = SOME_CUTS[:2] if rows <= 32 else SOME_CUTS[2:]
+    return wide if -(-rows // wide.rows) * -(-strips // wide.strips) >= processors else narrow
 
 
 class _Product(ctypes.Structure):
@@ -226,9 +280,9 @@ class _Product(ctypes.Structure):
 
 
 def coded_linear(x: Tensor, tiles: Tensor, form: Form, bias: Tensor | None = None, halves: bool = False,
-                 gated: bool = False, early: bool = False, cut: Cut | None = None, stages: int = 0) -> Tensor:
+                 gated: bool = False, early: bool = False, cut: Cut | SomeCut | None = None, stages: int = 0) -> Tensor:
     """Multiply x [T, K] and tiles, bias [N] -> [T, N]; `gated`: -> silu(first half) * second half [T, N / 2], and the
-    tiles have been packed with `halves`. `cut`: of few rows, `stages`: at most, instead of what would be chosen."""
+    tiles have been packed with `halves`. `cut` and `stages`: instead of what would be chosen."""
     rows, channels, steps = x.shape[0], tiles.shape[0] * STRIP, tiles.shape[1]
     out = torch.empty(rows, channels // 2 if gated else channels, dtype=x.dtype, device=x.device)
     if not rows:
@@ -237,13 +291,14 @@ def coded_linear(x: Tensor, tiles: Tensor, form: Form, bias: Tensor | None = Non
     assert found is not None, "there are kernels"
     if x.stride(1) != 1 or x.data_ptr() % 16 or x.stride(0) % 8:
         x = x.contiguous()
-    if cut is None and rows < MANY:
-        cut = next(cut for size, cut in CUTS.items() if rows <= size)
+    processors = _processors(x.device)
+    cut = cut or chosen(rows, tiles.shape[0], processors)
     sums_row = -(-rows // MANY_ROWS) * MANY_ROWS
     chunk = -(-steps // (CHUNKS * TURN)) * TURN
     box = MANY_ROWS if cut is None else min(rows, 8) if cut.tiles == 1 else cut.rows
+    layers = 2 * TURN if isinstance(cut, Cut) else 2
     product = _Product(
-        map=_map(x.data_ptr(), rows, steps * 2, x.stride(0) * 2, box, 2 * TURN if cut else 2, TYPES[x.dtype]),
+        map=_map(x.data_ptr(), rows, steps * 2, x.stride(0) * 2, box, layers, TYPES[x.dtype]),
         x=x.data_ptr(), tiles=tiles.data_ptr(), bias=None if bias is None else bias.data_ptr(), out=out.data_ptr(),
         x_stride=x.stride(0), rows=rows, channels=channels, steps=steps, chunk=chunk, sums_row=sums_row,
         halves=halves, gated=gated)
@@ -253,21 +308,26 @@ def coded_linear(x: Tensor, tiles: Tensor, form: Form, bias: Tensor | None = Non
         found.launch("group_sums", -(-steps * (sums_row // 8) // 4), 128, product, 0, early)
     if cut is None:
         tile_count = -(-rows // MANY_ROWS) * -(-channels // MANY_CHANNELS)
-        found.launch("many_rows", min(tile_count, _processors(x.device)), MANY_THREADS, product,
-                     _many_shared(form), early)
+        found.launch("many_rows", min(tile_count, processors), MANY_THREADS, product, _many_shared(form), early)
         return out
-    product.stages = stages or _stages(cut, form, rows, chunk)
     blocks = -(-rows // cut.rows) * -(-tiles.shape[0] // cut.strips)
-    found.launch(cut.kernel, blocks, cut.threads, product, cut.shared(form, rows, product.stages), early)
+    if isinstance(cut, Cut):
+        product.stages = stages or _stages(cut, form, rows, chunk, blocks, processors)
+        shared = cut.shared(form, rows, product.stages)
+    else:
+        product.stages = stages or cut.stages(form)
+        shared = cut.shared(form, product.stages)
+    found.launch(cut.kernel, blocks, cut.threads, product, shared, early)
     return out
 
 
 @cache
-def _stages(cut: Cut, form: Form, rows: int, chunk: int) -> int:
-    """Return as many as a team has turns, or fit."""
-    turns = chunk // TURN * (CHUNKS // cut.teams)
-    return max(2, *(stages for stages in range(2, turns + 1)
-                    if cut.shared(form, rows, stages) <= BLOCK_SHARED[cut.rows]), 2)
+def _stages(cut: Cut, form: Form, rows: int, chunk: int, blocks: int, processors: int) -> int:
+    """Return as many as a team has turns, up to MOST_STAGES, with which all blocks run at the same time; else 2."""
+    for stages in range(min(MOST_STAGES, chunk // TURN * (CHUNKS // cut.teams)), 2, -1):
+        if SHARED // cut.shared(form, rows, stages) * processors >= blocks:
+            return stages
+    return 2
 
 
 def _many_shared(form: Form) -> int:

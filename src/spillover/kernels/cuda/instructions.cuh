@@ -106,6 +106,8 @@ DEV void copy_box(u32 to, const Map& map, int row, int layer, u32 barrier) {
 }
 DEV u32 and_or(u32 a, u32 b, u32 c) { u32 d; asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
 DEV u32 kept(u32 v) { asm volatile("" : "+r"(v)); return v; }  // in a register, not computed again where it is used
+template <int THREADS> DEV void sync_first() { asm volatile("bar.sync 1, %0;" :: "n"(THREADS) : "memory"); }  // of a block
+DEV float* in_memory(float* p) { asm volatile("" : "+l"(p) :: "memory"); return p; }  // what it points to is not in registers
 template <int REGISTERS> DEV void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS)); }
 template <int REGISTERS> DEV void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS)); }
 DEV void shared_is_ready() { if (WGMMA) asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
