@@ -1,6 +1,6 @@
 // What kernels/cuda/ordered_gemm.cu needs of a GPU, on a CPU: threads of a block are fibers that run in turn, each until
-// it waits. A copy is made at once, with the swizzle that operands are read with; a product is made at once, 16 products
-// in their order.
+// it waits; so are those of all blocks of a cluster. A copy is made at once, with the swizzle that operands are read
+// with; a product is made at once, 16 products in their order.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -14,19 +14,23 @@
 #define __grid_constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 using std::max;
 using std::min;
+struct float4 { float x, y, z, w; };
 struct uint4 { unsigned x, y, z, w; };
 static uint4 make_uint4(unsigned a, unsigned b, unsigned c, unsigned d) { return {a, b, c, d}; }
 struct Index { unsigned x; };
 static Index threadIdx, blockIdx, gridDim;
 
-constexpr int MOST = 384, STACK = 1 << 17, MEMORY = 1 << 18;
-alignas(1024) static unsigned char shared[MEMORY];
+constexpr int MOST = 640 * PARTS, STACK = 1 << 16, MEMORY = 1 << 18;
+alignas(1024) static unsigned char memories[PARTS][MEMORY];
+#define shared memories[blockIdx.x % PARTS]
 static jmp_buf scheduler, fiber[MOST];
 static bool ended[MOST], moved;
 static unsigned threads;
-static void pass() { if (!_setjmp(fiber[threadIdx.x])) _longjmp(scheduler, 1); }
+static unsigned self() { return blockIdx.x % PARTS * threads + threadIdx.x; }
+static void pass() { if (!_setjmp(fiber[self()])) _longjmp(scheduler, 1); }
 
 struct Meeting { unsigned arrived, turn; };
 static void meet(Meeting& meeting, unsigned all) {
@@ -35,20 +39,23 @@ static void meet(Meeting& meeting, unsigned all) {
     if (++meeting.arrived == all) meeting.arrived = 0, meeting.turn++;
     else while (meeting.turn == turn) pass();
 }
-static Meeting of_block, of_warps[MOST / 32];
-static void __syncthreads() { meet(of_block, threads); }
-static void __syncwarp() { meet(of_warps[threadIdx.x / 32], 32); }
+static Meeting of_blocks[PARTS], of_consumers[PARTS], of_warps[MOST / 32], of_cluster;
+static void __syncthreads() { meet(of_blocks[blockIdx.x % PARTS], threads); }
+static void __syncwarp() { meet(of_warps[self() / 32], 32); }
+static void meet_consumers() { meet(of_consumers[blockIdx.x % PARTS], CONSUMERS); }
+static void meet_cluster() { meet(of_cluster, PARTS * CONSUMERS); }
 static unsigned exchanged[MOST];
 static unsigned __shfl_xor_sync(unsigned, unsigned value, int mask) {
-    exchanged[threadIdx.x] = value;
+    exchanged[self()] = value;
     __syncwarp();
-    unsigned result = exchanged[threadIdx.x ^ mask];
+    unsigned result = exchanged[self() ^ mask];
     __syncwarp();
     return result;
 }
 
 struct Arrivals { int all, left; long bytes; unsigned phase; };
-static std::map<unsigned, Arrivals> barriers;
+static std::map<unsigned, Arrivals> of_block[PARTS];
+#define barriers of_block[blockIdx.x % PARTS]
 static void settle_barrier(Arrivals& b) {
     moved = true;
     if (b.left == 0 && b.bytes == 0) b.left = b.all, b.phase ^= 1;
@@ -127,36 +134,55 @@ static void copy(u32 to, const Map& map, int k, int row, u32 barrier) {
     b.bytes -= m.box * STEP * 2;
     settle_barrier(b);
 }
+static void put(u32 address, float a, float b, float c, float d) {
+    float4 v = {a, b, c, d};
+    memcpy(&shared[address], &v, 16);
+}
+static float4 fetch(u32 address, int block) {
+    float4 v;
+    memcpy(&v, &memories[block][address], 16);
+    return v;
+}
 static u32 packed(float low, float high) { return narrow(low) | narrow(high) << 16; }
 static float widened(unsigned short v) { return wide(v); }
 static void let_next_begin() {}
 static void await_previous() {}
-static void give_registers() {}
-static void take_registers() {}
+static int given_up[PARTS];  // registers of a block that no thread has
+static void give_registers() { given_up[blockIdx.x % PARTS] += REGISTERS - FEW_REGISTERS, moved = true; }
+static void take_registers() {
+    int& free = given_up[blockIdx.x % PARTS];
+    while (free < MANY_REGISTERS - REGISTERS) pass();
+    free -= MANY_REGISTERS - REGISTERS, moved = true;
+}
 
 extern "C" void ordered_gemm(const Arguments a);
 
 static Arguments given;
 static void run_fiber() {
-    unsigned self = threadIdx.x;
-    if (!_setjmp(fiber[self])) _longjmp(scheduler, 1);
+    unsigned which = self();
+    if (!_setjmp(fiber[which])) _longjmp(scheduler, 1);
     ordered_gemm(given);
-    ended[self] = moved = true;
+    ended[which] = moved = true;
     _longjmp(scheduler, 1);
 }
 
-// Runs one block after another; false if its threads wait for one another for ever.
+// Runs one cluster after another, whose shared memory holds NaN; false if its threads wait for one another for ever.
 extern "C" bool emulate(unsigned grid, unsigned block_threads, const void* arguments) {
-    static std::vector<char> stacks(size_t(MOST) * STACK);
+    static char* stacks = static_cast<char*>(malloc(size_t(MOST) * STACK));
     memcpy(&given, arguments, sizeof given);
     threads = block_threads;
     gridDim.x = grid;
-    for (blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++) {
+    const unsigned fibers = threads * PARTS;
+    for (unsigned first = 0; first < grid; first += PARTS) {
+        memset(memories, 0xFF, sizeof memories);
+        memset(given_up, 0, sizeof given_up);
+        auto turn = [&](unsigned i) { threadIdx.x = i % threads, blockIdx.x = first + i / threads; };
         ucontext_t begin, back;
-        for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++) {
-            ended[threadIdx.x] = false;
+        for (unsigned i = 0; i < fibers; i++) {
+            turn(i);
+            ended[i] = false;
             getcontext(&begin);
-            begin.uc_stack.ss_sp = &stacks[size_t(threadIdx.x) * STACK];
+            begin.uc_stack.ss_sp = stacks + size_t(i) * STACK;
             begin.uc_stack.ss_size = STACK;
             begin.uc_link = nullptr;
             makecontext(&begin, run_fiber, 0);
@@ -164,10 +190,11 @@ extern "C" bool emulate(unsigned grid, unsigned block_threads, const void* argum
         }
         for (bool all = false; !all;) {
             all = true, moved = false;
-            for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++) {
-                if (ended[threadIdx.x]) continue;
+            for (unsigned i = 0; i < fibers; i++) {
+                if (ended[i]) continue;
                 all = false;
-                if (!_setjmp(scheduler)) _longjmp(fiber[threadIdx.x], 1);
+                turn(i);
+                if (!_setjmp(scheduler)) _longjmp(fiber[i], 1);
             }
             if (!all && !moved) return false;
         }

@@ -27,6 +27,7 @@ from spillover.errors import SpilloverError
 from spillover.kernels import native
 from spillover.kernels.arena import Arena
 from spillover.kernels.attention import KV_LAYOUT
+from spillover.kernels.formats.base import Target
 from spillover.kernels.kv_quant import QUANT_LAYOUT, head_bytes
 from spillover.memory.budgets import parse_disk
 from spillover.memory.connector import KVConnector, NullConnector
@@ -44,7 +45,7 @@ from spillover.models.hub.store import DEFAULT_MODEL, resolve
 from spillover.models.layers import KVViews
 from spillover.models.registry import Architecture, read_architecture
 from spillover.models.tokenizer import Tokenizer, load_tokenizer
-from spillover.models.weight_specs import WeightSpecs, in_codes
+from spillover.models.weight_specs import WeightSpecs, in_codes, kept_on, prepare_products
 from spillover.plan.hardware import probe, trim_heap
 from spillover.plan.measure import quick_rates
 from spillover.plan.planner import Plan, PlanRequest, make_plan, where
@@ -220,6 +221,8 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None,
         runner = CudaRunner(model, weights, views, plan.block_size, device, limits, transfers, decode,
                             plan.kv_cache_dtype, stage, not config.enforce_eager)
         if config.graph_capture == "start":
+            kept = kept_on(planned.specs, plan.device, plan.dtype, not config.fast)
+            prepare_products(kept, Target(plan.dtype, device), plan.max_num_batched_tokens)
             runner.capture(lambda done, total: show(done, total, CAPTURING))
         return runner
     return CpuRunner(model, weights, views, plan.block_size, limits, transfers, decode, plan.kv_cache_dtype, stage)

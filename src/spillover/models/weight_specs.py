@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from spillover.kernels.fields import Field, LinearShape
 
 if TYPE_CHECKING:
-    from spillover.kernels.formats.base import WeightFormat
+    from spillover.kernels.formats.base import Target, WeightFormat
 
 
 @dataclass(frozen=True)
@@ -129,3 +129,15 @@ def _on_cuda(specs: WeightSpecs) -> WeightSpecs:
 def reformatted(specs: WeightSpecs, change: Callable[[WeightFormat], WeightFormat]) -> WeightSpecs:
     return {part: [spec if spec.format is None else replace(spec, format=change(spec.format)) for spec in listed]
             for part, listed in specs.items()}
+
+
+def prepare_products(specs: WeightSpecs, target: Target, most_rows: int) -> None:
+    """Compile ahead what products of up to `most_rows` rows with all linears use."""
+    linears: dict[WeightFormat, dict[tuple[LinearShape, bool], None]] = {}
+    for listed in specs.values():
+        biases = {spec.name for spec in listed if spec.format is None}
+        for spec in listed:
+            if spec.format is not None and not spec.experts:
+                linears.setdefault(spec.format, {})[spec.linear, f"{spec.name}_bias" in biases] = None
+    for weight_format, shapes in linears.items():
+        weight_format.prepare(list(shapes), target, most_rows)

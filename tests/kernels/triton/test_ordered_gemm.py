@@ -26,6 +26,10 @@ CASES = [
     (Cut(32), 1100, 40, 72),  # more tiles of rows than a band has
     (Cut(32, 2), 300, 40, 256),
     (Cut(96), 130, 104, 1160),
+    (Cut(40, groups=1), 24, 136, 200),  # fewer rows than a tile has
+    (Cut(72, groups=3), 250, 72, 1032),  # the fourth chunk is empty
+    (Cut(40, groups=3, spread=True), 200, 104, 1160),
+    (Cut(64, groups=1, spread=True), 17, 24, 1032),  # fewer channels too
 ]
 
 
@@ -76,11 +80,26 @@ def test_many_rows_are_multiplied_so_where_that_is_possible(monkeypatch: pytest.
     by_triton: list[tuple[int, int]] = []
     monkeypatch.setattr(ordered_linear, "_launch_many",
                         lambda x, w, bias, out, tile: by_triton.append((x.shape[0], w.shape[0])))
-    for rows, channels in ((128, 48), (129, 48), (256, 40), (257, 40), (130, 44)):  # 44 are not stored 8 by 8
+    for rows, channels in ((17, 48), (129, 48), (256, 40), (257, 40), (130, 44)):  # 44 are not stored 8 by 8
         x, w, bias = operands(rows, channels, 72, torch.bfloat16, "cpu")
         out = ordered_linear.ordered_linear(x, w, bias)
         assert (rows, channels) in by_triton or torch.equal(out, in_order(x, w, bias))
-    assert by_triton == [(128, 48), (130, 44)]
+    assert by_triton == [(130, 44)]
+
+
+def test_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that products of up to the most rows would compile; nothing where the kernel does not serve."""
+    made: set[tuple[str, ...]] = set()
+    monkeypatch.setattr(ordered_gemm, "compiled", lambda source, options: made.add(options))
+    device = torch.device("cpu")
+    ordered_gemm.prepare([(1024, 2048, False)], torch.bfloat16, device, 256)
+    assert not made
+    monkeypatch.setattr(ordered_gemm, "_capable", lambda device: True)
+    monkeypatch.setattr(ordered_gemm, "_processors", lambda device: 132)
+    monkeypatch.setattr(ordered_gemm, "architecture", lambda device: ())
+    ordered_gemm.prepare([(1024, 2048, False), (1021, 2048, False)], torch.bfloat16, device, 256)
+    cuts = {ordered_gemm.chosen(rows, 1024, 2048, 132) for rows in (64, 128, 192, 256)}
+    assert made == {cut.options(4, torch.bfloat16, False) for cut in cuts}
 
 
 def test_it_serves_only_what_it_can_and_says_so() -> None:
@@ -92,8 +111,10 @@ def test_it_serves_only_what_it_can_and_says_so() -> None:
 
 @pytest.mark.parametrize(("rows", "channels", "inner", "cut"), [
     # of those timed on an H200, the fastest: one wave of as narrow tiles as fill it, and large ones of many rows
-    (512, 4096, 4096, Cut(128)), (512, 6144, 4096, Cut(192)), (256, 28672, 4096, Cut(224)),
+    (512, 4096, 4096, Cut(128)), (512, 6144, 4096, Cut(192)),
     (2048, 1024, 2048, Cut(128)), (512, 34816, 5120, Cut(192, 2)), (2048, 6144, 1024, Cut(192)),
+    (192, 7168, 5120, Cut(56, groups=3)), (192, 5120, 17408, Cut(176, groups=3, spread=True)),
+    (64, 1024, 2048, Cut(40, groups=1, spread=True)), (64, 151936, 1024, Cut(232, groups=1)),
 ])
 def test_the_cut_keeps_multiprocessors_busy(rows: int, channels: int, inner: int, cut: Cut) -> None:
     assert ordered_gemm.chosen(rows, channels, inner, 132) == cut
@@ -107,7 +128,8 @@ def test_every_cut_fits_an_h200() -> None:
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_it_compiles_for_an_h200_without_spilled_registers(tmp_path: Path) -> None:
-    for cut, chunks in ((Cut(224), 4), *((cut, 1) for cut in LARGE)):
+    for cut, chunks in ((Cut(224), 4), (Cut(192, groups=3, spread=True), 4), (Cut(96, groups=3), 4),
+                        *((cut, 1) for cut in LARGE)):
         options = cut.options(chunks, torch.bfloat16, True)
         done = subprocess.run(
             ["nvcc", "-arch=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v", *options, ordered_gemm.SOURCE,

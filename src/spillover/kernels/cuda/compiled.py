@@ -42,11 +42,8 @@ class Module:
 
     def __init__(self, source: Path, options: tuple[str, ...], device: torch.device) -> None:
         """Compile and load; raises CudaError where that is not possible."""
-        major, minor = torch.cuda.get_device_capability(device)
         try:
-            # "a": instructions that no other architecture has
-            architecture = f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
-            binary = compiled(source, (f"--gpu-architecture={architecture}", "--std=c++17", *options))
+            binary = compiled(source, (*architecture(device), *options))
             self._driver = ctypes.CDLL("libcuda.so.1")
         except (ImportError, OSError, AttributeError) as problem:  # no NVRTC, or none that PyTorch shows
             raise CudaError(str(problem)) from None
@@ -80,6 +77,13 @@ class Module:
             text = c_char_p()
             self._driver.cuGetErrorString(code, byref(text))
             raise CudaError(f"{what}: {(text.value or str(code).encode()).decode()}")
+
+
+def architecture(device: torch.device) -> tuple[str, ...]:
+    """Return the options for a device."""
+    major, minor = torch.cuda.get_device_capability(device)
+    own = "a" if (major, minor) == (9, 0) else ""  # with instructions that no other architecture has
+    return f"--gpu-architecture=sm_{major}{minor}{own}", "--std=c++17"
 
 
 def compiled(source: Path, options: tuple[str, ...]) -> bytes:

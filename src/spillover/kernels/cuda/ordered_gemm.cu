@@ -1,23 +1,34 @@
 // Products whose sums have one order (triton/ordered_linear.py), of many rows, for compute capability 9.0.
 //
 // A block of threads multiplies tiles of rows x channels, one after another: one warp has the tensor memory accelerator
-// copy x and w to shared memory, STAGES steps ahead, and two warpgroups multiply, each its half of the rows. Each chunk
-// of the inner dimension is summed from nothing and added to the ones before it, in registers.
+// copy x and w to shared memory, STAGES steps ahead, and GROUPS warpgroups multiply, each its share of the rows. Each
+// chunk of the inner dimension is summed from nothing and added to the ones before it, in registers; or with SPREAD a
+// cluster of blocks multiplies one tile, each block one chunk, and a block adds up the chunks of a quarter of the rows.
 //
-// Defined when this is compiled: CHANNELS of a tile, HALVES of 64 rows that a warpgroup multiplies, STAGES, CHUNKS, TYPE
-// (bf16 or f16), HAS_BIAS; and SUMS = CHANNELS / 2, SUMS_1 = SUMS + 1, SUMS_2 = SUMS + 2, PIECES = SUMS / 16. What a GPU
-// does with instructions of its own has names, which EMULATED gives to a CPU.
+// The last tiles of a matrix begin earlier, so that they overlap the ones before them: what lies outside is copied slowly.
+// A tile that is larger than the matrix copies what there is; the rest of its shared memory, which is whatever was there,
+// is multiplied and not stored.
+//
+// Defined when this is compiled: CHANNELS of a tile (a multiple of 8), HALVES of 64 rows that a warpgroup multiplies,
+// GROUPS, STAGES, CHUNKS, SPREAD, TYPE (bf16 or f16), HAS_BIAS; SUMS = CHANNELS / 2, SUMS_1 = SUMS + 1, SUMS_2 = SUMS + 2;
+// and NAMES and VALUES of the sums, the operands of an instruction. What a GPU does with instructions of its own has
+// names, which EMULATED gives to a CPU.
 
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
 constexpr int STEP = 64;  // of the inner dimension: 128 bytes, what a swizzle goes over
 constexpr int BAND = 8;   // tiles of rows that run side by side on the same channels, for the cache
-constexpr int ROWS = 128 * HALVES;
+constexpr int ROWS = 64 * HALVES * GROUPS;
 constexpr int X_BYTES = ROWS * STEP * 2, W_BYTES = CHANNELS * STEP * 2, STAGE_BYTES = X_BYTES + W_BYTES;
-constexpr int CONSUMERS = 256;  // threads
-// A whole warpgroup, of which one thread copies, can give up registers.
-constexpr int THREADS = CONSUMERS + 128, FEW_REGISTERS = 24, MANY_REGISTERS = 240;
+constexpr int CONSUMERS = 128 * GROUPS;  // threads
+constexpr int PARTS = SPREAD ? CHUNKS : 1;      // blocks of a tile
+// A whole warpgroup, of which one thread copies, gives up registers for the others. A block has those that all of its
+// threads begin with, a multiple of 8 each: one that asks for more than were given up waits for ever.
+constexpr int THREADS = CONSUMERS + 128;
+constexpr int REGISTERS = 65536 / THREADS / 8 * 8, FEW_REGISTERS = 24;
+constexpr int MANY_REGISTERS = (REGISTERS * (GROUPS + 1) - FEW_REGISTERS) / GROUPS / 8 * 8;
+constexpr bool MOVE_REGISTERS = GROUPS > 1;  // else all threads begin with as many as there can be
 
 struct alignas(64) Map {
     char bytes[128];
@@ -35,34 +46,16 @@ struct Arguments {
 #else
 #define TEXT_(...) #__VA_ARGS__
 #define TEXT(...) TEXT_(__VA_ARGS__)
-#define JOIN_(a, b) a##b
-#define JOIN(a, b) JOIN_(a, b)
-#define NAMES1 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-#define NAMES2 NAMES1 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define NAMES3 NAMES2 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define NAMES4 NAMES3 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define NAMES5 NAMES4 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-#define NAMES6 NAMES5 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define NAMES7 NAMES6 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
-#define NAMES8 NAMES7 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define COMMA ,  // as an option may hold none
 #define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define PIECE(i) FOUR(i), FOUR(i + 4), FOUR(i + 8), FOUR(i + 12)
-#define VALUES1 PIECE(0)
-#define VALUES2 VALUES1, PIECE(16)
-#define VALUES3 VALUES2, PIECE(32)
-#define VALUES4 VALUES3, PIECE(48)
-#define VALUES5 VALUES4, PIECE(64)
-#define VALUES6 VALUES5, PIECE(80)
-#define VALUES7 VALUES6, PIECE(96)
-#define VALUES8 VALUES7, PIECE(112)
 
 // d (+)= a b' over 16 of the inner dimension; `add` is 0 where d is not read.
 __device__ __forceinline__ void multiply(float (&d)[SUMS], u64 a, u64 b, int add) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %" TEXT(SUMS_2) ", 0;\n"
         "wgmma.mma_async.sync.aligned.m64n" TEXT(CHANNELS) "k16.f32." TEXT(TYPE) "." TEXT(TYPE)
-        " {" JOIN(NAMES, PIECES) "}, %" TEXT(SUMS) ", %" TEXT(SUMS_1) ", p, 1, 1, 0, 0;\n}\n"
-        : JOIN(VALUES, PIECES) : "l"(a), "l"(b), "r"(add));
+        " {" TEXT(NAMES) "}, %" TEXT(SUMS) ", %" TEXT(SUMS_1) ", p, 1, 1, 0, 0;\n}\n"
+        : VALUES : "l"(a), "l"(b), "r"(add));
 }
 
 __device__ __forceinline__ void begin_multiplying() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -120,6 +113,28 @@ __device__ __forceinline__ void copy(u32 to, const Map& map, int k, int row, u32
         : "memory");
 }
 
+// All warps that multiply.
+__device__ __forceinline__ void meet_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
+
+// All of the cluster's threads that have not ended.
+__device__ __forceinline__ void meet_cluster() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+__device__ __forceinline__ void put(u32 address, float a, float b, float c, float d) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
+// What a block of the cluster has put there.
+__device__ __forceinline__ float4 fetch(u32 address, int block) {
+    float4 result;
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
+        "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}"
+        : "=f"(result.x), "=f"(result.y), "=f"(result.z), "=f"(result.w) : "r"(address), "r"(block) : "memory");
+    return result;
+}
+
 __device__ __forceinline__ u32 packed(float low, float high) {
     u32 result;
     asm("cvt.rn." TEXT(TYPE) "x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
@@ -158,57 +173,88 @@ struct Place {
 };
 
 // Tiles of a band of rows come one after another, then the next channels.
-__device__ __forceinline__ Place place(int tile, int row_tiles, int channel_tiles) {
+__device__ __forceinline__ Place place(const Arguments& a, int tile, int row_tiles, int channel_tiles) {
     int band = tile / (BAND * channel_tiles), within = tile % (BAND * channel_tiles);
     int height = min(row_tiles - band * BAND, BAND);
-    return {(band * BAND + within % height) * ROWS, within / height * CHANNELS};
+    const int row = (band * BAND + within % height) * ROWS, channel = within / height * CHANNELS;
+    return {max(min(row, a.rows - ROWS), 0), max(min(channel, a.channels - CHANNELS), 0)};
 }
 
-// Stores the two rows (8 apart) of which a thread has sums: 2 of every 8 channels. Threads of a quad exchange theirs so
-// that each stores 8 channels at a time.
-__device__ __forceinline__ void store(const Arguments& a, float (&d)[SUMS], int row, int channel) {
-    int quarter = threadIdx.x & 3;
+// Stores 32 channels, the ones before `end`, of the two rows (8 apart) of which a thread has sums: 2 of every 8 channels.
+// Threads of a quad exchange theirs so that each stores 8 channels at a time.
+__device__ __forceinline__ void store(const Arguments& a, const float (&d)[16], int row, int channel, int end) {
+    const int quarter = threadIdx.x & 3;
+    float more[8] = {};
+    if (HAS_BIAS) {
 #pragma unroll
-    for (int group = 0; group < CHANNELS / 32; group++) {
-        int first = channel + 32 * group;
-        float more[8] = {};
-        if (HAS_BIAS) {
+        for (int i = 0; i < 8; i++) {
+            const int at = channel + i / 2 * 8 + quarter * 2 + i % 2;
+            if (at < end) more[i] = widened(a.bias[at]);
+        }
+    }
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
-                int at = first + i / 2 * 8 + quarter * 2 + i % 2;
-                if (at < a.channels) more[i] = widened(a.bias[at]);
-            }
+    for (int half = 0; half < 2; half++) {
+        u32 p[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float low = d[4 * i + 2 * half] + 0.0f, high = d[4 * i + 2 * half + 1] + 0.0f;
+            if (HAS_BIAS) low += more[2 * i], high += more[2 * i + 1];
+            p[i] = packed(low, high);
         }
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            u32 p[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                float low = d[16 * group + 4 * i + 2 * half] + 0.0f, high = d[16 * group + 4 * i + 2 * half + 1] + 0.0f;
-                if (HAS_BIAS) low += more[2 * i], high += more[2 * i + 1];
-                p[i] = packed(low, high);
-            }
-#pragma unroll
-            for (int i = 0; i < 4; i += 2) {
-                u32 other = __shfl_xor_sync(~0u, quarter & 1 ? p[i] : p[i + 1], 1);
-                (quarter & 1 ? p[i] : p[i + 1]) = other;
-            }
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                u32 other = __shfl_xor_sync(~0u, quarter & 2 ? p[i] : p[i + 2], 2);
-                (quarter & 2 ? p[i] : p[i + 2]) = other;
-            }
-            int to = row + 8 * half, at = first + 8 * quarter;
-            if (to < a.rows && at < a.channels)
-                *reinterpret_cast<uint4*>(a.out + size_t(to) * a.channels + at) = make_uint4(p[0], p[1], p[2], p[3]);
+        for (int i = 0; i < 4; i += 2) {
+            u32 other = __shfl_xor_sync(~0u, quarter & 1 ? p[i] : p[i + 1], 1);
+            (quarter & 1 ? p[i] : p[i + 1]) = other;
         }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            u32 other = __shfl_xor_sync(~0u, quarter & 2 ? p[i] : p[i + 2], 2);
+            (quarter & 2 ? p[i] : p[i + 2]) = other;
+        }
+        const int to = row + 8 * half, at = channel + 8 * quarter;
+        if (to < a.rows && at < end)
+            *reinterpret_cast<uint4*>(a.out + size_t(to) * a.channels + at) = make_uint4(p[0], p[1], p[2], p[3]);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) ordered_gemm(const __grid_constant__ Arguments a) {
+// Adds up chunks, one in each block of the cluster: this block those of 16 rows of each warpgroup, whose warps take 32
+// channels at a time. `row`: the warpgroup's first.
+__device__ __forceinline__ void add_up(const Arguments& a, const float (&sums)[SUMS], u32 memory, int row, int channel, int end) {
+    constexpr int PIECE_BYTES = 32 * 16, ROWS_BYTES = SUMS / 4 * PIECE_BYTES;  // of a warp's sums: 4 of each thread; all
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, self = blockIdx.x % PARTS;
+    meet_consumers();  // nothing reads tiles any more
+#pragma unroll
+    for (int i = 0; i < SUMS; i += 4)
+        put(memory + warp * ROWS_BYTES + i / 4 * PIECE_BYTES + lane * 16, sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
+    meet_cluster();
+    const u32 from = memory + (warp / 4 * 4 + self) * ROWS_BYTES + lane * 16;
+#pragma unroll 1
+    for (int first = warp % 4 * 32; first < CHANNELS; first += 128) {
+        float total[16] = {};
+#pragma unroll
+        for (int part = 0; part < PARTS; part++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                if (CHANNELS % 32 == 0 || first + 8 * i < CHANNELS) {
+                    const float4 more = fetch(from + (first / 8 + i) * PIECE_BYTES, part);
+                    total[4 * i] += more.x, total[4 * i + 1] += more.y, total[4 * i + 2] += more.z, total[4 * i + 3] += more.w;
+                }
+        store(a, total, row + self * 16 + lane / 4, channel + first, end);
+    }
+    meet_cluster();  // what others read stays until they have
+}
+
+#if SPREAD
+#define CLUSTER __cluster_dims__(CHUNKS, 1, 1)
+#else
+#define CLUSTER
+#endif
+
+extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1) ordered_gemm(const __grid_constant__ Arguments a) {
     const u32 memory = shared_memory(), full = memory + STAGES * STAGE_BYTES, empty = full + 8 * STAGES;
     const int row_tiles = (a.rows + ROWS - 1) / ROWS, channel_tiles = (a.channels + CHANNELS - 1) / CHANNELS;
-    const int tiles = row_tiles * channel_tiles, first = blockIdx.x;
+    const int tiles = row_tiles * channel_tiles, first = blockIdx.x / PARTS, stride = gridDim.x / PARTS;
+    const int begin = SPREAD ? blockIdx.x % PARTS * a.chunk : 0, end = SPREAD ? min(begin + a.chunk, a.inner) : a.inner;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     let_next_begin();
     if (threadIdx.x == 0) {
@@ -221,46 +267,47 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ordered_gemm(const __gr
     __syncthreads();
 
     if (threadIdx.x >= CONSUMERS) {
-        give_registers();
+        if (MOVE_REGISTERS) give_registers();
         if (threadIdx.x == CONSUMERS) {
-            const int steps = (a.inner + STEP - 1) / STEP;
+            const int steps = (end - begin + STEP - 1) / STEP;
+            const int bytes = (min(a.rows, ROWS) + min(a.channels, CHANNELS)) * STEP * 2;
             auto copy_w = [&](int stage, int channel, int step) {
-                expect(full + 8 * stage, STAGE_BYTES);
-                copy(memory + stage * STAGE_BYTES + X_BYTES, a.w, step * STEP, channel, full + 8 * stage);
+                expect(full + 8 * stage, bytes);
+                copy(memory + stage * STAGE_BYTES + X_BYTES, a.w, begin + step * STEP, channel, full + 8 * stage);
             };
             // Weights are copied while the kernel that makes x still runs.
             const int ahead = min(steps, STAGES);
-            for (int i = 0; i < ahead; i++) copy_w(i, place(first, row_tiles, channel_tiles).channel, i);
+            for (int i = 0; i < ahead; i++) copy_w(i, place(a, first, row_tiles, channel_tiles).channel, i);
             await_previous();
             Ring ring;
-            for (int tile = first; tile < tiles; tile += gridDim.x) {
-                const Place at = place(tile, row_tiles, channel_tiles);
+            for (int tile = first; tile < tiles; tile += stride) {
+                const Place at = place(a, tile, row_tiles, channel_tiles);
                 for (int i = 0; i < steps; i++) {
                     if (tile > first || i >= ahead) {
                         await(empty + 8 * ring.stage, ring.phase ^ 1);
                         copy_w(ring.stage, at.channel, i);
                     }
-                    copy(memory + ring.stage * STAGE_BYTES, a.x, i * STEP, at.row, full + 8 * ring.stage);
+                    copy(memory + ring.stage * STAGE_BYTES, a.x, begin + i * STEP, at.row, full + 8 * ring.stage);
                     ring.advance();
                 }
             }
         }
     } else {
-        take_registers();
+        if (MOVE_REGISTERS) take_registers();
         const int group = warp / 4;
         auto release = [&](int stage) {
             if (lane == 0) arrive(empty + 8 * stage);
         };
         Ring ring;
-        for (int tile = first; tile < tiles; tile += gridDim.x) {
+        for (int tile = first; tile < tiles; tile += stride) {
             float sums[HALVES][SUMS], total[HALVES][SUMS];
 #pragma unroll
             for (int half = 0; half < HALVES; half++)
 #pragma unroll
                 for (int i = 0; i < SUMS; i++) sums[half][i] = total[half][i] = 0;
 #pragma unroll 1
-            for (int begin = 0; begin < a.inner; begin += a.chunk) {
-                const int steps = (min(a.chunk, a.inner - begin) + STEP - 1) / STEP;
+            for (int chunk = begin; chunk < end; chunk += a.chunk) {
+                const int steps = (min(a.chunk, end - chunk) + STEP - 1) / STEP;
                 int before = 0;
 #pragma unroll 1
                 for (int i = 0; i < steps; i++) {
@@ -284,17 +331,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ordered_gemm(const __gr
                 await_products<0>();
                 for (int half = 0; half < HALVES; half++) settle(sums[half]);
                 release(before);
-                if (CHUNKS > 1)
+                if (CHUNKS > 1 && !SPREAD)
 #pragma unroll
                     for (int half = 0; half < HALVES; half++)
 #pragma unroll
                         for (int i = 0; i < SUMS; i++) total[half][i] += sums[half][i];
             }
-            const Place at = place(tile, row_tiles, channel_tiles);
-            const int row = at.row + group * (64 * HALVES) + warp % 4 * 16 + lane / 4;
+            const Place at = place(a, tile, row_tiles, channel_tiles);
+            const int row = at.row + group * (64 * HALVES), last = min(at.channel + CHANNELS, a.channels);
+            if (SPREAD) {
+                add_up(a, sums[0], memory, row, at.channel, last);
+                return;  // a cluster has one tile
+            }
 #pragma unroll
             for (int half = 0; half < HALVES; half++)
-                store(a, CHUNKS > 1 ? total[half] : sums[half], row + 64 * half, at.channel);
+#pragma unroll
+                for (int i = 0; i < SUMS; i += 16) {
+                    float part[16];
+#pragma unroll
+                    for (int j = 0; j < 16; j++) part[j] = i + j >= SUMS ? 0 : CHUNKS > 1 ? total[half][i + j] : sums[half][i + j];
+                    store(a, part, row + 64 * half + warp % 4 * 16 + lane / 4, at.channel + 2 * i, last);
+                }
         }
     }
 }

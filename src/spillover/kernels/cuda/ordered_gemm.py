@@ -5,8 +5,12 @@ They have the bits of triton/ordered_linear.py, which serves wherever these do n
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_char, c_int, c_uint32, c_uint64, c_void_p
 from functools import cache, lru_cache
 from pathlib import Path
@@ -15,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spillover.kernels.cuda.compiled import CudaError, Module
+from spillover.kernels.cuda.compiled import CudaError, Module, architecture, compiled
 from spillover.kernels.extents import product_chunks
 
 log = logging.getLogger("spillover.kernels")
@@ -23,9 +27,8 @@ log = logging.getLogger("spillover.kernels")
 SOURCE = Path(__file__).parent / "ordered_gemm.cu"
 CAPABILITY = (9, 0)
 STEP = 64  # of the inner dimension
-LEAST_ROWS = 128  # of a tile
-SHARED = 225 << 10  # bytes of shared memory for stages
-THREADS = 384
+UNIT_ROWS = 64  # that a warpgroup multiplies at once
+SHARED = 227 << 10  # bytes of a multiprocessor's shared memory
 TYPES = {torch.bfloat16: ("bf16", 9), torch.float16: ("f16", 6)}  # in PTX, and as CUtensorMapDataType
 _SWIZZLE_128, _PROMOTE_256 = 3, 3  # CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B
 _MAP_BYTES, _MAP_ALIGNED = 128, 64  # of a CUtensorMap
@@ -37,14 +40,20 @@ class Cut(NamedTuple):
 
     channels: int
     halves: int = 1
+    groups: int = 2
+    spread: bool = False  # the chunks of a tile over a cluster of blocks
 
     @property
     def rows(self) -> int:
-        return LEAST_ROWS * self.halves
+        return UNIT_ROWS * self.halves * self.groups
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.groups + 1)
 
     @property
     def stages(self) -> int:
-        return SHARED // ((self.rows + self.channels) * STEP * 2)
+        return (SHARED - 2048) // ((self.rows + self.channels) * STEP * 2 + 16)
 
     @property
     def shared(self) -> int:
@@ -53,6 +62,10 @@ class Cut(NamedTuple):
 
     def tiles(self, rows: int, channels: int) -> int:
         return -(-rows // self.rows) * -(-channels // self.channels)
+
+    def slots(self, processors: int) -> int:
+        """Return the tiles that run at a time: 30 clusters of 4 fit an H200 of 132 multiprocessors."""
+        return processors * 10 // 44 if self.spread else processors
 
     def clocks(self, inner: int, chunks: int) -> float:
         """Estimate what a tile takes. A step of 16 is bound by the tensor cores or by shared memory, which operands are
@@ -64,12 +77,26 @@ class Cut(NamedTuple):
         crowded = {192: 1.03, 224: 1.06}.get(self.channels, 1.0) if chunks > 1 else 1.0
         return crowded * inner / 16 * (max(multiply, share) + (self.rows + self.channels) / 16) + 10 * multiply
 
+    def clocks_of_few(self, rows: int, channels: int, inner: int, chunks: int, processors: int) -> float:
+        """Estimate what a product of up to FEW_ROWS rows takes. A step of 16 is bound by the tensor cores, by shared
+        memory or by the cache, which x is read from again for each tile. What this chooses is on average 1% slower than
+        the fastest cut that was timed on an H200."""
+        box, multiply = min(rows, self.rows), self.groups * self.halves * self.channels / 2
+        share = self.groups * self.halves * (16 + self.channels / 4) + (box + self.channels) / 4
+        step = max(multiply, share, 0.46 * box + 0.82 * self.channels)
+        tile = inner / (chunks if self.spread else 1) / 16 * step + 94 * multiply + 2800
+        if self.spread:
+            tile += 800 + 2.1 * self.groups * self.channels
+        return -(-self.tiles(rows, channels) // self.slots(processors)) * tile
+
     def options(self, chunks: int, dtype: torch.dtype, bias: bool) -> tuple[str, ...]:
         sums = self.channels // 2
         defined = {
-            "CHANNELS": self.channels, "HALVES": self.halves, "STAGES": self.stages, "CHUNKS": chunks,
-            "TYPE": TYPES[dtype][0], "HAS_BIAS": int(bias), "SUMS": sums, "SUMS_1": sums + 1, "SUMS_2": sums + 2,
-            "PIECES": sums // 16,
+            "CHANNELS": self.channels, "HALVES": self.halves, "GROUPS": self.groups, "STAGES": self.stages,
+            "CHUNKS": chunks, "SPREAD": int(self.spread), "TYPE": TYPES[dtype][0],
+            "HAS_BIAS": int(bias), "SUMS": sums, "SUMS_1": sums + 1, "SUMS_2": sums + 2,
+            "NAMES": " COMMA ".join(f"%{i}" for i in range(sums)),
+            "VALUES": " COMMA ".join(f"FOUR({i})" for i in range(0, sums, 4)),
         }
         return tuple(f"-D{name}={value}" for name, value in defined.items())
 
@@ -77,6 +104,29 @@ class Cut(NamedTuple):
 CUTS = tuple(Cut(channels) for channels in range(32, 225, 32))
 LARGE = (Cut(256), Cut(192, 2))  # without chunks only, as sums and totals would not fit into registers, and not if
 LONG = 2048  # is more than the inner dimension: a tile's sums then take long to store for what it multiplies
+
+FEW_ROWS = 256
+MOST_CHANNELS = {1: 256, 2: 256, 3: 192}  # by warpgroups, whose sums fit into registers
+MOST_WITH_TOTALS = {1: 128, 2: 224, 3: 96}
+MOST_WAVES = 12
+MOST_PREPARED = 2048  # rows; those of more have cuts of these
+LEAST_CHANNELS = 16
+
+
+def few_cuts(rows: int, channels: int, chunks: int, processors: int) -> tuple[Cut, ...]:
+    """Return the cuts for up to FEW_ROWS rows: as narrow as fill one wave of tiles, two waves, and so on."""
+    cuts = []
+    for groups in MOST_CHANNELS:
+        row_tiles = -(-rows // (UNIT_ROWS * groups))
+        if groups > -(-rows // UNIT_ROWS) or row_tiles > 2:
+            continue
+        for spread in (False, True)[:1 + (chunks > 1)]:
+            most = (MOST_CHANNELS if spread or chunks == 1 else MOST_WITH_TOTALS)[groups]
+            for waves in range(1, MOST_WAVES + 1):
+                across = Cut(0, groups=groups, spread=spread).slots(processors) * waves // row_tiles
+                width = -(-channels // (8 * max(across, 1))) * 8
+                cuts.append(Cut(min(max(width, LEAST_CHANNELS), most), groups=groups, spread=spread))
+    return tuple(dict.fromkeys(cuts))
 
 
 class _Arguments(ctypes.Structure):
@@ -97,33 +147,54 @@ def multiply(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, early: bool
     """Multiply x [T, K], w [N, K], bias [N] into out [T, N]; False where this kernel cannot. x and w must be readable
     by the tensor memory accelerator. `cut`: instead of the one that would be chosen."""
     (rows, channels), inner = out.shape, x.shape[1]
-    plan = _plan(-(-rows // LEAST_ROWS), channels, inner, x.dtype, bias is not None, x.device, cut)
+    plan = _plan(-(-rows // UNIT_ROWS), channels, inner, x.dtype, bias is not None, x.device, cut)
     if plan is None:
         return False
     kind = TYPES[x.dtype][1]
     arguments = _Arguments(
-        _map(x.data_ptr(), rows, inner, x.stride(0) * 2, plan.cut.rows, kind),
-        _map(w.data_ptr(), channels, inner, w.stride(0) * 2, plan.cut.channels, kind),
+        _map(x.data_ptr(), rows, inner, x.stride(0) * 2, min(rows, plan.cut.rows), kind),
+        _map(w.data_ptr(), channels, inner, w.stride(0) * 2, min(channels, plan.cut.channels), kind),
         None if bias is None else bias.data_ptr(), out.data_ptr(), rows, channels, inner, plan.chunk)
-    plan.kernel.launch("ordered_gemm", plan.blocks, THREADS, arguments, plan.cut.shared, early)
+    plan.kernel.launch("ordered_gemm", plan.blocks, plan.cut.threads, arguments, plan.cut.shared, early)
     return True
 
 
 @cache
-def _plan(row_tiles: int, channels: int, inner: int, dtype: torch.dtype, bias: bool, device: torch.device,
+def _plan(row_units: int, channels: int, inner: int, dtype: torch.dtype, bias: bool, device: torch.device,
           cut: Cut | None) -> _Plan | None:
     if dtype not in TYPES or channels % 8:
         return None
     processors, (chunks, chunk) = _processors(device), product_chunks(channels, inner)
-    rows = row_tiles * LEAST_ROWS
+    rows = row_units * UNIT_ROWS
     cut = cut or chosen(rows, channels, inner, processors)
     found = kernel(cut, chunks, dtype, bias, device)
-    return None if found is None else _Plan(cut, min(cut.tiles(rows, channels), processors), chunk, found)
+    tiles = cut.tiles(rows, channels)
+    blocks = tiles * chunks if cut.spread else min(tiles, processors)
+    return None if found is None else _Plan(cut, blocks, chunk, found)
+
+
+def prepare(matrices: Iterable[tuple[int, int, bool]], dtype: torch.dtype, device: torch.device,
+            most_rows: int) -> None:
+    """Compile what products of up to `most_rows` rows with matrices (channels, inner dimension, whether there is a
+    bias) will use, several at a time: at first use each would hold up a step for more than a second."""
+    if dtype not in TYPES or not _capable(device):
+        return
+    units = range(1, min(most_rows, MOST_PREPARED) // UNIT_ROWS + 1)
+    wanted = {chosen(UNIT_ROWS * unit, channels, inner, _processors(device)).options(
+                  product_chunks(channels, inner)[0], dtype, bias)
+              for channels, inner, bias in set(matrices) if channels % 8 == 0 for unit in units}
+    problems = CudaError, ImportError, OSError, AttributeError  # `kernel` says so when it comes to that
+    with ThreadPoolExecutor(os.cpu_count()) as pool, contextlib.suppress(*problems):
+        for _ in pool.map(lambda options: compiled(SOURCE, (*architecture(device), *options)), wanted):
+            pass
 
 
 def chosen(rows: int, channels: int, inner: int, processors: int) -> Cut:
     """Return the cut with which the multiprocessor that has most tiles takes least."""
     chunks = product_chunks(channels, inner)[0]
+    if rows <= FEW_ROWS:
+        cuts = few_cuts(rows, channels, chunks, processors)
+        return min(cuts, key=lambda cut: cut.clocks_of_few(rows, channels, inner, chunks, processors))
     cuts = (*CUTS, *LARGE) if chunks == 1 and inner >= LONG else CUTS
     return min(cuts, key=lambda cut: -(-cut.tiles(rows, channels) // processors) * cut.clocks(inner, chunks))
 
@@ -131,13 +202,19 @@ def chosen(rows: int, channels: int, inner: int, processors: int) -> Cut:
 @cache
 def kernel(cut: Cut, chunks: int, dtype: torch.dtype, bias: bool, device: torch.device) -> Module | None:
     """Return the kernel that cuts products so, None where there is none."""
-    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) != CAPABILITY:
+    if not _capable(device):
         return None
     try:
         return Module(SOURCE, cut.options(chunks, dtype, bias), device)
     except CudaError as problem:
         _warn(str(problem).partition("\n")[0])
         return None
+
+
+@cache
+def _capable(device: torch.device) -> bool:
+    return (device.type == "cuda" and not torch.version.hip
+            and torch.cuda.get_device_capability(device) == CAPABILITY)
 
 
 @cache

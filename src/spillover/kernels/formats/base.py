@@ -198,6 +198,10 @@ class WeightFormat(ABC):
 
         return BatchInvariant(self)
 
+    def prepare(self, linears: Sequence[tuple[LinearShape, bool]], target: Target, most_rows: int) -> None:  # noqa: B027
+        """Compile ahead what products of up to `most_rows` rows with linears of these shapes use; with each, whether
+        it has a bias."""
+
     def host_code(self, dtype: torch.dtype) -> int | None:
         """Number the format as native/mixture.h does, beside biases of `dtype`; None: it knows no such one."""
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -61,6 +62,12 @@ class BatchInvariant(WeightFormat):
         from spillover.kernels.triton.ordered_linear import add_norm_linear
 
         return add_norm_linear(x, residual, norm, eps, self.base.dequantize(w, x.dtype), bias, gated)
+
+    def prepare(self, linears: Sequence[tuple[LinearShape, bool]], target: Target, most_rows: int) -> None:
+        from spillover.kernels.cuda import ordered_gemm
+
+        ordered_gemm.prepare(((shape.out_features, shape.in_features, bias) for shape, bias in linears),
+                             getattr(torch, target.dtype), target.device, most_rows)
 
     def host_code(self, dtype: torch.dtype) -> int | None:
         return self.base.host_code(dtype)

@@ -28,7 +28,6 @@ from spillover.kernels.triton.launch import AS_WRITTEN, early
 from spillover.kernels.triton.norm import add_rms_norm, pairwise_sum, scaled
 
 FEW = 16  # rows
-MANY = 129  # rows from which CUDA C++ is faster
 AHEAD_ROWS = 8  # most rows of a product whose programs load all of their weights ahead
 AHEAD_BYTES = 64 << 10  # most of a program's weights that are
 AHEAD_WARPS = 4
@@ -83,8 +82,7 @@ def ordered_linear(x: Tensor, w: Tensor, bias: Tensor | None = None, tile: Tile 
     rows, channels = x.shape[0], w.shape[0]
     out = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
     if rows and (tile is not None or rows > FEW) and x.element_size() == 2 and _describable(x, w):
-        many = tile is None and rows >= MANY
-        if not many or not ordered_gemm.multiply(x, w, bias, out, early(x.device)["EARLY"]):
+        if tile is not None or not ordered_gemm.multiply(x, w, bias, out, early(x.device)["EARLY"]):
             _launch_many(x, w, bias, out, tile or _tile(rows, channels, w.shape[1]))
     elif rows:
         _launch_few(x, w, bias, out, False)
