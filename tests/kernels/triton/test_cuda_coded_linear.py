@@ -24,7 +24,7 @@ from spillover.kernels.formats.batch_invariant import BatchInvariant
 from spillover.kernels.formats.coded_cuda import CodedCuda
 from spillover.kernels.formats.grouped_int import GroupedInt
 from spillover.kernels.linear import linear
-from spillover.models.weight_specs import Source, WeightSpec, kept_on
+from spillover.models.weight_specs import Source, WeightSpec, kept_on, prepare_products
 from support.emulated_cuda import EmulatedModule
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -236,3 +236,11 @@ def test_a_cuda_device_keeps_tiles_of_what_fits(fixed: bool) -> None:
     assert tiled.nbytes("bfloat16") == 96 * 512 // 2 + 96 * 4 * 2
     for odd in (kept((24,), 512), kept((32,), 320)):
         assert odd.format == (BatchInvariant(GroupedInt(4, 128, "float16")) if fixed else GroupedInt(4, 128, "float16"))
+
+
+def test_kernels_are_compiled_when_products_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(cuda, "kernels", lambda *of: asked.append(of))
+    spec = WeightSpec("o", (32, 256), (Source(("o",), (32,)),), GroupedInt(4, 128, "float16"))
+    prepare_products(kept_on({"layers.0": [spec]}, "cuda", "bfloat16", True), Target("bfloat16", DEVICE), 64)
+    assert asked == [(Form(4, 1, "HALF"), torch.bfloat16, DEVICE)]

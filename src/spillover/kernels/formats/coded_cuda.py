@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -70,6 +70,9 @@ class CodedCuda(WeightFormat):
 
     def scratch_bytes(self, shape: LinearShape, dtype: str) -> int:
         return PIECE_BYTES * min(PIECE, shape.out_features * shape.in_features)
+
+    def prepare(self, linears: Sequence[tuple[LinearShape, bool]], target: Target, most_rows: int) -> None:
+        cuda.kernels(self.form, getattr(torch, target.dtype), target.device)
 
     def batch_invariant(self) -> WeightFormat:
         return self
