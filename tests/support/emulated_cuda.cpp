@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <ucontext.h>
 #include <vector>
 #define EMULATED
@@ -29,14 +30,14 @@ static inline uint2 make_uint2(unsigned a, unsigned b) { return {a, b}; }
 static inline uint4 make_uint4(unsigned a, unsigned b, unsigned c, unsigned d) { return {a, b, c, d}; }
 static inline float2 make_float2(float a, float b) { return {a, b}; }
 static inline float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
-static Index threadIdx, blockIdx, blockDim;
+static Index threadIdx, blockIdx, blockDim, gridDim;
 
 constexpr int MOST = 1024, STACK = 1 << 18;
 static jmp_buf scheduler, fiber[MOST];
 static bool ended[MOST], moved;
 static void pass() { if (!_setjmp(fiber[threadIdx.x])) _longjmp(scheduler, 1); }
 struct Barrier { int arrived, turn; };
-static Barrier block_barrier, warp_barrier[MOST / 32], warpgroup_barrier[MOST / 128];
+static Barrier block_barrier, first_barrier, warp_barrier[MOST / 32], warpgroup_barrier[MOST / 128];
 static void wait_at(Barrier& barrier, int threads) {
     int turn = barrier.turn;
     moved = true;
@@ -44,6 +45,7 @@ static void wait_at(Barrier& barrier, int threads) {
     else while (barrier.turn == turn) pass();
 }
 static inline void __syncthreads() { wait_at(block_barrier, blockDim.x); }
+template <int THREADS> static inline void sync_first() { wait_at(first_barrier, THREADS); }
 static inline void warp_sync() { wait_at(warp_barrier[threadIdx.x / 32], 32); }
 static inline void __syncwarp() { warp_sync(); }
 static inline void warpgroup_sync() { wait_at(warpgroup_barrier[threadIdx.x / 128], 128); }
@@ -87,6 +89,10 @@ static inline unsigned bf16(float v) { unsigned b; memcpy(&b, &v, 4); return (b 
 static inline unsigned to_bf16x2(float a, float b) { return bf16(a) | bf16(b) << 16; }
 static inline unsigned hmul2(unsigned a, unsigned b) { return to_half2(half_of(a, 0) * half_of(b, 0), half_of(a, 1) * half_of(b, 1)); }
 static inline unsigned hsub2(unsigned a, unsigned b) { return to_half2(half_of(a, 0) - half_of(b, 0), half_of(a, 1) - half_of(b, 1)); }
+static inline unsigned hadd2(unsigned a, unsigned b) { return to_half2(half_of(a, 0) + half_of(b, 0), half_of(a, 1) + half_of(b, 1)); }
+static inline unsigned and_or(unsigned a, unsigned b, unsigned c) { return (a & b) | c; }
+static inline unsigned kept(unsigned v) { return v; }
+static inline float* in_memory(float* p) { return p; }
 static inline float from_half(unsigned v) { return half_of(v, 0); }
 static inline float of_fp8(unsigned v) {
     int exponent = v >> 3 & 15, mantissa = v & 7;
@@ -97,6 +103,12 @@ static inline void halves_of_fp8(unsigned& low, unsigned& high, unsigned v) {
     low = to_half2(of_fp8(v & 255), of_fp8(v >> 8 & 255)), high = to_half2(of_fp8(v >> 16 & 255), of_fp8(v >> 24));
 }
 template <bool BF16> static inline float number(unsigned v, int i) { return BF16 ? __uint_as_float(i ? v & 0xFFFF0000u : v << 16) : half_of(v, i); }
+
+static inline unsigned fma_bf16x2(unsigned a, unsigned b, unsigned c) {
+    float r[2];
+    for (int i = 0; i < 2; i++) r[i] = fmaf(number<true>(a, i), number<true>(b, i), number<true>(c, i));
+    return to_bf16x2(r[0], r[1]);
+}
 
 // Sums of 16 products, rounded once: a tensor core rounds otherwise, but an element's sum depends on its own inputs
 // alone here too.
@@ -149,6 +161,59 @@ template <int LEFT> static inline void copies_wait() {
     std::for_each(mine.begin(), end, make);
     mine.erase(mine.begin(), end);
 }
+// Barriers that copies of ranges and boxes arrive at, each by its bytes.
+struct Arrivals { int all, left; long bytes; unsigned phase; };
+static std::map<unsigned, Arrivals> barriers;
+struct Range { unsigned to; const void* from; unsigned size; };
+static std::map<unsigned, std::vector<Range>> ranges;  // on their way, by barrier; zeros where they come from nowhere
+static void settle(Arrivals& b) {
+    moved = true;
+    if (b.left == 0 && b.bytes == 0) b.left = b.all, b.phase ^= 1;
+}
+static void bring(unsigned barrier) {
+    for (const Range& each : ranges[barrier]) {
+        if (each.from) memcpy(dynamic_shared + each.to, each.from, each.size);
+        else memset(dynamic_shared + each.to, 0, each.size);
+        barriers.at(barrier).bytes -= each.size;
+    }
+    ranges[barrier].clear();
+    settle(barriers.at(barrier));
+}
+static void send_range(unsigned to, const void* from, unsigned size, unsigned barrier) {
+    if ((uintptr_t)from % 16 || to % 16 || size % 16 || to + size > sizeof dynamic_shared) abort();
+    ranges[barrier].push_back({to, from, size});
+}
+static inline void make_barrier(unsigned at, int arrivals) { if (at % 8) abort(); barriers[at] = {arrivals, arrivals, 0, 0}; }
+static inline void publish_barriers() {}
+static inline void arrive(unsigned at) {
+    if (--barriers.at(at).left < 0) abort();
+    settle(barriers.at(at));
+}
+static inline void expect(unsigned at, int bytes) { barriers.at(at).bytes += bytes; arrive(at); }
+static inline void await(unsigned at, unsigned phase) {
+    while (barriers.at(at).phase == phase) {
+        if (LATE && !ranges[at].empty()) bring(at);
+        else pass();
+    }
+}
+static inline void copy_range(unsigned to, const void* from, int bytes, unsigned barrier) {
+    send_range(to, from, bytes, barrier);
+    if (!LATE) bring(barrier);
+}
+struct alignas(64) Map { const char* data; long rows, layers, stride, box, box_layers; char rest[80]; };
+static inline void copy_box(unsigned to, const Map& map, int row, int layer, unsigned barrier) {
+    if (to % 128) abort();
+    for (int l = 0; l < map.box_layers; l++)
+        for (int r = 0; r < map.box; r++)
+            for (int unit = 0; unit < 8; unit++) {
+                unsigned at = to + (l * map.box + r) * 128 + unit * 16;
+                bool there = row + r < map.rows && layer + l < map.layers;
+                send_range(at ^ (at >> 7 & 7) << 4, there ? map.data + (row + r) * map.stride + (layer + l) * 128 + unit * 16 : nullptr, 16, barrier);
+            }
+    if (!LATE) bring(barrier);
+}
+template <int REGISTERS> static inline void give_registers() {}
+template <int REGISTERS> static inline void take_registers() {}
 static inline int count_up(int* p) { return (*p)++; }
 static inline int load_fresh(const int* p) { return *p; }
 static inline uint4 load_shared(unsigned at) { Unit u = *shared<Unit>(at); return {u.words[0], u.words[1], u.words[2], u.words[3]}; }
@@ -217,9 +282,9 @@ __attribute__((noinline)) static void resume(const ucontext_t* begins) {
 }
 extern "C" void emulate(void (*run)(Product), unsigned grid, unsigned threads, const Product* given) {
     static char* stacks = (char*)malloc((size_t)MOST * STACK);
-    kernel = run, argument = *given, blockDim.x = threads;
+    kernel = run, argument = *given, blockDim.x = threads, gridDim.x = grid;
     for (blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++) {
-        live = threads, block_barrier = {};
+        live = threads, block_barrier = first_barrier = {}, barriers.clear(), ranges.clear();
         memset(warp_barrier, 0, sizeof warp_barrier), memset(warpgroup_barrier, 0, sizeof warpgroup_barrier);
         for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++) {
             ucontext_t begins;

@@ -14,7 +14,7 @@ from spillover.kernels.native.build import cache_folder, command
 
 _EMULATOR = Path(__file__).parent / "emulated_cuda.cpp"
 # Sums as they are written: the kernels say themselves where a product and a sum are rounded once.
-FLAGS = ("-std=c++17", "-O2", "-fno-strict-aliasing", "-ffp-contract=off", "-w", "-shared", "-fPIC",
+FLAGS = ("-std=c++17", "-O2", "-fno-strict-aliasing", "-ffp-contract=off", "-w", "-Wno-psabi", "-shared", "-fPIC",
           "-U_FORTIFY_SOURCE")  # its longjmp takes a fiber's stack for a broken one
 
 

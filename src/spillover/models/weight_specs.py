@@ -117,19 +117,22 @@ def kept_on(specs: WeightSpecs, device: str, dtype: str, batch_invariant: bool =
     from spillover.kernels import native
 
     if device == "cuda":
-        specs = _with_grouped_products(specs)
+        specs = _on_cuda(specs)
         return reformatted(specs, lambda weight: weight.batch_invariant()) if batch_invariant else specs
     width = native.panel_width() if dtype == "float32" and native.library() is not None else 0
     return reformatted(specs, lambda weight: weight.packed(width)) if width else specs
 
 
-def _with_grouped_products(specs: WeightSpecs) -> WeightSpecs:
-    """Return the same, but experts that a CUDA device cannot multiply in their format are dequantised when loaded."""
+def _on_cuda(specs: WeightSpecs) -> WeightSpecs:
+    """Return the same in formats that a CUDA device multiplies with; experts that have none are dequantised when
+    loaded."""
     from spillover.kernels.formats.choice import Dequantized
 
     def taken(spec: WeightSpec) -> WeightSpec:
-        if spec.format is None or not spec.experts or spec.format.experts is not None:
+        if spec.format is None or (spec.experts and spec.format.experts is not None):
             return spec
+        if not spec.experts:
+            return replace(spec, format=spec.format.on_cuda(spec.linear))
         return replace(spec, format=Dequantized(spec.format))
 
     return {part: [taken(spec) for spec in listed] for part, listed in specs.items()}

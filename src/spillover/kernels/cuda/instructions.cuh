@@ -54,6 +54,8 @@ DEV uint4 load_shared(u32 at) {
 DEV u32 load_shared_byte(u32 at) { u32 v; asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(at) : "memory"); return v; }
 DEV u32 hmul2(u32 a, u32 b) { u32 d; asm("mul.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
 DEV u32 hsub2(u32 a, u32 b) { u32 d; asm("sub.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
+DEV u32 hadd2(u32 a, u32 b) { u32 d; asm("add.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
+DEV u32 fma_bf16x2(u32 a, u32 b, u32 c) { u32 d; asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
 // Four e4m3 codes as float16, the first two and the last two.
 DEV void halves_of_fp8(u32& low, u32& high, u32 v) {
 #if __CUDA_ARCH__ >= 890
@@ -80,6 +82,34 @@ template <int LEFT> DEV void copies_wait() { asm volatile("cp.async.wait_group %
 // Other kernels' writes as they are now, whatever this multiprocessor has cached.
 DEV int load_fresh(const int* p) { int v; asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory"); return v; }
 DEV int count_up(int* p) { int v; asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(v) : "l"(p) : "memory"); return v; }
+// Barriers in shared memory, 8 bytes each, that threads and copies of whole ranges arrive at; a phase is 0, then 1, ...
+DEV void make_barrier(u32 at, int arrivals) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(at), "r"(arrivals) : "memory"); }
+DEV void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEV void arrive(u32 at) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(at) : "memory"); }
+DEV void expect(u32 at, int bytes) { asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(at), "r"(bytes) : "memory"); }
+DEV void await(u32 at, u32 phase) {
+    u32 done = 0;
+    while (!done)
+        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                     : "=r"(done) : "r"(at), "r"(phase) : "memory");
+}
+// Copies a range; everything is a multiple of 16 bytes.
+DEV void copy_range(u32 to, const void* from, int bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+struct alignas(64) Map { char bytes[128]; };  // a CUtensorMap
+// Copies a box of a tensor of three dimensions that begins at (0, row, layer).
+DEV void copy_box(u32 to, const Map& map, int row, int layer, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+                 :: "r"(to), "l"(&map), "r"(0), "r"(row), "r"(layer), "r"(barrier) : "memory");
+}
+DEV u32 and_or(u32 a, u32 b, u32 c) { u32 d; asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
+DEV u32 kept(u32 v) { asm volatile("" : "+r"(v)); return v; }  // in a register, not computed again where it is used
+template <int THREADS> DEV void sync_first() { asm volatile("bar.sync 1, %0;" :: "n"(THREADS) : "memory"); }  // of a block
+DEV float* in_memory(float* p) { asm volatile("" : "+l"(p) :: "memory"); return p; }  // what it points to is not in registers
+template <int REGISTERS> DEV void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS)); }
+template <int REGISTERS> DEV void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS)); }
 DEV void shared_is_ready() { if (WGMMA) asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEV void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEV void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

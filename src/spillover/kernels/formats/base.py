@@ -188,6 +188,10 @@ class WeightFormat(ABC):
         """Choose how it is kept for the native kernels, in panels of `width` channels if it is float32."""
         return self
 
+    def on_cuda(self, shape: LinearShape) -> WeightFormat:
+        """Choose how a linear of this shape is kept on a CUDA device."""
+        return self
+
     def batch_invariant(self) -> WeightFormat:
         """Choose how it is kept where a row's bits may not depend on the rows beside it, on a CUDA device."""
         from spillover.kernels.formats.batch_invariant import BatchInvariant

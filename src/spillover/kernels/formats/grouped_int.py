@@ -133,6 +133,11 @@ class GroupedInt(WeightFormat):
             made[rows] = numbers
         return made
 
+    def on_cuda(self, shape: LinearShape) -> WeightFormat:
+        from spillover.kernels.formats.coded_cuda import CodedCuda
+
+        return CodedCuda(self) if CodedCuda.serves(self, shape) else self
+
     def _numbers(self, codes: Tensor, scales: Tensor, zeros: Tensor | None, columns: int) -> Tensor:
         """Return float32 [n, K], columns as the codes have them."""
         groups = self.groups(columns)

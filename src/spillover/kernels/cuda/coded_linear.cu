@@ -1,0 +1,558 @@
+// Products with integer weights kept in codes, for compute capability 9.0: w = scale * (code - zero) + offset.
+//
+// A tile is 16 channels by a step of 128 inputs, in one piece: codes, then scales (kernels/cuda/coded_linear.py packs
+// it). A lane's 32-bit words of codes are its left operands of mma.m16n8k16: one word for 16 inputs of 4 bits, two of 8.
+// Codes less their zeros are small integers, exact in bfloat16 and float16. The inputs of a group (128 / GROUPS of them,
+// or the whole step) are summed from nothing and added to the sum of a chunk times the group's scale, in float32; a
+// chunk is some steps, and sums of chunks are added in their order. Chunks are a constant of the matrix, so which warps
+// take them makes no difference to the bits, nor does the number of rows of x, nor whether mma or wgmma multiplies.
+//
+// Defined when this is compiled: BITS of a code, GROUPS of a step (1, 2 or 4), SCALES (below), ZEROS (a byte for every
+// channel and group; else the zero is half the range of a code), X_BF16 (else x is float16).
+#include "instructions.cuh"
+
+enum { HALF, BFLOAT, SINGLE, PAIR, SUPER };  // SCALES
+constexpr bool OFFSETS = SCALES == PAIR || SCALES == SUPER;
+constexpr int STEP = 128;
+constexpr int VECTORS = BITS / 2;  // of 16 bytes, that a lane has of a tile's codes
+constexpr int CODE_BYTES = VECTORS * 512;
+// For a pair of channels of a group: two scales; or two of (scale, offset), float16; or two of (scale, offset) as bytes,
+// whose factors are two of (scale, offset) for the pair's step, float16.
+constexpr int PAIR_BYTES = SCALES == SINGLE || SCALES == PAIR ? 8 : 4;
+constexpr int FACTOR_BYTES = SCALES == SUPER ? 64 : 0;
+constexpr int ZEROS_AT = CODE_BYTES + FACTOR_BYTES + GROUPS * 8 * PAIR_BYTES;
+constexpr int TILE = ZEROS_AT + (ZEROS ? GROUPS * 16 : 0);
+constexpr int CHUNKS = 8;  // at most
+
+// What a kernel takes; kernels/cuda/coded_linear.py has the same.
+struct Product {
+    Map map;            // x as [depth / 64][rows][64]
+    const u16* x;       // [rows][depth], rows x_stride elements apart
+    const u8* tiles;    // [channels / 16][steps][TILE]
+    const u16* bias;    // [channels], or null
+    float* sums;        // of x over groups, [steps][GROUPS][sums_row]: with OFFSETS
+    u16* out;
+    i64 x_stride;
+    int rows, channels, steps, chunk, sums_row, stages;  // chunk: steps of one
+    int halves, gated;  // a pair of channels has one of each half; out is silu(first half) * second half
+};
+
+DEV float low_number(u32 v) { return X_BF16 ? __uint_as_float(v << 16) : from_half(v & 0xFFFF); }
+DEV u32 rounded(float low, float high) { return X_BF16 ? to_bf16x2(low, high) : to_half2(low, high); }
+DEV u32 word_of(const uint4& v, int j) { return j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w; }
+
+// Two numbers made of a code: 128 + code in bfloat16, 1024 + code in float16.
+constexpr u32 BASE = X_BF16 ? 0x43004300u : 0x64006400u;
+DEV u32 masked(u32 codes, u32 mask) { return and_or(codes, mask, BASE); }
+DEV u32 add2(u32 a, u32 b) { return X_BF16 ? fma_bf16x2(a, 0x3F803F80u, b) : hadd2(a, b); }
+
+// A group's numbers for a lane's two channels: what is added to its codes' numbers, scales and offsets.
+struct Group { u32 less[2]; float scale[2], offset[2]; };
+DEV u32 less_zero(u32 zero) {
+    if (X_BF16 && BITS == 8) return rounded(128.0f - (float)zero, 128.0f - (float)zero);  // see operand
+    return (BASE | 0x80008000u) | zero * 0x00010001u;
+}
+DEV Group read_group(const u8* tile, int group, int g) {
+    Group r;
+    const u8* at = tile + CODE_BYTES + FACTOR_BYTES + (group * 8 + g) * PAIR_BYTES;
+    u32 zeros = ZEROS ? *(const u16*)(tile + ZEROS_AT + (group * 8 + g) * 2) : 0;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        r.less[i] = less_zero(ZEROS ? zeros >> 8 * i & 255 : 1 << (BITS - 1));
+        r.offset[i] = 0;
+        if (SCALES == HALF) r.scale[i] = from_half(((const u16*)at)[i]);
+        if (SCALES == BFLOAT) r.scale[i] = __uint_as_float((u32)((const u16*)at)[i] << 16);
+        if (SCALES == SINGLE) r.scale[i] = ((const float*)at)[i];
+        if (SCALES == PAIR) r.scale[i] = from_half(((const u16*)at)[2 * i]), r.offset[i] = from_half(((const u16*)at)[2 * i + 1]);
+        if (SCALES == SUPER) {
+            const u16* factor = (const u16*)(tile + CODE_BYTES + g * 8 + i * 4);
+            r.scale[i] = from_half(factor[0]) * (float)at[2 * i], r.offset[i] = from_half(factor[1]) * (float)at[2 * i + 1];
+        }
+        // Codes are taken from half of their range, and the offset with them.
+        if (OFFSETS) r.offset[i] = fmaf(r.scale[i], (float)(1 << (BITS - 1)), r.offset[i]);
+    }
+    return r;
+}
+
+// The left operand of the step's j-th 16 inputs: rows g and g + 8 of inputs 2 t and of 8 + 2 t, two of each.
+DEV void operand(u32 (&a)[4], const uint4 (&v)[VECTORS], int j, const Group& group) {
+    if constexpr (BITS == 4) {
+        u32 w = word_of(v[j / 4], j % 4);
+#pragma unroll
+        for (int i = 0; i < 4; i++) a[i] = add2(masked(w >> 4 * i, 0x000F000Fu), group.less[i & 1]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            u32 w = word_of(v[j / 2], j % 2 * 2 + i / 2) >> 8 * (i & 1);
+            if constexpr (X_BF16) {
+                // The top bit comes off by itself: 128 + low, less 256 or 128, is the code less 128.
+                a[i] = fma_bf16x2((w & 0x00800080u) ^ 0x43804380u, 0xBF80BF80u, masked(w, 0x007F007Fu));
+                if (ZEROS) a[i] = add2(a[i], group.less[i & 1]);
+            } else {
+                a[i] = add2(masked(w, 0x00FF00FFu), group.less[i & 1]);
+            }
+        }
+    }
+}
+DEV void read_codes(uint4 (&v)[VECTORS], u32 tile) {
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) v[i] = load_shared(tile + (i * 32 + (threadIdx.x & 31)) * 16);
+}
+
+DEV float gate(float first, float second) {  // rounded where products and activation are kernels of their own
+    first = low_number(rounded(first, 0)), second = low_number(rounded(second, 0));
+    return low_number(rounded(first * (1.0f / (1.0f + fast_exp(-first))), 0)) * second;
+}
+// A lane's sums of eight rows by a strip of 16 channels: of row 2 t, row 2 t + 1, then the same of its second channel.
+DEV void store_sums(const Product& p, const float* c, int strip, int row) {
+    int lane = threadIdx.x & 31, g = lane / 4, t = lane & 3, half = p.channels / 2;
+    int first = p.halves ? strip * 8 + g : strip * 16 + 2 * g, second = p.halves ? first + half : first + 1;
+    float b0 = p.bias ? low_number(p.bias[first]) : 0, b1 = p.bias ? low_number(p.bias[second]) : 0;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        i64 at = row + 2 * t + i;
+        if (at >= p.rows) continue;
+        float low = c[i] + b0, high = c[i + 2] + b1;
+        if (p.gated) p.out[at * half + first] = (u16)rounded(gate(low, high), 0);
+        else if (!p.halves) *(u32*)(p.out + at * p.channels + first) = rounded(low, high);
+        else {
+            u32 both = rounded(low, high);
+            p.out[at * p.channels + first] = (u16)both, p.out[at * p.channels + second] = (u16)(both >> 16);
+        }
+    }
+}
+
+#define KERNEL(THREADS, BLOCKS) extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void
+
+// Adds the sums of a group's codes times x, and of x, to those of a chunk.
+DEV void add_group(float (&acc)[4], const float (&dot)[4], const Group& group, float2 sums) {
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+        acc[e] = fmaf(dot[e], group.scale[e / 2], acc[e]);
+        if (OFFSETS) acc[e] = fmaf(e & 1 ? sums.y : sums.x, group.offset[e / 2], acc[e]);
+    }
+}
+
+// Sums of x over groups, by the instruction that a few rows have them from: a warp 8 rows of a step.
+KERNEL(128, 8) group_sums(const __grid_constant__ Product p) {
+    int lane = threadIdx.x & 31, g = lane / 4, t = lane & 3, unit = blockIdx.x * 4 + threadIdx.x / 32;
+    int step = unit % p.steps, row = unit / p.steps * 8;
+    constexpr u32 ONES = X_BF16 ? 0x3F803F80u : 0x3C003C00u;
+    launch_dependents();
+    wait_before();
+    if (row >= p.sums_row) return;
+    const u16* x = p.x + min(row + g, p.rows - 1) * p.x_stride + step * STEP + 2 * t;
+#pragma unroll
+    for (int group = 0; group < GROUPS; group++) {
+        float c[4] = {};
+#pragma unroll
+        for (int j = 0; j < 8 / GROUPS; j++) {
+            const u16* at = x + (group * (8 / GROUPS) + j) * 16;
+            mma<X_BF16>(c, ONES, ONES, ONES, ONES, *(const u32*)at, *(const u32*)(at + 8));
+        }
+        if (g == 0) *(float2*)(p.sums + (i64)(step * GROUPS + group) * p.sums_row + row + 2 * t) = make_float2(c[0], c[1]);
+    }
+}
+
+// Up to 8 NT rows: a block has WC strips of 16 channels, a warp each, and WK teams of such warps along the inputs. A
+// team has a ring of stages, each TURN steps' rows of x (boxes of 64 columns, swizzled) and tiles; sums of chunks meet in
+// shared memory.
+constexpr int TURN = 2;  // a chunk is whole turns
+template <int NT, int WC, int WK>
+DEV void few_rows(const Product& p, u8* room) {
+    constexpr int ROWS = NT * 8;
+    constexpr bool OWN_SUMS = OFFSETS && NT == 1;  // else group_sums has made them
+    constexpr int SUMS = OFFSETS && !OWN_SUMS ? GROUPS * ROWS * 4 : 0, STRIP = TURN * TILE, TILES = WC * STRIP + TURN * SUMS;
+    constexpr u32 ONES = X_BF16 ? 0x3F803F80u : 0x3C003C00u;
+    int warp = threadIdx.x / 32, lane = threadIdx.x & 31, team = warp / WC, member = warp % WC, stages = p.stages;
+    int row_tiles = (p.rows + ROWS - 1) / ROWS, strips = p.channels / 16;
+    int row = blockIdx.x % row_tiles * ROWS, strip = blockIdx.x / row_tiles * WC, count = min(ROWS, p.rows - row);
+    int box = NT == 1 ? min(ROWS, p.rows) : ROWS, x_bytes = (TURN * box * 256 + 1023) & ~1023;
+    u32 memory = shared_address(room), xs = memory + team * stages * x_bytes;
+    u32 ring = memory + WK * stages * x_bytes + team * stages * TILES;
+    u32 full = memory + WK * stages * (x_bytes + TILES) + team * stages * 16, empty = full + stages * 8;
+    float4* parts = (float4*)(room + WK * stages * (x_bytes + TILES + 16));
+    int share = p.chunk * (CHUNKS / WK), begin = team * share, steps = max(0, min(share, p.steps - begin));
+    bool leads = member == 0 && lane == 0;
+
+    if (leads) {
+#pragma unroll 1
+        for (int i = 0; i < stages; i++) make_barrier(full + i * 8, 1), make_barrier(empty + i * 8, WC);
+        publish_barriers();
+    }
+    __syncthreads();
+    launch_dependents();
+    const u8* tiles = p.tiles + ((i64)strip * p.steps + begin) * TILE;
+    i64 strip_bytes = (i64)p.steps * TILE;
+    auto bring_tiles = [&](int i, int stage) {
+        u32 barrier = full + stage * 8, to = ring + stage * TILES;
+        int bytes = min(TURN, steps - i) * TILE;
+        expect(barrier, TURN * (box * 256 + SUMS) + WC * bytes);
+#pragma unroll
+        for (int m = 0; m < WC; m++)
+            copy_range(to + m * STRIP, tiles + min(m, strips - 1 - strip) * strip_bytes + i * TILE, bytes, barrier);
+    };
+    auto bring_x = [&](int i, int stage) {
+        copy_box(xs + stage * x_bytes, p.map, row, (begin + i) * 2, full + stage * 8);
+        if (SUMS)
+            for (int g = 0; g < TURN * GROUPS; g++)  // there is a turn's room behind the last
+                copy_range(ring + stage * TILES + WC * STRIP + g * ROWS * 4,
+                           p.sums + (i64)((begin + i) * GROUPS + g) * p.sums_row + row, ROWS * 4, full + stage * 8);
+    };
+    if (leads)
+#pragma unroll 1
+        for (int i = 0; i < stages && i * TURN < steps; i++) bring_tiles(i * TURN, i);
+    wait_before();
+    if (leads)
+#pragma unroll 1
+        for (int i = 0; i < stages && i * TURN < steps; i++) bring_x(i * TURN, i);
+
+    float acc[NT][4] = {}, total[NT][4] = {};
+    // Where a lane finds its rows of the matrices that x is, in each box; rows past the last are the last again.
+    constexpr int BOXES = NT == 1 ? 2 * TURN : 1;
+    u32 rows_at[NT][BOXES];
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < BOXES; i++) {
+            int at = i * box + min(n * 8 + (lane & 7), count - 1);
+            rows_at[n][i] = kept(at * 128 + ((lane / 8) ^ (at & 7)) * 16);
+        }
+    u32 own_codes = kept(member * STRIP + lane * 16), own_numbers = kept(memory - member * STRIP);
+    int left = p.chunk, chunk = team * (CHUNKS / WK), stage = 0;
+    u32 phase = 0;
+#pragma unroll 1
+    for (int i = 0; i < steps; i += TURN) {
+        await(full + stage * 8, phase);
+        u32 x = xs + stage * x_bytes, at = ring + stage * TILES;
+        const u8* here = room + (at - own_numbers);
+#pragma unroll
+        for (int turn = 0; turn < TURN; turn++) {
+            if (turn > 0 && i + turn >= steps) break;
+            uint4 v[VECTORS];
+#pragma unroll
+            for (int j = 0; j < VECTORS; j++) v[j] = load_shared(at + own_codes + turn * TILE + j * 512);
+#pragma unroll
+            for (int group = 0; group < GROUPS; group++) {
+                Group numbers = read_group(here + turn * TILE, group, lane / 4);
+                float dot[NT][4] = {}, own[4] = {};
+#pragma unroll
+                for (int j = group * (8 / GROUPS); j < (group + 1) * (8 / GROUPS); j += 2) {
+                    u32 a[4], b[4];
+                    operand(a, v, j, numbers);
+                    operand(b, v, j + 1, numbers);
+#pragma unroll
+                    for (int n = 0; n < NT; n++) {
+                        int in = turn * 2 + j / 4;
+                        u32 from = NT == 1 ? rows_at[n][in % BOXES] : rows_at[n][0] + in * (ROWS * 128);
+                        uint4 m = load_matrices(x + (from ^ (j % 4 * 32)));
+                        mma<X_BF16>(dot[n], a[0], a[1], a[2], a[3], m.x, m.y);
+                        mma<X_BF16>(dot[n], b[0], b[1], b[2], b[3], m.z, m.w);
+                        if (OWN_SUMS) {
+                            mma<X_BF16>(own, ONES, ONES, ONES, ONES, m.x, m.y);
+                            mma<X_BF16>(own, ONES, ONES, ONES, ONES, m.z, m.w);
+                        }
+                    }
+                }
+#pragma unroll
+                for (int n = 0; n < NT; n++) {
+                    float2 sums = make_float2(own[0], own[1]);
+                    if (SUMS)
+                        sums = *(const float2*)(room + (at - memory) + WC * STRIP + turn * SUMS
+                                                + (group * ROWS + n * 8 + (lane & 3) * 2) * 4);
+                    add_group(acc[n], dot[n], numbers, sums);
+                }
+            }
+        }
+        __syncwarp();
+        if (WC == 1) {
+            int next = i + stages * TURN;
+            if (leads && next < steps) bring_tiles(next, stage), bring_x(next, stage);
+        } else {
+            if (lane == 0) arrive(empty + stage * 8);
+            // What all have read a turn ago is filled again.
+            int next = i + (stages - 1) * TURN, last = stage == 0 ? stages - 1 : stage - 1;
+            if (leads && i > 0 && next < steps) {
+                await(empty + last * 8, stage == 0 ? phase ^ 1 : phase);
+                bring_tiles(next, last), bring_x(next, last);
+            }
+        }
+        if (++stage == stages) stage = 0, phase ^= 1;
+        left -= TURN;
+        if (left == 0 || i + TURN >= steps) {
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+                if (WK > 1) parts[((chunk * WC + member) * NT + n) * 32 + lane] = make_float4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
+#pragma unroll
+                for (int e = 0; e < 4; e++) total[n][e] += acc[n][e], acc[n][e] = 0;
+            }
+            left = p.chunk, chunk++;
+        }
+    }
+    if (WK == 1) {
+        if (strip + member >= strips) return;
+#pragma unroll
+        for (int n = 0; n < NT; n++) store_sums(p, total[n], strip + member, row + n * 8);
+        return;
+    }
+    __syncthreads();
+    int chunks = (p.steps + p.chunk - 1) / p.chunk;
+#pragma unroll 1
+    for (int unit = warp; unit < WC * NT; unit += WC * WK) {
+        int which = unit / NT, n = unit % NT;
+        if (strip + which >= strips) break;
+        float sum[4] = {};
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++)
+            if (c < chunks) {
+                float4 part = parts[((c * WC + which) * NT + n) * 32 + lane];
+                sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
+            }
+        store_sums(p, sum, strip + which, row + n * 8);
+    }
+}
+#define FEW(NT, WC, WK, BLOCKS) \
+    KERNEL(WC * WK * 32, BLOCKS) few_rows_##NT##_##WC##_##WK(const __grid_constant__ Product p) { DYNAMIC_SHARED(room); few_rows<NT, WC, WK>(p, room); }
+FEW(1, 1, 8, 3)
+FEW(1, 2, 4, 3)
+FEW(2, 2, 4, 2)
+FEW(2, 4, 2, 2)
+
+// Adds a step's products of a warpgroup's 64 channels (a warp has 16, its tile at `tile`) and 8 NT rows of x, which lie as
+// two boxes of 64 columns. Left operands are made in registers while the tensor cores have those before.
+template <int NT>
+DEV void multiply_step(float (&acc)[NT][4], const u8* room, u32 memory, u32 tile, u32 x, const float* sums) {
+    int lane = threadIdx.x & 31;
+    const u8* codes = room + (tile - memory);
+    // Rows of 128 bytes, eight of them 1,024 bytes apart from the next, swizzled.
+    u64 table = (u64)1 << 62 | (u64)64 << 32 | (u64)1 << 16 | x >> 4;
+    float dot[NT][4];
+    uint4 v[VECTORS];
+    read_codes(v, tile);
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) dot[n][e] = 0;
+#pragma unroll
+    for (int group = 0; group < GROUPS; group++) {
+        Group numbers = read_group(codes, group, lane / 4);
+        u32 a[2][4];
+#pragma unroll
+        for (int j = 0; j < 8 / GROUPS; j++) {
+            int k = group * (8 / GROUPS) + j;
+            if (j >= 2) wgmma_wait<1>();  // what was made two turns ago is not needed any more
+            operand(a[j & 1], v, k, numbers);
+            wgmma_fence();
+            wgmma<X_BF16, NT>(dot, a[j & 1][0], a[j & 1][1], a[j & 1][2], a[j & 1][3],
+                              table + (k / 4 * (NT * 8 * 128) + k % 4 * 32) / 16, j > 0);
+            wgmma_commit();
+        }
+        wgmma_ends<NT>(dot);
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            float2 s = make_float2(0, 0);
+            if (OFFSETS) s = *(const float2*)(sums + group * (NT * 8) + n * 8 + (lane & 3) * 2);
+            add_group(acc[n], dot[n], numbers, s);
+        }
+    }
+}
+
+// Some rows: a block has 8 NT rows by WC times 64 channels, and WK teams of WC warpgroups along the inputs; a warp for each
+// team copies. Tiles are copied further ahead than rows of x, which other blocks have brought into the cache. Sums of
+// chunks wait in local memory for those of the other teams.
+constexpr int X_STAGES = 2;
+template <int NT, int WC, int WK>
+DEV void some_rows(const Product& p, u8* room) {
+    constexpr int ROWS = NT * 8, X_BYTES = ROWS * STEP * 2, SUMS = OFFSETS ? GROUPS * ROWS * 4 : 0;
+    constexpr int X_STAGE = (X_BYTES + SUMS + 1023) / 1024 * 1024, STRIPS = WC * 4, TILES = STRIPS * TILE;
+    constexpr int OWN = CHUNKS / WK, THREADS = WC * WK * 128, AT_ONCE = NT / WC;  // of 8 rows, that are added up
+    int warp = threadIdx.x / 32, lane = threadIdx.x & 31, stages = p.stages;
+    bool copies = warp >= THREADS / 32;  // as a warpgroup of its own, of which WK warps have work
+    int team = copies ? warp - THREADS / 32 : warp / STRIPS, member = warp % STRIPS;
+    int row_tiles = (p.rows + ROWS - 1) / ROWS, strips = p.channels / 16;
+    int row = blockIdx.x % row_tiles * ROWS, strip = blockIdx.x / row_tiles * STRIPS;
+    u32 memory = shared_address(room), xs = memory + team * X_STAGES * X_STAGE;
+    u32 ring = memory + WK * X_STAGES * X_STAGE + team * stages * TILES;
+    u32 full = memory + WK * (X_STAGES * X_STAGE + stages * TILES) + team * (stages + X_STAGES) * 16;
+    u32 empty = full + stages * 8, x_full = empty + stages * 8, x_empty = x_full + X_STAGES * 8;
+    int begin = team * OWN * p.chunk, steps = max(0, min(OWN * p.chunk, p.steps - begin));
+    bool leads = copies && lane == 0 && team < WK;
+    if (leads) {
+#pragma unroll 1
+        for (int i = 0; i < stages; i++) make_barrier(full + i * 8, 1), make_barrier(empty + i * 8, STRIPS);
+#pragma unroll
+        for (int i = 0; i < X_STAGES; i++) make_barrier(x_full + i * 8, 1), make_barrier(x_empty + i * 8, STRIPS);
+        publish_barriers();
+    }
+    __syncthreads();
+    launch_dependents();
+    int stage = 0, x_stage = 0;
+    u32 phase = 0, x_phase = 0;
+    if (copies) {
+        give_registers<32>();
+        if (leads) {
+            const u8* from = p.tiles + ((i64)strip * p.steps + begin) * TILE;
+            i64 strip_bytes = (i64)p.steps * TILE;
+            int brought = 0;
+#pragma unroll 1
+            for (int i = 0; i < steps; i++) {
+                // Before the first rows of x, as many tiles as there is room for; then one a step.
+                for (; brought < min(steps, i + stages); brought++) {
+                    await(empty + stage * 8, phase ^ 1);
+                    expect(full + stage * 8, TILES);
+#pragma unroll 1
+                    for (int s = 0; s < STRIPS; s++)
+                        copy_range(ring + stage * TILES + s * TILE, from + min(s, strips - 1 - strip) * strip_bytes + (i64)brought * TILE, TILE, full + stage * 8);
+                    if (++stage == stages) stage = 0, phase ^= 1;
+                }
+                if (i == 0) wait_before();
+                await(x_empty + x_stage * 8, x_phase ^ 1);
+                expect(x_full + x_stage * 8, X_BYTES + SUMS);
+                copy_box(xs + x_stage * X_STAGE, p.map, row, (begin + i) * 2, x_full + x_stage * 8);
+                if (OFFSETS)
+                    for (int g = 0; g < GROUPS; g++)
+                        copy_range(xs + x_stage * X_STAGE + X_BYTES + g * ROWS * 4,
+                                   p.sums + (i64)((begin + i) * GROUPS + g) * p.sums_row + row, ROWS * 4, x_full + x_stage * 8);
+                if (++x_stage == X_STAGES) x_stage = 0, x_phase ^= 1;
+            }
+        }
+        return;
+    }
+    take_registers<112>();  // 512 * 112 + 128 * 32 is what 640 threads have at 96
+    alignas(16) float sums_of_chunks[OWN * NT * 4];
+    float* waiting = in_memory(sums_of_chunks);
+    float acc[NT][4] = {};
+    int left = p.chunk, chunk = 0;
+#pragma unroll 1
+    for (int i = 0; i < steps; i++) {
+        await(full + stage * 8, phase);
+        await(x_full + x_stage * 8, x_phase);
+        u32 x = xs + x_stage * X_STAGE;
+        multiply_step<NT>(acc, room, memory, ring + stage * TILES + member * TILE, x, (const float*)(room + (x - memory) + X_BYTES));
+        __syncwarp();
+        if (lane == 0) arrive(empty + stage * 8), arrive(x_empty + x_stage * 8);
+        if (++stage == stages) stage = 0, phase ^= 1;
+        if (++x_stage == X_STAGES) x_stage = 0, x_phase ^= 1;
+        if (--left == 0 || i + 1 == steps) {
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+                *(float4*)(waiting + (chunk * NT + n) * 4) = make_float4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
+#pragma unroll
+                for (int e = 0; e < 4; e++) acc[n][e] = 0;
+            }
+            left = p.chunk, chunk++;
+        }
+    }
+    float4* parts = (float4*)room;  // what was copied there has been read
+    int chunks = (p.steps + p.chunk - 1) / p.chunk;
+#pragma unroll 1
+    for (int first = 0; first < NT; first += AT_ONCE) {
+        sync_first<THREADS>();
+#pragma unroll 1
+        for (int c = 0; c < OWN && team * OWN + c < chunks; c++)
+#pragma unroll
+            for (int n = 0; n < AT_ONCE; n++)
+                parts[((team * OWN + c) * AT_ONCE + n) * (WC * 128) + member * 32 + lane] = *(float4*)(waiting + (c * NT + first + n) * 4);
+        sync_first<THREADS>();
+        if (strip + member >= strips) continue;
+#pragma unroll 1
+        for (int n = team; n < AT_ONCE; n += WK) {
+            float sum[4] = {};
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++)
+                if (c < chunks) {
+                    float4 part = parts[(c * AT_ONCE + n) * (WC * 128) + member * 32 + lane];
+                    sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
+                }
+            store_sums(p, sum, strip + member, row + (first + n) * 8);
+        }
+    }
+}
+#define SOME(NT, WC, WK) \
+    KERNEL(WC * WK * 128 + 128, 1) some_rows_##NT##_##WC##_##WK(const __grid_constant__ Product p) { DYNAMIC_SHARED(room); some_rows<NT, WC, WK>(p, room); }
+SOME(4, 1, 4)
+SOME(4, 2, 2)
+SOME(8, 1, 4)
+SOME(8, 2, 2)
+
+// Many rows: a block multiplies tiles of 128 rows by 128 channels, one after another. One thread copies, STAGES steps
+// ahead; two warpgroups multiply, 64 channels each.
+constexpr int NT_MANY = 16, ROWS_MANY = NT_MANY * 8, STRIPS_MANY = 8, BAND = 8;
+constexpr int X_MANY = ROWS_MANY * STEP * 2, SUMS_MANY = OFFSETS ? GROUPS * ROWS_MANY * 4 : 0;
+constexpr int STAGE_MANY = (X_MANY + STRIPS_MANY * TILE + SUMS_MANY + 1023) / 1024 * 1024;
+#ifdef EMULATED
+constexpr int STAGES_MANY = 2;
+#else
+constexpr int STAGES_MANY = (225 << 10) / STAGE_MANY;
+#endif
+struct Place { int row, strip; };
+// Tiles of a band of rows come one after another, then the next channels.
+DEV Place place(int tile, int row_tiles, int strip_tiles) {
+    int band = tile / (BAND * strip_tiles), within = tile % (BAND * strip_tiles), height = min(row_tiles - band * BAND, BAND);
+    return {(band * BAND + within % height) * ROWS_MANY, within / height * STRIPS_MANY};
+}
+KERNEL(384, 1) many_rows(const __grid_constant__ Product p) {
+    DYNAMIC_SHARED(room);
+    u32 memory = shared_address(room), full = memory + STAGES_MANY * STAGE_MANY, empty = full + STAGES_MANY * 8;
+    int strips = p.channels / 16, row_tiles = (p.rows + ROWS_MANY - 1) / ROWS_MANY, strip_tiles = (strips + STRIPS_MANY - 1) / STRIPS_MANY;
+    int tiles = row_tiles * strip_tiles, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES_MANY; i++) make_barrier(full + i * 8, 1), make_barrier(empty + i * 8, 8);
+        publish_barriers();
+    }
+    __syncthreads();
+    launch_dependents();
+    int stage = 0;
+    u32 phase = 0;
+    if (warp >= 8) {
+        give_registers<24>();
+        if (threadIdx.x == 256) {
+            bool waited = false;
+            for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+                Place at = place(tile, row_tiles, strip_tiles);
+                for (int i = 0; i < p.steps; i++) {
+                    u32 to = memory + stage * STAGE_MANY, barrier = full + stage * 8;
+                    await(empty + stage * 8, phase ^ 1);
+                    expect(barrier, X_MANY + STRIPS_MANY * TILE + SUMS_MANY);
+                    for (int s = 0; s < STRIPS_MANY; s++)
+                        copy_range(to + X_MANY + s * TILE, p.tiles + ((i64)min(at.strip + s, strips - 1) * p.steps + i) * TILE, TILE, barrier);
+                    if (!waited) wait_before();
+                    waited = true;
+                    copy_box(to, p.map, at.row, i * 2, barrier);
+                    if (OFFSETS)
+                        for (int g = 0; g < GROUPS; g++)
+                            copy_range(to + X_MANY + STRIPS_MANY * TILE + g * ROWS_MANY * 4,
+                                       p.sums + (i64)(i * GROUPS + g) * p.sums_row + at.row, ROWS_MANY * 4, barrier);
+                    if (++stage == STAGES_MANY) stage = 0, phase ^= 1;
+                }
+            }
+        }
+        return;
+    }
+    take_registers<240>();
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        float acc[NT_MANY][4] = {}, total[NT_MANY][4] = {};
+        int left = p.chunk;
+#pragma unroll 1
+        for (int i = 0; i < p.steps; i++) {
+            await(full + stage * 8, phase);
+            u32 x = memory + stage * STAGE_MANY;
+            multiply_step<NT_MANY>(acc, room, memory, x + X_MANY + warp * TILE, x,
+                                   (const float*)(room + (x - memory) + X_MANY + STRIPS_MANY * TILE));
+            __syncwarp();
+            if (lane == 0) arrive(empty + stage * 8);
+            if (++stage == STAGES_MANY) stage = 0, phase ^= 1;
+            if (--left == 0 || i + 1 == p.steps) {
+                left = p.chunk;
+#pragma unroll
+                for (int n = 0; n < NT_MANY; n++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) total[n][e] += acc[n][e], acc[n][e] = 0;
+            }
+        }
+        Place at = place(tile, row_tiles, strip_tiles);
+        if (at.strip + warp < strips)
+#pragma unroll
+            for (int n = 0; n < NT_MANY; n++) store_sums(p, total[n], at.strip + warp, at.row + n * 8);
+    }
+}

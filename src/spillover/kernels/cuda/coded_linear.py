@@ -1,0 +1,376 @@
+"""Products with integer weights kept in codes, in CUDA C++ for compute capability 9.0 (coded_linear.cu).
+
+w[n, k] = scale * (code[n, k] - zero), or scale * code[n, k] + offset, with numbers of a group of inputs. Sums have one
+order for every number of rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Iterator
+from ctypes import byref, c_char, c_int, c_int64, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from spillover.kernels.cuda.compiled import CudaError, Module
+
+log = logging.getLogger("spillover.kernels")
+
+SOURCE = Path(__file__).parent / "coded_linear.cu"
+CAPABILITY = (9, 0)
+STRIP = 16  # channels of a tile
+STEP = 128  # inputs of a tile
+CHUNKS = 8  # at most, of the inputs
+TURN = 2  # steps of a stage; a chunk is whole turns
+SCALES = {torch.float16: "HALF", torch.bfloat16: "BFLOAT", torch.float32: "SINGLE"}
+TYPES = {torch.bfloat16: 9, torch.float16: 6}  # as CUtensorMapDataType
+SOME, MANY = 17, 257  # rows from which 64 at a time are multiplied, and 128
+MANY_ROWS, MANY_CHANNELS, MANY_THREADS = 128, 128, 384
+SHARED = 225 << 10  # bytes that stages may take
+MOST_STAGES = 4  # of few rows
+X_STAGES = 2  # of some rows
+PACKED = 32 << 20  # codes that are packed at a time
+_SWIZZLE_128, _PROMOTE_256 = 3, 3  # CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+_MAP_BYTES, _MAP_ALIGNED = 128, 64  # of a CUtensorMap
+Map = c_uint64 * (_MAP_BYTES // 8)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How codes are kept, in the words of coded_linear.cu."""
+
+    bits: int  # of a code, 4 or 8
+    groups: int  # of a step, 1, 2 or 4
+    scales: str  # HALF, BFLOAT, SINGLE, PAIR or SUPER
+    zeros: bool = False
+
+    @property
+    def offsets(self) -> bool:
+        return self.scales in ("PAIR", "SUPER")
+
+    @cached_property
+    def tile_bytes(self) -> int:
+        pair = 8 if self.scales in ("SINGLE", "PAIR") else 4
+        return 256 * self.bits + (64 if self.scales == "SUPER" else 0) + self.groups * (8 * pair + 16 * self.zeros)
+
+    def tiles_shape(self, channels: int, inner: int) -> tuple[int, int, int]:
+        return channels // STRIP, inner // STEP, self.tile_bytes
+
+    def options(self, dtype: torch.dtype) -> tuple[str, ...]:
+        defined = {"BITS": self.bits, "GROUPS": self.groups, "SCALES": self.scales, "ZEROS": int(self.zeros),
+                   "X_BF16": "true" if dtype is torch.bfloat16 else "false"}
+        return tuple(f"-D{name}={value}" for name, value in defined.items())
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A [N, K] weight: integers, and numbers of groups of inputs [N, groups], with those of all groups in a row."""
+
+    values: Tensor  # [N, K] uint8
+    scales: Tensor  # [N, groups]: float16, bfloat16 or float32; uint8 with `factors`
+    zeros: Tensor | None = None  # [N, groups] uint8; None: half the range of a code, unless there are offsets
+    offsets: Tensor | None = None  # [N, groups] as scales: what is added to scale * code
+    factors: tuple[Tensor, Tensor] | None = None  # of scales and of offsets, float16 [N, larger groups]
+
+    def form(self, bits: int) -> Form:
+        """Return how this is kept."""
+        group = self.values.shape[1] // self.scales.shape[1]
+        name = "SUPER" if self.factors else "PAIR" if self.offsets is not None else SCALES[self.scales.dtype]
+        return Form(bits, max(1, STEP // group), name, self.zeros is not None)
+
+
+def fits(channels: int, inner: int, group: int) -> bool:
+    """Return whether a matrix is of whole tiles, and groups of whole steps or steps of whole groups."""
+    return channels % STRIP == 0 == inner % STEP and (group in (32, 64) or group % STEP == 0)
+
+
+def in_pairs(output_sizes: tuple[int, ...]) -> bool:
+    """Return whether a pair of channels has one of each of two matrices: a gate and what it is multiplied with."""
+    return len(output_sizes) == 2 and output_sizes[0] == output_sizes[1] and output_sizes[0] % (STRIP // 2) == 0
+
+
+def pack(codes: Codes, form: Form, halves: bool) -> Tensor:
+    """Return tiles [N / STRIP, K / STEP, bytes]. `halves`: see in_pairs."""
+    channels, inner = codes.values.shape
+    tiles = torch.empty(form.tiles_shape(channels, inner), dtype=torch.uint8, device=codes.values.device)
+    for strips, rows in _pieces(channels, inner, halves, codes.values.device):
+        pairs = _pairs(codes.values[rows], halves)  # [S, 8, 2, K]
+        # [S, g, r, step, v, j, half, t, e]
+        lanes = pairs.reshape(*pairs.shape[:3], -1, form.bits // 2, 16 // form.bits, 2, 4, 2)
+        if form.bits == 4:
+            vectors = lanes.permute(0, 3, 4, 1, 7, 5, 8, 6, 2)  # [S, step, v, g, t, j, e, half, r]
+            vectors = vectors[..., 0] | vectors[..., 1] << 4
+        else:
+            vectors = lanes.permute(0, 3, 4, 1, 7, 5, 6, 8, 2)  # [S, step, v, g, t, j, half, e, r]
+        parts = [vectors.flatten(2), *(part.flatten(2) for part in _numbers(codes, form, rows, halves, inner))]
+        tiles[strips] = torch.cat([part.contiguous().view(torch.uint8) for part in parts], 2)
+    return tiles
+
+
+def unpack(tiles: Tensor, form: Form, halves: bool) -> Tensor:
+    """Return the [N, K] weight of tiles in float32."""
+    strips, steps, _ = tiles.shape
+    codes, numbers = tiles.split_with_sizes([256 * form.bits, form.tile_bytes - 256 * form.bits], 2)
+    if form.bits == 4:
+        vectors = codes.reshape(strips, steps, 2, 8, 4, 4, 2, 2)  # [S, step, v, g, t, j, e, half]
+        nibbles = torch.stack((vectors & 15, vectors >> 4), -1)  # [..., r]
+        values = nibbles.permute(0, 3, 8, 1, 2, 5, 7, 4, 6)  # [S, g, r, step, v, j, half, t, e]
+    else:
+        values = codes.reshape(strips, steps, 4, 8, 4, 2, 2, 2, 2).permute(0, 3, 8, 1, 2, 5, 6, 4, 7)
+    value = values.reshape(strips, 8, 2, steps, form.groups, -1).float()  # [S, g, r, step, group, k]
+
+    def spread(part: Tensor) -> Tensor:  # [S, step, group, g, r] -> beside value
+        return part.float().permute(0, 3, 4, 1, 2)[..., None]
+
+    def typed(part: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
+        return part.contiguous().view(dtype).view(strips, steps, *shape)
+
+    half = 1 << (form.bits - 1)
+    groups = form.groups
+    if form.scales == "SUPER":
+        factors = typed(numbers[..., :64], torch.float16, 1, 8, 2, 2)
+        bytes_ = typed(numbers[..., 64:], torch.uint8, groups, 8, 2, 2)
+        scale, offset = (spread(factors[..., i]) * spread(bytes_[..., i]) for i in range(2))
+    elif form.scales == "PAIR":
+        pair = typed(numbers, torch.float16, groups, 8, 2, 2)
+        scale, offset = spread(pair[..., 0]), spread(pair[..., 1])
+    else:
+        dtype = next(dtype for dtype, name in SCALES.items() if name == form.scales)
+        size = 16 * groups * dtype.itemsize
+        scale = spread(typed(numbers[..., :size], dtype, groups, 8, 2))
+        zero = spread(typed(numbers[..., size:], torch.uint8, groups, 8, 2)) if form.zeros else float(half)
+        value, offset = value - zero, torch.zeros(1, device=tiles.device)
+    weight = (value * scale + offset).reshape(strips, 8, 2, -1)
+    return (weight.permute(2, 0, 1, 3) if halves else weight).reshape(strips * STRIP, -1)
+
+
+def _pieces(channels: int, inner: int, halves: bool, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
+    """Yield strips, and the rows that they are of, a few at a time."""
+    strips, each = channels // STRIP, max(1, PACKED // (STRIP * inner))
+    for first in range(0, strips, each):
+        last = min(strips, first + each)
+        if halves:
+            rows = torch.arange(first * 8, last * 8, device=device)
+            yield slice(first, last), torch.cat((rows, rows + channels // 2))
+        else:
+            yield slice(first, last), torch.arange(first * STRIP, last * STRIP, device=device)
+
+
+def _pairs(part: Tensor, halves: bool) -> Tensor:
+    """Return [rows, columns] as [strips, 8, 2, columns]: pairs of rows that lane g of eight has."""
+    return part.view(2, -1, 8, part.shape[1]).permute(1, 2, 0, 3) if halves else part.view(-1, 8, 2, part.shape[1])
+
+
+def _numbers(codes: Codes, form: Form, rows: Tensor, halves: bool, inner: int) -> Iterator[Tensor]:
+    """Yield what tiles have behind their codes, each [S, steps, ...]."""
+    steps = inner // STEP
+
+    def spread(part: Tensor, groups: int) -> Tensor:  # [N, any] -> [S, steps, groups, 8, 2]
+        pairs = _pairs(part[rows].repeat_interleave(steps * groups // part.shape[1], 1), halves)
+        return pairs.reshape(*pairs.shape[:3], steps, groups).permute(0, 3, 4, 1, 2)
+
+    if codes.factors is not None:
+        yield torch.stack([spread(factor, 1) for factor in codes.factors], -1)
+    scales = spread(codes.scales, form.groups)
+    if codes.offsets is not None:
+        yield torch.stack((scales, spread(codes.offsets, form.groups)), -1)
+    else:
+        yield scales
+    if codes.zeros is not None:
+        yield spread(codes.zeros, form.groups)
+
+
+class Cut(NamedTuple):
+    """How few rows are multiplied: rows of a tile (NT * 8), strips of a block, teams of its warps along the inputs."""
+
+    tiles: int
+    strips: int
+    teams: int
+
+    @property
+    def kernel(self) -> str:
+        return "few_rows_{}_{}_{}".format(*self)
+
+    @property
+    def rows(self) -> int:
+        return self.tiles * 8
+
+    @property
+    def threads(self) -> int:
+        return self.strips * self.teams * 32
+
+    def shared(self, form: Form, rows: int, stages: int) -> int:
+        """Return the bytes of shared memory that a block takes."""
+        x = -(-TURN * (min(rows, 8) if self.tiles == 1 else self.rows) * 256 // 1024) * 1024
+        sums = form.groups * self.rows * 4 if form.offsets and self.tiles > 1 else 0
+        tiles = TURN * (self.strips * form.tile_bytes + sums)
+        parts = CHUNKS * self.strips * self.tiles * 512 if self.teams > 1 else 0
+        return self.teams * stages * (x + tiles + 16) + parts
+
+
+class SomeCut(NamedTuple):
+    """How some rows are multiplied: rows of a tile (NT * 8), channels of a block (64 each), teams along the inputs."""
+
+    tiles: int
+    channels: int
+    teams: int
+
+    @property
+    def kernel(self) -> str:
+        return "some_rows_{}_{}_{}".format(*self)
+
+    @property
+    def rows(self) -> int:
+        return self.tiles * 8
+
+    @property
+    def strips(self) -> int:
+        return self.channels * 64 // STRIP
+
+    @property
+    def threads(self) -> int:
+        return (self.channels * self.teams + 1) * 128
+
+    def x_bytes(self, form: Form) -> int:
+        """Return the bytes that a team's stages of x take."""
+        stage = self.rows * STEP * 2 + (form.groups * self.rows * 4 if form.offsets else 0)
+        return X_STAGES * (-(-stage // 1024) * 1024 + 16)
+
+    def stages(self, form: Form) -> int:
+        """Return as many stages of tiles as fit."""
+        return (SHARED // self.teams - self.x_bytes(form)) // (self.strips * form.tile_bytes + 16)
+
+    def shared(self, form: Form, stages: int) -> int:
+        """Return the bytes of shared memory that a block takes, first for stages, then for sums of chunks."""
+        ring = self.teams * (self.x_bytes(form) + stages * (self.strips * form.tile_bytes + 16))
+        return max(ring, CHUNKS * self.tiles * 2048)
+
+
+FEW_CUTS = (Cut(1, 1, 8), Cut(1, 2, 4), Cut(2, 2, 4), Cut(2, 4, 2))
+SOME_CUTS = (SomeCut(4, 1, 4), SomeCut(4, 2, 2), SomeCut(8, 1, 4), SomeCut(8, 2, 2))
+
+
+@cache
+def chosen(rows: int, strips: int, processors: int) -> Cut | SomeCut | None:
+    """Choose how a product is cut; None: as many rows are. Cuts of few rows are the fastest of those tried on an H200
+    with the shapes of Llama-3.1-8B; some rows take as many channels a block as leave no multiprocessor idle."""
+    if rows <= 8:
+        return FEW_CUTS[1 if rows > 4 and strips > 4 * processors else 0]
+    if rows < SOME:
+        return FEW_CUTS[3 if strips > 2 * processors else 2]
+    if rows >= MANY:
+        return None
+    narrow, wide = SOME_CUTS[:2] if rows <= 32 else SOME_CUTS[2:]
+    return wide if -(-rows // wide.rows) * -(-strips // wide.strips) >= processors else narrow
+
+
+class _Product(ctypes.Structure):
+    """What the kernels take, as large as its alignment makes it."""
+
+    _fields_ = (("map", Map), *((name, c_void_p) for name in ("x", "tiles", "bias", "sums", "out")),
+                ("x_stride", c_int64),
+                *((name, c_int) for name in ("rows", "channels", "steps", "chunk", "sums_row", "stages")),
+                *((name, c_int) for name in ("halves", "gated")), ("padding", c_int * 12))
+
+
+def coded_linear(x: Tensor, tiles: Tensor, form: Form, bias: Tensor | None = None, halves: bool = False,
+                 gated: bool = False, early: bool = False, cut: Cut | SomeCut | None = None, stages: int = 0) -> Tensor:
+    """Multiply x [T, K] and tiles, bias [N] -> [T, N]; `gated`: -> silu(first half) * second half [T, N / 2], and the
+    tiles have been packed with `halves`. `cut` and `stages`: instead of what would be chosen."""
+    rows, channels, steps = x.shape[0], tiles.shape[0] * STRIP, tiles.shape[1]
+    out = torch.empty(rows, channels // 2 if gated else channels, dtype=x.dtype, device=x.device)
+    if not rows:
+        return out
+    found = kernels(form, x.dtype, x.device)
+    assert found is not None, "there are kernels"
+    if x.stride(1) != 1 or x.data_ptr() % 16 or x.stride(0) % 8:
+        x = x.contiguous()
+    processors = _processors(x.device)
+    cut = cut or chosen(rows, tiles.shape[0], processors)
+    sums_row = -(-rows // MANY_ROWS) * MANY_ROWS
+    chunk = -(-steps // (CHUNKS * TURN)) * TURN
+    box = MANY_ROWS if cut is None else min(rows, 8) if cut.tiles == 1 else cut.rows
+    layers = 2 * TURN if isinstance(cut, Cut) else 2
+    product = _Product(
+        map=_map(x.data_ptr(), rows, steps * 2, x.stride(0) * 2, box, layers, TYPES[x.dtype]),
+        x=x.data_ptr(), tiles=tiles.data_ptr(), bias=None if bias is None else bias.data_ptr(), out=out.data_ptr(),
+        x_stride=x.stride(0), rows=rows, channels=channels, steps=steps, chunk=chunk, sums_row=sums_row,
+        halves=halves, gated=gated)
+    if form.offsets and (cut is None or cut.tiles > 1):
+        sums = torch.empty((steps + TURN) * form.groups, sums_row, dtype=torch.float32, device=x.device)
+        product.sums = sums.data_ptr()
+        found.launch("group_sums", -(-steps * (sums_row // 8) // 4), 128, product, 0, early)
+    if cut is None:
+        tile_count = -(-rows // MANY_ROWS) * -(-channels // MANY_CHANNELS)
+        found.launch("many_rows", min(tile_count, processors), MANY_THREADS, product, _many_shared(form), early)
+        return out
+    blocks = -(-rows // cut.rows) * -(-tiles.shape[0] // cut.strips)
+    if isinstance(cut, Cut):
+        product.stages = stages or _stages(cut, form, rows, chunk, blocks, processors)
+        shared = cut.shared(form, rows, product.stages)
+    else:
+        product.stages = stages or cut.stages(form)
+        shared = cut.shared(form, product.stages)
+    found.launch(cut.kernel, blocks, cut.threads, product, shared, early)
+    return out
+
+
+@cache
+def _stages(cut: Cut, form: Form, rows: int, chunk: int, blocks: int, processors: int) -> int:
+    """Return as many as a team has turns, up to MOST_STAGES, with which all blocks run at the same time; else 2."""
+    for stages in range(min(MOST_STAGES, chunk // TURN * (CHUNKS // cut.teams)), 2, -1):
+        if SHARED // cut.shared(form, rows, stages) * processors >= blocks:
+            return stages
+    return 2
+
+
+def _many_shared(form: Form) -> int:
+    stage = MANY_ROWS * STEP * 2 + MANY_CHANNELS // STRIP * form.tile_bytes
+    stage += form.groups * MANY_ROWS * 4 if form.offsets else 0
+    stage = -(-stage // 1024) * 1024
+    return SHARED // stage * (stage + 16)
+
+
+@cache
+def kernels(form: Form, dtype: torch.dtype, device: torch.device) -> Module | None:
+    """Return the kernels for a form; None, and on a CUDA device a line in the log, where there are none."""
+    if device.type != "cuda" or torch.version.hip or dtype not in TYPES:
+        return None
+    try:
+        if (capability := torch.cuda.get_device_capability(device)) != CAPABILITY:
+            raise CudaError("compute capability {}.{}, not {}.{}".format(*capability, *CAPABILITY))
+        return Module(SOURCE, form.options(dtype), device)
+    except CudaError as problem:
+        log.warning("weights in codes are dequantised for every product: %s", str(problem).partition("\n")[0])
+        return None
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@lru_cache(maxsize=8192)
+def _map(address: int, rows: int, layers: int, stride: int, box: int, box_layers: int,
+         kind: int) -> ctypes.Array[c_uint64]:
+    """Describe x to the tensor memory accelerator as [layers][rows][64 columns], of which it copies boxes."""
+    buffer = (c_char * (_MAP_BYTES + _MAP_ALIGNED))()
+    begin = -ctypes.addressof(buffer) % _MAP_ALIGNED
+    code = _driver().cuTensorMapEncodeTiled(
+        byref(buffer, begin), c_int(kind), c_uint32(3), c_void_p(address), (c_uint64 * 3)(64, rows, layers),
+        (c_uint64 * 2)(stride, 128), (c_uint32 * 3)(64, box, box_layers), (c_uint32 * 3)(1, 1, 1), c_int(0),
+        c_int(_SWIZZLE_128), c_int(_PROMOTE_256), c_int(0))
+    if code:
+        raise CudaError(f"rows of {layers * 64} cannot be described: {code}")
+    return Map.from_buffer_copy(buffer, begin)

@@ -1,0 +1,246 @@
+"""Products with weights in codes are near the exact ones, and a row has the same bits at every number of rows.
+
+Without a card the kernels run emulated.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from spillover.kernels.cuda import coded_linear as cuda
+from spillover.kernels.cuda.coded_linear import Codes, Form, coded_linear, pack, unpack
+from spillover.kernels.fields import LinearShape
+from spillover.kernels.formats.base import Linear, Target
+from spillover.kernels.formats.batch_invariant import BatchInvariant
+from spillover.kernels.formats.coded_cuda import CodedCuda
+from spillover.kernels.formats.grouped_int import GroupedInt
+from spillover.kernels.linear import linear
+from spillover.models.weight_specs import Source, WeightSpec, kept_on, prepare_products
+from support.emulated_cuda import EmulatedModule
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _described(address: int, rows: int, layers: int, stride: int, box: int, box_layers: int,
+               kind: int) -> ctypes.Array[ctypes.c_uint64]:
+    """Describe x as the emulated copies read it."""
+    said = struct.pack("<Qqqqqq", address, rows, layers, stride, box, box_layers)
+    return cuda.Map.from_buffer_copy(said.ljust(128, b"\0"))
+
+
+@cache
+def _emulated(form: Form, dtype: torch.dtype, device: torch.device) -> EmulatedModule:
+    return EmulatedModule(cuda.SOURCE, form.options(dtype), late=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _kernels() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if DEVICE.type == "cpu":
+            patch.setattr(cuda, "kernels", _emulated)
+            patch.setattr(cuda, "_map", _described)
+        yield
+
+
+def made(seed: int, channels: int, inner: int, group: int, bits: int, kind: str, zeros: bool = False) -> Codes:
+    random = torch.Generator().manual_seed(seed)
+    groups = inner // group
+
+    def drawn(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, dtype=torch.uint8, generator=random).to(DEVICE)
+
+    def floats(*shape: int) -> Tensor:
+        return (0.01 + 0.05 * torch.rand(shape, generator=random)).to(DEVICE)
+
+    values = drawn(0, 1 << bits, channels, inner)
+    if kind == "SUPER":
+        larger = channels, inner // min(inner, 256)
+        return Codes(values, drawn(0, 64, channels, groups), offsets=drawn(0, 64, channels, groups),
+                     factors=((floats(*larger) / 32).half(), (-floats(*larger) / 8).half()))
+    if kind == "PAIR":
+        return Codes(values, floats(channels, groups).half(), offsets=-(floats(channels, groups) * 8).half())
+    dtype = next(dtype for dtype, name in cuda.SCALES.items() if name == kind)
+    return Codes(values, floats(channels, groups).to(dtype), drawn(0, 1 << bits, channels, groups) if zeros else None)
+
+
+def weight(codes: Codes, bits: int) -> Tensor:
+    """The numbers that codes mean, in float64."""
+    def wide(part: Tensor) -> Tensor:
+        return part.double().repeat_interleave(codes.values.shape[1] // part.shape[1], 1)
+
+    scale, value = wide(codes.scales), codes.values.double()
+    if codes.offsets is not None:
+        offset = wide(codes.offsets)
+        if codes.factors is not None:
+            scale, offset = scale * wide(codes.factors[0]), offset * wide(codes.factors[1])
+        return scale * value + offset
+    return scale * (value - (1 << (bits - 1) if codes.zeros is None else wide(codes.zeros)))
+
+
+def inputs(seed: int, rows: int, inner: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(rows, inner, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def assert_near(found: Tensor, x: Tensor, exact: Tensor) -> None:
+    expected = x.double() @ exact.T
+    magnitude = x.double().abs() @ exact.abs().T
+    step = 2.0 ** (-8 if x.dtype is torch.bfloat16 else -11)  # half the distance of numbers in the result
+    assert ((found.double() - expected).abs() <= step * expected.abs() + 2e-6 * magnitude).all()
+
+
+FORMS = [(4, 128, "HALF", True), (4, 32, "SUPER", False), (8, 384, "SINGLE", True)]
+OTHERS = [(4, 128, "BFLOAT", False), (4, 32, "PAIR", False), (8, 32, "HALF", False), (4, 64, "BFLOAT", True)]
+
+
+@pytest.mark.parametrize(("bits", "group", "kind", "zeros"), [*FORMS, *OTHERS], ids=str)
+@pytest.mark.parametrize("halves", [False, True])
+def test_tiles_hold_the_numbers_that_codes_mean(bits: int, group: int, kind: str, zeros: bool, halves: bool,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "PACKED", 16 * 384)  # in several pieces
+    codes = made(0, 48, 384, group, bits, kind, zeros)
+    form = codes.form(bits)
+    tiles = pack(codes, form, halves)
+    assert tiles.shape == form.tiles_shape(48, 384)
+    torch.testing.assert_close(unpack(tiles, form, halves).double(), weight(codes, bits), rtol=1e-6, atol=1e-6)
+
+
+# All numbers of rows for which another kernel, or another tile, serves.
+@pytest.mark.parametrize(("bits", "group", "kind", "zeros"), FORMS, ids=str)
+def test_a_row_has_the_same_bits_at_every_number_of_rows(bits: int, group: int, kind: str, zeros: bool) -> None:
+    inner = 384  # two chunks, the second of them not full
+    codes = made(1, 48, inner, group, bits, kind, zeros)
+    form, x = codes.form(bits), inputs(2, 130, inner, torch.float16 if kind == "SUPER" else torch.bfloat16)
+    tiles = pack(codes, form, False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "chosen", lambda *of: None)  # as many rows
+        whole = coded_linear(x, tiles, form)
+    assert_near(whole, x, weight(codes, bits))
+    assert torch.equal(coded_linear(x, tiles, form), whole)
+    for rows in (1, 5, 9, 20, 33):
+        first = 130 - rows
+        assert torch.equal(coded_linear(x[first:], tiles, form), whole[first:]), rows
+
+
+@pytest.mark.parametrize("cut", [*cuda.FEW_CUTS, *cuda.SOME_CUTS], ids=lambda cut: cut.kernel)
+def test_how_a_product_is_cut_makes_no_difference(cut: cuda.Cut | cuda.SomeCut) -> None:
+    inner = 128 * 18  # six chunks, more turns than stages
+    codes = made(3, 80, inner, 128, 4, "HALF", True)
+    form, x = codes.form(4), inputs(4, 2, inner)
+    tiles = pack(codes, form, False)
+    expected = coded_linear(x, tiles, form)
+    assert_near(expected, x, weight(codes, 4))
+    assert torch.equal(coded_linear(x, tiles, form, cut=cut, stages=2), expected)
+
+
+@pytest.mark.parametrize("form", [Form(4, 1, "BFLOAT"), Form(4, 4, "SUPER"), Form(4, 4, "PAIR"),
+                                  Form(8, 1, "SINGLE", True), Form(8, 4, "SINGLE", True)], ids=str)
+def test_every_cut_fits_into_shared_memory(form: Form) -> None:
+    most = 226 << 10
+    for few in cuda.FEW_CUTS:
+        assert few.shared(form, few.rows, 2) <= most
+    for some in cuda.SOME_CUTS:
+        assert some.stages(form) >= 2
+        assert some.shared(form, some.stages(form)) <= most
+
+
+@pytest.mark.parametrize(("rows", "group", "kind", "dtype"), [
+    (3, 128, "HALF", torch.bfloat16), (20, 128, "HALF", torch.bfloat16), (260, 128, "HALF", torch.bfloat16),
+    (3, 32, "SUPER", torch.float16)])
+def test_a_gate_is_applied_to_rounded_products(rows: int, group: int, kind: str, dtype: torch.dtype) -> None:
+    codes = made(5, 64, 256, group, 4, kind, kind == "HALF")
+    form, x = codes.form(4), inputs(6, rows, 256, dtype)
+    bias = inputs(7, 1, 64, dtype)[0]
+    tiles = pack(codes, form, True)
+    both = coded_linear(x, tiles, form, bias, halves=True)
+    assert_near(both, torch.cat((x, torch.ones_like(x[:, :1])), 1),
+                torch.cat((weight(codes, 4), bias.double()[:, None]), 1))
+    gate, up = both.float().chunk(2, 1)
+    silu = torch.nn.functional.silu(gate).to(dtype).float()
+    torch.testing.assert_close(coded_linear(x, tiles, form, bias, halves=True, gated=True), (silu * up).to(dtype),
+                               rtol=2**-7 if dtype is torch.bfloat16 else 2**-10, atol=1e-6)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from([(4, 128), (4, 0), (8, 0)]), st.integers(1, 3), st.integers(1, 5), st.integers(1, 17),
+       st.integers(0, 1 << 30))
+def test_products_are_near_exact_ones(kind: tuple[int, int], strips: int, steps: int, rows: int, seed: int) -> None:
+    bits, inner = kind[0], steps * 128
+    group = kind[1] or inner
+    codes = made(seed, strips * 16, inner, group, bits, "HALF" if bits == 4 else "SINGLE", True)
+    form, x = codes.form(bits), inputs(seed, rows, inner)
+    assert cuda.fits(strips * 16, inner, group)
+    assert_near(coded_linear(x, pack(codes, form, False), form), x, weight(codes, bits))
+
+
+KINDS = {"4 bits": GroupedInt(4, 128, "float16", zeros=True),
+         "8 bits of a row": GroupedInt(8, 0, "float32", zeros=True),
+         "ordered": GroupedInt(4, 128, "float16", zeros=True, ordered=True)}
+
+
+def weight_in(base: GroupedInt, shape: LinearShape) -> tuple[Linear, Linear]:
+    """Make up a weight, as a checkpoint has it and as a CUDA device does."""
+    random = torch.Generator(DEVICE).manual_seed(8)
+    tensors = base.dummy(shape, 0, Target("bfloat16", DEVICE), random)
+    if base.ordered:
+        for order in tensors[-1]:
+            order.copy_(torch.randperm(shape.in_features, generator=random, device=DEVICE))
+    form = base.on_cuda(shape)
+    assert isinstance(form, CodedCuda)
+    return Linear(base, shape, tensors), Linear(form, shape, form.packed_tensors(shape, tensors))
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["kernels", "no kernels"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_linear_is_multiplied_as_its_checkpoint_says(kind: str, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = LinearShape((32, 32), 384)
+    stored, kept = weight_in(KINDS[kind], shape)
+    assert [(field.dtype, field.shape) for field in kept.format.fields(shape, "bfloat16")] == [
+        (str(tensor.dtype).removeprefix("torch."), tensor.shape) for tensor in kept.tensors]
+    exact = stored.format.dequantize(stored, torch.float32)
+    torch.testing.assert_close(kept.format.dequantize(kept, torch.float32), exact, rtol=1e-6, atol=1e-7)
+    if not there:
+        monkeypatch.setattr(cuda, "kernels", lambda *of: None)
+        monkeypatch.setattr("spillover.kernels.formats.coded_cuda.PIECE", 16 * 384 * 3)  # in two pieces
+        exact = exact.half()
+    dtype = torch.bfloat16 if there else torch.float16
+    x, bias = inputs(9, 20, 384, dtype), inputs(10, 1, 64, dtype)[0]
+    out = linear(x, kept, bias)
+    assert_near(out, torch.cat((x, torch.ones_like(x[:, :1])), 1),
+                torch.cat((exact.double(), bias.double()[:, None]), 1))
+    assert torch.equal(linear(x[19:], kept, bias), out[19:])
+    gate, up = out.float().chunk(2, 1)
+    silu = torch.nn.functional.silu(gate).to(dtype).float()
+    # Triton's interpreter does not round to the nearest bfloat16.
+    torch.testing.assert_close(kept.format.linear_silu(x, kept, bias), (silu * up).to(dtype), rtol=2**-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("fixed", [True, False], ids=["batch-invariant", "fast"])
+def test_a_cuda_device_keeps_tiles_of_what_fits(fixed: bool) -> None:
+    def spec(rows: tuple[int, ...], columns: int) -> WeightSpec:
+        return WeightSpec("o", (sum(rows), columns), (Source(("o",) * len(rows), rows),), GroupedInt(4, 128, "float16"))
+
+    def kept(rows: tuple[int, ...], columns: int) -> WeightSpec:
+        return kept_on({"layers.0": [spec(rows, columns)]}, "cuda", "bfloat16", fixed)["layers.0"][0]
+
+    tiled = kept((64, 32), 512)
+    assert isinstance(tiled.format, CodedCuda)
+    assert tiled.nbytes("bfloat16") == 96 * 512 // 2 + 96 * 4 * 2
+    for odd in (kept((24,), 512), kept((32,), 320)):
+        assert odd.format == (BatchInvariant(GroupedInt(4, 128, "float16")) if fixed else GroupedInt(4, 128, "float16"))
+
+
+def test_kernels_are_compiled_when_products_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(cuda, "kernels", lambda *of: asked.append(of))
+    spec = WeightSpec("o", (32, 256), (Source(("o",), (32,)),), GroupedInt(4, 128, "float16"))
+    prepare_products(kept_on({"layers.0": [spec]}, "cuda", "bfloat16", True), Target("bfloat16", DEVICE), 64)
+    assert asked == [(Form(4, 1, "HALF"), torch.bfloat16, DEVICE)]
