@@ -192,7 +192,7 @@ def test_whole_numbers_where_a_float_belongs_are_refused() -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"hidden_size": None}, "'hidden_size' is missing"),
         ({"num_key_value_heads": 5}, "num_attention_heads 32 is no multiple of 5 key"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised with 'gptq' are not supported"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "quantised with 'aqlm' are not supported"),
     ],
 )
 def test_what_is_not_supported_is_said_in_a_sentence(changes: dict[str, Any], sentence: str) -> None:

@@ -39,7 +39,7 @@ def test_every_tensor_comes_back_as_stored(make: Any, tmp_path: Path) -> None:
 def test_a_read_tensor_is_its_own_memory(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(model_folder(tmp_path / "m"))
     kept = checkpoint.read("a")
-    assert "model.safetensors" not in Path("/proc/self/maps").read_text()
+    assert str(tmp_path / "m") not in Path("/proc/self/maps").read_text()
     assert torch.equal(kept, TENSORS["a"])
 
 
@@ -109,7 +109,7 @@ def test_a_corrupt_header(content: bytes, tmp_path: Path) -> None:
 
 
 def test_types_and_quantisations_that_are_not_supported(tmp_path: Path) -> None:
-    refused(model_folder(tmp_path / "m", CONFIG | {"quantization_config": {"quant_method": "gptq"}}), "'gptq'")
+    refused(model_folder(tmp_path / "m", CONFIG | {"quantization_config": {"quant_method": "aqlm"}}), "'aqlm'")
     folder = model_folder(tmp_path / "m", CONFIG | {"quantization_config": {"quant_method": "mxfp4"}})
     open_checkpoint(folder)
     save_file({"odd": torch.zeros(4).to(torch.float8_e5m2)}, folder / "model.safetensors")

@@ -178,6 +178,22 @@ def test_dynamic_overrides() -> None:
     assert not isinstance(paged.weights.parts["layers.2"]["o"].format, GroupedInt)
 
 
+def test_experts_of_two_formats_are_dequantised() -> None:
+    quantization = GPTQ | {"group_size": 16, "dynamic": {"+:.*down_proj$": {"bits": 8}, "-:.*layers\\.0\\.mlp.*": {}}}
+
+    def write(module: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        return gptq(8 if module.endswith("down_proj") else 4, 16)(module, weight)
+
+    model, config, tensors = quantized_model("qwen3_moe", write, quantization, wanted=lambda module: (
+        in_layers(module) and ("layers.0.mlp" not in module or module.endswith("down_proj"))))
+    paged = PagedModel(StateDict(config, tensors))
+    assert_close(paged.step({"a": PROMPT})["a"], reference_logits(model, PROMPT))
+    formats = {weight.format for part in paged.weights.parts.values() for name, weight in part.items()
+               if name in ("experts.gate_up", "experts.down")}
+    assert len(formats) == 1
+    assert not any(isinstance(form, GroupedInt) for form in formats)
+
+
 def test_quantisation_in_a_file_of_its_own(tmp_path: Path) -> None:
     model, config, tensors = quantized_model("llama", gptq(), GPTQ, wanted=in_layers)
     for file, quantization in (("quantize_config.json", {key: GPTQ[key] for key in ("bits", "group_size", "sym")}),

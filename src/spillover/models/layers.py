@@ -6,7 +6,7 @@ A variant overrides `mlp` and lists its own weights; it is handed weights and KV
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -153,7 +153,13 @@ def decoder_specs(config: ModelConfig, mlp_specs: Callable[[ModelConfig, int], l
         "head": head,
     }
     quantized = make_format(config.quantization.get("quant_method", "dense"), config.quantization)
-    return stored_in(specs, quantized.for_linear, Dequantized(quantized))
+    specs = stored_in(specs, quantized.for_linear, Dequantized(quantized))
+    # Layers share expert slots, so all experts are in one format.
+    formats = {spec.format for listed in specs.values() for spec in listed if spec.experts}
+    if len(formats) < 2:
+        return specs
+    return {part: [replace(spec, format=Dequantized(quantized)) if spec.experts else spec for spec in listed]
+            for part, listed in specs.items()}
 
 
 def attention_specs(config: ModelConfig, layer: int) -> list[WeightSpec]:

@@ -88,6 +88,12 @@ class WeightFormat(ABC):
     loads_stacks: bool = False  # `load` takes a stack of experts [experts, ...] that is one tensor in the checkpoint
     native_codes: bool | None = None  # panels that native/block.cpp takes, in codes; False: of float32; None: neither
 
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
     @property
     def experts(self) -> GroupedGemm | None:
         """Return how a mixture multiplies with stacks on a CUDA device; None: it cannot."""
