@@ -38,6 +38,8 @@ SPILL_FLAGS: dict[str, Any] = {
 class Forced:
     """Stands in for a grammar: the only token that may come next is the one of the text to be scored."""
 
+    error = None
+
     def __init__(self, token_ids: list[int]) -> None:
         self._left = token_ids[::-1]
 

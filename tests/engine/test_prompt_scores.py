@@ -19,7 +19,7 @@ IDS = [(7 * n) % 250 for n in range(90)]
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     folder = tmp_path_factory.mktemp("scored")
     write_text_model(folder)
-    with LLM(folder, max_model_len=256, max_num_batched_tokens=24) as loaded:
+    with LLM(folder, max_model_len=256, max_num_batched_tokens=24, num_gpu_blocks_override=100) as loaded:
         yield loaded
 
 

@@ -32,14 +32,14 @@ def model(folder: Path, reference: PreTrainedModel) -> Path:
 
 @pytest.fixture(scope="session")
 def target(model: Path) -> Iterator[EngineTarget]:
-    made = EngineTarget(LLM(model, max_model_len=4096, max_num_seqs=16), "tiny")
+    made = EngineTarget(LLM(model, max_model_len=4096, max_num_seqs=16, num_gpu_blocks_override=1200), "tiny")
     yield made
     made.close()
 
 
 @pytest.fixture(scope="session")
 def served(model: Path) -> Iterator[Server]:
-    with running(str(model), "--max-model-len", "4096") as started:
+    with running(str(model), "--max-model-len", "4096", "--num-gpu-blocks-override", "1200") as started:
         yield started
 
 

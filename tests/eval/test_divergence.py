@@ -33,7 +33,8 @@ def other_model(tmp_path_factory: pytest.TempPathFactory, reference: PreTrainedM
 
 @pytest.fixture(scope="module")
 def other(other_model: PreTrainedModel) -> Iterator[EngineTarget]:
-    made = EngineTarget(LLM(other_model.folder, max_model_len=1024, max_num_batched_tokens=64), "other")
+    made = EngineTarget(LLM(other_model.folder, max_model_len=1024, max_num_batched_tokens=64,
+                            num_gpu_blocks_override=200), "other")
     yield made
     made.close()
 

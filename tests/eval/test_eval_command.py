@@ -17,7 +17,8 @@ def spill(*words: object) -> Result:
 
 def test_tasks_are_run_compared_and_continued(model: Path, data: Path, tmp_path: Path) -> None:
     flags = [model, "--task", "hellaswag=hellaswag_val_full.txt", "--task", "perplexity", "--data", data, "--limit", 4,
-             "--window", 200, "--max-model-len", 512, "--reference", model, "--reference-dir", tmp_path / "said"]
+             "--window", 200, "--max-model-len", 512, "--num-gpu-blocks-override", 400,
+             "--reference", model, "--reference-dir", tmp_path / "said"]
     for name, more in (("full", []), ("int8", ["--kv-cache-dtype", "int8"])):
         result = spill(*flags, "--output", tmp_path / f"{name}.jsonl", *more)
         assert result.exit_code == 0, result.output

@@ -27,7 +27,8 @@ def test_a_killed_run_is_continued_to_the_same_numbers(target: EngineTarget, mod
     path = tmp_path / "killed.jsonl"
     process = subprocess.Popen(
         [*SPILL, "eval", str(model), "--task", f"perplexity={data / 'perplexity.txt'}", "--window", "256",
-         "--stride", "1", "--concurrency", "1", "--max-model-len", "4096", "--output", str(path)],
+         "--stride", "1", "--concurrency", "1", "--max-model-len", "512",
+         "--num-gpu-blocks-override", "100", "--output", str(path)],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while not path.exists() or path.read_bytes().count(b"\n") < 5:

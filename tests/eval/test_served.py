@@ -34,7 +34,7 @@ def test_every_task_gives_the_same_numbers_as_in_process(target: EngineTarget, s
     for each in (target, remote):
         results = Results()
         for task in tasks:
-            run(task, each, task.items(each)[:2], results, 4)
+            run(task, each, task.items(each)[:1 if task.name.startswith("gsm8k") else 2], results, 4)
         found.append(results.items)
     assert found[0] == found[1]
 
