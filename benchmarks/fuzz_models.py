@@ -302,7 +302,7 @@ def _weights(path: Path) -> None:
         arch, config = read_architecture(checkpoint.config, path)
         cpu = torch.device("cpu")
         dict(load_parts(checkpoint, config, arch.weight_specs(config), torch.float32, lambda *_: cpu))
-        for name in list(checkpoint.config.get("code_bits", {}))[:3]:
+        for name in list(checkpoint.config.get("codes", {}))[:3]:
             checkpoint.read_codes(name)
 
 

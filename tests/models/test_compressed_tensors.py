@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
@@ -28,6 +26,11 @@ from spillover.models.weight_specs import kept_on
 from support.hf_reference import greedy, reference_logits
 from support.paged_model import PagedModel, StateDict, assert_close, one_thread  # noqa: F401
 from support.quantized_files import Write, greedy_tokens, quantized_model, rounded
+
+pytest.importorskip("compressed_tensors", reason="needs the compressed-tensors package, which `make` installs")
+
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
 PROMPT = list(range(3, 40))
 PER_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}

@@ -124,7 +124,7 @@ def test_experts_stay_in_codes_and_are_read_one_by_one(name: str, case: str, tmp
     assert_close(paged.step({"a": PROMPT})["a"], reference_logits(model, PROMPT))
     stack = paged.weights.parts["layers.0"]["experts.down"]
     assert isinstance(stack.format, GroupedInt)
-    assert paged.weights.parts["layers.0"]["router"].format.native_bits in (0, None)
+    assert paged.weights.parts["layers.0"]["router"].format.native_codes in (False, None)
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "model.safetensors")
     arch = architecture(config)

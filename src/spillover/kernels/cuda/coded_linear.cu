@@ -471,9 +471,7 @@ DEV void some_rows(const Product& p, u8* room) {
 #define SOME(NT, WC, WK) \
     KERNEL(WC * WK * 128 + 128, 1) some_rows_##NT##_##WC##_##WK(const __grid_constant__ Product p) { DYNAMIC_SHARED(room); some_rows<NT, WC, WK>(p, room); }
 SOME(4, 1, 4)
-SOME(4, 2, 2)
 SOME(8, 1, 4)
-SOME(8, 2, 2)
 
 // Many rows: a block multiplies tiles of 128 rows by 128 channels, one after another. One thread copies, STAGES steps
 // ahead; two warpgroups multiply, 64 channels each.

@@ -30,7 +30,7 @@ CHUNKS = 8  # at most, of the inputs
 TURN = 2  # steps of a stage; a chunk is whole turns
 SCALES = {torch.float16: "HALF", torch.bfloat16: "BFLOAT", torch.float32: "SINGLE"}
 TYPES = {torch.bfloat16: 9, torch.float16: 6}  # as CUtensorMapDataType
-SOME, MANY = 17, 257  # rows from which 64 at a time are multiplied, and 128
+SOME, MANY = 17, 65  # rows from which 64 at a time are multiplied, and 128
 MANY_ROWS, MANY_CHANNELS, MANY_THREADS = 128, 128, 384
 SHARED = 225 << 10  # bytes that stages may take
 MOST_STAGES = 4  # of few rows
@@ -253,21 +253,20 @@ class SomeCut(NamedTuple):
 
 
 FEW_CUTS = (Cut(1, 1, 8), Cut(1, 2, 4), Cut(2, 2, 4), Cut(2, 4, 2))
-SOME_CUTS = (SomeCut(4, 1, 4), SomeCut(4, 2, 2), SomeCut(8, 1, 4), SomeCut(8, 2, 2))
+SOME_CUTS = (SomeCut(4, 1, 4), SomeCut(8, 1, 4))
 
 
 @cache
 def chosen(rows: int, strips: int, processors: int) -> Cut | SomeCut | None:
-    """Choose how a product is cut; None: as many rows are. Cuts of few rows are the fastest of those tried on an H200
-    with the shapes of Llama-3.1-8B; some rows take as many channels a block as leave no multiprocessor idle."""
+    """Choose how a product is cut; None: as many rows are. By measurements on an H200 with the shapes of
+    Llama-3.1-8B."""
     if rows <= 8:
         return FEW_CUTS[1 if rows > 4 and strips > 4 * processors else 0]
     if rows < SOME:
         return FEW_CUTS[3 if strips > 2 * processors else 2]
     if rows >= MANY:
         return None
-    narrow, wide = SOME_CUTS[:2] if rows <= 32 else SOME_CUTS[2:]
-    return wide if -(-rows // wide.rows) * -(-strips // wide.strips) >= processors else narrow
+    return SOME_CUTS[rows > SOME_CUTS[0].rows]
 
 
 class _Product(ctypes.Structure):

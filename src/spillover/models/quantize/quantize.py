@@ -70,7 +70,7 @@ def quantize(source: Path, target: Path, options: QuantizeOptions, shard_nbytes:
         view = QuantizedView(checkpoint, scheme, specs, calibration.quantized if calibration else None, device)
         write_folder(view, view.stored(tensor_names(checkpoint)), target, None, shard_nbytes,
                      f"Quantising {source.name}", progress)
-        return Written(target, scheme, count, bool(checkpoint.config.get("code_bits")))
+        return Written(target, scheme, count, bool(checkpoint.config.get("codes")))
 
 
 def _check_budget(specs: WeightSpecs, budget: int) -> None:

@@ -113,7 +113,7 @@ def choose_scheme(kind: str, config: Mapping[str, Any], path: Path, specs: Weigh
 
 def quantized_config(config: Mapping[str, Any], scheme: Scheme) -> dict[str, Any]:
     """Return a checkpoint's config as it is once the weights are quantised."""
-    kept = {key: value for key, value in config.items() if key not in ("torch_dtype", "code_bits")}
+    kept = {key: value for key, value in config.items() if key not in ("torch_dtype", "codes")}
     return {**kept, "dtype": scheme.dtype, "quantization_config": scheme.config()}
 
 
