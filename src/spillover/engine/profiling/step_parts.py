@@ -42,8 +42,9 @@ _NAMES = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in (
     (SAMPLING, r"^_(peaks|sums|pick|keep_likely)\b|sampling"),
     (_REDUCTION, r"splitk.*reduce"),
     (ROWS, r"embedding|indexselect|gather|aten::index"),
-    (_PRODUCT, r"linear|gemm|gemv|_few_rows|_described|cutlass|cublas|nvjet|wgmma|aten::(mm|addmm|matmul)|^sm\d"),
-    (ACTIVATION, r"^_gate\b|silu|swiglu"),
+    (_PRODUCT, r"linear|gemm|gemv|(few|some|many)_rows|_described|cutlass|cublas|nvjet|wgmma|aten::(mm|addmm|matmul)|"
+               r"^sm\d"),
+    (ACTIVATION, r"^_gate\b|silu|swiglu|group_sums"),
     (_CHOICE, r"argmax|topk|radix|scan|sort|softmax"),
 ))
 
