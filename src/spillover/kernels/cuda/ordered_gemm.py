@@ -65,7 +65,7 @@ class Cut(NamedTuple):
 
     def slots(self, processors: int) -> int:
         """Return the tiles that run at a time: 30 clusters of 4 fit an H200 of 132 multiprocessors."""
-        return processors * 10 // 44 if self.spread else processors
+        return max(1, processors * 10 // 44) if self.spread else processors
 
     def clocks(self, inner: int, chunks: int) -> float:
         """Estimate what a tile takes. A step of 16 is bound by the tensor cores or by shared memory, which operands are
