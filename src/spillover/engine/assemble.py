@@ -229,6 +229,7 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None,
         runner = CudaRunner(model, weights, views, plan.block_size, device, limits, transfers, decode,
                             plan.kv_cache_dtype, stage, not config.enforce_eager)
         if config.graph_capture == "start":
+            show(0, 0, CAPTURING)
             kept = kept_on(planned.specs, plan.device, plan.dtype, not config.fast)
             prepare_products(kept, Target(plan.dtype, device), plan.max_num_batched_tokens)
             runner.capture(lambda done, total: show(done, total, CAPTURING))

@@ -17,6 +17,7 @@ import hashlib
 import json
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -60,7 +61,7 @@ class Reference(Protocol):
         """Return the target's log probabilities of a window's tokens, and what the metrics add up."""
 
 
-class _Stored:
+class _Stored(ABC):
     """Windows of a reference in a folder: a .json each, which is there once the window is complete."""
 
     metrics: tuple[Metric, ...]
@@ -95,9 +96,9 @@ class _Stored:
         for _ in answers(ask, left, concurrency, "reference", len(windows) - len(left)):
             pass
 
+    @abstractmethod
     def _ask(self, target: Target, window: str, prompt: Prompt) -> dict[str, Any]:
         """Return what the window's .json has of the reference's answer."""
-        raise NotImplementedError
 
     def _store(self, window: str, prompt: Prompt, answer: Mapping[str, Any]) -> None:
         self._write(f"{window}.json",

@@ -60,11 +60,7 @@ class Fp8Block(WeightFormat):
         return values, scales
 
     def dummy_tensor(self, field: Field, device: torch.device, random: torch.Generator) -> Tensor:
-        if field.name == "scales":
-            made = torch.empty(field.shape, device=device)
-            return made.uniform_(0.5 * DUMMY_STD, 1.5 * DUMMY_STD, generator=random)
-        codes = torch.randint(0, 256, field.shape, dtype=torch.uint8, device=device, generator=random)
-        return codes.bitwise_and_(BELOW_2).view(torch.float8_e4m3fn)
+        return dummy_fp8(field, device, random)
 
     def dequantize(self, w: Linear, dtype: torch.dtype) -> Tensor:
         values, scales = w.tensors
@@ -78,6 +74,15 @@ class Fp8Block(WeightFormat):
 
 FP8_BLOCK = Fp8Block()
 FP8_TENSOR = Fp8Block(whole=True)
+
+
+def dummy_fp8(field: Field, device: torch.device, random: torch.Generator) -> Tensor:
+    """Make up values below 2, or scales."""
+    if field.name == "scales":
+        made = torch.empty(field.shape, device=device)
+        return made.uniform_(0.5 * DUMMY_STD, 1.5 * DUMMY_STD, generator=random)
+    codes = torch.randint(0, 256, field.shape, dtype=torch.uint8, device=device, generator=random)
+    return codes.bitwise_and_(BELOW_2).view(torch.float8_e4m3fn)
 
 
 def read_scale(reader: TensorReader, name: str) -> Tensor:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from spillover.kernels.fields import FLOATING, Field, LinearShape
-from spillover.kernels.formats.base import DUMMY_STD, Linear, Target, TensorReader, WeightFormat
-from spillover.kernels.formats.fp8_block import BELOW_2, FP8_TENSOR, SCALE_NAMES, read_scale
+from spillover.kernels.formats.base import Linear, Target, TensorReader, WeightFormat
+from spillover.kernels.formats.fp8_block import FP8_TENSOR, SCALE_NAMES, dummy_fp8, read_scale
 from spillover.kernels.formats.settings import module_of
 
 
@@ -48,11 +48,7 @@ class Fp8Rows(WeightFormat):
         return self if self.per_row else FP8_TENSOR
 
     def dummy_tensor(self, field: Field, device: torch.device, random: torch.Generator) -> Tensor:
-        if field.name == "scales":
-            made = torch.empty(field.shape, device=device)
-            return made.uniform_(0.5 * DUMMY_STD, 1.5 * DUMMY_STD, generator=random)
-        codes = torch.randint(0, 256, field.shape, dtype=torch.uint8, device=device, generator=random)
-        return codes.bitwise_and_(BELOW_2).view(torch.float8_e4m3fn)
+        return dummy_fp8(field, device, random)
 
     def dequantize(self, w: Linear, dtype: torch.dtype) -> Tensor:
         values, scales = w.tensors
