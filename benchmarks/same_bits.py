@@ -46,8 +46,9 @@ def chats(count: int) -> list[list[dict[str, str]]]:
 
 
 class Comparison:
-    def __init__(self, flags: dict[str, Any], requests: int, tokens: int) -> None:
+    def __init__(self, flags: dict[str, Any], requests: int, tokens: int, output: Path | None) -> None:
         self.flags = flags
+        self.output = output
         self.params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         self.chats = chats(requests)
         self.rows: list[dict[str, Any]] = []
@@ -89,6 +90,16 @@ class Comparison:
                           "first_difference": different, "moved": moved})
         print(f"{name:44s} {len(different):3d} of {len(self.prompts)} differ; {moved['preempted']} preempted, "
               f"{format_bytes(moved['tiers'])} from tiers, {format_bytes(moved['weights'])} of weights", flush=True)
+        self._write()
+
+    def _write(self) -> None:
+        """Write what there is, after every schedule: a run that is cut short leaves it."""
+        if self.output is not None:
+            self.output.write_text(json.dumps({
+                **provenance(asdict(probe())), "command": shlex.join(["python", *sys.argv]),
+                "model": self.flags["model"] or "SmolLM2-135M-Instruct", "flags": self.flags,
+                "requests": len(self.chats), "tokens": self.params.max_tokens, "schedules": self.rows},
+                indent=2) + "\n")
 
     def _ask(self, llm: LLM, prompts: Sequence[list[int]]) -> list[list[int]]:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], self.params, use_tqdm=False)
@@ -115,7 +126,7 @@ def main(model: str | None, device: str, dtype: str, fast: bool, requests: int, 
          seed: int, output: Path | None) -> None:
     flags = {"model": model, "device": device, "dtype": dtype, "fast": fast,
              "max_model_len": MAX_LEN, "max_num_seqs": 64, "block_size": 16}
-    compared = Comparison(flags, requests, tokens)
+    compared = Comparison(flags, requests, tokens, output)
     compared.one_by_one()
     few = starved_blocks(compared, 16)
     flags["max_model_len"] = max(compared.lengths)
@@ -137,11 +148,6 @@ def main(model: str | None, device: str, dtype: str, fast: bool, requests: int, 
                      schedule_policy=rng.choice(["fcfs", "lpm"]), enable_prefix_caching=rng.random() < 0.7)
     total = sum(row["differ"] for row in compared.rows)
     print(f"{total} answers differ" if total else "No answer differs.")
-    if output is not None:
-        output.write_text(json.dumps({
-            **provenance(asdict(probe())), "command": shlex.join(["python", *sys.argv]),
-            "model": model or "SmolLM2-135M-Instruct", "flags": flags, "requests": requests, "tokens": tokens,
-            "schedules": compared.rows}, indent=2) + "\n")
     sys.exit(1 if total else 0)
 
 
