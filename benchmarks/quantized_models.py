@@ -1,0 +1,129 @@
+"""Llama-3.1-8B in each format of weights: one request, 64 requests, prefill; and two larger models in 24 GB.
+
+    python benchmarks/quantized_models.py --output results
+    python benchmarks/quantized_models.py --only int4 --only fp8 --repeats 1
+    python benchmarks/quantized_models.py --only qwen3-32b-int4 --only llama-3.1-70b-int4   # in 24 GB
+
+Weights are random, of the true shapes. One request: 512 tokens in, 128 out, tokens a second after the first. 64
+requests: 1,024 in, 128 out, tokens a second once the last prompt is computed. Prefill: 8,192 tokens to the
+first token. Every model is measured in a process of its own, which ends after its deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+from gpu_workload import MODELS, RESULTS, opened, origin, run
+from prefill import prefill_seconds
+from w3_decode import decode_rate
+
+from spillover import LLM
+
+MANY, LONG = 64, 8192
+DEADLINE = 150  # seconds of one model
+LLAMA = MODELS["llama-3.1-8b"]
+INT4: dict[str, Any] = {
+    "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+    "quantization_status": "compressed",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
+        "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}}},
+}
+INT8 = {**INT4, "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
+    "num_bits": 8, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}}}}
+FP8_ROWS = {**INT4, "format": "float-quantized", "config_groups": {"group_0": {
+    "targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"},
+    "input_activations": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}}}}
+FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+              "modules_to_not_convert": ["lm_head"]}
+MODELS.update({
+    "bf16": LLAMA,
+    "fp8": {**LLAMA, "quantization_config": FP8_ROWS},
+    "fp8-blocks": {**LLAMA, "quantization_config": FP8_BLOCKS},
+    "int8": {**LLAMA, "quantization_config": INT8},
+    "int4": {**LLAMA, "quantization_config": INT4},
+    "qwen3-32b-int4": {**MODELS["qwen3-14b"], "intermediate_size": 25600, "num_hidden_layers": 64,
+                       "num_attention_heads": 64, "quantization_config": INT4},
+    "llama-3.1-70b-int4": {**LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+                           "num_attention_heads": 64, "quantization_config": INT4},
+})
+FORMATS = ("bf16", "fp8", "fp8-blocks", "int8", "int4")
+IN_24GB = ("qwen3-32b-int4", "llama-3.1-70b-int4")
+
+
+def many_rate(llm: LLM, output_len: int, seed: int) -> float:
+    """Return the tokens a second of MANY requests, by the one whose prompt is computed last: it decodes beside all."""
+    rng = random.Random(seed)
+    prompts = [[rng.randint(0, 10000) for _ in range(1024)] for _ in range(MANY)]
+    outputs = run(llm, prompts, [output_len] * MANY, 0.0)
+    last = max((output.timings for output in outputs if output.timings is not None), key=lambda t: t.first_token)
+    return MANY * (output_len - 1) / last.decode
+
+
+def whole(name: str, repeats: int) -> dict[str, Any]:
+    """Measure a model that fits easily."""
+    with opened(name, max_num_seqs=MANY, max_model_len=LONG + 8, max_num_batched_tokens=LONG,
+                enable_prefix_caching=False, graph_capture="start") as llm:
+        decode_rate(llm, 512, 128, 0)
+        many_rate(llm, 16, 0)
+        for seed in (0, 1):
+            prefill_seconds(llm, LONG, seed)
+        return {"weight_bytes": llm.plan.weight_bytes,
+                "one_request": [decode_rate(llm, 512, 128, seed) for seed in range(1, repeats + 1)],
+                "many_requests": [many_rate(llm, 128, seed) for seed in range(1, repeats + 1)],
+                "prefill": [LONG / prefill_seconds(llm, LONG, seed) for seed in range(2, repeats + 2)]}
+
+
+def tight(name: str, repeats: int) -> dict[str, Any]:
+    """Measure a model in 24 GB of device memory: one request."""
+    with opened(name, gpu_memory="24GB", max_num_seqs=4, max_model_len=2048, max_num_batched_tokens=1024,
+                enable_prefix_caching=False) as llm:
+        print(llm.plan, flush=True)
+        traffic = llm.engine.runner.weight_traffic
+        decode_rate(llm, 128, 4, 0)
+        before, start, rates = traffic().bytes_moved, time.perf_counter(), []
+        for seed in range(1, repeats + 1):
+            rates.append(decode_rate(llm, 128, 16, seed))
+        moved = (traffic().bytes_moved - before) / (time.perf_counter() - start)
+        return {"weight_bytes": llm.plan.weight_bytes, "one_request": rates, "bytes_moved_per_second": moved}
+
+
+@click.command()
+@click.option("--only", type=click.Choice([*FORMATS, *IN_24GB]), multiple=True, help="Some of them.  [default: all]")
+@click.option("--repeats", default=3, show_default=True)
+@click.option("--output", default=None, metavar="FILE", help="Write the rates; 'results' is benchmarks/results/.")
+@click.option("--one", is_flag=True, hidden=True)
+def main(only: tuple[str, ...], repeats: int, output: str | None, one: bool) -> None:
+    if one:
+        (name,) = only
+        print("FOUND " + json.dumps(whole(name, repeats) if name in FORMATS else tight(name, repeats)), flush=True)
+        return
+    found: dict[str, Any] = {}
+    for name in only or (*FORMATS, *IN_24GB):
+        command = [sys.executable, __file__, "--one", "--only", name, "--repeats", str(repeats)]
+        try:
+            ran = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
+            told = next((line for line in ran.stdout.splitlines() if line.startswith("FOUND ")), None)
+            failed = {"error": (ran.stdout + ran.stderr)[-2000:]}
+            found[name] = json.loads(told.removeprefix("FOUND ")) if told else failed
+            if name in IN_24GB:
+                print(ran.stdout, flush=True)
+        except subprocess.TimeoutExpired as late:
+            found[name] = {"error": f"not within {DEADLINE} s: {late.stdout!r}"}
+        medians = {key: round(statistics.median(value), 1) for key, value in found[name].items()
+                   if isinstance(value, list)}
+        print(name, medians or found[name], flush=True)
+        if output is not None:
+            path = RESULTS / "quantized-models.json" if output == "results" else Path(output)
+            path.write_text(json.dumps({**origin(), "weights": "random", "models": found}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
