@@ -2,6 +2,7 @@
 // it waits; so are those of all blocks of a cluster. A copy is made at once, with the swizzle that operands are read
 // with; a product is made at once, 16 products in their order.
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -145,6 +146,7 @@ static float4 fetch(u32 address, int block) {
 }
 static u32 packed(float low, float high) { return narrow(low) | narrow(high) << 16; }
 static float widened(unsigned short v) { return wide(v); }
+static float sigmoid(float v) { return 1.0f / (1.0f + std::exp2(-v * 1.4426950408889634f)); }
 static void let_next_begin() {}
 static void await_previous() {}
 static int given_up[PARTS];  // registers of a block that no thread has

@@ -47,3 +47,8 @@ class LinearShape:
     @cached_property
     def out_features(self) -> int:
         return sum(self.output_sizes)
+
+    @property
+    def is_pair(self) -> bool:
+        """Return whether it is two matrices of one size: a gate, and what it is multiplied with."""
+        return len(self.output_sizes) == 2 and self.output_sizes[0] == self.output_sizes[1]

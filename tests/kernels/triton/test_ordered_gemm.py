@@ -32,6 +32,14 @@ CASES = [
     (Cut(64, groups=1, spread=True), 17, 24, 1032),  # fewer channels too
 ]
 
+GATED = [
+    (Cut(64, gated=True), 150, 80, 200),  # tiles overlap, as the last one begins earlier
+    (Cut(32, 2, gated=True), 300, 96, 72),
+    (Cut(48, groups=3, gated=True), 200, 208, 1032),
+    (Cut(48, groups=1, spread=True, gated=True), 17, 112, 1160),
+    (Cut(80, groups=1, spread=True, gated=True), 24, 48, 1032),  # fewer channels than a tile has
+]
+
 
 def operands(rows: int, channels: int, inner: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(rows)
@@ -68,8 +76,21 @@ def test_sums_have_the_order_of_the_matrix(cut: Cut, rows: int, channels: int, i
     x, w, bias = operands(rows, channels, inner, dtype, "cpu")
     given = bias if inner in (200, 1160) else None
     out = torch.full((rows, channels), torch.nan, dtype=dtype)
-    assert ordered_gemm.multiply(x, w, given, out, False, cut)
+    assert ordered_gemm.multiply(x, w, given, out, False, cut=cut)
     assert torch.equal(out, in_order(x, w, given))
+
+
+@pytest.mark.parametrize(("cut", "rows", "channels", "inner"), GATED)
+def test_a_gate_is_part_of_the_product(cut: Cut, rows: int, channels: int, inner: int,
+                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated(monkeypatch)
+    x, w, bias = operands(rows, channels, inner, torch.bfloat16, "cpu")
+    given = bias if inner == 200 else None
+    out = torch.full((rows, channels // 2), torch.nan, dtype=torch.bfloat16)
+    assert ordered_gemm.multiply(x, w, given, out, False, gated=True, cut=cut)
+    gate, up = in_order(x, w, given).float().chunk(2, 1)
+    # The emulated sigmoid is that of the C library.
+    torch.testing.assert_close(out, torch.nn.functional.silu(gate).bfloat16() * up.bfloat16(), rtol=0.01, atol=1e-6)
 
 
 def test_many_rows_are_multiplied_so_where_that_is_possible(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,13 +113,15 @@ def test_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     made: set[tuple[str, ...]] = set()
     monkeypatch.setattr(ordered_gemm, "compiled", lambda source, options: made.add(options))
     device = torch.device("cpu")
-    ordered_gemm.prepare([(1024, 2048, False)], torch.bfloat16, device, 256)
+    ordered_gemm.prepare([(1024, 2048, False, False)], torch.bfloat16, device, 256)
     assert not made
     monkeypatch.setattr(ordered_gemm, "_capable", lambda device: True)
     monkeypatch.setattr(ordered_gemm, "_processors", lambda device: 132)
     monkeypatch.setattr(ordered_gemm, "architecture", lambda device: ())
-    ordered_gemm.prepare([(1024, 2048, False), (1021, 2048, False)], torch.bfloat16, device, 256)
-    cuts = {ordered_gemm.chosen(rows, 1024, 2048, 132) for rows in (64, 128, 192, 256)}
+    ordered_gemm.prepare([(1024, 2048, False, False), (1024, 2048, False, True), (1021, 2048, False, False),
+                          (1032, 2048, False, True)], torch.bfloat16, device, 256)
+    cuts = {ordered_gemm.chosen(rows, 1024, 2048, 132, gated)
+            for rows in (64, 128, 192, 256) for gated in (False, True)}
     assert made == {cut.options(4, torch.bfloat16, False) for cut in cuts}
 
 
@@ -128,8 +151,9 @@ def test_every_cut_fits_an_h200() -> None:
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_it_compiles_for_an_h200_without_spilled_registers(tmp_path: Path) -> None:
-    for cut, chunks in ((Cut(224), 4), (Cut(192, groups=3, spread=True), 4), (Cut(96, groups=3), 4),
-                        *((cut, 1) for cut in LARGE)):
+    for cut, chunks in ((Cut(224), 4), (Cut(192, groups=3, spread=True), 4), (Cut(96, groups=3, gated=True), 4),
+                        (Cut(224, gated=True), 4), *((cut, 1) for cut in LARGE),
+                        *((cut._replace(gated=True), 1) for cut in LARGE)):
         options = cut.options(chunks, torch.bfloat16, True)
         done = subprocess.run(
             ["nvcc", "-arch=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v", *options, ordered_gemm.SOURCE,
@@ -152,8 +176,45 @@ def test_bits_are_those_of_the_triton_kernel(cut: Cut, rows: int, channels: int,
     x, w, bias = operands(rows, channels, inner, dtype, "cuda")
     for given in (None, bias):
         out = torch.full((rows, channels), torch.nan, dtype=dtype, device="cuda")
-        assert ordered_gemm.multiply(x, w, given, out, True, cut)
+        assert ordered_gemm.multiply(x, w, given, out, True, cut=cut)
         assert torch.equal(out, ordered_linear(x, w, given, SQUARE))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs compute capability 9.0")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("cut", "rows", "channels", "inner"), [
+    *GATED, *((cut._replace(gated=True), 300, 16464, 1088) for cut in (*CUTS, *LARGE)),
+])
+def test_a_gate_has_the_bits_of_kernels_by_themselves(cut: Cut, rows: int, channels: int, inner: int,
+                                                      dtype: torch.dtype) -> None:
+    from spillover.kernels.triton.activation import silu_and_mul
+    from spillover.kernels.triton.ordered_linear import SQUARE, ordered_linear, ordered_linear_silu
+
+    x, w, bias = operands(rows, channels, inner, dtype, "cuda")
+    for given in (None, bias):
+        out = torch.full((rows, channels // 2), torch.nan, dtype=dtype, device="cuda")
+        assert ordered_gemm.multiply(x, w, given, out, True, gated=True, cut=cut)
+        assert torch.equal(out, silu_and_mul(ordered_linear(x, w, given, SQUARE)))
+        assert torch.equal(out[:5], ordered_linear_silu(x[:5], w, given))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs compute capability 9.0")
+def test_every_number_has_the_sigmoid_of_few_rows() -> None:
+    """All finite numbers of bfloat16, each the gate of one row."""
+    from spillover.kernels.triton.ordered_linear import ordered_linear_silu
+
+    every = torch.arange(1 << 16).to(torch.int32).to(torch.uint16).view(torch.bfloat16)
+    x = torch.zeros((1 << 16), 64, dtype=torch.bfloat16)
+    x[:, 0] = torch.where(every.isfinite(), every, 0)
+    w = torch.zeros(32, 64, dtype=torch.bfloat16)
+    w[:16, 0] = w[16:, 1] = 1
+    x[:, 1] = 1
+    x, w = x.cuda(), w.cuda()
+    many = ordered_linear_silu(x, w)
+    few = torch.cat([ordered_linear_silu(part, w) for part in x[::7].split(16)])
+    assert torch.equal(many[::7], few)
 
 
 @pytest.mark.gpu

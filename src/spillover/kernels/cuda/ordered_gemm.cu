@@ -9,8 +9,11 @@
 // A tile that is larger than the matrix copies what there is; the rest of its shared memory, which is whatever was there,
 // is multiplied and not stored.
 //
-// Defined when this is compiled: CHANNELS of a tile (a multiple of 8), HALVES of 64 rows that a warpgroup multiplies,
-// GROUPS, STAGES, CHUNKS, SPREAD, TYPE (bf16 or f16), HAS_BIAS; SUMS = CHANNELS / 2, SUMS_1 = SUMS + 1, SUMS_2 = SUMS + 2;
+// With GATED w is two matrices, one after the other, and half of a tile's channels are of each: what is stored is
+// silu(first) * second, rounded as by kernels of their own.
+//
+// Defined when this is compiled: CHANNELS of a tile (a multiple of 8, with GATED of 16), HALVES of 64 rows that a warpgroup multiplies,
+// GROUPS, STAGES, CHUNKS, SPREAD, TYPE (bf16 or f16), HAS_BIAS, GATED; SUMS = CHANNELS / 2, SUMS_1 = SUMS + 1, SUMS_2 = SUMS + 2;
 // and NAMES and VALUES of the sums, the operands of an instruction. What a GPU does with instructions of its own has
 // names, which EMULATED gives to a CPU.
 
@@ -20,6 +23,7 @@ using u64 = unsigned long long;
 constexpr int STEP = 64;  // of the inner dimension: 128 bytes, what a swizzle goes over
 constexpr int BAND = 8;   // tiles of rows that run side by side on the same channels, for the cache
 constexpr int ROWS = 64 * HALVES * GROUPS;
+constexpr int WIDTH = GATED ? CHANNELS / 2 : CHANNELS;  // channels of a tile that are stored
 constexpr int X_BYTES = ROWS * STEP * 2, W_BYTES = CHANNELS * STEP * 2, STAGE_BYTES = X_BYTES + W_BYTES;
 constexpr int CONSUMERS = 128 * GROUPS;  // threads
 constexpr int PARTS = SPREAD ? CHUNKS : 1;      // blocks of a tile
@@ -38,7 +42,7 @@ struct Arguments {
     Map x, w;
     const unsigned short* bias;
     unsigned short* out;
-    int rows, channels, inner, chunk;
+    int rows, channels, inner, chunk;  // channels: of out
 };
 
 #ifdef EMULATED
@@ -147,6 +151,14 @@ __device__ __forceinline__ float widened(unsigned short value) {
     return result;
 }
 
+// The operations that Triton has for a sigmoid, as few rows go through a kernel of its own.
+__device__ __forceinline__ float sigmoid(float value) {
+    float result;
+    asm("{\n.reg .f32 t;\nsub.f32 t, 0f00000000, %1;\nmul.f32 t, t, 0f3FB8AA3B;\nex2.approx.f32 t, t;\n"
+        "add.f32 t, t, 0f3F800000;\ndiv.full.f32 %0, 0f3F800000, t;\n}" : "=f"(result) : "f"(value));
+    return result;
+}
+
 __device__ __forceinline__ void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;"); }
 
 __device__ __forceinline__ void await_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
@@ -176,31 +188,45 @@ struct Place {
 __device__ __forceinline__ Place place(const Arguments& a, int tile, int row_tiles, int channel_tiles) {
     int band = tile / (BAND * channel_tiles), within = tile % (BAND * channel_tiles);
     int height = min(row_tiles - band * BAND, BAND);
-    const int row = (band * BAND + within % height) * ROWS, channel = within / height * CHANNELS;
-    return {max(min(row, a.rows - ROWS), 0), max(min(channel, a.channels - CHANNELS), 0)};
+    const int row = (band * BAND + within % height) * ROWS, channel = within / height * WIDTH;
+    return {max(min(row, a.rows - ROWS), 0), max(min(channel, a.channels - WIDTH), 0)};
 }
 
-// Stores 32 channels, the ones before `end`, of the two rows (8 apart) of which a thread has sums: 2 of every 8 channels.
-// Threads of a quad exchange theirs so that each stores 8 channels at a time.
-__device__ __forceinline__ void store(const Arguments& a, const float (&d)[16], int row, int channel, int end) {
-    const int quarter = threadIdx.x & 3;
-    float more[8] = {};
-    if (HAS_BIAS) {
+// Adds the bias of a thread's channels, 2 of every 8 from `channel` on, to the sums of its two rows.
+__device__ __forceinline__ void add_bias(const Arguments& a, float (&d)[16], int channel, int end) {
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const int at = channel + i / 2 * 8 + quarter * 2 + i % 2;
-            if (at < end) more[i] = widened(a.bias[at]);
+    for (int i = 0; i < 8; i++) {
+        const int at = channel + i / 2 * 8 + (threadIdx.x & 3) * 2 + i % 2;
+        const float more = HAS_BIAS && at < end ? widened(a.bias[at]) : 0;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float& sum = d[i / 2 * 4 + 2 * half + i % 2];
+            sum += 0.0f;
+            if (HAS_BIAS) sum += more;
+        }
+    }
+}
+
+__device__ __forceinline__ float rounded(float value) { return widened((unsigned short)packed(value, 0)); }
+
+// Stores 32 channels, the ones before `end`, of the two rows (8 apart) of which a thread has sums: 2 of every 8 channels.
+// Threads of a quad exchange theirs so that each stores 8 channels at a time. `up`: with GATED, the second matrix's sums.
+__device__ __forceinline__ void store(const Arguments& a, float (&d)[16], float (&up)[16], int row, int channel, int end) {
+    const int quarter = threadIdx.x & 3;
+    add_bias(a, d, channel, end);
+    if (GATED) {
+        add_bias(a, up, channel + a.channels, end + a.channels);
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            const float first = rounded(d[i]);
+            d[i] = rounded(first * sigmoid(first)) * rounded(up[i]);
         }
     }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         u32 p[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            float low = d[4 * i + 2 * half] + 0.0f, high = d[4 * i + 2 * half + 1] + 0.0f;
-            if (HAS_BIAS) low += more[2 * i], high += more[2 * i + 1];
-            p[i] = packed(low, high);
-        }
+        for (int i = 0; i < 4; i++) p[i] = packed(d[4 * i + 2 * half], d[4 * i + 2 * half + 1]);
 #pragma unroll
         for (int i = 0; i < 4; i += 2) {
             u32 other = __shfl_xor_sync(~0u, quarter & 1 ? p[i] : p[i + 1], 1);
@@ -229,17 +255,21 @@ __device__ __forceinline__ void add_up(const Arguments& a, const float (&sums)[S
     meet_cluster();
     const u32 from = memory + (warp / 4 * 4 + self) * ROWS_BYTES + lane * 16;
 #pragma unroll 1
-    for (int first = warp % 4 * 32; first < CHANNELS; first += 128) {
-        float total[16] = {};
+    for (int first = warp % 4 * 32; first < WIDTH; first += 128) {
+        float total[16] = {}, up[16] = {};
+        auto add = [&](float (&to)[16], int begin) {
 #pragma unroll
-        for (int part = 0; part < PARTS; part++)
+            for (int part = 0; part < PARTS; part++)
 #pragma unroll
-            for (int i = 0; i < 4; i++)
-                if (CHANNELS % 32 == 0 || first + 8 * i < CHANNELS) {
-                    const float4 more = fetch(from + (first / 8 + i) * PIECE_BYTES, part);
-                    total[4 * i] += more.x, total[4 * i + 1] += more.y, total[4 * i + 2] += more.z, total[4 * i + 3] += more.w;
-                }
-        store(a, total, row + self * 16 + lane / 4, channel + first, end);
+                for (int i = 0; i < 4; i++)
+                    if (WIDTH % 32 == 0 || first + 8 * i < WIDTH) {
+                        const float4 more = fetch(from + (begin / 8 + i) * PIECE_BYTES, part);
+                        to[4 * i] += more.x, to[4 * i + 1] += more.y, to[4 * i + 2] += more.z, to[4 * i + 3] += more.w;
+                    }
+        };
+        add(total, first);
+        if (GATED) add(up, WIDTH + first);
+        store(a, total, up, row + self * 16 + lane / 4, channel + first, end);
     }
     meet_cluster();  // what others read stays until they have
 }
@@ -252,7 +282,7 @@ __device__ __forceinline__ void add_up(const Arguments& a, const float (&sums)[S
 
 extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1) ordered_gemm(const __grid_constant__ Arguments a) {
     const u32 memory = shared_memory(), full = memory + STAGES * STAGE_BYTES, empty = full + 8 * STAGES;
-    const int row_tiles = (a.rows + ROWS - 1) / ROWS, channel_tiles = (a.channels + CHANNELS - 1) / CHANNELS;
+    const int row_tiles = (a.rows + ROWS - 1) / ROWS, channel_tiles = (a.channels + WIDTH - 1) / WIDTH;
     const int tiles = row_tiles * channel_tiles, first = blockIdx.x / PARTS, stride = gridDim.x / PARTS;
     const int begin = SPREAD ? blockIdx.x % PARTS * a.chunk : 0, end = SPREAD ? min(begin + a.chunk, a.inner) : a.inner;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -270,10 +300,12 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1) ordered_gemm(co
         if (MOVE_REGISTERS) give_registers();
         if (threadIdx.x == CONSUMERS) {
             const int steps = (end - begin + STEP - 1) / STEP;
-            const int bytes = (min(a.rows, ROWS) + min(a.channels, CHANNELS)) * STEP * 2;
+            const int bytes = (min(a.rows, ROWS) + min(a.channels, WIDTH) * (1 + GATED)) * STEP * 2;
             auto copy_w = [&](int stage, int channel, int step) {
                 expect(full + 8 * stage, bytes);
-                copy(memory + stage * STAGE_BYTES + X_BYTES, a.w, begin + step * STEP, channel, full + 8 * stage);
+                const u32 to = memory + stage * STAGE_BYTES + X_BYTES;
+                copy(to, a.w, begin + step * STEP, channel, full + 8 * stage);
+                if (GATED) copy(to + WIDTH * STEP * 2, a.w, begin + step * STEP, channel + a.channels, full + 8 * stage);
             };
             // Weights are copied while the kernel that makes x still runs.
             const int ahead = min(steps, STAGES);
@@ -338,7 +370,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1) ordered_gemm(co
                         for (int i = 0; i < SUMS; i++) total[half][i] += sums[half][i];
             }
             const Place at = place(a, tile, row_tiles, channel_tiles);
-            const int row = at.row + group * (64 * HALVES), last = min(at.channel + CHANNELS, a.channels);
+            const int row = at.row + group * (64 * HALVES), last = min(at.channel + WIDTH, a.channels);
             if (SPREAD) {
                 add_up(a, sums[0], memory, row, at.channel, last);
                 return;  // a cluster has one tile
@@ -346,11 +378,15 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1) ordered_gemm(co
 #pragma unroll
             for (int half = 0; half < HALVES; half++)
 #pragma unroll
-                for (int i = 0; i < SUMS; i += 16) {
-                    float part[16];
+                for (int i = 0; i < WIDTH / 2; i += 16) {
+                    float part[16], up[16];
+                    auto& from = CHUNKS > 1 ? total[half] : sums[half];
 #pragma unroll
-                    for (int j = 0; j < 16; j++) part[j] = i + j >= SUMS ? 0 : CHUNKS > 1 ? total[half][i + j] : sums[half][i + j];
-                    store(a, part, row + 64 * half + warp % 4 * 16 + lane / 4, at.channel + 2 * i, last);
+                    for (int j = 0; j < 16; j++) {
+                        part[j] = i + j >= WIDTH / 2 ? 0 : from[i + j];
+                        up[j] = !GATED || i + j >= WIDTH / 2 ? 0 : from[WIDTH / 2 + i + j];
+                    }
+                    store(a, part, up, row + 64 * half + warp % 4 * 16 + lane / 4, at.channel + 2 * i, last);
                 }
         }
     }

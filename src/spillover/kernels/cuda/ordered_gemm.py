@@ -42,10 +42,16 @@ class Cut(NamedTuple):
     halves: int = 1
     groups: int = 2
     spread: bool = False  # the chunks of a tile over a cluster of blocks
+    gated: bool = False  # half of a tile's channels are of each of two matrices
 
     @property
     def rows(self) -> int:
         return UNIT_ROWS * self.halves * self.groups
+
+    @property
+    def width(self) -> int:
+        """Channels of a tile that are stored."""
+        return self.channels // 2 if self.gated else self.channels
 
     @property
     def threads(self) -> int:
@@ -94,7 +100,7 @@ class Cut(NamedTuple):
         defined = {
             "CHANNELS": self.channels, "HALVES": self.halves, "GROUPS": self.groups, "STAGES": self.stages,
             "CHUNKS": chunks, "SPREAD": int(self.spread), "TYPE": TYPES[dtype][0],
-            "HAS_BIAS": int(bias), "SUMS": sums, "SUMS_1": sums + 1, "SUMS_2": sums + 2,
+            "HAS_BIAS": int(bias), "GATED": int(self.gated), "SUMS": sums, "SUMS_1": sums + 1, "SUMS_2": sums + 2,
             "NAMES": " COMMA ".join(f"%{i}" for i in range(sums)),
             "VALUES": " COMMA ".join(f"FOUR({i})" for i in range(0, sums, 4)),
         }
@@ -113,9 +119,9 @@ MOST_PREPARED = 2048  # rows; those of more have cuts of these
 LEAST_CHANNELS = 16
 
 
-def few_cuts(rows: int, channels: int, chunks: int, processors: int) -> tuple[Cut, ...]:
+def few_cuts(rows: int, channels: int, chunks: int, processors: int, gated: bool = False) -> tuple[Cut, ...]:
     """Return the cuts for up to FEW_ROWS rows: as narrow as fill one wave of tiles, two waves, and so on."""
-    cuts = []
+    cuts, unit = [], 16 if gated else 8
     for groups in MOST_CHANNELS:
         row_tiles = -(-rows // (UNIT_ROWS * groups))
         if groups > -(-rows // UNIT_ROWS) or row_tiles > 2:
@@ -124,8 +130,8 @@ def few_cuts(rows: int, channels: int, chunks: int, processors: int) -> tuple[Cu
             most = (MOST_CHANNELS if spread or chunks == 1 else MOST_WITH_TOTALS)[groups]
             for waves in range(1, MOST_WAVES + 1):
                 across = Cut(0, groups=groups, spread=spread).slots(processors) * waves // row_tiles
-                width = -(-channels // (8 * max(across, 1))) * 8
-                cuts.append(Cut(min(max(width, LEAST_CHANNELS), most), groups=groups, spread=spread))
+                width = -(-channels // (unit * max(across, 1))) * unit
+                cuts.append(Cut(min(max(width, LEAST_CHANNELS), most), 1, groups, spread, gated))
     return tuple(dict.fromkeys(cuts))
 
 
@@ -143,60 +149,65 @@ class _Plan(NamedTuple):
     kernel: Module
 
 
-def multiply(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, early: bool, cut: Cut | None = None) -> bool:
-    """Multiply x [T, K], w [N, K], bias [N] into out [T, N]; False where this kernel cannot. x and w must be readable
-    by the tensor memory accelerator. `cut`: instead of the one that would be chosen."""
+def multiply(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, early: bool, gated: bool = False,
+             cut: Cut | None = None) -> bool:
+    """Multiply x [T, K], w [N, K], bias [N] into out [T, N]; `gated`: silu(first half) * second half into
+    out [T, N / 2]. False where this kernel cannot. x and w must be readable by the tensor memory accelerator. `cut`:
+    instead of the one that would be chosen."""
     (rows, channels), inner = out.shape, x.shape[1]
-    plan = _plan(-(-rows // UNIT_ROWS), channels, inner, x.dtype, bias is not None, x.device, cut)
+    plan = _plan(-(-rows // UNIT_ROWS), w.shape[0], inner, x.dtype, bias is not None, x.device, gated, cut)
     if plan is None:
         return False
     kind = TYPES[x.dtype][1]
     arguments = _Arguments(
         _map(x.data_ptr(), rows, inner, x.stride(0) * 2, min(rows, plan.cut.rows), kind),
-        _map(w.data_ptr(), channels, inner, w.stride(0) * 2, min(channels, plan.cut.channels), kind),
+        _map(w.data_ptr(), w.shape[0], inner, w.stride(0) * 2, min(channels, plan.cut.width), kind),
         None if bias is None else bias.data_ptr(), out.data_ptr(), rows, channels, inner, plan.chunk)
     plan.kernel.launch("ordered_gemm", plan.blocks, plan.cut.threads, arguments, plan.cut.shared, early)
     return True
 
 
 @cache
-def _plan(row_units: int, channels: int, inner: int, dtype: torch.dtype, bias: bool, device: torch.device,
+def _plan(row_units: int, channels: int, inner: int, dtype: torch.dtype, bias: bool, device: torch.device, gated: bool,
           cut: Cut | None) -> _Plan | None:
-    if dtype not in TYPES or channels % 8:
+    if dtype not in TYPES or channels % (16 if gated else 8):
         return None
     processors, (chunks, chunk) = _processors(device), product_chunks(channels, inner)
     rows = row_units * UNIT_ROWS
-    cut = cut or chosen(rows, channels, inner, processors)
+    cut = cut or chosen(rows, channels, inner, processors, gated)
     found = kernel(cut, chunks, dtype, bias, device)
     tiles = cut.tiles(rows, channels)
     blocks = tiles * chunks if cut.spread else min(tiles, processors)
     return None if found is None else _Plan(cut, blocks, chunk, found)
 
 
-def prepare(matrices: Iterable[tuple[int, int, bool]], dtype: torch.dtype, device: torch.device,
+def prepare(matrices: Iterable[tuple[int, int, bool, bool]], dtype: torch.dtype, device: torch.device,
             most_rows: int) -> None:
     """Compile what products of up to `most_rows` rows with matrices (channels, inner dimension, whether there is a
-    bias) will use, several at a time: at first use each would hold up a step for more than a second."""
+    bias, whether it is gated) will use, several at a time: at first use each would hold up a step for more than a
+    second."""
     if dtype not in TYPES or not _capable(device):
         return
     units = range(1, min(most_rows, MOST_PREPARED) // UNIT_ROWS + 1)
-    wanted = {chosen(UNIT_ROWS * unit, channels, inner, _processors(device)).options(
+    wanted = {chosen(UNIT_ROWS * unit, channels, inner, _processors(device), gated).options(
                   product_chunks(channels, inner)[0], dtype, bias)
-              for channels, inner, bias in set(matrices) if channels % 8 == 0 for unit in units}
+              for channels, inner, bias, gated in set(matrices) if channels % (16 if gated else 8) == 0
+              for unit in units}
     problems = CudaError, ImportError, OSError, AttributeError  # `kernel` says so when it comes to that
     with ThreadPoolExecutor(os.cpu_count()) as pool, contextlib.suppress(*problems):
         for _ in pool.map(lambda options: compiled(SOURCE, (*architecture(device), *options)), wanted):
             pass
 
 
-def chosen(rows: int, channels: int, inner: int, processors: int) -> Cut:
+def chosen(rows: int, channels: int, inner: int, processors: int, gated: bool = False) -> Cut:
     """Return the cut with which the multiprocessor that has most tiles takes least."""
     chunks = product_chunks(channels, inner)[0]
     if rows <= FEW_ROWS:
-        cuts = few_cuts(rows, channels, chunks, processors)
+        cuts = few_cuts(rows, channels, chunks, processors, gated)
         return min(cuts, key=lambda cut: cut.clocks_of_few(rows, channels, inner, chunks, processors))
     cuts = (*CUTS, *LARGE) if chunks == 1 and inner >= LONG else CUTS
-    return min(cuts, key=lambda cut: -(-cut.tiles(rows, channels) // processors) * cut.clocks(inner, chunks))
+    best = min(cuts, key=lambda cut: -(-cut.tiles(rows, channels) // processors) * cut.clocks(inner, chunks))
+    return best._replace(gated=gated)
 
 
 @cache

@@ -66,7 +66,7 @@ class BatchInvariant(WeightFormat):
     def prepare(self, linears: Sequence[tuple[LinearShape, bool]], target: Target, most_rows: int) -> None:
         from spillover.kernels.cuda import ordered_gemm
 
-        ordered_gemm.prepare(((shape.out_features, shape.in_features, bias) for shape, bias in linears),
+        ordered_gemm.prepare(((shape.out_features, shape.in_features, bias, shape.is_pair) for shape, bias in linears),
                              getattr(torch, target.dtype), target.device, most_rows)
 
     def host_code(self, dtype: torch.dtype) -> int | None:

@@ -91,10 +91,12 @@ def ordered_linear(x: Tensor, w: Tensor, bias: Tensor | None = None, tile: Tile 
 
 def ordered_linear_silu(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply x [T, K], w [2I, K], the gate's rows first -> silu(gate) * up [T, I]."""
-    if x.shape[0] > FEW:
-        return silu_and_mul(ordered_linear(x, w, bias))
     out = torch.empty(x.shape[0], w.shape[0] // 2, dtype=x.dtype, device=x.device)
-    if len(out):
+    if len(out) > FEW:
+        fused = x.element_size() == 2 and _describable(x, w)
+        if not fused or not ordered_gemm.multiply(x, w, bias, out, early(x.device)["EARLY"], gated=True):
+            return silu_and_mul(ordered_linear(x, w, bias))
+    elif len(out):
         _launch_few(x, w, bias, out, True)
     return out
 
