@@ -16,6 +16,7 @@ from torch import Tensor
 from spillover.kernels.kv_int4 import SCALE_BYTES, chunk_of
 from spillover.kernels.triton.attention.ordered_tile import keys_by_token
 from spillover.kernels.triton.codes import CODES, decode, encode
+from spillover.kernels.triton.launch import AS_WRITTEN
 
 
 def encode_blocks(pool: Tensor, blocks: Tensor, block_size: int, pool_dtype: str = "auto") -> Tensor:
@@ -48,6 +49,7 @@ def _run(kernel: Any, codes: Tensor, pool: Tensor, blocks: Tensor, block_size: i
                 pool, scales, blocks, codes, codes.view(torch.int16), pool.stride(0), KEYS=keys, HEADS=heads, DIM=dim,
                 PADDED=triton.next_power_of_2(dim), STAGES=chunk_of(dim).bit_length() - 1,
                 BLOCK=block_size, TOKENS=triton.next_power_of_2(block_size), SIZE=size, CODES=CODES[pool_dtype],
+                **AS_WRITTEN,  # a code of eight bits times its scale is rounded before it is added
             )
 
 
