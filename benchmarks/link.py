@@ -72,7 +72,7 @@ def main() -> None:
     rows = []
     for block_bytes in (1 << 19, 1 << 20, 1 << 21, 1 << 22):
         rows += block_copies(block_bytes, total, options.repeats, limit)
-    for kind in ("fp8", "int8"):
+    for kind in ("fp8", "int8", "int4"):
         rows += narrow_copies(kind, total, options.repeats)
     result = {
         "large_copy": limit, "launch": stall, "blocks": rows, "batched_calls": cuda_driver().batches,

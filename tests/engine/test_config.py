@@ -57,6 +57,7 @@ def test_a_settled_config_can_be_settled_again() -> None:
     ({"host_memory": "1GB", "spill_admission": "sometimes"}, ["second-use", "'sometimes'"]),
     ({"host_memory": "1GB", "spill": "later"}, ["--spill", "evict, eager"]),
     ({"kv_cache_dtype": "fp8_e5m2"}, ["--kv-cache-dtype", "auto, fp8, int8"]),
+    ({"kv_cache_dtype": "int4"}, ["--kv-cache-dtype", "auto, fp8, int8"]),
 ])
 def test_what_cannot_be_is_refused_in_one_sentence(flags: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(SpilloverError) as refused:
@@ -69,6 +70,7 @@ def test_what_cannot_be_is_refused_in_one_sentence(flags: dict[str, Any], words:
 
 @pytest.mark.parametrize("flags", [
     {"host_memory": "1GB", "spill_dtype": "int8", "kv_cache_dtype": "int8"},
+    {"host_memory": "1GB", "spill_dtype": "int4", "kv_cache_dtype": "fp8"},
     {"host_memory": "1GB", "spill_admission": "my_package.policies:Rarely", "restore": "always", "spill": "eager"},
     {"remote": "unix:///run/valkey.sock", "spill_admission": "second-use"},
     {"kv_cache_dtype": "fp8", "enable_prefix_caching": False},

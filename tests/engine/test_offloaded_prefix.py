@@ -45,7 +45,7 @@ def payloads_of(blocks: Tensor) -> list[memoryview]:
     layers=st.integers(1, 4),
     block_size=st.sampled_from([8, 16, 48, 512]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    kind=st.sampled_from([None, "fp8", "int8"]),
+    kind=st.sampled_from([None, "fp8", "int8", "int4"]),
     segment=st.sampled_from([256, 1024]),
     plain=st.booleans(),
     seed=st.integers(0, 99),

@@ -110,7 +110,8 @@ def test_only_equals_find_it(tiny: Tiny, tmp_path: Path, tmp_path_factory: pytes
     ]:
         with load(model.path, disk=(disk,), **flags) as llm:
             assert ask(llm, model, prompt, salt)["disk"] == 0, (model.path, salt, flags)
-    for flags in ({"kv_cache_dtype": "int8"}, {"spill_dtype": "int8"}, {"spill_dtype": "fp8"}, {"dtype": "bfloat16"}):
+    for flags in ({"kv_cache_dtype": "int8"}, {"spill_dtype": "int8"}, {"spill_dtype": "fp8"}, {"spill_dtype": "int4"},
+                  {"kv_cache_dtype": "int8", "spill_dtype": "int4"}, {"dtype": "bfloat16"}):
         with load(tiny.path, disk=(disk,), **flags) as llm:  # these may draw other tokens
             assert llm.generate(prompt, PARAMS, use_tqdm=False, cache_salt="a")[0].sources.disk == 0, flags
     with load(tiny.path, disk=(disk,)) as llm:
@@ -134,6 +135,32 @@ def test_two_engines_share_a_remote_store(tiny: Tiny, valkey: Valkey) -> None:
         assert ask(two, tiny, prompt, "tenant")["remote"] == 112
         assert ask(two, tiny, prompt, "another")["remote"] == 0
         assert ask(two, tiny, other, "tenant")["remote"] == 0
+
+
+@pytest.mark.parametrize("pool", [{}, {"kv_cache_dtype": "int8"}], ids=str)
+def test_four_bits_in_every_tier(tiny: Tiny, tmp_path: Path, valkey: Valkey, pool: dict[str, str]) -> None:
+    """Host memory, disk and a remote store hold and move codes, about a quarter of 16 bits or half of 8."""
+    (prompt,) = prompts(1, seed=5)
+    first, folder = None, tmp_path / "kv"
+    tiers = {"disk": {"disk": (f"{folder}:50MB",)}, "remote": {"remote": valkey.url}}
+    for name, flags in tiers.items():
+        for attempt in range(2):
+            with load(tiny.path, **pool, **flags, spill="eager", spill_dtype="int4", host_memory="20MB") as llm:
+                output = llm.generate(prompt, PARAMS, use_tqdm=False)[0]
+                wait_for(lambda llm=llm: not llm.engine.scheduler.connector.busy or llm.engine.step() is None)
+                plan, reports = llm.plan, {tier.name: tier for tier in llm.engine.scheduler.connector.reports()}
+            first = first or output.outputs[0].token_ids
+            values = 2 * tiny.hf.config.num_hidden_layers * tiny.hf.config.num_key_value_heads * BLOCK
+            dim = tiny.hf.config.head_dim
+            assert plan.slot_bytes == values * (dim // 2 + 2)
+            assert plan.block_bytes == values * (dim + 4 if pool else dim * 4)
+            if attempt == 0:
+                assert (getattr(output.sources, name), output.outputs[0].token_ids) == (0, first)
+                assert reports["host"].bytes_in >= 112 // BLOCK * plan.slot_bytes
+            else:
+                assert getattr(output.sources, name) == 112
+                assert reports["host"].bytes_out == 112 // BLOCK * plan.slot_bytes
+            assert reports["host"].bytes_in % plan.slot_bytes == 0
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

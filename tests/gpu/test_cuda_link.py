@@ -82,7 +82,7 @@ def test_random_copies_both_ways_at_once_equal_a_plain_model(pool: torch.Tensor,
     assert [bytes(slot) for slot in slots] == stored
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
 def test_narrow_blocks_have_the_bits_of_the_reference(pool: torch.Tensor, kind: str) -> None:
     codec = KVCodec(LAYERS, HEADS, BLOCK_SIZE, HEAD_DIM, torch.bfloat16, kind)
     transfers = CudaTransfers(pool.device)

@@ -26,7 +26,7 @@ from spillover.kernels.attention import attention, attention_reference, store_kv
 from spillover.kernels.formats.base import Linear
 from spillover.kernels.formats.gguf_codes import unpack_codes
 from spillover.kernels.formats.packed import pack
-from spillover.kernels.kv_quant import KVCodec
+from spillover.kernels.kv_quant import KVCodec, encode_blocks
 from spillover.kernels.linear import embedding, linear, unpack
 from spillover.kernels.native.build import FLAGS, LEVELS, SOURCES
 from spillover.kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
@@ -161,11 +161,12 @@ def test_attention(neoverse: EmulatedLibrary, window: int | None, kind: str) -> 
     assert torch.equal(alone, in_two)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_quantised_blocks(neoverse: EmulatedLibrary, kind: str) -> None:
-    codec = KVCodec(2, 3, 16, 8, torch.float32, kind)
-    block = torch.randn(codec.block_bytes // 4).mul_(torch.exp2(torch.randint(-20, 20, (codec.block_bytes // 4,))))
-    stored = block.view(torch.uint8)
+@pytest.mark.parametrize(("kind", "pool_dtype"), [("fp8", "auto"), ("int8", "auto"), ("int4", "auto"), ("int4", "fp8")])
+def test_quantised_blocks(neoverse: EmulatedLibrary, kind: str, pool_dtype: str) -> None:
+    coded = pool_dtype != "auto"
+    codec = KVCodec(2, 3, 16, 8, torch.uint8 if coded else torch.float32, kind, pool_dtype)
+    block = torch.randn(2, 2, 3, 16 * 8).mul_(torch.exp2(torch.randint(-20, 20, (2, 2, 3, 16 * 8))))
+    stored = (encode_blocks(block, 16, pool_dtype) if coded else block).flatten().view(torch.uint8)
     slot, again = torch.zeros(codec.slot_bytes, dtype=torch.uint8), torch.zeros_like(stored)
     for tensor in (stored, slot, again):
         tensor.data_ptr()  # for the emulator to know it

@@ -73,6 +73,15 @@ def test_quantised_kv_takes_a_byte_an_element_and_a_scale_a_token(kind: str, dty
     assert shape.block_bytes(16) == narrow
 
 
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_four_bits_below_the_device_take_half_of_eight(kind: str) -> None:
+    eight, both = planned(kv_cache_dtype=kind, host_memory=GIB), planned(kv_cache_dtype=kind, spill_dtype="int4",
+                                                                         host_memory=GIB)
+    assert both.block_bytes == eight.block_bytes == 2 * both.slot_bytes
+    assert both.host_blocks > 1.9 * eight.host_blocks
+    assert planned(spill_dtype="int4", dtype="bfloat16", host_memory=GIB).slot_bytes == both.slot_bytes
+
+
 def test_without_a_host_tier_a_few_slots_are_counted(tmp_path: Path) -> None:
     plan = planned(disks=(DiskBudget(tmp_path, GIB),))
     assert plan.host_blocks == 0

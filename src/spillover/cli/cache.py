@@ -154,7 +154,7 @@ def _folder(text: str) -> Path:
 
 
 def _kind(about: dict[str, str]) -> str:
-    stored = next((about[name] for name in ("kv_cache_dtype", "spill_dtype") if about.get(name, "auto") != "auto"), "")
+    stored = next((about[name] for name in ("spill_dtype", "kv_cache_dtype") if about.get(name, "auto") != "auto"), "")
     return f"{about.get('dtype', '?')}{', ' + stored if stored else ''}"
 
 

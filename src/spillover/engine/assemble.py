@@ -28,7 +28,7 @@ from spillover.kernels import native
 from spillover.kernels.arena import Arena
 from spillover.kernels.attention import KV_LAYOUT
 from spillover.kernels.formats.base import Target
-from spillover.kernels.kv_quant import QUANT_LAYOUT, head_bytes
+from spillover.kernels.kv_quant import head_bytes, slot_layout
 from spillover.memory.budgets import parse_disk
 from spillover.memory.connector import KVConnector, NullConnector
 from spillover.memory.kv.kv_cache import KVCache
@@ -271,5 +271,5 @@ def _identity(planned: PlannedModel) -> bytes:
     weights = model_fingerprint(planned.path, planned.model_config, config.load_format, dtype=plan.dtype,
                                 device=plan.device, seed=config.seed)
     parts: list[Any] = [weights, plan.dtype, config.kv_cache_dtype, config.spill_dtype, plan.block_size, KV_LAYOUT,
-                        QUANT_LAYOUT, plan.windows, planned.in_codes]
+                        slot_layout(config.spill_dtype), plan.windows, planned.in_codes]
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()

@@ -74,8 +74,9 @@ class EngineConfig:
     kv_cache_dtype: str = _flag("auto", "Type of the KV cache on the device: auto is the compute type; fp8 (e4m3) and "
                                         "int8 have a scale per token and head.", ("auto", "fp8", "int8"),
                                 {"fp8_e4m3": "fp8"})
-    spill_dtype: str = _flag("auto", "Type of KV in the lower tiers; auto keeps the type that it has on the device.",
-                             ("auto", "fp8", "int8"), {"fp8_e4m3": "fp8"})
+    spill_dtype: str = _flag("auto", "Type of KV in the lower tiers; auto keeps the type that it has on the device. "
+                                     "With another, tokens after a restored prefix may differ.",
+                             ("auto", "fp8", "int8", "int4"), {"fp8_e4m3": "fp8"})
     spill_admission: str = _flag("always", "Which KV blocks a lower tier stores: always (all), second-use (those "
                                  "that leave the tier above for the second time), or module:Class of your own.")
     kv_store_key_file: str | None = _flag(None, "File with a key of 16 bytes or more for the KV on --disk and in "
@@ -223,9 +224,10 @@ class EngineConfig:
             from spillover.memory.tiers.remote_address import RemoteAddress  # with its client library, slow to import
 
             RemoteAddress.parse(self.remote)
-        if "auto" not in (self.kv_cache_dtype, self.spill_dtype) and self.kv_cache_dtype != self.spill_dtype:
+        if self.kv_cache_dtype != "auto" and self.spill_dtype not in ("auto", "int4", self.kv_cache_dtype):
             raise SpilloverError(f"--spill-dtype {self.spill_dtype} and --kv-cache-dtype {self.kv_cache_dtype} "
-                                 "contradict each other: KV is quantised once, so give one of them")
+                                 "contradict each other: KV in eight bits stays as it is, or becomes int4 below the "
+                                 "device, so give one of them")
         if self.spill_admission not in ADMISSIONS and not _CLASS_NAME.fullmatch(self.spill_admission):
             raise SpilloverError("--spill-admission takes always, second-use or module:Class; got "
                                  f"'{self.spill_admission}'" + did_you_mean(self.spill_admission, ADMISSIONS))

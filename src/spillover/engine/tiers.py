@@ -13,6 +13,7 @@ from spillover.engine.batch.offloaded_prefix import spill_codec
 from spillover.engine.config import EngineConfig
 from spillover.errors import SpilloverError
 from spillover.kernels.attention import KV_LAYOUT
+from spillover.kernels.kv_quant import slot_layout
 from spillover.memory.budgets import parse_disk
 from spillover.memory.policies.admission import admission_policy
 from spillover.memory.spill.store import SpillStore
@@ -71,7 +72,8 @@ def _make_link(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tenso
 def _make_tiers(config: EngineConfig, plan: Plan, payload: int, identity: bytes,
                 wake: Callable[[], None]) -> list[Tier]:
     description = {"model": plan.model, "dtype": plan.dtype, "kv_cache_dtype": config.kv_cache_dtype,
-                   "spill_dtype": config.spill_dtype, "block_size": str(plan.block_size), "layout": KV_LAYOUT}
+                   "spill_dtype": config.spill_dtype, "block_size": str(plan.block_size),
+                   "layout": f"{KV_LAYOUT};{slot_layout(config.spill_dtype)}"}
     seal = read_seal(config.kv_store_key_file)
     tiers: list[Tier] = []
     disks = []

@@ -1,8 +1,9 @@
-"""KV in one byte a value: float8 (e4m3fn) or int8 codes with one float32 scale for a token's head.
+"""KV in one byte a value, float8 (e4m3fn) or int8 codes with one float32 scale for a token's head; codecs of blocks.
 
 A head of a block is block_size * head_dim codes, keys by dimension and values by token, then block_size little-endian
 scales: block_size * (head_dim + 4) bytes. value = code * scale, and scale = the largest magnitude over head_dim / the
-largest code. Codes are made by a true division, rounded to nearest, ties to even.
+largest code. Codes are made by a true division, rounded to nearest, ties to even. Below the device blocks may also be
+in four bits ("int4"), which `kv_int4` describes.
 """
 
 from __future__ import annotations
@@ -14,18 +15,30 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from spillover.kernels import native
+from spillover.kernels import kv_int4, native
 
 KV_DTYPES = ("fp8", "int8")
 SCALE_BYTES = 4
 QUANT_LAYOUT = "head:codes,token:f32-scale"
 _LARGEST = {"fp8": 448.0, "int8": 127.0}
 _CODE = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+# Codecs as the native kernels know them, by what blocks become and what they are in the pool.
+_KINDS = {("int8", "auto"): 0, ("fp8", "auto"): 1, ("int4", "auto"): 2, ("int4", "int8"): 3, ("int4", "fp8"): 4}
 
 
-def head_bytes(block_size: int, head_dim: int) -> int:
-    """Return one head of a block, keys or values."""
-    return block_size * (head_dim + SCALE_BYTES)
+def head_bytes(block_size: int, head_dim: int, kv_dtype: str = "int8") -> int:
+    """Return the bytes of one head of a block, keys or values; fp8 takes what int8 does."""
+    return block_size * row_bytes(head_dim, kv_dtype)
+
+
+def row_bytes(head_dim: int, kv_dtype: str) -> int:
+    """Return the bytes of one token's head."""
+    return head_dim // 2 + kv_int4.SCALE_BYTES if kv_dtype == "int4" else head_dim + SCALE_BYTES
+
+
+def slot_layout(spill_dtype: str) -> str:
+    """Return the name of the layout that blocks have below the device: part of what they are found by."""
+    return kv_int4.LAYOUT if spill_dtype == "int4" else QUANT_LAYOUT
 
 
 def encode(x: Tensor, kv_dtype: str, dim: int = -1) -> tuple[Tensor, Tensor]:
@@ -58,6 +71,11 @@ def views(quantised: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor, T
 def encode_blocks(x: Tensor, block_size: int, kv_dtype: str) -> Tensor:
     """Encode x [..., 2, Hk, bs * D] of any float type -> [..., 2, Hk, head_bytes] uint8."""
     head_dim = x.shape[-1] // block_size
+    if kv_dtype == "int4":
+        both = (key_view(x[..., 0, :, :], block_size, head_dim), _split(x[..., 1, :, :], block_size, head_dim).mT)
+        made4 = (kv_int4.encode(part) for part in both)
+        heads = [torch.cat((codes.flatten(-2), scales.view(torch.uint8)), -1) for codes, scales in made4]
+        return torch.stack(heads, -3)
     out = torch.empty(*x.shape[:-1], head_bytes(block_size, head_dim), dtype=torch.uint8, device=x.device)
     keys, key_scales, values, value_scales = views(out, block_size)
     for source, dim, codes, scales in (
@@ -78,6 +96,8 @@ def key_view(keys: Tensor, block_size: int, head_dim: int) -> Tensor:
 
 def decode_blocks(quantised: Tensor, block_size: int, kv_dtype: str, dtype: torch.dtype) -> Tensor:
     """Decode [..., 2, Hk, head_bytes] uint8 -> [..., 2, Hk, bs * D]."""
+    if kv_dtype == "int4":
+        return _decode_int4(quantised, block_size, dtype)
     keys, key_scales, values, value_scales = views(quantised, block_size)
     whole = torch.empty(*quantised.shape[:-1], block_size * keys.shape[-2], dtype=dtype, device=quantised.device)
     key_view(whole[..., 0, :, :], block_size, keys.shape[-2]).copy_(decode(keys, key_scales, kv_dtype, -2))
@@ -85,16 +105,30 @@ def decode_blocks(quantised: Tensor, block_size: int, kv_dtype: str, dtype: torc
     return whole
 
 
+def _decode_int4(quantised: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
+    half = quantised.shape[-1] // block_size - kv_int4.SCALE_BYTES  # of the head's dimensions
+    codes = _split(quantised[..., : half * block_size], half, block_size)
+    x = kv_int4.decode(codes, quantised[..., half * block_size :].view(torch.bfloat16))  # [..., 2, Hk, D, bs]
+    if dtype is torch.float16:  # an error near its largest value must not become infinity
+        x = x.clamp(-65504.0, 65504.0)
+    whole = torch.empty(*quantised.shape[:-1], block_size * 2 * half, dtype=dtype, device=quantised.device)
+    key_view(whole[..., 0, :, :], block_size, 2 * half).copy_(x[..., 0, :, :, :])
+    _split(whole[..., 1, :, :], block_size, 2 * half).copy_(x[..., 1, :, :, :].mT)
+    return whole
+
+
 @dataclass(frozen=True)
 class KVCodec:
-    """A codec of whole blocks [layers, 2, Hk, bs * D] of a full-precision pool to quantised ones and back, as bytes."""
+    """A codec of whole blocks [layers, 2, Hk, bs * D] of a pool to narrower ones and back, as bytes. To int4 the pool
+    may be one of codes itself, which are decoded first."""
 
     layers: int
     kv_heads: int
     block_size: int
     head_dim: int
     dtype: torch.dtype  # of the pool
-    kv_dtype: str  # "fp8" | "int8"
+    kv_dtype: str  # "fp8" | "int8" | "int4"
+    pool_dtype: str = "auto"  # "fp8" | "int8": the pool is of these codes, and `dtype` uint8
 
     @property
     def block_bytes(self) -> int:
@@ -102,7 +136,7 @@ class KVCodec:
 
     @property
     def slot_bytes(self) -> int:
-        return self.layers * 2 * self.kv_heads * head_bytes(self.block_size, self.head_dim)
+        return self.layers * 2 * self.kv_heads * head_bytes(self.block_size, self.head_dim, self.kv_dtype)
 
     def encode(self, block: memoryview, slot: memoryview) -> None:
         """Encode from main memory to main memory, on this thread alone."""
@@ -127,44 +161,61 @@ class KVCodec:
     def encode_tensor(self, blocks: Tensor) -> Tensor:
         """Encode [..., block_bytes] uint8 -> [..., slot_bytes] uint8, on their device."""
         x = _split(blocks.view(self.dtype), *self._shape)
+        if self.pool_dtype != "auto":
+            x = decode_blocks(x, self.block_size, self.pool_dtype, torch.float32)
         return encode_blocks(x, self.block_size, self.kv_dtype).flatten(-4)
 
     def decode_tensor(self, slots: Tensor) -> Tensor:
-        shape = (*self._shape[:-1], head_bytes(self.block_size, self.head_dim))
-        x = decode_blocks(_split(slots, *shape), self.block_size, self.kv_dtype, self.dtype)
+        shape = (*self._shape[:-1], head_bytes(self.block_size, self.head_dim, self.kv_dtype))
+        dtype = self.dtype if self.pool_dtype == "auto" else torch.float32
+        x = decode_blocks(_split(slots, *shape), self.block_size, self.kv_dtype, dtype)
+        if self.pool_dtype != "auto":
+            x = encode_blocks(x, self.block_size, self.pool_dtype)
         return x.flatten(-4).view(torch.uint8)
 
     def encode_pool(self, pool: Tensor, blocks: Tensor) -> Tensor:
         """Encode blocks [n] int64 of a pool [num_blocks, block_bytes] uint8 -> [n, slot_bytes] uint8, on its device."""
         if pool.is_cuda:
+            x = _split(pool.view(self.dtype), *self._shape)
+            if self.kv_dtype == "int4":
+                from spillover.kernels.triton import int4_codec
+
+                return int4_codec.encode_blocks(x, blocks, self.block_size, self.pool_dtype).flatten(1)
             from spillover.kernels.triton import block_codec
 
-            x = _split(pool.view(self.dtype), *self._shape)
             return block_codec.encode_blocks(x, blocks, self.block_size, self.kv_dtype).flatten(1)
         return self.encode_tensor(pool[blocks])
 
     def decode_pool(self, slots: Tensor, pool: Tensor, blocks: Tensor) -> None:
         """Decode [n, slot_bytes] uint8 to these blocks."""
         if pool.is_cuda:
+            x = _split(pool.view(self.dtype), *self._shape)
+            if self.kv_dtype == "int4":
+                from spillover.kernels.triton import int4_codec
+
+                int4_codec.decode_blocks(slots, x, blocks, self.block_size, self.pool_dtype)
+                return
             from spillover.kernels.triton import block_codec
 
-            x = _split(pool.view(self.dtype), *self._shape)
             block_codec.decode_blocks(slots, x, blocks, self.block_size, self.kv_dtype)
         else:
             pool[blocks] = self.decode_tensor(slots)
 
     @property
     def _shape(self) -> tuple[int, int, int, int]:
-        return self.layers, 2, self.kv_heads, self.block_size * self.head_dim
+        coded = self.pool_dtype != "auto"
+        size = head_bytes(self.block_size, self.head_dim) if coded else self.block_size * self.head_dim
+        return self.layers, 2, self.kv_heads, size
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """Return the sizes as the native kernels take them."""
-        return self.layers, self.kv_heads, self.head_dim, self.block_size, int(self.kv_dtype == "fp8")
+        return self.layers, self.kv_heads, self.head_dim, self.block_size, _KINDS[self.kv_dtype, self.pool_dtype]
 
     def native(self) -> ctypes.CDLL | None:
-        """Return the native library where it applies: float32, and whole vectors of 8 tokens and dimensions."""
-        if self.dtype is not torch.float32 or self.block_size % 8 or self.head_dim % 8:
+        """Return the native library where it applies: a pool of float32 or codes, and whole vectors of 8 tokens and
+        dimensions."""
+        if self.dtype not in (torch.float32, torch.uint8) or self.block_size % 8 or self.head_dim % 8:
             return None
         return native.library()
 

@@ -46,7 +46,7 @@ class Sizes:
         # Blocks of a sequence that may wait in host memory: attention streams them only where every layer sees all,
         # and only as they lay on the device.
         host_blocks = next((tier.blocks or 0 for tier in tiers if tier.name == "host"), 0)
-        as_is = request.spill_dtype == "auto" or request.kv_cache_dtype != "auto"
+        as_is = request.spill_dtype in ("auto", request.kv_cache_dtype)
         unit = split_blocks(request.block_size)  # blocks that move there together
         self.offloaded_blocks = host_blocks // unit * unit if shape.group_windows == (None,) and as_is else 0
         self.block_bytes = shape.block_bytes(request.block_size)

@@ -292,6 +292,6 @@ def _dtype(request: PlanRequest, config: ModelConfig, device: str) -> str:
 
 
 def _slot_bytes(request: PlanRequest, config: ModelConfig, shape: ModelShape, dtype: str) -> int:
-    if request.spill_dtype == "auto" or request.kv_cache_dtype != "auto":
+    if request.spill_dtype in ("auto", request.kv_cache_dtype):
         return shape.block_bytes(request.block_size)
     return shape.group_layers * kv_layer_bytes(config, dtype, request.spill_dtype) * request.block_size

@@ -10,7 +10,8 @@ from spillover.models.config import ModelConfig
 from spillover.models.groups import layer_groups
 from spillover.models.weight_specs import WeightSpecs, is_expert
 
-KV_SCALE_BYTES = 4  # scale of quantised KV: a float32 for each token, head, and key or value
+KV_SCALE_BYTES = 4  # scale of KV in eight bits: a float32 for each token, head, and key or value
+INT4_SCALE_BYTES = 2  # in four bits a bfloat16
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,12 @@ def model_shape(config: ModelConfig, specs: WeightSpecs, dtype: str, kv_dtype: s
 
 def kv_layer_bytes(config: ModelConfig, dtype: str, kv_dtype: str = "auto") -> int:
     """Return the bytes of a token in a layer, keys and values. `kv_dtype`: "auto" is the compute type."""
-    row = config.head_dim * ITEMSIZE[dtype] if kv_dtype == "auto" else config.head_dim + KV_SCALE_BYTES
+    if kv_dtype == "auto":
+        row = config.head_dim * ITEMSIZE[dtype]
+    elif kv_dtype == "int4":
+        row = config.head_dim // 2 + INT4_SCALE_BYTES
+    else:
+        row = config.head_dim + KV_SCALE_BYTES
     return 2 * config.num_kv_heads * row
 
 

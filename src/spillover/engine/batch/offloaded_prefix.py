@@ -26,10 +26,11 @@ from spillover.models.config import ModelConfig
 
 
 def spill_codec(config: EngineConfig, model: ModelConfig, pool: Tensor, block_size: int) -> KVCodec | None:
-    """What blocks are narrowed with on their way to host memory; a quantised pool's are narrow already."""
-    if config.spill_dtype == "auto" or config.kv_cache_dtype != "auto":
+    """What blocks are narrowed with on their way to host memory; None where they stay as they are."""
+    if config.spill_dtype in ("auto", config.kv_cache_dtype):
         return None
-    return KVCodec(pool.shape[1], model.num_kv_heads, block_size, model.head_dim, pool.dtype, config.spill_dtype)
+    return KVCodec(pool.shape[1], model.num_kv_heads, block_size, model.head_dim, pool.dtype, config.spill_dtype,
+                   config.kv_cache_dtype)
 
 
 class OffloadStage:

@@ -1,4 +1,6 @@
-// Whole blocks to codes and back, on the thread that calls: it runs beside the engine, whose cores are not to be taken.
+// Whole blocks to codes of eight and four bits and back, on the thread that calls: it runs beside the engine, whose cores are not to be taken.
+#include <vector>
+
 #include "codes.h"
 
 namespace {
@@ -72,17 +74,158 @@ void decode_layers(const uint8_t* codes, float* x, int64_t layers, int64_t Hk, H
     }
 }
 
-}  // namespace
+// Four bits, as kv_int4.py has them: rows [D][bs] of floats, rotated over D, lanes are tokens.
 
-// x [layers, 2, Hk, bs * D] of one block. fp8: e4m3, else int8.
-extern "C" void encode_block(const float* x, uint8_t* codes, int64_t layers, int64_t Hk, int64_t D, int64_t bs,
-                             int64_t fp8) {
-    (fp8 ? encode_layers<Fp8Pool> : encode_layers<Int8Pool>)(x, codes, layers, Hk, {D, bs});
+struct Head4 : Head {
+    int64_t bytes() const { return D / 2 * bs + 2 * bs; }
+};
+
+// Not normalised. Only sums: the order is that of the reference, whatever the lanes.
+template <int W>
+void rotate(float* x, Head h) {
+    const int64_t chunk = h.D & -h.D;
+    for (int64_t step = 1; step < chunk; step *= 2) {
+        for (int64_t d = 0; d < h.D; d++) {
+            if (d & step) continue;
+            float *low = x + d * h.bs, *high = low + step * h.bs;
+            for (int64_t t = 0; t < h.bs; t += W) {
+                const auto a = load<W>(low + t), b = load<W>(high + t);
+                store<W>(low + t, a + b);
+                store<W>(high + t, a - b);
+            }
+        }
+    }
 }
 
-extern "C" void decode_block(const uint8_t* codes, float* x, int64_t layers, int64_t Hk, int64_t D, int64_t bs,
-                             int64_t fp8) {
-    (fp8 ? decode_layers<Fp8Pool> : decode_layers<Int8Pool>)(codes, x, layers, Hk, {D, bs});
+// The upper half of a float's bits, rounded to nearest, ties to even.
+template <int W>
+typename Vec<W>::I to_bfloat16(typename Vec<W>::F x) {
+    const auto bits = (typename Vec<W>::I)x;
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+template <int W>
+void encode_rows(float* x, uint8_t* codes, Head4 h) {
+    typedef typename Vec<W>::F F;
+    typedef typename Vec<W>::I I;
+    rotate<W>(x, h);
+    for (int64_t t = 0; t < h.bs; t += W) {
+        F top{};
+        for (int64_t d = 0; d < h.D; d++) top = maximum<W>(magnitude<W>(load<W>(x + d * h.bs + t)), top);
+        const I bits = to_bfloat16<W>(top / 7.5f);
+        const F scale = (F)(bits << 16), high = splat<W>(15.0f);
+        for (int64_t lane = 0; lane < W; lane++) {
+            const uint16_t half = static_cast<uint16_t>(bits[lane]);
+            std::memcpy(codes + h.values() / 2 + 2 * (t + lane), &half, 2);
+        }
+        const auto code = [&](const float* p) {
+            F ratio = load<W>(p) / scale + 8.0f;
+            ratio = ratio > high ? high : ratio;
+            ratio = ratio < F{} ? F{} : ratio;
+            return __builtin_convertvector(scale > 0.0f ? ratio : F{}, I);
+        };
+        for (int64_t d = 0; d < h.D; d += 2) {
+            const float* p = x + d * h.bs + t;
+            store_codes<W>(codes + d / 2 * h.bs + t, code(p) | code(p + h.bs) << 4);
+        }
+    }
+}
+
+template <int W>
+void decode_rows(const uint8_t* codes, float* x, Head4 h) {
+    typedef typename Vec<W>::F F;
+    typedef typename Vec<W>::I I;
+    for (int64_t t = 0; t < h.bs; t += W) {
+        I bits{};
+        for (int64_t lane = 0; lane < W; lane++) {
+            uint16_t half;
+            std::memcpy(&half, codes + h.values() / 2 + 2 * (t + lane), 2);
+            bits[lane] = half;
+        }
+        const F scale = (F)(bits << 16);
+        for (int64_t d = 0; d < h.D; d += 2) {
+            const I both = load_codes<W>(codes + d / 2 * h.bs + t);
+            const I low = both & 15, high = both >> 4 & 15;
+            store<W>(x + d * h.bs + t, (__builtin_convertvector(low, F) - 7.5f) * scale);
+            store<W>(x + (d + 1) * h.bs + t, (__builtin_convertvector(high, F) - 7.5f) * scale);
+        }
+    }
+    rotate<W>(x, h);
+    const float unit = 1.0f / static_cast<float>(h.D & -h.D);
+    for (int64_t i = 0; i < h.values(); i += W) store<W>(x + i, load<W>(x + i) * unit);
+}
+
+void transpose(const float* x, float* y, int64_t rows, int64_t columns) {
+    for (int64_t i = 0; i < rows; i++) {
+        for (int64_t j = 0; j < columns; j++) y[j * rows + i] = x[i * columns + j];
+    }
+}
+
+// A pool of floats, whose heads are used as they lie, or of codes.
+struct Floats {
+    static int64_t bytes(Head h) { return 4 * h.values(); }
+    static void read(const char* head, float* x, Head h, bool) { std::memcpy(x, head, bytes(h)); }
+    static void write(const float* x, char* head, Head h, bool) { std::memcpy(head, x, bytes(h)); }
+};
+
+template <class Pool>
+struct Codes {
+    static int64_t bytes(Head h) { return h.bytes(); }
+    static void read(const char* head, float* x, Head h, bool keys) {
+        (keys ? decode_keys<Pool, kNarrow> : decode_values<Pool, kNarrow>)(reinterpret_cast<const uint8_t*>(head), x, h);
+    }
+    static void write(const float* x, char* head, Head h, bool keys) {
+        (keys ? encode_keys<Pool, kNarrow> : encode_values<Pool, kNarrow>)(x, reinterpret_cast<uint8_t*>(head), h);
+    }
+};
+
+template <class Source>
+void encode_layers4(const char* x, uint8_t* codes, int64_t layers, int64_t Hk, Head4 h) {
+    std::vector<float> rows(2 * h.values());
+    float *keys = rows.data(), *values = keys + h.values();
+    for (int64_t i = 0; i < layers * 2 * Hk; i++, x += Source::bytes(h), codes += h.bytes()) {
+        const bool is_key = i / Hk % 2 == 0;
+        Source::read(x, is_key ? keys : values, h, is_key);
+        if (!is_key) transpose(values, keys, h.bs, h.D);
+        encode_rows<kNarrow>(keys, codes, h);
+    }
+}
+
+template <class Source>
+void decode_layers4(const uint8_t* codes, char* x, int64_t layers, int64_t Hk, Head4 h) {
+    std::vector<float> rows(2 * h.values());
+    float *keys = rows.data(), *values = keys + h.values();
+    for (int64_t i = 0; i < layers * 2 * Hk; i++, x += Source::bytes(h), codes += h.bytes()) {
+        const bool is_key = i / Hk % 2 == 0;
+        decode_rows<kNarrow>(codes, keys, h);
+        if (!is_key) transpose(keys, values, h.D, h.bs);
+        Source::write(is_key ? keys : values, x, h, is_key);
+    }
+}
+
+}  // namespace
+
+// x [layers, 2, Hk, bs * D] of one block. Kind 0: floats to int8, 1: to e4m3; to four bits 2: floats, 3: int8, 4: e4m3.
+extern "C" void encode_block(const char* x, uint8_t* codes, int64_t layers, int64_t Hk, int64_t D, int64_t bs,
+                             int64_t kind) {
+    const Head h{D, bs};
+    const float* floats = reinterpret_cast<const float*>(x);
+    if (kind == 0) encode_layers<Int8Pool>(floats, codes, layers, Hk, h);
+    else if (kind == 1) encode_layers<Fp8Pool>(floats, codes, layers, Hk, h);
+    else if (kind == 2) encode_layers4<Floats>(x, codes, layers, Hk, {h});
+    else if (kind == 3) encode_layers4<Codes<Int8Pool>>(x, codes, layers, Hk, {h});
+    else encode_layers4<Codes<Fp8Pool>>(x, codes, layers, Hk, {h});
+}
+
+extern "C" void decode_block(const uint8_t* codes, char* x, int64_t layers, int64_t Hk, int64_t D, int64_t bs,
+                             int64_t kind) {
+    const Head h{D, bs};
+    float* floats = reinterpret_cast<float*>(x);
+    if (kind == 0) decode_layers<Int8Pool>(codes, floats, layers, Hk, h);
+    else if (kind == 1) decode_layers<Fp8Pool>(codes, floats, layers, Hk, h);
+    else if (kind == 2) decode_layers4<Floats>(codes, x, layers, Hk, {h});
+    else if (kind == 3) decode_layers4<Codes<Int8Pool>>(codes, x, layers, Hk, {h});
+    else decode_layers4<Codes<Fp8Pool>>(codes, x, layers, Hk, {h});
 }
 
 // A piece of each of `count` blocks, which lie anywhere, side by side.
@@ -92,11 +235,12 @@ extern "C" void stage_blocks(const int64_t* blocks, int64_t offset, int64_t byte
     }
 }
 
-// The same of quantised blocks, decoded: one layer of each from `offset`, to [count][2][Hk][bs * D].
-extern "C" void stage_decoded(const int64_t* blocks, int64_t offset, int64_t count, float* stage, int64_t Hk, int64_t D,
-                              int64_t bs, int64_t fp8) {
+// The same of narrow blocks, decoded: one layer of each from `offset`, to [count][2][Hk][bs * D] of the pool's kind.
+extern "C" void stage_decoded(const int64_t* blocks, int64_t offset, int64_t count, char* stage, int64_t Hk, int64_t D,
+                              int64_t bs, int64_t kind) {
+    const Head h{D, bs};
+    const int64_t piece = 2 * Hk * (kind > 2 ? h.bytes() : 4 * h.values());
     for (int64_t i = 0; i < count; i++) {
-        decode_block(reinterpret_cast<const uint8_t*>(blocks[i]) + offset, stage + i * 2 * Hk * D * bs, 1, Hk, D, bs,
-                     fp8);
+        decode_block(reinterpret_cast<const uint8_t*>(blocks[i]) + offset, stage + i * piece, 1, Hk, D, bs, kind);
     }
 }
