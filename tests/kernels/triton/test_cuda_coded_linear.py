@@ -121,7 +121,7 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(bits: int, group: int, 
     form, x = codes.form(bits), inputs(2, 130, inner, torch.float16 if kind == "SUPER" else torch.bfloat16)
     tiles = pack(codes, form, False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda, "chosen", lambda *of: None)  # as many rows
+        patch.setattr(cuda, "chosen", lambda *of: cuda.MANY_CUTS[-3])  # as many rows
         whole = coded_linear(x, tiles, form)
     assert_near(whole, x, weight(codes, bits))
     assert torch.equal(coded_linear(x, tiles, form), whole)
@@ -130,8 +130,8 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(bits: int, group: int, 
         assert torch.equal(coded_linear(x[first:], tiles, form), whole[first:]), rows
 
 
-@pytest.mark.parametrize("cut", [*cuda.FEW_CUTS, *cuda.SOME_CUTS], ids=lambda cut: cut.kernel)
-def test_how_a_product_is_cut_makes_no_difference(cut: cuda.Cut | cuda.SomeCut) -> None:
+@pytest.mark.parametrize("cut", [*cuda.FEW_CUTS, *cuda.MANY_CUTS], ids=lambda cut: cut.kernel)
+def test_how_a_product_is_cut_makes_no_difference(cut: cuda.Cut | cuda.ManyCut) -> None:
     inner = 128 * 18  # six chunks, more turns than stages
     codes = made(3, 80, inner, 128, 4, "HALF", True)
     form, x = codes.form(4), inputs(4, 2, inner)
@@ -147,7 +147,7 @@ def test_every_cut_fits_into_shared_memory(form: Form) -> None:
     most = 226 << 10
     for few in cuda.FEW_CUTS:
         assert few.shared(form, few.rows, 2) <= most
-    for some in cuda.SOME_CUTS:
+    for some in cuda.MANY_CUTS:
         assert some.stages(form) >= 2
         assert some.shared(form, some.stages(form)) <= most
 
