@@ -214,8 +214,8 @@ class Cut(NamedTuple):
 
 
 class ManyCut(NamedTuple):
-    """How more rows are multiplied: rows of a tile (NT * 8), channels of it (64 each), blocks of a cluster that share the
-    chunks of a tile."""
+    """How more rows are multiplied: rows of a tile (NT * 8), its channels (64 each), and how many blocks of a cluster
+    share its chunks."""
 
     tiles: int
     channels: int
@@ -287,11 +287,10 @@ class ManyCut(NamedTuple):
 
 
 FEW_CUTS = (Cut(1, 1, 8), Cut(1, 2, 4), Cut(2, 2, 4), Cut(2, 4, 2))
-MANY_CUTS = tuple(ManyCut(tiles, channels, spread) for tiles, channels in ((4, 2), (8, 1), (8, 2), (8, 3), (16, 2))
+MANY_CUTS = tuple(ManyCut(tiles, channels, spread) for tiles, channels in ((4, 2), (8, 1), (8, 2), (16, 2))
                   for spread in (1, 2, 4, 8) if (tiles, spread) != (16, 2))  # sums of three chunks leave no room
 
 
-@cache
 def chosen(rows: int, strips: int, steps: int, form: Form, processors: int) -> Cut | ManyCut:
     """Choose how a product is cut: few rows by measurements on an H200 with the shapes of Llama-3.1-8B, more by
     ManyCut.clocks."""
@@ -299,6 +298,11 @@ def chosen(rows: int, strips: int, steps: int, form: Form, processors: int) -> C
         return FEW_CUTS[1 if rows > 4 and strips > 4 * processors else 0]
     if rows <= FEW:
         return FEW_CUTS[3 if strips > 2 * processors else 2]
+    return _chosen_of_many(-(-rows // 16) * 16, strips, steps, form, processors)
+
+
+@cache
+def _chosen_of_many(rows: int, strips: int, steps: int, form: Form, processors: int) -> ManyCut:
     return min(many_cuts(rows, steps, form), key=lambda cut: cut.clocks(rows, strips, steps, form, processors))
 
 
@@ -332,8 +336,7 @@ def coded_linear(x: Tensor, tiles: Tensor, form: Form, bias: Tensor | None = Non
     if x.stride(1) != 1 or x.data_ptr() % 16 or x.stride(0) % 8:
         x = x.contiguous()
     processors = _processors(x.device)
-    # As SUMS_ROWS rows are more are cut: few choices are kept.
-    cut = cut or chosen(rows if rows <= SUMS_ROWS else -(-rows // SUMS_ROWS) * SUMS_ROWS, tiles.shape[0], steps, form, processors)
+    cut = cut or chosen(rows, tiles.shape[0], steps, form, processors)
     sums_row = -(-rows // SUMS_ROWS) * SUMS_ROWS
     chunk = -(-steps // (CHUNKS * TURN)) * TURN
     box, layers = (min(rows, 8) if cut.tiles == 1 else cut.rows), (2 * TURN if isinstance(cut, Cut) else 2)
