@@ -181,6 +181,7 @@ DEV void many_rows(const Product& p, u8* room) {
             w.numbers = read_group(room + (at - memory), 0, lane / 4);
         };
         auto ended = [&]() {  // a step that is not the last
+            __syncwarp();
             if (lane == 0) arrive(empty + last * 8);
             if (--left > 0) return;
 #pragma unroll
