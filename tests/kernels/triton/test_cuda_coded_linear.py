@@ -145,15 +145,15 @@ def test_how_a_product_is_cut_makes_no_difference(cut: cuda.Cut | cuda.ManyCut) 
     assert torch.equal(coded_linear(x, tiles, form, cut=cut, stages=2), expected)
 
 
-@settings(max_examples=6, deadline=None)
-@given(st.sampled_from([*FORMS, *OTHERS]), st.integers(1, 14), st.integers(1, 20), st.integers(17, 260),
+@settings(max_examples=8, deadline=None)
+@given(st.sampled_from(FORMS), st.integers(1, 14), st.integers(1, 20), st.integers(17, 260),
        st.sampled_from(cuda.MANY_CUTS), st.integers(0, 3))
 def test_more_rows_have_the_bits_of_few(kind: tuple[int, int, str, bool], strips: int, steps: int, rows: int,
                                         cut: cuda.ManyCut, more_stages: int) -> None:
     bits, group, scales, zeros = kind
     inner = -(-steps // 6) * 6 * 128 if group == 384 or scales == "SUPER" else steps * 128
     codes = made(rows, strips * 16, inner, group, bits, scales, zeros)
-    form, x = codes.form(bits), inputs(steps, rows, inner)
+    form, x = codes.form(bits), inputs(steps, rows, inner, torch.float16 if scales == "SUPER" else torch.bfloat16)
     tiles = pack(codes, form, False)
     out = coded_linear(x, tiles, form, cut=cut, stages=2 + min(more_stages, cut.stages(form) - 2))
     for first in {0, rows // 2, rows - 5}:
