@@ -119,6 +119,8 @@ def _compile(nvrtc: ctypes.CDLL, name: str, text: bytes, options: tuple[str, ...
     if nvrtc.nvrtcCreateProgram(byref(program), text, name.encode(), 0, None, None):
         raise CudaError("NVRTC made no program")
     try:
+        # Lambdas of any type have no other way to be the device's.
+        options = *options, "--device-as-default-execution-space"
         given = (c_char_p * len(options))(*(option.encode() for option in options))
         size = c_size_t()
         if nvrtc.nvrtcCompileProgram(program, len(options), given):
