@@ -1,4 +1,5 @@
-// CUDA C++ on a CPU: the threads of a block are fibers that run one after another, each until it waits for others.
+// CUDA C++ on a CPU: the threads of a block, or of the blocks of a cluster, are fibers that run one after another, each
+// until it waits for others.
 // As much of CUDA as SOURCE needs; the names of instructions.cuh are defined here where it sees EMULATED.
 // LATE: whether asynchronous copies are made when they are waited for, else they are made at once.
 #include <algorithm>
@@ -18,7 +19,10 @@
 #define __launch_bounds__(...)
 #define __shared__ static
 #define DYNAMIC_SHARED(name) unsigned char* name = dynamic_shared
-alignas(1024) static unsigned char dynamic_shared[1 << 18];
+constexpr int MOST_BLOCKS = 8, SHARED_BYTES = 1 << 18;  // blocks of a cluster, at most; bytes of each
+alignas(1024) static unsigned char memories[MOST_BLOCKS][SHARED_BYTES];
+#define dynamic_shared memories[block_rank()]
+static unsigned block_rank();
 using std::max;
 using std::min;
 struct uint4 { unsigned x, y, z, w; };
@@ -32,23 +36,27 @@ static inline float2 make_float2(float a, float b) { return {a, b}; }
 static inline float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
 static Index threadIdx, blockIdx, blockDim, gridDim;
 
-constexpr int MOST = 1024, STACK = 1 << 18;
+static unsigned cluster;
+static unsigned block_rank() { return blockIdx.x % cluster; }
+
+constexpr int MOST = 4096, STACK = 1 << 16;  // threads of a cluster; bytes
 static jmp_buf scheduler, fiber[MOST];
 static bool ended[MOST], moved;
-static void pass() { if (!_setjmp(fiber[threadIdx.x])) _longjmp(scheduler, 1); }
+static unsigned self() { return block_rank() * blockDim.x + threadIdx.x; }
+static void pass() { if (!_setjmp(fiber[self()])) _longjmp(scheduler, 1); }
 struct Barrier { int arrived, turn; };
-static Barrier block_barrier, first_barrier, warp_barrier[MOST / 32], warpgroup_barrier[MOST / 128];
+static Barrier block_barrier[MOST_BLOCKS], first_barrier[MOST_BLOCKS], warp_barrier[MOST / 32], warpgroup_barrier[MOST / 128], cluster_barrier;
 static void wait_at(Barrier& barrier, int threads) {
     int turn = barrier.turn;
     moved = true;
     if (++barrier.arrived == threads) { barrier.arrived = 0; barrier.turn++; }
     else while (barrier.turn == turn) pass();
 }
-static inline void __syncthreads() { wait_at(block_barrier, blockDim.x); }
-template <int THREADS> static inline void sync_first() { wait_at(first_barrier, THREADS); }
-static inline void warp_sync() { wait_at(warp_barrier[threadIdx.x / 32], 32); }
+static inline void __syncthreads() { wait_at(block_barrier[block_rank()], blockDim.x); }
+template <int THREADS> static inline void sync_first() { wait_at(first_barrier[block_rank()], THREADS); }
+static inline void warp_sync() { wait_at(warp_barrier[self() / 32], 32); }
 static inline void __syncwarp() { warp_sync(); }
-static inline void warpgroup_sync() { wait_at(warpgroup_barrier[threadIdx.x / 128], 128); }
+static inline void warpgroup_sync() { wait_at(warpgroup_barrier[self() / 128], 128); }
 
 static inline float __uint_as_float(unsigned v) { float f; memcpy(&f, &v, 4); return f; }
 static inline float __int_as_float(int v) { return __uint_as_float(v); }
@@ -59,9 +67,9 @@ static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c);
 static inline float __fdiv_rn(float a, float b) { return a / b; }
 static unsigned sent[MOST];
 static inline unsigned __shfl_xor_sync(unsigned, unsigned v, int far) {
-    sent[threadIdx.x] = v;
+    sent[self()] = v;
     warp_sync();
-    unsigned found = sent[threadIdx.x ^ far];
+    unsigned found = sent[self() ^ far];
     warp_sync();
     return found;
 }
@@ -115,9 +123,9 @@ static inline unsigned fma_bf16x2(unsigned a, unsigned b, unsigned c) {
 static float operands[MOST][12];
 template <bool BF16> static inline void mma(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
     unsigned words[] = {a0, a1, a2, a3, b0, b1};
-    for (int i = 0; i < 12; i++) operands[threadIdx.x][i] = number<BF16>(words[i / 2], i % 2);
+    for (int i = 0; i < 12; i++) operands[self()][i] = number<BF16>(words[i / 2], i % 2);
     warp_sync();
-    int warp = threadIdx.x / 32 * 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    int warp = self() / 32 * 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     for (int i = 0; i < 4; i++) {
         int row = i / 2, column = 2 * t + i % 2;
         double sum = 0;
@@ -147,25 +155,27 @@ static void make(const Copy& copy) {
     else memset(dynamic_shared + copy.to, 0, copy.size);
 }
 static void send(unsigned to, const void* from, unsigned size, bool there) {
-    Copy copy = {to, from, size, there, groups[threadIdx.x]};
-    if (LATE) copies[threadIdx.x].push_back(copy);
+    Copy copy = {to, from, size, there, groups[self()]};
+    if (LATE) copies[self()].push_back(copy);
     else make(copy);
 }
 static inline void copy_async(unsigned to, const void* from) { send(to, from, 16, true); }
 static inline void copy_async_or_zeros(unsigned to, const void* from, bool there) { send(to, from, 16, there); }
 static inline void copy_word_async(unsigned to, const void* from) { send(to, from, 4, true); }
-static inline void copies_commit() { groups[threadIdx.x]++; }
+static inline void copies_commit() { groups[self()]++; }
 template <int LEFT> static inline void copies_wait() {
-    std::vector<Copy>& mine = copies[threadIdx.x];
-    auto end = std::find_if(mine.begin(), mine.end(), [](const Copy& each) { return each.group >= groups[threadIdx.x] - LEFT; });
+    std::vector<Copy>& mine = copies[self()];
+    auto end = std::find_if(mine.begin(), mine.end(), [](const Copy& each) { return each.group >= groups[self()] - LEFT; });
     std::for_each(mine.begin(), end, make);
     mine.erase(mine.begin(), end);
 }
 // Barriers that copies of ranges and boxes arrive at, each by its bytes.
 struct Arrivals { int all, left; long bytes; unsigned phase; };
-static std::map<unsigned, Arrivals> barriers;
+static std::map<unsigned, Arrivals> of_block[MOST_BLOCKS];
+#define barriers of_block[block_rank()]
 struct Range { unsigned to; const void* from; unsigned size; };
-static std::map<unsigned, std::vector<Range>> ranges;  // on their way, by barrier; zeros where they come from nowhere
+static std::map<unsigned, std::vector<Range>> sent_to[MOST_BLOCKS];
+#define ranges sent_to[block_rank()]  // on their way, by barrier; zeros where they come from nowhere
 static void settle(Arrivals& b) {
     moved = true;
     if (b.left == 0 && b.bytes == 0) b.left = b.all, b.phase ^= 1;
@@ -180,7 +190,7 @@ static void bring(unsigned barrier) {
     settle(barriers.at(barrier));
 }
 static void send_range(unsigned to, const void* from, unsigned size, unsigned barrier) {
-    if ((uintptr_t)from % 16 || to % 16 || size % 16 || to + size > sizeof dynamic_shared) abort();
+    if ((uintptr_t)from % 16 || to % 16 || size % 16 || to + size > SHARED_BYTES) abort();
     ranges[barrier].push_back({to, from, size});
 }
 static inline void make_barrier(unsigned at, int arrivals) { if (at % 8) abort(); barriers[at] = {arrivals, arrivals, 0, 0}; }
@@ -220,9 +230,9 @@ static inline uint4 load_shared(unsigned at) { Unit u = *shared<Unit>(at); retur
 static inline unsigned load_shared_byte(unsigned at) { return dynamic_shared[at]; }
 static unsigned addresses[MOST];
 template <bool TRANSPOSED> static inline uint4 matrices(unsigned at) {
-    addresses[threadIdx.x] = at;
+    addresses[self()] = at;
     warp_sync();
-    int warp = threadIdx.x / 32 * 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    int warp = self() / 32 * 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     unsigned r[4];
     for (int i = 0; i < 4; i++) {
         auto element = [&](int row, int column) { return ((uint16_t*)shared<Unit>(addresses[warp + i * 8 + row]))[column]; };
@@ -239,15 +249,24 @@ static inline void wgmma_fence() {}
 static inline void wgmma_commit() {}
 template <int LEFT> static inline void wgmma_wait() {}
 template <int NT> static inline void wgmma_ends(float (&)[NT][4]) {}
+template <int NT> static inline void wgmma_settle(float (&)[NT][4]) {}
+static int live;
+static inline void meet_cluster() {  // threads that have ended, if only meanwhile, are not waited for
+    int turn = cluster_barrier.turn;
+    cluster_barrier.arrived++, moved = true;
+    for (; cluster_barrier.turn == turn; pass())
+        if (cluster_barrier.arrived == live) cluster_barrier = {0, turn + 1}, moved = true;
+}
+static inline float4 fetch_shared(unsigned at, int block) { float4 v; memcpy(&v, memories[block] + at, 16); return v; }
 // The right operand lies where a descriptor says: rows of 128 bytes, units of 16 bytes swizzled by bits 7 to 9 of their
 // address.
 template <bool BF16, int NT>
 static inline void wgmma(float (&c)[NT][4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned long long b, int more) {
     if (b >> 62 != 1) abort();
     unsigned words[] = {a0, a1, a2, a3}, start = (b & 0x3FFF) << 4, apart = (b >> 32 & 0x3FFF) << 4;
-    for (int i = 0; i < 8; i++) operands[threadIdx.x][i] = number<BF16>(words[i / 2], i % 2);
+    for (int i = 0; i < 8; i++) operands[self()][i] = number<BF16>(words[i / 2], i % 2);
     warpgroup_sync();
-    int warp = threadIdx.x / 32 * 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    int warp = self() / 32 * 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     for (int n = 0; n < NT; n++)
         for (int i = 0; i < 4; i++) {
             int row = i / 2, column = 2 * t + i % 2;
@@ -267,37 +286,45 @@ static inline void wgmma(float (&c)[NT][4], unsigned a0, unsigned a1, unsigned a
 
 static void (*kernel)(Product);
 static Product argument;
-static int live;
 static void enter() {
     kernel(argument);
-    ended[threadIdx.x] = moved = true;
+    ended[self()] = moved = true;
     live--;
     _longjmp(scheduler, 1);
 }
-// Runs the fiber of threadIdx until it waits or ends; one that has a context has not begun.
+// Runs the fiber of threadIdx and blockIdx until it waits or ends; one that has a context has not begun.
 __attribute__((noinline)) static void resume(const ucontext_t* begins) {
     if (_setjmp(scheduler)) return;
     if (begins) setcontext(begins);
-    _longjmp(fiber[threadIdx.x], 1);
+    _longjmp(fiber[self()], 1);
 }
-extern "C" void emulate(void (*run)(Product), unsigned grid, unsigned threads, const Product* given) {
+// Runs blocks, `together` of them at a time as a cluster, whose shared memory holds NaN at first.
+extern "C" void emulate(void (*run)(Product), unsigned grid, unsigned threads, unsigned together, const Product* given) {
     static char* stacks = (char*)malloc((size_t)MOST * STACK);
-    kernel = run, argument = *given, blockDim.x = threads, gridDim.x = grid;
-    for (blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++) {
-        live = threads, block_barrier = first_barrier = {}, barriers.clear(), ranges.clear();
+    kernel = run, argument = *given, blockDim.x = threads, gridDim.x = grid, cluster = together;
+    if (grid % cluster || threads * cluster > MOST) abort();
+    for (unsigned first = 0; first < grid; first += cluster) {
+        auto each = [&](auto&& visit) {
+            for (blockIdx.x = first; blockIdx.x < first + cluster; blockIdx.x++)
+                for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++) visit();
+        };
+        live = threads * cluster, cluster_barrier = {};
+        for (unsigned i = 0; i < cluster; i++) {
+            memset(memories[i], 0xFF, SHARED_BYTES);
+            block_barrier[i] = first_barrier[i] = {}, of_block[i].clear(), sent_to[i].clear();
+        }
         memset(warp_barrier, 0, sizeof warp_barrier), memset(warpgroup_barrier, 0, sizeof warpgroup_barrier);
-        for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++) {
+        each([&] {
             ucontext_t begins;
             getcontext(&begins);
-            begins.uc_stack.ss_sp = stacks + (size_t)threadIdx.x * STACK, begins.uc_stack.ss_size = STACK;
+            begins.uc_stack.ss_sp = stacks + (size_t)self() * STACK, begins.uc_stack.ss_size = STACK;
             makecontext(&begins, enter, 0);
-            ended[threadIdx.x] = false;
+            ended[self()] = false;
             resume(&begins);
-        }
+        });
         while (live) {
             moved = false;
-            for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++)
-                if (!ended[threadIdx.x]) resume(nullptr);
+            each([] { if (!ended[self()]) resume(nullptr); });
             if (!moved) abort();  // threads wait for others that have ended, or wait elsewhere
         }
     }

@@ -29,10 +29,11 @@ class EmulatedModule:
         self.launched: list[str] = []
 
     def launch(self, kernel: str, grid: int, threads: int, arguments: ctypes.Structure, shared: int = 0,
-               early: bool = False) -> None:
+               early: bool = False, cluster: int = 1) -> None:
+        assert shared <= self.shared
         self.launched.append(kernel)
         self._library.emulate(getattr(self._library, kernel), ctypes.c_uint(grid), ctypes.c_uint(threads),
-                              ctypes.byref(arguments))
+                              ctypes.c_uint(cluster), ctypes.byref(arguments))
 
 
 @cache

@@ -121,7 +121,7 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(bits: int, group: int, 
     form, x = codes.form(bits), inputs(2, 130, inner, torch.float16 if kind == "SUPER" else torch.bfloat16)
     tiles = pack(codes, form, False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda, "chosen", lambda *of: None)  # as many rows
+        patch.setattr(cuda, "chosen", lambda *of: cuda.MANY_CUTS[-3])  # as many rows
         whole = coded_linear(x, tiles, form)
     assert_near(whole, x, weight(codes, bits))
     assert torch.equal(coded_linear(x, tiles, form), whole)
@@ -130,9 +130,13 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(bits: int, group: int, 
         assert torch.equal(coded_linear(x[first:], tiles, form), whole[first:]), rows
 
 
-@pytest.mark.parametrize("cut", [*cuda.FEW_CUTS, *cuda.SOME_CUTS], ids=lambda cut: cut.kernel)
-def test_how_a_product_is_cut_makes_no_difference(cut: cuda.Cut | cuda.SomeCut) -> None:
-    inner = 128 * 18  # six chunks, more turns than stages
+def cut_name(cut: cuda.Cut | cuda.ManyCut) -> str:
+    return f"{cut.kernel}_{cut.spread}" if isinstance(cut, cuda.ManyCut) else cut.kernel
+
+
+@pytest.mark.parametrize("cut", [*cuda.FEW_CUTS, *cuda.MANY_CUTS], ids=cut_name)
+def test_how_a_product_is_cut_makes_no_difference(cut: cuda.Cut | cuda.ManyCut) -> None:
+    inner = 128 * 17  # five chunks, more turns than stages, and the last has one step
     codes = made(3, 80, inner, 128, 4, "HALF", True)
     form, x = codes.form(4), inputs(4, 2, inner)
     tiles = pack(codes, form, False)
@@ -141,15 +145,40 @@ def test_how_a_product_is_cut_makes_no_difference(cut: cuda.Cut | cuda.SomeCut) 
     assert torch.equal(coded_linear(x, tiles, form, cut=cut, stages=2), expected)
 
 
+@settings(max_examples=8, deadline=None)
+@given(st.sampled_from(FORMS), st.integers(1, 14), st.integers(1, 20), st.integers(17, 260),
+       st.sampled_from(cuda.MANY_CUTS), st.integers(0, 3))
+def test_more_rows_have_the_bits_of_few(kind: tuple[int, int, str, bool], strips: int, steps: int, rows: int,
+                                        cut: cuda.ManyCut, more_stages: int) -> None:
+    bits, group, scales, zeros = kind
+    inner = -(-steps // 6) * 6 * 128 if group == 384 or scales == "SUPER" else steps * 128
+    codes = made(rows, strips * 16, inner, group, bits, scales, zeros)
+    form, x = codes.form(bits), inputs(steps, rows, inner, torch.float16 if scales == "SUPER" else torch.bfloat16)
+    tiles = pack(codes, form, False)
+    out = coded_linear(x, tiles, form, cut=cut, stages=2 + min(more_stages, cut.stages(form) - 2))
+    for first in {0, rows // 2, rows - 5}:
+        assert torch.equal(coded_linear(x[first : first + 5], tiles, form), out[first : first + 5])
+
+
+def test_more_rows_have_whole_clusters_and_room() -> None:
+    form = Form(4, 1, "BFLOAT")
+    for rows in (17, 32, 64, 65, 128, 256, 8192):
+        for channels, inner in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (48, 128)):
+            cut = cuda.chosen(rows, channels // 16, inner // 128, form, 132)
+            assert isinstance(cut, cuda.ManyCut)
+            assert cut in cuda.many_cuts(rows, inner // 128, form)
+            assert cut.spread <= max(1, inner // 256)
+
+
 @pytest.mark.parametrize("form", [Form(4, 1, "BFLOAT"), Form(4, 4, "SUPER"), Form(4, 4, "PAIR"),
                                   Form(8, 1, "SINGLE", True), Form(8, 4, "SINGLE", True)], ids=str)
 def test_every_cut_fits_into_shared_memory(form: Form) -> None:
     most = 226 << 10
     for few in cuda.FEW_CUTS:
         assert few.shared(form, few.rows, 2) <= most
-    for some in cuda.SOME_CUTS:
-        assert some.stages(form) >= 2
-        assert some.shared(form, some.stages(form)) <= most
+    for many in cuda.MANY_CUTS:
+        assert many.serves(form)
+        assert many.shared(form, many.stages(form)) <= most
 
 
 @pytest.mark.parametrize(("rows", "group", "kind", "dtype"), [

@@ -30,11 +30,10 @@ CHUNKS = 8  # at most, of the inputs
 TURN = 2  # steps of a stage; a chunk is whole turns
 SCALES = {torch.float16: "HALF", torch.bfloat16: "BFLOAT", torch.float32: "SINGLE"}
 TYPES = {torch.bfloat16: 9, torch.float16: 6}  # as CUtensorMapDataType
-SOME, MANY = 17, 65  # rows from which 64 at a time are multiplied, and 128
-MANY_ROWS, MANY_CHANNELS, MANY_THREADS = 128, 128, 384
+FEW = 16  # rows, at most, that mma multiplies; wgmma more
+SUMS_ROWS = 128  # of which there are whole ones of sums of x
 SHARED = 225 << 10  # bytes that stages may take
 MOST_STAGES = 4  # of few rows
-X_STAGES = 2  # of some rows
 PACKED = 32 << 20  # codes that are packed at a time
 _SWIZZLE_128, _PROMOTE_256 = 3, 3  # CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B
 _MAP_BYTES, _MAP_ALIGNED = 128, 64  # of a CUtensorMap
@@ -214,16 +213,17 @@ class Cut(NamedTuple):
         return self.teams * stages * (x + tiles + 16) + parts
 
 
-class SomeCut(NamedTuple):
-    """How some rows are multiplied: rows of a tile (NT * 8), channels of a block (64 each), teams along the inputs."""
+class ManyCut(NamedTuple):
+    """How more rows are multiplied: rows of a tile (NT * 8), its channels (64 each), and how many blocks of a cluster
+    share its chunks."""
 
     tiles: int
     channels: int
-    teams: int
+    spread: int = 1
 
     @property
     def kernel(self) -> str:
-        return "some_rows_{}_{}_{}".format(*self)
+        return f"many_rows_{self.tiles}_{self.channels}"
 
     @property
     def rows(self) -> int:
@@ -235,38 +235,83 @@ class SomeCut(NamedTuple):
 
     @property
     def threads(self) -> int:
-        return (self.channels * self.teams + 1) * 128
+        return (self.channels + 1) * 128
 
-    def x_bytes(self, form: Form) -> int:
-        """Return the bytes that a team's stages of x take."""
-        stage = self.rows * STEP * 2 + (form.groups * self.rows * 4 if form.offsets else 0)
-        return X_STAGES * (-(-stage // 1024) * 1024 + 16)
+    @property
+    def slots(self) -> int:
+        """Bytes in which sums of chunks wait: their total, or all but a block's last, which lies where stages were."""
+        return self.slot * (1 if self.spread == 1 else CHUNKS // self.spread - 1)
+
+    @property
+    def slot(self) -> int:
+        return self.tiles * self.channels * 2048
+
+    def stage(self, form: Form) -> int:
+        """Return the bytes of a step's rows of x, tiles and sums of x, with those of barriers."""
+        sums = form.groups * self.rows * 4 if form.offsets else 0
+        return -(-(self.rows * STEP * 2 + self.strips * form.tile_bytes + sums) // 1024) * 1024 + 16
 
     def stages(self, form: Form) -> int:
-        """Return as many stages of tiles as fit."""
-        return (SHARED // self.teams - self.x_bytes(form)) // (self.strips * form.tile_bytes + 16)
+        """Return as many stages as fit."""
+        return (SHARED - self.slots) // self.stage(form)
 
     def shared(self, form: Form, stages: int) -> int:
-        """Return the bytes of shared memory that a block takes, first for stages, then for sums of chunks."""
-        ring = self.teams * (self.x_bytes(form) + stages * (self.strips * form.tile_bytes + 16))
-        return max(ring, CHUNKS * self.tiles * 2048)
+        """Return the bytes of shared memory that a block takes."""
+        return self.slots + max(stages * self.stage(form), self.slot if self.spread > 1 else 0)
+
+    def serves(self, form: Form) -> bool:
+        """Return whether there is room for stages."""
+        return self.stages(form) >= 2
+
+    def at_once(self, processors: int) -> int:
+        """Return the tiles that run at the same time: 30 clusters of 4 fit an H200 of 132 multiprocessors."""
+        clusters = {1: 1.0, 2: 0.5, 4: 10 / 44, 8: 5 / 44}
+        return max(1, int(processors * clusters[self.spread]))
+
+    def clocks(self, rows: int, strips: int, steps: int, form: Form, processors: int) -> float:
+        """Estimate what a product takes; to be fitted to what a card takes. A step is bound by the tensor cores, by the
+        instructions that make operands and add sums, which overlap in part, or by what is copied: tiles from the
+        device's memory, x from the cache."""
+        row_tiles, box = -(-rows // self.rows), min(rows, self.rows)
+        tiles = row_tiles * -(-strips // self.strips)
+        tensor = self.channels * 8 * max(self.rows, 64) / 2
+        adds = form.groups * (4 * self.tiles * (2 if form.offsets else 1) + 16)
+        issue = self.channels * (110 if form.bits == 4 else 130) + self.channels * adds
+        copied = self.strips * form.tile_bytes / 18 / min(row_tiles, 2) + box * STEP * 2 / 64
+        step = max(tensor, issue, copied) + 0.3 * min(tensor, issue)
+        own = min(steps, -(-steps // (CHUNKS * TURN)) * TURN * (CHUNKS // self.spread))
+        tile = own * step + 1500 + 8 * self.tiles * self.channels * 4
+        if self.spread > 1:
+            tile += 1500
+        return -(-tiles // self.at_once(processors)) * tile + 1500
 
 
 FEW_CUTS = (Cut(1, 1, 8), Cut(1, 2, 4), Cut(2, 2, 4), Cut(2, 4, 2))
-SOME_CUTS = (SomeCut(4, 1, 4), SomeCut(8, 1, 4))
+MANY_CUTS = tuple(ManyCut(tiles, channels, spread) for tiles, channels in ((4, 2), (8, 1), (8, 2), (16, 2))
+                  for spread in (1, 2, 4, 8) if (tiles, spread) != (16, 2))  # sums of three chunks leave no room
+
+
+def chosen(rows: int, strips: int, steps: int, form: Form, processors: int) -> Cut | ManyCut:
+    """Choose how a product is cut: few rows by measurements on an H200 with the shapes of Llama-3.1-8B, more by
+    ManyCut.clocks."""
+    if rows <= 8:
+        return FEW_CUTS[1 if rows > 4 and strips > 4 * processors else 0]
+    if rows <= FEW:
+        return FEW_CUTS[3 if strips > 2 * processors else 2]
+    return _chosen_of_many(-(-rows // 16) * 16, strips, steps, form, processors)
 
 
 @cache
-def chosen(rows: int, strips: int, processors: int) -> Cut | SomeCut | None:
-    """Choose how a product is cut; None: as many rows are. By measurements on an H200 with the shapes of
-    Llama-3.1-8B."""
-    if rows <= 8:
-        return FEW_CUTS[1 if rows > 4 and strips > 4 * processors else 0]
-    if rows < SOME:
-        return FEW_CUTS[3 if strips > 2 * processors else 2]
-    if rows >= MANY:
-        return None
-    return SOME_CUTS[rows > SOME_CUTS[0].rows]
+def _chosen_of_many(rows: int, strips: int, steps: int, form: Form, processors: int) -> ManyCut:
+    return min(many_cuts(rows, steps, form), key=lambda cut: cut.clocks(rows, strips, steps, form, processors))
+
+
+def many_cuts(rows: int, steps: int, form: Form) -> list[ManyCut]:
+    """Return those that can serve a product of more than FEW rows and are no larger than it needs."""
+    chunks = -(-steps // (-(-steps // (CHUNKS * TURN)) * TURN))
+    least = next((cut.rows for cut in MANY_CUTS if cut.rows >= rows), MANY_CUTS[-1].rows)
+    return [cut for cut in MANY_CUTS if cut.rows <= least and cut.serves(form)
+            and (cut.spread == 1 or CHUNKS // cut.spread < chunks)]
 
 
 class _Product(ctypes.Structure):
@@ -275,11 +320,11 @@ class _Product(ctypes.Structure):
     _fields_ = (("map", Map), *((name, c_void_p) for name in ("x", "tiles", "bias", "sums", "out")),
                 ("x_stride", c_int64),
                 *((name, c_int) for name in ("rows", "channels", "steps", "chunk", "sums_row", "stages")),
-                *((name, c_int) for name in ("halves", "gated")), ("padding", c_int * 12))
+                *((name, c_int) for name in ("halves", "gated", "spread")), ("padding", c_int * 11))
 
 
 def coded_linear(x: Tensor, tiles: Tensor, form: Form, bias: Tensor | None = None, halves: bool = False,
-                 gated: bool = False, early: bool = False, cut: Cut | SomeCut | None = None, stages: int = 0) -> Tensor:
+                 gated: bool = False, early: bool = False, cut: Cut | ManyCut | None = None, stages: int = 0) -> Tensor:
     """Multiply x [T, K] and tiles, bias [N] -> [T, N]; `gated`: -> silu(first half) * second half [T, N / 2], and the
     tiles have been packed with `halves`. `cut` and `stages`: instead of what would be chosen."""
     rows, channels, steps = x.shape[0], tiles.shape[0] * STRIP, tiles.shape[1]
@@ -291,32 +336,27 @@ def coded_linear(x: Tensor, tiles: Tensor, form: Form, bias: Tensor | None = Non
     if x.stride(1) != 1 or x.data_ptr() % 16 or x.stride(0) % 8:
         x = x.contiguous()
     processors = _processors(x.device)
-    cut = cut or chosen(rows, tiles.shape[0], processors)
-    sums_row = -(-rows // MANY_ROWS) * MANY_ROWS
+    cut = cut or chosen(rows, tiles.shape[0], steps, form, processors)
+    sums_row = -(-rows // SUMS_ROWS) * SUMS_ROWS
     chunk = -(-steps // (CHUNKS * TURN)) * TURN
-    box = MANY_ROWS if cut is None else min(rows, 8) if cut.tiles == 1 else cut.rows
-    layers = 2 * TURN if isinstance(cut, Cut) else 2
+    box, layers = (min(rows, 8) if cut.tiles == 1 else cut.rows), (2 * TURN if isinstance(cut, Cut) else 2)
     product = _Product(
         map=_map(x.data_ptr(), rows, steps * 2, x.stride(0) * 2, box, layers, TYPES[x.dtype]),
         x=x.data_ptr(), tiles=tiles.data_ptr(), bias=None if bias is None else bias.data_ptr(), out=out.data_ptr(),
         x_stride=x.stride(0), rows=rows, channels=channels, steps=steps, chunk=chunk, sums_row=sums_row,
-        halves=halves, gated=gated)
-    if form.offsets and (cut is None or cut.tiles > 1):
+        halves=halves, gated=gated, spread=1)
+    if form.offsets and cut.tiles > 1:
         sums = torch.empty((steps + TURN) * form.groups, sums_row, dtype=torch.float32, device=x.device)
         product.sums = sums.data_ptr()
         found.launch("group_sums", -(-steps * (sums_row // 8) // 4), 128, product, 0, early)
-    if cut is None:
-        tile_count = -(-rows // MANY_ROWS) * -(-channels // MANY_CHANNELS)
-        found.launch("many_rows", min(tile_count, processors), MANY_THREADS, product, _many_shared(form), early)
-        return out
-    blocks = -(-rows // cut.rows) * -(-tiles.shape[0] // cut.strips)
+    tile_count = -(-rows // cut.rows) * -(-tiles.shape[0] // cut.strips)
     if isinstance(cut, Cut):
-        product.stages = stages or _stages(cut, form, rows, chunk, blocks, processors)
-        shared = cut.shared(form, rows, product.stages)
-    else:
-        product.stages = stages or cut.stages(form)
-        shared = cut.shared(form, product.stages)
-    found.launch(cut.kernel, blocks, cut.threads, product, shared, early)
+        product.stages = stages or _stages(cut, form, rows, chunk, tile_count, processors)
+        found.launch(cut.kernel, tile_count, cut.threads, product, cut.shared(form, rows, product.stages), early)
+        return out
+    product.stages, product.spread = stages or cut.stages(form), cut.spread
+    blocks = min(tile_count, processors) if cut.spread == 1 else tile_count * cut.spread
+    found.launch(cut.kernel, blocks, cut.threads, product, cut.shared(form, product.stages), early, cut.spread)
     return out
 
 
@@ -327,13 +367,6 @@ def _stages(cut: Cut, form: Form, rows: int, chunk: int, blocks: int, processors
         if SHARED // cut.shared(form, rows, stages) * processors >= blocks:
             return stages
     return 2
-
-
-def _many_shared(form: Form) -> int:
-    stage = MANY_ROWS * STEP * 2 + MANY_CHANNELS // STRIP * form.tile_bytes
-    stage += form.groups * MANY_ROWS * 4 if form.offsets else 0
-    stage = -(-stage // 1024) * 1024
-    return SHARED // stage * (stage + 16)
 
 
 @cache

@@ -14,7 +14,7 @@ import torch
 
 from spillover.kernels.native.build import cache_folder
 
-_BEGIN_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_CLUSTER, _BEGIN_EARLY = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION
 _MOST_SHARED, _SHARED_SHARE = 8, 9  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, _PREFERRED_SHARED_MEMORY_CARVEOUT
 _DEVICE_SHARED = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 _OWN_SHARED = 1 << 10  # bytes of shared memory that a kernel may have beside what its launch asks for
@@ -25,9 +25,9 @@ class CudaError(RuntimeError):
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute, with a number as its value."""
+    """CUlaunchAttribute, with numbers as its value."""
 
-    _fields_ = (("id", c_int), ("padding", c_int), ("value", c_int), ("rest", c_int * 15))
+    _fields_ = (("id", c_int), ("padding", c_int), ("values", c_int * 16))
 
 
 class _Config(ctypes.Structure):
@@ -58,17 +58,21 @@ class Module:
             self.shared = shared.value - _OWN_SHARED
 
     def launch(self, kernel: str, grid: int, threads: int, arguments: ctypes.Structure, shared: int = 0,
-               early: bool = False) -> None:
-        """Launch on PyTorch's current stream; `early`: before the kernel ahead of it has ended (triton/launch.py)."""
+               early: bool = False, cluster: int = 1) -> None:
+        """Launch on PyTorch's current stream; `early`: before the kernel ahead of it has ended (triton/launch.py);
+        `cluster`: blocks that run side by side and see each other's shared memory."""
         function = self._kernels.get(kernel)
         if function is None:
             function = self._kernels[kernel] = c_void_p()
             self._checked(kernel, self._driver.cuModuleGetFunction(byref(function), self._module, kernel.encode()))
             for setting, value in ((_MOST_SHARED, self.shared), (_SHARED_SHARE, 100)):
                 self._checked(kernel, self._driver.cuFuncSetAttribute(function, setting, value))
-        attribute = _Attribute(_BEGIN_EARLY, 0, 1)
+        wanted = [_Attribute(_BEGIN_EARLY, 0, (c_int * 16)(1))] if early else []
+        if cluster > 1:
+            wanted.append(_Attribute(_CLUSTER, 0, (c_int * 16)(cluster, 1, 1)))
+        attributes = (_Attribute * 2)(*wanted)
         config = _Config((grid, 1, 1), (threads, 1, 1), shared, torch.cuda.current_stream().cuda_stream,
-                         ctypes.addressof(attribute), int(early))
+                         ctypes.addressof(attributes), len(wanted))
         pointers = (c_void_p * 1)(ctypes.addressof(arguments))
         self._checked(kernel, self._driver.cuLaunchKernelEx(byref(config), function, pointers, None))
 
@@ -115,6 +119,8 @@ def _compile(nvrtc: ctypes.CDLL, name: str, text: bytes, options: tuple[str, ...
     if nvrtc.nvrtcCreateProgram(byref(program), text, name.encode(), 0, None, None):
         raise CudaError("NVRTC made no program")
     try:
+        # Lambdas of any type have no other way to be the device's.
+        options = *options, "--device-as-default-execution-space"
         given = (c_char_p * len(options))(*(option.encode() for option in options))
         size = c_size_t()
         if nvrtc.nvrtcCompileProgram(program, len(options), given):

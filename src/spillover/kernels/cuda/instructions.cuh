@@ -140,3 +140,20 @@ DEV void wgmma_ends(float (&c)[NT][4]) {  // sums are read no sooner
     for (int n = 0; n < NT; n++) asm volatile("" : C4(n) :: "memory");
 }
 #endif
+
+#ifndef EMULATED
+template <int NT>
+DEV void wgmma_settle(float (&c)[NT][4]) {  // sums that were waited for are read no sooner
+#pragma unroll
+    for (int n = 0; n < NT; n++) asm volatile("" : C4(n) :: "memory");
+}
+// All of the cluster's threads that have not ended.
+DEV void meet_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// What a block of the cluster has at an address of its shared memory.
+DEV float4 fetch_shared(u32 at, int block) {
+    float4 v;
+    asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %4, %5; ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [there];}"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at), "r"(block) : "memory");
+    return v;
+}
+#endif
