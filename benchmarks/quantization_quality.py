@@ -149,18 +149,25 @@ def main() -> None:
     settings = {"model": source.name, "tokens": tokens.numel(), "tasks": given.tasks if given.hellaswag else None,
                 "calibration_tokens": given.calibration_tokens, **provenance(dataclasses.asdict(probe())),
                 "command": shlex.join(["python", *sys.argv])}
+    paths = {UNQUANTISED: source, **others}
     wanted = log_probabilities(source, tokens)
-    print(f"{tokens.numel():,} tokens\n| | weights on disk | perplexity | KL | top-1 | acc | acc_norm |\n"
-          "|---|---|---|---|---|---|---|")
     rows: list[dict[str, Any]] = []
-    for name, path in {UNQUANTISED: source, **others}.items():
-        row = {"name": name, "weight_bytes": stored_bytes(path), **measured(path, wanted, tokens)}
-        if given.hellaswag is not None:
-            row |= hellaswag(path, given.hellaswag, given.tasks)
-        rows.append(row)
-        show(row)
+
+    def keep() -> None:
         if given.output_json is not None:
             write(given.output_json, rows, settings)
+
+    for name, path in paths.items():
+        rows.append({"name": name, "weight_bytes": stored_bytes(path), **measured(path, wanted, tokens)})
+        keep()
+    # Last, as it takes longest: what was measured before it is written by then.
+    for row, path in zip(rows, paths.values(), strict=True) if given.hellaswag is not None else ():
+        row |= hellaswag(path, given.hellaswag, given.tasks)
+        keep()
+    print(f"{tokens.numel():,} tokens\n| | weights on disk | perplexity | KL | top-1 | acc | acc_norm |\n"
+          "|---|---|---|---|---|---|---|")
+    for row in rows:
+        show(row)
 
 
 if __name__ == "__main__":
