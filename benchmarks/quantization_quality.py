@@ -1,32 +1,52 @@
-"""What quantising costs: perplexity, KL divergence and top-1 agreement of models against one that is not quantised.
+"""What quantising costs, in one table: perplexity, KL divergence, top-1 agreement and HellaSwag of a model as it is and
+in int8, FP8 and int4, plain and calibrated.
 
-    python benchmarks/quantization_quality.py MODEL QUANTISED... --text FILE [--tokens 8192] [--skip 500]
+    python benchmarks/quantization_quality.py MODEL --text chats.json --hellaswag hellaswag_val_full.txt.bz2 \\
+        --folder quantised --output-json results.json
+    python benchmarks/quantization_quality.py MODEL QUANTISED... --text chats.json  # instead of those made here
 
-All models see the same tokens of FILE (text, .json or .jsonl as `spill quantize --calibrate` takes it), computed by
-this engine's layers on the CPU in float32. --skip leaves out entries of the file that a calibration may have used.
+All models see the same tokens of the text (a .json list of conversations as `spill quantize --calibrate` takes it),
+from entry --skip on, computed by this engine's layers on the CPU in float32; calibration takes the entries from the
+first on. HellaSwag is `spill eval`'s, in process. Rows of results.json that this command does not make are kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import shlex
+import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from spillover import LLM
+from spillover.bench.provenance import provenance
+from spillover.eval.in_process import EngineTarget
+from spillover.eval.results import Results
+from spillover.eval.run import run, summary
+from spillover.eval.tasks.named import open_task
 from spillover.models.checkpoint import open_checkpoint
 from spillover.models.hub.store import resolve
 from spillover.models.layers import KVViews, ModelStep
 from spillover.models.loader import load_parts
 from spillover.models.quantize.calibration import BLOCK_SIZE, whole_sequences
 from spillover.models.quantize.calibration_text import read_tokens
+from spillover.models.quantize.quantize import QuantizeOptions, quantize
 from spillover.models.registry import read_architecture
 from spillover.models.tokenizer import load_tokenizer
 from spillover.models.weight_specs import kept_on
 from spillover.models.weights import ResidentWeights
+from spillover.plan.hardware import probe
+from spillover.units import format_bytes
 
+UNQUANTISED = "unquantised"
+MADE = {"int8": ("int8", False), "fp8": ("fp8", False), "int4 calibrated": ("int4", True), "int4": ("int4", False)}
+CONCURRENCY = 8  # tasks of HellaSwag at the same time
 CPU = torch.device("cpu")
 
 
@@ -48,30 +68,106 @@ def log_probabilities(path: Path, tokens: Tensor) -> Tensor:
         return torch.stack(found)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", help="the unquantised model, then the quantised ones")
-    parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--skip", type=int, default=0)
-    given = parser.parse_args()
-    paths, text = [resolve(model) for model in given.models], given.text
+def make(source: Path, folder: Path, text: Path, calibration_tokens: int) -> dict[str, Path]:
+    """Return the quantised models by the name of their row, made where they are not in the folder yet."""
+    made = {}
+    for name, (kind, calibrated) in MADE.items():
+        made[name] = folder / name.replace(" ", "-")
+        if not made[name].exists():
+            quantize(source, made[name], QuantizeOptions(kind, calibration=text if calibrated else None,
+                                                         calibration_tokens=calibration_tokens))
+    return made
+
+
+def hellaswag(path: Path, file: Path, tasks: int) -> dict[str, dict[str, Any]]:
+    """Return acc and acc_norm of the first tasks, with their 95% intervals."""
+    task, results = open_task(f"hellaswag={file}", Path(), 1, 1, None), Results()
+    # A GGUF file in codes would have its activations quantised as well: the baseline is what its weights stand for.
+    target = EngineTarget(LLM(path, device="cpu", dtype="float32", weight_codes="widen", max_model_len=1024), path.name)
+    try:
+        items = list(task.items(target))[:tasks]
+        run(task, target, items, results, CONCURRENCY)
+    finally:
+        target.close()
+    return {name: {"value": found.value, "low": found.low, "high": found.high, "items": found.items}
+            for name, found in summary(task, items, results)}
+
+
+def measured(path: Path, wanted: Tensor, tokens: Tensor) -> dict[str, Any]:
+    found = log_probabilities(path, tokens)
+    divergence = torch.stack([(one.exp() * (one - other)).sum(-1).mean()
+                              for one, other in zip(wanted, found, strict=True)]).mean().item()
+    return {"perplexity": (-found[:, :-1].gather(-1, tokens[:, 1:, None])).mean().exp().item(), "kl": divergence,
+            "top1_agreement": (wanted.argmax(-1) == found.argmax(-1)).float().mean().item()}
+
+
+def stored_bytes(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
+def read_text(text: Path, skip: int, model: Path, count: int) -> Tensor:
     with tempfile.TemporaryDirectory() as folder:
-        if given.skip:
-            entries = json.loads(text.read_text(encoding="utf-8"))[given.skip :]
+        if skip:
+            entries = json.loads(text.read_text(encoding="utf-8"))[skip:]
             text = Path(folder) / "rest.json"
             text.write_text(json.dumps(entries), encoding="utf-8")
-        tokens = read_tokens(text, load_tokenizer(paths[0]), given.tokens, 512)
-    following = tokens[:, 1:, None]
-    wanted = log_probabilities(paths[0], tokens)
-    print(f"{tokens.numel():,} tokens\n| model | perplexity | KL | top-1 |\n|---|---|---|---|")
-    for path in paths:
-        found = wanted if path == paths[0] else log_probabilities(path, tokens)
-        perplexity = (-found[:, :-1].gather(-1, following)).mean().exp().item()
-        divergence = torch.stack([(one.exp() * (one - other)).sum(-1).mean()
-                                  for one, other in zip(wanted, found, strict=True)]).mean().item()
-        same = (wanted.argmax(-1) == found.argmax(-1)).float().mean().item()
-        print(f"| {path.name} | {perplexity:.3f} | {divergence:.5f} | {same:.1%} |", flush=True)
+        return read_tokens(text, load_tokenizer(model), count, 512)
+
+
+def write(file: Path, rows: list[dict[str, Any]], settings: dict[str, Any]) -> None:
+    """Write the rows, in the place of those with the same names; other rows stay."""
+    there = json.loads(file.read_text())["rows"] if file.exists() else []
+    names = {row["name"] for row in rows}
+    content = {**settings, "rows": rows + [row for row in there if row["name"] not in names]}
+    file.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def show(row: dict[str, Any]) -> None:
+    accuracy = [f"{row[name]['value']:.3f} ({row[name]['low']:.3f} to {row[name]['high']:.3f})" if name in row else ""
+                for name in ("acc", "acc_norm")]
+    print(f"| {row['name']} | {format_bytes(row['weight_bytes'])} | {row['perplexity']:.3f} | {row['kl']:.5f} | "
+          f"{row['top1_agreement']:.1%} | {' | '.join(accuracy)} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="the unquantised model")
+    parser.add_argument("others", nargs="*", help="models to measure instead of those that are made")
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--skip", type=int, default=500, help="entries of the text that are not measured")
+    parser.add_argument("--calibration-tokens", type=int, default=16384)
+    parser.add_argument("--hellaswag", type=Path, help="file with the tasks; without it there is no accuracy")
+    parser.add_argument("--tasks", type=int, default=200)
+    parser.add_argument("--folder", type=Path, default=Path("quantised"), help="where quantised models are kept")
+    parser.add_argument("--output-json", type=Path)
+    given = parser.parse_args()
+    source = resolve(given.model)
+    tokens = read_text(given.text, given.skip, source, given.tokens)
+    others = ({path.name: path for path in map(resolve, given.others)} if given.others else
+              make(source, given.folder, given.text, given.calibration_tokens))
+    settings = {"model": source.name, "tokens": tokens.numel(), "tasks": given.tasks if given.hellaswag else None,
+                "calibration_tokens": given.calibration_tokens, **provenance(dataclasses.asdict(probe())),
+                "command": shlex.join(["python", *sys.argv])}
+    paths = {UNQUANTISED: source, **others}
+    wanted = log_probabilities(source, tokens)
+    rows: list[dict[str, Any]] = []
+
+    def keep() -> None:
+        if given.output_json is not None:
+            write(given.output_json, rows, settings)
+
+    for name, path in paths.items():
+        rows.append({"name": name, "weight_bytes": stored_bytes(path), **measured(path, wanted, tokens)})
+        keep()
+    # Last, as it takes longest: what was measured before it is written by then.
+    for row, path in zip(rows, paths.values(), strict=True) if given.hellaswag is not None else ():
+        row |= hellaswag(path, given.hellaswag, given.tasks)
+        keep()
+    print(f"{tokens.numel():,} tokens\n| | weights on disk | perplexity | KL | top-1 | acc | acc_norm |\n"
+          "|---|---|---|---|---|---|---|")
+    for row in rows:
+        show(row)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 import os
 import tempfile
@@ -77,11 +78,12 @@ def evaluate() -> None:
                    "tokens. It runs first, with the same flags but its own weights and KV as they are.")
 @click.option("--reference-dir", default=None, metavar="DIR",
               help="Keep what the reference says in this folder and use it again. [default: a folder that is deleted]")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--api-key", default=None, help="API key to send to a URL. [default: OPENAI_API_KEY of the environment]")
 @engine_options()
 def run(config: EngineConfig, tasks: tuple[str, ...], data: str, limit: int | None, output: str | None,
         concurrency: int, window: int, stride: int | None, reference: str | None, reference_dir: str | None,
-        api_key: str | None) -> None:
+        as_json: bool, api_key: str | None) -> None:
     """Run tasks on a model, or on any OpenAI-compatible server by its URL, and show scores with their 95% intervals.
 
     `spill eval compare A.jsonl B.jsonl` compares two results, item by item. docs/eval.md says what each number is.
@@ -121,7 +123,13 @@ def run(config: EngineConfig, tasks: tuple[str, ...], data: str, limit: int | No
             items = list(task.items(target))[:limit]
             run_task(task, target, items, results, concurrency)
             done.append((task, items))
-        _print_scores(target.name, [(task.name, summary(task, items, results)) for task, items in done])
+        scores = [(task.name, summary(task, items, results)) for task, items in done]
+        if as_json:
+            click.echo(json.dumps({"model": target.name, "scores": [
+                {"task": name, "metric": metric, **dataclasses.asdict(found)}
+                for name, rows in scores for metric, found in rows]}))
+        else:
+            _print_scores(target.name, scores)
 
 
 @evaluate.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,12 @@ def plan_model(config: EngineConfig, rates: Rates | None = None, progress: Progr
     show(0, 0, PLANNING)
     check_policies(config)
     path = resolve(config.model)
-    hf_config = read_config(path)
+    return plan_checkpoint(config, path, read_config(path), rates)
+
+
+def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, Any],
+                    rates: Rates | None = None) -> PlannedModel:
+    """Plan a model whose checkpoint has this configuration, which may be another than the one at `path`."""
     arch, model_config = read_architecture(hf_config, path)
     null = config.load_format == "null"
     scheme = None

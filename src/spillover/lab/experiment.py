@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from spillover.bench.workloads.workload_options import truth
 from spillover.errors import SpilloverError, did_you_mean
+from spillover.lab.accuracy import EvalSpec
 from spillover.lab.document import read_document, scaled
 from spillover.lab.engines import KINDS, EngineSpec
 from spillover.lab.run_metrics import metric_names
@@ -104,6 +105,7 @@ class Experiment:
     equivalence: float = EQUIVALENCE  # the largest difference that counts as the same; 0: none does
     slo: Mapping[str, float] = field(default_factory=dict)  # ms
     gates: Gates = field(default_factory=Gates)
+    eval: EvalSpec | None = None  # accuracy of every arm
     document: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -140,6 +142,7 @@ class Experiment:
             "slo": dict(self.slo), "gates": self.gates.to_json(),
             "arms": [arm.to_json() for arm in self.arms],
             "workloads": [workload.to_json() for workload in self.workloads],
+            **({} if self.eval is None else {"eval": self.eval.to_json()}),
             "document": dict(self.document),
         }
 
@@ -163,7 +166,8 @@ def parse_experiment(document: Mapping[str, Any], scale: str = "cpu", model: str
                              "or time-limit to end it earlier")
     _check_names(where, document, {"name", "about", "seed", "model", "baseline", "arms", "workloads", "max-blocks",
                                    "time-limit", "order", "restart", "window", "warmups", "retries", "primary",
-                                   "metrics", "confidence", "minimum-blocks", "equivalence", "slo", "gates", "scales"})
+                                   "metrics", "confidence", "minimum-blocks", "equivalence", "slo", "gates", "eval",
+                                   "scales"})
     name = _string(where, document, "name")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise SpilloverError(f"name: '{name}' becomes a folder's name; use letters, digits, '.', '_' and '-'")
@@ -195,6 +199,7 @@ def parse_experiment(document: Mapping[str, Any], scale: str = "cpu", model: str
         equivalence=_share(where, document, "equivalence", EQUIVALENCE),
         slo=_slo(where, _mapping(where, document, "slo")),
         gates=Gates.parse(_mapping(where, document, "gates"), where),
+        eval=_eval(where, _mapping(where, document, "eval")),
         document=document,
     )
     names = metric_names(experiment.slo)
@@ -219,6 +224,19 @@ def parse_experiment(document: Mapping[str, Any], scale: str = "cpu", model: str
     if experiment.time_limit <= 0:
         raise SpilloverError(f"{where}: time-limit is {experiment.time_limit:g} s; give a time such as 30min or 2h")
     return experiment
+
+
+def _eval(where: str, given: Mapping[str, Any]) -> EvalSpec | None:
+    if not given:
+        return None
+    where = f"{where}, eval"
+    _check_names(where, given, {"tasks", "data", "limit", "window"})
+    tasks = given.get("tasks")
+    if not isinstance(tasks, list) or not tasks:
+        raise SpilloverError(f"{where} needs tasks of spill eval, such as tasks: [perplexity, hellaswag]")
+    limit = _number(where, given, "limit", int, 0)
+    return EvalSpec(tuple(map(str, tasks)), str(given.get("data", EvalSpec.data)), limit or None,
+                    _number(where, given, "window", int, EvalSpec.window))
 
 
 def _only(experiment: Experiment, arms: list[str], workloads: list[str]) -> Experiment:

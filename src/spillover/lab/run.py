@@ -21,6 +21,7 @@ from typing import Any
 from spillover.bench.target import PHASES
 from spillover.errors import SpilloverError
 from spillover.lab import engines
+from spillover.lab.accuracy import Evaluate, evaluate
 from spillover.lab.analysis import Stop, analyse, stop
 from spillover.lab.engines import CacheReset, Engine, EngineFailed, EngineSpec, Missing, make_engine
 from spillover.lab.experiment import Arm, Experiment
@@ -72,6 +73,7 @@ class Bench:
     missing: Callable[[EngineSpec], Missing | None] = engines.missing
     limits_of: LimitsOf = lambda spec: None
     watch: Watch | None = None
+    evaluate: Evaluate = evaluate
     settle_seconds: float = SETTLE_SECONDS
 
 
@@ -133,6 +135,7 @@ class _Runner:
                     return "time-limit"
                 if not longest:
                     self._try_all(skipped, left[0].arm)
+                    self._evaluate_all(skipped)
                 since = time.monotonic()
                 self._watcher.block_begins(block, len(left))
                 for turn in turns(left):
@@ -159,6 +162,29 @@ class _Runner:
                 self._watcher.arm_failed(arm, _why(failure))
                 continue
             if self._experiment.restart == "per-visit" and arm.name != first:
+                self._close(arm.name)
+
+    def _evaluate_all(self, skipped: set[str]) -> None:
+        """Ask every arm's server how accurate it is, the baseline's first; what is in the folder is not asked again."""
+        spec, folder = self._experiment.eval, self._folder
+        if spec is None:
+            return
+        reference = ""
+        for arm in sorted(self._experiment.arms, key=lambda arm: arm.name != self._experiment.baseline):
+            if arm.name in skipped or arm.name in self._dead:
+                continue
+            if folder.evaluated(arm.name) is not None:
+                reference = reference or folder.evaluated(arm.name)["reference"]
+                continue
+            kept, found, why = arm.name in self._open, {}, None
+            try:
+                url = self._engine(arm.name, "eval").running.url
+                reference = reference or url
+                found = dict(self._bench.evaluate(spec, url, reference, folder.path / "reference"))
+            except SpilloverError as error:  # an accuracy that cannot be had leaves the arm its speed
+                why = str(error)
+            folder.write_eval(arm.name, {"reference": reference, "scores": found, "reason": why})
+            if not kept and self._experiment.restart == "per-visit" and arm.name in self._open:
                 self._close(arm.name)
 
     def _skip_missing(self) -> set[str]:

@@ -6,6 +6,7 @@
     visits/KEY.json        metrics and faults of a visit; that it exists says that the visit is done
     runs/KEY.json.gz       every event of it
     monitors/KEY.parquet   what monitors saw meanwhile
+    evals/ARM.json         accuracy of an arm, where the experiment asks for it
     logs/                  of the servers
     analysis.json          verdicts
 
@@ -21,7 +22,7 @@ import math
 import os
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,14 @@ class ResultFolder:
     def write_arm(self, name: str, told: Mapping[str, Any]) -> None:
         write_json(self.path / "arms" / f"{file_part(name)}.json", {"name": name, **told})
 
+    def evaluated(self, name: str) -> Any:
+        """Return an arm's accuracy; None where it was not asked yet."""
+        path = self.path / "evals" / f"{file_part(name)}.json"
+        return read_json(path) if path.exists() else None
+
+    def write_eval(self, name: str, told: Mapping[str, Any]) -> None:
+        write_json(self.path / "evals" / f"{file_part(name)}.json", {"name": name, **told})
+
     def unskip(self, name: str) -> None:
         """Forget skips: what was missing when the folder was last run is here now."""
         path = self.path / "arms" / f"{file_part(name)}.json"
@@ -128,6 +137,7 @@ class Results:
     sessions: tuple[Mapping[str, Any], ...]
     arms: Mapping[str, Mapping[str, Any]]
     visits: tuple[Mapping[str, Any], ...]  # in the order of running
+    evals: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # accuracy by arm
 
     @classmethod
     def open(cls, path: Path) -> Results:
@@ -142,7 +152,8 @@ class Results:
         arms = [read_json(file) for file in sorted((path / "arms").glob("*.json"))]
         visits = [read_json(file) for file in (path / "visits").glob("*.json")]
         return cls(path, experiment, tuple(read_json(sessions) if sessions.exists() else ()),
-                   {arm["name"]: arm for arm in arms}, tuple(sorted(visits, key=lambda visit: visit["index"])))
+                   {arm["name"]: arm for arm in arms}, tuple(sorted(visits, key=lambda visit: visit["index"])),
+                   {each["name"]: each for each in map(read_json, sorted((path / "evals").glob("*.json")))})
 
     def run(self, visit: Mapping[str, Any]) -> Run | None:
         """Return every event of a visit; None where it failed before any."""

@@ -12,8 +12,10 @@ from spillover.engine.config import EngineConfig
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@click.option("--quantizations", is_flag=True,
+              help="Show instead one row per weight format: bytes, whether it fits, what is left for KV, and how fast.")
 @engine_options()
-def plan(config: EngineConfig, as_json: bool) -> None:
+def plan(config: EngineConfig, as_json: bool, quantizations: bool) -> None:
     """Show the memory plan, and how fast the model could run.
 
     Splits the given budget between weights, KV cache and workspace, or says what would fit. A model larger than the
@@ -23,9 +25,15 @@ def plan(config: EngineConfig, as_json: bool) -> None:
     Examples:
       spill plan --gpu-memory 2GB --max-model-len 4096
       spill plan openai/gpt-oss-120b --gpu-memory 32GB --weights experts
+      spill plan Qwen/Qwen3-32B --gpu-memory 24GB --quantizations
     """
     from rich.console import Console
 
+    if quantizations:
+        from spillover.cli.plan.plan_quantizations import run_quantizations
+
+        run_quantizations(Console(), config, as_json)
+        return
     from spillover.cli.plan.plan import run_plan
 
     run_plan(Console(), config, as_json)

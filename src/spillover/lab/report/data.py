@@ -82,6 +82,8 @@ class Arm:
     command: str = ""  # as a shell takes it
     pool_tokens: int | None = None
     log_tail: str = ""
+    scores: Mapping[str, float] = field(default_factory=dict)  # accuracy by task and metric
+    no_scores: str = ""  # why there are none, where they were asked for
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,8 @@ def read_report(folder: Path) -> Report:
         folder=folder,
         seed=experiment.get("seed") or "",
         metrics=tuple(experiment["metrics"]),
-        arms=tuple(_arm(arm, results.arms.get(arm["name"])) for arm in experiment["arms"]),
+        arms=tuple(_arm(arm, results.arms.get(arm["name"]), results.evals.get(arm["name"]) or {})
+                   for arm in experiment["arms"]),
         workloads=tuple(_read(Workload, workload, stats=stats.get(workload["name"], {}))
                         for workload in experiment["workloads"]),
         cells=tuple(_cell(cell) for cell in analysis["cells"]),
@@ -229,7 +232,7 @@ def _read(kind: type[Part], written: Mapping[str, Any], **made: Any) -> Part:
     return kind(**{**found, **made})
 
 
-def _arm(asked: Mapping[str, Any], told: Mapping[str, Any] | None) -> Arm:
+def _arm(asked: Mapping[str, Any], told: Mapping[str, Any] | None, evaluated: Mapping[str, Any]) -> Arm:
     spec, found = asked.get("spec") or {}, told or {"status": "not started"}
     args = spec.get("args") or {}
     return _read(
@@ -239,6 +242,8 @@ def _arm(asked: Mapping[str, Any], told: Mapping[str, Any] | None) -> Arm:
         args=args,
         command=shlex.join(found.get("command") or []),
         pool_tokens=found.get("device_pool_tokens"),
+        scores=evaluated.get("scores") or {},
+        no_scores=evaluated.get("reason") or "",
     )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from spillover.bench.records import Run
 from spillover.bench.target import PHASES, SOURCES
+from spillover.lab.accuracy import KL
 from spillover.lab.report.data import Cell, Report, Visit
 from spillover.lab.report.metric import metric
 
@@ -87,14 +88,32 @@ Figure = LineFigure | StackFigure
 def figures(report: Report) -> list[Figure]:
     """Return the figures that the results have something for, in the order they are read."""
     made: list[Figure | None] = [
-        curves(report), latency_split(report), hit_rates(report), every_run(report), first_tokens(report),
-        token_rate(report), token_gaps(report), machine(report),
+        pareto(report), curves(report), latency_split(report), hit_rates(report), every_run(report),
+        first_tokens(report), token_rate(report), token_gaps(report), machine(report),
     ]
     return [figure for figure in made if figure is not None]
 
 
 def as_json(figure: Figure) -> dict[str, Any]:
     return asdict(figure)
+
+
+def pareto(report: Report) -> LineFigure | None:
+    """Plot speed against KL divergence from the baseline: one point an arm, best at the lower right."""
+    key, panels = f"perplexity {KL}", []
+    what = metric("output_throughput")
+    for workload in report.workloads:
+        lines = []
+        for arm in report.arms:
+            cell = report.cell(workload.name, arm.name)
+            if cell is not None and key in arm.scores and what.key in cell.medians:
+                lines.append(Line(arm.name, ((cell.medians[what.key], arm.scores[key]),), hollow=(not cell.valid,)))
+        if lines:
+            panels.append(Panel(workload.name, "", Axis(what.label, what.unit), Axis("KL divergence, at least", "nats"),
+                                tuple(lines), "lower"))
+    return _lines("pareto", "Speed against KL divergence",
+                  "Right is faster, down is nearer to the baseline's distributions. An arm pays where no other lies "
+                  "further right and further down; hollow points did not pass the gates.", "curve", panels)
 
 
 def curves(report: Report) -> LineFigure | None:

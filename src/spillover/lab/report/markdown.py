@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from spillover.lab.report import wording
 from spillover.lab.report.data import Report
 from spillover.lab.report.metric import metric
-from spillover.lab.report.tables import Table, TableCell, gain_text, measured, secondary, sweeps
+from spillover.lab.report.tables import Table, TableCell, accuracy, gain_text, measured, secondary, sweeps
 
 
 def markdown(report: Report, plots: Sequence[str]) -> str:
@@ -17,7 +17,8 @@ def markdown(report: Report, plots: Sequence[str]) -> str:
     parts += [_facts(wording.top_facts(report)), "## Verdict", *_verdicts(report)]
     parts += _pictures(plots, ("benchmark_results",))
     parts.append("## Measured")
-    for table in sweeps(report):
+    found = accuracy(report)
+    for table in (*([found] if found is not None else []), *sweeps(report)):
         parts += [f"### {table.title}", _table(table), table.about]
     for name, workloads in report.groups().items():
         facts = wording.short_facts(workloads[0])

@@ -91,6 +91,20 @@ def secondary(report: Report) -> Table | None:
                  about="Times better than the baseline with its interval; a word where it is decided.")
 
 
+def accuracy(report: Report) -> Table | None:
+    """Return what `spill eval` found of each arm's model; None where the experiment does not ask."""
+    if not any(arm.scores or arm.no_scores for arm in report.arms):
+        return None
+    keys = list(dict.fromkeys(key for arm in report.arms for key in arm.scores))
+    rows = [(TableCell(arm.name, detail=arm.no_scores), *(
+        TableCell(f"{arm.scores[key]:.4g}", arm.scores[key]) if key in arm.scores else TableCell(NOTHING)
+        for key in keys)) for arm in report.arms if arm.scores or arm.no_scores]
+    return Table("Accuracy", ("arm", *(key.replace("_", " ") for key in keys)), tuple(rows),
+                 about="Asked once of each arm's server; divergence and agreement are against the baseline. A server "
+                       "shows its 20 likeliest tokens, so that the divergence is a bound from below.",
+                 arms=tuple(row[0].text for row in rows))
+
+
 def sweeps(report: Report) -> list[Table]:
     """Return each sweep in one row an arm: the most it reached, and its means over the steps."""
     made = []
