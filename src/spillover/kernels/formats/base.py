@@ -172,9 +172,9 @@ class WeightFormat(ABC):
         x, residual = add_rms_norm(x, residual, norm, eps, begin_early=not gated or x.shape[0] == 1)
         return (self.linear_silu if gated else self.linear)(x, w, bias), residual
 
-    def embedding(self, ids: Tensor, w: Linear) -> Tensor:
-        """Look up ids [T] -> [T, in]."""
-        return F.embedding(ids, self.dequantize(w, torch.float32))
+    def embedding(self, ids: Tensor, w: Linear, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Look up ids [T] -> [T, in]; numbers that are kept as such keep their type."""
+        return F.embedding(ids, self.dequantize(w, dtype))
 
     def for_linear(self, name: str) -> WeightFormat:
         """Choose how a linear is kept whose name is this in a checkpoint of this format."""
