@@ -130,7 +130,10 @@ def kept_on(specs: WeightSpecs, device: str, dtype: str, batch_invariant: bool =
         specs = _on_cuda(specs)
         return reformatted(specs, lambda weight: weight.batch_invariant()) if batch_invariant else specs
     width = native.panel_width() if dtype == "float32" and native.library() is not None else 0
-    return reformatted(specs, lambda weight: weight.packed(width)) if width else specs
+    if not width:
+        return specs
+    return {part: [spec if spec.format is None else replace(spec, format=spec.format.packed(width, spec.linear))
+                   for spec in listed] for part, listed in specs.items()}
 
 
 def _on_cuda(specs: WeightSpecs) -> WeightSpecs:

@@ -190,8 +190,9 @@ class WeightFormat(ABC):
         """Return the format that a checkpoint of this one has a module's matrix in."""
         return self
 
-    def packed(self, width: int) -> WeightFormat:
-        """Choose how it is kept for the native kernels, in panels of `width` channels if it is float32."""
+    def packed(self, width: int, shape: LinearShape) -> WeightFormat:
+        """Choose how a linear of this shape is kept for the native kernels, in panels of `width` channels if it is
+        float32."""
         return self
 
     def on_cuda(self, shape: LinearShape) -> WeightFormat:
