@@ -91,7 +91,8 @@ def test_the_planner_counts_panels_as_these_cores_pack_them(neoverse: EmulatedLi
 def in_groups(bits: int, n: int, k: int) -> Linear:
     low, dtype = (0, torch.uint8) if bits == 4 else (-128, torch.int8)
     values = torch.randint(low, low + (1 << bits), (n, k)).to(dtype)
-    return pack_codes([grouped_codes(values, torch.randn(n, k // 128), torch.randn(n, k // 128))])
+    scales = torch.randn(n, k // 128).half().float()
+    return pack_codes([grouped_codes(values, scales, torch.randint(-15, 16, scales.shape) * scales)])
 
 
 @pytest.mark.parametrize("level", ["dotprod", "i8mm"])
