@@ -24,7 +24,7 @@ from spillover.kernels.activation import (
 )
 from spillover.kernels.attention import attention, attention_reference, store_kv, store_kv_reference
 from spillover.kernels.formats.base import Linear
-from spillover.kernels.formats.gguf_codes import unpack_codes
+from spillover.kernels.formats.gguf_codes import grouped_codes, pack_codes, unpack_codes
 from spillover.kernels.formats.packed import pack
 from spillover.kernels.kv_quant import KVCodec, encode_blocks
 from spillover.kernels.linear import embedding, linear, unpack
@@ -88,14 +88,22 @@ def test_the_planner_counts_panels_as_these_cores_pack_them(neoverse: EmulatedLi
     assert plan.weight_bytes == sum(w.nbytes for part in weights.parts.values() for w in part.values())
 
 
+def in_groups(bits: int, n: int, k: int) -> Linear:
+    low, dtype = (0, torch.uint8) if bits == 4 else (-128, torch.int8)
+    values = torch.randint(low, low + (1 << bits), (n, k)).to(dtype)
+    scales = torch.randn(n, k // 128).half().float()
+    return pack_codes([grouped_codes(values, scales, torch.randint(-15, 16, scales.shape) * scales)])
+
+
 @pytest.mark.parametrize("level", ["dotprod", "i8mm"])
 def test_products_with_codes(level: str) -> None:
-    weights: dict[tuple[Kind, int, int], tuple[Linear, Tensor, Tensor]] = {}
+    weights: dict[tuple[Kind | int, int, int], tuple[Linear, Tensor, Tensor]] = {}
     here = {}
-    for kind in KINDS:
-        for n, k in SHAPES if GGML_QUANT_SIZES[kind][0] == 32 else [(70, 512)]:
+    for kind in (*KINDS, 4, 8):  # bits: of integers in groups of 128
+        for n, k in SHAPES if isinstance(kind, Kind) and GGML_QUANT_SIZES[kind][0] == 32 else [(70, 512)]:
             sizes = torch.exp2(torch.randint(-10, 10, (k,)))  # columns differ in size, as activations do
-            weights[kind, n, k] = coded(kind, n, k), torch.randn(max(ROWS), k) * sizes, torch.randn(n)
+            weight = coded(kind, n, k) if isinstance(kind, Kind) else in_groups(kind, n, k)
+            weights[kind, n, k] = weight, torch.randn(max(ROWS), k) * sizes, torch.randn(n)
             if native.multiplies_codes():
                 here[kind, n, k] = linear(weights[kind, n, k][1], weights[kind, n, k][0], weights[kind, n, k][2])
     with emulated(CORES[level], "coded", "team") as library:

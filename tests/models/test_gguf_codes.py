@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,18 @@ from spillover.engine.assemble import plan_model
 from spillover.engine.config import EngineConfig
 from spillover.errors import CheckpointError
 from spillover.kernels import native
+from spillover.kernels.formats.coded_cuda import GgufCuda, tile_form
 from spillover.kernels.formats.gguf_codes import FORMS, GgufCodes
 from spillover.kernels.linear import unpack
 from spillover.models.checkpoint import open_checkpoint
 from spillover.models.registry import architecture
 from spillover.models.weight_specs import WeightSpecs, in_codes, kept_on, part_nbytes
 from support.gguf_cases import CASES, FIELDS, SHAPE, random_model
+from support.gguf_models import mixed, write_tiled_llama
 from support.gguf_writing import write_like_llama_cpp
 from support.k_quants import quantize_more, write_q4_k_m
 from support.loading import load_weights
+from support.plan_shapes import GPU
 
 DENSE = ["llama", "llama with biases, tied", "qwen2", "qwen3"]
 needs_codes = pytest.mark.skipif(not native.multiplies_codes(), reason="this CPU does not multiply codes")
@@ -136,6 +140,39 @@ def test_a_plan_counts_codes(tmp_path: Path) -> None:
     assert all(coded == {False} for name, (_, coded) in plans.items() if name != ("keep", "auto", "auto"))
     assert kept[0] < widened[0] / 3
     assert gguf.GGML_QUANT_SIZES[Kind.Q4_1] == (32, 20)  # what the counts rest on
+
+
+def test_a_plan_for_a_gpu_counts_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that multiplies with them; others dequantise when they load."""
+    path = str(write_tiled_llama(tmp_path / "m.gguf", mixed))
+    plans = {}
+    for capability in ((9, 0), (8, 0)):
+        device = replace(GPU.cuda[0], capability=capability)
+        monkeypatch.setattr("spillover.engine.assemble.probe", lambda device=device: replace(GPU, cuda=(device,)))
+        for codes in ("keep", "widen"):
+            planned = plan_model(EngineConfig(model=path, device="cuda", gpu_memory="2GB", weight_codes=codes))
+            kept = kept_on(planned.specs, "cuda", "bfloat16", batch_invariant=True)
+            plans[capability, codes] = (planned.plan.weight_bytes, planned.in_codes)
+            if capability == (9, 0) and codes == "keep":
+                formats = {(part, spec.name): spec.format for part, listed in kept.items() for spec in listed
+                           if spec.format is not None}
+                assert all(isinstance(form, GgufCuda) for form in formats.values())  # the embedding and the head too
+                assert len(kept["layers.1"][1].fields("bfloat16")) == 2  # q and k, and v in another type
+    # Norms are plain.
+    norms = 2 * 256 * (2 * 2 + 1)
+    four, six = tile_form(FORMS["Q4_K"]).tile_bytes, tile_form(FORMS["Q6_K"]).tile_bytes
+    tiles = 2 * (16 * 2 * 2 + 8 * 2 * 2 + 32 * 2 * 2 + 16 * 4) + 2 * 6 * 2
+    in_six = 6 * 2 + 8 * 2 + 16 * 4
+    assert plans[(9, 0), "keep"] == ((tiles - in_six) * four + in_six * six + norms, True)
+    assert plans[(9, 0), "widen"] == plans[(8, 0), "widen"] == plans[(8, 0), "keep"] == (
+        tiles * 16 * 128 * 2 + norms, False)
+
+
+def test_experts_are_widened_for_a_gpu(tmp_path: Path) -> None:
+    with open_checkpoint(quantised("qwen3moe", tmp_path, Kind.Q8_0)) as checkpoint:
+        arch = architecture(checkpoint.config)
+        specs = arch.weight_specs(arch.config(checkpoint.config))
+        assert in_codes(specs, checkpoint.config["codes"], "cuda") == specs
 
 
 @pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from spillover.kernels.fields import LinearShape
 from spillover.models.weight_specs import reformatted
 from spillover.plan.shapes import model_shape
 from support.plan_shapes import GPT_OSS, GPT_OSS_SPECS, MIXTURE, MIXTURE_SPECS, SMOLLM2, SMOLLM2_SPECS, TINY, TINY_SPECS
@@ -35,7 +36,7 @@ def test_a_small_model_by_hand() -> None:
 
 
 def test_packed_rows_are_padded() -> None:
-    panels = reformatted(TINY_SPECS, lambda weight: weight.packed(32))
+    panels = reformatted(TINY_SPECS, lambda weight: weight.packed(32, LinearShape((96,), 64)))
     plain, packed = model_shape(TINY, TINY_SPECS, "float32"), model_shape(TINY, panels, "float32")
     assert dict(packed.weights)["head"] == 4 * 128 * 8
     assert dict(packed.weights)["embedding"] == dict(plain.weights)["embedding"]  # looked up, so not packed

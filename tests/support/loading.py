@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from spillover.kernels.formats.base import Linear, Weight
+from spillover.kernels.formats.grouped_int import GroupedInt
+from spillover.kernels.formats.grouped_panels import GroupedPanels
 from spillover.models.checkpoint import Checkpoint
 from spillover.models.config import ModelConfig
 from spillover.models.loader import Progress, dummy_parts, load_parts
@@ -21,6 +24,13 @@ def load_weights(checkpoint: Checkpoint, config: ModelConfig, specs: WeightSpecs
 def dummy_weights(specs: WeightSpecs, dtype: torch.dtype, device: torch.device, seed: int = 0,
                   pack: bool = True) -> ResidentWeights:
     return ResidentWeights(dict(dummy_parts(_kept(specs, dtype, device) if pack else specs, dtype, device, seed)))
+
+
+def integers(w: Weight) -> GroupedInt | None:
+    """Return the integers in groups that a linear is kept as, in whatever panels; None: it is not."""
+    form = w.format if isinstance(w, Linear) else None
+    form = form.base if isinstance(form, GroupedPanels) else form
+    return form if isinstance(form, GroupedInt) else None
 
 
 def _kept(specs: WeightSpecs, dtype: torch.dtype, device: torch.device) -> WeightSpecs:

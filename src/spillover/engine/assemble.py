@@ -27,6 +27,7 @@ from spillover.errors import SpilloverError
 from spillover.kernels import native
 from spillover.kernels.arena import Arena
 from spillover.kernels.attention import KV_LAYOUT
+from spillover.kernels.cuda import coded_linear
 from spillover.kernels.formats.base import Target
 from spillover.kernels.kv_quant import head_bytes, slot_layout
 from spillover.memory.budgets import parse_disk
@@ -48,7 +49,7 @@ from spillover.models.quantize.view import choose_scheme, quantized_config
 from spillover.models.registry import Architecture, read_architecture
 from spillover.models.tokenizer import Tokenizer, load_tokenizer
 from spillover.models.weight_specs import WeightSpecs, in_codes, kept_on, prepare_products
-from spillover.plan.hardware import probe, trim_heap
+from spillover.plan.hardware import Machine, probe, trim_heap
 from spillover.plan.measure import quick_rates
 from spillover.plan.planner import Plan, PlanRequest, make_plan, where
 from spillover.plan.rates import Rates
@@ -76,7 +77,7 @@ class PlannedModel:
     @property
     def in_codes(self) -> bool:
         """Return whether weights stay in the codes of their file."""
-        return any(spec.format is not None and spec.format.native_codes for listed in self.specs.values()
+        return any(spec.format is not None and spec.format.quant_method == "gguf" for listed in self.specs.values()
                    for spec in listed)
 
 
@@ -117,7 +118,8 @@ def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, An
     request = PlanRequest(
         model=config.model or DEFAULT_MODEL,
         device="cpu" if null else config.device,
-        dtype=config.dtype,
+        # A GGUF file names no type to compute in; beside codes of few bits float32 would be of no use.
+        dtype="bfloat16" if on_card and config.dtype == "auto" and hf_config.get("codes") else config.dtype,
         gpu_memory=None if config.gpu_memory is None else parse_budget(str(config.gpu_memory), "--gpu-memory", whole),
         block_size=config.block_size,
         num_gpu_blocks_override=config.num_gpu_blocks_override,
@@ -136,9 +138,10 @@ def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, An
         paged_tokens=config.paged_tokens,
     )
     specs = {} if null else arch.weight_specs(model_config)
-    keeps = config.load_format == "auto" and config.weight_codes == "keep" and native.multiplies_codes()
-    if keeps and where(request, model_config, machine) == ("cpu", "float32"):
-        specs = in_codes(specs, hf_config.get("codes", {}))
+    if config.load_format == "auto" and config.weight_codes == "keep" and "codes" in hf_config:
+        device, dtype = where(request, model_config, machine)
+        if _multiplies_codes(machine, device, dtype):
+            specs = in_codes(specs, hf_config["codes"], device)
     plan = make_plan(request, model_config, specs, machine, rates, measure=quick_rates)
     if plan.device == "cuda" and plan.block_size & (plan.block_size - 1):
         raise SpilloverError(f"--block-size on CUDA is a power of two, such as 16, 32 or 64; got {plan.block_size}")
@@ -150,6 +153,13 @@ def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, An
                      max_num_batched_tokens=plan.max_num_batched_tokens)
     plan = replace(plan, notes=flag_notes(config, model_config, plan))
     return PlannedModel(chosen, path, arch, model_config, specs, plan, scheme)
+
+
+def _multiplies_codes(machine: Machine, device: str, dtype: str) -> bool:
+    """Return whether there are kernels for weights in the codes of a file."""
+    if device == "cpu":
+        return dtype == "float32" and native.multiplies_codes()
+    return coded_linear.serves(machine.cuda[0].capability, getattr(torch, dtype))
 
 
 def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None,

@@ -33,10 +33,11 @@ class EngineConfig:
                                      "of the true shape; null has no model and answers at once with meaningless "
                                      "words, to measure everything else.",
                              ("auto", "dummy", "null"))
-    dtype: str = _flag("auto", "Compute type; auto is float32 on a CPU and the stored type on a GPU.",
+    dtype: str = _flag("auto", "Compute type; auto is float32 on a CPU and the stored type on a GPU (bfloat16 beside "
+                               "codes of a GGUF file).",
                        ("auto", "float32", "bfloat16", "float16"))
     weight_codes: str = _flag("keep", "How to hold weights that a GGUF file stores in codes: keep computes with the "
-                                      "codes where the CPU can; widen dequantises them to the compute type.",
+                                      "codes where the device can; widen dequantises them to the compute type.",
                               ("keep", "widen"))
     quantization: str | None = _flag(None, "Quantise the linears of unquantised layers while they load: fp8 (e4m3, a "
                                            "scale per row), int8 or int4 (a scale per 128 columns, or per 64 or 32 "

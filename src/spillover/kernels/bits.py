@@ -144,7 +144,7 @@ class _Maker:
         self.dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         width = native.panel_width() if device.type == "cpu" and native.library() is not None else 0
         self.format: WeightFormat = DENSE.batch_invariant() if device.type == "cuda" else (
-            DENSE.packed(width) if width else DENSE)
+            DENSE.packed(width, LinearShape((width,), width)) if width else DENSE)
         self.expert_formats = {"dense": self.format} if device.type == "cpu" else {
             "bfloat16": self.format, "FP8": FP8_BLOCK.batch_invariant(), "MXFP4": MXFP4.batch_invariant()}
         self._random = torch.Generator(device).manual_seed(0)

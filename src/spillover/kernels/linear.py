@@ -14,9 +14,9 @@ def linear(x: Tensor, w: Linear, bias: Tensor | None = None) -> Tensor:
     return w.format.linear(x, w, bias)
 
 
-def embedding(ids: Tensor, w: Linear) -> Tensor:
-    """ids [T], w [V, K] -> [T, K]."""
-    return w.format.embedding(ids, w)
+def embedding(ids: Tensor, w: Linear, dtype: torch.dtype = torch.float32) -> Tensor:
+    """ids [T], w [V, K] -> [T, K]; of `dtype` where it is not kept as numbers."""
+    return w.format.embedding(ids, w, dtype)
 
 
 def unpack(w: Weight) -> Tensor:

@@ -96,7 +96,7 @@ class Decoder:
     def _embed(self, step: ModelStep, weights: Weights) -> tuple[Tensor, Tensor]:
         """Return what the half layer before the first adds to the residual, nothing, and the residual."""
         with weights.part("embed") as w:
-            residual = embedding(step.token_ids, w["embedding"])
+            residual = embedding(step.token_ids, w["embedding"], self.dtype)
         return torch.zeros_like(residual), residual
 
     def _layers(self, x: Tensor, residual: Tensor, step: ModelStep, weights: Weights,

@@ -11,6 +11,7 @@ from spillover.kernels.fields import Field, LinearShape
 
 if TYPE_CHECKING:
     from spillover.kernels.formats.base import Target, WeightFormat
+    from spillover.kernels.formats.gguf_codes import CodeForm
 
 
 @dataclass(frozen=True)
@@ -92,22 +93,31 @@ def stored_in(specs: WeightSpecs, stored: Callable[[str], WeightFormat],
     return {part: [taken(spec) for spec in listed] for part, listed in specs.items()}
 
 
-def in_codes(specs: WeightSpecs, codes: Mapping[str, str]) -> WeightSpecs:
-    """Return the same, but linears all of whose matrices a GGUF file has in codes stay in them; `codes`: the types of
-    its tensors that are in codes."""
-    from spillover.kernels.formats.dense import DENSE
+def in_codes(specs: WeightSpecs, codes: Mapping[str, str], device: str = "cpu") -> WeightSpecs:
+    """Return the same, but linears all of whose matrices a GGUF file has in codes stay in them where a device can
+    multiply with them; `codes`: the types of its tensors that are in codes."""
+    from spillover.kernels.formats.dense import DENSE, EMBEDDING
     from spillover.kernels.formats.gguf_codes import FORMS, GgufCodes
+
+    def kept(spec: WeightSpec, forms: tuple[CodeForm, ...]) -> WeightFormat | None:
+        if device == "cpu":
+            return GgufCodes(forms)
+        from spillover.kernels.formats.coded_cuda import GgufCuda
+
+        return GgufCuda(forms) if not spec.experts and GgufCuda.serves(forms, spec.linear) else spec.format
 
     def taken(spec: WeightSpec) -> WeightSpec:
         source = spec.sources[0]
-        if spec.format != DENSE or source.transposed or source.per_expert != bool(spec.experts):
+        if (spec.format not in (DENSE, EMBEDDING) or source.transposed
+                or source.per_expert != bool(spec.experts)):
             return spec
         experts = range(spec.experts or 1)
         types = [{codes.get(name.format(expert=expert)) for expert in experts} for name in source.names]
         forms = [FORMS[kinds.pop() or ""] for kinds in types if len(kinds) == 1 and None not in kinds]
         if len(forms) < len(types):
             return spec
-        return replace(spec, sources=(source,), format=GgufCodes(tuple(forms)))
+        found = kept(spec, tuple(forms))
+        return spec if found == spec.format else replace(spec, sources=(source,), format=found)
 
     return {part: [taken(spec) for spec in listed] for part, listed in specs.items()}
 
@@ -120,7 +130,10 @@ def kept_on(specs: WeightSpecs, device: str, dtype: str, batch_invariant: bool =
         specs = _on_cuda(specs)
         return reformatted(specs, lambda weight: weight.batch_invariant()) if batch_invariant else specs
     width = native.panel_width() if dtype == "float32" and native.library() is not None else 0
-    return reformatted(specs, lambda weight: weight.packed(width)) if width else specs
+    if not width:
+        return specs
+    return {part: [spec if spec.format is None else replace(spec, format=spec.format.packed(width, spec.linear))
+                   for spec in listed] for part, listed in specs.items()}
 
 
 def _on_cuda(specs: WeightSpecs) -> WeightSpecs:

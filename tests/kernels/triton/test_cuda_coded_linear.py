@@ -5,10 +5,7 @@ Without a card the kernels run emulated.
 
 from __future__ import annotations
 
-import ctypes
-import struct
 from collections.abc import Iterator
-from functools import cache
 
 import pytest
 import torch
@@ -25,29 +22,12 @@ from spillover.kernels.formats.coded_cuda import CodedCuda
 from spillover.kernels.formats.grouped_int import GroupedInt
 from spillover.kernels.linear import linear
 from spillover.models.weight_specs import Source, WeightSpec, kept_on, prepare_products
-from support.emulated_cuda import EmulatedModule
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _described(address: int, rows: int, layers: int, stride: int, box: int, box_layers: int,
-               kind: int) -> ctypes.Array[ctypes.c_uint64]:
-    """Describe x as the emulated copies read it."""
-    said = struct.pack("<Qqqqqq", address, rows, layers, stride, box, box_layers)
-    return cuda.Map.from_buffer_copy(said.ljust(128, b"\0"))
-
-
-@cache
-def _emulated(form: Form, dtype: torch.dtype, device: torch.device) -> EmulatedModule:
-    return EmulatedModule(cuda.SOURCE, form.options(dtype), late=True)
+from support.coded_kernels import DEVICE, coded_kernels
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _kernels() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        if DEVICE.type == "cpu":
-            patch.setattr(cuda, "kernels", _emulated)
-            patch.setattr(cuda, "_map", _described)
+    with coded_kernels():
         yield
 
 
@@ -80,7 +60,7 @@ def weight(codes: Codes, bits: int) -> Tensor:
     scale, value = wide(codes.scales), codes.values.double()
     if codes.offsets is not None:
         offset = wide(codes.offsets)
-        if codes.factors is not None:
+        if codes.factors:
             scale, offset = scale * wide(codes.factors[0]), offset * wide(codes.factors[1])
         return scale * value + offset
     return scale * (value - (1 << (bits - 1) if codes.zeros is None else wide(codes.zeros)))

@@ -41,7 +41,7 @@ def measure_limits(planned: PlannedModel, console: Console) -> RooflineLimits:
     shape = model_shape(planned.model_config, planned.specs, planned.plan.dtype, kv_dtype=planned.plan.kv_cache_dtype)
     limits = RooflineLimits(Roofline(shape, timed_rates(planned.plan.device)))
     print_limits(console, limits)
-    if planned.in_codes:
+    if planned.in_codes and planned.plan.device == "cpu":
         console.print(CODES_NOTE, highlight=False)
     return limits
 

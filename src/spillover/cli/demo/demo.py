@@ -86,7 +86,7 @@ def demo(config: EngineConfig) -> None:
         ]))
     console.print("Limit: the bytes that must be read at the measured memory rate, or the FLOPs that must be done at "
                   "the measured matrix rate, whichever takes longer.", style="dim", highlight=False)
-    if planned.in_codes:
+    if planned.in_codes and planned.plan.device == "cpu":
         console.print(CODES_NOTE, style="dim", highlight=False)
     _heading(console, "Eight chats over a KV cache that holds one")
     show_chats(console, config)

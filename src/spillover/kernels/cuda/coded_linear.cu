@@ -7,19 +7,20 @@
 // chunk is some steps, and sums of chunks are added in their order. Chunks are a constant of the matrix, so which warps
 // take them makes no difference to the bits, nor does the number of rows of x, nor whether mma or wgmma multiplies.
 //
-// Defined when this is compiled: BITS of a code, GROUPS of a step (1, 2 or 4), SCALES (below), ZEROS (a byte for every
-// channel and group; else the zero is half the range of a code), X_BF16 (else x is float16).
+// Defined when this is compiled: BITS of a code, GROUPS of a step (1, 2, 4 or 8), SCALES (below), ZEROS (a byte for every
+// channel and group; else the zero is half the range of a code), MIDDLE (the number, of those that offsets are added to,
+// that has the code at half the range), X_BF16 (else x is float16).
 #include "instructions.cuh"
 
-enum { HALF, BFLOAT, SINGLE, PAIR, SUPER };  // SCALES
+enum { HALF, BFLOAT, SINGLE, PAIR, SUPER, SIGNED };  // SCALES
 constexpr bool OFFSETS = SCALES == PAIR || SCALES == SUPER;
 constexpr int STEP = 128;
 constexpr int VECTORS = BITS / 2;  // of 16 bytes, that a lane has of a tile's codes
 constexpr int CODE_BYTES = VECTORS * 512;
 // For a pair of channels of a group: two scales; or two of (scale, offset), float16; or two of (scale, offset) as bytes,
-// whose factors are two of (scale, offset) for the pair's step, float16.
-constexpr int PAIR_BYTES = SCALES == SINGLE || SCALES == PAIR ? 8 : 4;
-constexpr int FACTOR_BYTES = SCALES == SUPER ? 64 : 0;
+// whose factors are two of (scale, offset) for the pair's step, float16; or two scales as signed bytes, likewise.
+constexpr int PAIR_BYTES = SCALES == SINGLE || SCALES == PAIR ? 8 : SCALES == SIGNED ? 2 : 4;
+constexpr int FACTOR_BYTES = SCALES == SUPER ? 64 : SCALES == SIGNED ? 32 : 0;
 constexpr int ZEROS_AT = CODE_BYTES + FACTOR_BYTES + GROUPS * 8 * PAIR_BYTES;
 constexpr int TILE = ZEROS_AT + (ZEROS ? GROUPS * 16 : 0);
 constexpr int CHUNKS = 8;  // at most
@@ -69,8 +70,9 @@ DEV Group read_group(const u8* tile, int group, int g) {
             const u16* factor = (const u16*)(tile + CODE_BYTES + g * 8 + i * 4);
             r.scale[i] = from_half(factor[0]) * (float)at[2 * i], r.offset[i] = from_half(factor[1]) * (float)at[2 * i + 1];
         }
+        if (SCALES == SIGNED) r.scale[i] = from_half(((const u16*)(tile + CODE_BYTES + g * 4))[i]) * (float)((const signed char*)at)[i];
         // Codes are taken from half of their range, and the offset with them.
-        if (OFFSETS) r.offset[i] = fmaf(r.scale[i], (float)(1 << (BITS - 1)), r.offset[i]);
+        if (OFFSETS) r.offset[i] = fmaf(r.scale[i], (float)MIDDLE, r.offset[i]);
     }
     return r;
 }
@@ -241,17 +243,17 @@ DEV void few_rows(const Product& p, u8* room) {
                 for (int j = group * (8 / GROUPS); j < (group + 1) * (8 / GROUPS); j += 2) {
                     u32 a[4], b[4];
                     operand(a, v, j, numbers);
-                    operand(b, v, j + 1, numbers);
+                    if (GROUPS < 8) operand(b, v, j + 1, numbers);  // else in the next group
 #pragma unroll
                     for (int n = 0; n < NT; n++) {
                         int in = turn * 2 + j / 4;
                         u32 from = NT == 1 ? rows_at[n][in % BOXES] : rows_at[n][0] + in * (ROWS * 128);
                         uint4 m = load_matrices(x + (from ^ (j % 4 * 32)));
                         mma<X_BF16>(dot[n], a[0], a[1], a[2], a[3], m.x, m.y);
-                        mma<X_BF16>(dot[n], b[0], b[1], b[2], b[3], m.z, m.w);
+                        if (GROUPS < 8) mma<X_BF16>(dot[n], b[0], b[1], b[2], b[3], m.z, m.w);
                         if (OWN_SUMS) {
                             mma<X_BF16>(own, ONES, ONES, ONES, ONES, m.x, m.y);
-                            mma<X_BF16>(own, ONES, ONES, ONES, ONES, m.z, m.w);
+                            if (GROUPS < 8) mma<X_BF16>(own, ONES, ONES, ONES, ONES, m.z, m.w);
                         }
                     }
                 }
@@ -320,3 +322,24 @@ FEW(2, 2, 4, 2)
 FEW(2, 4, 2, 2)
 
 #include "coded_many.cuh"
+
+// Rows of the weight that are looked up: a block a step of one. Tiles are not in halves.
+struct Looked {
+    const i64* ids;   // [rows]
+    const u8* tiles;
+    u16* out;         // [rows][steps * STEP]
+    int steps;
+};
+KERNEL(128, 8) look_up(const __grid_constant__ Looked p) {
+    int step = blockIdx.x % p.steps, k = threadIdx.x, channel = (int)(p.ids[blockIdx.x / p.steps] % 16), g = channel / 2;
+    const u8* tile = p.tiles + (p.ids[blockIdx.x / p.steps] / 16 * p.steps + step) * TILE;
+    Group group = read_group(tile, k / (STEP / GROUPS), g);
+    // Where `operand` takes the code of input k from: a lane's vector, its word, and a byte or half a byte of that.
+    int lane = g * 4 + k % 8 / 2, half = k / 8 % 2, odd = k & 1;
+    int at = BITS == 4 ? k / 64 * 512 + lane * 16 + k / 16 % 4 * 4 + odd * 2 + half
+                       : k / 32 * 512 + lane * 16 + k / 16 % 2 * 8 + half * 4 + odd * 2 + channel % 2;
+    int code = BITS == 4 ? tile[at] >> channel % 2 * 4 & 15 : tile[at];
+    int zero = ZEROS ? tile[ZEROS_AT + k / (STEP / GROUPS) * 16 + channel] : 1 << (BITS - 1);
+    float scale = group.scale[channel % 2], offset = group.offset[channel % 2];
+    p.out[((i64)blockIdx.x * STEP) + k] = (u16)rounded(fmaf(scale, (float)(code - zero), offset), 0);
+}

@@ -45,9 +45,10 @@ class Form:
     """How codes are kept, in the words of coded_linear.cu."""
 
     bits: int  # of a code, 4 or 8
-    groups: int  # of a step, 1, 2 or 4
-    scales: str  # HALF, BFLOAT, SINGLE, PAIR or SUPER
+    groups: int  # of a step, 1, 2, 4 or 8
+    scales: str  # HALF, BFLOAT, SINGLE, PAIR, SUPER or SIGNED
     zeros: bool = False
+    middle: int = 0  # the number that offsets are added to whose code is half the range; 0: its code
 
     @property
     def offsets(self) -> bool:
@@ -55,15 +56,24 @@ class Form:
 
     @cached_property
     def tile_bytes(self) -> int:
-        pair = 8 if self.scales in ("SINGLE", "PAIR") else 4
-        return 256 * self.bits + (64 if self.scales == "SUPER" else 0) + self.groups * (8 * pair + 16 * self.zeros)
+        pair = {"SINGLE": 8, "PAIR": 8, "SIGNED": 2}.get(self.scales, 4)
+        return 256 * self.bits + self.factor_bytes + self.groups * (8 * pair + 16 * self.zeros)
+
+    @property
+    def factor_bytes(self) -> int:
+        return {"SUPER": 64, "SIGNED": 32}.get(self.scales, 0)
+
+    @property
+    def half(self) -> int:
+        """Return the code at half the range."""
+        return 1 << (self.bits - 1)
 
     def tiles_shape(self, channels: int, inner: int) -> tuple[int, int, int]:
         return channels // STRIP, inner // STEP, self.tile_bytes
 
     def options(self, dtype: torch.dtype) -> tuple[str, ...]:
         defined = {"BITS": self.bits, "GROUPS": self.groups, "SCALES": self.scales, "ZEROS": int(self.zeros),
-                   "X_BF16": "true" if dtype is torch.bfloat16 else "false"}
+                   "MIDDLE": self.middle or self.half, "X_BF16": "true" if dtype is torch.bfloat16 else "false"}
         return tuple(f"-D{name}={value}" for name, value in defined.items())
 
 
@@ -72,21 +82,23 @@ class Codes:
     """A [N, K] weight: integers, and numbers of groups of inputs [N, groups], with those of all groups in a row."""
 
     values: Tensor  # [N, K] uint8
-    scales: Tensor  # [N, groups]: float16, bfloat16 or float32; uint8 with `factors`
+    scales: Tensor  # [N, groups]: float16, bfloat16 or float32; with `factors` uint8, or int8 without offsets
     zeros: Tensor | None = None  # [N, groups] uint8; None: half the range of a code, unless there are offsets
     offsets: Tensor | None = None  # [N, groups] as scales: what is added to scale * code
-    factors: tuple[Tensor, Tensor] | None = None  # of scales and of offsets, float16 [N, larger groups]
+    factors: tuple[Tensor, ...] = ()  # of scales, and of offsets where there are such, float16 [N, larger groups]
+    middle: int = 0  # see Form
 
     def form(self, bits: int) -> Form:
         """Return how this is kept."""
         group = self.values.shape[1] // self.scales.shape[1]
-        name = "SUPER" if self.factors else "PAIR" if self.offsets is not None else SCALES[self.scales.dtype]
-        return Form(bits, max(1, STEP // group), name, self.zeros is not None)
+        name = ("SIGNED", "SUPER")[len(self.factors) - 1] if self.factors else (
+            "PAIR" if self.offsets is not None else SCALES[self.scales.dtype])
+        return Form(bits, max(1, STEP // group), name, self.zeros is not None, self.middle)
 
 
 def fits(channels: int, inner: int, group: int) -> bool:
     """Return whether a matrix is of whole tiles, and groups of whole steps or steps of whole groups."""
-    return channels % STRIP == 0 == inner % STEP and (group in (32, 64) or group % STEP == 0)
+    return channels % STRIP == 0 == inner % STEP and (group in (16, 32, 64) or group % STEP == 0)
 
 
 def in_pairs(output_sizes: tuple[int, ...]) -> bool:
@@ -130,20 +142,23 @@ def unpack(tiles: Tensor, form: Form, halves: bool) -> Tensor:
     def typed(part: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
         return part.contiguous().view(dtype).view(strips, steps, *shape)
 
-    half = 1 << (form.bits - 1)
     groups = form.groups
-    if form.scales == "SUPER":
-        factors = typed(numbers[..., :64], torch.float16, 1, 8, 2, 2)
-        bytes_ = typed(numbers[..., 64:], torch.uint8, groups, 8, 2, 2)
-        scale, offset = (spread(factors[..., i]) * spread(bytes_[..., i]) for i in range(2))
-    elif form.scales == "PAIR":
-        pair = typed(numbers, torch.float16, groups, 8, 2, 2)
+    factors, numbers = numbers.split_with_sizes([form.factor_bytes, numbers.shape[2] - form.factor_bytes], 2)
+    if form.offsets:
+        pair = typed(numbers, torch.uint8 if form.scales == "SUPER" else torch.float16, groups, 8, 2, 2)
         scale, offset = spread(pair[..., 0]), spread(pair[..., 1])
+        if form.scales == "SUPER":
+            two = typed(factors, torch.float16, 1, 8, 2, 2)
+            scale, offset = scale * spread(two[..., 0]), offset * spread(two[..., 1])
+        value = value - float(form.half - form.middle if form.middle else 0)
     else:
-        dtype = next(dtype for dtype, name in SCALES.items() if name == form.scales)
+        dtype = torch.int8 if form.scales == "SIGNED" else next(
+            dtype for dtype, name in SCALES.items() if name == form.scales)
         size = 16 * groups * dtype.itemsize
         scale = spread(typed(numbers[..., :size], dtype, groups, 8, 2))
-        zero = spread(typed(numbers[..., size:], torch.uint8, groups, 8, 2)) if form.zeros else float(half)
+        if form.scales == "SIGNED":
+            scale = scale * spread(typed(factors, torch.float16, 1, 8, 2))
+        zero = spread(typed(numbers[..., size:], torch.uint8, groups, 8, 2)) if form.zeros else float(form.half)
         value, offset = value - zero, torch.zeros(1, device=tiles.device)
     weight = (value * scale + offset).reshape(strips, 8, 2, -1)
     return (weight.permute(2, 0, 1, 3) if halves else weight).reshape(strips * STRIP, -1)
@@ -174,7 +189,7 @@ def _numbers(codes: Codes, form: Form, rows: Tensor, halves: bool, inner: int) -
         pairs = _pairs(part[rows].repeat_interleave(steps * groups // part.shape[1], 1), halves)
         return pairs.reshape(*pairs.shape[:3], steps, groups).permute(0, 3, 4, 1, 2)
 
-    if codes.factors is not None:
+    if codes.factors:
         yield torch.stack([spread(factor, 1) for factor in codes.factors], -1)
     scales = spread(codes.scales, form.groups)
     if codes.offsets is not None:
@@ -360,6 +375,25 @@ def coded_linear(x: Tensor, tiles: Tensor, form: Form, bias: Tensor | None = Non
     return out
 
 
+class _Looked(ctypes.Structure):
+    """What `look_up` takes."""
+
+    _fields_ = (*((name, c_void_p) for name in ("ids", "tiles", "out")), ("steps", c_int))
+
+
+def look_up(ids: Tensor, tiles: Tensor, form: Form, dtype: torch.dtype) -> Tensor:
+    """Return rows ids [T] int64 of a weight -> [T, K] in `dtype`; its tiles are not in halves."""
+    steps = tiles.shape[1]
+    out = torch.empty(len(ids), steps * STEP, dtype=dtype, device=tiles.device)
+    found = kernels(form, dtype, tiles.device)
+    assert found is not None, "there are kernels"
+    if len(ids):
+        ids = ids.contiguous()
+        looked = _Looked(ids.data_ptr(), tiles.data_ptr(), out.data_ptr(), steps)
+        found.launch("look_up", len(ids) * steps, STEP, looked)
+    return out
+
+
 @cache
 def _stages(cut: Cut, form: Form, rows: int, chunk: int, blocks: int, processors: int) -> int:
     """Return as many as a team has turns, up to MOST_STAGES, with which all blocks run at the same time; else 2."""
@@ -369,13 +403,18 @@ def _stages(cut: Cut, form: Form, rows: int, chunk: int, blocks: int, processors
     return 2
 
 
+def serves(capability: tuple[int, int], dtype: torch.dtype) -> bool:
+    """Return whether there are kernels for devices of a compute capability, and x of a type."""
+    return capability == CAPABILITY and dtype in TYPES and not torch.version.hip
+
+
 @cache
 def kernels(form: Form, dtype: torch.dtype, device: torch.device) -> Module | None:
     """Return the kernels for a form; None, and on a CUDA device a line in the log, where there are none."""
     if device.type != "cuda" or torch.version.hip or dtype not in TYPES:
         return None
     try:
-        if (capability := torch.cuda.get_device_capability(device)) != CAPABILITY:
+        if not serves(capability := torch.cuda.get_device_capability(device), dtype):
             raise CudaError("compute capability {}.{}, not {}.{}".format(*capability, *CAPABILITY))
         return Module(SOURCE, form.options(dtype), device)
     except CudaError as problem:

@@ -172,9 +172,9 @@ class WeightFormat(ABC):
         x, residual = add_rms_norm(x, residual, norm, eps, begin_early=not gated or x.shape[0] == 1)
         return (self.linear_silu if gated else self.linear)(x, w, bias), residual
 
-    def embedding(self, ids: Tensor, w: Linear) -> Tensor:
-        """Look up ids [T] -> [T, in]."""
-        return F.embedding(ids, self.dequantize(w, torch.float32))
+    def embedding(self, ids: Tensor, w: Linear, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Look up ids [T] -> [T, in]; numbers that are kept as such keep their type."""
+        return F.embedding(ids, self.dequantize(w, dtype))
 
     def for_linear(self, name: str) -> WeightFormat:
         """Choose how a linear is kept whose name is this in a checkpoint of this format."""
@@ -190,8 +190,9 @@ class WeightFormat(ABC):
         """Return the format that a checkpoint of this one has a module's matrix in."""
         return self
 
-    def packed(self, width: int) -> WeightFormat:
-        """Choose how it is kept for the native kernels, in panels of `width` channels if it is float32."""
+    def packed(self, width: int, shape: LinearShape) -> WeightFormat:
+        """Choose how a linear of this shape is kept for the native kernels, in panels of `width` channels if it is
+        float32."""
         return self
 
     def on_cuda(self, shape: LinearShape) -> WeightFormat:

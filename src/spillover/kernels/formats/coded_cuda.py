@@ -1,28 +1,101 @@
-"""Integers in groups that share a scale, in the tiles that cuda/coded_linear.py multiplies with, for a CUDA device."""
+"""Codes in the tiles that cuda/coded_linear.py multiplies with, for a CUDA device: integers in groups that share a
+scale, and those of GGUF files."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from spillover.kernels.cuda import coded_linear as cuda
 from spillover.kernels.cuda.coded_linear import SCALES, STEP, STRIP, Codes, Form
+from spillover.kernels.extents import CODE_BLOCK
 from spillover.kernels.fields import Field, LinearShape
+from spillover.kernels.formats import gguf_codes
 from spillover.kernels.formats.base import Linear, Target, TensorReader, WeightFormat
+from spillover.kernels.formats.gguf_codes import CodeForm
 from spillover.kernels.formats.grouped_int import GroupedInt
 
 PIECE = 1 << 22  # numbers that are dequantised at a time where there are no kernels
 PIECE_BYTES = 16  # that each takes on the way
 
 
+class Part(NamedTuple):
+    """Rows of a linear that are tiles of one form."""
+
+    form: Form
+    rows: int
+    halves: bool = False  # see cuda.in_pairs
+
+
+class Tiles(WeightFormat):
+    """Tiles uint8 [N / STRIP, K / STEP, bytes] for each part of a linear, below each other. A row has the same bits
+    whatever the rows beside it."""
+
+    @abstractmethod
+    def parts(self, shape: LinearShape) -> tuple[Part, ...]:
+        """List the parts of a linear."""
+
+    def fields(self, shape: LinearShape, dtype: str) -> tuple[Field, ...]:
+        return tuple(Field(f"tiles{index or ''}", "uint8", part.form.tiles_shape(part.rows, shape.in_features))
+                     for index, part in enumerate(self.parts(shape)))
+
+    def input_of(self, x: Tensor, w: Linear, index: int) -> Tensor:
+        """Return x as a part's tiles take it."""
+        return x
+
+    def numbers_of(self, numbers: Tensor, w: Linear, index: int) -> Tensor:
+        """Return numbers [rows, K] of a part's tiles as the weight has them."""
+        return numbers
+
+    def dequantize(self, w: Linear, dtype: torch.dtype) -> Tensor:
+        return torch.cat([self.numbers_of(cuda.unpack(w.tensors[i], part.form, part.halves).to(dtype), w, i)
+                          for i, part in enumerate(self.parts(w.shape))])
+
+    def scratch_bytes(self, shape: LinearShape, dtype: str) -> int:
+        return PIECE_BYTES * min(PIECE, shape.out_features * shape.in_features)
+
+    def prepare(self, linears: Sequence[tuple[LinearShape, bool]], target: Target, most_rows: int) -> None:
+        for form in {part.form: None for shape, _ in linears for part in self.parts(shape)}:
+            cuda.kernels(form, getattr(torch, target.dtype), target.device)
+
+    def batch_invariant(self) -> WeightFormat:
+        return self
+
+    def linear(self, x: Tensor, w: Linear, bias: Tensor | None = None) -> Tensor:
+        parts = self.parts(w.shape)
+        biases = [None] * len(parts) if bias is None else bias.split_with_sizes([part.rows for part in parts])
+        made = [_multiply(self.input_of(x, w, i), w.tensors[i], part, biases[i]) for i, part in enumerate(parts)]
+        return made[0] if len(made) == 1 else torch.cat(made, 1)
+
+    def linear_silu(self, x: Tensor, w: Linear, bias: Tensor | None = None) -> Tensor:
+        part = self.parts(w.shape)[0]
+        if not part.halves or not _has_kernels(part.form, x):
+            return super().linear_silu(x, w, bias)
+        return _multiply(x, w.tensors[0], part, bias, gated=True)
+
+    def embedding(self, ids: Tensor, w: Linear, dtype: torch.dtype = torch.float32) -> Tensor:
+        (part,), tiles = self.parts(w.shape), w.tensors[0]
+        if cuda.kernels(part.form, dtype, tiles.device) is not None:
+            return cuda.look_up(ids, tiles, part.form, dtype)
+        made = torch.empty(len(ids), w.shape.in_features, dtype=dtype, device=tiles.device)
+        each = max(1, PIECE // (STRIP * made.shape[1]))
+        for first in range(0, len(ids), each):
+            some = ids[first : first + each]
+            strips = cuda.unpack(tiles[some // STRIP], part.form, False).view(len(some), STRIP, -1)
+            made[first : first + each] = strips[torch.arange(len(some), device=some.device), some % STRIP]
+        return made
+
+
 @dataclass(frozen=True)
-class CodedCuda(WeightFormat):
-    """A format: tiles uint8 [N / STRIP, K / STEP, bytes], and `base`'s order where it is ordered. A row has the same
-    bits whatever the rows beside it."""
+class CodedCuda(Tiles):
+    """A format: tiles of integers in groups, and `base`'s order where it is ordered."""
 
     base: GroupedInt
     quant_method = "coded_cuda"
@@ -39,12 +112,14 @@ class CodedCuda(WeightFormat):
         groups = STEP // self.base.group if 0 < self.base.group < STEP else 1
         return Form(self.base.bits, groups, SCALES[getattr(torch, self.base.scale_dtype)], self.base.zeros)
 
-    def _halves(self, shape: LinearShape) -> bool:
-        return cuda.in_pairs(shape.output_sizes) and not self.base.ordered
+    def parts(self, shape: LinearShape) -> tuple[Part, ...]:
+        if self.base.ordered:  # each matrix has its own order
+            return tuple(Part(self.form, rows) for rows in shape.output_sizes)
+        return (Part(self.form, shape.out_features, cuda.in_pairs(shape.output_sizes)),)
 
     def fields(self, shape: LinearShape, dtype: str) -> tuple[Field, ...]:
-        tiles = Field("tiles", "uint8", self.form.tiles_shape(shape.out_features, shape.in_features))
-        return tiles, *(field for field in self.base.fields(shape, dtype) if field.name == "order")
+        return *super().fields(shape, dtype), *(field for field in self.base.fields(shape, dtype)
+                                                if field.name == "order")
 
     def stored(self, name: str, rows: int, columns: int) -> tuple[Field, ...]:
         return self.base.stored(name, rows, columns)
@@ -58,63 +133,111 @@ class CodedCuda(WeightFormat):
     def packed_tensors(self, shape: LinearShape, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the tensors of this format, made of those of `base`."""
         named = dict(zip((field.name for field in self.base.fields(shape, "float32")), tensors, strict=True))
-        codes = Codes(self.base.unpack(named["codes"]), named["scales"], named.get("zeros"))
-        return (cuda.pack(codes, self.form, self._halves(shape)), *([named["order"]] if self.base.ordered else []))
+        made, start = [], 0
+        for part in self.parts(shape):
+            rows = slice(start, start + part.rows)
+            zeros = named["zeros"][rows] if self.base.zeros else None
+            codes = Codes(self.base.unpack(named["codes"][rows]), named["scales"][rows], zeros)
+            made.append(cuda.pack(codes, part.form, part.halves))
+            start += part.rows
+        return (*made, *([named["order"]] if self.base.ordered else []))
 
-    def dequantize(self, w: Linear, dtype: torch.dtype) -> Tensor:
-        numbers = cuda.unpack(w.tensors[0], self.form, self._halves(w.shape)).to(dtype)
+    def input_of(self, x: Tensor, w: Linear, index: int) -> Tensor:
+        return x.index_select(1, w.tensors[-1][index]) if self.base.ordered else x
+
+    def numbers_of(self, numbers: Tensor, w: Linear, index: int) -> Tensor:
         if not self.base.ordered:
             return numbers
-        return torch.cat([torch.empty_like(part).index_copy_(1, order.long(), part) for part, order
-                          in zip(numbers.split_with_sizes(w.shape.output_sizes), w.tensors[1], strict=True)])
+        return torch.empty_like(numbers).index_copy_(1, w.tensors[-1][index].long(), numbers)
 
-    def scratch_bytes(self, shape: LinearShape, dtype: str) -> int:
-        return PIECE_BYTES * min(PIECE, shape.out_features * shape.in_features)
 
-    def prepare(self, linears: Sequence[tuple[LinearShape, bool]], target: Target, most_rows: int) -> None:
-        cuda.kernels(self.form, getattr(torch, target.dtype), target.device)
+@dataclass(frozen=True)
+class GgufCuda(Tiles):
+    """A format: tiles of what a GGUF file has in codes; matrices of one form that are below each other are one part.
+    Codes of five and six bits, and those that name values, take a byte."""
 
-    def batch_invariant(self) -> WeightFormat:
-        return self
+    forms: tuple[CodeForm, ...]  # of the matrices that are fused
+    quant_method = "gguf"
 
-    def linear(self, x: Tensor, w: Linear, bias: Tensor | None = None) -> Tensor:
-        tiles, halves = w.tensors[0], self._halves(w.shape)
-        if not self.base.ordered:
-            return self._multiply(x, tiles, bias, halves)
-        sizes = w.shape.output_sizes
-        biases = [None] * len(sizes) if bias is None else bias.split_with_sizes(sizes)
-        parts = tiles.split_with_sizes([size // STRIP for size in sizes])
-        return torch.cat([self._multiply(x.index_select(1, order), part, added, halves) for order, part, added
-                          in zip(w.tensors[1], parts, biases, strict=True)], 1)
+    @classmethod
+    def serves(cls, forms: Sequence[CodeForm], shape: LinearShape) -> bool:
+        """Return whether a linear can be kept so."""
+        made = GgufCuda(tuple(forms)).parts(shape)
+        return all(cuda.fits(part.rows, shape.in_features, STEP // part.form.groups) for part in made)
 
-    def linear_silu(self, x: Tensor, w: Linear, bias: Tensor | None = None) -> Tensor:
-        if not self._halves(w.shape) or not self._has_kernels(x):
-            return super().linear_silu(x, w, bias)
-        return self._multiply(x, w.tensors[0], bias, True, gated=True)
+    def parts(self, shape: LinearShape) -> tuple[Part, ...]:
+        counted = [(tile_form(form), sum(shape.output_sizes[i] for i in which)) for form, which in self._neighbours()]
+        if len(counted) > 1:
+            return tuple(Part(form, rows) for form, rows in counted)
+        return (Part(*counted[0], cuda.in_pairs(shape.output_sizes)),)
 
-    def _has_kernels(self, x: Tensor) -> bool:
-        return cuda.kernels(self.form, x.dtype, x.device) is not None
+    def _neighbours(self) -> list[tuple[CodeForm, list[int]]]:
+        """List the forms, each with the matrices below each other that have it."""
+        return [(form, list(which)) for form, which in groupby(range(len(self.forms)), lambda i: self.forms[i])]
 
-    def _multiply(self, x: Tensor, tiles: Tensor, bias: Tensor | None, halves: bool, gated: bool = False) -> Tensor:
-        from spillover.kernels.triton.launch import early
+    def load(self, reader: TensorReader, shape: LinearShape, target: Target) -> tuple[Tensor, ...]:
+        made = []
+        for part, (_, which) in zip(self.parts(shape), self._neighbours(), strict=True):
+            read = [tile_codes(reader.read_codes(reader.matrices[i][0]).map(lambda part: part.to(target.device)))
+                    for i in which]
+            made.append(cuda.pack(read[0] if len(read) == 1 else _below_each_other(read), part.form, part.halves))
+        return tuple(made)
 
-        if self._has_kernels(x):
-            return cuda.coded_linear(x, tiles, self.form, bias, halves, gated, early(x.device)["EARLY"])
-        return self._multiply_numbers(x, tiles, bias, halves)
 
-    def _multiply_numbers(self, x: Tensor, tiles: Tensor, bias: Tensor | None, halves: bool) -> Tensor:
-        """Dequantise some rows after others, and multiply with each."""
-        from spillover.kernels.triton.ordered_linear import ordered_linear
+def tile_form(form: CodeForm) -> Form:
+    """Return the form that tiles of a GGUF file's codes have."""
+    bits = 4 if form.bits == 4 and not form.values else 8
+    scales = (("SUPER" if form.has_offset else "SIGNED") if form.head else
+              "PAIR" if form.has_offset else SCALES[getattr(torch, form.block[0])])
+    middle = 1 << (form.bits - 1) if form.has_offset and bits > form.bits else 0
+    return Form(bits, STEP * form.parts // CODE_BLOCK, scales, middle=middle)
 
-        channels = tiles.shape[0] * STRIP
-        out = torch.empty(x.shape[0], channels, dtype=x.dtype, device=x.device)
-        for strips, rows in _pieces(channels, tiles.shape[1] * STEP, halves):
-            numbers = cuda.unpack(tiles[strips], self.form, halves).to(x.dtype)
-            added = None if bias is None else torch.cat([bias[part] for part in rows])
-            made = ordered_linear(x, numbers, added).chunk(len(rows), 1)
-            for part, product in zip(rows, made, strict=True):
-                out[:, part] = product
-        return out
+
+def tile_codes(codes: gguf_codes.Codes) -> Codes:
+    """Return what a GGUF file has as tiles take it, exactly: codes that need a byte are counted from 128."""
+    form, values = codes.form, codes.values
+    if form.values:
+        values = torch.tensor(form.values, device=values.device).add(128).to(torch.uint8)[values.int()]
+    elif form.bits == 8:
+        values = values.view(torch.uint8) ^ 128
+    elif form.bits > 4:
+        values = values + (128 - (1 << (form.bits - 1)))
+    scales = codes.block[0] if form.parts == 1 else torch.stack(codes.block, -1).flatten(1)
+    factors = codes.head if not form.has_offset or not form.head else (codes.head[0], -codes.head[1])
+    return Codes(values, scales, None, codes.block[1] if form.has_offset else None, factors, tile_form(form).middle)
+
+
+def _below_each_other(codes: Sequence[Codes]) -> Codes:
+    offsets = [each.offsets for each in codes if each.offsets is not None]
+    return Codes(torch.cat([each.values for each in codes]), torch.cat([each.scales for each in codes]), None,
+                 torch.cat(offsets) if offsets else None,
+                 tuple(map(torch.cat, zip(*(each.factors for each in codes), strict=True))), codes[0].middle)
+
+
+def _has_kernels(form: Form, x: Tensor) -> bool:
+    return cuda.kernels(form, x.dtype, x.device) is not None
+
+
+def _multiply(x: Tensor, tiles: Tensor, part: Part, bias: Tensor | None, gated: bool = False) -> Tensor:
+    from spillover.kernels.triton.launch import early
+
+    if _has_kernels(part.form, x):
+        return cuda.coded_linear(x, tiles, part.form, bias, part.halves, gated, early(x.device)["EARLY"])
+    return _multiply_numbers(x, tiles, part, bias)
+
+
+def _multiply_numbers(x: Tensor, tiles: Tensor, part: Part, bias: Tensor | None) -> Tensor:
+    """Dequantise some rows after others, and multiply with each."""
+    from spillover.kernels.triton.ordered_linear import ordered_linear
+
+    out = torch.empty(x.shape[0], part.rows, dtype=x.dtype, device=x.device)
+    for strips, rows in _pieces(part.rows, tiles.shape[1] * STEP, part.halves):
+        numbers = cuda.unpack(tiles[strips], part.form, part.halves).to(x.dtype)
+        added = None if bias is None else torch.cat([bias[some] for some in rows])
+        made = ordered_linear(x, numbers, added).chunk(len(rows), 1)
+        for some, product in zip(rows, made, strict=True):
+            out[:, some] = product
+    return out
 
 
 def _pieces(channels: int, inner: int, halves: bool) -> Iterator[tuple[slice, list[slice]]]:

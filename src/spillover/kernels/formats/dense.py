@@ -47,7 +47,7 @@ class Dense(WeightFormat):
     def scratch_bytes(self, shape: LinearShape, dtype: str) -> int:
         return 0
 
-    def packed(self, width: int) -> WeightFormat:
+    def packed(self, width: int, shape: LinearShape) -> WeightFormat:
         from spillover.kernels.formats.packed import Packed
 
         return Packed(width, self)
@@ -60,7 +60,7 @@ class Dense(WeightFormat):
 class Embedding(Dense):
     """Rows that are only ever looked up."""
 
-    def packed(self, width: int) -> WeightFormat:
+    def packed(self, width: int, shape: LinearShape) -> WeightFormat:
         return self
 
     def batch_invariant(self) -> WeightFormat:

@@ -86,8 +86,8 @@ class Codes:
     block: tuple[Tensor, ...]  # [N, K / CODE_BLOCK]
     head: tuple[Tensor, ...] = ()  # [N, K / unit]
 
-    def rows(self, change: Callable[[Tensor], Tensor]) -> Codes:
-        """Return the same with other rows; `change` gets a tensor [N, ...]."""
+    def map(self, change: Callable[[Tensor], Tensor]) -> Codes:
+        """Return the same with other rows, or elsewhere; `change` gets a tensor [N, ...]."""
         return Codes(self.form, change(self.values), tuple(change(part) for part in self.block),
                      tuple(change(part) for part in self.head))
 
@@ -183,7 +183,7 @@ class GgufCodes(Panels):
                 tuple(map(torch.cat, zip(*(part.block for part in together), strict=True))),
                 tuple(map(torch.cat, zip(*(part.head for part in together), strict=True))))
             for row in range(0, rows, _ROWS):
-                some = _packed(whole.rows(lambda tensor, row=row: tensor[row : row + _ROWS]))  # type: ignore[misc]
+                some = _packed(whole.map(lambda tensor, row=row: tensor[row : row + _ROWS]))  # type: ignore[misc]
                 panels[row // CODE_PANEL : row // CODE_PANEL + some.shape[0]] = some
         packed[:_LISTS] = lists.view(torch.uint8)
 
@@ -212,7 +212,7 @@ def _packed(codes: Codes) -> Tensor:
     rows, columns = codes.values.shape
     count, units, blocks = -(-rows // CODE_PANEL), columns // form.unit, form.unit // CODE_BLOCK
     if rows < count * CODE_PANEL:
-        codes = codes.rows(lambda part: torch.cat((part, part.new_zeros(count * CODE_PANEL - rows, part.shape[1]))))
+        codes = codes.map(lambda part: torch.cat((part, part.new_zeros(count * CODE_PANEL - rows, part.shape[1]))))
 
     def channels(part: Tensor) -> Tensor:
         """Reorder [channels, units or blocks] -> bytes [panels, units, blocks of a unit, bytes]."""

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spillover.kernels import native
 from spillover.kernels.fields import Field, LinearShape
 from spillover.kernels.formats.base import DUMMY_STD, Linear, Target, TensorReader, WeightFormat
 
@@ -132,6 +133,11 @@ class GroupedInt(WeightFormat):
                 numbers = torch.empty_like(numbers).index_copy_(1, tensors["order"][index].long(), numbers)
             made[rows] = numbers
         return made
+
+    def packed(self, width: int, shape: LinearShape) -> WeightFormat:
+        from spillover.kernels.formats.grouped_panels import GroupedPanels
+
+        return GroupedPanels(self) if native.multiplies_codes() and GroupedPanels.serves(self, shape) else self
 
     def on_cuda(self, shape: LinearShape) -> WeightFormat:
         from spillover.kernels.formats.coded_cuda import CodedCuda

@@ -43,7 +43,7 @@ class Panels(WeightFormat):
     def scratch_bytes(self, shape: LinearShape, dtype: str) -> int:
         return 0
 
-    def embedding(self, ids: Tensor, w: Linear) -> Tensor:
+    def embedding(self, ids: Tensor, w: Linear, dtype: torch.dtype = torch.float32) -> Tensor:
         library = native.library()
         if library is None or ids.dtype is not torch.int64 or not ids.is_contiguous():
             return self.look_up(ids, w)

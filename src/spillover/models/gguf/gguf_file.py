@@ -166,7 +166,7 @@ class GGUFCheckpoint:
         plain = self._plain(tensor)
         view = replace(plain, read=lambda: ordered(plain.read()))
         read_codes = plain.read_codes
-        return view if read_codes is None else replace(view, read_codes=lambda: read_codes().rows(ordered))
+        return view if read_codes is None else replace(view, read_codes=lambda: read_codes().map(ordered))
 
     def _experts(self, tensors: dict[str, GGUFTensor]) -> dict[str, _View]:
         """Return both ways HF names them: stacked as its modules hold them, and one by one as its files do."""

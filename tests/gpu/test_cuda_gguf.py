@@ -1,0 +1,50 @@
+"""On a CUDA device: GGUF files whose weights stay in codes say what the same weights in float32 say on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+from spillover import LLM, SamplingParams
+from spillover.kernels.cuda import coded_linear
+from support.coded_weights import KINDS
+from support.gguf_models import VOCAB, mixed, write_tiled_llama
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != coded_linear.CAPABILITY,
+                       reason="no CUDA device of compute capability 9.0"),
+]
+PROMPTS = [[(11 * i + 7 * j) % VOCAB for j in range(2 + 13 * i)] for i in range(7)]
+CASES: dict[str, Callable[[str], Kind]] = {
+    **{kind.name: (lambda name, kind=kind: kind) for kind in KINDS}, "mixed": mixed}  # type: ignore[misc]
+
+
+def scores(path: Path, prompts: list[list[int]], tokens: int = 12, **flags: str) -> list[list[float]]:
+    """Log probabilities of prompts' tokens and of generated ones, with their ids."""
+    params = SamplingParams(temperature=0, max_tokens=tokens, logprobs=0, prompt_logprobs=0, ignore_eos=True)
+    with LLM(str(path), skip_tokenizer_init=True, max_model_len=128, gpu_memory="1GB", **flags) as llm:  # type: ignore[arg-type]
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    said = []
+    for ids, output in zip(prompts, outputs, strict=True):
+        told, made = (output.prompt_logprobs or [])[1:], output.outputs[0]
+        prompt = [entry[token].logprob for token, entry in zip(ids[1:], told, strict=True) if entry is not None]
+        said.append(prompt + [entry[token].logprob for token, entry
+                              in zip(made.token_ids, made.logprobs or [], strict=True)] + list(made.token_ids))
+    return said
+
+
+@pytest.mark.parametrize(("name", "tied"), [*((name, False) for name in CASES), ("Q6_K", True), ("Q4_0", True)])
+def test_scores_are_those_of_a_cpu_and_of_every_batch(name: str, tied: bool, tmp_path: Path) -> None:
+    path = write_tiled_llama(tmp_path / "m.gguf", CASES[name], tied)
+    together = scores(path, PROMPTS, device="cuda", dtype="bfloat16")
+    alone = [scores(path, [ids], device="cuda", dtype="bfloat16")[0] for ids in PROMPTS[1::3]]
+    assert alone == together[1::3]
+    on_cpu = scores(path, PROMPTS, tokens=1, device="cpu", dtype="float32", weight_codes="widen")
+    for ids, found, exact in zip(PROMPTS, together, on_cpu, strict=True):
+        count = len(ids) - 1
+        torch.testing.assert_close(torch.tensor(found[:count]), torch.tensor(exact[:count]), rtol=0, atol=0.1)

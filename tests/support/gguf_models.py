@@ -1,0 +1,38 @@
+"""A small llama whose matrices are of whole tiles (16 channels by 128 inputs) and blocks of 256, as a GGUF file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from gguf import GGMLQuantizationType as Kind
+
+from support.gguf_writing import Arrays, llama_fields, write_gguf
+from support.k_quants import quantize_more
+
+HIDDEN, INNER, HEADS, KV_HEADS, VOCAB, LAYERS = 256, 512, 4, 2, 96, 2
+
+
+def write_tiled_llama(path: Path, kind_of: Callable[[str], Kind], tied: bool = False) -> Path:
+    """`kind_of` says the type of a matrix by its name in the file."""
+    random, kv = np.random.default_rng(0), HIDDEN // HEADS * KV_HEADS
+    layer = {"attn_q": (HIDDEN, HIDDEN), "attn_k": (kv, HIDDEN), "attn_v": (kv, HIDDEN),
+             "attn_output": (HIDDEN, HIDDEN), "ffn_gate": (INNER, HIDDEN), "ffn_up": (INNER, HIDDEN),
+             "ffn_down": (HIDDEN, INNER)}
+    shapes = {"token_embd.weight": (VOCAB, HIDDEN)} | ({} if tied else {"output.weight": (VOCAB, HIDDEN)})
+    arrays: Arrays = {"output_norm.weight": (np.ones(HIDDEN, np.float32), Kind.F32)}
+    for index in range(LAYERS):
+        shapes |= {f"blk.{index}.{name}.weight": shape for name, shape in layer.items()}
+        arrays |= {f"blk.{index}.{name}.weight": (np.ones(HIDDEN, np.float32), Kind.F32)
+                   for name in ("attn_norm", "ffn_norm")}
+    for name, shape in shapes.items():
+        values = (random.standard_normal(shape) * (1 if "token" in name else shape[1] ** -0.5)).astype(np.float32)
+        arrays[name] = quantize_more(values, kind_of(name)), kind_of(name)
+    fields = llama_fields(block_count=LAYERS, context_length=256, embedding_length=HIDDEN, feed_forward_length=INNER)
+    return write_gguf(path, "llama", fields | {"vocab_size": VOCAB}, arrays)
+
+
+def mixed(name: str) -> Kind:
+    """Choose as llama.cpp's Q4_K_M does: some matrices in Q6_K, of the last layer v and the MLP's second."""
+    return Kind.Q6_K if name == "output.weight" or name.startswith(("blk.1.attn_v", "blk.1.ffn_down")) else Kind.Q4_K
