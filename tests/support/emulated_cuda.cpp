@@ -1,4 +1,5 @@
-// CUDA C++ on a CPU: the threads of a block are fibers that run one after another, each until it waits for others.
+// CUDA C++ on a CPU: the threads of a block are fibers that run one after another, each until it waits for others; so are
+// those of the CLUSTER blocks that run together.
 // As much of CUDA as SOURCE needs; the names of instructions.cuh are defined here where it sees EMULATED.
 // LATE: whether asynchronous copies are made when they are waited for, else they are made at once.
 #include <algorithm>
@@ -16,9 +17,15 @@
 #define __grid_constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __shared__ static
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
+constexpr int SHARED_BYTES = 1 << 18;
+alignas(1024) static unsigned char memories[CLUSTER][SHARED_BYTES];
+#define dynamic_shared memories[blockIdx.x % CLUSTER]
 #define DYNAMIC_SHARED(name) unsigned char* name = dynamic_shared
-alignas(1024) static unsigned char dynamic_shared[1 << 18];
 using std::max;
 using std::min;
 struct uint4 { unsigned x, y, z, w; };
@@ -32,36 +39,49 @@ static inline float2 make_float2(float a, float b) { return {a, b}; }
 static inline float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
 static Index threadIdx, blockIdx, blockDim, gridDim;
 
-constexpr int MOST = 1024, STACK = 1 << 18;
+constexpr int MOST = 1024 * CLUSTER, STACK = 1 << 18;
 static jmp_buf scheduler, fiber[MOST];
 static bool ended[MOST], moved;
-static void pass() { if (!_setjmp(fiber[threadIdx.x])) _longjmp(scheduler, 1); }
+static int live;  // threads that have not ended
+static int self() { return blockIdx.x % CLUSTER * 1024 + threadIdx.x; }
+static void pass() { if (!_setjmp(fiber[self()])) _longjmp(scheduler, 1); }
 struct Barrier { int arrived, turn; };
-static Barrier block_barrier, first_barrier, warp_barrier[MOST / 32], warpgroup_barrier[MOST / 128];
+static Barrier block_barriers[CLUSTER], first_barriers[CLUSTER], warp_barrier[MOST / 32], warpgroup_barrier[MOST / 128], cluster_barrier;
 static void wait_at(Barrier& barrier, int threads) {
     int turn = barrier.turn;
     moved = true;
     if (++barrier.arrived == threads) { barrier.arrived = 0; barrier.turn++; }
     else while (barrier.turn == turn) pass();
 }
-static inline void __syncthreads() { wait_at(block_barrier, blockDim.x); }
-template <int THREADS> static inline void sync_first() { wait_at(first_barrier, THREADS); }
-static inline void warp_sync() { wait_at(warp_barrier[threadIdx.x / 32], 32); }
+static inline void __syncthreads() { wait_at(block_barriers[blockIdx.x % CLUSTER], blockDim.x); }
+template <int THREADS> static inline void sync_first() { wait_at(first_barriers[blockIdx.x % CLUSTER], THREADS); }
+static inline void warp_sync() { wait_at(warp_barrier[self() / 32], 32); }
 static inline void __syncwarp() { warp_sync(); }
-static inline void warpgroup_sync() { wait_at(warpgroup_barrier[threadIdx.x / 128], 128); }
+static inline void warpgroup_sync() { wait_at(warpgroup_barrier[self() / 128], 128); }
+static inline void sync_warpgroup() { warpgroup_sync(); }
+static inline void meet_cluster() {  // all that have not ended
+    int turn = cluster_barrier.turn;
+    moved = true, cluster_barrier.arrived++;
+    while (cluster_barrier.turn == turn) {
+        if (cluster_barrier.arrived == live) moved = true, cluster_barrier.arrived = 0, cluster_barrier.turn++;
+        else pass();
+    }
+}
 
 static inline float __uint_as_float(unsigned v) { float f; memcpy(&f, &v, 4); return f; }
 static inline float __int_as_float(int v) { return __uint_as_float(v); }
 static inline unsigned __float_as_uint(float f) { unsigned v; memcpy(&v, &f, 4); return v; }
 static inline int __float_as_int(float f) { return __float_as_uint(f); }
 static inline float __fmul_rn(float a, float b) { return a * b; }
+static inline float __fadd_rn(float a, float b) { return a + b; }
+static inline int atomicMax(int* p, int v) { int before = *p; *p = max(before, v); return before; }
 static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 static inline float __fdiv_rn(float a, float b) { return a / b; }
 static unsigned sent[MOST];
 static inline unsigned __shfl_xor_sync(unsigned, unsigned v, int far) {
-    sent[threadIdx.x] = v;
+    sent[self()] = v;
     warp_sync();
-    unsigned found = sent[threadIdx.x ^ far];
+    unsigned found = sent[self() ^ far];
     warp_sync();
     return found;
 }
@@ -99,6 +119,18 @@ static inline float of_fp8(unsigned v) {
     float size = (v & 127) == 127 ? NAN : exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
     return v & 128 ? -size : size;
 }
+// The nearest of all 127 sizes, the even one of two.
+static inline unsigned to_fp8(float v) {
+    if (v != v) return 127;
+    float size = fabsf(v);
+    unsigned best = 0;
+    for (unsigned code = 1; code < 127; code++) {
+        float further = fabsf(of_fp8(code) - size), nearest = fabsf(of_fp8(best) - size);
+        if (further < nearest || (further == nearest && code % 2 == 0)) best = code;
+    }
+    return best | (std::signbit(v) ? 128 : 0);
+}
+static inline unsigned to_fp8x2(float a, float b) { return to_fp8(a) | to_fp8(b) << 8; }
 static inline void halves_of_fp8(unsigned& low, unsigned& high, unsigned v) {
     low = to_half2(of_fp8(v & 255), of_fp8(v >> 8 & 255)), high = to_half2(of_fp8(v >> 16 & 255), of_fp8(v >> 24));
 }
@@ -115,9 +147,9 @@ static inline unsigned fma_bf16x2(unsigned a, unsigned b, unsigned c) {
 static float operands[MOST][12];
 template <bool BF16> static inline void mma(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
     unsigned words[] = {a0, a1, a2, a3, b0, b1};
-    for (int i = 0; i < 12; i++) operands[threadIdx.x][i] = number<BF16>(words[i / 2], i % 2);
+    for (int i = 0; i < 12; i++) operands[self()][i] = number<BF16>(words[i / 2], i % 2);
     warp_sync();
-    int warp = threadIdx.x / 32 * 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    int warp = self() / 32 * 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     for (int i = 0; i < 4; i++) {
         int row = i / 2, column = 2 * t + i % 2;
         double sum = 0;
@@ -147,25 +179,27 @@ static void make(const Copy& copy) {
     else memset(dynamic_shared + copy.to, 0, copy.size);
 }
 static void send(unsigned to, const void* from, unsigned size, bool there) {
-    Copy copy = {to, from, size, there, groups[threadIdx.x]};
-    if (LATE) copies[threadIdx.x].push_back(copy);
+    Copy copy = {to, from, size, there, groups[self()]};
+    if (LATE) copies[self()].push_back(copy);
     else make(copy);
 }
 static inline void copy_async(unsigned to, const void* from) { send(to, from, 16, true); }
 static inline void copy_async_or_zeros(unsigned to, const void* from, bool there) { send(to, from, 16, there); }
 static inline void copy_word_async(unsigned to, const void* from) { send(to, from, 4, true); }
-static inline void copies_commit() { groups[threadIdx.x]++; }
+static inline void copies_commit() { groups[self()]++; }
 template <int LEFT> static inline void copies_wait() {
-    std::vector<Copy>& mine = copies[threadIdx.x];
-    auto end = std::find_if(mine.begin(), mine.end(), [](const Copy& each) { return each.group >= groups[threadIdx.x] - LEFT; });
+    std::vector<Copy>& mine = copies[self()];
+    auto end = std::find_if(mine.begin(), mine.end(), [](const Copy& each) { return each.group >= groups[self()] - LEFT; });
     std::for_each(mine.begin(), end, make);
     mine.erase(mine.begin(), end);
 }
 // Barriers that copies of ranges and boxes arrive at, each by its bytes.
 struct Arrivals { int all, left; long bytes; unsigned phase; };
-static std::map<unsigned, Arrivals> barriers;
+static std::map<unsigned, Arrivals> barriers_of[CLUSTER];
+#define barriers barriers_of[blockIdx.x % CLUSTER]
 struct Range { unsigned to; const void* from; unsigned size; };
-static std::map<unsigned, std::vector<Range>> ranges;  // on their way, by barrier; zeros where they come from nowhere
+static std::map<unsigned, std::vector<Range>> ranges_of[CLUSTER];  // on their way, by barrier; zeros where they come from nowhere
+#define ranges ranges_of[blockIdx.x % CLUSTER]
 static void settle(Arrivals& b) {
     moved = true;
     if (b.left == 0 && b.bytes == 0) b.left = b.all, b.phase ^= 1;
@@ -180,7 +214,7 @@ static void bring(unsigned barrier) {
     settle(barriers.at(barrier));
 }
 static void send_range(unsigned to, const void* from, unsigned size, unsigned barrier) {
-    if ((uintptr_t)from % 16 || to % 16 || size % 16 || to + size > sizeof dynamic_shared) abort();
+    if ((uintptr_t)from % 16 || to % 16 || size % 16 || to + size > SHARED_BYTES) abort();
     ranges[barrier].push_back({to, from, size});
 }
 static inline void make_barrier(unsigned at, int arrivals) { if (at % 8) abort(); barriers[at] = {arrivals, arrivals, 0, 0}; }
@@ -200,29 +234,50 @@ static inline void copy_range(unsigned to, const void* from, int bytes, unsigned
     send_range(to, from, bytes, barrier);
     if (!LATE) bring(barrier);
 }
-struct alignas(64) Map { const char* data; long rows, layers, stride, box, box_layers; char rest[80]; };
-static inline void copy_box(unsigned to, const Map& map, int row, int layer, unsigned barrier) {
-    if (to % 128) abort();
-    for (int l = 0; l < map.box_layers; l++)
-        for (int r = 0; r < map.box; r++)
-            for (int unit = 0; unit < 8; unit++) {
-                unsigned at = to + (l * map.box + r) * 128 + unit * 16;
-                bool there = row + r < map.rows && layer + l < map.layers;
-                send_range(at ^ (at >> 7 & 7) << 4, there ? map.data + (row + r) * map.stride + (layer + l) * 128 + unit * 16 : nullptr, 16, barrier);
-            }
+// A tensor, its innermost dimension first; strides in bytes. Rows of a box are 128 bytes, swizzled.
+struct alignas(64) Map { const char* data; int rank, itemsize, sizes[4]; long strides[4]; int box[4]; };
+static_assert(sizeof(Map) == 128, "as large as a CUtensorMap");
+static void send_box(unsigned to, const Map& map, const int (&from)[4], unsigned barrier) {
+    if (to % 128 || map.box[0] * map.itemsize != 128) abort();
+    int at[4];
+    for (at[3] = 0; at[3] < map.box[3]; at[3]++)
+        for (at[2] = 0; at[2] < map.box[2]; at[2]++)
+            for (at[1] = 0; at[1] < map.box[1]; at[1]++, to += 128)
+                for (int unit = 0; unit < 8; unit++) {
+                    int column = from[0] + unit * 16 / map.itemsize;
+                    bool there = column < map.sizes[0];
+                    const char* address = map.data + column * map.itemsize;
+                    for (int d = 1; d < 4; d++) there = there && from[d] + at[d] < map.sizes[d], address += (from[d] + at[d]) * map.strides[d];
+                    unsigned where = to + unit * 16;
+                    send_range(where ^ (where >> 7 & 7) << 4, there ? address : nullptr, 16, barrier);
+                }
     if (!LATE) bring(barrier);
 }
-template <int REGISTERS> static inline void give_registers() {}
-template <int REGISTERS> static inline void take_registers() {}
+static inline void copy_tile(unsigned to, const Map& map, int column, int row, unsigned barrier) { send_box(to, map, {column, row, 0, 0}, barrier); }
+static inline void copy_box(unsigned to, const Map& map, int row, int layer, unsigned barrier) { send_box(to, map, {0, row, layer, 0}, barrier); }
+static inline void copy_groups(unsigned to, const Map& map, int column, int group, unsigned barrier) { send_box(to, map, {column, 0, 0, group}, barrier); }
+static inline float4 fetch(unsigned at, int block) { float4 v; memcpy(&v, memories[block] + at, 16); return v; }
+static inline float fetch_one(unsigned at, int block) { float v; memcpy(&v, memories[block] + at, 4); return v; }
+static inline void put(unsigned at, float a, float b, float c, float d) { *shared<float4>(at) = {a, b, c, d}; }
+// Registers, counted by thread of a warpgroup: who takes more than were given up waits.
+static int given_up[CLUSTER];
+static int registers() { return 65536 / blockDim.x / 8 * 8; }
+template <int REGISTERS> static inline void give_registers() { if (threadIdx.x % 128 == 0) given_up[blockIdx.x % CLUSTER] += registers() - REGISTERS, moved = true; }
+template <int REGISTERS> static inline void take_registers() {
+    int& free = given_up[blockIdx.x % CLUSTER];
+    if (threadIdx.x % 128) return;
+    while (free < REGISTERS - registers()) pass();
+    free -= REGISTERS - registers(), moved = true;
+}
 static inline int count_up(int* p) { return (*p)++; }
 static inline int load_fresh(const int* p) { return *p; }
 static inline uint4 load_shared(unsigned at) { Unit u = *shared<Unit>(at); return {u.words[0], u.words[1], u.words[2], u.words[3]}; }
 static inline unsigned load_shared_byte(unsigned at) { return dynamic_shared[at]; }
 static unsigned addresses[MOST];
 template <bool TRANSPOSED> static inline uint4 matrices(unsigned at) {
-    addresses[threadIdx.x] = at;
+    addresses[self()] = at;
     warp_sync();
-    int warp = threadIdx.x / 32 * 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    int warp = self() / 32 * 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     unsigned r[4];
     for (int i = 0; i < 4; i++) {
         auto element = [&](int row, int column) { return ((uint16_t*)shared<Unit>(addresses[warp + i * 8 + row]))[column]; };
@@ -245,9 +300,9 @@ template <bool BF16, int NT>
 static inline void wgmma(float (&c)[NT][4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned long long b, int more) {
     if (b >> 62 != 1) abort();
     unsigned words[] = {a0, a1, a2, a3}, start = (b & 0x3FFF) << 4, apart = (b >> 32 & 0x3FFF) << 4;
-    for (int i = 0; i < 8; i++) operands[threadIdx.x][i] = number<BF16>(words[i / 2], i % 2);
+    for (int i = 0; i < 8; i++) operands[self()][i] = number<BF16>(words[i / 2], i % 2);
     warpgroup_sync();
-    int warp = threadIdx.x / 32 * 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    int warp = self() / 32 * 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     for (int n = 0; n < NT; n++)
         for (int i = 0; i < 4; i++) {
             int row = i / 2, column = 2 * t + i % 2;
@@ -263,14 +318,43 @@ static inline void wgmma(float (&c)[NT][4], unsigned a0, unsigned a1, unsigned a
     warpgroup_sync();
 }
 
+static inline unsigned transposed(unsigned v) {
+    sent[self()] = v;
+    warp_sync();
+    int warp = self() / 32 * 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    auto element = [&](int row, int column) { return sent[warp + row * 4 + column / 2] >> column % 2 * 16 & 0xFFFF; };
+    unsigned r = element(2 * t, g) | element(2 * t + 1, g) << 16;
+    warp_sync();
+    return r;
+}
+static inline unsigned long long tile_operand(unsigned at) { return 1ull << 62 | 64ull << 32 | 1ull << 16 | at >> 4; }
+#ifdef SUMS  // both operands in shared memory; products are added in their order
+static inline void settle(float (&)[SUMS]) {}
+template <int TYPE> static inline float operand_element(unsigned long long from, int row, int k) {
+    unsigned at = ((from & 0x3FFF) << 4) + row / 8 * 1024 + row % 8 * 128 + k * (TYPE == 0 ? 1 : 2);
+    at ^= (at >> 7 & 7) << 4;
+    static float numbers[256];
+    if (TYPE == 0 && numbers[1] == 0) for (int i = 0; i < 256; i++) numbers[i] = of_fp8(i);
+    return TYPE == 0 ? numbers[dynamic_shared[at]] : number<TYPE == 1>(*(uint16_t*)(dynamic_shared + at), 0);
+}
+template <int TYPE> static inline void multiply(float (&d)[SUMS], unsigned long long a, unsigned long long b, int add) {
+    int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+    for (int i = 0; i < SUMS; i++) {
+        float sum = add ? d[i] : 0;
+        for (int k = 0; k < (TYPE == 0 ? 32 : 16); k++)
+            sum += operand_element<TYPE>(a, row + i / 2 % 2 * 8, k) * operand_element<TYPE>(b, i / 4 * 8 + column + i % 2, k);
+        d[i] = sum;
+    }
+}
+#endif
+
 #include SOURCE
 
 static void (*kernel)(Product);
 static Product argument;
-static int live;
 static void enter() {
     kernel(argument);
-    ended[threadIdx.x] = moved = true;
+    ended[self()] = moved = true;
     live--;
     _longjmp(scheduler, 1);
 }
@@ -278,27 +362,35 @@ static void enter() {
 __attribute__((noinline)) static void resume(const ucontext_t* begins) {
     if (_setjmp(scheduler)) return;
     if (begins) setcontext(begins);
-    _longjmp(fiber[threadIdx.x], 1);
+    _longjmp(fiber[self()], 1);
 }
+// Shared memory holds NaN at first. Ends the process where threads wait for others that have ended, or wait elsewhere.
 extern "C" void emulate(void (*run)(Product), unsigned grid, unsigned threads, const Product* given) {
     static char* stacks = (char*)malloc((size_t)MOST * STACK);
     kernel = run, argument = *given, blockDim.x = threads, gridDim.x = grid;
-    for (blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++) {
-        live = threads, block_barrier = first_barrier = {}, barriers.clear(), ranges.clear();
+    for (unsigned first = 0; first < grid; first += CLUSTER) {
+        const unsigned together = min((unsigned)CLUSTER, grid - first);
+        live = threads * together, cluster_barrier = {};
+        memset(block_barriers, 0, sizeof block_barriers), memset(first_barriers, 0, sizeof first_barriers);
         memset(warp_barrier, 0, sizeof warp_barrier), memset(warpgroup_barrier, 0, sizeof warpgroup_barrier);
-        for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++) {
+        memset(given_up, 0, sizeof given_up), memset(memories, 0xFF, sizeof memories);
+        for (int i = 0; i < CLUSTER; i++) barriers_of[i].clear(), ranges_of[i].clear();
+        auto each = [&](auto run_one) {
+            for (blockIdx.x = first; blockIdx.x < first + together; blockIdx.x++)
+                for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++) run_one();
+        };
+        each([&] {
             ucontext_t begins;
             getcontext(&begins);
-            begins.uc_stack.ss_sp = stacks + (size_t)threadIdx.x * STACK, begins.uc_stack.ss_size = STACK;
+            begins.uc_stack.ss_sp = stacks + (size_t)self() * STACK, begins.uc_stack.ss_size = STACK;
             makecontext(&begins, enter, 0);
-            ended[threadIdx.x] = false;
+            ended[self()] = false;
             resume(&begins);
-        }
+        });
         while (live) {
             moved = false;
-            for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++)
-                if (!ended[threadIdx.x]) resume(nullptr);
-            if (!moved) abort();  // threads wait for others that have ended, or wait elsewhere
+            each([&] { if (!ended[self()]) resume(nullptr); });
+            if (!moved) abort();
         }
     }
 }

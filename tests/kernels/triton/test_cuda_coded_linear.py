@@ -5,8 +5,6 @@ Without a card the kernels run emulated.
 
 from __future__ import annotations
 
-import ctypes
-import struct
 from collections.abc import Iterator
 from functools import cache
 
@@ -25,16 +23,9 @@ from spillover.kernels.formats.coded_cuda import CodedCuda
 from spillover.kernels.formats.grouped_int import GroupedInt
 from spillover.kernels.linear import linear
 from spillover.models.weight_specs import Source, WeightSpec, kept_on, prepare_products
-from support.emulated_cuda import EmulatedModule
+from support.emulated_cuda import EmulatedModule, described
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _described(address: int, rows: int, layers: int, stride: int, box: int, box_layers: int,
-               kind: int) -> ctypes.Array[ctypes.c_uint64]:
-    """Describe x as the emulated copies read it."""
-    said = struct.pack("<Qqqqqq", address, rows, layers, stride, box, box_layers)
-    return cuda.Map.from_buffer_copy(said.ljust(128, b"\0"))
 
 
 @cache
@@ -47,7 +38,7 @@ def _kernels() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE.type == "cpu":
             patch.setattr(cuda, "kernels", _emulated)
-            patch.setattr(cuda, "_map", _described)
+            patch.setattr(cuda, "tensor_map", described)
         yield
 
 
