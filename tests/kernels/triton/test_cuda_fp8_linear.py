@@ -5,8 +5,11 @@ Without a card the kernels run emulated.
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,7 +56,7 @@ def rounded(x: Tensor, blocked: bool, input_scale: Tensor | None = None) -> Tens
     wide = x.float().unflatten(1, (-1, 128)) if blocked else x.float()
     if input_scale is None:
         largest = wide.abs().amax(-1, keepdim=True).clamp(min=1e-12)
-        inverse, scale = 448 / largest, largest / 448
+        inverse, scale = torch.full_like(largest, 448) / largest, largest / 448  # `448 /` would round twice
     else:
         inverse, scale = 1 / input_scale, input_scale
     codes = (wide * inverse).clamp(-448, 448).to(torch.float8_e4m3fn)
@@ -87,3 +90,75 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(blocked: bool) -> None:
                       (40, Cut(64, 1, True, resident=3)), (70, Cut(96, 2, True)), (17, None), (132, None)):
         first = 132 - rows
         assert torch.equal(fp8_linear(x[first:], values, scales, cut=cut), whole[first:]), (rows, cut)
+
+
+@pytest.mark.parametrize("blocked", [False, True], ids=["rows", "blocks"])
+@pytest.mark.parametrize(("rows", "cut"), [(3, Cut(8, 1, True, True, 5)), (40, Cut(64, 2)), (20, Cut(32, 2, True, resident=2))])
+def test_a_gate_is_applied_to_rounded_products(rows: int, cut: Cut, blocked: bool) -> None:
+    values, scales = made(3, 256, 1024, blocked)
+    x, bias = inputs(4, rows, 1024, torch.float16), inputs(5, 1, 256, torch.float16)[0]
+    both = fp8_linear(x, values, scales, bias)
+    assert_near(both, rounded(x, blocked), weight(values, scales), bias)
+    gate, up = both.float().chunk(2, 1)
+    silu = torch.nn.functional.silu(gate).half().float()
+    torch.testing.assert_close(fp8_linear(x, values, scales, bias, gated=True, cut=cut), (silu * up).half(),
+                               rtol=2**-9, atol=1e-6)
+
+
+def test_activations_may_have_a_given_scale() -> None:
+    values, scales = made(6, 64, 1024, False)
+    x, given = inputs(7, 18, 1024), torch.tensor([0.004], device=DEVICE)  # beyond which numbers are cut off
+    out = fp8_linear(x, values, scales, input_scale=given)
+    assert_near(out, rounded(x, False, given), weight(values, scales))
+    for rows in (1, 9):
+        assert torch.equal(fp8_linear(x[:rows], values, scales, input_scale=given), out[:rows])
+
+
+@pytest.mark.parametrize("inner", [128, 384])
+def test_matrices_of_few_inputs_have_one_chunk(inner: int) -> None:
+    values, scales = made(8, 128, inner, True)
+    x = inputs(9, 33, inner)
+    out = fp8_linear(x, values, scales)
+    assert_near(out, rounded(x, True), weight(values, scales))
+    assert torch.equal(fp8_linear(x[:2], values, scales), out[:2])
+
+
+LLAMA = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
+
+
+def test_every_cut_fits_an_h200() -> None:
+    for channels, inner in [*LLAMA, (64, 128), (16384, 53248)]:
+        for blocked in (False, True):
+            shape = Shape(channels, inner, blocked)
+            for rows in (1, 8, 9, 16, 17, 32, 33, 64, 100, 128, 200, 256, 8192):
+                cut = cuda.chosen(rows, shape, 132)
+                stages = cut.stages(shape, cut.blocks(rows, shape, 132), 132)
+                assert stages >= min(3, shape.chunk), (shape, rows, cut)
+                assert cut.shared(shape, stages) + 1024 <= 227 << 10
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_it_compiles_for_an_h200_without_spilled_registers(tmp_path: Path) -> None:
+    """Kernels that move registers begin with as many as that counts on."""
+    for cut, blocked in ((Cut(128, 2), True), (Cut(16, 1, True, True, 5), False), (Cut(64, 2, True, resident=2), True)):
+        done = subprocess.run(
+            ["nvcc", "-arch=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v",
+             *cut.options(Form(blocked, False, 4), torch.bfloat16), cuda.SOURCE, "-o", tmp_path / "kernel.cubin"],
+            check=False, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count(" 0 bytes spill stores") == 2, done.stderr
+        assert "serialized" not in done.stderr, done.stderr  # products that wait for one another
+        assert cut.rows < 128 or "Used 168 registers" in done.stderr, done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type == "cpu" or not cuda.capable(DEVICE), reason="needs compute capability 9.0")
+@pytest.mark.parametrize("blocked", [False, True], ids=["rows", "blocks"])
+@pytest.mark.parametrize(("channels", "inner"), LLAMA)
+def test_bits_on_a_card(channels: int, inner: int, blocked: bool) -> None:
+    values, scales = made(10, channels, inner, blocked)
+    x = inputs(11, 300, inner)
+    whole = fp8_linear(x, values, scales)
+    assert_near(whole, rounded(x, blocked), weight(values, scales))
+    for rows in (1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 100, 128, 129, 200, 256):
+        assert torch.equal(fp8_linear(x[300 - rows:], values, scales, early=True), whole[300 - rows:]), rows
