@@ -13,7 +13,6 @@ from spillover.kernels.cuda.compiled import CudaError
 CAPABILITY = (9, 0)
 BYTES = 0  # CU_TENSOR_MAP_DATA_TYPE_UINT8
 TYPES = {torch.bfloat16: 9, torch.float16: 6}  # as CUtensorMapDataType
-SWIZZLED = 128  # bytes of a box's rows
 _SWIZZLE_128, _PROMOTE_256 = 3, 3  # CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B
 _MAP_BYTES, _MAP_ALIGNED = 128, 64  # of a CUtensorMap
 Map = c_uint64 * (_MAP_BYTES // 8)
@@ -22,8 +21,8 @@ Map = c_uint64 * (_MAP_BYTES // 8)
 @lru_cache(maxsize=16384)
 def tensor_map(address: int, kind: int, sizes: tuple[int, ...], strides: tuple[int, ...],
                box: tuple[int, ...]) -> ctypes.Array[c_uint64]:
-    """Describe a tensor to the tensor memory accelerator, which copies boxes of it, rows of SWIZZLED bytes. The innermost
-    dimension comes first; `strides`: of the others, in bytes."""
+    """Describe a tensor to the tensor memory accelerator, which copies boxes of it, their rows of 128 bytes swizzled. The
+    innermost dimension comes first; `strides`: of the others, in bytes."""
     rank = len(sizes)
     buffer = (c_char * (_MAP_BYTES + _MAP_ALIGNED))()
     begin = -ctypes.addressof(buffer) % _MAP_ALIGNED
