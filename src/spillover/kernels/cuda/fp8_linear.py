@@ -1,7 +1,7 @@
 """Products of FP8 weights and activations, in CUDA C++ for compute capability 9.0 (fp8_linear.cu).
 
-Activations are rounded to e4m3 on the way: a row by its largest number, or by a scale that the checkpoint gives, or with
-weights in blocks each 128 inputs of a row by theirs. Sums have one order for every number of rows.
+Activations are rounded to e4m3 on the way: a row by its largest number, or by a scale that the checkpoint gives, or
+beside weights in blocks each 128 inputs of a row by theirs. Sums have one order for every number of rows.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ Map = c_uint64 * (_MAP_BYTES // 8)
 @lru_cache(maxsize=16384)
 def tensor_map(address: int, kind: int, sizes: tuple[int, ...], strides: tuple[int, ...],
                box: tuple[int, ...]) -> ctypes.Array[c_uint64]:
-    """Describe a tensor to the tensor memory accelerator, which copies boxes of it, their rows of 128 bytes swizzled. The
+    """Describe a tensor to the tensor memory accelerator, which copies boxes of it, rows of 128 bytes, swizzled. The
     innermost dimension comes first; `strides`: of the others, in bytes."""
     rank = len(sizes)
     buffer = (c_char * (_MAP_BYTES + _MAP_ALIGNED))()
