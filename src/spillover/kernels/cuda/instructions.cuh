@@ -5,7 +5,9 @@ typedef unsigned char u8;
 typedef long long i64;
 typedef unsigned long long u64;
 #define DEV static __device__ __forceinline__
-enum { E4M3, BFLOAT16, FLOAT16 };  // elements of a product's operands
+#ifdef SUMS
+enum { E4M3, BFLOAT16, FLOAT16 };  // elements of operands that both lie in shared memory
+#endif
 #if defined(EMULATED) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define WGMMA true
 #else
