@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -13,16 +11,9 @@ import torch
 
 from spillover.kernels.cuda import coded_linear as cuda
 from spillover.kernels.cuda.coded_linear import Form
-from support.emulated_cuda import EmulatedModule
+from support.emulated_cuda import EmulatedModule, described
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _described(address: int, rows: int, layers: int, stride: int, box: int, box_layers: int,
-               kind: int) -> ctypes.Array[ctypes.c_uint64]:
-    """Describe x as the emulated copies read it."""
-    said = struct.pack("<Qqqqqq", address, rows, layers, stride, box, box_layers)
-    return cuda.Map.from_buffer_copy(said.ljust(128, b"\0"))
 
 
 @cache
@@ -36,5 +27,5 @@ def coded_kernels() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE.type == "cpu":
             patch.setattr(cuda, "kernels", _emulated)
-            patch.setattr(cuda, "_map", _described)
+            patch.setattr(cuda, "tensor_map", described)
         yield

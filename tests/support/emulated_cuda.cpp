@@ -17,12 +17,16 @@
 #define __grid_constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __shared__ static
-#define DYNAMIC_SHARED(name) unsigned char* name = dynamic_shared
+#ifndef CLUSTER  // blocks of a cluster, where the kernel says it itself
+#define CLUSTER 1
+#endif
 constexpr int MOST_BLOCKS = 8, SHARED_BYTES = 1 << 18;  // blocks of a cluster, at most; bytes of each
 alignas(1024) static unsigned char memories[MOST_BLOCKS][SHARED_BYTES];
 #define dynamic_shared memories[block_rank()]
 static unsigned block_rank();
+#define DYNAMIC_SHARED(name) unsigned char* name = dynamic_shared
 using std::max;
 using std::min;
 struct uint4 { unsigned x, y, z, w; };
@@ -39,10 +43,11 @@ static Index threadIdx, blockIdx, blockDim, gridDim;
 static unsigned cluster;
 static unsigned block_rank() { return blockIdx.x % cluster; }
 
-constexpr int MOST = 4096, STACK = 1 << 16;  // threads of a cluster; bytes
+constexpr int MOST = 1024 * MOST_BLOCKS, STACK = 1 << 18;  // threads of a cluster; bytes
 static jmp_buf scheduler, fiber[MOST];
 static bool ended[MOST], moved;
-static unsigned self() { return block_rank() * blockDim.x + threadIdx.x; }
+static int live;  // threads that have not ended
+static unsigned self() { return block_rank() * 1024 + threadIdx.x; }
 static void pass() { if (!_setjmp(fiber[self()])) _longjmp(scheduler, 1); }
 struct Barrier { int arrived, turn; };
 static Barrier block_barrier[MOST_BLOCKS], first_barrier[MOST_BLOCKS], warp_barrier[MOST / 32], warpgroup_barrier[MOST / 128], cluster_barrier;
@@ -57,12 +62,23 @@ template <int THREADS> static inline void sync_first() { wait_at(first_barrier[b
 static inline void warp_sync() { wait_at(warp_barrier[self() / 32], 32); }
 static inline void __syncwarp() { warp_sync(); }
 static inline void warpgroup_sync() { wait_at(warpgroup_barrier[self() / 128], 128); }
+static inline void sync_warpgroup() { warpgroup_sync(); }
+static inline void meet_cluster() {  // all that have not ended
+    int turn = cluster_barrier.turn;
+    moved = true, cluster_barrier.arrived++;
+    while (cluster_barrier.turn == turn) {
+        if (cluster_barrier.arrived == live) moved = true, cluster_barrier.arrived = 0, cluster_barrier.turn++;
+        else pass();
+    }
+}
 
 static inline float __uint_as_float(unsigned v) { float f; memcpy(&f, &v, 4); return f; }
 static inline float __int_as_float(int v) { return __uint_as_float(v); }
 static inline unsigned __float_as_uint(float f) { unsigned v; memcpy(&v, &f, 4); return v; }
 static inline int __float_as_int(float f) { return __float_as_uint(f); }
 static inline float __fmul_rn(float a, float b) { return a * b; }
+static inline float __fadd_rn(float a, float b) { return a + b; }
+static inline int atomicMax(int* p, int v) { int before = *p; *p = max(before, v); return before; }
 static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 static inline float __fdiv_rn(float a, float b) { return a / b; }
 static unsigned sent[MOST];
@@ -107,6 +123,18 @@ static inline float of_fp8(unsigned v) {
     float size = (v & 127) == 127 ? NAN : exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
     return v & 128 ? -size : size;
 }
+// The nearest of all 127 sizes, the even one of two.
+static inline unsigned to_fp8(float v) {
+    if (v != v) return 127;
+    float size = fabsf(v);
+    unsigned best = 0;
+    for (unsigned code = 1; code < 127; code++) {
+        float further = fabsf(of_fp8(code) - size), nearest = fabsf(of_fp8(best) - size);
+        if (further < nearest || (further == nearest && code % 2 == 0)) best = code;
+    }
+    return best | (std::signbit(v) ? 128 : 0);
+}
+static inline unsigned to_fp8x2(float a, float b) { return to_fp8(a) | to_fp8(b) << 8; }
 static inline void halves_of_fp8(unsigned& low, unsigned& high, unsigned v) {
     low = to_half2(of_fp8(v & 255), of_fp8(v >> 8 & 255)), high = to_half2(of_fp8(v >> 16 & 255), of_fp8(v >> 24));
 }
@@ -210,20 +238,42 @@ static inline void copy_range(unsigned to, const void* from, int bytes, unsigned
     send_range(to, from, bytes, barrier);
     if (!LATE) bring(barrier);
 }
-struct alignas(64) Map { const char* data; long rows, layers, stride, box, box_layers; char rest[80]; };
-static inline void copy_box(unsigned to, const Map& map, int row, int layer, unsigned barrier) {
-    if (to % 128) abort();
-    for (int l = 0; l < map.box_layers; l++)
-        for (int r = 0; r < map.box; r++)
-            for (int unit = 0; unit < 8; unit++) {
-                unsigned at = to + (l * map.box + r) * 128 + unit * 16;
-                bool there = row + r < map.rows && layer + l < map.layers;
-                send_range(at ^ (at >> 7 & 7) << 4, there ? map.data + (row + r) * map.stride + (layer + l) * 128 + unit * 16 : nullptr, 16, barrier);
-            }
+// A tensor, its innermost dimension first; strides in bytes. Rows of a box are 128 bytes, swizzled.
+struct alignas(64) Map { const char* data; int rank, itemsize, sizes[4]; long strides[4]; int box[4]; };
+static_assert(sizeof(Map) == 128, "as large as a CUtensorMap");
+static void send_box(unsigned to, const Map& map, const int (&from)[4], unsigned barrier) {
+    if (to % 128 || map.box[0] * map.itemsize != 128) abort();
+    int at[4];
+    for (at[3] = 0; at[3] < map.box[3]; at[3]++)
+        for (at[2] = 0; at[2] < map.box[2]; at[2]++)
+            for (at[1] = 0; at[1] < map.box[1]; at[1]++, to += 128)
+                for (int unit = 0; unit < 8; unit++) {
+                    int column = from[0] + unit * 16 / map.itemsize;
+                    bool there = column < map.sizes[0];
+                    const char* address = map.data + column * map.itemsize;
+                    for (int d = 1; d < 4; d++) there = there && from[d] + at[d] < map.sizes[d], address += (from[d] + at[d]) * map.strides[d];
+                    unsigned where = to + unit * 16;
+                    send_range(where ^ (where >> 7 & 7) << 4, there ? address : nullptr, 16, barrier);
+                }
     if (!LATE) bring(barrier);
 }
-template <int REGISTERS> static inline void give_registers() {}
-template <int REGISTERS> static inline void take_registers() {}
+static inline void copy_tile(unsigned to, const Map& map, int column, int row, unsigned barrier) { send_box(to, map, {column, row, 0, 0}, barrier); }
+static inline void copy_box(unsigned to, const Map& map, int row, int layer, unsigned barrier) { send_box(to, map, {0, row, layer, 0}, barrier); }
+static inline void copy_groups(unsigned to, const Map& map, int column, int group, unsigned barrier) { send_box(to, map, {column, 0, 0, group}, barrier); }
+static inline float sigmoid(float v) { return 1.0f / (1.0f + std::exp2(-v * 1.4426950408889634f)); }
+static inline float4 fetch(unsigned at, int block) { float4 v; memcpy(&v, memories[block] + at, 16); return v; }
+static inline float fetch_one(unsigned at, int block) { float v; memcpy(&v, memories[block] + at, 4); return v; }
+static inline void put(unsigned at, float a, float b, float c, float d) { *shared<float4>(at) = {a, b, c, d}; }
+// Registers, counted by thread of a warpgroup: who takes more than were given up waits.
+static int given_up[MOST_BLOCKS];
+static int registers() { return 65536 / blockDim.x / 8 * 8; }
+template <int REGISTERS> static inline void give_registers() { if (threadIdx.x % 128 == 0) given_up[block_rank()] += registers() - REGISTERS, moved = true; }
+template <int REGISTERS> static inline void take_registers() {
+    int& free = given_up[block_rank()];
+    if (threadIdx.x % 128) return;
+    while (free < REGISTERS - registers()) pass();
+    free -= REGISTERS - registers(), moved = true;
+}
 static inline int count_up(int* p) { return (*p)++; }
 static inline int load_fresh(const int* p) { return *p; }
 static inline uint4 load_shared(unsigned at) { Unit u = *shared<Unit>(at); return {u.words[0], u.words[1], u.words[2], u.words[3]}; }
@@ -250,14 +300,6 @@ static inline void wgmma_commit() {}
 template <int LEFT> static inline void wgmma_wait() {}
 template <int NT> static inline void wgmma_ends(float (&)[NT][4]) {}
 template <int NT> static inline void wgmma_settle(float (&)[NT][4]) {}
-static int live;
-static inline void meet_cluster() {  // threads that have ended, if only meanwhile, are not waited for
-    int turn = cluster_barrier.turn;
-    cluster_barrier.arrived++, moved = true;
-    for (; cluster_barrier.turn == turn; pass())
-        if (cluster_barrier.arrived == live) cluster_barrier = {0, turn + 1}, moved = true;
-}
-static inline float4 fetch_shared(unsigned at, int block) { float4 v; memcpy(&v, memories[block] + at, 16); return v; }
 // The right operand lies where a descriptor says: rows of 128 bytes, units of 16 bytes swizzled by bits 7 to 9 of their
 // address.
 template <bool BF16, int NT>
@@ -282,6 +324,36 @@ static inline void wgmma(float (&c)[NT][4], unsigned a0, unsigned a1, unsigned a
     warpgroup_sync();
 }
 
+static inline unsigned transposed(unsigned v) {
+    sent[self()] = v;
+    warp_sync();
+    int warp = self() / 32 * 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    auto element = [&](int row, int column) { return sent[warp + row * 4 + column / 2] >> column % 2 * 16 & 0xFFFF; };
+    unsigned r = element(2 * t, g) | element(2 * t + 1, g) << 16;
+    warp_sync();
+    return r;
+}
+static inline unsigned long long tile_operand(unsigned at) { return 1ull << 62 | 64ull << 32 | 1ull << 16 | at >> 4; }
+#ifdef SUMS  // both operands in shared memory; products are added in their order
+static inline void settle(float (&)[SUMS]) {}
+template <int TYPE> static inline float operand_element(unsigned long long from, int row, int k) {
+    unsigned at = ((from & 0x3FFF) << 4) + row / 8 * 1024 + row % 8 * 128 + k * (TYPE == 0 ? 1 : 2);
+    at ^= (at >> 7 & 7) << 4;
+    static float numbers[256];
+    if (TYPE == 0 && numbers[1] == 0) for (int i = 0; i < 256; i++) numbers[i] = of_fp8(i);
+    return TYPE == 0 ? numbers[dynamic_shared[at]] : number<TYPE == 1>(*(uint16_t*)(dynamic_shared + at), 0);
+}
+template <int TYPE> static inline void multiply(float (&d)[SUMS], unsigned long long a, unsigned long long b, int add) {
+    int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+    for (int i = 0; i < SUMS; i++) {
+        float sum = add ? d[i] : 0;
+        for (int k = 0; k < (TYPE == 0 ? 32 : 16); k++)
+            sum += operand_element<TYPE>(a, row + i / 2 % 2 * 8, k) * operand_element<TYPE>(b, i / 4 * 8 + column + i % 2, k);
+        d[i] = sum;
+    }
+}
+#endif
+
 #include SOURCE
 
 static void (*kernel)(Product);
@@ -301,8 +373,8 @@ __attribute__((noinline)) static void resume(const ucontext_t* begins) {
 // Runs blocks, `together` of them at a time as a cluster, whose shared memory holds NaN at first.
 extern "C" void emulate(void (*run)(Product), unsigned grid, unsigned threads, unsigned together, const Product* given) {
     static char* stacks = (char*)malloc((size_t)MOST * STACK);
-    kernel = run, argument = *given, blockDim.x = threads, gridDim.x = grid, cluster = together;
-    if (grid % cluster || threads * cluster > MOST) abort();
+    kernel = run, argument = *given, blockDim.x = threads, gridDim.x = grid, cluster = max(together, (unsigned)CLUSTER);
+    if (grid % cluster || threads > 1024 || cluster > MOST_BLOCKS) abort();
     for (unsigned first = 0; first < grid; first += cluster) {
         auto each = [&](auto&& visit) {
             for (blockIdx.x = first; blockIdx.x < first + cluster; blockIdx.x++)
@@ -313,7 +385,7 @@ extern "C" void emulate(void (*run)(Product), unsigned grid, unsigned threads, u
             memset(memories[i], 0xFF, SHARED_BYTES);
             block_barrier[i] = first_barrier[i] = {}, of_block[i].clear(), sent_to[i].clear();
         }
-        memset(warp_barrier, 0, sizeof warp_barrier), memset(warpgroup_barrier, 0, sizeof warpgroup_barrier);
+        memset(given_up, 0, sizeof given_up), memset(warp_barrier, 0, sizeof warp_barrier), memset(warpgroup_barrier, 0, sizeof warpgroup_barrier);
         each([&] {
             ucontext_t begins;
             getcontext(&begins);

@@ -5,17 +5,28 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import struct
 import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
 
+from spillover.kernels.cuda.tensor_map import BYTES, Map
 from spillover.kernels.native.build import cache_folder, command
 
 _EMULATOR = Path(__file__).parent / "emulated_cuda.cpp"
 # Sums as they are written: the kernels say themselves where a product and a sum are rounded once.
 FLAGS = ("-std=c++17", "-O2", "-fno-strict-aliasing", "-ffp-contract=off", "-w", "-Wno-psabi", "-shared", "-fPIC",
           "-U_FORTIFY_SOURCE")  # its longjmp takes a fiber's stack for a broken one
+
+
+def described(address: int, kind: int, sizes: tuple[int, ...], strides: tuple[int, ...],
+              box: tuple[int, ...]) -> ctypes.Array[ctypes.c_uint64]:
+    """Describe a tensor as the emulated copies read it, in place of kernels.cuda.tensor_map.tensor_map."""
+    more = [1] * (4 - len(sizes))
+    said = struct.pack("<Qii4i4q4i", address, len(sizes), 1 if kind == BYTES else 2, *sizes, *more, 0, *strides,
+                       *[0] * len(more), *box, *more)
+    return Map.from_buffer_copy(said.ljust(ctypes.sizeof(Map), b"\0"))
 
 
 class EmulatedModule:

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from spillover.kernels.cuda import ordered_gemm
 from spillover.kernels.cuda.ordered_gemm import CUTS, LARGE, Cut
+from spillover.kernels.cuda.tensor_map import CAPABILITY
 from spillover.kernels.extents import product_chunks
-from support.emulated_gemm import EmulatedGemm, described
+from support.emulated_cuda import EmulatedModule, described
 
-CUDA = torch.cuda.is_available() and torch.cuda.get_device_capability() == ordered_gemm.CAPABILITY
+CUDA = torch.cuda.is_available() and torch.cuda.get_device_capability() == CAPABILITY
 # A cut, and rows, channels, inner: the last tile, the last step and the last chunk are not full, or there is none.
 CASES = [
     (Cut(64), 150, 72, 200),
@@ -63,8 +64,10 @@ def in_order(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
 
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the kernel on the CPU, one block that has all tiles."""
-    monkeypatch.setattr(ordered_gemm, "kernel", EmulatedGemm)
-    monkeypatch.setattr(ordered_gemm, "_map", described)
+    monkeypatch.setattr(ordered_gemm, "kernel", lambda cut, chunks, dtype, bias, device: EmulatedModule(
+        ordered_gemm.SOURCE, cut.options(chunks, dtype, bias)))
+    monkeypatch.setattr(ordered_gemm, "processors", lambda device: 1)
+    monkeypatch.setattr(ordered_gemm, "tensor_map", described)
     monkeypatch.setattr(ordered_gemm, "_plan", ordered_gemm._plan.__wrapped__)
 
 
@@ -115,8 +118,8 @@ def test_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
     ordered_gemm.prepare([(1024, 2048, False, False)], torch.bfloat16, device, 256)
     assert not made
-    monkeypatch.setattr(ordered_gemm, "_capable", lambda device: True)
-    monkeypatch.setattr(ordered_gemm, "_processors", lambda device: 132)
+    monkeypatch.setattr(ordered_gemm, "capable", lambda device: True)
+    monkeypatch.setattr(ordered_gemm, "processors", lambda device: 132)
     monkeypatch.setattr(ordered_gemm, "architecture", lambda device: ())
     ordered_gemm.prepare([(1024, 2048, False, False), (1024, 2048, False, True), (1021, 2048, False, False),
                           (1032, 2048, False, True)], torch.bfloat16, device, 256)

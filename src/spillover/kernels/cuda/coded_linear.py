@@ -9,9 +9,9 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Iterator
-from ctypes import byref, c_char, c_int, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import c_int, c_int64, c_void_p
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,25 +19,21 @@ import torch
 from torch import Tensor
 
 from spillover.kernels.cuda.compiled import CudaError, Module
+from spillover.kernels.cuda.tensor_map import CAPABILITY, TYPES, Map, processors, tensor_map
 
 log = logging.getLogger("spillover.kernels")
 
 SOURCE = Path(__file__).parent / "coded_linear.cu"
-CAPABILITY = (9, 0)
 STRIP = 16  # channels of a tile
 STEP = 128  # inputs of a tile
 CHUNKS = 8  # at most, of the inputs
 TURN = 2  # steps of a stage; a chunk is whole turns
 SCALES = {torch.float16: "HALF", torch.bfloat16: "BFLOAT", torch.float32: "SINGLE"}
-TYPES = {torch.bfloat16: 9, torch.float16: 6}  # as CUtensorMapDataType
 FEW = 16  # rows, at most, that mma multiplies; wgmma more
 SUMS_ROWS = 128  # of which there are whole ones of sums of x
 SHARED = 225 << 10  # bytes that stages may take
 MOST_STAGES = 4  # of few rows
 PACKED = 32 << 20  # codes that are packed at a time
-_SWIZZLE_128, _PROMOTE_256 = 3, 3  # CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B
-_MAP_BYTES, _MAP_ALIGNED = 128, 64  # of a CUtensorMap
-Map = c_uint64 * (_MAP_BYTES // 8)
 
 
 @dataclass(frozen=True)
@@ -350,13 +346,13 @@ def coded_linear(x: Tensor, tiles: Tensor, form: Form, bias: Tensor | None = Non
     assert found is not None, "there are kernels"
     if x.stride(1) != 1 or x.data_ptr() % 16 or x.stride(0) % 8:
         x = x.contiguous()
-    processors = _processors(x.device)
-    cut = cut or chosen(rows, tiles.shape[0], steps, form, processors)
+    count = processors(x.device)
+    cut = cut or chosen(rows, tiles.shape[0], steps, form, count)
     sums_row = -(-rows // SUMS_ROWS) * SUMS_ROWS
     chunk = -(-steps // (CHUNKS * TURN)) * TURN
     box, layers = (min(rows, 8) if cut.tiles == 1 else cut.rows), (2 * TURN if isinstance(cut, Cut) else 2)
     product = _Product(
-        map=_map(x.data_ptr(), rows, steps * 2, x.stride(0) * 2, box, layers, TYPES[x.dtype]),
+        map=tensor_map(x.data_ptr(), TYPES[x.dtype], (64, rows, steps * 2), (x.stride(0) * 2, 128), (64, box, layers)),
         x=x.data_ptr(), tiles=tiles.data_ptr(), bias=None if bias is None else bias.data_ptr(), out=out.data_ptr(),
         x_stride=x.stride(0), rows=rows, channels=channels, steps=steps, chunk=chunk, sums_row=sums_row,
         halves=halves, gated=gated, spread=1)
@@ -366,11 +362,11 @@ def coded_linear(x: Tensor, tiles: Tensor, form: Form, bias: Tensor | None = Non
         found.launch("group_sums", -(-steps * (sums_row // 8) // 4), 128, product, 0, early)
     tile_count = -(-rows // cut.rows) * -(-tiles.shape[0] // cut.strips)
     if isinstance(cut, Cut):
-        product.stages = stages or _stages(cut, form, rows, chunk, tile_count, processors)
+        product.stages = stages or _stages(cut, form, rows, chunk, tile_count, count)
         found.launch(cut.kernel, tile_count, cut.threads, product, cut.shared(form, rows, product.stages), early)
         return out
     product.stages, product.spread = stages or cut.stages(form), cut.spread
-    blocks = min(tile_count, processors) if cut.spread == 1 else tile_count * cut.spread
+    blocks = min(tile_count, count) if cut.spread == 1 else tile_count * cut.spread
     found.launch(cut.kernel, blocks, cut.threads, product, cut.shared(form, product.stages), early, cut.spread)
     return out
 
@@ -420,28 +416,3 @@ def kernels(form: Form, dtype: torch.dtype, device: torch.device) -> Module | No
     except CudaError as problem:
         log.warning("weights in codes are dequantised for every product: %s", str(problem).partition("\n")[0])
         return None
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
-@cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-@lru_cache(maxsize=8192)
-def _map(address: int, rows: int, layers: int, stride: int, box: int, box_layers: int,
-         kind: int) -> ctypes.Array[c_uint64]:
-    """Describe x to the tensor memory accelerator as [layers][rows][64 columns], of which it copies boxes."""
-    buffer = (c_char * (_MAP_BYTES + _MAP_ALIGNED))()
-    begin = -ctypes.addressof(buffer) % _MAP_ALIGNED
-    code = _driver().cuTensorMapEncodeTiled(
-        byref(buffer, begin), c_int(kind), c_uint32(3), c_void_p(address), (c_uint64 * 3)(64, rows, layers),
-        (c_uint64 * 2)(stride, 128), (c_uint32 * 3)(64, box, box_layers), (c_uint32 * 3)(1, 1, 1), c_int(0),
-        c_int(_SWIZZLE_128), c_int(_PROMOTE_256), c_int(0))
-    if code:
-        raise CudaError(f"rows of {layers * 64} cannot be described: {code}")
-    return Map.from_buffer_copy(buffer, begin)

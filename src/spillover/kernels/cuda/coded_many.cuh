@@ -248,7 +248,7 @@ DEV void many_rows(const Product& p, u8* room) {
 #pragma unroll
             for (int c = 0; c < CHUNKS; c++)
                 if (c < chunks) {
-                    float4 part = fetch_shared(memory + ((c % own * NT + n) * CONSUMERS + threadIdx.x) * 16, c / own);
+                    float4 part = fetch(memory + ((c % own * NT + n) * CONSUMERS + threadIdx.x) * 16, c / own);
                     sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
                 }
             if (there) store_sums(p, sum, at.strip + warp, at.row + n * 8);

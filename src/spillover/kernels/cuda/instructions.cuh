@@ -5,6 +5,9 @@ typedef unsigned char u8;
 typedef long long i64;
 typedef unsigned long long u64;
 #define DEV static __device__ __forceinline__
+#ifdef SUMS
+enum { E4M3, BFLOAT16, FLOAT16 };  // elements of operands that both lie in shared memory
+#endif
 #if defined(EMULATED) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define WGMMA true
 #else
@@ -71,6 +74,13 @@ DEV u32 to_half2(float low, float high) { u32 d; asm("cvt.rn.f16x2.f32 %0, %1, %
 DEV u32 to_bf16x2(float low, float high) { u32 d; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low)); return d; }
 DEV float power_of_two(float v) { float d; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v)); return d; }
 DEV float fast_exp(float v) { return power_of_two(v * 1.4426950408889634f); }
+// The operations that Triton has for a sigmoid: few rows of a gated product go through a kernel of its own.
+DEV float sigmoid(float v) {
+    float d;
+    asm("{.reg .f32 t; sub.f32 t, 0f00000000, %1; mul.f32 t, t, 0f3FB8AA3B; ex2.approx.f32 t, t; add.f32 t, t, 0f3F800000; "
+        "div.full.f32 %0, 0f3F800000, t;}" : "=f"(d) : "f"(v));
+    return d;
+}
 DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 DEV void copy_async(u32 to, const void* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory"); }
 DEV void copy_async_or_zeros(u32 to, const void* from, bool there) {
@@ -104,8 +114,40 @@ DEV void copy_box(u32 to, const Map& map, int row, int layer, u32 barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
                  :: "r"(to), "l"(&map), "r"(0), "r"(row), "r"(layer), "r"(barrier) : "memory");
 }
+// Copies a box of a matrix that begins at (column, row).
+DEV void copy_tile(u32 to, const Map& map, int column, int row, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+                 :: "r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier) : "memory");
+}
+// Copies a box of a tensor of four dimensions that begins at (column, 0, 0, group).
+DEV void copy_groups(u32 to, const Map& map, int column, int group, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %3, %4}], [%5];"
+                 :: "r"(to), "l"(&map), "r"(column), "r"(0), "r"(group), "r"(barrier) : "memory");
+}
+// Clusters of blocks. All of their threads that have not ended meet; a block reads what another has in shared memory.
+DEV void meet_cluster() { asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory"); }
+DEV float4 fetch(u32 at, int block) {
+    float4 v;
+    asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %4, %5; ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];}"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at), "r"(block) : "memory");
+    return v;
+}
+DEV float fetch_one(u32 at, int block) {
+    float v;
+    asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %1, %2; ld.shared::cluster.f32 %0, [there];}"
+                 : "=f"(v) : "r"(at), "r"(block) : "memory");
+    return v;
+}
+DEV void put(u32 at, float a, float b, float c, float d) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(at), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+// Two numbers as e4m3, the largest there is for those beyond it.
+DEV u32 to_fp8x2(float low, float high) { u16 d; asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(high), "f"(low)); return d; }
+// A matrix of 8 x 8 elements of 16 bits, of which lane 4 g + t has elements 2 t and 2 t + 1 of row g, transposed.
+DEV u32 transposed(u32 v) { u32 d; asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(v)); return d; }
 DEV u32 and_or(u32 a, u32 b, u32 c) { u32 d; asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
 DEV u32 kept(u32 v) { asm volatile("" : "+r"(v)); return v; }  // in a register, not computed again where it is used
+DEV void sync_warpgroup() { asm volatile("bar.sync %0, 128;" :: "r"((int)threadIdx.x / 128 + 2) : "memory"); }
 template <int THREADS> DEV void sync_first() { asm volatile("bar.sync 1, %0;" :: "n"(THREADS) : "memory"); }  // of a block
 DEV float* in_memory(float* p) { asm volatile("" : "+l"(p) :: "memory"); return p; }  // what it points to is not in registers
 template <int REGISTERS> DEV void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS)); }
@@ -139,6 +181,29 @@ DEV void wgmma_ends(float (&c)[NT][4]) {  // sums are read no sooner
 #pragma unroll
     for (int n = 0; n < NT; n++) asm volatile("" : C4(n) :: "memory");
 }
+// Rows of 128 bytes in shared memory as an operand: swizzled, in groups of 8 rows; 32 bytes further are 2 more.
+DEV u64 tile_operand(u32 at) { return (u64)1 << 62 | (u64)64 << 32 | (u64)1 << 16 | (at & 0x3FFFF) >> 4; }
+#ifdef SUMS  // of a thread, in a product of 64 rows by WIDTH; NAMES and VALUES: of the sums, as operands
+#define TEXT_(...) #__VA_ARGS__
+#define TEXT(...) TEXT_(__VA_ARGS__)
+#define COMMA ,  // as an option may hold none
+#define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define PRODUCT(TYPE, INPUTS, ORDERS) \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %" TEXT(SUMS_2) ", 0; wgmma.mma_async.sync.aligned.m64n" TEXT(WIDTH) "k" INPUTS ".f32." TYPE "." TYPE \
+                 " {" TEXT(NAMES) "}, %" TEXT(SUMS) ", %" TEXT(SUMS_1) ", p, 1, 1" ORDERS ";}" : VALUES : "l"(a), "l"(b), "r"(add))
+// d (+)= a b' over 32 bytes of each row; `add` is 0 where d is not read.
+template <int TYPE>
+DEV void multiply(float (&d)[SUMS], u64 a, u64 b, int add) {
+    if constexpr (TYPE == E4M3) PRODUCT("e4m3", "32", "");
+    else if constexpr (TYPE == BFLOAT16) PRODUCT("bf16", "16", ", 0, 0");
+    else PRODUCT("f16", "16", ", 0, 0");
+}
+// Keeps what reads the sums behind the wait for them.
+DEV void settle(float (&d)[SUMS]) {
+#pragma unroll
+    for (int i = 0; i < SUMS; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+#endif
 #endif
 
 #ifndef EMULATED
@@ -146,14 +211,5 @@ template <int NT>
 DEV void wgmma_settle(float (&c)[NT][4]) {  // sums that were waited for are read no sooner
 #pragma unroll
     for (int n = 0; n < NT; n++) asm volatile("" : C4(n) :: "memory");
-}
-// All of the cluster's threads that have not ended.
-DEV void meet_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-// What a block of the cluster has at an address of its shared memory.
-DEV float4 fetch_shared(u32 at, int block) {
-    float4 v;
-    asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %4, %5; ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [there];}"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at), "r"(block) : "memory");
-    return v;
 }
 #endif

@@ -2,8 +2,8 @@
 //
 // A block of threads multiplies tiles of rows x channels, one after another: one warp has the tensor memory accelerator
 // copy x and w to shared memory, STAGES steps ahead, and GROUPS warpgroups multiply, each its share of the rows. Each
-// chunk of the inner dimension is summed from nothing and added to the ones before it, in registers; or with SPREAD a
-// cluster of blocks multiplies one tile, each block one chunk, and a block adds up the chunks of a quarter of the rows.
+// chunk of the inner dimension is summed from nothing and added to the ones before it, in registers; or a cluster
+// of blocks multiplies one tile, each block one chunk, and a block adds up the chunks of a quarter of the rows.
 //
 // The last tiles of a matrix begin earlier, so that they overlap the ones before them: what lies outside is copied slowly.
 // A tile that is larger than the matrix copies what there is; the rest of its shared memory, which is whatever was there,
@@ -12,21 +12,18 @@
 // With GATED w is two matrices, one after the other, and half of a tile's channels are of each: what is stored is
 // silu(first) * second, rounded as by kernels of their own.
 //
-// Defined when this is compiled: CHANNELS of a tile (a multiple of 8, with GATED of 16), HALVES of 64 rows that a warpgroup multiplies,
-// GROUPS, STAGES, CHUNKS, SPREAD, TYPE (bf16 or f16), HAS_BIAS, GATED; SUMS = CHANNELS / 2, SUMS_1 = SUMS + 1, SUMS_2 = SUMS + 2;
-// and NAMES and VALUES of the sums, the operands of an instruction. What a GPU does with instructions of its own has
-// names, which EMULATED gives to a CPU.
-
-using u32 = unsigned int;
-using u64 = unsigned long long;
+// Defined when this is compiled: CHANNELS of a tile (a multiple of 8, with GATED of 16), HALVES of 64 rows that a warpgroup
+// multiplies, GROUPS, STAGES, CHUNKS, CLUSTER (CHUNKS, or 1), TYPE (BFLOAT16 or FLOAT16), HAS_BIAS, GATED, and the sums of
+// instructions.cuh.
+#include "instructions.cuh"
 
 constexpr int STEP = 64;  // of the inner dimension: 128 bytes, what a swizzle goes over
 constexpr int BAND = 8;   // tiles of rows that run side by side on the same channels, for the cache
 constexpr int ROWS = 64 * HALVES * GROUPS;
-constexpr int WIDTH = GATED ? CHANNELS / 2 : CHANNELS;  // channels of a tile that are stored
+constexpr int STORED = GATED ? CHANNELS / 2 : CHANNELS;  // channels of a tile that are stored
 constexpr int X_BYTES = ROWS * STEP * 2, W_BYTES = CHANNELS * STEP * 2, STAGE_BYTES = X_BYTES + W_BYTES;
 constexpr int CONSUMERS = 128 * GROUPS;  // threads
-constexpr int PARTS = SPREAD ? CHUNKS : 1;      // blocks of a tile
+constexpr bool SPREAD = CLUSTER > 1;
 // A whole warpgroup, of which one thread copies, gives up registers for the others. A block has those that all of its
 // threads begin with, a multiple of 8 each: one that asks for more than were given up waits for ever.
 constexpr int THREADS = CONSUMERS + 128;
@@ -34,140 +31,15 @@ constexpr int REGISTERS = 65536 / THREADS / 8 * 8, FEW_REGISTERS = 24;
 constexpr int MANY_REGISTERS = (REGISTERS * (GROUPS + 1) - FEW_REGISTERS) / GROUPS / 8 * 8;
 constexpr bool MOVE_REGISTERS = GROUPS > 1;  // else all threads begin with as many as there can be
 
-struct alignas(64) Map {
-    char bytes[128];
-};
-
-struct Arguments {
+struct Product {
     Map x, w;
-    const unsigned short* bias;
-    unsigned short* out;
+    const u16* bias;
+    u16* out;
     int rows, channels, inner, chunk;  // channels: of out
 };
 
-#ifdef EMULATED
-#include EMULATED  // the names below on a CPU
-#else
-#define TEXT_(...) #__VA_ARGS__
-#define TEXT(...) TEXT_(__VA_ARGS__)
-#define COMMA ,  // as an option may hold none
-#define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-
-// d (+)= a b' over 16 of the inner dimension; `add` is 0 where d is not read.
-__device__ __forceinline__ void multiply(float (&d)[SUMS], u64 a, u64 b, int add) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %" TEXT(SUMS_2) ", 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n" TEXT(CHANNELS) "k16.f32." TEXT(TYPE) "." TEXT(TYPE)
-        " {" TEXT(NAMES) "}, %" TEXT(SUMS) ", %" TEXT(SUMS_1) ", p, 1, 1, 0, 0;\n}\n"
-        : VALUES : "l"(a), "l"(b), "r"(add));
-}
-
-__device__ __forceinline__ void begin_multiplying() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-
-__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-template <int LEFT>
-__device__ __forceinline__ void await_products() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
-}
-
-// Keeps what reads the sums behind the wait for them.
-__device__ __forceinline__ void settle(float (&d)[SUMS]) {
-#pragma unroll
-    for (int i = 0; i < SUMS; i++) asm volatile("" : "+f"(d[i])::"memory");
-}
-
-// A tile in shared memory as an operand: rows of 128 bytes, swizzled, in groups of 8 rows.
-__device__ __forceinline__ u64 operand(u32 address) {
-    return u64((address & 0x3FFFF) >> 4) | (u64(1) << 16) | (u64(1024 >> 4) << 32) | (u64(1) << 62);
-}
-
-__device__ __forceinline__ u32 shared_memory() {
-    extern __shared__ char memory[];
-    return (u32(__cvta_generic_to_shared(memory)) + 1023) & ~1023u;
-}
-
-__device__ __forceinline__ void make_barrier(u32 barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-// Shows the barriers to the accelerator.
-__device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-
-__device__ __forceinline__ void await(u32 barrier, u32 phase) {
-    u32 done = 0;
-    while (!done)
-        asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                     : "=r"(done) : "r"(barrier), "r"(phase) : "memory");
-}
-
-__device__ __forceinline__ void expect(u32 barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// Copies a box of a matrix at (k, row).
-__device__ __forceinline__ void copy(u32 to, const Map& map, int k, int row, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::
-        "r"(to), "l"(&map), "r"(k), "r"(row), "r"(barrier)
-        : "memory");
-}
-
-// All warps that multiply.
-__device__ __forceinline__ void meet_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
-
-// All of the cluster's threads that have not ended.
-__device__ __forceinline__ void meet_cluster() {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-
-__device__ __forceinline__ void put(u32 address, float a, float b, float c, float d) {
-    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
-}
-
-// What a block of the cluster has put there.
-__device__ __forceinline__ float4 fetch(u32 address, int block) {
-    float4 result;
-    asm volatile(
-        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
-        "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}"
-        : "=f"(result.x), "=f"(result.y), "=f"(result.z), "=f"(result.w) : "r"(address), "r"(block) : "memory");
-    return result;
-}
-
-__device__ __forceinline__ u32 packed(float low, float high) {
-    u32 result;
-    asm("cvt.rn." TEXT(TYPE) "x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
-    return result;
-}
-
-__device__ __forceinline__ float widened(unsigned short value) {
-    float result;
-    asm("{\n.reg .b16 h;\nmov.b16 h, %1;\ncvt.f32." TEXT(TYPE) " %0, h;\n}" : "=f"(result) : "h"(value));
-    return result;
-}
-
-// The operations that Triton has for a sigmoid, as few rows go through a kernel of its own.
-__device__ __forceinline__ float sigmoid(float value) {
-    float result;
-    asm("{\n.reg .f32 t;\nsub.f32 t, 0f00000000, %1;\nmul.f32 t, t, 0f3FB8AA3B;\nex2.approx.f32 t, t;\n"
-        "add.f32 t, t, 0f3F800000;\ndiv.full.f32 %0, 0f3F800000, t;\n}" : "=f"(result) : "f"(value));
-    return result;
-}
-
-__device__ __forceinline__ void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;"); }
-
-__device__ __forceinline__ void await_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-__device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FEW_REGISTERS)); }
-
-__device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MANY_REGISTERS)); }
-
-#endif
+DEV u32 packed(float low, float high) { return TYPE == BFLOAT16 ? to_bf16x2(low, high) : to_half2(low, high); }
+DEV float widened(u16 value) { return TYPE == BFLOAT16 ? __uint_as_float(u32(value) << 16) : from_half(value); }
 
 struct Ring {  // the stage whose turn it is
     int stage = 0;
@@ -185,15 +57,15 @@ struct Place {
 };
 
 // Tiles of a band of rows come one after another, then the next channels.
-__device__ __forceinline__ Place place(const Arguments& a, int tile, int row_tiles, int channel_tiles) {
+DEV Place place(const Product& a, int tile, int row_tiles, int channel_tiles) {
     int band = tile / (BAND * channel_tiles), within = tile % (BAND * channel_tiles);
     int height = min(row_tiles - band * BAND, BAND);
-    const int row = (band * BAND + within % height) * ROWS, channel = within / height * WIDTH;
-    return {max(min(row, a.rows - ROWS), 0), max(min(channel, a.channels - WIDTH), 0)};
+    const int row = (band * BAND + within % height) * ROWS, channel = within / height * STORED;
+    return {max(min(row, a.rows - ROWS), 0), max(min(channel, a.channels - STORED), 0)};
 }
 
 // Adds the bias of a thread's channels, 2 of every 8 from `channel` on, to the sums of its two rows.
-__device__ __forceinline__ void add_bias(const Arguments& a, float (&d)[16], int channel, int end) {
+DEV void add_bias(const Product& a, float (&d)[16], int channel, int end) {
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         const int at = channel + i / 2 * 8 + (threadIdx.x & 3) * 2 + i % 2;
@@ -207,11 +79,11 @@ __device__ __forceinline__ void add_bias(const Arguments& a, float (&d)[16], int
     }
 }
 
-__device__ __forceinline__ float rounded(float value) { return widened((unsigned short)packed(value, 0)); }
+DEV float rounded(float value) { return widened((u16)packed(value, 0)); }
 
 // Stores 32 channels, the ones before `end`, of the two rows (8 apart) of which a thread has sums: 2 of every 8 channels.
 // Threads of a quad exchange theirs so that each stores 8 channels at a time. `up`: with GATED, the second matrix's sums.
-__device__ __forceinline__ void store(const Arguments& a, float (&d)[16], float (&up)[16], int row, int channel, int end) {
+DEV void store(const Product& a, float (&d)[16], float (&up)[16], int row, int channel, int end) {
     const int quarter = threadIdx.x & 3;
     add_bias(a, d, channel, end);
     if (GATED) {
@@ -245,48 +117,49 @@ __device__ __forceinline__ void store(const Arguments& a, float (&d)[16], float 
 
 // Adds up chunks, one in each block of the cluster: this block those of 16 rows of each warpgroup, whose warps take 32
 // channels at a time. `row`: the warpgroup's first.
-__device__ __forceinline__ void add_up(const Arguments& a, const float (&sums)[SUMS], u32 memory, int row, int channel, int end) {
+DEV void add_up(const Product& a, const float (&sums)[SUMS], u32 memory, int row, int channel, int end) {
     constexpr int PIECE_BYTES = 32 * 16, ROWS_BYTES = SUMS / 4 * PIECE_BYTES;  // of a warp's sums: 4 of each thread; all
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, self = blockIdx.x % PARTS;
-    meet_consumers();  // nothing reads tiles any more
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, self = blockIdx.x % CLUSTER;
+    sync_first<CONSUMERS>();  // nothing reads tiles any more
 #pragma unroll
     for (int i = 0; i < SUMS; i += 4)
         put(memory + warp * ROWS_BYTES + i / 4 * PIECE_BYTES + lane * 16, sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
     meet_cluster();
     const u32 from = memory + (warp / 4 * 4 + self) * ROWS_BYTES + lane * 16;
 #pragma unroll 1
-    for (int first = warp % 4 * 32; first < WIDTH; first += 128) {
+    for (int first = warp % 4 * 32; first < STORED; first += 128) {
         float total[16] = {}, up[16] = {};
         auto add = [&](float (&to)[16], int begin) {
 #pragma unroll
-            for (int part = 0; part < PARTS; part++)
+            for (int part = 0; part < CLUSTER; part++)
 #pragma unroll
                 for (int i = 0; i < 4; i++)
-                    if (WIDTH % 32 == 0 || first + 8 * i < WIDTH) {
+                    if (STORED % 32 == 0 || first + 8 * i < STORED) {
                         const float4 more = fetch(from + (begin / 8 + i) * PIECE_BYTES, part);
                         to[4 * i] += more.x, to[4 * i + 1] += more.y, to[4 * i + 2] += more.z, to[4 * i + 3] += more.w;
                     }
         };
         add(total, first);
-        if (GATED) add(up, WIDTH + first);
+        if (GATED) add(up, STORED + first);
         store(a, total, up, row + self * 16 + lane / 4, channel + first, end);
     }
     meet_cluster();  // what others read stays until they have
 }
 
-#if SPREAD
-#define CLUSTER __cluster_dims__(CHUNKS, 1, 1)
+#if CLUSTER > 1
+#define IN_CLUSTERS __cluster_dims__(CLUSTER, 1, 1)
 #else
-#define CLUSTER
+#define IN_CLUSTERS
 #endif
 
-extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1) ordered_gemm(const __grid_constant__ Arguments a) {
-    const u32 memory = shared_memory(), full = memory + STAGES * STAGE_BYTES, empty = full + 8 * STAGES;
-    const int row_tiles = (a.rows + ROWS - 1) / ROWS, channel_tiles = (a.channels + WIDTH - 1) / WIDTH;
-    const int tiles = row_tiles * channel_tiles, first = blockIdx.x / PARTS, stride = gridDim.x / PARTS;
-    const int begin = SPREAD ? blockIdx.x % PARTS * a.chunk : 0, end = SPREAD ? min(begin + a.chunk, a.inner) : a.inner;
+extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) ordered_gemm(const __grid_constant__ Product a) {
+    DYNAMIC_SHARED(room);
+    const u32 memory = shared_address(room), full = memory + STAGES * STAGE_BYTES, empty = full + 8 * STAGES;
+    const int row_tiles = (a.rows + ROWS - 1) / ROWS, channel_tiles = (a.channels + STORED - 1) / STORED;
+    const int tiles = row_tiles * channel_tiles, first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
+    const int begin = SPREAD ? blockIdx.x % CLUSTER * a.chunk : 0, end = SPREAD ? min(begin + a.chunk, a.inner) : a.inner;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    let_next_begin();
+    launch_dependents();
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
             make_barrier(full + 8 * i, 1);
@@ -297,20 +170,20 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1) ordered_gemm(co
     __syncthreads();
 
     if (threadIdx.x >= CONSUMERS) {
-        if (MOVE_REGISTERS) give_registers();
+        if constexpr (MOVE_REGISTERS) give_registers<FEW_REGISTERS>();
         if (threadIdx.x == CONSUMERS) {
             const int steps = (end - begin + STEP - 1) / STEP;
-            const int bytes = (min(a.rows, ROWS) + min(a.channels, WIDTH) * (1 + GATED)) * STEP * 2;
+            const int bytes = (min(a.rows, ROWS) + min(a.channels, STORED) * (1 + GATED)) * STEP * 2;
             auto copy_w = [&](int stage, int channel, int step) {
                 expect(full + 8 * stage, bytes);
                 const u32 to = memory + stage * STAGE_BYTES + X_BYTES;
-                copy(to, a.w, begin + step * STEP, channel, full + 8 * stage);
-                if (GATED) copy(to + WIDTH * STEP * 2, a.w, begin + step * STEP, channel + a.channels, full + 8 * stage);
+                copy_tile(to, a.w, begin + step * STEP, channel, full + 8 * stage);
+                if (GATED) copy_tile(to + STORED * STEP * 2, a.w, begin + step * STEP, channel + a.channels, full + 8 * stage);
             };
             // Weights are copied while the kernel that makes x still runs.
             const int ahead = min(steps, STAGES);
             for (int i = 0; i < ahead; i++) copy_w(i, place(a, first, row_tiles, channel_tiles).channel, i);
-            await_previous();
+            wait_before();
             Ring ring;
             for (int tile = first; tile < tiles; tile += stride) {
                 const Place at = place(a, tile, row_tiles, channel_tiles);
@@ -319,13 +192,13 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1) ordered_gemm(co
                         await(empty + 8 * ring.stage, ring.phase ^ 1);
                         copy_w(ring.stage, at.channel, i);
                     }
-                    copy(memory + ring.stage * STAGE_BYTES, a.x, begin + i * STEP, at.row, full + 8 * ring.stage);
+                    copy_tile(memory + ring.stage * STAGE_BYTES, a.x, begin + i * STEP, at.row, full + 8 * ring.stage);
                     ring.advance();
                 }
             }
         }
     } else {
-        if (MOVE_REGISTERS) take_registers();
+        if constexpr (MOVE_REGISTERS) take_registers<MANY_REGISTERS>();
         const int group = warp / 4;
         auto release = [&](int stage) {
             if (lane == 0) arrive(empty + 8 * stage);
@@ -345,22 +218,22 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1) ordered_gemm(co
                 for (int i = 0; i < steps; i++) {
                     await(full + 8 * ring.stage, ring.phase);
                     const u32 x = memory + ring.stage * STAGE_BYTES;
-                    const u64 left = operand(x + group * (64 * HALVES) * STEP * 2), right = operand(x + X_BYTES);
-                    begin_multiplying();
+                    const u64 left = tile_operand(x + group * (64 * HALVES) * STEP * 2), right = tile_operand(x + X_BYTES);
+                    wgmma_fence();
 #pragma unroll
                     for (int k = 0; k < STEP / 16; k++)
 #pragma unroll
                         for (int half = 0; half < HALVES; half++)
-                            multiply(sums[half], left + half * (64 * STEP * 2 >> 4) + 2 * k, right + 2 * k, i | k);
-                    commit();
+                            multiply<TYPE>(sums[half], left + half * (64 * STEP * 2 >> 4) + 2 * k, right + 2 * k, i | k);
+                    wgmma_commit();
                     if (i > 0) {
-                        await_products<1>();
+                        wgmma_wait<1>();
                         release(before);
                     }
                     before = ring.stage;
                     ring.advance();
                 }
-                await_products<0>();
+                wgmma_wait<0>();
                 for (int half = 0; half < HALVES; half++) settle(sums[half]);
                 release(before);
                 if (CHUNKS > 1 && !SPREAD)
@@ -370,7 +243,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1) ordered_gemm(co
                         for (int i = 0; i < SUMS; i++) total[half][i] += sums[half][i];
             }
             const Place at = place(a, tile, row_tiles, channel_tiles);
-            const int row = at.row + group * (64 * HALVES), last = min(at.channel + WIDTH, a.channels);
+            const int row = at.row + group * (64 * HALVES), last = min(at.channel + STORED, a.channels);
             if (SPREAD) {
                 add_up(a, sums[0], memory, row, at.channel, last);
                 return;  // a cluster has one tile
@@ -378,13 +251,13 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1) ordered_gemm(co
 #pragma unroll
             for (int half = 0; half < HALVES; half++)
 #pragma unroll
-                for (int i = 0; i < WIDTH / 2; i += 16) {
+                for (int i = 0; i < STORED / 2; i += 16) {
                     float part[16], up[16];
                     auto& from = CHUNKS > 1 ? total[half] : sums[half];
 #pragma unroll
                     for (int j = 0; j < 16; j++) {
-                        part[j] = i + j >= WIDTH / 2 ? 0 : from[i + j];
-                        up[j] = !GATED || i + j >= WIDTH / 2 ? 0 : from[WIDTH / 2 + i + j];
+                        part[j] = i + j >= STORED / 2 ? 0 : from[i + j];
+                        up[j] = !GATED || i + j >= STORED / 2 ? 0 : from[STORED / 2 + i + j];
                     }
                     store(a, part, up, row + 64 * half + warp % 4 * 16 + lane / 4, at.channel + 2 * i, last);
                 }

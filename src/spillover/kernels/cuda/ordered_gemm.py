@@ -11,8 +11,8 @@ import logging
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import byref, c_char, c_int, c_uint32, c_uint64, c_void_p
-from functools import cache, lru_cache
+from ctypes import c_int, c_void_p
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,19 +20,16 @@ import torch
 from torch import Tensor
 
 from spillover.kernels.cuda.compiled import CudaError, Module, architecture, compiled
+from spillover.kernels.cuda.tensor_map import TYPES, Map, capable, processors, sums_options, tensor_map
 from spillover.kernels.extents import product_chunks
 
 log = logging.getLogger("spillover.kernels")
 
 SOURCE = Path(__file__).parent / "ordered_gemm.cu"
-CAPABILITY = (9, 0)
 STEP = 64  # of the inner dimension
 UNIT_ROWS = 64  # that a warpgroup multiplies at once
 SHARED = 227 << 10  # bytes of a multiprocessor's shared memory
-TYPES = {torch.bfloat16: ("bf16", 9), torch.float16: ("f16", 6)}  # in PTX, and as CUtensorMapDataType
-_SWIZZLE_128, _PROMOTE_256 = 3, 3  # CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B
-_MAP_BYTES, _MAP_ALIGNED = 128, 64  # of a CUtensorMap
-Map = c_uint64 * (_MAP_BYTES // 8)
+NAMES = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}  # in instructions.cuh
 
 
 class Cut(NamedTuple):
@@ -49,7 +46,7 @@ class Cut(NamedTuple):
         return UNIT_ROWS * self.halves * self.groups
 
     @property
-    def width(self) -> int:
+    def stored(self) -> int:
         """Channels of a tile that are stored."""
         return self.channels // 2 if self.gated else self.channels
 
@@ -63,8 +60,8 @@ class Cut(NamedTuple):
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory, with barriers and what it takes to begin at a multiple of 1024."""
-        return self.stages * ((self.rows + self.channels) * STEP * 2 + 16) + 1024
+        """Bytes of shared memory, with barriers."""
+        return self.stages * ((self.rows + self.channels) * STEP * 2 + 16)
 
     def tiles(self, rows: int, channels: int) -> int:
         return -(-rows // self.rows) * -(-channels // self.channels)
@@ -96,13 +93,10 @@ class Cut(NamedTuple):
         return -(-self.tiles(rows, channels) // self.slots(processors)) * tile
 
     def options(self, chunks: int, dtype: torch.dtype, bias: bool) -> tuple[str, ...]:
-        sums = self.channels // 2
         defined = {
             "CHANNELS": self.channels, "HALVES": self.halves, "GROUPS": self.groups, "STAGES": self.stages,
-            "CHUNKS": chunks, "SPREAD": int(self.spread), "TYPE": TYPES[dtype][0],
-            "HAS_BIAS": int(bias), "GATED": int(self.gated), "SUMS": sums, "SUMS_1": sums + 1, "SUMS_2": sums + 2,
-            "NAMES": " COMMA ".join(f"%{i}" for i in range(sums)),
-            "VALUES": " COMMA ".join(f"FOUR({i})" for i in range(0, sums, 4)),
+            "CHUNKS": chunks, "CLUSTER": chunks if self.spread else 1, "TYPE": NAMES[dtype], "HAS_BIAS": int(bias),
+            "GATED": int(self.gated), **sums_options(self.channels),
         }
         return tuple(f"-D{name}={value}" for name, value in defined.items())
 
@@ -158,10 +152,10 @@ def multiply(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, early: bool
     plan = _plan(-(-rows // UNIT_ROWS), w.shape[0], inner, x.dtype, bias is not None, x.device, gated, cut)
     if plan is None:
         return False
-    kind = TYPES[x.dtype][1]
+    kind = TYPES[x.dtype]
     arguments = _Arguments(
-        _map(x.data_ptr(), rows, inner, x.stride(0) * 2, min(rows, plan.cut.rows), kind),
-        _map(w.data_ptr(), w.shape[0], inner, w.stride(0) * 2, min(channels, plan.cut.width), kind),
+        tensor_map(x.data_ptr(), kind, (inner, rows), (x.stride(0) * 2,), (STEP, min(rows, plan.cut.rows))),
+        tensor_map(w.data_ptr(), kind, (inner, w.shape[0]), (w.stride(0) * 2,), (STEP, min(channels, plan.cut.stored))),
         None if bias is None else bias.data_ptr(), out.data_ptr(), rows, channels, inner, plan.chunk)
     plan.kernel.launch("ordered_gemm", plan.blocks, plan.cut.threads, arguments, plan.cut.shared, early)
     return True
@@ -172,12 +166,12 @@ def _plan(row_units: int, channels: int, inner: int, dtype: torch.dtype, bias: b
           cut: Cut | None) -> _Plan | None:
     if dtype not in TYPES or channels % (16 if gated else 8):
         return None
-    processors, (chunks, chunk) = _processors(device), product_chunks(channels, inner)
+    count, (chunks, chunk) = processors(device), product_chunks(channels, inner)
     rows = row_units * UNIT_ROWS
-    cut = cut or chosen(rows, channels, inner, processors, gated)
+    cut = cut or chosen(rows, channels, inner, count, gated)
     found = kernel(cut, chunks, dtype, bias, device)
     tiles = cut.tiles(rows, channels)
-    blocks = tiles * chunks if cut.spread else min(tiles, processors)
+    blocks = tiles * chunks if cut.spread else min(tiles, count)
     return None if found is None else _Plan(cut, blocks, chunk, found)
 
 
@@ -186,10 +180,10 @@ def prepare(matrices: Iterable[tuple[int, int, bool, bool]], dtype: torch.dtype,
     """Compile what products of up to `most_rows` rows with matrices (channels, inner dimension, whether there is a
     bias, whether it is gated) will use, several at a time: at first use each would hold up a step for more than a
     second."""
-    if dtype not in TYPES or not _capable(device):
+    if dtype not in TYPES or not capable(device):
         return
     units = range(1, min(most_rows, MOST_PREPARED) // UNIT_ROWS + 1)
-    wanted = {chosen(UNIT_ROWS * unit, channels, inner, _processors(device), gated).options(
+    wanted = {chosen(UNIT_ROWS * unit, channels, inner, processors(device), gated).options(
                   product_chunks(channels, inner)[0], dtype, bias)
               for channels, inner, bias, gated in set(matrices) if channels % (16 if gated else 8) == 0
               for unit in units}
@@ -213,7 +207,7 @@ def chosen(rows: int, channels: int, inner: int, processors: int, gated: bool = 
 @cache
 def kernel(cut: Cut, chunks: int, dtype: torch.dtype, bias: bool, device: torch.device) -> Module | None:
     """Return the kernel that cuts products so, None where there is none."""
-    if not _capable(device):
+    if not capable(device):
         return None
     try:
         return Module(SOURCE, cut.options(chunks, dtype, bias), device)
@@ -223,35 +217,5 @@ def kernel(cut: Cut, chunks: int, dtype: torch.dtype, bias: bool, device: torch.
 
 
 @cache
-def _capable(device: torch.device) -> bool:
-    return (device.type == "cuda" and not torch.version.hip
-            and torch.cuda.get_device_capability(device) == CAPABILITY)
-
-
-@cache
 def _warn(problem: str) -> None:
     log.warning("products go through Triton's kernels: %s", problem)
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-@cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-@lru_cache(maxsize=8192)
-def _map(address: int, rows: int, inner: int, stride: int, box: int, kind: int) -> ctypes.Array[c_uint64]:
-    """Describe a matrix to the tensor memory accelerator, which copies `box` rows of STEP columns at a time."""
-    buffer = (c_char * (_MAP_BYTES + _MAP_ALIGNED))()
-    begin = -ctypes.addressof(buffer) % _MAP_ALIGNED
-    code = _driver().cuTensorMapEncodeTiled(
-        byref(buffer, begin), c_int(kind), c_uint32(2), c_void_p(address), (c_uint64 * 2)(inner, rows),
-        (c_uint64 * 1)(stride), (c_uint32 * 2)(STEP, box), (c_uint32 * 2)(1, 1), c_int(0), c_int(_SWIZZLE_128),
-        c_int(_PROMOTE_256), c_int(0))
-    if code:
-        raise CudaError(f"a matrix of {rows} x {inner} cannot be described: {code}")
-    return Map.from_buffer_copy(buffer, begin)

@@ -29,7 +29,7 @@ class FormatChoice(WeightFormat):
 
     def for_linear(self, name: str) -> WeightFormat:
         found = self.stored_as(module_of(name))
-        return found if found.keeps_linears else Dequantized(self)
+        return found if found.keeps_linears else Dequantized(self, found)
 
     def for_experts(self, names: Sequence[str]) -> WeightFormat:
         found = {self.stored_as(module_of(name)) for name in names}
@@ -48,6 +48,12 @@ class Dequantized(Dense):
     checkpoint did not quantise, though its configuration says so, is loaded as it is."""
 
     base: WeightFormat = DENSE
+    form: WeightFormat | None = None  # of all matrices, which a CUDA device may multiply with
+
+    def on_cuda(self, shape: LinearShape) -> WeightFormat:
+        from spillover.kernels.formats.fp8_cuda import Fp8Cuda
+
+        return Fp8Cuda(self.form) if self.form is not None and Fp8Cuda.serves(self.form, shape) else self
 
     def stored(self, name: str, rows: int, columns: int) -> tuple[Field, ...]:
         """List the first tensor alone, as the others may not be there."""

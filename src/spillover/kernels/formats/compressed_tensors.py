@@ -128,7 +128,8 @@ class CompressedTensors(FormatChoice):
                 raise settings.refused(f"config_groups {name}", scheme, "an object")
             group = Settings(METHOD, scheme)
             weights = group.section("weights")
-            form = _form(weights, group.get("format") or settings.get("format"), settings.get("dtype"))
+            form = _form(weights, group.get("format") or settings.get("format"), settings.get("dtype"),
+                         group.section("input_activations"))
             groups += [(target, form) for target in group.names("targets")]
         if not groups:
             raise settings.refused("config_groups", settings.get("config_groups"), "one group or more with targets")
@@ -156,7 +157,7 @@ def _names(target: str, module: str) -> bool:
     return target == module
 
 
-def _form(weights: Mapping[str, Any], stored: object, dtype: object) -> WeightFormat:
+def _form(weights: Mapping[str, Any], stored: object, dtype: object, inputs: Mapping[str, Any]) -> WeightFormat:
     """Return the format of a scheme's weights; DENSE where it has none."""
     if not weights:
         return DENSE
@@ -171,7 +172,7 @@ def _form(weights: Mapping[str, Any], stored: object, dtype: object) -> WeightFo
     settings.one_of("type", ("float",), "int")
     settings.one_of("symmetric", (True,), True)
     if stored == "float-quantized":
-        return _fp8_form(settings)
+        return _fp8_form(settings, inputs)
     settings.one_of("num_bits", (4,), 8)
     if stored == "nvfp4-pack-quantized":
         settings.one_of("group_size", (16,))
@@ -199,12 +200,13 @@ def _int_form(settings: Settings, packed: bool, dtype: object) -> WeightFormat:
     return PlainInt(8, group, scale_dtype, zeros, whole=strategy == "tensor")
 
 
-def _fp8_form(settings: Settings) -> WeightFormat:
+def _fp8_form(settings: Settings, inputs: Mapping[str, Any]) -> WeightFormat:
+    activations = "none" if not inputs else "dynamic" if inputs.get("dynamic") else "static"
     settings.one_of("num_bits", (8,), 8)
     strategy = settings.one_of("strategy", ("tensor", "channel", "block"), "tensor")
     if strategy != "block":
-        return Fp8Rows(per_row=strategy == "channel")
+        return Fp8Rows(strategy == "channel", activations)
     size = settings.get("block_structure")
     if size not in ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"):
         raise settings.refused("block_structure", size, f"[{BLOCK}, {BLOCK}]")
-    return Fp8Block("weight_scale")
+    return Fp8Block("weight_scale", activations="none" if activations == "static" else activations)

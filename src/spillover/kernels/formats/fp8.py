@@ -28,11 +28,11 @@ class Fp8(FormatChoice):
     def from_config(cls, quantization: Mapping[str, Any]) -> Self:
         settings = Settings("fp8", quantization)
         settings.one_of("fmt", ("e4m3",), "e4m3")
-        settings.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
+        scheme = settings.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
         size = settings.get("weight_block_size")
         if size is not None and size != [BLOCK, BLOCK]:
             raise settings.refused("weight_block_size", size, f"[{BLOCK}, {BLOCK}] or none")
-        return cls(Fp8Rows(per_row=False) if size is None else FP8_BLOCK,
+        return cls(Fp8Rows(False, scheme) if size is None else FP8_BLOCK,
                    settings.names("modules_to_not_convert", "ignored_layers"))
 
     @property

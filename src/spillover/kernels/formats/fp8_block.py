@@ -25,6 +25,7 @@ class Fp8Block(WeightFormat):
 
     scale_name: str = "weight_scale_inv"  # of a module's scales
     whole: bool = False  # the checkpoint has one scale a matrix, which is kept for each block
+    activations: str = "dynamic"  # are rounded too, by their own scales; "none": they are not
     keeps_linears = False
     quant_method = "fp8_block"
     # The fastest of those tried on an H200 with the shapes of Qwen3-30B-A3B. A tile that not all of an expert's rows

@@ -19,6 +19,7 @@ class Fp8Rows(WeightFormat):
     """A format: values float8_e4m3fn [N, K] and float32 scales [N]."""
 
     per_row: bool = True  # in the checkpoint; False: one scale a matrix
+    activations: str = "dynamic"  # rounded too, by their own scales; "static": by `input_scale`; "none": not rounded
     quant_method = "fp8_rows"
     keeps_linears = False
 

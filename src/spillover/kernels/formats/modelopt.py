@@ -17,7 +17,8 @@ from spillover.kernels.formats.nvfp4 import GROUP, Nvfp4
 from spillover.kernels.formats.settings import Settings
 
 FORMS: dict[str, WeightFormat] = {  # by quant_algo
-    "FP8": Fp8Rows(per_row=False), "FP8_PER_CHANNEL_PER_TOKEN": Fp8Rows(), "FP8_PB_WO": Fp8Block("weight_scale"),
+    "FP8": Fp8Rows(False, "static"), "FP8_PER_CHANNEL_PER_TOKEN": Fp8Rows(),
+    "FP8_PB_WO": Fp8Block("weight_scale", activations="none"),
     "NVFP4": Nvfp4(), "W4A16_NVFP4": Nvfp4(),
 }
 

@@ -1,0 +1,153 @@
+"""FP8 weights that cuda/fp8_linear.py multiplies with activations rounded to FP8, for a CUDA device with wgmma."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from spillover.kernels.cuda import fp8_linear as cuda
+from spillover.kernels.cuda.fp8_linear import STEP, Shape
+from spillover.kernels.fields import FLOATING, Field, LinearShape
+from spillover.kernels.formats.base import Linear, Target, TensorReader, WeightFormat
+from spillover.kernels.formats.settings import module_of
+from spillover.kernels.quantize import round_to_fp8
+
+if TYPE_CHECKING:
+    from spillover.kernels.formats.fp8_block import Fp8Block
+    from spillover.kernels.formats.fp8_rows import Fp8Rows
+
+log = logging.getLogger("spillover.kernels")
+
+DUMMY_INPUT_SCALE = 0.02
+
+
+@dataclass(frozen=True)
+class Fp8Cuda(WeightFormat):
+    """A format: the tensors of `base`, and the scale [1] of its inputs if the checkpoint gives one. A row has the same
+    bits whatever the rows beside it."""
+
+    base: Fp8Rows | Fp8Block
+    quant_method = "fp8_cuda"
+
+    @classmethod
+    def serves(cls, base: WeightFormat, shape: LinearShape) -> bool:
+        """Return whether a linear can be kept so: activations are to be rounded, the matrix is of whole tiles, and none
+        of them has weights of two scales."""
+        from spillover.kernels.formats.fp8_block import BLOCK, Fp8Block
+        from spillover.kernels.formats.fp8_rows import Fp8Rows
+
+        if not isinstance(base, Fp8Rows | Fp8Block) or base.activations == "none" or not _served():
+            return False
+        whole = isinstance(base, Fp8Rows) or all(size % BLOCK == 0 for size in shape.output_sizes[:-1])
+        return whole and cuda.fits(shape.out_features, shape.in_features)
+
+    @property
+    def _blocked(self) -> bool:
+        from spillover.kernels.formats.fp8_block import Fp8Block
+
+        return isinstance(self.base, Fp8Block)
+
+    @property
+    def _static(self) -> bool:
+        return self.base.activations == "static"
+
+    def fields(self, shape: LinearShape, dtype: str) -> tuple[Field, ...]:
+        given = (Field("input_scale", "float32", (1,)),) if self._static else ()
+        return (*self.base.fields(shape, dtype), *given)
+
+    def stored(self, name: str, rows: int, columns: int) -> tuple[Field, ...]:
+        return self.base.stored(name, rows, columns)
+
+    def load(self, reader: TensorReader, shape: LinearShape, target: Target) -> tuple[Tensor, ...]:
+        """Read the matrices; one that the checkpoint has in a wider type is rounded."""
+        from spillover.kernels.formats.choice import OneMatrix
+
+        values, scales = (torch.empty(field.shape, dtype=getattr(torch, field.dtype), device=target.device)
+                          for field in self.base.fields(shape, target.dtype))
+        largest = torch.zeros(1)
+        row = scale_row = 0
+        for name, rows in reader.matrices:
+            one = LinearShape((rows,), shape.in_features)
+            if reader.dtype(name).itemsize > 1:
+                made = self._rounded(reader.read(Field(name, FLOATING, (rows, shape.in_features))).to(target.device))
+            else:
+                made = self.base.load(OneMatrix(reader, name, rows), one, target)
+            for whole, part, first in ((values, made[0], row), (scales, made[1], scale_row)):
+                whole[first : first + part.shape[0]] = part
+            row, scale_row = row + rows, scale_row + made[1].shape[0]
+            if self._static:
+                scale = Field(f"{module_of(name)}.input_scale", FLOATING, (1,), squeezed=True)
+                largest = torch.maximum(largest, reader.read(scale).float())
+        return (values, scales, *([largest.to(target.device)] if self._static else []))
+
+    def _rounded(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        from spillover.kernels.formats.fp8_block import quantize
+
+        if self._blocked:
+            return quantize(weight)
+        made = round_to_fp8(weight, torch.float32)
+        return made.codes, made.scales[:, 0]
+
+    def dummy(self, shape: LinearShape, experts: int, target: Target, random: torch.Generator) -> tuple[Tensor, ...]:
+        given = [torch.full((1,), DUMMY_INPUT_SCALE, device=target.device)] if self._static else []
+        return (*self.base.dummy(shape, 0, target, random), *given)
+
+    def dequantize(self, w: Linear, dtype: torch.dtype) -> Tensor:
+        return self.base.dequantize(Linear(self.base, w.shape, w.tensors[:2]), dtype)
+
+    def scratch_bytes(self, shape: LinearShape, dtype: str) -> int:
+        if getattr(torch, dtype) not in cuda.TYPES:
+            return super().scratch_bytes(shape, dtype)
+        return cuda.PIECE_ROWS * (shape.in_features + 4 * -(-shape.in_features // STEP))
+
+    def prepare(self, linears: Sequence[tuple[LinearShape, bool]], target: Target, most_rows: int) -> None:
+        dtype = getattr(torch, target.dtype)
+        if not cuda.available(dtype, target.device):
+            return
+        _say()
+        shapes = [Shape(shape.out_features, shape.in_features, self._blocked, gated) for shape, _ in linears
+                  for gated in ((False, True) if self._in_pairs(shape) else (False,))]
+        cuda.prepare(shapes, dtype, target.device, most_rows)
+
+    def batch_invariant(self) -> WeightFormat:
+        return self
+
+    def linear(self, x: Tensor, w: Linear, bias: Tensor | None = None) -> Tensor:
+        if cuda.available(x.dtype, x.device):
+            return self._multiply(x, w, bias, False)
+        from spillover.kernels.triton.ordered_linear import ordered_linear
+
+        return ordered_linear(x, self.dequantize(w, x.dtype), bias)
+
+    def linear_silu(self, x: Tensor, w: Linear, bias: Tensor | None = None) -> Tensor:
+        if self._in_pairs(w.shape) and cuda.available(x.dtype, x.device):
+            return self._multiply(x, w, bias, True)
+        return super().linear_silu(x, w, bias)
+
+    def _multiply(self, x: Tensor, w: Linear, bias: Tensor | None, gated: bool) -> Tensor:
+        from spillover.kernels.triton.launch import early
+
+        given = w.tensors[2] if self._static else None
+        return cuda.fp8_linear(x, w.tensors[0], w.tensors[1], bias, gated, given, early(x.device)["EARLY"])
+
+    def _in_pairs(self, shape: LinearShape) -> bool:
+        """Return whether it is a gate and what that is multiplied with."""
+        sizes = shape.output_sizes
+        return len(sizes) == 2 and sizes[0] == sizes[1] and sizes[0] % (STEP if self._blocked else 32) == 0
+
+
+@cache
+def _served() -> bool:
+    """Return whether the CUDA device, if there is one, has these products; a plan without one is for one that has."""
+    return not torch.cuda.is_available() or cuda.capable(torch.device("cuda", torch.cuda.current_device()))
+
+
+@cache
+def _say() -> None:
+    log.info("FP8 weights are multiplied as FP8: activations are rounded to e4m3 before each product")
