@@ -87,7 +87,7 @@ class Fp8Cuda(WeightFormat):
                 largest = torch.maximum(largest, reader.read(scale).float())
         return (values, scales, *([largest.to(target.device)] if self._static else []))
 
-    def _rounded(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def _rounded(self, weight: Tensor) -> tuple[Tensor, ...]:
         from spillover.kernels.formats.fp8_block import quantize
 
         if self._blocked:
