@@ -23,6 +23,7 @@ from torch import Tensor
 
 from spillover.kernels.cuda import fp8_linear as cuda
 from spillover.kernels.cuda.fp8_linear import Cut, Shape, fp8_linear
+from spillover.kernels.cuda.tensor_map import processors
 from spillover.kernels.fields import Field
 from spillover.kernels.formats.fp8_block import dummy_fp8
 from spillover.kernels.triton.launch import early
@@ -100,7 +101,7 @@ def measure(form: str, every_cut: bool) -> list[dict[str, Any]]:
                 count = LAYERS if rows <= 1024 else 4
                 products = [product(form, layer, cut) for layer in layers[:count]]
                 elapsed = seconds(partial(all_layers, products, x[:rows]))
-                used = cut or (cuda.chosen(rows, shape, cuda.processors(DEVICE)) if form != "bf16" else None)
+                used = cut or (cuda.chosen(rows, shape, processors(DEVICE)) if form != "bf16" else None)
                 row = {"form": form, "shape": name, "rows": rows, "chosen": cut is None, "cut": used and used._asdict(),
                        "same_bits": same, "ms_of_32_layers": elapsed * 1e3 * LAYERS / count,
                        "tb_per_second": sum(tensor.nbytes for tensor in layers[0]) * count / elapsed / 1e12,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from spillover.kernels.cuda import fp8_linear as cuda
 from spillover.kernels.cuda.fp8_linear import Cut, Form, Shape, fp8_linear
+from spillover.kernels.cuda.tensor_map import capable
 from spillover.kernels.fields import Field, LinearShape
 from spillover.kernels.formats.base import Linear, Target, WeightFormat
 from spillover.kernels.formats.choice import Dequantized
@@ -160,7 +161,7 @@ def test_it_compiles_for_an_h200_without_spilled_registers(tmp_path: Path) -> No
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICE.type == "cpu" or not cuda.capable(DEVICE), reason="needs compute capability 9.0")
+@pytest.mark.skipif(DEVICE.type == "cpu" or not capable(DEVICE), reason="needs compute capability 9.0")
 @pytest.mark.parametrize("blocked", [False, True], ids=["rows", "blocks"])
 @pytest.mark.parametrize(("channels", "inner"), LLAMA)
 def test_bits_on_a_card(channels: int, inner: int, blocked: bool) -> None:

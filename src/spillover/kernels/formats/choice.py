@@ -53,7 +53,7 @@ class Dequantized(Dense):
     def on_cuda(self, shape: LinearShape) -> WeightFormat:
         from spillover.kernels.formats.fp8_cuda import Fp8Cuda
 
-        return Fp8Cuda(self.form) if self.form is not None and Fp8Cuda.serves(self.form, shape) else self
+        return (Fp8Cuda.of(self.form, shape) if self.form is not None else None) or self
 
     def stored(self, name: str, rows: int, columns: int) -> tuple[Field, ...]:
         """List the first tensor alone, as the others may not be there."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from spillover.kernels.cuda import fp8_linear as cuda
 from spillover.kernels.cuda.fp8_linear import STEP, Shape
+from spillover.kernels.cuda.tensor_map import TYPES, capable
 from spillover.kernels.fields import FLOATING, Field, LinearShape
 from spillover.kernels.formats.base import Linear, Target, TensorReader, WeightFormat
 from spillover.kernels.formats.settings import module_of
@@ -36,16 +37,16 @@ class Fp8Cuda(WeightFormat):
     quant_method = "fp8_cuda"
 
     @classmethod
-    def serves(cls, base: WeightFormat, shape: LinearShape) -> bool:
-        """Return whether a linear can be kept so: activations are to be rounded, the matrix is of whole tiles, and none
-        of them has weights of two scales."""
+    def of(cls, base: WeightFormat, shape: LinearShape) -> Fp8Cuda | None:
+        """Return how a linear is kept so; None: activations are not to be rounded, the matrix is not of whole tiles, or
+        one of them has weights of two scales."""
         from spillover.kernels.formats.fp8_block import BLOCK, Fp8Block
         from spillover.kernels.formats.fp8_rows import Fp8Rows
 
         if not isinstance(base, Fp8Rows | Fp8Block) or base.activations == "none" or not _served():
-            return False
+            return None
         whole = isinstance(base, Fp8Rows) or all(size % BLOCK == 0 for size in shape.output_sizes[:-1])
-        return whole and cuda.fits(shape.out_features, shape.in_features)
+        return cls(base) if whole and cuda.fits(shape.out_features, shape.in_features) else None
 
     @property
     def _blocked(self) -> bool:
@@ -86,7 +87,7 @@ class Fp8Cuda(WeightFormat):
                 largest = torch.maximum(largest, reader.read(scale).float())
         return (values, scales, *([largest.to(target.device)] if self._static else []))
 
-    def _rounded(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def _rounded(self, weight: Tensor) -> tuple[Tensor, ...]:
         from spillover.kernels.formats.fp8_block import quantize
 
         if self._blocked:
@@ -102,7 +103,7 @@ class Fp8Cuda(WeightFormat):
         return self.base.dequantize(Linear(self.base, w.shape, w.tensors[:2]), dtype)
 
     def scratch_bytes(self, shape: LinearShape, dtype: str) -> int:
-        if getattr(torch, dtype) not in cuda.TYPES:
+        if getattr(torch, dtype) not in TYPES:
             return super().scratch_bytes(shape, dtype)
         return cuda.PIECE_ROWS * (shape.in_features + 4 * -(-shape.in_features // STEP))
 
@@ -145,7 +146,7 @@ class Fp8Cuda(WeightFormat):
 @cache
 def _served() -> bool:
     """Return whether the CUDA device, if there is one, has these products; a plan without one is for one that has."""
-    return not torch.cuda.is_available() or cuda.capable(torch.device("cuda", torch.cuda.current_device()))
+    return not torch.cuda.is_available() or capable(torch.device("cuda", torch.cuda.current_device()))
 
 
 @cache
