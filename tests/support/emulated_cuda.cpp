@@ -374,13 +374,14 @@ __attribute__((noinline)) static void resume(const ucontext_t* begins) {
 extern "C" void emulate(void (*run)(Product), unsigned grid, unsigned threads, unsigned together, const Product* given) {
     static char* stacks = (char*)malloc((size_t)MOST * STACK);
     kernel = run, argument = *given, blockDim.x = threads, gridDim.x = grid, cluster = max(together, (unsigned)CLUSTER);
-    if (grid % cluster || threads > 1024 || cluster > MOST_BLOCKS) abort();
+    if (threads > 1024 || cluster > MOST_BLOCKS) abort();
     for (unsigned first = 0; first < grid; first += cluster) {
+        const unsigned beside = min(cluster, grid - first);
         auto each = [&](auto&& visit) {
-            for (blockIdx.x = first; blockIdx.x < first + cluster; blockIdx.x++)
+            for (blockIdx.x = first; blockIdx.x < first + beside; blockIdx.x++)
                 for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++) visit();
         };
-        live = threads * cluster, cluster_barrier = {};
+        live = threads * beside, cluster_barrier = {};
         for (unsigned i = 0; i < cluster; i++) {
             memset(memories[i], 0xFF, SHARED_BYTES);
             block_barrier[i] = first_barrier[i] = {}, of_block[i].clear(), sent_to[i].clear();

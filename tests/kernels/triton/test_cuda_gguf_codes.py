@@ -85,7 +85,7 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(kind: Kind) -> None:
     file, x = File([kind], [48]), inputs(130)
     kept = file.load()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda, "chosen", lambda *of: None)  # as many rows
+        patch.setattr(cuda, "chosen", lambda *of: cuda.ManyCut(16, 2, 1))  # as many rows
         whole = linear(x, kept)
     assert_near(whole, x, file.exact())
     for rows in (1, 5, 9, 20, 33, 130):
@@ -142,9 +142,10 @@ def test_every_cut_fits_into_shared_memory(kind: Kind) -> None:
     assert form.tile_bytes % 16 == 0
     for few in cuda.FEW_CUTS:
         assert few.shared(form, few.rows, 2) <= most
-    for some in cuda.SOME_CUTS:
-        assert some.stages(form) >= 2
-        assert some.shared(form, some.stages(form)) <= most
+    for many in cuda.MANY_CUTS:
+        if many.serves(form):
+            assert many.shared(form, many.stages(form)) <= most
+    assert cuda.ManyCut(16, 2, 1).serves(form)
 
 
 def test_what_is_not_of_whole_tiles_is_not_served() -> None:
