@@ -47,7 +47,7 @@ def test_experts_of_integers_stay_in_codes() -> None:
     form = GroupedInt(4, 64)
     for spec in kept(specs(form, form)):
         assert spec.format == IntExperts(form)
-        assert spec.nbytes("bfloat16") == 4 * 256 * spec.shape[-1] * (4 * 64 + 32) // (8 * 64) * spec.shape[1] // 256
+        assert spec.nbytes("bfloat16") == spec.params // 64 * (32 + 4)  # a group's codes and its word
     assert dequantized_experts({"layers.0": kept(specs(form, form), invariant=True)}) is None
 
 

@@ -138,7 +138,7 @@ def _on_cuda(specs: WeightSpecs) -> WeightSpecs:
 
     def converted(listed: list[WeightSpec]) -> list[WeightSpec]:
         found = [spec.format.experts_on_cuda(spec.linear) for spec in listed if spec.format and spec.experts]
-        products = {None if form is None else form.experts for form in found}
+        products = {None if form is None or form.experts is None else form.experts.code for form in found}
         return [taken(spec, len(products) == 1) for spec in listed]
 
     return {part: converted(listed) for part, listed in specs.items()}
@@ -146,11 +146,12 @@ def _on_cuda(specs: WeightSpecs) -> WeightSpecs:
 
 def dequantized_experts(specs: WeightSpecs) -> WeightFormat | None:
     """Return the format of experts which are dequantised when loaded, though their checkpoint has them in codes."""
+    from spillover.kernels.formats.batch_invariant import BatchInvariant
     from spillover.kernels.formats.choice import Dequantized
 
-    formats = (getattr(spec.format, "base", spec.format) if spec.experts else None
-               for listed in specs.values() for spec in listed)
-    return next((form.base for form in formats if isinstance(form, Dequantized)), None)
+    formats = (spec.format for listed in specs.values() for spec in listed if spec.experts)
+    plain = (form.base if isinstance(form, BatchInvariant) else form for form in formats)
+    return next((form.base for form in plain if isinstance(form, Dequantized)), None)
 
 
 def reformatted(specs: WeightSpecs, change: Callable[[WeightFormat], WeightFormat]) -> WeightSpecs:

@@ -74,7 +74,7 @@ struct Int {
     static constexpr int GROUPS = 128 / GROUP;
     static constexpr int VECTORS = BITS / 4;
     static constexpr int SCALE_BYTES = 4;
-    static constexpr int SLOT_SCALES = GROUPS * 64;
+    static constexpr int SLOT_SCALES = GROUPS * 4 > BITS ? GROUPS * 64 : BITS * 16;  // slots of swizzled rows begin a whole row
     static constexpr int EACH_UP = 4, EACH_DOWN = BITS == 4 ? 3 : 2;
     static constexpr int STAGES_16 = BITS == 4 ? 5 : 3, STAGES_64 = BITS == 4 ? 4 : 3, STAGES_128 = 4;
     DEV float sum_factor(const void*, int, int, int) { return 1.0f; }
