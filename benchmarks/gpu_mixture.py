@@ -2,7 +2,8 @@
 
     python benchmarks/gpu_mixture.py
 
-One layer's experts of gpt-oss-120b (MXFP4) and Qwen3-30B-A3B (FP8, bfloat16), random weights and routing. Calls are
+One layer's experts of gpt-oss-120b (MXFP4) and Qwen3-30B-A3B (FP8, integers, bfloat16), random weights and routing,
+with one order of sums unless --fast is given. Calls are
 timed in a CUDA graph; for few tokens each call of it routes elsewhere, so that little is found in the cache.
 """
 
@@ -18,9 +19,11 @@ from torch import Tensor
 
 from spillover.kernels.fields import LinearShape
 from spillover.kernels.formats import mxfp4
-from spillover.kernels.formats.base import Linear
+from spillover.kernels.formats.base import Linear, Target
 from spillover.kernels.formats.dense import DENSE
 from spillover.kernels.formats.fp8_block import FP8_BLOCK
+from spillover.kernels.formats.grouped_int import GroupedInt
+from spillover.kernels.formats.int_experts import IntExperts
 from spillover.kernels.moe.experts import Experts
 from spillover.kernels.moe.moe import mixture
 from spillover.plan.measure import measure_rates
@@ -30,6 +33,8 @@ from spillover.plan.rates import Rates
 SHAPES: dict[str, tuple[str, int, int, int, int, float | None]] = {
     "gpt-oss-120b": ("mxfp4", 2880, 2880, 128, 4, 7.0),
     "Qwen3-30B-A3B fp8": ("fp8", 2048, 768, 128, 8, None),
+    "Qwen3-30B-A3B int4": ("int4", 2048, 768, 128, 8, None),
+    "Qwen3-30B-A3B int8": ("int8", 2048, 768, 128, 8, None),
     "Qwen3-30B-A3B bfloat16": ("dense", 2048, 768, 128, 8, None),
 }
 TOKENS = (1, 2, 4, 8, 16, 64, 256, 512, 2048, 8192)
@@ -41,6 +46,10 @@ def stack(form: str, experts: int, rows: int, columns: int, biased: bool) -> Exp
     if form == "dense":
         weight = torch.empty(experts, rows, columns, dtype=torch.bfloat16, device="cuda")
         return Experts(Linear(DENSE, shape, (weight.normal_(std=columns**-0.5),)), bias)
+    if form.startswith("int"):
+        kept = IntExperts(GroupedInt(int(form.removeprefix("int")), 128, "bfloat16"))
+        target, random = Target("bfloat16", torch.device("cuda")), torch.Generator("cuda").manual_seed(0)
+        return Experts(Linear(kept, shape, kept.dummy(shape, experts, target, random)), bias)
     codes = torch.randint(0, 256, (experts, rows, columns // (2 if form == "mxfp4" else 1)), dtype=torch.uint8,
                           device="cuda")
     if form == "mxfp4":
@@ -71,10 +80,17 @@ def milliseconds(call: Callable[[Tensor, Tensor], Tensor], inputs: Sequence[tupl
     return statistics.median(times[10:])
 
 
-def layer(name: str, rates: Rates) -> list[Figure]:
+def ordered(experts: Experts) -> Experts:
+    weight = experts.weight
+    return Experts(Linear(weight.format.batch_invariant(), weight.shape, weight.tensors), experts.bias)
+
+
+def layer(name: str, rates: Rates, fast: bool) -> list[Figure]:
     form, hidden, inner, experts, k, limit = SHAPES[name]
     first = stack(form, experts, 2 * inner, hidden, limit is not None)
     second = stack(form, experts, hidden, inner, limit is not None)
+    if not fast:
+        first, second = ordered(first), ordered(second)
     parts = (first.values, first.scales, second.values, second.scales)
     nbytes = sum(part.nbytes for part in parts if part is not None) / experts
 
@@ -98,10 +114,12 @@ def layer(name: str, rates: Rates) -> list[Figure]:
 
 @click.command()
 @click.option("--output", default=None, metavar="FILE", help="Write the result; 'results' is benchmarks/results/.")
+@click.option("--fast", is_flag=True, help="As the engine computes with --fast.")
+@click.option("--model", "models", multiple=True, type=click.Choice(list(SHAPES)), help="Instead of all; repeat it.")
 @torch.inference_mode()
-def main(output: str | None) -> None:
+def main(output: str | None, fast: bool, models: tuple[str, ...]) -> None:
     rates = measure_rates("cuda")
-    write("gpu-mixture", [figure for name in SHAPES for figure in layer(name, rates)], output)
+    write("gpu-mixture", [figure for name in models or SHAPES for figure in layer(name, rates, fast)], output)
 
 
 if __name__ == "__main__":

@@ -12,15 +12,17 @@ from spillover.kernels.formats.base import Linear
 from spillover.kernels.formats.dense import DENSE
 from spillover.kernels.moe.experts import Experts
 from spillover.kernels.moe.moe import mixture, mixture_reference
+from support import mixtures
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
-FORMS = ["dense", "fp8", "mxfp4"]
+FORMS = ["dense", "fp8", "mxfp4", "int4_128", "int4_32", "int8_64"]
 EXPERTS, K = 16, 4
-SIZES = {"dense": (320, 192), "fp8": (384, 320), "mxfp4": (352, 288)}  # not all of them multiples of a tile
+SIZES = {"dense": (320, 192), "fp8": (384, 320), "mxfp4": (352, 288),
+         "int4_128": (384, 256), "int4_32": (256, 128), "int8_64": (384, 128)}  # not all of them multiples of a tile
 
 
 def stack(form: str, rows: int, columns: int, biased: bool, parts: int = 1, dtype: torch.dtype = torch.bfloat16,
@@ -30,6 +32,8 @@ def stack(form: str, rows: int, columns: int, biased: bool, parts: int = 1, dtyp
     shape = LinearShape((rows // parts,) * parts, columns)
     if form == "dense":
         return Experts(Linear(DENSE, shape, (weight.to(dtype),)), bias)
+    if form.startswith("int"):
+        return mixtures.stack(weight, form, bias, parts)
     if form == "mxfp4":
         blocks, scales = mxfp4.quantize(weight)
         padding = mxfp4.padded(scales.shape[-1]) - scales.shape[-1]

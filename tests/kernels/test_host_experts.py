@@ -13,6 +13,8 @@ from spillover.kernels import native
 from spillover.kernels.activation import clamped_swiglu_reference, silu_and_mul_reference
 from spillover.kernels.formats.dense import DENSE
 from spillover.kernels.formats.fp8_block import FP8_BLOCK
+from spillover.kernels.formats.grouped_int import GroupedInt
+from spillover.kernels.formats.int_experts import IntExperts, words_of
 from spillover.kernels.formats.mxfp4 import MXFP4
 from spillover.kernels.linear import linear_reference
 from spillover.kernels.moe.host_expert_queue import COUNT, DONE, FAILED, LAYER, POSTED, TOKENS, HostExpertQueue
@@ -30,6 +32,9 @@ LAYOUTS = {
     "fp8, bfloat16, clamped": ExpertLayout.packed(FP8_BLOCK, torch.bfloat16, 1100, 130, EXPERTS, 1.0),
     "bfloat16": ExpertLayout.packed(DENSE, torch.bfloat16, 256, 96, EXPERTS),
     "bfloat16, clamped": ExpertLayout.packed(DENSE, torch.bfloat16, 129, 67, EXPERTS, 1.0, biased=True),
+    "int4": ExpertLayout.packed(IntExperts(GroupedInt(4, 32)), torch.bfloat16, 256, 128, EXPERTS),
+    "int4, groups of 128": ExpertLayout.packed(IntExperts(GroupedInt(4, 128)), torch.float16, 128, 256, EXPERTS),
+    "int8": ExpertLayout.packed(IntExperts(GroupedInt(8, 64)), torch.bfloat16, 128, 128, EXPERTS, 1.0, biased=True),
     "float16": ExpertLayout.packed(DENSE, torch.float16, 47, 33, EXPERTS, biased=True),
     "float32": ExpertLayout.packed(DENSE, torch.float32, 31, 5, EXPERTS, biased=True),
 }
@@ -48,6 +53,11 @@ def random_records(layout: ExpertLayout, seed: int = 0) -> Tensor:
             stack.values.random_(0, 256, generator=generator)
             stack.scales.random_(118, 126, generator=generator)
             stack.scales[0, 0, 0] = 0  # the least scale, no normal float
+        elif isinstance(stack.weight.format, IntExperts):
+            assert stack.scales is not None
+            stack.values.random_(0, 256, generator=generator)
+            scales = torch.rand(stack.scales.shape, generator=generator) * 0.02
+            stack.scales.copy_(words_of(scales, torch.randint(0, 16, scales.shape, generator=generator)))
         elif stack.weight.format == FP8_BLOCK:
             assert stack.scales is not None
             stack.values.copy_((noise * 20).to(torch.float8_e4m3fn))

@@ -277,6 +277,7 @@ template <int REGISTERS> static inline void take_registers() {
 static inline int count_up(int* p) { return (*p)++; }
 static inline int load_fresh(const int* p) { return *p; }
 static inline uint4 load_shared(unsigned at) { Unit u = *shared<Unit>(at); return {u.words[0], u.words[1], u.words[2], u.words[3]}; }
+static inline unsigned load_shared_word(unsigned at) { return *shared<unsigned>(at); }
 static inline unsigned load_shared_byte(unsigned at) { return dynamic_shared[at]; }
 static unsigned addresses[MOST];
 template <bool TRANSPOSED> static inline uint4 matrices(unsigned at) {

@@ -9,6 +9,8 @@ from spillover.kernels.fields import LinearShape
 from spillover.kernels.formats import fp8_block, mxfp4
 from spillover.kernels.formats.base import Linear
 from spillover.kernels.formats.dense import DENSE
+from spillover.kernels.formats.grouped_int import GroupedInt
+from spillover.kernels.formats.int_experts import IntExperts
 from spillover.kernels.moe.experts import Experts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -19,6 +21,12 @@ def stack(weight: Tensor, form: str, bias: Tensor | None, parts: int = 1) -> Exp
     shape = LinearShape((weight.shape[1] // parts,) * parts, weight.shape[2])
     if form == "dense":
         return Experts(Linear(DENSE, shape, (weight,)), bias)
+    if form.startswith("int"):
+        bits, group = map(int, form.removeprefix("int").split("_"))
+        base = GroupedInt(bits, group, "bfloat16", zeros=True)
+        each = [int_tensors(one.float(), base) for one in weight]
+        kept = [IntExperts(base).kept(shape, tensors) for tensors in each]
+        return Experts(Linear(IntExperts(base), shape, tuple(map(torch.stack, zip(*kept, strict=True)))), bias)
     if form == "mxfp4":
         blocks, scales = mxfp4.quantize(weight)
         groups = scales.shape[-1]
@@ -28,6 +36,17 @@ def stack(weight: Tensor, form: str, bias: Tensor | None, parts: int = 1) -> Exp
     values = torch.stack([torch.cat([value for value, _ in each]) for each in pieces])
     scales = torch.stack([torch.cat([scale for _, scale in each]) for each in pieces])
     return Experts(Linear(fp8_block.FP8_BLOCK, shape, (values, scales)), bias)
+
+
+def int_tensors(weight: Tensor, base: GroupedInt) -> tuple[Tensor, Tensor, Tensor]:
+    """[N, K] as the codes, scales and zeros of a group, which are not all in the middle."""
+    groups = weight.view(weight.shape[0], -1, base.group)
+    top = (1 << base.bits) - 1
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    scales = ((high - low) / top).bfloat16()
+    zeros = (-low / scales.float()).round().clamp(0, top)
+    codes = (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(0, top).to(torch.uint8)
+    return base.pack(codes.flatten(1)), scales, zeros.to(torch.uint8)
 
 
 def case(form: str, tokens: int, hidden: int, inner: int, experts: int, dtype: torch.dtype, clamped: bool,

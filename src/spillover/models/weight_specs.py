@@ -137,18 +137,34 @@ def kept_on(specs: WeightSpecs, device: str, dtype: str, batch_invariant: bool =
 
 
 def _on_cuda(specs: WeightSpecs) -> WeightSpecs:
-    """Return the same in formats that a CUDA device multiplies with; experts that have none are dequantised when
-    loaded."""
+    """Return the same in formats that a CUDA device multiplies with; experts that have none, or not the same for both
+    products, are dequantised when loaded."""
     from spillover.kernels.formats.choice import Dequantized
 
-    def taken(spec: WeightSpec) -> WeightSpec:
-        if spec.format is None or (spec.experts and spec.format.experts is not None):
+    def taken(spec: WeightSpec, in_codes: bool) -> WeightSpec:
+        if spec.format is None:
             return spec
         if not spec.experts:
             return replace(spec, format=spec.format.on_cuda(spec.linear))
-        return replace(spec, format=Dequantized(spec.format))
+        found = spec.format.experts_on_cuda(spec.linear) if in_codes else None
+        return replace(spec, format=found or Dequantized(spec.format))
 
-    return {part: [taken(spec) for spec in listed] for part, listed in specs.items()}
+    def converted(listed: list[WeightSpec]) -> list[WeightSpec]:
+        found = [spec.format.experts_on_cuda(spec.linear) for spec in listed if spec.format and spec.experts]
+        products = {None if form is None or form.experts is None else form.experts.code for form in found}
+        return [taken(spec, len(products) == 1) for spec in listed]
+
+    return {part: converted(listed) for part, listed in specs.items()}
+
+
+def dequantized_experts(specs: WeightSpecs) -> WeightFormat | None:
+    """Return the format of experts which are dequantised when loaded, though their checkpoint has them in codes."""
+    from spillover.kernels.formats.batch_invariant import BatchInvariant
+    from spillover.kernels.formats.choice import Dequantized
+
+    formats = (spec.format for listed in specs.values() for spec in listed if spec.experts)
+    plain = (form.base if isinstance(form, BatchInvariant) else form for form in formats)
+    return next((form.base for form in plain if isinstance(form, Dequantized)), None)
 
 
 def reformatted(specs: WeightSpecs, change: Callable[[WeightFormat], WeightFormat]) -> WeightSpecs:

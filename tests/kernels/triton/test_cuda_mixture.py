@@ -31,8 +31,11 @@ EXPERTS, K = 4, 2
 SHAPES = [  # form, hidden, inner, clamped: sums of several chunks, the last of them not full
     ("mxfp4", 416, 64, True),
     ("fp8", 160, 160, False),
+    ("int4_128", 256, 128, False),
+    ("int4_32", 128, 128, True),
+    ("int8_64", 256, 128, False),
 ]
-SMALL = [("mxfp4", 32, 32, True), ("fp8", 32, 32, False)]
+SMALL = [("mxfp4", 32, 32, True), ("fp8", 32, 32, False), ("int4_64", 128, 128, False), ("int8_128", 128, 128, False)]
 LONG = [("mxfp4", 3104, 32, True), ("fp8", 2080, 32, False)]  # more chunks than a block has warps
 
 

@@ -30,6 +30,7 @@ SHAPES = [  # form, hidden, inner, clamped, dtype
     ("dense", 64, 48, False, torch.float32),
     ("fp8", 144, 64, False, torch.bfloat16),
     ("mxfp4", 96, 64, True, torch.bfloat16),
+    ("int4_64", 128, 128, False, torch.bfloat16),
 ]
 
 

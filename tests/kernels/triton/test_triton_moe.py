@@ -45,6 +45,9 @@ def batch_invariant(experts: Experts) -> Experts:
         ("fp8", 128, 128, False, torch.float32),
         ("mxfp4", 96, 160, True, torch.bfloat16),
         ("mxfp4", 128, 64, True, torch.float32),
+        ("int4_32", 128, 256, False, torch.bfloat16),
+        ("int4_128", 128, 128, True, torch.float32),
+        ("int8_64", 256, 128, False, torch.float32),
     ],
 )
 def test_both_paths_match_the_reference(
@@ -61,7 +64,7 @@ def test_both_paths_match_the_reference(
 
 
 @pytest.mark.parametrize(("form", "hidden", "inner", "clamped"), [
-    ("dense", 96, 40, False), ("fp8", 160, 144, False), ("mxfp4", 96, 160, True),
+    ("dense", 96, 40, False), ("fp8", 160, 144, False), ("mxfp4", 96, 160, True), ("int4_64", 128, 128, False),
 ])
 def test_a_few_tokens_are_summed_and_rounded_as_many_by_a_batch_invariant_format(
         form: str, hidden: int, inner: int, clamped: bool) -> None:

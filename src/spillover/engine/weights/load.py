@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,8 +21,10 @@ from spillover.models.config import ModelConfig
 from spillover.models.loader import PartReader, Progress, dummy_parts, load_parts
 from spillover.models.quantize.scheme import Scheme
 from spillover.models.quantize.view import open_quantized
-from spillover.models.weight_specs import WeightSpec, WeightSpecs, is_expert, kept_on
+from spillover.models.weight_specs import WeightSpec, WeightSpecs, dequantized_experts, is_expert, kept_on
 from spillover.plan.planner import Plan
+
+log = logging.getLogger("spillover.engine")
 
 
 def load(config: EngineConfig, plan: Plan, model: ModelConfig, specs: WeightSpecs, path: Path, transfers: Transfers,
@@ -29,6 +32,9 @@ def load(config: EngineConfig, plan: Plan, model: ModelConfig, specs: WeightSpec
     """`scheme`: what weights are quantised to while they load; None: they stay as the checkpoint has them."""
     device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
     specs = kept_on(specs, plan.device, plan.dtype, not config.fast)
+    if (found := dequantized_experts(specs)) is not None:
+        log.warning("experts in %s are dequantised to %s: no kernel of this device multiplies with them as they are",
+                    found.quant_method, plan.dtype)
     if config.load_format == "dummy":
         return _placed(config, plan, model, dummy_parts(specs, dtype, device, config.seed), specs, None,
                        transfers)

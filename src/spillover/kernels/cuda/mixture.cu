@@ -1,72 +1,22 @@
-// The two products of a mixture's experts, whose weights are kept as codes: FORMAT is Mxfp4 or Fp8.
+// The two products of a mixture's experts, whose weights are kept as codes: FORMAT is Mxfp4, Fp8, or Int with the bits
+// of a code and the inputs of a group.
 //
 // A row of weights is read in steps of 128 inputs: lane t of four takes the 32 inputs that begin at 32 t, so its codes
 // are 16 bytes that share a scale (MXFP4) or 32 bytes (FP8), and are unpacked to what a tensor core takes as its left
 // operand. Which inputs meet in one instruction, 16 at a time, is a matter of where they lie; activations are kept in
 // the order of the instructions (`place`), their rows padded with zeros to whole steps. Inputs are summed in chunks of
 // some steps, each from nothing, and chunks in their order: whether they have warps of their own makes no difference
-// to the bits, nor does the number of tokens, nor whether the instruction is mma or wgmma.
+// to the bits, nor does the number of tokens, nor whether the instruction is mma or wgmma. Integers of a step may be of
+// several groups, so the four lanes share every 32 inputs (4 bits) or 16 (8 bits), and groups are summed each from
+// nothing, as chunks are.
 //
 // Codes go through shared memory, where each lane finds its own: more bytes are on their way than registers would hold.
-#include "instructions.cuh"
+#include "mixture_formats.cuh"
 
 DEV float low_bf16(u32 v) { return __uint_as_float(v << 16); }
 DEV float high_bf16(u32 v) { return __uint_as_float(v & 0xFFFF0000u); }
-DEV u32 word_of(const uint4& v, int j) { return j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w; }
-
-
-// Codes move to where float16 has its sign, the low bits of its exponent and the top of its mantissa: 2**-14 of their
-// value. Activations carry 2**2, scales the rest.
-struct Mxfp4 {
-    static constexpr bool BF16 = false;
-    static constexpr int CHUNK = 3;    // steps summed from nothing
-    static constexpr int VECTORS = 1;  // of 16 bytes, that a lane reads of a row in a step
-    static constexpr int SCALE_BYTES = 1;
-    static constexpr int EACH_UP = 2, EACH_DOWN = 1;  // chunks on their way to a warp, for a few tokens
-    static constexpr int STAGES_16 = 5, STAGES_64 = 4, STAGES_128 = 4;  // steps on their way to a block or in use, by tile
-    DEV float sum_factor(const void*, int, int, int) { return 1.0f; }
-    // Eight codes of a word, even ones of bytes 0, 1 and of 2, 3, then odd ones.
-    DEV void unpack(u32 (&r)[4], const uint4 (&v)[1], int j, u32 factor) {
-        u32 w = word_of(v[0], j);
-        u32 even = ((w << 1) & 0x0E0E0E0Eu) | ((w << 4) & 0x80808080u);
-        u32 odd = ((w >> 3) & 0x0E0E0E0Eu) | (w & 0x80808080u);
-        r[0] = hmul2(__byte_perm(even, 0, 0x1404), factor);
-        r[1] = hmul2(__byte_perm(even, 0, 0x3424), factor);
-        r[2] = hmul2(__byte_perm(odd, 0, 0x1404), factor);
-        r[3] = hmul2(__byte_perm(odd, 0, 0x3424), factor);
-    }
-    // A scale of 2**(s - 127), 2**14 for the code, less the shift; the exponent's bias is 15.
-    DEV u32 factor(u32 scale) { return (u32)min(max((int)scale - 100, 0), 30) * 0x04000400u; }
-    // Where a row of activations keeps a column: the same word of four lanes' codes has two instructions, for its even
-    // and for its odd ones; of each a lane has two inputs in the first half and two in the second.
-    DEV int place(int c) { return (c & ~127) + (c >> 3 & 3) * 32 + (c & 1) * 16 + (c >> 2 & 1) * 8 + (c >> 5 & 3) * 2 + (c >> 1 & 1); }
-    // Which column of a lane's 32: input e of the two that it has of half an instruction.
-    DEV int column(int i, int half, int e) { return i / 2 * 8 + half * 4 + e * 2 + (i & 1); }
-    DEV u32 activations(float low, float high) { return to_half2(low * 4.0f, high * 4.0f); }
-};
-// Codes become float16, which holds all of their values. Activations carry 2**-4, sums the rest.
-struct Fp8 {
-    static constexpr bool BF16 = false;
-    static constexpr int CHUNK = 1;
-    static constexpr int VECTORS = 2;
-    static constexpr int SCALE_BYTES = 4;
-    static constexpr int EACH_UP = 4, EACH_DOWN = 2;
-    static constexpr int STAGES_16 = 3, STAGES_64 = 3, STAGES_128 = 4;
-    DEV float sum_factor(const void* scales, int block_row, int stride, int step) {
-        return __ldg((const float*)scales + (block_row * stride + step)) * 16.0f;
-    }
-    // Four codes of each of two words, bytes 0, 1 and then 2, 3.
-    DEV void unpack(u32 (&r)[4], const uint4 (&v)[2], int j, u32) {
-#pragma unroll
-        for (int i = 0; i < 2; i++) halves_of_fp8(r[2 * i], r[2 * i + 1], word_of(v[j / 2], j % 2 * 2 + i));
-    }
-    DEV u32 factor(u32) { return 0; }
-    // The same word of four lanes' codes has one instruction.
-    DEV int place(int c) { return (c & ~127) + (c >> 2 & 7) * 16 + (c >> 1 & 1) * 8 + (c >> 5 & 3) * 2 + (c & 1); }
-    DEV int column(int i, int half, int e) { return i * 4 + half * 2 + e; }
-    DEV u32 activations(float low, float high) { return to_half2(low * 0.0625f, high * 0.0625f); }
-};
 typedef FORMAT F;
+constexpr int PARTS = 4 / F::GROUPS;  // of 32 inputs, that a group has of a step
 
 // What a kernel takes; kernels/cuda/mixture.py has the same.
 struct Product {
@@ -102,7 +52,7 @@ DEV Matrix matrix_of(const Product& p, i64 slot, bool halves) {
 DEV i64 first_row(const Matrix& m, int strip, int g) { return m.halves ? strip * 8 + g : strip * 16 + 2 * g; }
 // The factor of a chunk's sums for the two rows of a pair.
 DEV float2 sum_factors(const Matrix& m, i64 row, int chunk) {
-    if (F::CHUNK != 1) return make_float2(1, 1);
+    if (F::CHUNK != 1 || F::INTEGERS) return make_float2(1, 1);
     int block = row / 128;
     float low = F::sum_factor(m.scales, block, m.scale_row, chunk);
     return make_float2(low, m.halves ? F::sum_factor(m.scales, block + ((int)m.apart + 127) / 128, m.scale_row, chunk) : low);
@@ -128,14 +78,26 @@ DEV void store_padding(const Product& p, i64 row) {
 }
 
 // Shared memory of a warp's 16 rows for one step. MXFP4: a lane's vectors of its two rows, then a word of scales for each
-// row. FP8: 128 bytes of each row, whose units of 16 bytes are swizzled by the row.
-constexpr int SLOT = F::VECTORS * 1024 + (F::SCALE_BYTES == 1 ? 64 : 0);
+// row. FP8 and 8 bits: 128 bytes of each row, whose units of 16 bytes are swizzled by the row; 4 bits: 64 bytes, likewise,
+// so that ldmatrix gives each of four lanes its word of every unit. Behind integers the words of their groups.
+constexpr int SLOT = F::VECTORS * 1024 + F::SLOT_SCALES;
 struct Lines { const u8 *codes, *scales; i64 apart; int four, groups; };  // scales: of the row that this lane brings
 DEV Lines lines_of(const Matrix& m, int strip) {
     int lane = threadIdx.x & 31;
     i64 row = first_row(m, strip, F::VECTORS == 1 ? lane / 4 : lane / 8);
-    return {m.codes + row * m.row_bytes, (const u8*)m.scales + (row + ((lane & 1) ? m.apart : 0)) * m.scale_row,
+    i64 scales = F::INTEGERS ? first_row(m, strip, lane / 4) : row;
+    return {m.codes + row * m.row_bytes,
+            (const u8*)m.scales + (scales + ((lane & 1) ? m.apart : 0)) * (F::INTEGERS ? m.scale_row * 4 : m.scale_row),
             m.apart * m.row_bytes, (m.halves ? 4 : 8) * m.row_bytes, m.groups};
+}
+// The words of groups, [row of a pair][pair][group].
+DEV void bring_words(u32 to, const Lines& lines, int step) {
+    int lane = threadIdx.x & 31, row = (lane & 1) * 8 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < F::GROUPS; i += 2) {
+        int group = i + (lane >> 1 & 1);
+        if (group < F::GROUPS) copy_word_async(to + (row * F::GROUPS + group) * 4, lines.scales + (step * F::GROUPS + group) * 4);
+    }
 }
 // Past the end the last group is brought again: every code is finite, and the activations there are zeros.
 DEV void bring_codes(u32 to, const Lines& lines, int step) {
@@ -143,9 +105,11 @@ DEV void bring_codes(u32 to, const Lines& lines, int step) {
     if constexpr (F::VECTORS == 1) {
         int t = lane & 3, g = lane / 4;
         const u8* from = lines.codes + min(step * 4 + t, lines.groups - 1) * 16;
-        copy_async(to + lane * 16, from);
-        copy_async(to + (32 + lane) * 16, from + lines.apart);
-        if (t < 2) copy_word_async(to + 1024 + (t * 8 + g) * 4, lines.scales + step * 4);
+        int unit = F::INTEGERS ? g * 4 + (t ^ g / 2) : lane;
+        copy_async(to + unit * 16, from);
+        copy_async(to + (32 + unit) * 16, from + lines.apart);
+        if (F::INTEGERS) bring_words(to + 1024, lines, step);
+        else if (t < 2) copy_word_async(to + 1024 + (t * 8 + g) * 4, lines.scales + step * 4);
     } else {  // four whole rows of 128 bytes an instruction: memory is read in whole lines
         int unit = lane & 7, pair = lane / 8;
         const u8* from = lines.codes + min(step * 4 + unit / 2, lines.groups - 1) * 32 + (unit & 1) * 16;
@@ -155,18 +119,37 @@ DEV void bring_codes(u32 to, const Lines& lines, int step) {
             copy_async(at + r * 1024, from + (r ? lines.apart : 0));
             copy_async((at ^ 64) + 512 + r * 1024, from + lines.four + (r ? lines.apart : 0));
         }
+        if (F::INTEGERS) bring_words(to + 2048, lines, step);
     }
 }
-struct Codes { uint4 v[2][F::VECTORS]; u32 factor[2]; };
+struct Codes { uint4 v[2][F::VECTORS]; u32 factor[2][F::GROUPS]; float2 sum[F::GROUPS]; };  // sum: factors of a group's sums
 DEV Codes read_codes(u32 from) {
     int lane = threadIdx.x & 31, t = lane & 3, g = lane / 4;
-    u32 at = F::VECTORS == 1 ? from + lane * 16 : from + g * 128 + (2 * t ^ g) * 16;
     Codes c;
+    if constexpr (F::INTEGERS) {
+        int row = lane & 7, unit = lane / 8;
+        u32 at = F::VECTORS == 1 ? from + row * 64 + (unit ^ row / 2) * 16 : from + row * 128 + (unit ^ row) * 16;
+        u32 words[2][F::GROUPS];
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
+        for (int r = 0; r < 2; r++) {
 #pragma unroll
-        for (int i = 0; i < F::VECTORS; i++) c.v[r][i] = load_shared((at ^ i * 16) + r * F::VECTORS * 512);
-        c.factor[r] = F::SCALE_BYTES == 1 ? F::factor(load_shared_byte(from + F::VECTORS * 1024 + (r * 8 + g) * 4 + t)) : 0;
+            for (int i = 0; i < F::VECTORS; i++) c.v[r][i] = load_matrices((at ^ i * 64) + r * F::VECTORS * 512);
+#pragma unroll
+            for (int i = 0; i < F::GROUPS; i++) {
+                words[r][i] = load_shared_word(from + F::VECTORS * 1024 + ((r * 8 + g) * F::GROUPS + i) * 4);
+                c.factor[r][i] = F::factor(words[r][i]);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < F::GROUPS; i++) c.sum[i] = make_float2(F::group_factor(words[0][i]), F::group_factor(words[1][i]));
+    } else {
+        u32 at = F::VECTORS == 1 ? from + lane * 16 : from + g * 128 + (2 * t ^ g) * 16;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+#pragma unroll
+            for (int i = 0; i < F::VECTORS; i++) c.v[r][i] = load_shared((at ^ i * 16) + r * F::VECTORS * 512);
+            c.factor[r][0] = F::SCALE_BYTES == 1 ? F::factor(load_shared_byte(from + F::VECTORS * 1024 + (r * 8 + g) * 4 + t)) : 0;
+        }
     }
     return c;
 }
@@ -185,8 +168,8 @@ DEV void bring_item_x(u32 to, const u16* x, int chunk, int steps) {
     int units = min(F::CHUNK, steps - chunk * F::CHUNK) * 16;
     for (int u = threadIdx.x & 31; u < units; u += 32) copy_async(to + F::CHUNK * SLOT + u * 16, x + (chunk * F::CHUNK * 128 + u * 8));
 }
-// The sums of a pair of rows over one chunk, in lanes whose t is 0.
-DEV float2 item_product(u32 from, const Matrix& m, int chunk) {
+// The sums of a pair of rows over one chunk, or over each group of integers with their factors; in lanes whose t is 0.
+DEV void item_product(float2 (&sums)[F::GROUPS], float2 (&factors)[F::GROUPS], u32 from, const Matrix& m, int chunk) {
     float acc[4] = {};
 #pragma unroll
     for (int i = 0; i < F::CHUNK; i++) {
@@ -197,14 +180,16 @@ DEV float2 item_product(u32 from, const Matrix& m, int chunk) {
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             u32 low[4], high[4];
-            F::unpack(low, c.v[0], j, c.factor[0]);
-            F::unpack(high, c.v[1], j, c.factor[1]);
+            F::unpack(low, c.v[0], j, c.factor[0][j / PARTS]);
+            F::unpack(high, c.v[1], j, c.factor[1][j / PARTS]);
             uint4 b = load_matrices(x + j * 64);
+            if (F::INTEGERS && j % PARTS == 0) acc[0] = acc[1] = acc[2] = acc[3] = 0;
             mma<F::BF16>(acc, low[0], high[0], low[1], high[1], b.x, b.y);
             mma<F::BF16>(acc, low[2], high[2], low[3], high[3], b.z, b.w);
+            if (F::INTEGERS && j % PARTS == PARTS - 1) sums[j / PARTS] = make_float2(acc[0], acc[2]), factors[j / PARTS] = c.sum[j / PARTS];
         }
     }
-    return make_float2(acc[0], acc[2]);
+    if (!F::INTEGERS) sums[0] = make_float2(acc[0], acc[2]);
 }
 DEV float4 with_factors(float2 v, float2 f) { return make_float4(v.x, v.y, f.x, f.y); }
 DEV void add_chunk(float2& total, float4 v) { total.x = fmaf(v.x, v.z, total.x), total.y = fmaf(v.y, v.w, total.y); }
@@ -225,14 +210,14 @@ KERNEL(128, 6) experts_gate_up_pairs(const __grid_constant__ Product p) {
     i64 row = first_row(m, strip, g);
     float2 total = make_float2(0, 0), b = biases(m, first_row(m, strip, threadIdx.x & 7));
     for (int base = 0; base < m.chunks; base += TURN) {
-        float2 f[EACH];
+        float2 f[EACH][F::GROUPS];
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             int chunk = base + warp * EACH + i;
             if (chunk < m.chunks) {
                 bring_item_codes(at + i * ITEM, m, strip, chunk);
                 bring_item_x(at + i * ITEM, x, chunk, m.steps);
-                f[i] = sum_factors(m, row, chunk);
+                f[i][0] = sum_factors(m, row, chunk);
             }
             copies_commit();
         }
@@ -242,16 +227,21 @@ KERNEL(128, 6) experts_gate_up_pairs(const __grid_constant__ Product p) {
             switch (EACH - 1 - i) { case 3: copies_wait<3>(); break; case 2: copies_wait<2>(); break; case 1: copies_wait<1>(); break; default: copies_wait<0>(); }
             __syncwarp();
             if (chunk < m.chunks) {
-                float2 v = item_product(at + i * ITEM, m, chunk);
+                float2 v[F::GROUPS];
+                item_product(v, f[i], at + i * ITEM, m, chunk);
                 __syncwarp();
-                if (t == 0) ((float4*)(room + (warp * EACH + i) * ITEM))[g] = with_factors(v, f[i]);
+                if (t == 0)
+#pragma unroll
+                    for (int e = 0; e < F::GROUPS; e++) ((float4*)(room + (warp * EACH + i) * ITEM))[e * 8 + g] = with_factors(v[e], f[i][e]);
             }
         }
         __syncthreads();
         if (threadIdx.x < 8)
 #pragma unroll
             for (int c = 0; c < TURN; c++)
-                if (base + c < m.chunks) add_chunk(total, ((float4*)(room + c * ITEM))[threadIdx.x]);
+                if (base + c < m.chunks)
+#pragma unroll
+                    for (int e = 0; e < F::GROUPS; e++) add_chunk(total, ((float4*)(room + c * ITEM))[e * 8 + threadIdx.x]);
         if (base + TURN < m.chunks) __syncthreads();
     }
     if (threadIdx.x < 8) store_activation(p, pair, strip * 8 + threadIdx.x, total.x + b.x, total.y + b.y);
@@ -262,7 +252,7 @@ KERNEL(128, 6) experts_gate_up_pairs(const __grid_constant__ Product p) {
 // of one token, all its experts' chunks. Codes are brought before the kernel that makes x has ended.
 KERNEL(512, 2) experts_down_pairs(const __grid_constant__ Product p) {
     constexpr int EACH = F::EACH_DOWN;
-    DYNAMIC_SHARED(room);  // [16 warps][EACH] items, then sums of chunks [k][chunks][8] and of pairs [k][8]
+    DYNAMIC_SHARED(room);  // [16 warps][EACH] items, then sums of chunks' groups [k][chunks][groups][8], of pairs [k][8]
     __shared__ int slots[64];
     __shared__ float shares[64];
     int strips = p.rows / 16, token = blockIdx.x / strips, strip = blockIdx.x % strips;
@@ -270,13 +260,13 @@ KERNEL(512, 2) experts_down_pairs(const __grid_constant__ Product p) {
     int chunks = matrix_of(p, 0, false).chunks, items = p.k * chunks;
     u32 at = shared_address(room) + warp * EACH * ITEM;
     float4* parts = (float4*)(room + 16 * EACH * ITEM);
-    float2* sums = (float2*)(parts + items * 8);
+    float2* sums = (float2*)(parts + items * F::GROUPS * 8);
     if (threadIdx.x < p.k) {
         slots[threadIdx.x] = slot_of(p, load_fresh(p.ids + token * p.k + threadIdx.x));
         shares[threadIdx.x] = __int_as_float(load_fresh((const int*)p.shares + token * p.k + threadIdx.x));
     }
     __syncthreads();
-    float2 f[EACH];
+    float2 f[EACH][F::GROUPS];
     auto bring = [&](int index, int i, bool codes, bool x) {
         int item = warp + index * 16;
         if (item >= items) return;
@@ -285,7 +275,7 @@ KERNEL(512, 2) experts_down_pairs(const __grid_constant__ Product p) {
         Matrix m = matrix_of(p, slots[e], false);
         if (codes) {
             bring_item_codes(at + i * ITEM, m, strip, chunk);
-            f[i] = sum_factors(m, first_row(m, strip, g), chunk);
+            f[i][0] = sum_factors(m, first_row(m, strip, g), chunk);
         }
         if (x) bring_item_x(at + i * ITEM, p.x + (i64)(token * p.k + e) * padded(p.depth), chunk, m.steps);
     };
@@ -305,8 +295,11 @@ KERNEL(512, 2) experts_down_pairs(const __grid_constant__ Product p) {
             copies_wait<EACH - 1>();
             __syncwarp();
             if (item < items && slots[item / chunks] >= 0) {
-                float2 v = item_product(at + i * ITEM, matrix_of(p, 0, false), item % chunks);
-                if (t == 0) parts[item * 8 + g] = with_factors(v, f[i]);
+                float2 v[F::GROUPS];
+                item_product(v, f[i], at + i * ITEM, matrix_of(p, 0, false), item % chunks);
+                if (t == 0)
+#pragma unroll
+                    for (int e = 0; e < F::GROUPS; e++) parts[(item * F::GROUPS + e) * 8 + g] = with_factors(v[e], f[i][e]);
                 __syncwarp();
             }
             bring(base + i + EACH, i, true, true);
@@ -319,7 +312,7 @@ KERNEL(512, 2) experts_down_pairs(const __grid_constant__ Product p) {
             Matrix m = matrix_of(p, slots[e], false);
             float2 total = make_float2(0, 0), b = biases(m, first_row(m, strip, own));
 #pragma unroll 8
-            for (int c = 0; c < chunks; c++) add_chunk(total, parts[(e * chunks + c) * 8 + own]);
+            for (int c = 0; c < chunks * F::GROUPS; c++) add_chunk(total, parts[(e * chunks * F::GROUPS + c) * 8 + own]);
             u32 rounded = to_bf16x2(total.x + b.x, total.y + b.y);
             if (p.sum) sums[threadIdx.x] = make_float2(low_bf16(rounded), high_bf16(rounded));
             else ((u32*)(p.out + (i64)(token * p.k + e) * p.rows))[strip * 8 + own] = rounded;
@@ -379,6 +372,16 @@ DEV void tile_product(const Product& p, const Tile& tile, u8* shared) {
         copies_commit();
     }
     float total[NT][4] = {}, acc[NT][4];
+    auto from_nothing = [&] {
+#pragma unroll
+        for (int n = 0; n < NT; n++) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0;
+    };
+    auto add_sums = [&](float2 by) {
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) total[n][i] = fmaf(acc[n][i], i < 2 ? by.x : by.y, total[n][i]);
+    };
     float2 f = make_float2(1, 1), next_f = sum_factors(m, row, 0);
     for (int step = 0, stage = 0, into = STAGES - 1, left = 0; step < m.steps; step++) {
         copies_wait<STAGES - 2>();
@@ -403,25 +406,28 @@ DEV void tile_product(const Product& p, const Tile& tile, u8* shared) {
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 if (j >= 2) wgmma_wait<1>();  // what was unpacked two turns ago is not needed any more
-                F::unpack(low[j & 1], c.v[0], j, c.factor[0]);
-                F::unpack(high[j & 1], c.v[1], j, c.factor[1]);
+                F::unpack(low[j & 1], c.v[0], j, c.factor[0][j / PARTS]);
+                F::unpack(high[j & 1], c.v[1], j, c.factor[1][j / PARTS]);
                 u32(&a)[4] = low[j & 1], (&b)[4] = high[j & 1];
                 u64 at = table + (j / 2 * T * 128 + j % 2 * 64) / 16;
                 wgmma_fence();
-                wgmma<F::BF16, NT>(acc, a[0], b[0], a[1], b[1], at, j > 0 || !begins);
+                wgmma<F::BF16, NT>(acc, a[0], b[0], a[1], b[1], at, j % PARTS > 0 || !begins);
                 wgmma<F::BF16, NT>(acc, a[2], b[2], a[3], b[3], at + 2, 1);
                 wgmma_commit();
+                if constexpr (F::GROUPS > 1)
+                    if (j % PARTS == PARTS - 1) {
+                        wgmma_ends<NT>(acc);
+                        add_sums(c.sum[j / PARTS]);
+                    }
             }
-            wgmma_ends<NT>(acc);
+            if constexpr (F::GROUPS == 1) wgmma_ends<NT>(acc);
         } else {
-            if (begins)
-#pragma unroll
-                for (int n = 0; n < NT; n++) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0;
+            if (begins) from_nothing();
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 u32 a[4], b[4];
-                F::unpack(a, c.v[0], j, c.factor[0]);
-                F::unpack(b, c.v[1], j, c.factor[1]);
+                F::unpack(a, c.v[0], j, c.factor[0][j / PARTS]);
+                F::unpack(b, c.v[1], j, c.factor[1][j / PARTS]);
                 u32 at = x + j / 2 * (T * 128) + (lane & 7) * 128 + ((j % 2 * 4 + lane / 8) ^ (lane & 7)) * 16;
 #pragma unroll
                 for (int n = 0; n < NT; n++) {
@@ -429,13 +435,15 @@ DEV void tile_product(const Product& p, const Tile& tile, u8* shared) {
                     mma<F::BF16>(acc[n], a[0], b[0], a[1], b[1], v.x, v.y);
                     mma<F::BF16>(acc[n], a[2], b[2], a[3], b[3], v.z, v.w);
                 }
+                if constexpr (F::GROUPS > 1)
+                    if (j % PARTS == PARTS - 1) {
+                        add_sums(c.sum[j / PARTS]);
+                        from_nothing();
+                    }
             }
         }
-        if (left == 0 || step + 1 == m.steps)
-#pragma unroll
-            for (int n = 0; n < NT; n++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) total[n][i] = fmaf(acc[n][i], i < 2 ? f.x : f.y, total[n][i]);
+        if constexpr (F::GROUPS == 1)
+            if (left == 0 || step + 1 == m.steps) add_sums(F::INTEGERS ? c.sum[0] : f);
         stage = stage + 1 == STAGES ? 0 : stage + 1;
         into = into + 1 == STAGES ? 0 : into + 1;
     }
@@ -454,18 +462,18 @@ DEV void tile_product(const Product& p, const Tile& tile, u8* shared) {
         }
     if (DOWN) return;
     __syncthreads();
-    // A thread stores what two lanes of the second product have of half an instruction.
+    // A thread stores four of a row that lie together.
     int inner = p.rows / 2, first = blockIdx.x % ((strips + 7) / 8) * 64, i = unit / 2, half = unit & 1;
 #pragma unroll 1
     for (int index = position; index < tile.end - tile.first; index += 16) {
         float h[2][2];
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            int column = e / 2 * 32 + F::column(i, half, e & 1);
+            int column = F::column(i, half, e);
             float2 v = sums[index * ROW + column];
             h[e / 2][e & 1] = first + column < inner ? gated(v.x, v.y, p.limit, p.clamped) : 0;
         }
-        u16* out = p.out + ((i64)(tile.first + index) * padded(inner) + (first & ~127) + i * 16 + half * 8 + first / 32 % 4 * 2);
+        u16* out = p.out + F::unit_place((i64)(tile.first + index) * padded(inner), first, i, half);
         *(uint2*)out = make_uint2(F::activations(h[0][0], h[0][1]), F::activations(h[1][0], h[1][1]));
     }
     if (strip + 1 == strips)

@@ -199,6 +199,10 @@ class WeightFormat(ABC):
         """Choose how a linear of this shape is kept on a CUDA device."""
         return self
 
+    def experts_on_cuda(self, shape: LinearShape) -> WeightFormat | None:
+        """Choose how a stack of linears of this shape is kept on a CUDA device; None: it has no grouped product."""
+        return None if self.experts is None else self
+
     def batch_invariant(self) -> WeightFormat:
         """Choose how it is kept where a row's bits may not depend on the rows beside it, on a CUDA device."""
         from spillover.kernels.formats.batch_invariant import BatchInvariant

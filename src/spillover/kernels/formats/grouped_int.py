@@ -144,6 +144,11 @@ class GroupedInt(WeightFormat):
 
         return CodedCuda(self) if CodedCuda.serves(self, shape) else self
 
+    def experts_on_cuda(self, shape: LinearShape) -> WeightFormat | None:
+        from spillover.kernels.formats.int_experts import IntExperts
+
+        return IntExperts(self) if IntExperts.serves(self, shape) else None
+
     def _numbers(self, codes: Tensor, scales: Tensor, zeros: Tensor | None, columns: int) -> Tensor:
         """Return float32 [n, K], columns as the codes have them."""
         groups = self.groups(columns)

@@ -31,6 +31,7 @@ from spillover.kernels.moe.records import Record
 
 GRAIN = 32 << 10  # bytes of weights that a thread takes at a time
 TILE_ROWS = 4  # an expert of as many rows is computed in the cores' tiles as bfloat16, where they have such
+PLAIN = 5  # as WeightFormat.host_code: from here on experts are computed in float32 always
 NAP = 50e-6  # seconds between looks at the queue, where torch computes
 REFUSED = 2  # as FAILED: the host cannot make sense of what was posted
 
@@ -95,7 +96,8 @@ class HostExperts:
         self.threads = threads or max(1, available_cores() - 2)
         self._bases = tuple(layer_bases)
         self._library = native.library()
-        self.tiled = layout.dtype is torch.bfloat16 and tile_rows > 0 and _has_tiles(self._library)
+        self.tiled = (layout.dtype is torch.bfloat16 and tile_rows > 0 and layout.numbers[0] < PLAIN
+                      and _has_tiles(self._library))
         self._reader: _Reader | None = None
         self._handle = 0
         if self._library is None:

@@ -204,6 +204,51 @@ struct Mxfp4Form {
     }
 };
 
+// Codes in groups of columns that share a word, a float whose last byte is the codes' zero. Of 4 bits they lie as those
+// of MXFP4. A step's scale is two floats: its group's, and what is added for the zero.
+template <int64_t kCodeBits, int64_t kGroup>
+struct IntForm {
+    static constexpr int64_t kBits = kCodeBits, kScaleSteps = 1;
+    static constexpr bool kScaled = true;
+    static int64_t place(int64_t column) { return kBits == 4 ? Mxfp4Form::place(column) : column; }
+    static void arrange(const float* in, float* out, int64_t columns) {
+        if (kBits == 4) return Mxfp4Form::arrange(in, out, columns);
+        std::memcpy(out, in, columns * 4);
+    }
+    static int64_t scale_bytes(int64_t columns) { return columns / kGroup * 4; }
+    static void prepare(const uint8_t* words, float* out, int64_t columns) {
+        for (int64_t step = 0; step < columns / kStep; step++) {
+            uint32_t word;
+            std::memcpy(&word, words + step * kStep / kGroup * 4, 4);
+            const uint32_t bits = word & ~255u;
+            std::memcpy(out + 2 * step, &bits, 4);
+            out[2 * step + 1] = -out[2 * step] * static_cast<float>(word & 255);  // exact: 16 bits by 8
+        }
+    }
+    template <int W>
+    static void widen(const uint8_t* p, const float* scale, typename Vec<W>::F (&w)[kStep / W]) {
+        typedef typename Vec<W>::F F;
+        alignas(16) uint8_t codes[kStep];
+        for (int i = 0; kBits == 4 && i < 16; i++) {
+            codes[i] = p[i] & 15;
+            codes[i + 16] = p[i] >> 4;
+        }
+        const uint8_t* from = kBits == 4 ? codes : p;
+        const F by = splat<W>(scale[0]), added = splat<W>(scale[1]);
+        for (int64_t i = 0; i < kStep / W; i++) {
+            F number;
+            for (int64_t j = 0; j < W; j++) number[j] = static_cast<float>(from[i * W + j]);
+            w[i] = number * by + added;
+        }
+    }
+};
+
+// Floats that `prepare` makes of a step's scale.
+template <class Form>
+constexpr int64_t kScaleFloats = 1;
+template <int64_t kCodeBits, int64_t kGroup>
+constexpr int64_t kScaleFloats<IntForm<kCodeBits, kGroup>> = 2;
+
 struct Row {
     const uint8_t* weights;
     const float* scales;  // prepared
@@ -227,8 +272,8 @@ static inline void products(const Row (&rows)[2], const float* const* x, int64_t
     F total[2][B][2] = {};
     const auto add = [&](const uint8_t* first, const uint8_t* second, int64_t step) __attribute__((always_inline)) {
         F w[2][kVectors];
-        Form::template widen<W>(first, rows[0].scales + step / Form::kScaleSteps, w[0]);
-        Form::template widen<W>(second, rows[1].scales + step / Form::kScaleSteps, w[1]);
+        Form::template widen<W>(first, rows[0].scales + step / Form::kScaleSteps * kScaleFloats<Form>, w[0]);
+        Form::template widen<W>(second, rows[1].scales + step / Form::kScaleSteps * kScaleFloats<Form>, w[1]);
 #pragma GCC unroll 8
         for (int64_t v = 0; v < kVectors; v++) {
 #pragma GCC unroll 4

@@ -30,7 +30,7 @@ enum Type { kFloat32, kBfloat16, kFloat16 };
 
 // As ExpertLayout.numbers lists it, and tile_rows.
 struct Layout {
-    int64_t form;  // 0 to 2: dense, of that type; 3: fp8; 4: mxfp4
+    int64_t form;  // 0 to 2: dense, of that type; 3: fp8; 4: mxfp4; 5 to 7: 4 bits, groups of 32, 64, 128; 8 to 10: 8 bits
     int64_t bias_type;
     int64_t hidden, inner, experts, record_bytes;
     int64_t clamped;  // rows of gate and up alternate, and SwiGLU is clamped
@@ -88,7 +88,7 @@ class MixtureOf final : public Mixture {
         x_stride_ = padded(layout.hidden);
         h_stride_ = padded(layout.inner);
         const int64_t wide = larger(x_stride_, h_stride_) / kStep;
-        scale_stride_ = ceil_div(wide, 16) * 16;
+        scale_stride_ = ceil_div(wide * kScaleFloats<Form>, 16) * 16;
         scales_.grow(threads * 2 * scale_stride_);
         columns_ = std::clamp<int64_t>(grain / (2 * row_bytes(layout.hidden)), 1, kColumns);
         rows_ = larger(1, grain / row_bytes(layout.inner) / 2) * 2;
@@ -393,7 +393,13 @@ std::unique_ptr<Mixture> make_mixture(const Layout& layout, float limit, int thr
         case 1: return std::make_unique<MixtureOf<Bfloat16Form>>(layout, limit, threads, grain);
         case 2: return std::make_unique<MixtureOf<Float16Form>>(layout, limit, threads, grain);
         case 3: return std::make_unique<MixtureOf<Fp8Form>>(layout, limit, threads, grain);
-        default: return std::make_unique<MixtureOf<Mxfp4Form>>(layout, limit, threads, grain);
+        case 4: return std::make_unique<MixtureOf<Mxfp4Form>>(layout, limit, threads, grain);
+        case 5: return std::make_unique<MixtureOf<IntForm<4, 32>>>(layout, limit, threads, grain);
+        case 6: return std::make_unique<MixtureOf<IntForm<4, 64>>>(layout, limit, threads, grain);
+        case 7: return std::make_unique<MixtureOf<IntForm<4, 128>>>(layout, limit, threads, grain);
+        case 8: return std::make_unique<MixtureOf<IntForm<8, 32>>>(layout, limit, threads, grain);
+        case 9: return std::make_unique<MixtureOf<IntForm<8, 64>>>(layout, limit, threads, grain);
+        default: return std::make_unique<MixtureOf<IntForm<8, 128>>>(layout, limit, threads, grain);
     }
 }
 

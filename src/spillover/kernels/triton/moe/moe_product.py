@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from spillover.kernels.formats import fp8_block, grouped_gemm, mxfp4
+from spillover.kernels.formats import fp8_block, grouped_gemm, int_experts, mxfp4
 from spillover.kernels.formats.dense import Dense
 from spillover.kernels.formats.fp8_block import Fp8Block
 from spillover.kernels.formats.mxfp4 import Mxfp4
@@ -19,6 +19,9 @@ DENSE = tl.constexpr(Dense.experts.code)
 FP8 = tl.constexpr(Fp8Block.experts.code)
 MXFP4 = tl.constexpr(Mxfp4.experts.code)
 CUDA = tl.constexpr(grouped_gemm.CUDA)
+INT4 = tl.constexpr(int_experts.FIRST_CODE)  # in groups of 32, then of 64 and of 128
+INT8 = tl.constexpr(INT4.value + len(int_experts.GROUPS))
+INT_END = tl.constexpr(INT8.value + len(int_experts.GROUPS))
 
 GROUP = tl.constexpr(mxfp4.GROUP)  # values a scale
 SCALE_PADDING = tl.constexpr(mxfp4.SCALE_PADDING)
@@ -85,10 +88,14 @@ lop3.b32 $1, high, 0x80008000, rest, 0xEA;
 
 @triton.jit
 def activation_columns(column, width, FORMAT: tl.constexpr):
-    """Return where the input of a product keeps a column: for MXFP4 even ones first, as a byte holds two weights; for
-    kernels/cuda/mixture.cu in the order of its instructions (`place` there)."""
-    if FORMAT == MXFP4:
+    """Return where the input of a product keeps a column: for codes of 4 bits even ones first, as a byte holds two
+    weights; for kernels/cuda/mixture.cu in the order of its instructions (`place` there)."""
+    if FORMAT == MXFP4 or (FORMAT >= INT4 and FORMAT < INT8):
         return (column % 2) * (width // 2) + column // 2
+    if FORMAT >= CUDA + INT8:
+        return column // 16 * 16 + column // 2 % 2 * 8 + column // 4 % 4 * 2 + column % 2
+    if FORMAT >= CUDA + INT4:
+        return column // 32 * 32 + column % 4 * 8 + column // 8 % 4 * 2 + column // 4 % 2
     if FORMAT >= CUDA:
         lane = column // 128 * 128 + column // 32 % 4 * 2
         if FORMAT - CUDA == MXFP4:
@@ -100,9 +107,9 @@ def activation_columns(column, width, FORMAT: tl.constexpr):
 @triton.jit
 def activation_values(value, dtype: tl.constexpr, FORMAT: tl.constexpr):
     """Return float32 activations as the input of a product keeps them."""
-    if FORMAT == CUDA + FP8:
+    if FORMAT == CUDA + FP8 or FORMAT >= CUDA + INT4:
         value *= 0.0625
-    elif FORMAT != DENSE:
+    elif FORMAT >= CUDA or (FORMAT > DENSE and FORMAT < INT4):
         value *= 4.0 if dtype == tl.float16 else 18446744073709551616.0  # 2**shift
     return value.to(dtype)
 
@@ -172,7 +179,30 @@ def product(
     `x_mask` count as zero. `k_end` is K again, as a number the compiler does not know, or it would unroll the loop.
     """
     x_from = x_ptr + x_rows.to(tl.int64)[:, None] * K
-    if FORMAT == MXFP4:
+    if FORMAT >= INT4 and FORMAT < INT_END:
+        # Numbers as GroupedInt.dequantize makes them, rounded to the type of x. K is a multiple of BLOCK_K.
+        index: tl.constexpr = (FORMAT - INT4) % 3
+        group: tl.constexpr = 32 if index == 0 else 64 if index == 1 else 128
+        share: tl.constexpr = 1 if FORMAT >= INT8 else 2  # codes of a byte
+        tl.static_assert(K % BLOCK_K == 0 and BLOCK_K % group == 0)
+        byte = tl.arange(0, BLOCK_K // share)
+        w_from = w_ptr + w_rows[:, None] * (K // share)
+        scale_from = scale_ptr + scale_rows[:, None] * (K // group)
+        for k in tl.range(0, k_end // share, BLOCK_K // share, num_stages=STAGES):
+            at = k + byte
+            codes = tl.load(w_from + at[None, :])
+            word = tl.load(scale_from + (at // (group // share))[None, :])
+            scale = (word & -256).to(tl.float32, bitcast=True)
+            zero = word & 255
+            if FORMAT >= INT8:
+                x = tl.load(x_from + at[None, :], mask=x_mask[:, None], other=0.0)
+                total = multiply((codes.to(tl.int32) - zero) * scale, x, total)
+            else:
+                even = tl.load(x_from + at[None, :], mask=x_mask[:, None], other=0.0)
+                odd = tl.load(x_from + K // 2 + at[None, :], mask=x_mask[:, None], other=0.0)
+                total = multiply(((codes & 15).to(tl.int32) - zero) * scale, even, total)
+                total = multiply(((codes >> 4).to(tl.int32) - zero) * scale, odd, total)
+    elif FORMAT == MXFP4:
         half: tl.constexpr = K // 2
         # Rows of scales are padded, so that a tile's share of one is whole words.
         groups: tl.constexpr = (K // GROUP + SCALE_PADDING - 1) // SCALE_PADDING * SCALE_PADDING
