@@ -79,8 +79,11 @@ def all_layers(products: list[Product], x: Tensor) -> None:
 
 
 def cuts(rows: int, shape: Shape) -> list[Cut]:
-    few = cuda.few_cuts(rows) if rows <= cuda.FEW_ROWS else ()
-    return [cut for cut in (*few, *cuda.some_cuts(rows)) if cut.fits(shape)]
+    few = cuda.few_cuts(shape) if rows <= 8 else ()
+    width = cuda.tiles_of(rows)
+    narrow = width <= 64  # of more rows, registers serve one block
+    some = (Cut(width, 2), Cut(width, 2, True), *((Cut(width, 1, True, resident=3),) if narrow else ()))
+    return [cut for cut in (*few, *some) if cut.fits(shape)]
 
 
 def measure(form: str, every_cut: bool) -> list[dict[str, Any]]:

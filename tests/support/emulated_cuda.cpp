@@ -262,7 +262,6 @@ static inline void copy_box(unsigned to, const Map& map, int row, int layer, uns
 static inline void copy_groups(unsigned to, const Map& map, int column, int group, unsigned barrier) { send_box(to, map, {column, 0, 0, group}, barrier); }
 static inline float sigmoid(float v) { return 1.0f / (1.0f + std::exp2(-v * 1.4426950408889634f)); }
 static inline float4 fetch(unsigned at, int block) { float4 v; memcpy(&v, memories[block] + at, 16); return v; }
-static inline float fetch_one(unsigned at, int block) { float v; memcpy(&v, memories[block] + at, 4); return v; }
 static inline void put(unsigned at, float a, float b, float c, float d) { *shared<float4>(at) = {a, b, c, d}; }
 // Registers, counted by thread of a warpgroup: who takes more than were given up waits.
 static int given_up[MOST_BLOCKS];

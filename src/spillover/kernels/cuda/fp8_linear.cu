@@ -27,8 +27,8 @@ constexpr int MANY_REGISTERS = (REGISTERS * (GROUPS + 1) - FEW_REGISTERS) / GROU
 static_assert(!MOVE_REGISTERS || (GROUPS == 2 && RESIDENT == 1 && MANY_REGISTERS <= 240), "registers were counted for two warpgroups");
 constexpr int W_BYTES = GROUPS * 64 * STEP, X_BYTES = ROWS * STEP, STAGE = W_BYTES + (OWN_X ? 0 : X_BYTES);
 constexpr int BAND = 8;       // tiles of rows that run side by side on the same channels, for the cache
-constexpr int QUANTIZERS = 128;  // threads of quantize_rows
-constexpr int KEPT = 4;       // vectors of 8 inputs that a thread keeps between finding the largest number and rounding
+constexpr int QUANTIZERS = 512;  // threads of quantize_rows
+constexpr int KEPT = OWN_X ? 8 : 4;  // vectors of 8 inputs that a thread keeps between finding the largest number and rounding
 constexpr float LARGEST = 448.0f, TINY = 1e-12f;
 static_assert(OWN_X || NT % 4 == 0, "rows are stored 32 at a time");
 
@@ -75,37 +75,39 @@ DEV uint2 rounded_codes(const uint4& v, float inverse) {
     return make_uint2(to_fp8x2(f[0], f[1]) | to_fp8x2(f[2], f[3]) << 16, to_fp8x2(f[4], f[5]) | to_fp8x2(f[6], f[7]) << 16);
 }
 
-// Rounds `span` steps, from `begin` on, of some rows. `most`: [rows] of zeros in shared memory; `meet` makes it the
-// largest of all threads that have parts of these rows, and returns where that is.
+// Rounds `span` steps, from `begin` on, of some rows. `most`: [rows] of zeros in shared memory, of which these threads make
+// the largest numbers of whole rows; they `meet` before these are read.
 template <int COUNT, class Meet, class PutScale, class PutCodes>
 DEV void quantize(const Product& p, int first_row, int rows, int begin, int span, float* most, Meet meet, PutScale put_scale, PutCodes put_codes) {
-    const int vectors = span * 16, all = rows * vectors;
     uint4 kept[KEPT];
-    auto load = [&](int base) {
+    auto load = [&](int base, int from, int vectors) {
 #pragma unroll
         for (int j = 0; j < KEPT; j++) {
             int at = base + j * COUNT + (int)threadIdx.x;
             kept[j] = make_uint4(0, 0, 0, 0);
-            if (at < all) kept[j] = *(const uint4*)(p.x + (first_row + at / vectors) * p.x_stride + (begin * 16 + at % vectors) * 8);
+            if (at < rows * vectors) kept[j] = *(const uint4*)(p.x + (first_row + at / vectors) * p.x_stride + (from * 16 + at % vectors) * 8);
         }
     };
     bool given = !BLOCKED && p.input_scale, finds = !BLOCKED && !given;
     if (finds) {
+        const int whole = p.steps * 16;
 #pragma unroll 1
-        for (int base = 0; base < all; base += KEPT * COUNT) {
-            load(base);
+        for (int base = 0; base < rows * whole; base += KEPT * COUNT) {
+            load(base, 0, whole);
 #pragma unroll
             for (int j = 0; j < KEPT; j++) {
                 int at = base + j * COUNT + (int)threadIdx.x;
                 float found = largest_of_step(largest_of(kept[j]));
-                if (at < all && at % 16 == 0) atomicMax((int*)(most + at / vectors), __float_as_int(found));
+                if (at < rows * whole && at % 16 == 0) atomicMax((int*)(most + at / whole), __float_as_int(found));
             }
         }
-        most = meet();
+        meet();
     }
+    const int vectors = span * 16, all = rows * vectors;
+    const bool has_all = finds && span == p.steps && all <= KEPT * COUNT;
 #pragma unroll 1
     for (int base = 0; base < all; base += KEPT * COUNT) {
-        if (!finds || all > KEPT * COUNT) load(base);
+        if (!has_all) load(base, begin, vectors);
 #pragma unroll
         for (int j = 0; j < KEPT; j++) {
             int at = base + j * COUNT + (int)threadIdx.x;
@@ -130,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(QUANTIZERS) quantize_rows(const __g
     launch_dependents();
     wait_before();
     quantize<QUANTIZERS>(
-        p, row, 1, 0, p.steps, most, [&] { __syncthreads(); return most; },
+        p, row, 1, 0, p.steps, most, [&] { __syncthreads(); },
         [&](int, int step, float scale) { p.x_scales[(i64)step * p.scales_row + row] = scale; },
         [&](int, int vector, uint2 codes) { *(uint2*)(p.codes + (i64)row * p.steps * STEP + vector * 8) = codes; });
 }
@@ -218,12 +220,11 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, RESIDENT) fp8_
     const int row_tiles = (p.rows + ROWS - 1) / ROWS, channel_tiles = (p.channels / 64 + GROUPS - 1) / GROUPS;
     const int tiles = row_tiles * channel_tiles, first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
     const int most_steps = SPREAD ? p.chunk : p.steps, begin = self * p.chunk, span = max(0, min(most_steps, p.steps - begin));
-    // Stages, own rows of x, barriers, scales of x (or the largest numbers, twice, and scales), scales of weights.
+    // Stages, own rows of x, barriers, scales of x (behind the largest numbers), scales of weights.
     const u32 memory = shared_address(room), own = memory + p.stages * STAGE, full = own + (OWN_X ? most_steps * X_BYTES : 0);
     const u32 empty = full + 8 * p.stages, scales = empty + 8 * p.stages;
     float* const x_scales = (float*)(room + (scales - memory));
-    float* const w_scales = x_scales + ROWS * (BLOCKED ? (OWN_X ? most_steps : p.stages) : OWN_X ? 3 : 0);
-    const bool exchanges = OWN_X && SPREAD && !BLOCKED && !p.input_scale;
+    float* const w_scales = x_scales + ROWS * (BLOCKED ? (OWN_X ? most_steps : p.stages) : OWN_X ? 2 : 0);
     if (threadIdx.x == 0) {
         for (int i = 0; i < p.stages; i++) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, CONSUMERS / 32);
         publish_barriers();
@@ -242,7 +243,6 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, RESIDENT) fp8_
         // Weights are copied while the kernel that makes x still runs.
         const int ahead = min(span, p.stages);
         for (int i = 0; i < ahead; i++) copy_w(i, place(first, row_tiles, channel_tiles).tile, i);
-        if (exchanges) meet_cluster();  // as all threads do that have not ended
         if (!OWN_X) wait_before();
         Ring ring;
         for (int tile = first; tile < tiles; tile += stride) {
@@ -283,33 +283,21 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, RESIDENT) fp8_
     if (OWN_X) {
         quantize<CONSUMERS>(
             p, 0, p.rows, begin, span, x_scales,
-            [&] {
-                sync_first<CONSUMERS>();
-                if (!SPREAD) return x_scales;
-                meet_cluster();
-                if (threadIdx.x < ROWS) {
-                    float most = 0;
-#pragma unroll
-                    for (int i = 0; i < CLUSTER; i++) most = fmaxf(most, fetch_one(scales + threadIdx.x * 4, i));
-                    x_scales[ROWS + threadIdx.x] = most;
-                }
-                sync_first<CONSUMERS>();
-                return x_scales + ROWS;
-            },
-            [&](int row, int step, float scale) { x_scales[BLOCKED ? step * ROWS + row : 2 * ROWS + row] = scale; },
+            [&] { sync_first<CONSUMERS>(); },
+            [&](int row, int step, float scale) { x_scales[BLOCKED ? step * ROWS + row : ROWS + row] = scale; },
             [&](int row, int vector, uint2 codes) {
                 int to = vector / 16 * X_BYTES + row * STEP + ((vector % 16 / 2) ^ (row & 7)) * 16 + vector % 2 * 8;
                 *(uint2*)(room + (own - memory) + to) = codes;
             });
         // A block without inputs of its own stores rows too, and so needs their scales.
         if (!BLOCKED && SPREAD && threadIdx.x < ROWS)
-            x_scales[2 * ROWS + threadIdx.x] = p.input_scale ? *p.input_scale : __fdiv_rn(fmaxf(x_scales[ROWS + threadIdx.x], TINY), LARGEST);
+            x_scales[ROWS + threadIdx.x] = p.input_scale ? *p.input_scale : __fdiv_rn(fmaxf(x_scales[threadIdx.x], TINY), LARGEST);
         shared_is_ready();
         sync_first<CONSUMERS>();
     } else if (BLOCKED) {
         sync_warpgroup();
     }
-    auto scale_of = [&](int row) { return OWN_X ? x_scales[2 * ROWS + row] : row < p.rows ? p.x_scales[row] : 0.0f; };
+    auto scale_of = [&](int row) { return OWN_X ? x_scales[ROWS + row] : row < p.rows ? p.x_scales[row] : 0.0f; };
 
     Ring ring, done;  // of steps that are multiplied, and of those that are added
     for (int tile = first; tile < tiles; tile += stride) {

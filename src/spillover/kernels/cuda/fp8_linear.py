@@ -30,12 +30,12 @@ STEP = 128  # inputs
 UNIT = 64  # channels that a warpgroup multiplies
 CHUNKS = 4  # of the inputs
 SHORTEST = 2  # steps of a chunk
-QUANTIZERS = 128  # threads
+QUANTIZERS = 512  # threads
 SHARED = 226 << 10  # bytes of a multiprocessor's shared memory
 OWN_SHARED = 1 << 10  # that a block takes besides what it asks for
-FEW_ROWS = 16  # up to which blocks round rows of x themselves
+FEW_ROWS = {False: 1, True: 2}  # by `blocked`: up to which each block rounds rows of x itself
 TILE_ROWS = (32, 64, 96, 128)
-MOST_TILES_ROWS = 256  # up to which a product is bound by the bytes of weights
+FILLED = 132  # multiprocessors that a block each keeps busy
 PIECE_ROWS = 4096  # that are rounded and multiplied at a time
 IN_FLIGHT = 96 << 10  # bytes of weights on their way to a multiprocessor
 MOST_PREPARED = 2048  # rows; those of more have cuts of these
@@ -106,7 +106,7 @@ class Cut(NamedTuple):
     def fixed_bytes(self, shape: Shape) -> int:
         """Return the bytes besides stages: own rows, their scales, and those of weights."""
         steps = shape.chunk if self.spread else shape.steps
-        own = self.rows * (STEP * steps + 4 * (steps if shape.blocked else 3)) if self.own else 0
+        own = self.rows * (STEP * steps + 4 * (steps if shape.blocked else 2)) if self.own else 0
         return own + (self.groups * 2 * steps * 4 if shape.blocked else 0)
 
     def stages(self, shape: Shape, blocks: int, processors: int) -> int:
@@ -126,15 +126,6 @@ class Cut(NamedTuple):
     def fits(self, shape: Shape) -> bool:
         return self.stages(shape, 1, 1) >= min(3, shape.chunk) and (not self.spread or shape.chunks > 1)
 
-    def clocks(self, rows: int, shape: Shape, processors: int) -> float:
-        """Estimate what a product takes. A step is bound by the tensor cores, or by memory and the cache."""
-        blocks = self.tiles(rows, shape) * (shape.chunks if self.spread else 1)
-        beside = min(self.resident, -(-blocks // processors))
-        weights, x = self.groups * UNIT * STEP, 0 if self.own else self.rows * STEP
-        step = max(2 * self.rows * self.groups, weights / 18 + x / 60) * beside
-        once = (2500 if self.spread else 1200) + self.rows * self.groups * 8
-        return -(-blocks // (processors * beside)) * (step * (shape.chunk if self.spread else shape.steps) + once)
-
     def options(self, form: Form, dtype: torch.dtype) -> tuple[str, ...]:
         defined = {"BLOCKED": int(form.blocked), "GATED": int(form.gated), "ROWS": self.rows, "GROUPS": self.groups,
                    "CHUNKS": form.chunks, "CLUSTER": form.chunks if self.spread else 1, "OWN_X": int(self.own),
@@ -142,32 +133,29 @@ class Cut(NamedTuple):
         return tuple(f"-D{name}={value}" for name, value in defined.items())
 
 
-def few_cuts(rows: int) -> tuple[Cut, ...]:
+def few_cuts(shape: Shape) -> tuple[Cut, ...]:
     """Return the cuts whose blocks round up to FEW_ROWS rows themselves, the preferred ones first."""
-    width = 8 if rows <= 8 else 16
-    return Cut(width, 1, True, True, 5), Cut(width, 1, False, True, 2)
+    spread = tuple(Cut(8, 1, True, True, resident) for resident in (5, 3, 2))
+    wide = shape.channels >= 2 * UNIT * FILLED or shape.chunks == 1
+    return (Cut(8, 1, False, True, 2), *spread) if wide else (*spread, Cut(8, 1, False, True, 2))
 
 
-def some_cuts(rows: int) -> tuple[Cut, ...]:
-    """Return the cuts for more rows than blocks round themselves. All have registers for what they sum."""
+def tiles_of(rows: int) -> int:
+    """Return the rows of a tile where a product has more than blocks round themselves."""
     each = -(-rows // -(-rows // TILE_ROWS[-1]))
-    width = next(width for width in TILE_ROWS if width >= each)
-    if width > 64:
-        return Cut(width, 2), Cut(width, 2, True)
-    return Cut(width, 2), Cut(width, 2, True, resident=2), Cut(width, 1, True, resident=3)
+    return next(width for width in TILE_ROWS if width >= each)
 
 
 @cache
 def chosen(rows: int, shape: Shape, processors: int) -> Cut:
-    """Choose how a product is cut."""
-    if rows <= FEW_ROWS:
-        spread, whole = few_cuts(rows)
-        wide = shape.channels >= 2 * UNIT * processors or shape.chunks == 1
-        for cut in (whole, spread) if wide else (spread, whole):
-            if cut.fits(shape):
-                return cut
-    cuts = some_cuts(rows) if rows <= MOST_TILES_ROWS else (Cut(TILE_ROWS[-1], 2),)
-    return min((cut for cut in cuts if cut.fits(shape)), key=lambda cut: cut.clocks(rows, shape, processors))
+    """Choose how a product is cut, by what was fastest on an H200 with the shapes of Llama-3.1-8B: the chunks of a tile
+    over a cluster where tiles are few."""
+    cuts = few_cuts(shape) if rows <= FEW_ROWS[shape.blocked] else ()
+    width = tiles_of(rows)
+    whole = Cut(width, 2)
+    if shape.chunks > 1 and 3 * whole.tiles(rows, shape) <= processors:
+        cuts += (Cut(width, 1, True, resident=3) if width <= 64 else Cut(width, 2, True),)
+    return next(cut for cut in (*cuts, whole) if cut.fits(shape))
 
 
 def fits(channels: int, inner: int) -> bool:
@@ -241,7 +229,7 @@ def prepare(shapes: Iterable[Shape], dtype: torch.dtype, device: torch.device, m
 
 def available(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether there are kernels; says so in the log where a CUDA device has none."""
-    return kernels(few_cuts(1)[0], Form(False, False, CHUNKS), dtype, device) is not None
+    return kernels(Cut(8, 1, True, True, 5), Form(False, False, CHUNKS), dtype, device) is not None
 
 
 @cache

@@ -133,12 +133,6 @@ DEV float4 fetch(u32 at, int block) {
                  : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at), "r"(block) : "memory");
     return v;
 }
-DEV float fetch_one(u32 at, int block) {
-    float v;
-    asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %1, %2; ld.shared::cluster.f32 %0, [there];}"
-                 : "=f"(v) : "r"(at), "r"(block) : "memory");
-    return v;
-}
 DEV void put(u32 at, float a, float b, float c, float d) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(at), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }

@@ -71,7 +71,8 @@ class Form:
 def _int_form(bits: int, group: int) -> Form:
     groups = EXPERT_ROW // group
     stages = {16: 5, 64: 4, 128: 4} if bits == 4 else {16: 3, 64: 3, 128: 4}
-    return Form(f"Int{bits}_{group}", 1, 256 * bits + max(64 * groups, 16 * bits), (4, 3 if bits == 4 else 2), stages, groups)
+    slot = 256 * bits + max(64 * groups, 16 * bits)
+    return Form(f"Int{bits}_{group}", 1, slot, (4, 3 if bits == 4 else 2), stages, groups)
 
 
 FORMS = {Mxfp4.experts.code: Form("Mxfp4", 3, 1024 + 64, (2, 1), {16: 5, 64: 4, 128: 4}),
