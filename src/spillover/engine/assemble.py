@@ -131,6 +131,7 @@ def plan_model(config: EngineConfig, rates: Rates | None = None, progress: Progr
         weights="resident" if null else config.weights,
         cpu_offload=int((config.cpu_offload_gb or 0) * 2**30),
         paged_tokens=config.paged_tokens,
+        draft_tokens=config.speculation.num_tokens if config.speculation is not None else 0,
     )
     specs = {} if null else arch.weight_specs(model_config)
     keeps = config.load_format == "auto" and config.weight_codes == "keep" and native.multiplies_codes()
@@ -183,6 +184,7 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
         static_batching=config.batching == "static",
         policy=config.schedule_policy,
         watermark=config.watermark,
+        max_samples=step_limits(planned).max_samples,
     ), kv, connector, _speculator(config, planned.model_config))
     return Assembly(config, planned.path, planned.model_config, planned.specs, plan,
                     Engine(scheduler, runner, config.async_scheduling), tokenizer)
@@ -217,11 +219,9 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None,
     """Load the weights and make room for the KV cache."""
     config, plan, model_config = planned.config, planned.plan, planned.model_config
     decode = (lambda token: tokenizer.decode([token], False)) if tokenizer is not None else None
-    speculation = config.speculation
-    simulated = speculation.simulated if speculation is not None else ()
     if config.load_format == "null":
         return NullRunner(ordinary_tokens(model_config.vocab_size, tokenizer, model_config.eos_token_ids), decode,
-                          simulated)
+                          step_limits(planned).simulated)
     device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
     model = planned.architecture.build(model_config, device, dtype, plan.max_model_len)
     transfers = make_transfers(plan)
@@ -235,8 +235,7 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None,
     stage = None
     if plan.offloaded_blocks:
         stage = OffloadStage(pool, plan.block_size, transfers, spill_codec(config, model_config, pool, plan.block_size))
-    limits = StepLimits(plan.max_num_seqs, plan.max_num_batched_tokens, plan.max_model_len, plan.captured_rows,
-                        speculation.num_tokens if speculation is not None else 0, simulated)
+    limits = step_limits(planned)
     if device.type == "cuda":
         from spillover.engine.cuda.cuda_runner import CudaRunner  # needs Triton
 
@@ -249,6 +248,13 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None,
             runner.capture(lambda done, total: show(done, total, CAPTURING))
         return runner
     return CpuRunner(model, weights, views, plan.block_size, limits, transfers, decode, plan.kv_cache_dtype, stage)
+
+
+def step_limits(planned: PlannedModel) -> StepLimits:
+    plan, speculation = planned.plan, planned.config.speculation
+    return StepLimits(plan.max_num_seqs, plan.max_num_batched_tokens, plan.max_model_len, plan.captured_rows,
+                      speculation.num_tokens if speculation is not None else 0,
+                      speculation.simulated if speculation is not None else ())
 
 
 def make_transfers(plan: Plan) -> Transfers:

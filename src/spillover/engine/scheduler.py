@@ -37,6 +37,7 @@ class SchedulerConfig:
     static_batching: bool = False
     policy: str = "fcfs"
     watermark: float = 0.01
+    max_samples: int | None = None  # rows of a step that are sampled from, those of drafts included; None: any
 
 
 class Scheduler:
@@ -260,6 +261,8 @@ class Scheduler:
                 candidates.append(Candidate(request, most))
         rows = sum(item.count for item in items)
         room = self.config.max_num_batched_tokens - rows
+        if self.config.max_samples is not None:
+            room = min(room, self.config.max_samples - sum(item.num_samples for item in items))
         drafts = self.speculator.drafts(candidates, len(decoding), rows, room)
         for index, candidate, draft in zip(places, candidates, drafts, strict=True):
             if draft:

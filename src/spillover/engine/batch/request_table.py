@@ -16,6 +16,7 @@ import torch
 from spillover.engine.batch.sampler import seed_stream, temperature_only
 from spillover.engine.step import NewRequest, Step, StepResult
 from spillover.engine.token_ids import TokenIds
+from spillover.plan.workspace import max_samples
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,7 @@ class StepLimits:
     @property
     def max_samples(self) -> int:
         """Return the most tokens that are sampled in a step."""
-        verified = min(self.max_num_seqs * (1 + self.draft_tokens), self.max_num_batched_tokens)
-        return max(self.max_num_seqs, verified)
+        return max_samples(self.max_num_seqs, self.max_num_batched_tokens, self.draft_tokens)
 
     def request_table(self, groups: int, block_size: int, device: torch.device) -> RequestTable:
         return RequestTable(self.max_num_seqs, groups, -(-self.max_model_len // block_size) + 1, device, self.simulated)

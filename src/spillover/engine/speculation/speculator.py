@@ -197,8 +197,7 @@ class AdaptiveSpeculator:
         asked = self._promising(candidates, decodes, rows, room)
         found = [(candidates[index], draft) for index, draft in
                  zip(asked, self._propose([candidates[index] for index in asked]), strict=True)]
-        chances = [self._chances(candidate.request, draft) for candidate, draft in found]
-        kept = self._kept(chances, decodes, rows, room)
+        kept = self._kept(found, decodes, rows, room)
         drafts: list[tuple[int, ...]] = [()] * len(candidates)
         for index, (candidate, draft), count in zip(asked, found, kept, strict=True):
             drafts[index] = self._begin(candidate, draft, count)
@@ -225,20 +224,20 @@ class AdaptiveSpeculator:
             return []
         return sorted({int(place) // self.most_tokens for place in order[:count]})
 
-    def _kept(self, chances: Sequence[Numbers], decodes: int, rows: int, room: int) -> list[int]:
+    def _kept(self, found: Sequence[tuple[Candidate, Draft]], decodes: int, rows: int, room: int) -> list[int]:
         """Return how many tokens of each draft to verify."""
-        if not any(map(len, chances)):
-            return [0] * len(chances)
-        every = np.concatenate(list(chances))
-        order = np.argsort(-every, kind="stable")
+        drafted = sum(len(draft.tokens) for _, draft in found)
+        if not drafted:
+            return [0] * len(found)
+        every = self._chances(found).ravel()
+        order = np.argsort(-every, kind="stable")[:drafted]  # behind the drafts there are zeros
         if self._trial:
-            count = min(len(order), room)
+            count = min(drafted, room)
         else:
             count, gain = best_drafts(every[order], decodes, rows, self._speculating, self._plain, room)
             count = count if gain >= 1 else 0
-        owners = np.repeat(np.arange(len(chances)), [len(one) for one in chances])
-        kept: list[int] = np.bincount(owners[order[:count]], minlength=len(chances)).tolist()
-        return kept
+        kept: list[int] = np.bincount(order[:count] // self.most_tokens, minlength=len(found)).tolist()
+        return [min(count, len(draft.tokens)) for count, (_, draft) in zip(kept, found, strict=True)]
 
     def _begin(self, candidate: Candidate, draft: Draft, count: int) -> tuple[int, ...]:
         state = self._state(candidate.request)
@@ -253,10 +252,14 @@ class AdaptiveSpeculator:
             return np.tile(np.array(self._drafter.expected[:self.most_tokens]), (len(requests), 1))
         return self._acceptance.survival([self._state(request).slot for request in requests])
 
-    def _chances(self, request: Request, draft: Draft) -> Numbers:
-        if self._drafter.expected is not None:
-            return np.array(self._drafter.expected[:len(draft.tokens)])
-        return self._acceptance.chances(self._state(request).slot, draft.confidence)
+    def _chances(self, found: Sequence[tuple[Candidate, Draft]]) -> Numbers:
+        """Return the chance [drafts, most_tokens] that each is right up to each position; 0 behind its end."""
+        requests = [candidate.request for candidate, _ in found]
+        if self._drafter.expected is None:
+            slots = [self._state(request).slot for request in requests]
+            return self._acceptance.chances(slots, [draft.confidence for _, draft in found])
+        ends = np.array([[len(draft.tokens)] for _, draft in found])
+        return np.where(np.arange(self.most_tokens) < ends, self._survival(requests), 0.0)
 
     def _propose(self, candidates: Sequence[Candidate]) -> list[Draft]:
         if not candidates:
