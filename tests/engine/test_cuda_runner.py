@@ -171,11 +171,11 @@ def test_verified_drafts_are_those_of_the_plain_runner(tmp_path: Path, monkeypat
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     prompts = [[5, 6] * 6, [7, 8, 9] * 5, [1, 2, 3], [4] * 9, [9, 9, 8] * 3]
     params = [
-        SamplingParams(temperature=0, max_tokens=26, ignore_eos=True),
-        SamplingParams(temperature=0, max_tokens=8, logprobs=2, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=50, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=4, logprobs=2, ignore_eos=True),
         SamplingParams(temperature=0.4, seed=5, max_tokens=9, ignore_eos=True),
         SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
-        SamplingParams(temperature=0, max_tokens=8, repetition_penalty=1.1, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=4, repetition_penalty=1.1, ignore_eos=True),
     ]
     expected = generate(tmp_path, prompts, params)
     steps = use_the_device(monkeypatch)

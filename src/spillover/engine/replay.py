@@ -70,7 +70,8 @@ def play(runner: StepRunner, steps: Iterable[Step]) -> Iterator[StepResult]:
     waiting: set[int] = set()  # requests whose steps were made once their last token was known
     for step in steps:
         waiting.update(request.id for request in step.new if request.params.needs_history)
-        if launched is not None and any(item.draft or item.id in waiting for item in step.items):
+        ended = launched is not None and any(item.id in step.ended for item in launched.step.items)
+        if launched is not None and (ended or any(item.draft or item.id in waiting for item in step.items)):
             yield launched.result()
             launched = None
         before, launched = launched, runner.launch(step)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 FADE = 0.9  # what is left of a request's sums after an outcome
 FADE_ALL = 0.99  # of those over all requests
 OWN_WEIGHT = 3.0  # outcomes of the mean that a request's own are added to
+DOUBT = 1.0  # outcomes that a position is taken to have had
 SURE = 0.98  # no token is surer than this
 
 Chances = npt.NDArray[np.float64]
@@ -25,9 +26,8 @@ class Acceptance:
         self._reached = np.zeros((slots, positions))
         self._offered = np.zeros((slots, positions))
         self._right = np.zeros((slots, positions))
-        # Over all requests; a doubt, which keeps the first few outcomes from being taken for certain.
-        self._all_reached = np.ones(positions)
-        self._all_offered = np.ones(positions)
+        self._all_reached = np.zeros(positions)  # over all requests
+        self._all_offered = np.zeros(positions)
         self._all_right = np.zeros(positions)
         self._free = list(range(slots - 1, -1, -1))
         self._positions = positions
@@ -78,17 +78,27 @@ class Acceptance:
     def survival(self, slots: Sequence[int]) -> Chances:
         """Return the chance [requests, positions] that the next draft is right up to each position, if one is made."""
         self._take_in()
-        mean = self._all_right / self._all_reached
+        mean = _ratios(self._all_right, self._all_reached)
         chances = (self._right[slots] + OWN_WEIGHT * mean) / (self._reached[slots] + OWN_WEIGHT)
         return np.cumprod(np.minimum(chances, SURE), axis=1, dtype=np.float64)
 
     def chances(self, slots: Sequence[int], confidence: Sequence[Sequence[float]]) -> Chances:
         """Return the chance [requests, positions] that drafts at hand are right up to each position; 0 behind them."""
         self._take_in()
-        mean = self._all_right / self._all_offered
+        mean = _ratios(self._all_right, self._all_offered)
         trust = (self._right[slots] + OWN_WEIGHT * mean) / (self._offered[slots] + OWN_WEIGHT)
         sure = _padded(confidence, self._positions)
         return np.cumprod(np.minimum(trust * sure, SURE), axis=1, dtype=np.float64)
+
+
+def _ratios(right: Chances, of: Chances) -> Chances:
+    """Return right / of, where a position of which little is known is taken for the one before it, and the first for
+    wrong."""
+    ratio, found = 0.0, []
+    for hits, count in zip(right.tolist(), of.tolist(), strict=True):
+        ratio = (hits + DOUBT * ratio) / (count + DOUBT)
+        found.append(ratio)
+    return np.array(found)
 
 
 def _padded(rows: Sequence[Sequence[float]], width: int) -> Chances:

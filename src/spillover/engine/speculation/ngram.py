@@ -17,6 +17,8 @@ from spillover.engine.speculation.drafter import NOTHING, Draft
 if TYPE_CHECKING:
     from spillover.engine.request import Request
 
+SEARCHED = 1 << 15  # tokens, the last ones of a request
+
 Tokens = npt.NDArray[np.int32]
 Positions = npt.NDArray[np.int64]
 
@@ -47,7 +49,8 @@ def longest_matches(tokens: Tokens, longest: int) -> tuple[int, Positions]:
     """Return how many of the last tokens, up to `longest`, occurred together before, and where each such place ends."""
     if len(tokens) < 2:
         return 0, np.empty(0, dtype=np.int64)
-    ends = np.flatnonzero(tokens[:-1] == tokens[-1])
+    skipped = max(0, len(tokens) - SEARCHED)
+    ends = np.flatnonzero(tokens[skipped:-1] == tokens[-1]) + skipped
     if not len(ends):
         return 0, ends
     length = 1

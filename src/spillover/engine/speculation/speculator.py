@@ -31,6 +31,7 @@ TRIAL_STEPS = 512  # after which waiting is tried again for TRIAL_LENGTH steps, 
 TRIAL_LENGTH = 2
 TRIAL_TOKENS = 0.15  # expected of a draft and request at least for such a trial
 PROBE_SHARE = 0.01  # of the time, for drafts that nobody verifies
+SHADOW_TOKENS = 3  # of such a draft that must be right for it to count as right so far
 MOST_CREDIT = 0.01  # seconds of it that are saved up
 LOOKED_AT = 32  # requests in one turn of probing
 LONGEST_GAP = 0.05  # seconds between two steps; a longer one was a wait for something else
@@ -324,9 +325,12 @@ class AdaptiveSpeculator:
             right = 0
             while right < len(came) and came[right] == guessed[right]:
                 right += 1
-            if right == len(came) < len(guessed):
+            if right == len(came) < min(len(guessed), SHADOW_TOKENS):
                 return  # nothing is decided yet
-            self._acceptance.note(state.slot, state.shadow.confidence, right, cut=False)
+            if right == len(came) < len(guessed):  # right so far, and a new guess tells more than the rest of this one
+                self._acceptance.note(state.slot, state.shadow.confidence[:right], right, cut=True)
+            else:
+                self._acceptance.note(state.slot, state.shadow.confidence, right, cut=False)
             state.shadow = None
         before = self._draft_seconds
         (draft,) = self._propose([Candidate(request, self.most_tokens)])

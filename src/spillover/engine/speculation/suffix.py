@@ -145,18 +145,22 @@ def _descend(places: list[int], length: int, most: int, read: Callable[[int, lis
     confidence: list[float] = []
     chance = 1.0
     while len(draft) < most:
-        following = [read(place, draft) for place in places]
-        token, votes = following[-1], len(following)
-        if votes > 1 and following.count(token) != votes:
-            counted = Counter(reversed(following))
-            token, votes = counted.most_common(1)[0]
-        sure = votes / (len(following) + 1 / length)  # a long match needs fewer witnesses
+        if len(places) == 1:
+            token, following, votes = read(places[0], draft), [], 1
+            sure = length / (length + 1)
+        else:
+            following = [read(place, draft) for place in places]
+            token, votes = following[-1], len(following)
+            if following.count(token) != votes:
+                token, votes = Counter(reversed(following)).most_common(1)[0]
+            sure = votes / (len(following) + 1 / length)  # a long match needs fewer witnesses
         chance *= sure
         if token == _END or chance < LEAST_CHANCE:
             break
         draft.append(token)
         confidence.append(sure)
-        places = [place + 1 for place, next_token in zip(places, following, strict=True) if next_token == token]
+        places = ([place + 1 for place, next_token in zip(places, following, strict=True) if next_token == token]
+                  if following else [places[0] + 1])
         length += 1
     return Draft(tuple(draft), tuple(confidence))
 
