@@ -155,10 +155,10 @@ def test_speculation_has_the_names_of_vllm_and_says_what_is_simulated() -> None:
     names = {"num_drafts_total": 10, "num_draft_tokens_total": 30, "num_accepted_tokens_total": 13,
              "tokens_per_pass": 2.3}
     for name, value in names.items():
-        ((labels, number),) = found["spillover:spec_decode_" + name].items()
+        ((labels, number),) = found["spec_decode_" + name].items()
         assert label in labels
         assert number == value
-    by_position = found["spillover:spec_decode_num_accepted_tokens_per_pos_total"]
+    by_position = found["spec_decode_num_accepted_tokens_per_pos_total"]
     assert {dict(labels)["position"]: count for labels, count in by_position.items()} == {"0": 8, "1": 5, "2": 0}
     info.config = EngineConfig()
     assert not any("spec_decode" in name for name in samples(metrics.render(stats, info, TokenCounts())))

@@ -184,10 +184,13 @@ class AdaptiveSpeculator:
                                   len(chances))
         if count and gain >= (STAY_GAIN if self._waiting else BEGIN_GAIN):
             return True
-        if self._since_tried >= TRIAL_STEPS and survival.sum() / decodes >= TRIAL_TOKENS:
+        return self._try_again(survival)
+
+    def _try_again(self, survival: Numbers) -> bool:
+        """Return whether to draft though it seems not to pay: once in a while, where something would be accepted."""
+        if self._since_tried >= TRIAL_STEPS and survival.sum() / len(survival) >= TRIAL_TOKENS:
             self._trial = TRIAL_LENGTH
-            return True
-        return False
+        return self._trial > 0
 
     def drafts(self, candidates: Sequence[Candidate], decodes: int, rows: int, room: int) -> list[tuple[int, ...]]:
         if not candidates or room < 1:
@@ -221,7 +224,8 @@ class AdaptiveSpeculator:
         chances = survival.ravel()
         order = np.argsort(-chances, kind="stable")
         count, gain = best_drafts(chances[order], decodes, rows, self._speculating, self._plain, room)
-        if gain < 1:
+        if not count or gain < 1:
+            self._try_again(survival)
             return []
         return sorted({int(place) // self.most_tokens for place in order[:count]})
 

@@ -28,6 +28,7 @@ PLACES = 16  # that vote on the next token, the newest ones
 SEEN = 64  # places of a chain that are looked at
 LEAST_CHANCE = 0.05  # that all tokens up to the last one of a draft are right
 CORPUS_TOKENS = 1 << 17  # kept of ended requests, over all salts
+LAST_TOKENS = 2048  # of each: noting a token takes about a microsecond, while everybody waits
 MOST_SALTS = 256
 _END = -1  # between two requests
 
@@ -50,7 +51,7 @@ class SuffixDrafter:
         if ring is None:
             ring = self._rings[salt] = TokenRing()
         self._rings.move_to_end(salt)
-        ring.add(request.token_ids[-(self._capacity - 1):])
+        ring.add(request.token_ids[-min(self._capacity - 1, LAST_TOKENS):])
         while sum(map(len, self._rings.values())) > self._capacity or len(self._rings) > MOST_SALTS:
             oldest = next(iter(self._rings))
             if len(self._rings) > 1:
