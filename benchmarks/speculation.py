@@ -3,7 +3,8 @@ last, random tokens that are answered at temperature 1, is the worst for a draft
 
     python benchmarks/speculation.py                               # the default model, on the CPU
     python benchmarks/speculation.py --requests 4 --repeats 5 --output results.json
-    python benchmarks/speculation.py --model qwen3-8b --load-format dummy --simulate 0.8,0.65,0.5,0.4 --device cuda
+    python benchmarks/speculation.py --model llama-3.1-8b --device cuda --gpu-memory 45GB --length 256 \
+        --simulate 0.8,0.6,0.4,0.28 --requests 1      # a model of gpu_workload.py, of random weights
 
 Every way of running has an engine of its own, and all are loaded at once; in each repeat every workload runs once by
 each of them, in an order that turns. The texts must be equal, or the run fails. With --simulate acceptance is made up,
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from gpu_workload import MODELS, opened
 
 from spillover import LLM, SamplingParams
 
@@ -70,7 +72,7 @@ def run(llm: LLM, asked: list[list[int]], length: int, temperature: float) -> tu
 @click.command()
 @click.option("--model", default=None, help="A model; default: SmolLM2-135M-Instruct.")
 @click.option("--device", default="cpu")
-@click.option("--load-format", default="auto")
+@click.option("--gpu-memory", default=None, help="Of each of the engines.")
 @click.option("--method", "methods", multiple=True, default=("ngram", "suffix"))
 @click.option("--workload", "workloads", multiple=True, default=("repetitive", "ordinary", "random"))
 @click.option("--tokens", default=None, type=int, help="Most tokens of a draft.")
@@ -81,14 +83,14 @@ def run(llm: LLM, asked: list[list[int]], length: int, temperature: float) -> tu
 @click.option("--temperature", default=0.0)
 @click.option("--repeats", default=3)
 @click.option("--output", default=None, type=click.Path(path_type=Path), help="A file for the results, as JSON.")
-def main(model: str | None, device: str, load_format: str, methods: tuple[str, ...], workloads: tuple[str, ...],
+def main(model: str | None, device: str, gpu_memory: str | None, methods: tuple[str, ...], workloads: tuple[str, ...],
          tokens: int | None, always: bool, simulate: str | None, requests: int, length: int, temperature: float,
          repeats: int, output: Path | None) -> None:
-    flags: dict[str, Any] = {"device": device, "load_format": load_format, "max_model_len": 1024,
+    flags: dict[str, Any] = {"device": device, "gpu_memory": gpu_memory, "max_model_len": 1024,
                              "max_num_seqs": max(requests, 1)}
     ways: dict[str, dict[str, Any]] = {"plain": {}}
     if simulate is not None:
-        ways["simulated"] = {"speculative_simulate": simulate}
+        ways["simulated"], workloads = {"speculative_simulate": simulate}, ("random",)
     else:
         ways |= {method: {"speculative_method": method, "num_speculative_tokens": tokens} for method in methods}
     for way in ways.values():
@@ -96,7 +98,8 @@ def main(model: str | None, device: str, load_format: str, methods: tuple[str, .
             way["speculative_adaptive"] = False
     results: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        engines = {name: stack.enter_context(LLM(model, **flags, **way)) for name, way in ways.items()}
+        engines = {name: stack.enter_context(opened(model, **flags, **way) if model in MODELS
+                                             else LLM(model, **flags, **way)) for name, way in ways.items()}
         for workload in workloads:
             found: dict[str, list[tuple[float, Any]]] = {name: [] for name in engines}
             for llm in engines.values():

@@ -246,4 +246,4 @@ def test_lookup_bounds_are_as_in_vllm() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_64_mixed_requests_are_the_same_on_a_gpu(model: dict[str, Any]) -> None:
-    test_64_mixed_requests_are_the_same_with_and_without({**model, "device": "cuda", "block_size": 16})
+    test_64_mixed_requests_are_the_same_with_and_without({**model, "device": "cuda"})
