@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ if torch.cuda.is_available():
 from spillover import LLM, SamplingParams
 from spillover.engine import assemble
 from spillover.engine.batch import sampler
-from spillover.engine.batch.request_table import StepLimits
 from spillover.engine.batch.step_layout import ARRAYS
 from spillover.engine.cuda import graphs
 from spillover.engine.cuda.cuda_runner import CudaRunner
@@ -74,8 +74,8 @@ def use_the_device(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         def __init__(self, model: Any, weights: Any, kv: Any, block_size: int, limits: Any, transfers: Any,
                      decode: Any, kv_dtype: str, stage: Any) -> None:
             model.kernels = CudaKernels(model.shape, model.cos, model.sin)
-            super().__init__(model, weights, kv, block_size, torch.device("cpu"), StepLimits(4, 16, 64, 16),
-                             transfers, decode, kv_dtype, stage, graphs=False)
+            super().__init__(model, weights, kv, block_size, torch.device("cpu"),
+                             replace(limits, captured_rows=16), transfers, decode, kv_dtype, stage, graphs=False)
             self._graphs = PaddedSteps()
 
         def lay_out(self, step: Any) -> Any:
@@ -166,6 +166,28 @@ def test_tokens_and_logprobs_are_those_of_the_plain_runner(tmp_path: Path, monke
                 assert logprob.logprob == pytest.approx(reference[token].logprob, abs=1e-4)
 
 
+def test_verified_drafts_are_those_of_the_plain_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts beside decodes and prompts, in graphs that sample and in those that leave it to others."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    prompts = [[5, 6] * 6, [7, 8, 9] * 5, [1, 2, 3], [4] * 9, [9, 9, 8] * 3]
+    params = [
+        SamplingParams(temperature=0, max_tokens=50, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=4, logprobs=2, ignore_eos=True),
+        SamplingParams(temperature=0.4, seed=5, max_tokens=9, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=4, repetition_penalty=1.1, ignore_eos=True),
+    ]
+    expected = generate(tmp_path, prompts, params)
+    steps = use_the_device(monkeypatch)
+    found = generate(tmp_path, prompts, params, speculative_adaptive=False,
+                     speculative_config={"method": "suffix", "num_speculative_tokens": 3})
+    assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in expected]
+    assert sum(one.drafts.accepted for one in found) > 10
+    keys = {(step.key.draws, step.key.prompts) for step in steps if step.key is not None}
+    assert keys >= {(True, True), (False, True)}
+    assert any(step.num_samples > 4 for step in steps)
+
+
 def test_a_few_new_tokens_are_attended_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     prompts = [[5, 6, 7, 8, 9, 10, 11], [3]]
@@ -242,6 +264,14 @@ def test_the_ladder_of_graphs_ends_at_the_largest_batch() -> None:
     assert graphs.ladder(6) == [1, 2, 4, 6]
     assert graphs.ladder(40) == [1, 2, 4, 8, 16, 24, 32, 40]
     assert graphs.ladder(300)[-3:] == [256, 288, 300]
+
+
+def test_small_steps_have_graphs_of_their_own_where_drafts_are_verified() -> None:
+    sizes = graphs.prompt_ladder(64, drafts=True)
+    assert sizes == sorted(set(sizes))
+    assert sizes[:4] == [2, 3, 4, 5]
+    assert sizes[-4:] == graphs.prompt_ladder(64)
+    assert graphs.prompt_ladder(0, drafts=True) == []
 
 
 def test_prompts_are_padded_by_an_eighth_at_most() -> None:

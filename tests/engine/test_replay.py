@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,14 +32,14 @@ def params_of_all_kinds() -> list[SamplingParams]:
     ]
 
 
-def check_replay(folder: Path, device: str) -> None:
+def check_replay(folder: Path, device: str, **flags: Any) -> None:
     """Chunked prompts beside decodes, two kinds of layers, shared prompts, preemption, and every way to sample."""
     (folder / "config.json").write_text(json.dumps(MODEL))
     rng = random.Random(0)
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))] for _ in range(6)]
     results: list[list[tuple[int, ...]]] = []
     with LLM(str(folder), device=device, load_format="dummy", skip_tokenizer_init=True, block_size=8, watermark=0.0,
-             max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64, num_gpu_blocks_override=14) as llm:
+             max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64, num_gpu_blocks_override=14, **flags) as llm:
         finish = llm.engine.scheduler.finish
 
         def noted(step: Step, result: StepResult) -> object:
@@ -48,19 +49,33 @@ def check_replay(folder: Path, device: str) -> None:
         llm.engine.scheduler.finish = noted  # type: ignore[method-assign,assignment]
         with replay.recorded(llm.engine, llm.config, llm.plan, folder / "run.steps"):
             outputs = llm.generate(prompts, params_of_all_kinds(), use_tqdm=False)
-        assert sum(output.num_preemptions for output in outputs) > 0
+        assert flags or sum(output.num_preemptions for output in outputs) > 0
     done = subprocess.run([sys.executable, "-m", "spillover.engine.replay", str(folder / "run.steps")],
                           capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     played = [[tuple(tokens) for tokens in json.loads(line)] for line in done.stdout.splitlines()]
     assert played == results
     steps = replay.read(folder / "run.steps")[1]
-    assert {item.phase for step in steps for item in step.items} == {Phase.PREFILL, Phase.DECODE}
+    assert {item.phase for step in steps for item in step.items} == (
+        {Phase.PREFILL, Phase.DECODE, Phase.VERIFY} if flags else {Phase.PREFILL, Phase.DECODE})
     assert sum(map(len, (tokens for result in results for tokens in result))) > 40
 
 
 def test_a_runner_in_another_process_gives_the_same_tokens(tmp_path: Path) -> None:
     check_replay(tmp_path, "cpu")
+
+
+DRAFTS = {"speculative_method": "suffix", "num_speculative_tokens": 4, "speculative_adaptive": False}
+
+
+def test_verified_drafts_are_played_too(tmp_path: Path) -> None:
+    check_replay(tmp_path, "cpu", **DRAFTS)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_verified_drafts_are_played_too_on_a_gpu(tmp_path: Path) -> None:
+    check_replay(tmp_path, "cuda", **DRAFTS)
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -11,16 +12,20 @@ from spillover.engine.queue_policy import POLICIES
 from spillover.engine.request import Request, Status
 from spillover.engine.sampling_params import SamplingParams
 from spillover.engine.scheduler import Scheduler, SchedulerConfig
+from spillover.engine.speculation.drafter import Draft
+from spillover.engine.speculation.speculator import AdaptiveSpeculator, Speculator
+from spillover.engine.step import Phase
 from spillover.memory.connector import NullConnector
 from spillover.memory.kv.kv_cache import KVCache
 from support.simulated import VOCAB, SimulatedRunner, expected_tokens
 
 
 def make_engine(num_blocks: int = 64, block_size: int = 8, windows: tuple[int | None, ...] = (None,),
-                prefix_caching: bool = True, overlap: bool = True, **config: object) -> Engine:
+                prefix_caching: bool = True, overlap: bool = True, speculator: Speculator | None = None,
+                **config: object) -> Engine:
     options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 96, **config}
     kv = KVCache(num_blocks, block_size, windows, prefix_caching=prefix_caching)
-    scheduler = Scheduler(SchedulerConfig(num_groups=len(windows), **options), kv, NullConnector())
+    scheduler = Scheduler(SchedulerConfig(num_groups=len(windows), **options), kv, NullConnector(), speculator)
     return Engine(scheduler, SimulatedRunner(block_size, windows), overlap)
 
 
@@ -57,6 +62,26 @@ def test_a_request_that_does_not_fit_is_not_tried_again_while_nothing_changes(mo
     assert 1 < tried.count("b") <= 12, "for each block that the other one took or filled, not for each of its 48 steps"
 
 
+class HalfRight:
+    """Drafts the tokens that will come, some of them wrong."""
+
+    expected = None
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def propose(self, asked: Sequence[tuple[Request, int]]) -> list[Draft]:
+        return [self._draft(request, most) for request, most in asked]
+
+    def end(self, request: Request) -> None:
+        pass
+
+    def _draft(self, request: Request, most: int) -> Draft:
+        coming = expected_tokens(request, 1000)[len(request.output_token_ids):][:self._rng.randint(0, most)]
+        tokens = tuple(self._rng.randrange(VOCAB) if self._rng.random() < 0.2 else token for token in coming)
+        return Draft(tokens, (0.8,) * len(tokens))
+
+
 @pytest.mark.parametrize("seed", range(120))
 def test_every_request_gets_its_own_tokens_and_nothing_leaks(seed: int) -> None:
     rng = random.Random(seed)
@@ -74,6 +99,8 @@ def test_every_request_gets_its_own_tokens_and_nothing_leaks(seed: int) -> None:
         static_batching=rng.random() < 0.2,
         policy=rng.choice(list(POLICIES)),
         watermark=rng.choice([0.0, 0.01, 0.1]),
+        speculator=(AdaptiveSpeculator(HalfRight(random.Random(seed)), rng.randint(1, 9), adaptive=rng.random() < 0.2)
+                    if rng.random() < 0.5 else None),
     )
     scheduler = engine.scheduler
     shared = [rng.randrange(VOCAB) for _ in range(60)]
@@ -127,6 +154,29 @@ def test_every_request_gets_its_own_tokens_and_nothing_leaks(seed: int) -> None:
     assert stats.free + stats.evictable == stats.total
     scheduler.kv.reset_prefix_cache()
     assert scheduler.kv.stats.free == stats.total
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_drafts_take_only_what_nobody_else_needs(overlap: bool) -> None:
+    """In a pool that is just large enough drafts are cut short, and nobody is preempted for them."""
+    speculator = AdaptiveSpeculator(HalfRight(random.Random(1)), 12, adaptive=False)
+    engine = make_engine(num_blocks=12, max_num_batched_tokens=20, watermark=0.0, overlap=overlap,
+                         speculator=speculator)
+    requests = [request(f"r{i}", [i + 1] * 4, max_tokens=20) for i in range(4)]
+    for each in requests:
+        engine.scheduler.add(each)
+    drain(engine)
+    assert engine.scheduler.num_preemptions == 0
+    assert all(each.output_token_ids == expected_tokens(each, 96) for each in requests)
+    items = [item for step in engine.runner.steps for item in step.items if item.phase is Phase.VERIFY]
+    assert items
+    assert all(item.count == item.num_samples == 1 + len(item.draft) for item in items)
+    assert max(step.num_tokens for step in engine.runner.steps) <= 20
+    counts = speculator.stats().counts
+    assert counts.tokens == sum(len(item.draft) for item in items)
+    assert 0 < counts.accepted == sum(counts.by_position) < counts.tokens
+    assert sum(each.drafts.accepted for each in requests) == counts.accepted
+    assert len(engine.runner.steps) < 4 + 20
 
 
 def test_random_scenarios_do_preempt_chunk_and_hit() -> None:

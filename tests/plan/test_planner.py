@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from spillover.errors import PlanError
 from spillover.memory.kv.kv_cache import KVCache
 from spillover.plan.planner import RUNTIME_BYTES, STEPS_IN_FLIGHT, Plan, PlanRequest, make_plan, size_flag
+from spillover.plan.workspace import max_samples, workspace
 from spillover.units import parse_bytes
 from support.plan_shapes import CPU, GIB, GPT_OSS, GPT_OSS_SPECS, GPU, RATES, SMOLLM2, SMOLLM2_SPECS
 
@@ -255,3 +256,16 @@ def test_a_gpu_that_is_not_there() -> None:
 def test_sizes_are_rounded_to_the_safe_side(count: int) -> None:
     assert parse_bytes(size_flag(count)) >= count - 1
     assert parse_bytes(size_flag(count, up=False)) <= count
+
+
+def test_rows_of_drafts_are_part_of_the_workspace() -> None:
+    plain = workspace(SMOLLM2, "bfloat16", "cuda", False, 2048, 16, 4096)
+    drafting = workspace(SMOLLM2, "bfloat16", "cuda", False, 2048, 16, 4096, samples=max_samples(16, 2048, 8))
+    assert drafting.logits > plain.logits
+    assert drafting.total > plain.total
+    assert max_samples(16, 2048, 0) == 16
+    assert max_samples(16, 2048, 4) == 80
+    assert max_samples(16, 2048, 8) == 128  # of a small batch no more
+    assert max_samples(256, 8192, 8) == 512  # of a large one a draft token each
+    assert max_samples(16, 40, 8) == 40
+    assert max_samples(64, 8, 8) == 64

@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from spillover.engine.config import EngineConfig
 from spillover.engine.output.output_processor import Answer
-from spillover.engine.output.outputs import TokenSources
+from spillover.engine.output.outputs import DraftCounts, TokenSources
 from spillover.engine.request import Request
 from spillover.engine.sampling_params import SamplingParams
 from spillover.memory.spill.report import TierReport, by_name
@@ -140,6 +141,27 @@ HOST = TierReport("host", blocks=30, capacity_blocks=40, bytes_in=500, bytes_out
                   hit_tokens=64, failures=1, dropped=3, available=True, link_in=1000.0, link_out=800.0)
 REMOTE = TierReport("remote", blocks=5, capacity_blocks=None, bytes_in=70, bytes_out=0, seconds_in=1.0, seconds_out=0.0,
                     hit_tokens=0, failures=9, dropped=0, available=False, link_in=None, link_out=None)
+
+
+def test_speculation_has_the_names_of_vllm_and_says_what_is_simulated() -> None:
+    metrics = Metrics("m")
+    plan = SimpleNamespace(placement=None, slot_bytes=0, dtype="float32", kv_cache_dtype="auto", block_size=8,
+                           num_blocks=1)
+    config = EngineConfig(load_format="dummy", speculative_simulate="0.8,0.5,0.1")
+    info: Any = SimpleNamespace(plan=plan, config=config, restarts=0, started=1.0)
+    stats = LiveStats(time=2.0, drafts=DraftCounts(10, 30, 13, (8, 5)), draft_seconds=0.5)
+    found = samples(metrics.render(stats, info, TokenCounts()))
+    label = ("simulated", "true")
+    names = {"num_drafts_total": 10, "num_draft_tokens_total": 30, "num_accepted_tokens_total": 13,
+             "tokens_per_pass": 2.3}
+    for name, value in names.items():
+        ((labels, number),) = found["spec_decode_" + name].items()
+        assert label in labels
+        assert number == value
+    by_position = found["spec_decode_num_accepted_tokens_per_pos_total"]
+    assert {dict(labels)["position"]: count for labels, count in by_position.items()} == {"0": 8, "1": 5, "2": 0}
+    info.config = EngineConfig()
+    assert not any("spec_decode" in name for name in samples(metrics.render(stats, info, TokenCounts())))
 
 
 def test_every_tier_shows_what_it_holds_what_moved_and_how_close_to_its_link() -> None:

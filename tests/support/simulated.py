@@ -10,8 +10,9 @@ import ctypes
 import struct
 import zlib
 
+from spillover.engine.batch.step_result import accepted
 from spillover.engine.request import Request
-from spillover.engine.step import Step, StepItem, StepResult, decode_step, encode_step
+from spillover.engine.step import NewRequest, Step, StepItem, StepResult, decode_step, encode_step
 
 VOCAB = 50
 SLOT = struct.Struct("<bbI")  # a cache slot in host memory: whether it was ever written, group, prefix
@@ -64,6 +65,7 @@ class SimulatedRunner:
         self.token_ids: dict[int, list[int]] = {}
         self.tables: dict[int, list[list[int]]] = {}
         self.steps: list[Step] = []
+        self.requests: dict[int, NewRequest] = {}
         self.prompts: dict[int, tuple[int, ...]] = {}  # of all requests there ever were
 
     def launch(self, step: Step) -> SimulatedStep:
@@ -74,14 +76,15 @@ class SimulatedRunner:
         for new in step.new:
             assert new.id not in self.token_ids
             self.token_ids[new.id] = list(new.token_ids)
+            self.requests[new.id] = new
             self.prompts[new.id] = new.token_ids[:new.num_prompt]
             self.tables[new.id] = [[] for _ in self.windows]
         tokens: list[tuple[int, ...]] = []
         for item in step.items:
             ids, tables = self.token_ids[item.id], self.tables[item.id]
-            assert item.end <= len(ids)
+            assert item.end - len(item.draft) <= len(ids)
             prefixes = [0]
-            for token in ids[: item.end]:
+            for token in [*ids, *item.draft][: item.end]:
                 prefixes.append(chain(prefixes[-1], token))
             for group, window in enumerate(self.windows):
                 table = tables[group]
@@ -95,8 +98,9 @@ class SimulatedRunner:
                 for position in range(first, item.end):
                     found = self._read(item, table, position)
                     assert found == (group, prefixes[position + 1]), "attention would read other KV"
-            drawn = (draw(prefixes[-1]),) if item.num_samples else ()
-            assert bool(drawn) == (item.end == len(ids)), "the newest token, and no other, is sampled from"
+            drawn = tuple(draw(prefix) for prefix in prefixes[len(prefixes) - item.num_samples:])
+            assert len(drawn) == (item.end >= len(ids)) + len(item.draft), "what is not the prompt's is sampled from"
+            drawn = accepted(item, drawn, self.requests[item.id])
             ids.extend(drawn)
             tokens.append(drawn)
         return SimulatedStep(step, tokens)

@@ -13,7 +13,7 @@ class StubClient:
     def __init__(self) -> None:
         plan = SimpleNamespace(block_size=16, num_blocks=100, slot_bytes=10, dtype="float32", kv_cache_dtype="auto",
                                device_name="a CPU", max_model_len=2048, max_num_seqs=8, placement=None)
-        config = SimpleNamespace(enable_prefix_caching=True)
+        config = SimpleNamespace(enable_prefix_caching=True, speculation=None)
         self.info = SimpleNamespace(plan=plan, config=config, max_model_len=2048, started=1.0, restarts=0,
                                     null_model=False)
         self.ready, self.engine_state = True, "ready"

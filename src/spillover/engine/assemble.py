@@ -20,6 +20,8 @@ from spillover.engine.effects import check_policies, flag_notes
 from spillover.engine.loop import Engine, ModelRunner
 from spillover.engine.null_runner import NullRunner, ordinary_tokens
 from spillover.engine.scheduler import Scheduler, SchedulerConfig
+from spillover.engine.speculation.drafter import make_drafter
+from spillover.engine.speculation.speculator import AdaptiveSpeculator, Speculator
 from spillover.engine.tiers import make_store
 from spillover.engine.weights.elastic import ElasticMemory, SlotLender
 from spillover.engine.weights.load import load
@@ -136,6 +138,7 @@ def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, An
         weights="resident" if null else config.weights,
         cpu_offload=int((config.cpu_offload_gb or 0) * 2**30),
         paged_tokens=config.paged_tokens,
+        draft_tokens=config.speculation.num_tokens if config.speculation is not None else 0,
     )
     specs = {} if null else arch.weight_specs(model_config)
     if config.load_format == "auto" and config.weight_codes == "keep" and "codes" in hf_config:
@@ -196,9 +199,18 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
         static_batching=config.batching == "static",
         policy=config.schedule_policy,
         watermark=config.watermark,
-    ), kv, connector)
+        max_samples=step_limits(planned).max_samples,
+    ), kv, connector, _speculator(config, planned.model_config))
     return Assembly(config, planned.path, planned.model_config, planned.specs, plan,
                     Engine(scheduler, runner, config.async_scheduling), tokenizer)
+
+
+def _speculator(config: EngineConfig, model: ModelConfig) -> Speculator | None:
+    speculation = config.speculation
+    if speculation is None:
+        return None
+    return AdaptiveSpeculator(make_drafter(speculation, model.vocab_size), speculation.num_tokens, speculation.adaptive,
+                              bool(speculation.simulated))
 
 
 def _lender(runner: NullRunner | ModelRunner, plan: Plan) -> SlotLender | None:
@@ -223,7 +235,8 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None,
     config, plan, model_config = planned.config, planned.plan, planned.model_config
     decode = (lambda token: tokenizer.decode([token], False)) if tokenizer is not None else None
     if config.load_format == "null":
-        return NullRunner(ordinary_tokens(model_config.vocab_size, tokenizer, model_config.eos_token_ids), decode)
+        return NullRunner(ordinary_tokens(model_config.vocab_size, tokenizer, model_config.eos_token_ids), decode,
+                          step_limits(planned).simulated)
     device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
     model = planned.architecture.build(model_config, device, dtype, plan.max_model_len)
     transfers = make_transfers(plan)
@@ -237,7 +250,7 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None,
     stage = None
     if plan.offloaded_blocks:
         stage = OffloadStage(pool, plan.block_size, transfers, spill_codec(config, model_config, pool, plan.block_size))
-    limits = StepLimits(plan.max_num_seqs, plan.max_num_batched_tokens, plan.max_model_len, plan.captured_rows)
+    limits = step_limits(planned)
     if device.type == "cuda":
         from spillover.engine.cuda.cuda_runner import CudaRunner  # needs Triton
 
@@ -250,6 +263,13 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None,
             runner.capture(lambda done, total: show(done, total, CAPTURING))
         return runner
     return CpuRunner(model, weights, views, plan.block_size, limits, transfers, decode, plan.kv_cache_dtype, stage)
+
+
+def step_limits(planned: PlannedModel) -> StepLimits:
+    plan, speculation = planned.plan, planned.config.speculation
+    return StepLimits(plan.max_num_seqs, plan.max_num_batched_tokens, plan.max_model_len, plan.captured_rows,
+                      speculation.num_tokens if speculation is not None else 0,
+                      speculation.simulated if speculation is not None else ())
 
 
 def make_transfers(plan: Plan) -> Transfers:
@@ -287,4 +307,6 @@ def _identity(planned: PlannedModel) -> bytes:
                                 device=plan.device, seed=config.seed)
     parts: list[Any] = [weights, plan.dtype, config.kv_cache_dtype, config.spill_dtype, plan.block_size, KV_LAYOUT,
                         slot_layout(config.spill_dtype), plan.windows, planned.in_codes]
+    if config.speculative_simulate is not None:  # its KV is of made-up tokens
+        parts.append("simulated")
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin, get_type_hints
 
+from spillover.engine.speculation.config import METHODS, SpeculativeConfig
 from spillover.engine.vllm_flags import may_be_left_out
 from spillover.errors import SpilloverError, did_you_mean
 from spillover.memory.budgets import parse_disk
@@ -101,6 +103,17 @@ class EngineConfig:
                                        "or all at the start.", ("lazy", "start"))
     fast: bool = _flag(False, "On a GPU: kernels whose sums depend on the batch, and the host's cores for experts that "
                               "are not on the device. A request's tokens may then depend on what runs beside it.")
+    speculative_config: str | None = _flag(None, "Guess tokens ahead and verify them, as JSON like vLLM's: "
+                                           '{"method": "ngram", "num_speculative_tokens": 4}; with prompt_lookup_min, '
+                                           "prompt_lookup_max and adaptive. The text stays the same.")
+    speculative_method: str | None = _flag(None, "The same as a plain flag: ngram drafts what followed the last tokens "
+                                           "before in the request; suffix also what ended requests said.", METHODS)
+    num_speculative_tokens: int | None = _flag(None, "Most tokens of a draft.")
+    speculative_adaptive: bool = _flag(True, "Draft only where measured costs and acceptance say that it is faster, "
+                                             "and only as much; off drafts always.")
+    speculative_simulate: str | None = _flag(None, "For random weights: count made-up drafts as accepted, in this "
+                                             "share of cases up to each position, e.g. 0.8,0.65,0.5. The text means "
+                                             "nothing.")
     watermark: float = _flag(0.01, "Fraction of KV blocks to keep free when a request is admitted, against thrashing.")
     generation_config: str = _flag("auto", "Sampling of requests that leave it out: auto is the model's own "
                                    "generation_config.json, none is vLLM's neutral defaults; or a folder that has one.",
@@ -118,6 +131,8 @@ class EngineConfig:
         hints, kept = get_type_hints(cls), {}
         for name, value in flags.items():
             if name in hints:
+                if name == "speculative_config" and isinstance(value, Mapping):  # as vLLM's LLM takes it
+                    value = json.dumps(dict(value), default=str)
                 kept[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
                 _check_type(name, kept[name], hints[name])
             elif not may_be_left_out(name, value):
@@ -152,10 +167,17 @@ class EngineConfig:
             raise SpilloverError("--enforce-eager and --graph-capture start contradict each other: give one of them")
         self._check_weights()
         self._check_tiers()
+        self._check_speculation()
         if (not self.enable_chunked_prefill and self.max_num_batched_tokens is not None
                 and self.max_model_len is not None and self.max_num_batched_tokens < self.max_model_len):
             raise SpilloverError(f"--no-enable-chunked-prefill needs --max-num-batched-tokens of at least "
                                  f"--max-model-len ({self.max_model_len}); got {self.max_num_batched_tokens}")
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """Return how to speculate; None: not at all."""
+        return SpeculativeConfig.of(self.speculative_config, self.speculative_method, self.num_speculative_tokens,
+                                    self.speculative_adaptive, self.speculative_simulate)
 
     @property
     def has_tiers(self) -> bool:
@@ -212,6 +234,22 @@ class EngineConfig:
                                  "slots; use --weights experts")
         if self.load_format == "null" and (self.weights != "auto" or self.cpu_offload_gb is not None):
             raise SpilloverError("--load-format null has no weights: leave --weights and --cpu-offload-gb out")
+
+    def _check_speculation(self) -> None:
+        speculation = self.speculation
+        if speculation is None:
+            if not self.speculative_adaptive:
+                raise SpilloverError("--no-speculative-adaptive needs something to speculate with: give "
+                                     "--speculative-method ngram or suffix")
+            return
+        if speculation.simulated and self.load_format == "auto":
+            raise SpilloverError("--speculative-simulate makes the text meaningless, so it is for random weights: give "
+                                 "--load-format dummy too, or --speculative-method for a real model")
+        for name in ("max_num_batched_tokens", "max_model_len"):
+            limit = getattr(self, name)
+            if limit is not None and speculation.num_tokens >= limit:
+                raise SpilloverError(f"{speculation.num_tokens} speculative tokens and the one before them do not fit "
+                                     f"into {_option(name)} {limit}; lower num_speculative_tokens or raise it")
 
     def _check_tiers(self) -> None:
         for name in ("gpu_memory", "host_memory"):

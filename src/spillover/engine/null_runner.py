@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from spillover.engine.batch.step_result import accepted
 from spillover.engine.output.outputs import Logprob, PositionLogprobs
 from spillover.engine.step import NewRequest, Step, StepItem, StepResult, scored_positions
 from spillover.engine.weights.traffic import WeightTraffic
@@ -29,8 +30,11 @@ class NullStep:
 
 
 class NullRunner:
-    def __init__(self, token_ids: Sequence[int], decode: Callable[[int], str] | None = None) -> None:
+    def __init__(self, token_ids: Sequence[int], decode: Callable[[int], str] | None = None,
+                 simulated: tuple[float, ...] = ()) -> None:
+        """`simulated`: how often drafts count as accepted up to each position."""
         self._token_ids = list(token_ids)
+        self._simulated = simulated
         self._decode = decode
         self._requests: dict[int, NewRequest] = {}
         self.transfers = CpuTransfers()  # idle: without weights and KV nothing is copied
@@ -67,8 +71,9 @@ class NullRunner:
         if not item.num_samples:
             return ()
         request = self._requests[item.id]
-        first = request.token_ids[request.num_prompt - 1] + item.end
-        return (self._token_ids[first % len(self._token_ids)],)
+        first = request.token_ids[request.num_prompt - 1] + item.end - item.num_samples + 1
+        drawn = [self._token_ids[(first + sample) % len(self._token_ids)] for sample in range(item.num_samples)]
+        return accepted(item, drawn, request, self._simulated)
 
     def _logprobs(self, item: StepItem, tokens: tuple[int, ...]) -> tuple[PositionLogprobs, ...]:
         asked = self._requests[item.id].params.logprobs is not None

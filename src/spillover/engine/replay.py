@@ -64,9 +64,16 @@ def read(path: Path | str) -> tuple[EngineConfig, list[Step]]:
 
 
 def play(runner: StepRunner, steps: Iterable[Step]) -> Iterator[StepResult]:
-    """Run steps one after the other, each launched before the result of the one before is asked for."""
+    """Run steps one after the other, each launched before the result of the one before is asked for, unless it was
+    made from that result."""
     launched: LaunchedStep | None = None
+    waiting: set[int] = set()  # requests whose steps were made once their last token was known
     for step in steps:
+        waiting.update(request.id for request in step.new if request.params.needs_history)
+        ended = launched is not None and any(item.id in step.ended for item in launched.step.items)
+        if launched is not None and (ended or any(item.draft or item.id in waiting for item in step.items)):
+            yield launched.result()
+            launched = None
         before, launched = launched, runner.launch(step)
         if before is not None:
             yield before.result()

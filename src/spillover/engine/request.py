@@ -10,7 +10,7 @@ from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from spillover.engine.output.outputs import PositionLogprobs, RequestTimings, TokenSources
+from spillover.engine.output.outputs import NO_DRAFTS, DraftCounts, PositionLogprobs, RequestTimings, TokenSources
 from spillover.engine.sampling_params import SamplingParams
 from spillover.engine.token_ids import TokenIds
 
@@ -44,10 +44,12 @@ class Request:
     pending: int = 0  # 1 while the newest token is known only to the device
     num_computed: int = 0  # tokens whose KV is in the cache once every launched step has ended
     in_flight: int = 0  # launched steps that have not ended
+    verifying: bool = False  # a launched step verifies a draft: how many tokens it brings is not known yet
     run_id: int = 0  # what steps name it by from its admission on; 0: no step has been told of it
     blocks_sent: int = 0  # entries of its block tables that steps have been told of
     sources: TokenSources | None = None
     num_preemptions: int = 0
+    drafts: DraftCounts = NO_DRAFTS
     restoring: bool = False  # blocks of its prefix are on their way from other tiers
     computes_all: bool = False  # a restore of it did not end: it computes its prefix
     long: bool = False  # its first blocks wait in host memory, as the device has no room for all
@@ -98,6 +100,13 @@ class Request:
     def needs_previous_token(self) -> bool:
         """Return whether its next step can be prepared only once the last one's token is known."""
         return self.params.needs_history
+
+    def cut(self, num_tokens: int) -> None:
+        """Forget what was sampled behind these tokens: a stop string ended there, in the middle of a verified draft."""
+        del self.token_ids[num_tokens:]
+        del self.logprobs[num_tokens - self.num_prompt:]
+        if self.finish_reason is not None:  # by a token that is no more
+            self.finish_reason, self.stop_reason, self.error = "stop", None, None
 
     @property
     def timings(self) -> RequestTimings:

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import itertools
 import time
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from spillover.engine.output.outputs import PositionLogprobs, TokenSources
 from spillover.engine.queue_policy import POLICIES
 from spillover.engine.request import Request, Status
+from spillover.engine.speculation.speculator import Candidate, NoSpeculation, Speculator
 from spillover.engine.step import NewRequest, Phase, Step, StepItem, StepResult
 from spillover.memory.connector import KVConnector
 from spillover.memory.kv.kv_cache import KVCache
@@ -33,13 +37,16 @@ class SchedulerConfig:
     static_batching: bool = False
     policy: str = "fcfs"
     watermark: float = 0.01
+    max_samples: int | None = None  # rows of a step that are sampled from, those of drafts included; None: any
 
 
 class Scheduler:
-    def __init__(self, config: SchedulerConfig, kv: KVCache, connector: KVConnector) -> None:
+    def __init__(self, config: SchedulerConfig, kv: KVCache, connector: KVConnector,
+                 speculator: Speculator | None = None) -> None:
         self.config = config
         self.kv = kv
         self.connector = connector
+        self.speculator: Speculator = speculator or NoSpeculation()
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in the order of admission; the last is the first to be preempted
         self.num_preemptions = 0
@@ -65,12 +72,15 @@ class Scheduler:
         self._lookup(request)
 
     def schedule(self) -> Step:
-        """Schedule decodes first, then prefills already begun, then new requests, until the token budget is used up."""
+        """Schedule decodes first, then prefills already begun, then new requests, until the token budget is used up;
+        what is left of it is for drafts."""
         items: list[StepItem] = []
         budget = self.config.max_num_batched_tokens
         self.connector.poll_loads()
         for request in [r for r in self.running if r.restoring]:
             self._progress(request)
+        if self.speculator.waits(self.running):
+            return Step(())
         order = self._by_importance()  # who is served may push out who is not yet
         decodes = [r for r in order if r.num_tokens - r.num_computed == 1]
         prefills = [r for r in order if r.num_tokens - r.num_computed > 1]
@@ -86,21 +96,26 @@ class Scheduler:
         self._admit(items, budget)
         if not items:  # what the runner is to be told waits for a step that runs
             return Step(())
+        if self.speculator.most_tokens:
+            self._add_drafts(items)
         step = Step(tuple(items), tuple(self._new), tuple(self._gone))
         self._new.clear()
         self._gone.clear()
+        self.speculator.launched(step)
         return step
 
     def poll_transfers(self, step: Step) -> None:
         """Look after the cache's copies while this step, just launched, is computed. Beside one that only decodes there
         is time; one with part of a prompt has kept the host busy launching it, and there is none to lose."""
         self.connector.poll(hurried=step.has_prefill)
+        self.speculator.probe(self.running)
         self._give_back()
 
     def observe_step(self, step: Step, seconds: float) -> None:
         """Note how long a step took."""
         prefill_tokens = sum(item.count for item in step.items if item.phase is Phase.PREFILL)
         self.connector.observe(prefill_tokens, step.num_tokens, seconds)
+        self.speculator.observe_step(step, seconds)
 
     def pop_ended(self) -> list[Request]:
         """Return the requests that have ended without a step since the last call."""
@@ -118,10 +133,13 @@ class Scheduler:
             request.in_flight -= 1
             request.pending -= item.num_samples > 0
             if request.status is not Status.FINISHED:
-                end = item.end
+                end, known = item.end, request.token_ids
                 if item.phase is Phase.VERIFY:  # the rows of draft tokens that were not accepted do not count
                     end = request.num_computed = item.start + len(tokens)
-                self.kv.commit(request.request_id, request.token_ids, end)
+                    known = known + array("i", tokens)
+                    request.verifying = False
+                    self.speculator.verified(request, len(item.draft), len(tokens) - 1)
+                self.kv.commit(request.request_id, known, end)
                 if prompt_logprobs is not None:
                     request.prompt_logprobs.extend(prompt_logprobs)
                 if tokens:
@@ -150,6 +168,7 @@ class Scheduler:
         request.finish_reason, request.stop_reason = reason, stop_reason
         request.finished = time.monotonic()
         was, request.status = request.status, Status.FINISHED
+        self.speculator.end(request)
         if was is Status.WAITING:
             self.waiting.remove(request)
             self.connector.forget(request.request_id)
@@ -194,7 +213,7 @@ class Scheduler:
         """Return whether the request may take another step before its pending token, if any, is known."""
         if request.pending == 0:
             return True
-        if request.needs_previous_token:
+        if request.needs_previous_token or request.verifying:
             return False
         limit = request.params.max_tokens
         at_end = request.num_tokens >= self.config.max_model_len or (limit is not None and request.num_output >= limit)
@@ -230,6 +249,53 @@ class Scheduler:
         request.in_flight += 1
         request.pending += samples
         return item
+
+    def _add_drafts(self, items: list[StepItem]) -> None:
+        """Turn decodes whose newest token is known into verifications of drafts, in the room that all others left."""
+        decoding = [index for index, item in enumerate(items) if item.phase is Phase.DECODE]
+        places, candidates = [], []
+        for index in decoding:
+            request = self._by_run_id[items[index].id]
+            if request.in_flight == 1 and (most := self._most_drafted(request)) > 0:
+                places.append(index)
+                candidates.append(Candidate(request, most))
+        rows = sum(item.count for item in items)
+        room = self.config.max_num_batched_tokens - rows
+        if self.config.max_samples is not None:
+            room = min(room, self.config.max_samples - sum(item.num_samples for item in items))
+        drafts = self.speculator.drafts(candidates, len(decoding), rows, room)
+        for index, candidate, draft in zip(places, candidates, drafts, strict=True):
+            if draft:
+                items[index] = self._with_draft(candidate.request, items[index], draft)
+
+    def _most_drafted(self, request: Request) -> int:
+        """Return how many tokens may be drafted for a request just taken: all of them may be accepted, and one more."""
+        if request.long or request.restoring or len(request.token_ids) == request.num_prompt:
+            return 0
+        known, limit = len(request.token_ids), request.params.max_tokens
+        left = self.config.max_model_len - known
+        if limit is not None:
+            left = min(left, limit - (known - request.num_prompt))
+        return min(self.speculator.most_tokens, left - 1)
+
+    def _with_draft(self, request: Request, item: StepItem, draft: tuple[int, ...]) -> StepItem:
+        """Return the item with as much of a draft as there are blocks for that nobody else is about to need."""
+        spare = self.kv.num_free - len(self.running) * self.config.num_groups
+        if (self.kv.blocks_needed(request.request_id, item.end + len(draft)) > spare
+                or not self.kv.extend(request.request_id, item.end + len(draft), urgent=False)):
+            draft = draft[:len(self.kv.table(request.request_id)) * self.kv.block_size - item.end]
+        mask = item.mask
+        if request.grammar is not None:
+            draft, mask = request.grammar.draft_masks(draft)
+        if not draft:
+            return item
+        request.verifying = True
+        tables = [self.kv.table(request.request_id, group) for group in range(self.config.num_groups)]
+        request.blocks_sent = len(tables[0])
+        count = 1 + len(draft)
+        return msgspec.structs.replace(
+            item, phase=Phase.VERIFY, count=count, num_samples=count, draft=draft, mask=mask,
+            new_blocks=tuple(tuple(table[item.first_block:]) for table in tables))
 
     def _announce(self, request: Request) -> None:
         """Tell the runner of a request that it does not know, or knows no more."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spillover.engine.loop import Engine
+from spillover.engine.speculation.speculator import SpeculationStats
 from spillover.memory.kv.sequence import CacheStats
 from spillover.memory.spill.report import TierReport, by_name
 
@@ -21,6 +22,7 @@ class EngineStats:
     slots_held: int  # token slots in blocks that running requests hold
     slots_wasted: int  # slots of held blocks without a token
     tiers: tuple[TierReport, ...] = ()  # below the device, nearest first
+    speculation: SpeculationStats | None = None  # None: off
 
     @classmethod
     def of(cls, engine: Engine) -> EngineStats:
@@ -35,4 +37,5 @@ class EngineStats:
             slots_held=engine.slots_held,
             slots_wasted=engine.slots_wasted,
             tiers=by_name(scheduler.connector.reports()),
+            speculation=scheduler.speculator.stats(),
         )

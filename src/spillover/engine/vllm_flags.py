@@ -42,7 +42,7 @@ _KNOWN: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "enable_lora": ((False,), _ADAPTERS),
     "max_loras": ((), _ADAPTERS),
     "max_lora_rank": ((), _ADAPTERS),
-    "speculative_config": ((), "speculative decoding is not supported yet; leave it out"),
+    "speculative_model": ((), "use speculative_config={'method': 'ngram'} or {'method': 'suffix'}"),
     "limit_mm_per_prompt": (({},), _TEXT),
     "mm_processor_kwargs": (({},), _TEXT),
     "enable_sleep_mode": ((False, True), _BY_ITSELF),

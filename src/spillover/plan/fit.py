@@ -14,7 +14,7 @@ from spillover.plan.request import PlanRequest
 from spillover.plan.shapes import ModelShape
 from spillover.plan.strategies import largest
 from spillover.plan.tiers import TierPlan
-from spillover.plan.workspace import CAPTURED_ROWS, Workspace, staging_bytes, workspace
+from spillover.plan.workspace import CAPTURED_ROWS, Workspace, max_samples, staging_bytes, workspace
 from spillover.units import format_bytes
 
 CPU_KV_BYTES = 1 << 30  # KV cache of a CPU plan that was given no budget, where memory allows
@@ -79,7 +79,8 @@ class Sizes:
         """Return the workspace. `long`: some of that length's blocks wait in host memory."""
         tokens = self.batched_tokens(length)
         space = workspace(self.config, self.shape.dtype, self.device, self.native, tokens, self.max_num_seqs, length,
-                          self.captured_rows(length))
+                          self.captured_rows(length),
+                          max_samples(self.max_num_seqs, tokens, self.request.draft_tokens))
         space = replace(space, kernels=space.kernels + self.shape.scratch_bytes)
         if not long:
             return space

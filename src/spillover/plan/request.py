@@ -29,3 +29,4 @@ class PlanRequest:
     weights: str = "resident"  # or "auto", or a strategy of plan.placement, or "host-experts:N"
     cpu_offload: int = 0  # bytes of weights to keep off the device at least
     paged_tokens: int | None = None
+    draft_tokens: int = 0  # of one request, verified in a step; 0: none

@@ -26,6 +26,18 @@ CAPTURED_ROWS = 1024  # rows of the largest prefill step captured as a CUDA grap
 SMALLEST_BLOCK = 8  # tokens, of which a block table has an entry each
 
 
+DRAFTED_ROWS = 128  # of small batches are sampled from, where drafts are verified
+
+
+def max_samples(max_num_seqs: int, max_num_batched_tokens: int, draft_tokens: int) -> int:
+    """Return the most rows of a step that are sampled from. Logits take much memory, and large batches gain least by
+    drafts: of these every request has one draft token, or fewer have more."""
+    if not draft_tokens:
+        return max_num_seqs
+    wanted = min(max_num_seqs * (1 + draft_tokens), max(2 * max_num_seqs, DRAFTED_ROWS), max_num_batched_tokens)
+    return max(max_num_seqs, wanted)
+
+
 @dataclass(frozen=True)
 class Workspace:
     activations: int  # on a CUDA device what they take beyond logits and sampler, which come where they were
@@ -42,20 +54,21 @@ class Workspace:
 
 def workspace(
     config: ModelConfig, dtype: str, device: str, native: bool, tokens: int, rows: int, positions: int,
-    captured: int = 0,
+    captured: int = 0, samples: int = 0,
 ) -> Workspace:
-    """Size the workspace of steps of `tokens` of which `rows` sample a token, in sequences of up to `positions`.
-    `captured`: rows of the largest prefill step captured as a CUDA graph."""
+    """Size the workspace of steps of `tokens` in `rows` requests, in sequences of up to `positions`. `captured`: rows
+    of the largest prefill step captured as a CUDA graph; `samples`: rows sampled from, if more than requests."""
+    samples = max(rows, samples)
     kernels = BLAS_BYTES[device] + (0 if native else SCORES_BYTES)
     if device == "cuda":
-        kernels += _cuda_bytes(config, dtype, captured, rows, positions) + _wide_bytes(config, dtype, tokens)
+        kernels += _cuda_bytes(config, dtype, captured, rows, samples, positions) + _wide_bytes(config, dtype, tokens)
     if config.expert_format != "dense" and device == "cpu":  # one expert at a time is dequantised, then packed
         kernels += 2 * 2 * config.expert_intermediate_size * config.hidden_size * ITEMSIZE[dtype]
     vocab = config.vocab_size
     stored = ITEMSIZE[dtype] if dtype != "float32" else 0  # logits before they are float32
     activations = tokens * _row_bytes(config, dtype, native)
-    logits = min(max(rows, SCORED_ROWS), tokens) * vocab * (LOGIT_BYTES + stored)
-    sampler = min(min(rows, tokens) * vocab, max(vocab, SAMPLE_ENTRIES[device])) * SAMPLE_BYTES
+    logits = min(max(samples, SCORED_ROWS), tokens) * vocab * (LOGIT_BYTES + stored)
+    sampler = min(min(samples, tokens) * vocab, max(vocab, SAMPLE_ENTRIES[device])) * SAMPLE_BYTES
     if device == "cuda":  # tokens are sampled where the layers' rows were, of which one a token is left
         activations = max(activations - logits - sampler, tokens * config.hidden_size * ITEMSIZE[dtype])
     return Workspace(
@@ -84,13 +97,13 @@ def staging_bytes(
     return buffers + 2 * totals + 3 * segment + float_bytes + 5 * 4 * MOST_SCORES
 
 
-def _cuda_bytes(config: ModelConfig, dtype: str, captured: int, rows: int, positions: int) -> int:
+def _cuda_bytes(config: ModelConfig, dtype: str, captured: int, rows: int, samples: int, positions: int) -> int:
     """Return the bytes of split attention's partial results, block tables by slot, and memory of captured graphs."""
     items = max_items(rows + 1, positions, config.num_kv_heads)
     scratch = scratch_bytes(items, rows + 1, config.num_heads, config.num_kv_heads, config.head_dim)
     tables = (rows + 1) * len(layer_groups(config)) * -(-positions // SMALLEST_BLOCK) * 4
     graphs = max(rows, captured) * _row_bytes(config, dtype, False)
-    graphs += rows * (config.hidden_size * ITEMSIZE[dtype] + config.vocab_size * (ITEMSIZE[dtype] + 1))
+    graphs += samples * (config.hidden_size * ITEMSIZE[dtype] + config.vocab_size * (ITEMSIZE[dtype] + 1))
     return scratch + tables + graphs + _chunk_sums_bytes(config, max(rows, captured))
 
 

@@ -16,6 +16,7 @@ import torch
 from spillover.engine.batch.sampler import seed_stream, temperature_only
 from spillover.engine.step import NewRequest, Step, StepResult
 from spillover.engine.token_ids import TokenIds
+from spillover.plan.workspace import max_samples
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,16 @@ class StepLimits:
     max_num_batched_tokens: int
     max_model_len: int
     captured_rows: int = 0  # CUDA: of a step with part of a prompt that a graph is captured of; 0: of none
+    draft_tokens: int = 0  # of one request
+    simulated: tuple[float, ...] = ()  # drafts are accepted up to each position in this share of cases; (): truly
+
+    @property
+    def max_samples(self) -> int:
+        """Return the most tokens that are sampled in a step."""
+        return max_samples(self.max_num_seqs, self.max_num_batched_tokens, self.draft_tokens)
 
     def request_table(self, groups: int, block_size: int, device: torch.device) -> RequestTable:
-        return RequestTable(self.max_num_seqs, groups, -(-self.max_model_len // block_size) + 1, device)
+        return RequestTable(self.max_num_seqs, groups, -(-self.max_model_len // block_size) + 1, device, self.simulated)
 
 
 @dataclass(slots=True)
@@ -49,8 +57,11 @@ _NO_UPDATES = BlockUpdates(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int
 
 
 class RequestTable:
-    def __init__(self, count: int, groups: int, width: int, device: torch.device) -> None:
-        """Make the slots. `width`: blocks of the longest sequence. One slot more has an empty table: for padding."""
+    def __init__(self, count: int, groups: int, width: int, device: torch.device,
+                 simulated: tuple[float, ...] = ()) -> None:
+        """Make the slots. `width`: blocks of the longest sequence. One slot more has an empty table: for padding.
+        `simulated`: how often drafts count as accepted up to each position; (): only those that are right."""
+        self.simulated = simulated
         self.padding = count
         self.block_tables = torch.zeros(groups, count + 1, width, dtype=torch.int32, device=device)
         self.num_prompt = np.zeros(count, dtype=np.int64)

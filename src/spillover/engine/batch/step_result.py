@@ -18,7 +18,8 @@ from spillover.engine.batch.sampler import (
     prompt_logprobs,
     to_position_logprobs,
 )
-from spillover.engine.step import Step, StepItem, StepResult, scored_positions
+from spillover.engine.speculation.simulated import num_accepted
+from spillover.engine.step import NewRequest, Step, StepItem, StepResult, scored_positions
 from spillover.models.layers import Decoder
 from spillover.models.weights import Weights
 
@@ -128,7 +129,7 @@ def to_result(step: Step, table: RequestTable, drawn: list[int], logprobs: Sampl
     for index, item in enumerate(step.items):
         if not item.num_samples:
             continue
-        tokens = _accepted(item, drawn[first:first + item.num_samples])
+        tokens = accepted(item, drawn[first:first + item.num_samples], table[item.id].request, table.simulated)
         result.token_ids[index] = tokens
         wanted = table[item.id].request.params.logprobs
         if wanted is not None and host is not None:
@@ -145,8 +146,12 @@ def to_result(step: Step, table: RequestTable, drawn: list[int], logprobs: Sampl
     return result
 
 
-def _accepted(item: StepItem, drawn: list[int]) -> tuple[int, ...]:
-    """Return the draft tokens that the model would have sampled as well, and the one that it sampled after them."""
+def accepted(item: StepItem, drawn: Sequence[int], request: NewRequest,
+             simulated: Sequence[float] = ()) -> tuple[int, ...]:
+    """Return the draft tokens that the model would have sampled as well, and the one that it sampled after them.
+    `simulated`: by position, how often a draft token counts as sampled whatever the model says."""
+    if simulated and item.draft:
+        return tuple(drawn[:1 + num_accepted(simulated, request.seed, item.start, len(item.draft))])
     same = 0
     while same < len(item.draft) and drawn[same] == item.draft[same]:
         same += 1

@@ -118,6 +118,8 @@ class CudaRunner:
         self._windows = [group.window for group in model.groups]
         # Padding beside part of a prompt is cut into requests of its own, each of one tile, in the dummy block.
         self._padding_rows = min(TILE_QUERIES, limits.max_model_len)
+        # Requests with several rows in a captured step: where drafts are verified, that may be all of them.
+        self._most_several = max(MAX_PREFILL_REQUESTS, limits.max_num_seqs if limits.draft_tokens else 0)
         self._offsets: dict[StepShape, InputOffsets] = {}  # of padded steps
         self._inputs = StepInputs(self._input_bytes(), device)
         self._templates: dict[int, DecodeInputs] = {}  # of steps that only decode, by rows
@@ -125,16 +127,18 @@ class CudaRunner:
         items = ordered_splits.max_items(requests, limits.max_model_len, config.num_kv_heads)
         self._scratch = DecodeScratch.make(items, requests, config.num_heads, config.num_kv_heads, config.head_dim,
                                            device)
-        self._draws = torch.zeros(limits.max_num_seqs, dtype=i64, device=device)  # of the last step
-        self._drawn_from = torch.zeros(limits.max_num_seqs, config.hidden_size, dtype=model.dtype, device=device)
+        samples = limits.max_samples
+        self._draws = torch.zeros(samples, dtype=i64, device=device)  # of the last step
+        self._drawn_from = torch.zeros(samples, config.hidden_size, dtype=model.dtype, device=device)
         cuda = device.type == "cuda"
         if cuda:
             torch.cuda.synchronize(device)  # all that was made so far is made on the default stream
         self._queue = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
-        self._results = torch.zeros(STEPS_KEPT, limits.max_num_seqs, dtype=i64, pin_memory=cuda)
+        self._results = torch.zeros(STEPS_KEPT, samples, dtype=i64, pin_memory=cuda)
         self._read: npt.NDArray[np.int64] = self._results.numpy()
         self._result_row = 0  # the row of the results that a step's tokens are written to
-        self._graphs = Graphs(device, limits.max_num_seqs, limits.captured_rows) if graphs else None
+        self._graphs = (Graphs(device, limits.max_num_seqs, limits.captured_rows, bool(limits.draft_tokens))
+                        if graphs else None)
         # Everything loaded by now stays: a collection that looked through it again would hold up a step for long.
         gc.collect()
         gc.freeze()
@@ -151,6 +155,8 @@ class CudaRunner:
         few = self.weights.graphs.max_unpadded_rows
         sizes = [*range(1, few + 1), *(size for size in self._graphs.sizes if size > few)]
         keys = [Key(size, True) for size in sizes] + [Key(size, False, True) for size in self._graphs.prompt_sizes]
+        if self._limits.draft_tokens:
+            keys += [Key(size, True, True) for size in self._graphs.prompt_sizes if size <= self._limits.max_samples]
         # Graphs of steps that stream weights are good for one placement of them, and captured when such a step comes.
         keys = [key for key in keys if self.weights.graphs.graph_version(key.rows) == 0]
         nothing = ItemArrays.of((), np.empty(0, dtype=np.int64))
@@ -232,11 +238,12 @@ class CudaRunner:
 
     def _captured(self, offsets: InputOffsets, key: Key) -> Tensor:
         """Run a step as its graph has it; returns the rows that tokens are sampled from."""
-        hidden = self._forward(offsets)
-        if key.prompts:
-            return torch.index_select(hidden, 0, self._inputs.array(offsets, "sample_rows"), out=self._drawn_from)
+        hidden, samples = self._forward(offsets), offsets.shape.samples
         if key.draws:
-            self._draw(offsets, hidden, offsets.shape.samples)
+            self._draw(offsets, hidden, samples)
+        elif key.prompts:
+            into = self._drawn_from[:samples]
+            return torch.index_select(hidden, 0, self._inputs.array(offsets, "sample_rows"), out=into)
         return hidden
 
     def _draw(self, offsets: InputOffsets, rows: Tensor, count: int) -> None:
@@ -336,14 +343,16 @@ class CudaRunner:
         shape = None
         if graphs is not None and decodes:
             shape = self._decode_shape(rows if rows <= self.weights.graphs.max_unpadded_rows else graphs.size(rows))
-        elif graphs is not None and np.count_nonzero(items.counts > 1) <= MAX_PREFILL_REQUESTS:
+        elif graphs is not None and np.count_nonzero(items.counts > 1) <= self._most_several:
             padded = graphs.prompt_size(rows)
             shape = None if padded is None else self._prompt_shape(padded)
         self.weights.graphs.begin_step(rows if shape is None else shape.rows)
         graph_version = None if shape is None else self.weights.graphs.graph_version(shape.rows)
         if shape is None or graph_version is None:
             return None, None
-        return Key(shape.rows, plain and decodes, not decodes, graph_version), shape
+        # Rows of decodes and drafts are all sampled from, and in their order.
+        draws = plain and (decodes or items.num_rows == items.num_samples) and shape.rows == shape.samples
+        return Key(shape.rows, draws, not decodes, graph_version), shape
 
     def _decode_shape(self, size: int) -> StepShape:
         """Return the shape of a step of `size` requests, padding included, that all decode one token."""
@@ -354,8 +363,8 @@ class CudaRunner:
         rows, appended last."""
         most, piece = self._limits.max_num_seqs, self._padding_rows
         pieces = -(-rows // piece)
-        tiles = pieces + 2 + MAX_PREFILL_REQUESTS
-        return StepShape(rows, most + pieces + 1, most, tiles, piece, self._most_short)
+        tiles = pieces + 2 + min(self._most_several, rows // 2)
+        return StepShape(rows, most + pieces + 1, min(rows, self._limits.max_samples), tiles, piece, self._most_short)
 
     def _own_shape(self, items: ItemArrays) -> StepShape:
         """Return the shape of a step that is not padded."""
@@ -418,7 +427,7 @@ class CudaRunner:
         limits = self._limits
         tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
         prompts = self._prompt_shape(limits.captured_rows)
-        most = StepShape(tokens, prompts.requests, limits.max_num_seqs, tokens + prompts.tiles, short=self._most_short)
+        most = StepShape(tokens, prompts.requests, limits.max_samples, tokens + prompts.tiles, short=self._most_short)
         return self._offsets_of(most).end + UPDATE_BYTES
 
     def _send_back(self, step: Step, work: _Work, logprobs: SampledLogprobs | None,

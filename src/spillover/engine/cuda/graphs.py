@@ -30,10 +30,12 @@ class Key(NamedTuple):
     graph_version: int = 0  # of where weights lie that move; graphs of earlier versions are dropped
 
 
-def prompt_ladder(most: int) -> list[int]:
+def prompt_ladder(most: int, drafts: bool = False) -> list[int]:
     """In steps of 16, of 32 from 256, of 64 from 512: at most an eighth of many rows is padding; `most` ends it, and
-    with 0 there are none."""
+    with 0 there are none. With `drafts`, smaller steps too: those that verify the draft of a request or two."""
     sizes = [*range(16, 256, 16), *range(256, 512, 32), *range(512, most, 64)]
+    if drafts:
+        sizes = [2, 3, 4, 5, 6, 8, 10, 12, *sizes]
     return [size for size in sizes if size < most] + [most] * (most > 0)
 
 
@@ -62,10 +64,10 @@ class _Captured:
 
 
 class Graphs:
-    def __init__(self, device: torch.device, max_num_seqs: int, prompt_rows: int) -> None:
-        """`prompt_rows`: largest prefill step captured; 0 disables."""
+    def __init__(self, device: torch.device, max_num_seqs: int, prompt_rows: int, drafts: bool = False) -> None:
+        """`prompt_rows`: largest prefill step captured; 0 disables. `drafts`: are verified."""
         self._sizes = ladder(max_num_seqs)
-        self._prompt_sizes = prompt_ladder(prompt_rows)
+        self._prompt_sizes = prompt_ladder(prompt_rows, drafts)
         self._device = device
         self._met: set[Key] = set()
         self._captured: dict[Key, _Captured] = {}

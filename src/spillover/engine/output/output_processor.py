@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spillover.engine.output.detokenizer import IncrementalDetokenizer
-from spillover.engine.output.outputs import CompletionOutput, RequestOutput, TokenSources
+from spillover.engine.output.outputs import NO_DRAFTS, CompletionOutput, RequestOutput, TokenSources
 from spillover.engine.request import Request
 from spillover.models.tokenizer import Tokenizer
 
@@ -47,6 +47,7 @@ class Answer:
             sources=parent.sources or TokenSources(),
             timings=parent.timings if self.finished else None,
             num_preemptions=sum(request.num_preemptions for request in self.requests),
+            drafts=sum((request.drafts for request in self.requests), NO_DRAFTS),
         )
 
     def _completion(self, index: int, request: Request) -> CompletionOutput:
@@ -83,9 +84,12 @@ class _Text:
         request, end = self._request, len(self._request.token_ids)
         ended_by_token = request.finish_reason == "stop" and request.token_ids[-1] in request.stop_ids
         shown = end - 1 if ended_by_token and not request.params.include_stop_str_in_output else end
-        for token in request.token_ids[self._seen:shown]:
-            self._detokenizer.append(token)
-        self._seen = end
+        for index in range(self._seen, shown):
+            self._detokenizer.append(request.token_ids[index])
+            if self._detokenizer.stopped is not None and index + 1 < end:
+                request.cut(index + 1)
+                break
+        self._seen = len(request.token_ids)
         if request.finish_reason is not None:
             self._detokenizer.flush()
         return self._detokenizer.stopped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -64,6 +65,35 @@ class RequestTimings:
         return self.finished - self.first_token
 
 
+@dataclass(frozen=True)
+class DraftCounts:
+    """What was drafted and verified, of one request or of all."""
+
+    drafts: int = 0  # passes that verified a draft
+    tokens: int = 0  # drafted
+    accepted: int = 0  # of these, those that the model sampled as well
+    by_position: tuple[int, ...] = ()  # accepted, by their place in the draft
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Return the mean of tokens that a pass with a draft brought; 0 where there was none."""
+        return (self.drafts + self.accepted) / self.drafts if self.drafts else 0.0
+
+    def plus(self, drafted: int, accepted: int) -> DraftCounts:
+        """Return the counts with one more draft."""
+        before = self.by_position + (0,) * (accepted - len(self.by_position))
+        counted = tuple(count + (place < accepted) for place, count in enumerate(before))
+        return DraftCounts(self.drafts + 1, self.tokens + drafted, self.accepted + accepted, counted)
+
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        pairs = itertools.zip_longest(self.by_position, other.by_position, fillvalue=0)
+        return DraftCounts(self.drafts + other.drafts, self.tokens + other.tokens, self.accepted + other.accepted,
+                           tuple(one + another for one, another in pairs))
+
+
+NO_DRAFTS = DraftCounts()
+
+
 @dataclass
 class CompletionOutput:
     index: int
@@ -89,6 +119,7 @@ class RequestOutput:
     sources: TokenSources = field(default_factory=TokenSources)
     timings: RequestTimings | None = None
     num_preemptions: int = 0
+    drafts: DraftCounts = NO_DRAFTS  # what was drafted for it, over all its sequences
 
     @property
     def num_cached_tokens(self) -> int:

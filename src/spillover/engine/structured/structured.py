@@ -87,6 +87,25 @@ class Grammar:
                 words[token // 32] |= np.uint32(1 << token % 32)
         return words.tobytes()
 
+    def draft_masks(self, draft: tuple[int, ...]) -> tuple[tuple[int, ...], bytes]:
+        """Return the beginning of a draft that the grammar allows, and the masks of the position before it and of each
+        of its tokens. Tried on a copy, so that whatever becomes of the draft, this stays where it is."""
+        ahead = self.ahead()
+        masks, allowed = [ahead.mask()], 0
+        for token in draft:
+            if ahead.finished or not ahead.accept(token) or ahead.error is not None:
+                break
+            masks.append(ahead.mask())
+            if ahead.error is not None:
+                masks.pop()
+                break
+            allowed += 1
+        return draft[:allowed], b"".join(masks)
+
+    def ahead(self) -> Grammar:
+        """Return a copy that starts where this one stands."""
+        return Grammar(self._matcher.deep_copy(), self._eos, self._mask_words)
+
     def accept(self, token_id: int) -> bool:
         """Advance by a token; False, and unchanged, where the grammar does not allow it."""
         if self.finished:

@@ -22,6 +22,7 @@ from spillover.engine.assemble import Assembly, assemble
 from spillover.engine.output.outputs import TokenSources
 from spillover.engine.profiling.profile_session import ProfileSession
 from spillover.engine.request import Request, Status
+from spillover.engine.speculation.speculator import SpeculationStats
 from spillover.engine.structured.structured import Grammar, GrammarCompiler, GrammarLimits, GrammarStats
 from spillover.errors import RequestError, SpilloverError
 from spillover.memory.spill.report import by_name
@@ -295,6 +296,7 @@ class EngineService:
             tiers.append(TierUse("host", weights, 0, 0, 0))
         moved = engine.runner.weight_traffic()
         grammars = self._grammars.stats()
+        speculation = self._scheduler.speculator.stats() or SpeculationStats()
         return LiveStats(
             grammars_compiled=grammars.compiled,
             grammars_reused=grammars.reused,
@@ -305,6 +307,9 @@ class EngineService:
             expert_hits=moved.expert_hits,
             expert_misses=moved.expert_misses,
             expert_hosted=moved.expert_hosted,
+            drafts=speculation.counts,
+            simulated_drafts=speculation.simulated,
+            draft_seconds=speculation.draft_seconds,
             time=time.monotonic(),
             sleeping=self._sleeping,
             num_running=len(self._scheduler.running),

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from spillover.engine.config import EngineConfig
-from spillover.engine.output.outputs import Logprob, TokenSources
+from spillover.engine.output.outputs import NO_DRAFTS, DraftCounts, Logprob, TokenSources
 from spillover.engine.sampling_params import SamplingParams
 from spillover.engine.token_ids import TokenIds
 from spillover.memory.spill.report import TierReport
@@ -122,6 +122,7 @@ class Update(msgspec.Struct, array_like=True, gc=False):
     times: tuple[float, float, float, float, float] | None = None
     finish_reason: str | None = None  # "stop" | "length" | "error"
     stop_reason: int | str | None = None
+    drafts: DraftCounts | None = None  # with the last token
     error: str | None = None  # why a request cannot be served; with finish_reason "error"
 
 
@@ -166,6 +167,10 @@ class LiveStats(msgspec.Struct, array_like=True, frozen=True):
     expert_hits: int = 0  # experts that a step asked for: on the device,
     expert_misses: int = 0  # brought there,
     expert_hosted: int = 0  # or computed by the host
+    # Speculation.
+    drafts: DraftCounts = NO_DRAFTS
+    simulated_drafts: bool = False  # acceptance is made up
+    draft_seconds: float = 0.0  # that drafters took
     # Grammars of structured output.
     grammars_compiled: int = 0
     grammars_reused: int = 0  # requests whose grammar was there already

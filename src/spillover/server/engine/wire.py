@@ -89,6 +89,7 @@ class Sequence:
             update.times = (request.scheduled, request.first_token, request.finished, request.restore_started,
                             request.restore_ended)
             update.finish_reason, update.stop_reason = request.finish_reason, request.stop_reason
+            update.drafts = request.drafts if request.drafts.drafts else None
             update.error = request.error
         return update
 
@@ -106,6 +107,8 @@ def mirror(request: Request, update: Update) -> None:
     if update.times is not None:
         (request.scheduled, request.first_token, request.finished, request.restore_started,
          request.restore_ended) = update.times
+    if update.drafts is not None:
+        request.drafts = update.drafts
     if update.finish_reason is not None:
         request.finish_reason, request.stop_reason = update.finish_reason, update.stop_reason
         request.status = Status.FINISHED

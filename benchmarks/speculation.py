@@ -1,0 +1,150 @@
+"""Speed and acceptance with and without speculation, in turns: a repetitive, an ordinary and a random workload. The
+last, random tokens that are answered at temperature 1, is the worst for a drafter.
+
+    python benchmarks/speculation.py                               # the default model, on the CPU
+    python benchmarks/speculation.py --requests 4 --repeats 5 --output results.json
+    python benchmarks/speculation.py --model llama-3.1-8b --device cuda --gpu-memory 45GB --length 256 \
+        --simulate 0.8,0.6,0.4,0.28 --requests 1      # a model of gpu_workload.py, of random weights
+
+Every way of running has an engine of its own, and all are loaded at once; in each repeat every workload runs once by
+each of them, in an order that turns. The texts must be equal, or the run fails. With --simulate acceptance is made up,
+texts differ, and every line says so.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import click
+from gpu_workload import MODELS, opened
+
+from spillover import LLM, SamplingParams
+
+REPETITIVE = [
+    "Repeat this list three times, exactly: apples, 3 pears, 12 lemons, bread, oat milk, 4 eggs, butter, tea.",
+    'Here is a table as JSON: [{"name": "Ann", "age": 31, "city": "Oslo"}, {"name": "Bob", "age": 45, "city": "Rome"}, '
+    '{"name": "Cid", "age": 27, "city": "Bonn"}]. Write the same table again, with every age one year higher.',
+    "Copy this code and add a docstring to each function:\ndef add(a, b):\n    return a + b\n\ndef sub(a, b):\n    "
+    "return a - b\n\ndef mul(a, b):\n    return a * b\n",
+    "Write the lines 'step 1: check the door', 'step 2: check the door' and so on, up to step 20.",
+]
+ORDINARY = [
+    "Why is the sky blue? Explain it to a child.",
+    "Write a short story about a lighthouse keeper who finds a letter.",
+    "What are the advantages and disadvantages of electric cars?",
+    "Give me a plan for a weekend in a city by the sea.",
+]
+
+
+def prompts(llm: LLM, workload: str, count: int, turn: int) -> list[list[int]]:
+    """Return other prompts in each turn: a drafter that keeps what was said would know the answers."""
+    rng = random.Random(f"{workload} {turn}")
+    if workload == "random":
+        return [[rng.randrange(100, 5000) for _ in range(64)] for _ in range(count)]
+    texts = {"repetitive": REPETITIVE, "ordinary": ORDINARY}[workload]
+    tokenizer = llm.tokenizer
+    assert tokenizer is not None, "the workloads are texts"
+    chosen = [texts[(turn * count + i) % len(texts)] for i in range(count)]
+    chats = [tokenizer.apply_chat_template([{"role": "user", "content": asked}]) for asked in chosen]
+    return [tokenizer.encode(chat, add_special_tokens=False) for chat in chats]
+
+
+def run(llm: LLM, asked: list[list[int]], length: int, temperature: float) -> tuple[float, list[list[int]], Any]:
+    """Return seconds, tokens and what was drafted."""
+    llm.reset_prefix_cache()
+    params = [SamplingParams(temperature=temperature, seed=index, max_tokens=length, ignore_eos=True)
+              for index in range(len(asked))]
+    begun = time.perf_counter()
+    outputs = llm.generate([{"prompt_token_ids": one} for one in asked], params, use_tqdm=False)
+    seconds = time.perf_counter() - begun
+    drafts = outputs[0].drafts
+    for output in outputs[1:]:
+        drafts += output.drafts
+    return seconds, [list(output.outputs[0].token_ids) for output in outputs], drafts
+
+
+@click.command()
+@click.option("--model", default=None, help="A model; default: SmolLM2-135M-Instruct.")
+@click.option("--device", default="cpu")
+@click.option("--gpu-memory", default=None, help="Of each of the engines.")
+@click.option("--method", "methods", multiple=True, default=("ngram", "suffix"))
+@click.option("--workload", "workloads", multiple=True, default=("repetitive", "ordinary", "random"))
+@click.option("--tokens", default=None, type=int, help="Most tokens of a draft.")
+@click.option("--always", is_flag=True, help="Draft always, whether or not it pays.")
+@click.option("--simulate", default=None, help="Simulated acceptance by position, for random weights.")
+@click.option("--requests", default=1)
+@click.option("--length", default=96, help="Tokens of an answer.")
+@click.option("--temperature", default=0.0)
+@click.option("--repeats", default=3)
+@click.option("--output", default=None, type=click.Path(path_type=Path), help="A file for the results, as JSON.")
+def main(model: str | None, device: str, gpu_memory: str | None, methods: tuple[str, ...], workloads: tuple[str, ...],
+         tokens: int | None, always: bool, simulate: str | None, requests: int, length: int, temperature: float,
+         repeats: int, output: Path | None) -> None:
+    flags: dict[str, Any] = {"device": device, "gpu_memory": gpu_memory, "max_model_len": 1024,
+                             "max_num_seqs": max(requests, 1)}
+    ways: dict[str, dict[str, Any]] = {"plain": {}}
+    if simulate is not None:
+        ways["simulated"], workloads = {"speculative_simulate": simulate}, ("random",)
+    else:
+        ways |= {method: {"speculative_method": method, "num_speculative_tokens": tokens} for method in methods}
+    for way in ways.values():
+        if way and always:
+            way["speculative_adaptive"] = False
+    results: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        engines = {name: stack.enter_context(opened(model, **flags, **way) if model in MODELS
+                                             else LLM(model, **flags, **way)) for name, way in ways.items()}
+        for workload in workloads:
+            found: dict[str, list[tuple[float, Any]]] = {name: [] for name in engines}
+            for llm in engines.values():
+                run(llm, prompts(llm, workload, requests, -1), 8, temperature)
+            for repeat in range(repeats):
+                asked, expected = prompts(engines["plain"], workload, requests, repeat), None
+                order = list(engines)[repeat % len(engines):] + list(engines)[:repeat % len(engines)]
+                for name in order:
+                    heat = max(temperature, 1.0) if workload == "random" else temperature
+                    seconds, said, drafts = run(engines[name], asked, length, heat)
+                    expected = expected or said
+                    if simulate is None and said != expected:
+                        raise click.ClickException(f"{name} says something else than the others on '{workload}'")
+                    found[name].append((seconds, drafts))
+            results += [summary(workload, name, runs, found["plain"], requests * length, simulate is not None)
+                        for name, runs in found.items()]
+            for row in results[-len(found):]:
+                click.echo(describe(row))
+    if output is not None:
+        about = {"model": model or "SmolLM2-135M-Instruct", "device": device, "requests": requests, "length": length,
+                 "temperature": temperature, "repeats": repeats, "always": always, "simulated": simulate}
+        output.write_text(json.dumps({"settings": about, "results": results}, indent=2) + "\n")
+
+
+def summary(workload: str, name: str, runs: list[tuple[float, Any]], plain: list[tuple[float, Any]], tokens: int,
+            simulated: bool) -> dict[str, Any]:
+    ratios = [usual / seconds for (usual, _), (seconds, _) in zip(plain, runs, strict=True)]
+    drafts = runs[0][1]
+    for _, more in runs[1:]:
+        drafts += more
+    return {"workload": workload, "way": name, "tokens_per_second": tokens / statistics.median(s for s, _ in runs),
+            "speed": statistics.median(ratios), "speeds": ratios, "drafts": drafts.drafts, "drafted": drafts.tokens,
+            "accepted": drafts.accepted, "accepted_by_position": list(drafts.by_position),
+            "tokens_per_pass": drafts.tokens_per_pass, "simulated": simulated and name != "plain"}
+
+
+def describe(row: dict[str, Any]) -> str:
+    line = (f"{row['workload']:10} {row['way']:9} {row['tokens_per_second']:8.1f} tok/s  {row['speed']:.2f}x "
+            f"({min(row['speeds']):.2f} to {max(row['speeds']):.2f})")
+    if row["drafts"]:
+        shares = " ".join(f"{count / row['drafts']:.2f}" for count in row["accepted_by_position"])
+        line += (f"  {row['accepted']} of {row['drafted']} accepted, {row['tokens_per_pass']:.2f} tokens a pass with a "
+                 f"draft; by position {shares}")
+    return line + (" (simulated acceptance)" if row["simulated"] else "")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""How to speculate: vLLM's `--speculative-config` as JSON, or plain flags; checked before anything is loaded."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from spillover.errors import SpilloverError, did_you_mean
+
+METHODS = ("ngram", "suffix")
+DEFAULT_TOKENS = {"ngram": 8, "suffix": 16}
+MOST_TOKENS = 64  # of one draft
+LONGEST_MATCH = 64  # of n-gram look-up
+KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "adaptive")
+_LOADS_A_MODEL = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "dflash")
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    method: str  # one of METHODS, or "simulated"
+    num_tokens: int  # the most of one draft
+    lookup_min: int = 3  # ngram: shortest match
+    lookup_max: int = 5  # ngram: longest match that is looked for
+    adaptive: bool = True  # False: always as many as there are, whatever they cost
+    simulated: tuple[float, ...] = ()  # share of drafts whose token at each position counts as accepted
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS and not self.simulated:
+            if self.method in _LOADS_A_MODEL:
+                raise SpilloverError(f"the speculative method {self.method!r} needs a model that drafts, which is not "
+                                     f"supported yet; use one of {', '.join(METHODS)}")
+            raise SpilloverError(f"there is no speculative method {self.method!r}; use one of {', '.join(METHODS)}"
+                                 + did_you_mean(self.method, METHODS))
+        if not 1 <= self.num_tokens <= MOST_TOKENS:
+            raise SpilloverError(f"num_speculative_tokens is from 1 to {MOST_TOKENS}; got {self.num_tokens}")
+        if not 1 <= self.lookup_min <= self.lookup_max <= LONGEST_MATCH:
+            raise SpilloverError(f"prompt_lookup_min and prompt_lookup_max are from 1 to {LONGEST_MATCH}, the first "
+                                 f"not above the second; got {self.lookup_min} and {self.lookup_max}")
+
+    @classmethod
+    def of(cls, given: str | None, method: str | None, num_tokens: int | None, adaptive: bool,
+           simulate: str | None) -> SpeculativeConfig | None:
+        """Return what the flags ask for; None: no speculation."""
+        if simulate is not None:
+            if given is not None or method is not None:
+                other = "--speculative-config" if given is not None else "--speculative-method"
+                raise SpilloverError(f"--speculative-simulate and {other} contradict each other: give one of them")
+            rates = _rates(simulate)
+            return cls("simulated", min(num_tokens or len(rates), len(rates)), adaptive=adaptive, simulated=rates)
+        if given is not None:
+            if method is not None or num_tokens is not None:
+                plain = "--speculative-method" if method is not None else "--num-speculative-tokens"
+                raise SpilloverError(f"--speculative-config and {plain} are two ways to say the same: give one "
+                                     "of them")
+            return cls._from_json(_object(given), adaptive)
+        if method is not None:
+            return cls(method, _default(method) if num_tokens is None else num_tokens, adaptive=adaptive)
+        if num_tokens is not None:
+            raise SpilloverError("--num-speculative-tokens needs a method: give --speculative-method ngram or suffix")
+        return None
+
+    @classmethod
+    def _from_json(cls, fields: Mapping[str, Any], adaptive: bool) -> SpeculativeConfig:
+        for name in fields:
+            if name not in KEYS:
+                raise SpilloverError(f"--speculative-config has no key {name!r}"
+                                     f"{did_you_mean(name, KEYS) or '; it takes ' + ', '.join(KEYS)}")
+        method = fields.get("method")
+        if not isinstance(method, str):
+            raise SpilloverError(f"--speculative-config needs a method, one of {', '.join(METHODS)}, such as "
+                                 '{"method": "ngram", "num_speculative_tokens": 4}')
+        count = _whole(fields, "num_speculative_tokens", _default(method))
+        low, high = fields.get("prompt_lookup_min"), fields.get("prompt_lookup_max")
+        if method != "ngram" and (low is not None or high is not None):
+            raise SpilloverError(f"prompt_lookup_min and prompt_lookup_max are of the method ngram, not of {method!r}: "
+                                 "leave them out")
+        # As in vLLM, one of them alone is both.
+        highest = _whole(fields, "prompt_lookup_max", cls.lookup_max if low is None else 0)
+        lowest = _whole(fields, "prompt_lookup_min", cls.lookup_min if high is None else highest)
+        highest = highest or lowest
+        switch = fields.get("adaptive", adaptive)
+        if not isinstance(switch, bool):
+            raise SpilloverError(f"adaptive in --speculative-config is true or false; got {switch!r}")
+        return cls(method, count, lowest, highest, switch)
+
+
+def _default(method: str) -> int:
+    return DEFAULT_TOKENS.get(method, 4)
+
+
+def _object(text: str) -> Mapping[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise SpilloverError(f"--speculative-config is a JSON object such as {{\"method\": \"ngram\"}}; got {text!r} "
+                             f"({error})") from None
+    if not isinstance(value, dict):
+        raise SpilloverError(f"--speculative-config is a JSON object such as {{\"method\": \"ngram\"}}; got {text!r}")
+    return value
+
+
+def _whole(fields: Mapping[str, Any], name: str, default: int) -> int:
+    value = fields.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise SpilloverError(f"{name} in --speculative-config is a whole number; got {value!r}")
+    return value
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    try:
+        rates = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        rates = ()
+    falling = all(one >= other for one, other in itertools.pairwise(rates))
+    if not 1 <= len(rates) <= MOST_TOKENS or not falling or not all(0 <= rate <= 1 for rate in rates):
+        raise SpilloverError("--speculative-simulate is the share of drafts accepted up to each position, from 0 to 1 "
+                             f"and never rising, such as 0.8,0.65,0.5; got {text!r}")
+    return rates

@@ -1,0 +1,90 @@
+"""What steps cost by their number of rows, learned while they run, and how many draft rows are worth it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from statistics import median_low
+
+import numpy as np
+import numpy.typing as npt
+
+KEPT = 7  # measurements of a size; their median counts, as one may have captured a graph or waited for a disk
+ROUNDS = 4  # until the best number of rows stays the same
+
+Numbers = npt.NDArray[np.float64]
+
+
+class StepCosts:
+    """Seconds of a step by its rows; sizes between those that were measured are interpolated."""
+
+    def __init__(self, below: StepCosts | None = None) -> None:
+        """`below`: costs of another kind of steps, which say how those of sizes not measured here grow."""
+        self._below = below
+        self._measured: dict[int, deque[float]] = {}
+        self._curve: tuple[Numbers, Numbers] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._measured)
+
+    def note(self, rows: int, seconds: float) -> None:
+        size = _size(rows)
+        self._measured.setdefault(size, deque(maxlen=KEPT)).append(seconds)
+        self._curve = None
+
+    def known(self, rows: int) -> bool:
+        return _size(rows) in self._measured
+
+    def seconds(self, rows: Numbers) -> Numbers:
+        """Return what steps of these rows cost; never less than smaller ones."""
+        if not self._measured:
+            return self._below.seconds(rows) if self._below is not None else np.zeros_like(rows)
+        sizes, costs = self._points()
+        inside = np.interp(rows, sizes, costs)
+        if self._below is not None and self._below:
+            growth = self._below.seconds(rows) - self._below.seconds(np.full_like(rows, sizes[-1]))
+            inside += np.where(rows > sizes[-1], np.maximum(growth, 0.0), 0.0)
+        return inside
+
+    def _points(self) -> tuple[Numbers, Numbers]:
+        if self._curve is None:
+            sizes = sorted(self._measured)
+            costs = [median_low(self._measured[size]) for size in sizes]
+            self._curve = np.array(sizes, dtype=np.float64), np.maximum.accumulate(np.array(costs))
+        return self._curve
+
+
+_SIZES: list[int] = [*range(1, 17), *(int(16 * 2 ** (step / 4)) for step in range(1, 49))]
+
+
+def _size(rows: int) -> int:
+    """Return the size that a step of `rows` counts as: itself, or from 16 on one of four between two powers of two."""
+    return _SIZES[min(bisect_left(_SIZES, rows), len(_SIZES) - 1)]
+
+
+def best_drafts(chances: Numbers, decodes: int, rows: int, speculating: StepCosts, plain: StepCosts,
+                most: int) -> tuple[int, float]:
+    """Return how many draft rows to verify, the likeliest first, and the gain in speed over a plain step.
+
+    `chances`: of each draft row to be accepted, falling; `decodes`: requests that get a token anyhow; `rows`: of the
+    step without drafts; `most`: draft rows there is room for. A decoded token is worth what it costs in a plain step,
+    or less where speculation makes it cheaper.
+    """
+    count = min(len(chances), most)
+    tokens = np.concatenate(([0.0], np.cumsum(chances[:count])))
+    seconds = speculating.seconds(rows + np.arange(count + 1.0))
+    usual = float(plain.seconds(np.array([float(rows)]))[0])
+    if usual <= 0.0:  # nothing is known yet
+        return 0, 1.0
+    alone = float(plain.seconds(np.array([float(decodes)]))[0]) or usual
+    worth = alone / decodes
+    chosen = 0
+    for _ in range(ROUNDS):
+        best = int(np.argmax(worth * tokens - seconds))
+        gain = worth * tokens[best] - (seconds[best] - usual)
+        if best == chosen or gain <= 0:
+            chosen = best
+            break
+        chosen, worth = best, min(worth, float((alone + seconds[best] - usual) / (decodes + tokens[best])))
+    extra = float(seconds[chosen]) - usual
+    return chosen, float((1 + tokens[chosen] / decodes) / (1 + extra / alone))

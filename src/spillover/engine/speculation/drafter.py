@@ -1,0 +1,53 @@
+"""What proposes tokens. A drafter may be wrong as often as it likes: what it costs is time, never the text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from spillover.engine.speculation.config import SpeculativeConfig
+
+if TYPE_CHECKING:
+    from spillover.engine.request import Request
+
+
+class Draft(NamedTuple):
+    """Tokens that may come next, and for each how sure the drafter is that it does if those before it did."""
+
+    tokens: tuple[int, ...] = ()
+    confidence: tuple[float, ...] = ()  # as many, above 0 and at most 1
+
+
+NOTHING = Draft()
+
+
+class Drafter(Protocol):
+    """Proposes for requests whose newest token is known.
+
+    It may read a request's own tokens, and what it kept of others with the same `cache_salt`; never of another salt.
+    """
+
+    @property
+    def expected(self) -> tuple[float, ...] | None:
+        """Return the share of drafts accepted up to each position, where that is known beforehand."""
+        ...
+
+    def propose(self, asked: Sequence[tuple[Request, int]]) -> list[Draft]:
+        """Return a draft of at most n tokens for each (request, n)."""
+        ...
+
+    def end(self, request: Request) -> None:
+        """Take leave of a request: forget what belongs to it, or keep its tokens for others of its salt."""
+        ...
+
+
+def make_drafter(config: SpeculativeConfig, vocab_size: int) -> Drafter:
+    from spillover.engine.speculation.ngram import NgramDrafter
+    from spillover.engine.speculation.simulated import SimulatedDrafter
+    from spillover.engine.speculation.suffix import SuffixDrafter
+
+    if config.simulated:
+        return SimulatedDrafter(config.simulated, vocab_size)
+    if config.method == "ngram":
+        return NgramDrafter(config.lookup_min, config.lookup_max)
+    return SuffixDrafter()

@@ -1,0 +1,72 @@
+"""Prompt look-up: where the last tokens occurred before in the same request, what followed them is the draft.
+
+Nothing is kept: one pass over the tokens finds all earlier occurrences of the last one, and each further token that is
+compared leaves fewer of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from spillover.engine.speculation.drafter import NOTHING, Draft
+
+if TYPE_CHECKING:
+    from spillover.engine.request import Request
+
+SEARCHED = 1 << 15  # tokens, the last ones of a request
+
+Tokens = npt.NDArray[np.int32]
+Positions = npt.NDArray[np.int64]
+
+
+class NgramDrafter:
+    expected = None
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        """Draft where at least `shortest` of the last tokens occurred before; up to `longest` of them are compared."""
+        self._shortest = shortest
+        self._longest = longest
+
+    def propose(self, asked: Sequence[tuple[Request, int]]) -> list[Draft]:
+        return [self._draft(np.frombuffer(request.token_ids, np.int32), most) for request, most in asked]
+
+    def end(self, request: Request) -> None:
+        """Do nothing: nothing is kept."""
+
+    def _draft(self, tokens: Tokens, most: int) -> Draft:
+        length, found = longest_matches(tokens, self._longest)
+        if length < self._shortest or most < 1:
+            return NOTHING
+        draft = copied(tokens, int(found[-1]) + 1, most)
+        return Draft(draft, (1.0,) * len(draft))
+
+
+def longest_matches(tokens: Tokens, longest: int) -> tuple[int, Positions]:
+    """Return how many of the last tokens, up to `longest`, occurred together before, and where each such place ends."""
+    if len(tokens) < 2:
+        return 0, np.empty(0, dtype=np.int64)
+    skipped = max(0, len(tokens) - SEARCHED)
+    ends = np.flatnonzero(tokens[skipped:-1] == tokens[-1]) + skipped
+    if not len(ends):
+        return 0, ends
+    length = 1
+    while length < longest and length < len(tokens) - 1:
+        whole = ends if ends[0] >= length else ends[np.searchsorted(ends, length):]  # not from before the first token
+        longer = whole[tokens[whole - length] == tokens[-1 - length]]
+        if not len(longer):
+            break
+        ends, length = longer, length + 1
+    return length, ends
+
+
+def copied(tokens: Tokens, start: int, count: int) -> tuple[int, ...]:
+    """Return `count` tokens from `start` on; past the last one the copy goes on in itself, as a period does."""
+    period = len(tokens) - start
+    if count <= period:
+        return tuple(tokens[start:start + count].tolist())
+    part = tokens[start:].tolist()
+    return tuple((part * (count // period + 1))[:count])

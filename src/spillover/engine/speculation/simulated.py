@@ -1,0 +1,50 @@
+"""Simulated acceptance, for random weights: nothing can be guessed of them, so drafts are made up, and the runner
+accepts them by a hash of seed and position, as often as it is told. Text and acceptance mean nothing; only the
+speed does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from spillover.engine.speculation.drafter import Draft
+
+if TYPE_CHECKING:
+    from spillover.engine.request import Request
+
+_MASK = 2**64 - 1
+
+
+class SimulatedDrafter:
+    def __init__(self, rates: Sequence[float], vocab_size: int) -> None:
+        """Make up drafts whose first i + 1 tokens are accepted in a share `rates[i]` of all cases."""
+        self.expected: tuple[float, ...] | None = tuple(rates)
+        self._vocab_size = vocab_size
+        before = (1.0, *rates)
+        self._confidence = tuple(min(1.0, max(1e-6, rate / (last or 1.0)))
+                                 for last, rate in zip(before, rates, strict=False))
+
+    def propose(self, asked: Sequence[tuple[Request, int]]) -> list[Draft]:
+        return [self._draft(request, min(most, len(self._confidence))) for request, most in asked]
+
+    def end(self, request: Request) -> None:
+        """Do nothing: nothing is kept."""
+
+    def _draft(self, request: Request, count: int) -> Draft:
+        place = request.seed * 0x9E3779B97F4A7C15 + len(request.token_ids)
+        tokens = tuple(mixed(place + index) % self._vocab_size for index in range(count))
+        return Draft(tokens, self._confidence[:count])
+
+
+def num_accepted(rates: Sequence[float], seed: int, position: int, drafted: int) -> int:
+    """Return how many of the tokens drafted from an output position on count as accepted."""
+    share = mixed((seed * 0xD1B54A32D192ED03 + position) ^ 0x5851F42D4C957F2D) / 2**64
+    return sum(share < rate for rate in rates[:drafted])
+
+
+def mixed(value: int) -> int:
+    """Return a hash of 64 bits (the finaliser of splitmix64)."""
+    value &= _MASK
+    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & _MASK
+    return value ^ value >> 31

@@ -1,0 +1,180 @@
+"""Drafting is chosen where measured costs and acceptance say that it is faster, and left where it is not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from spillover.engine.request import Request
+from spillover.engine.sampling_params import SamplingParams
+from spillover.engine.speculation import speculator as rules
+from spillover.engine.speculation.acceptance import Acceptance
+from spillover.engine.speculation.costs import StepCosts, best_drafts
+from spillover.engine.speculation.drafter import Draft
+from spillover.engine.speculation.speculator import AdaptiveSpeculator, Candidate
+from spillover.engine.step import Phase, Step, StepItem
+
+
+def costs(**seconds: float) -> StepCosts:
+    made = StepCosts()
+    for rows, cost in seconds.items():
+        made.note(int(rows[1:]), cost)
+    return made
+
+
+def test_costs_are_interpolated_never_fall_and_forget_outliers() -> None:
+    made = costs(r1=1.0, r8=2.4)
+    assert made.seconds(np.array([1.0, 4.5, 8.0, 20.0])) == pytest.approx([1.0, 1.7, 2.4, 2.4])
+    for _ in range(3):
+        made.note(1, 1.0)
+    made.note(1, 300.0)  # a graph was captured
+    assert made.seconds(np.array([1.0]))[0] == 1.0
+    made.note(4, 0.2)
+    assert made.seconds(np.array([4.0]))[0] == 1.0
+    above = StepCosts(made)
+    above.note(8, 3.0)
+    made.note(16, 3.4)
+    assert above.seconds(np.array([16.0]))[0] == pytest.approx(3.0 + 1.0)
+
+
+def test_as_many_rows_as_pay() -> None:
+    free = costs(r1=1.0, r9=1.0)
+    dear = costs(r1=1.0, r9=9.0)
+    chances = np.cumprod(np.full(8, 0.8))
+    assert best_drafts(chances, 1, 1, free, free, 8) == (8, pytest.approx(1 + chances.sum()))
+    assert best_drafts(chances, 1, 1, free, free, 3)[0] == 3
+    assert best_drafts(chances, 1, 1, dear, dear, 8)[0] == 0
+    slow = costs(r1=1.5, r9=2.3)  # a tenth a row, after half a step lost by waiting
+    count, gain = best_drafts(chances, 1, 1, slow, free, 8)
+    rates = [(1 + chances[:k].sum()) / (1.5 + 0.1 * k) for k in range(9)]
+    assert count == int(np.argmax(rates))
+    assert gain == pytest.approx(max(rates))
+    assert best_drafts(chances, 1, 1, StepCosts(), StepCosts(), 8)[0] == 0
+
+
+def test_acceptance_is_learned_by_position_and_falls_back_to_all() -> None:
+    acceptance = Acceptance(4, slots=1)
+    one = acceptance.add()
+    for _ in range(60):
+        acceptance.note(one, (1.0, 1.0, 1.0), 2, cut=False)
+        acceptance.survival([one])  # takes it in
+    new = acceptance.add()  # the first slot is taken: there is room for more
+    assert new != one
+    for slot in (one, new):
+        chances = acceptance.survival([slot])[0]
+        assert chances[1] > 0.8
+        assert chances[2] < 0.1
+    for _ in range(40):
+        acceptance.note(new, (), 0, cut=False)
+        acceptance.survival([new])
+    assert acceptance.survival([new])[0][0] < 0.2
+    assert acceptance.survival([one])[0][0] > 0.5
+    before = acceptance.survival([one])[0][3]
+    acceptance.note(one, (1.0, 1.0, 1.0), 3, cut=True)  # nothing is known of what was cut
+    assert acceptance.survival([one])[0][3] >= before
+    acceptance.remove(new)
+    assert acceptance.add() == new
+
+
+def test_confidence_is_held_against_what_came() -> None:
+    acceptance = Acceptance(2)
+    slot = acceptance.add()
+    rng = random.Random(0)
+    for _ in range(300):
+        sure = rng.choice([0.2, 0.8])
+        acceptance.note(slot, (sure,), int(rng.random() < sure / 2), cut=True)  # twice as sure as it may be
+        acceptance.survival([slot])
+    assert acceptance.chances([slot], [(0.8,)])[0, 0] == pytest.approx(0.4, abs=0.15)
+    assert acceptance.chances([slot], [(0.2,)])[0, 0] == pytest.approx(0.1, abs=0.05)
+
+
+class Chancy:
+    """A drafter whose tokens are right with a chance; what comes is always 1, 2, 3 ..."""
+
+    expected = None
+
+    def __init__(self, chance: float) -> None:
+        self.chance = chance
+        self.rng = random.Random(1)
+        self.asked = 0
+
+    def propose(self, asked: Sequence[tuple[Request, int]]) -> list[Draft]:
+        self.asked += len(asked)
+        return [self._draft(len(request.token_ids), most) for request, most in asked]
+
+    def end(self, request: Request) -> None:
+        pass
+
+    def _draft(self, first: int, most: int) -> Draft:
+        return Draft(tuple(first + i if self.rng.random() < self.chance else -1 for i in range(most)), (1.0,) * most)
+
+
+def simulate(drafter: Chancy, requests: int, row_seconds: float, gap: float, steps: int,
+             monkeypatch: pytest.MonkeyPatch) -> tuple[float, AdaptiveSpeculator]:
+    """Run an engine of arithmetic; returns its speed over that of one without drafts."""
+    now = [0.0]
+    monkeypatch.setattr(rules.time, "perf_counter", lambda: now[0])
+    speculator = AdaptiveSpeculator(drafter, 4)
+    running = [Request(str(i), [0], SamplingParams(max_tokens=10**6)) for i in range(requests)]
+    for request in running:
+        request.token_ids.append(1)
+
+    def cost(rows: int) -> float:
+        return 0.01 + row_seconds * rows
+
+    tokens = 0
+    for _ in range(steps):
+        for request in running:
+            request.pending = 1
+        waits = speculator.waits(running)
+        for request in running:
+            request.pending = 0
+        drafts: list[tuple[int, ...]] = [()] * requests
+        if waits:
+            now[0] += gap
+            drafts = speculator.drafts([Candidate(request, 4) for request in running], requests, requests, 10**6)
+        items = tuple(StepItem(id=i, phase=Phase.VERIFY if draft else Phase.DECODE, start=0, count=1 + len(draft),
+                               num_samples=1, first_block=0, new_blocks=(), draft=draft)
+                      for i, draft in enumerate(drafts))
+        step = Step(items)
+        if not waits and speculator._clock.ended is not None:
+            speculator._clock.ended = now[0]  # it was launched before the last one ended
+        speculator.launched(step)
+        seconds = cost(step.num_tokens)
+        now[0] += seconds
+        speculator.observe_step(step, seconds)
+        speculator.probe(running)
+        for request, draft in zip(running, drafts, strict=True):
+            right = 0
+            while right < len(draft) and draft[right] == len(request.token_ids) + right:
+                right += 1
+            if draft:
+                speculator.verified(request, len(draft), right)
+            request.token_ids.extend(range(len(request.token_ids), len(request.token_ids) + right + 1))
+            tokens += right + 1
+    return tokens / now[0] / (requests / cost(requests)), speculator
+
+
+@pytest.mark.parametrize(("chance", "requests", "row_seconds", "gap", "least"), [
+    (0.9, 1, 0.0001, 0.0005, 2.5),  # nearly free rows
+    (0.9, 24, 0.0001, 0.0005, 1.5),
+    (0.9, 8, 0.01, 0.0005, 0.99),  # every row costs as much as a step
+    (0.0, 4, 0.0001, 0.0005, 0.99),  # nothing is right
+    (0.3, 4, 0.0001, 0.01, 0.97),  # waiting costs a step
+    (0.1, 1, 0.001, 0.001, 0.97),
+])
+def test_what_pays_is_found_and_what_does_not_is_left(
+        chance: float, requests: int, row_seconds: float, gap: float, least: float,
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    speed, _ = simulate(Chancy(chance), requests, row_seconds, gap, 600, monkeypatch)
+    assert speed >= least
+
+
+def test_it_comes_back_when_drafts_become_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = Chancy(0.0)
+    _, speculator = simulate(drafter, 2, 0.0001, 0.0005, 600, monkeypatch)
+    assert speculator.stats().counts.drafts < 30
+    assert drafter.asked > 10, "drafts are made and compared, though not verified"
