@@ -47,4 +47,5 @@ def test_scores_are_those_of_a_cpu_and_of_every_batch(name: str, tied: bool, tmp
     on_cpu = scores(path, PROMPTS, tokens=1, device="cpu", dtype="float32", weight_codes="widen")
     for ids, found, exact in zip(PROMPTS, together, on_cpu, strict=True):
         count = len(ids) - 1
-        torch.testing.assert_close(torch.tensor(found[:count]), torch.tensor(exact[:count]), rtol=0, atol=0.1)
+        # Log probabilities go to -120 here, and logits that large are rounded to halves in bfloat16.
+        torch.testing.assert_close(torch.tensor(found[:count]), torch.tensor(exact[:count]), rtol=2**-8, atol=0.1)
