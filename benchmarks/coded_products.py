@@ -20,6 +20,7 @@ from typing import Any
 
 import click
 import torch
+from gpu_workload import origin
 from torch import Tensor
 
 from spillover.kernels.cuda import coded_linear as cuda
@@ -169,7 +170,7 @@ def main(forms: str, rows: str, deadline: float, output: Path | None, here: Path
                 groups.append(measure(form, part, deadline))
                 show(groups[-1])
     if output:
-        output.write_text(json.dumps(groups, indent=1))
+        output.write_text(json.dumps({**origin(), "groups": groups}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_workload import origin
 from torch import Tensor
 
 from spillover.kernels.cuda import fp8_linear as cuda
@@ -144,7 +145,7 @@ def main() -> None:
             rows.append({"form": form, "failed": "deadline" if done is None else f"status {done}"})
         part.unlink(missing_ok=True)
         if given.output:
-            given.output.write_text(json.dumps({"device": torch.cuda.get_device_name(), "results": rows}, indent=1))
+            given.output.write_text(json.dumps({**origin(), "results": rows}, indent=1))
     for form in FORMS:
         sums = {count: sum(row["ms_of_32_layers"] for row in rows if row["form"] == form and row.get("rows") == count
                            and row["chosen"]) for count in ROWS}
