@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <sys/mman.h>
 #include <ucontext.h>
 #include <vector>
 #define EMULATED
@@ -372,9 +373,12 @@ __attribute__((noinline)) static void resume(const ucontext_t* begins) {
 }
 // Runs blocks, `together` of them at a time as a cluster, whose shared memory holds NaN at first.
 extern "C" void emulate(void (*run)(Product), unsigned grid, unsigned threads, unsigned together, const Product* given) {
-    static char* stacks = (char*)malloc((size_t)MOST * STACK);
     kernel = run, argument = *given, blockDim.x = threads, gridDim.x = grid, cluster = max(together, (unsigned)CLUSTER);
     if (threads > 1024 || cluster > MOST_BLOCKS) abort();
+    // Given back at the end: a process has many of these libraries, and what it holds it must be able to fork.
+    const size_t room = (size_t)cluster * 1024 * STACK;
+    char* stacks = (char*)mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (stacks == MAP_FAILED) abort();
     for (unsigned first = 0; first < grid; first += cluster) {
         const unsigned beside = min(cluster, grid - first);
         auto each = [&](auto&& visit) {
@@ -401,4 +405,5 @@ extern "C" void emulate(void (*run)(Product), unsigned grid, unsigned threads, u
             if (!moved) abort();  // threads wait for others that have ended, or wait elsewhere
         }
     }
+    munmap(stacks, room);
 }
