@@ -32,12 +32,11 @@ from spillover.kernels.triton.rope_store import norm_rope_store
 ROWS: list[dict[str, Any]] = []
 
 
-def seconds(run: Callable[[], object]) -> float:
-    """Median of replays of a graph that holds the call several times, so that launches leave no gaps."""
+def seconds(run: Callable[[], object], calls: int = 10) -> float:
+    """Median of replays of a graph that holds the call `calls` times, so that launches leave no gaps."""
     run()
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
-    calls = 10
     with torch.cuda.stream(stream):
         run()
         graph = torch.cuda.CUDAGraph()

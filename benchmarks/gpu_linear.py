@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_kernels import seconds
 from gpu_workload import origin
 from torch import Tensor
 
@@ -56,24 +57,6 @@ def product(form: str, tensors: tuple[Tensor, ...], cut: Cut | None = None) -> P
     return lambda x: fp8_linear(x, *tensors, early=begins_early, cut=cut)
 
 
-def seconds(run: Callable[[], object]) -> float:
-    """Return the median of replays of a graph."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(7):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return sorted(times)[len(times) // 2]
-
-
 def all_layers(products: list[Product], x: Tensor) -> None:
     for each in products:
         each(x)
@@ -104,7 +87,7 @@ def measure(form: str, every_cut: bool) -> list[dict[str, Any]]:
                 same = torch.equal(product(form, layers[0], cut)(x[:rows]), whole[:rows])
                 count = LAYERS if rows <= 1024 else 4
                 products = [product(form, layer, cut) for layer in layers[:count]]
-                elapsed = seconds(partial(all_layers, products, x[:rows]))
+                elapsed = seconds(partial(all_layers, products, x[:rows]), calls=1)
                 used = cut or (cuda.chosen(rows, shape, processors(DEVICE)) if form != "bf16" else None)
                 row = {"form": form, "shape": name, "rows": rows, "chosen": cut is None, "cut": used and used._asdict(),
                        "same_bits": same, "ms_of_32_layers": elapsed * 1e3 * LAYERS / count,

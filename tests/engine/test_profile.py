@@ -78,9 +78,10 @@ def test_every_kernel_has_a_part() -> None:
     launched = {name for file in folder.rglob("*.py")
                 for name in re.findall(r"^ +(?:\w+ = )?(\w+)\[(?:\(|grid\])", file.read_text(), re.MULTILINE)}
     launched |= {name for file in SOURCE.parent.glob("*.cu")
-                 for name in re.findall(r"^KERNEL\(.*?\) (\w+)", file.read_text(), re.MULTILINE)}
+                 for name in re.findall(r'^(?:KERNEL\(.*?\)|extern "C" __global__ .*?) (\w+)(?=\(const)',
+                                        file.read_text(), re.MULTILINE)}
     assert {"_gemv", "experts_gate_up_pairs", "experts_down_128", "attention_codes_8_3",
-            "attention_codes_prompt"} <= launched
+            "attention_codes_prompt", "fp8_linear", "quantize_rows", "ordered_gemm", "look_up"} <= launched
     assert {name for name in launched if _kind(name) == OTHER} == {"kernel"}, (
         "engine/profiling/step_parts.py has no pattern that fits; 'kernel' is a codec of blocks that move")
 

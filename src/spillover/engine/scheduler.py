@@ -14,12 +14,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from spillover.engine.output.outputs import PositionLogprobs, TokenSources
 from spillover.engine.queue_policy import POLICIES
 from spillover.engine.request import Request, Status
-from spillover.engine.speculation.speculator import Candidate, NoSpeculation, Speculator
+from spillover.engine.speculation.draft_items import DraftItems
+from spillover.engine.speculation.speculator import NoSpeculation, Speculator
 from spillover.engine.step import NewRequest, Phase, Step, StepItem, StepResult
 from spillover.memory.connector import KVConnector
 from spillover.memory.kv.kv_cache import KVCache
@@ -47,6 +46,7 @@ class Scheduler:
         self.kv = kv
         self.connector = connector
         self.speculator: Speculator = speculator or NoSpeculation()
+        self._drafts = DraftItems(config, kv, self.speculator)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in the order of admission; the last is the first to be preempted
         self.num_preemptions = 0
@@ -97,7 +97,7 @@ class Scheduler:
         if not items:  # what the runner is to be told waits for a step that runs
             return Step(())
         if self.speculator.most_tokens:
-            self._add_drafts(items)
+            self._drafts.add(items, self._by_run_id, len(self.running))
         step = Step(tuple(items), tuple(self._new), tuple(self._gone))
         self._new.clear()
         self._gone.clear()
@@ -249,53 +249,6 @@ class Scheduler:
         request.in_flight += 1
         request.pending += samples
         return item
-
-    def _add_drafts(self, items: list[StepItem]) -> None:
-        """Turn decodes whose newest token is known into verifications of drafts, in the room that all others left."""
-        decoding = [index for index, item in enumerate(items) if item.phase is Phase.DECODE]
-        places, candidates = [], []
-        for index in decoding:
-            request = self._by_run_id[items[index].id]
-            if request.in_flight == 1 and (most := self._most_drafted(request)) > 0:
-                places.append(index)
-                candidates.append(Candidate(request, most))
-        rows = sum(item.count for item in items)
-        room = self.config.max_num_batched_tokens - rows
-        if self.config.max_samples is not None:
-            room = min(room, self.config.max_samples - sum(item.num_samples for item in items))
-        drafts = self.speculator.drafts(candidates, len(decoding), rows, room)
-        for index, candidate, draft in zip(places, candidates, drafts, strict=True):
-            if draft:
-                items[index] = self._with_draft(candidate.request, items[index], draft)
-
-    def _most_drafted(self, request: Request) -> int:
-        """Return how many tokens may be drafted for a request just taken: all of them may be accepted, and one more."""
-        if request.long or request.restoring or len(request.token_ids) == request.num_prompt:
-            return 0
-        known, limit = len(request.token_ids), request.params.max_tokens
-        left = self.config.max_model_len - known
-        if limit is not None:
-            left = min(left, limit - (known - request.num_prompt))
-        return min(self.speculator.most_tokens, left - 1)
-
-    def _with_draft(self, request: Request, item: StepItem, draft: tuple[int, ...]) -> StepItem:
-        """Return the item with as much of a draft as there are blocks for that nobody else is about to need."""
-        spare = self.kv.num_free - len(self.running) * self.config.num_groups
-        if (self.kv.blocks_needed(request.request_id, item.end + len(draft)) > spare
-                or not self.kv.extend(request.request_id, item.end + len(draft), urgent=False)):
-            draft = draft[:len(self.kv.table(request.request_id)) * self.kv.block_size - item.end]
-        mask = item.mask
-        if request.grammar is not None:
-            draft, mask = request.grammar.draft_masks(draft)
-        if not draft:
-            return item
-        request.verifying = True
-        tables = [self.kv.table(request.request_id, group) for group in range(self.config.num_groups)]
-        request.blocks_sent = len(tables[0])
-        count = 1 + len(draft)
-        return msgspec.structs.replace(
-            item, phase=Phase.VERIFY, count=count, num_samples=count, draft=draft, mask=mask,
-            new_blocks=tuple(tuple(table[item.first_block:]) for table in tables))
 
     def _announce(self, request: Request) -> None:
         """Tell the runner of a request that it does not know, or knows no more."""

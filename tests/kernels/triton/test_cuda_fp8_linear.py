@@ -87,7 +87,7 @@ def assert_near(found: Tensor, x: Tensor, exact: Tensor, bias: Tensor | None = N
     assert ((found.double() - expected).abs() <= bound).all()
 
 
-# Whole products through the cut that many rows have; then other numbers of rows, and all cuts of few and some rows.
+# 132 rows at once, through the tiles of prompts; then fewer rows through the tiles that fewer rows have.
 @pytest.mark.parametrize("blocked", [False, True], ids=["rows", "blocks"])
 def test_a_row_has_the_same_bits_at_every_number_of_rows(blocked: bool) -> None:
     inner = 9 * 128  # three chunks of three steps, and one that is empty

@@ -279,8 +279,8 @@ def test_a_source_is_compiled_once_for_a_device_and_a_compiler(nvrtc: Nvrtc, tmp
     source.write_text("void kernel() {}")
     assert compiled.compiled(source, ("sm_90",)) == b"\0bin1"
     assert compiled.compiled(source, ("sm_90",)) == b"\0bin1"
-    (options,) = nvrtc.compiled
-    assert options.startswith(b"sm_90 --include-path=" + str(tmp_path).encode())
+    options = f"sm_90 --include-path={tmp_path} --device-as-default-execution-space"
+    assert nvrtc.compiled == [options.encode()]
     assert compiled.compiled(source, ("sm_120",)) == b"\0bin2"
     nvrtc.release = 9
     assert compiled.compiled(source, ("sm_90",)) == b"\0bin3"

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spillover.kernels.cuda import ordered_gemm
+from spillover.kernels.cuda import compiled, ordered_gemm
 from spillover.kernels.cuda.ordered_gemm import CUTS, LARGE, Cut
 from spillover.kernels.cuda.tensor_map import CAPABILITY
 from spillover.kernels.extents import product_chunks
@@ -114,13 +114,13 @@ def test_many_rows_are_multiplied_so_where_that_is_possible(monkeypatch: pytest.
 def test_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that products of up to the most rows would compile; nothing where the kernel does not serve."""
     made: set[tuple[str, ...]] = set()
-    monkeypatch.setattr(ordered_gemm, "compiled", lambda source, options: made.add(options))
+    monkeypatch.setattr(compiled, "compiled", lambda source, options: made.add(options))
     device = torch.device("cpu")
     ordered_gemm.prepare([(1024, 2048, False, False)], torch.bfloat16, device, 256)
     assert not made
     monkeypatch.setattr(ordered_gemm, "capable", lambda device: True)
     monkeypatch.setattr(ordered_gemm, "processors", lambda device: 132)
-    monkeypatch.setattr(ordered_gemm, "architecture", lambda device: ())
+    monkeypatch.setattr(compiled, "architecture", lambda device: ())
     ordered_gemm.prepare([(1024, 2048, False, False), (1024, 2048, False, True), (1021, 2048, False, False),
                           (1032, 2048, False, True)], torch.bfloat16, device, 256)
     cuts = {ordered_gemm.chosen(rows, 1024, 2048, 132, gated)

@@ -37,7 +37,7 @@ class Drafter(Protocol):
         ...
 
     def end(self, request: Request) -> None:
-        """Take leave of a request: forget what belongs to it, or keep its tokens for others of its salt."""
+        """Forget a request that has ended; its tokens may be kept, to draft for other requests of its salt."""
         ...
 
 

@@ -7,6 +7,8 @@ import ctypes
 import hashlib
 import os
 import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from pathlib import Path
 
@@ -112,6 +114,14 @@ def compiled(source: Path, options: tuple[str, ...]) -> bytes:
                 file.write(binary)
             os.replace(file.name, path)
     return binary
+
+
+def compile_ahead(source: Path, wanted: Iterable[tuple[str, ...]], device: torch.device) -> None:
+    """Compile a source with each of these options, several at a time; what fails says so when it is launched."""
+    problems = CudaError, ImportError, OSError, AttributeError
+    with ThreadPoolExecutor(os.cpu_count()) as pool, contextlib.suppress(*problems):
+        for _ in pool.map(lambda options: compiled(source, (*architecture(device), *options)), wanted):
+            pass
 
 
 def _compile(nvrtc: ctypes.CDLL, name: str, text: bytes, options: tuple[str, ...]) -> bytes:

@@ -6,12 +6,9 @@ beside weights in blocks each 128 inputs of a row by theirs. Sums have one order
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
-import os
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -20,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spillover.kernels.cuda.compiled import CudaError, Module, architecture, compiled
+from spillover.kernels.cuda.compiled import CudaError, Module, compile_ahead
 from spillover.kernels.cuda.tensor_map import BYTES, TYPES, Map, capable, processors, sums_options, tensor_map
 
 log = logging.getLogger("spillover.kernels")
@@ -221,10 +218,7 @@ def prepare(shapes: Iterable[Shape], dtype: torch.dtype, device: torch.device, m
     rows = (*range(1, min(most_rows, MOST_PREPARED) + 1, 8), most_rows)
     wanted = {chosen(count, shape, processors(device)).options(shape.form, dtype) for shape in set(shapes)
               for count in rows}
-    problems = CudaError, ImportError, OSError, AttributeError  # `kernels` says so when it comes to that
-    with ThreadPoolExecutor(os.cpu_count()) as pool, contextlib.suppress(*problems):
-        for _ in pool.map(lambda options: compiled(SOURCE, (*architecture(device), *options)), wanted):
-            pass
+    compile_ahead(SOURCE, wanted, device)
 
 
 def available(dtype: torch.dtype, device: torch.device) -> bool:

@@ -5,12 +5,9 @@ They have the bits of triton/ordered_linear.py, which serves wherever these do n
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
-import os
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_int, c_void_p
 from functools import cache
 from pathlib import Path
@@ -19,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spillover.kernels.cuda.compiled import CudaError, Module, architecture, compiled
+from spillover.kernels.cuda.compiled import CudaError, Module, compile_ahead
 from spillover.kernels.cuda.tensor_map import TYPES, Map, capable, processors, sums_options, tensor_map
 from spillover.kernels.extents import product_chunks
 
@@ -187,10 +184,7 @@ def prepare(matrices: Iterable[tuple[int, int, bool, bool]], dtype: torch.dtype,
                   product_chunks(channels, inner)[0], dtype, bias)
               for channels, inner, bias, gated in set(matrices) if channels % (16 if gated else 8) == 0
               for unit in units}
-    problems = CudaError, ImportError, OSError, AttributeError  # `kernel` says so when it comes to that
-    with ThreadPoolExecutor(os.cpu_count()) as pool, contextlib.suppress(*problems):
-        for _ in pool.map(lambda options: compiled(SOURCE, (*architecture(device), *options)), wanted):
-            pass
+    compile_ahead(SOURCE, wanted, device)
 
 
 def chosen(rows: int, channels: int, inner: int, processors: int, gated: bool = False) -> Cut:

@@ -1,0 +1,72 @@
+"""Turns items of a step that decode into items that verify drafts, in the room that all others left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from spillover.engine.speculation.speculator import Candidate, Speculator
+from spillover.engine.step import Phase, StepItem
+from spillover.memory.kv.kv_cache import KVCache
+
+if TYPE_CHECKING:
+    from spillover.engine.request import Request
+    from spillover.engine.scheduler import SchedulerConfig
+
+
+class DraftItems:
+    def __init__(self, config: SchedulerConfig, kv: KVCache, speculator: Speculator) -> None:
+        self._config = config
+        self._kv = kv
+        self._speculator = speculator
+
+    def add(self, items: list[StepItem], requests: Mapping[int, Request], num_running: int) -> None:
+        """Add drafts to the items of requests whose newest token is known. Nobody loses a block for a draft:
+        `num_running` requests may each need one."""
+        decoding = [index for index, item in enumerate(items) if item.phase is Phase.DECODE]
+        places, candidates = [], []
+        for index in decoding:
+            request = requests[items[index].id]
+            if request.in_flight == 1 and (most := self._most(request)) > 0:
+                places.append(index)
+                candidates.append(Candidate(request, most))
+        rows = sum(item.count for item in items)
+        room = self._config.max_num_batched_tokens - rows
+        if self._config.max_samples is not None:
+            room = min(room, self._config.max_samples - sum(item.num_samples for item in items))
+        drafts = self._speculator.drafts(candidates, len(decoding), rows, room)
+        for index, candidate, draft in zip(places, candidates, drafts, strict=True):
+            if draft:
+                items[index] = self._verifying(candidate.request, items[index], draft, num_running)
+
+    def _most(self, request: Request) -> int:
+        """Return how many tokens may be drafted for a request just taken: all of them may be accepted, and one more."""
+        if request.long or request.restoring or len(request.token_ids) == request.num_prompt:
+            return 0
+        known, limit = len(request.token_ids), request.params.max_tokens
+        left = self._config.max_model_len - known
+        if limit is not None:
+            left = min(left, limit - (known - request.num_prompt))
+        return min(self._speculator.most_tokens, left - 1)
+
+    def _verifying(self, request: Request, item: StepItem, draft: tuple[int, ...], num_running: int) -> StepItem:
+        """Return the item with as much of a draft as there are blocks for that nobody else is about to need."""
+        kv, groups, id = self._kv, self._config.num_groups, request.request_id
+        spare = kv.num_free - num_running * groups
+        if (kv.blocks_needed(id, item.end + len(draft)) > spare
+                or not kv.extend(id, item.end + len(draft), urgent=False)):
+            draft = draft[:len(kv.table(id)) * kv.block_size - item.end]
+        mask = item.mask
+        if request.grammar is not None:
+            draft, mask = request.grammar.draft_masks(draft)
+        if not draft:
+            return item
+        request.verifying = True
+        tables = [kv.table(id, group) for group in range(groups)]
+        request.blocks_sent = len(tables[0])
+        count = 1 + len(draft)
+        return msgspec.structs.replace(
+            item, phase=Phase.VERIFY, count=count, num_samples=count, draft=draft, mask=mask,
+            new_blocks=tuple(tuple(table[item.first_block:]) for table in tables))
