@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from spillover.engine.request import Request
-from spillover.engine.sampling_params import SamplingParams
+from spillover.engine.requests.request import Request
+from spillover.engine.requests.sampling_params import SamplingParams
 from spillover.engine.speculation import speculator as rules
 from spillover.engine.speculation.acceptance import Acceptance
 from spillover.engine.speculation.costs import StepCosts, best_drafts

@@ -19,8 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from spillover.engine.config import EngineConfig
 from spillover.engine.output.output_processor import Answer
 from spillover.engine.output.outputs import DraftCounts, TokenSources
-from spillover.engine.request import Request
-from spillover.engine.sampling_params import SamplingParams
+from spillover.engine.requests.request import Request
+from spillover.engine.requests.sampling_params import SamplingParams
 from spillover.memory.spill.report import TierReport, by_name
 from spillover.server.app import make_app
 from spillover.server.engine.protocol import LiveStats

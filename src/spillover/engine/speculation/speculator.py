@@ -22,7 +22,7 @@ from spillover.engine.speculation.drafter import NOTHING, Draft, Drafter
 from spillover.engine.step import Phase, Step
 
 if TYPE_CHECKING:
-    from spillover.engine.request import Request
+    from spillover.engine.requests.request import Request
 
 BEGIN_GAIN = 1.05  # expected speed over plain from which requests wait for their tokens to be drafted for
 STAY_GAIN = 1.01  # and down to which they go on doing so

@@ -19,7 +19,7 @@ from spillover.engine.speculation.drafter import NOTHING, Draft
 from spillover.engine.speculation.ngram import longest_matches
 
 if TYPE_CHECKING:
-    from spillover.engine.request import Request
+    from spillover.engine.requests.request import Request
 
 LONGEST = 32  # tokens of a suffix that are compared
 SHORTEST = 2  # in the request itself; in those that ended, a run of RUN tokens

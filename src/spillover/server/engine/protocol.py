@@ -12,8 +12,8 @@ import msgspec
 
 from spillover.engine.config import EngineConfig
 from spillover.engine.output.outputs import NO_DRAFTS, DraftCounts, Logprob, TokenSources
-from spillover.engine.sampling_params import SamplingParams
-from spillover.engine.token_ids import TokenIds
+from spillover.engine.requests.sampling_params import SamplingParams
+from spillover.engine.requests.token_ids import TokenIds
 from spillover.memory.spill.report import TierReport
 from spillover.memory.transfer.link_queue import LinkReport
 from spillover.models.config import ModelConfig

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from spillover.engine.request import Request
+from spillover.engine.requests.request import Request
 from spillover.engine.speculation.config import MOST_TOKENS
 from spillover.errors import GRAMMAR_REASONS
 from spillover.memory.spill.report import COUNTERS, TierReport

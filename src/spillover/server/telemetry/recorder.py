@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import spillover
 from spillover.engine.output.output_processor import Answer
-from spillover.engine.request import Request
+from spillover.engine.requests.request import Request
 from spillover.memory.spill.report import TierReport
 from spillover.server.telemetry.metrics import Metrics, TokenCounts, finish_reason
 

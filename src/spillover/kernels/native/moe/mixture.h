@@ -11,10 +11,10 @@
 #include <new>
 #include <vector>
 
-#include "amx.h"
-#include "crew.h"
-#include "experts.h"
-#include "gated.h"
+#include "../amx.h"
+#include "../crew.h"
+#include "../experts.h"
+#include "../gated.h"
 
 namespace {
 
