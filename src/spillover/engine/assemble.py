@@ -20,11 +20,19 @@ from spillover.engine.effects import check_policies, flag_notes
 from spillover.engine.loop import Engine, ModelRunner
 from spillover.engine.null_runner import NullRunner, ordinary_tokens
 from spillover.engine.scheduler import Scheduler, SchedulerConfig
-from spillover.engine.speculation.drafter import make_drafter
+from spillover.engine.speculation.drafter import Drafter, make_drafter
+from spillover.engine.speculation.runner_drafter import RunnerDrafter, SharedBlocks
 from spillover.engine.speculation.speculator import AdaptiveSpeculator, Speculator
 from spillover.engine.tiers import make_store
 from spillover.engine.weights.elastic import ElasticMemory, SlotLender
 from spillover.engine.weights.load import load
+from spillover.engine.weights.substitutes import (
+    Parts,
+    Substitutes,
+    SubstituteWeights,
+    choose_substitutes,
+    load_substitutes,
+)
 from spillover.errors import SpilloverError
 from spillover.kernels import native
 from spillover.kernels.arena import Arena
@@ -56,7 +64,7 @@ from spillover.plan.measure import quick_rates
 from spillover.plan.planner import Plan, PlanRequest, make_plan, where
 from spillover.plan.rates import Rates
 from spillover.plan.workspace import Workspace
-from spillover.progress import CAPTURING, COMPILING, PLANNING, TOKENIZER, WEIGHTS
+from spillover.progress import CAPTURING, COMPILING, PLANNING, SUBSTITUTES, TOKENIZER, WEIGHTS
 from spillover.units import parse_budget
 
 log = logging.getLogger("spillover.engine")
@@ -75,6 +83,7 @@ class PlannedModel:
     specs: WeightSpecs
     plan: Plan
     scheme: Scheme | None = None  # that weights are quantised by while they load
+    substitutes: Substitutes | None = None  # copies of layers that draft
 
     @property
     def in_codes(self) -> bool:
@@ -114,6 +123,8 @@ def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, An
         scheme = choose_scheme(config.quantization, hf_config, path, arch.weight_specs(model_config))
         hf_config = quantized_config(hf_config, scheme)
         arch, model_config = read_architecture(hf_config, path)
+    speculation = config.speculation
+    rounded = speculation.substitute_dtype if speculation is not None and speculation.method == "substitute" else None
     machine = probe()
     on_card = bool(machine.cuda) and not null and config.device in ("auto", "cuda")
     whole = machine.cuda[0].total if on_card else machine.memory
@@ -138,14 +149,19 @@ def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, An
         weights="resident" if null else config.weights,
         cpu_offload=int((config.cpu_offload_gb or 0) * 2**30),
         paged_tokens=config.paged_tokens,
-        draft_tokens=config.speculation.num_tokens if config.speculation is not None else 0,
+        draft_tokens=speculation.num_tokens if speculation is not None else 0,
+        substitutes=rounded,
     )
     specs = {} if null else arch.weight_specs(model_config)
+    substitutes = None
+    if rounded is not None:
+        substitutes = choose_substitutes(rounded, config, hf_config, path, specs)
     if config.load_format == "auto" and config.weight_codes == "keep" and "codes" in hf_config:
         device, dtype = where(request, model_config, machine)
         if _multiplies_codes(machine, device, dtype):
             specs = in_codes(specs, hf_config["codes"], device)
-    plan = make_plan(request, model_config, specs, machine, rates, measure=quick_rates)
+    plan = make_plan(request, model_config, specs, machine, rates, measure=quick_rates,
+                     substitutes=None if substitutes is None else substitutes.specs)
     if plan.device == "cuda" and plan.block_size & (plan.block_size - 1):
         raise SpilloverError(f"--block-size on CUDA is a power of two, such as 16, 32 or 64; got {plan.block_size}")
     if null:  # the planned blocks are counted but never held
@@ -155,7 +171,7 @@ def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, An
                      max_model_len=plan.max_model_len, max_num_seqs=plan.max_num_seqs,
                      max_num_batched_tokens=plan.max_num_batched_tokens)
     plan = replace(plan, notes=flag_notes(config, model_config, plan))
-    return PlannedModel(chosen, path, arch, model_config, specs, plan, scheme)
+    return PlannedModel(chosen, path, arch, model_config, specs, plan, scheme, substitutes)
 
 
 def _multiplies_codes(machine: Machine, device: str, dtype: str) -> bool:
@@ -200,17 +216,23 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
         policy=config.schedule_policy,
         watermark=config.watermark,
         max_samples=step_limits(planned).max_samples,
-    ), kv, connector, _speculator(config, planned.model_config))
+        drafts_in_kv=planned.substitutes is not None,
+    ), kv, connector, _speculator(planned, runner, kv))
     return Assembly(config, planned.path, planned.model_config, planned.specs, plan,
                     Engine(scheduler, runner, config.async_scheduling), tokenizer)
 
 
-def _speculator(config: EngineConfig, model: ModelConfig) -> Speculator | None:
-    speculation = config.speculation
+def _speculator(planned: PlannedModel, runner: NullRunner | ModelRunner, kv: KVCache) -> Speculator | None:
+    speculation = planned.config.speculation
     if speculation is None:
         return None
-    return AdaptiveSpeculator(make_drafter(speculation, model.vocab_size), speculation.num_tokens, speculation.adaptive,
-                              bool(speculation.simulated))
+    drafter: Drafter
+    if isinstance(runner, NullRunner) or runner.drafting is None:
+        drafter = make_drafter(speculation, planned.model_config.vocab_size)
+    else:
+        drafter = RunnerDrafter(runner.drafting, SharedBlocks(kv), draft_limits(planned.plan).max_num_batched_tokens,
+                                speculation.simulated or None)
+    return AdaptiveSpeculator(drafter, speculation.num_tokens, speculation.adaptive, bool(speculation.simulated))
 
 
 def _lender(runner: NullRunner | ModelRunner, plan: Plan) -> SlotLender | None:
@@ -242,6 +264,10 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None,
     transfers = make_transfers(plan)
     weights = load(config, plan, model_config, planned.specs, planned.path, transfers,
                    lambda done, total, _: show(done, total, WEIGHTS), planned.scheme)
+    copies: Parts | None = None
+    if planned.substitutes is not None:
+        copies = load_substitutes(config, plan, planned.substitutes, planned.path,
+                                  lambda done, total, _: show(done, total, SUBSTITUTES))
     trim_heap()  # what loading left behind
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -261,8 +287,23 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None,
             kept = kept_on(planned.specs, plan.device, plan.dtype, not config.fast)
             prepare_products(kept, Target(plan.dtype, device), plan.max_num_batched_tokens)
             runner.capture(lambda done, total: show(done, total, CAPTURING))
+        if copies is not None:
+            runner.drafting = CudaRunner(model, SubstituteWeights(weights, copies), views, plan.block_size, device,
+                                         draft_limits(plan), transfers, kv_dtype=plan.kv_cache_dtype,
+                                         graphs=not config.enforce_eager)
+            if config.graph_capture == "start":
+                runner.drafting.capture(lambda done, total: show(done, total, CAPTURING))
         return runner
-    return CpuRunner(model, weights, views, plan.block_size, limits, transfers, decode, plan.kv_cache_dtype, stage)
+    cpu = CpuRunner(model, weights, views, plan.block_size, limits, transfers, decode, plan.kv_cache_dtype, stage)
+    if copies is not None:
+        cpu.drafting = CpuRunner(model, SubstituteWeights(weights, copies), views, plan.block_size, draft_limits(plan),
+                                 transfers, kv_dtype=plan.kv_cache_dtype, beside=cpu)
+    return cpu
+
+
+def draft_limits(plan: Plan) -> StepLimits:
+    """Return the most of a step that drafts: a token of every request."""
+    return StepLimits(plan.max_num_seqs, plan.max_num_seqs, plan.max_model_len)
 
 
 def step_limits(planned: PlannedModel) -> StepLimits:

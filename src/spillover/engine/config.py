@@ -105,9 +105,10 @@ class EngineConfig:
                               "are not on the device. A request's tokens may then depend on what runs beside it.")
     speculative_config: str | None = _flag(None, "Guess tokens ahead and verify them, as JSON like vLLM's: "
                                            '{"method": "ngram", "num_speculative_tokens": 4}; with prompt_lookup_min, '
-                                           "prompt_lookup_max and adaptive. The text stays the same.")
+                                           "prompt_lookup_max, substitute_dtype and adaptive. The text stays the same.")
     speculative_method: str | None = _flag(None, "The same as a plain flag: ngram drafts what followed the last tokens "
-                                           "before in the request; suffix also what ended requests said.", METHODS)
+                                           "before in the request; suffix also what ended requests said; substitute "
+                                           "by copies in int4 of the layers that stream.", METHODS)
     num_speculative_tokens: int | None = _flag(None, "Most tokens of a draft.")
     speculative_adaptive: bool = _flag(True, "Draft only where measured costs and acceptance say that it is faster, "
                                              "and only as much; off drafts always.")

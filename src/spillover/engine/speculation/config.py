@@ -5,16 +5,18 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spillover.errors import SpilloverError, did_you_mean
 
-METHODS = ("ngram", "suffix")
-DEFAULT_TOKENS = {"ngram": 8, "suffix": 16}
+METHODS = ("ngram", "suffix", "substitute")
+MODEL_METHODS = ("substitute",)  # a model drafts, so that drafts are real where acceptance is simulated
+DEFAULT_TOKENS = {"ngram": 8, "suffix": 16, "substitute": 20}
+SUBSTITUTE_DTYPES = ("int4", "int8")
 MOST_TOKENS = 64  # of one draft
 LONGEST_MATCH = 64  # of n-gram look-up
-KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "adaptive")
+KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "adaptive", "substitute_dtype")
 _LOADS_A_MODEL = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "dflash")
 
 
@@ -26,6 +28,7 @@ class SpeculativeConfig:
     lookup_max: int = 5  # ngram: longest match that is looked for
     adaptive: bool = True  # False: always as many as there are, whatever they cost
     simulated: tuple[float, ...] = ()  # share of drafts whose token at each position counts as accepted
+    substitute_dtype: str = "int4"  # substitute: what the copies of layers are rounded to
 
     def __post_init__(self) -> None:
         if self.method not in METHODS and not self.simulated:
@@ -40,16 +43,24 @@ class SpeculativeConfig:
             raise SpilloverError(f"prompt_lookup_min and prompt_lookup_max are from 1 to {LONGEST_MATCH}, the first "
                                  f"not above the second; got {self.lookup_min} and {self.lookup_max}")
 
+        if self.substitute_dtype not in SUBSTITUTE_DTYPES:
+            raise SpilloverError(f"substitute_dtype is one of {', '.join(SUBSTITUTE_DTYPES)}; got "
+                                 f"{self.substitute_dtype!r}{did_you_mean(self.substitute_dtype, SUBSTITUTE_DTYPES)}")
+
     @classmethod
     def of(cls, given: str | None, method: str | None, num_tokens: int | None, adaptive: bool,
            simulate: str | None) -> SpeculativeConfig | None:
         """Return what the flags ask for; None: no speculation."""
         if simulate is not None:
-            if given is not None or method is not None:
-                other = "--speculative-config" if given is not None else "--speculative-method"
-                raise SpilloverError(f"--speculative-simulate and {other} contradict each other: give one of them")
+            drafting = cls.of(given, method, None if given is None and method is None else num_tokens, adaptive, None)
             rates = _rates(simulate)
-            return cls("simulated", min(num_tokens or len(rates), len(rates)), adaptive=adaptive, simulated=rates)
+            if drafting is None:
+                return cls("simulated", min(num_tokens or len(rates), len(rates)), adaptive=adaptive, simulated=rates)
+            if drafting.method not in MODEL_METHODS:
+                other = "--speculative-config" if given is not None else "--speculative-method"
+                raise SpilloverError(f"--speculative-simulate and {other} {drafting.method} contradict each other: of "
+                                     "random weights nothing can be guessed but by a model, so give one of them")
+            return replace(drafting, num_tokens=min(drafting.num_tokens, len(rates)), simulated=rates)
         if given is not None:
             if method is not None or num_tokens is not None:
                 plain = "--speculative-method" if method is not None else "--num-speculative-tokens"
@@ -84,7 +95,10 @@ class SpeculativeConfig:
         switch = fields.get("adaptive", adaptive)
         if not isinstance(switch, bool):
             raise SpilloverError(f"adaptive in --speculative-config is true or false; got {switch!r}")
-        return cls(method, count, lowest, highest, switch)
+        rounded = fields.get("substitute_dtype", cls.substitute_dtype)
+        if method != "substitute" and "substitute_dtype" in fields:
+            raise SpilloverError(f"substitute_dtype is of the method substitute, not of {method!r}: leave it out")
+        return cls(method, count, lowest, highest, switch, substitute_dtype=str(rounded))
 
 
 def _default(method: str) -> int:

@@ -28,8 +28,8 @@ Tables = tuple[tuple[int, ...], ...]  # block tables, one a layer group
 
 
 class DraftBlocks(Protocol):
-    """The KV blocks that a drafting runner reads and writes. Drafts are made from a request's known tokens, of which the
-    newest never has KV: a round computes it, and one more position for each draft token but the last."""
+    """The KV blocks that a drafting runner reads and writes. Drafts are made from a request's known tokens, of which
+    the newest never has KV: a round computes it, and one more position for each draft token but the last."""
 
     def reserve(self, request: Request, num_tokens: int) -> int:
         """Make room for KV of the first `num_tokens` positions where that takes nothing from anybody; return for how
