@@ -90,6 +90,7 @@ class Knowing:
     answers: dict[tuple[int, ...], list[list[int]]]
     rng: random.Random
     expected = None
+    sequential = False
 
     def propose(self, asked: Sequence[tuple[Request, int]]) -> list[Draft]:
         return [self._draft(request, most) for request, most in asked]

@@ -28,6 +28,12 @@ class Drafter(Protocol):
     """
 
     @property
+    def sequential(self) -> bool:
+        """Return whether each token of a draft takes a pass of a model, so that its length is to be chosen before, and
+        no draft is made only to be compared."""
+        ...
+
+    @property
     def expected(self) -> tuple[float, ...] | None:
         """Return the share of drafts accepted up to each position, where that is known beforehand."""
         ...

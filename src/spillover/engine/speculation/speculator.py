@@ -341,7 +341,7 @@ class AdaptiveSpeculator:
         request.drafts = request.drafts.plus(drafted, accepted)
 
     def probe(self, running: Sequence[Request]) -> None:
-        if not self._adaptive or self._drafter.expected is not None or not running:
+        if not self._adaptive or self._drafter.expected is not None or self._drafter.sequential or not running:
             return
         for _ in range(min(LOOKED_AT, len(running))):
             if self._credit <= 0.0:
