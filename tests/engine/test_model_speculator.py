@@ -59,6 +59,7 @@ class Chancy:
     """A model that is right with a chance of its own for each request; what comes is always 1, 2, 3 ..."""
 
     expected = None
+    sequential = True
 
     def __init__(self, costs: Costs, chances: dict[Request, float], clock: Clock, rng: random.Random) -> None:
         self.costs, self.chances, self.clock, self.rng = costs, chances, clock, rng

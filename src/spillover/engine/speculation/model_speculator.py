@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from spillover.engine.speculation.costs import Numbers
 from spillover.engine.speculation.draft_costs import DraftCosts, best_counts
@@ -21,6 +21,20 @@ if TYPE_CHECKING:
 HOPE = 0.6  # share of tokens that are taken to be right before one was tried
 TRIAL_DRAFT = 4  # tokens of a draft that is made though it seems not to pay
 TRIAL_REQUESTS = 8  # that such drafts are made for
+
+
+@runtime_checkable
+class CountsPasses(Protocol):
+    @property
+    def passes(self) -> Sequence[int]:
+        """Return how many passes the last call took for each request; empty where it did something else too."""
+        ...
+
+
+def make_speculator(drafter: Drafter, most_tokens: int, adaptive: bool = True,
+                    simulated: bool = False) -> AdaptiveSpeculator:
+    kind = ModelSpeculator if drafter.sequential else AdaptiveSpeculator
+    return kind(drafter, most_tokens, adaptive, simulated)
 
 
 class ModelSpeculator(AdaptiveSpeculator):
@@ -71,9 +85,11 @@ class ModelSpeculator(AdaptiveSpeculator):
         self._device_seconds += seconds
         if self._trial:
             self._credit -= seconds
-        counts = [len(draft.tokens) for draft in found]
-        if candidates and counts == [candidate.most for candidate in candidates]:
-            self._drafting.note(counts, seconds)
+        # Of drafters that do not say how many passes they took: as many as the longest draft has tokens.
+        passes = (self._drafter.passes if isinstance(self._drafter, CountsPasses)
+                  else [len(draft.tokens) for draft in found])
+        if any(passes):
+            self._drafting.note(passes, seconds)
         return found
 
     def _nothing(self, slot: int) -> None:
