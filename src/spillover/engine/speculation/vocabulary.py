@@ -90,8 +90,8 @@ def draft_vocabulary(path: Path, vocab_size: int, tokenizer: Tokenizer | None, t
     has_own = path.is_file() or (path / "tokenizer.json").is_file()
     if tokenizer is None or not has_own:
         if abs(vocab_size - target_size) > PADDING:
-            raise SpilloverError(f"the draft model {path.name} has {vocab_size:,} tokens, the model {target_size:,}, and "
-                                 "without both tokenizers nothing says which are the same; choose another one")
+            raise SpilloverError(f"the draft model {path.name} has {vocab_size:,} tokens, the model {target_size:,}; "
+                                 "without both tokenizers nothing says which are the same, so choose another one")
         return SameVocabulary(target_size)
     own = load_tokenizer(path)
     if own.backend.get_vocab(with_added_tokens=True) == tokenizer.backend.get_vocab(with_added_tokens=True):
