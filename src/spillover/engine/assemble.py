@@ -22,14 +22,22 @@ from spillover.engine.loop import Engine, ModelRunner
 from spillover.engine.null_runner import NullRunner, ordinary_tokens
 from spillover.engine.scheduler import Scheduler, SchedulerConfig
 from spillover.engine.speculation.draft_model import DraftModel
-from spillover.engine.speculation.drafter import make_drafter
+from spillover.engine.speculation.drafter import Drafter, make_drafter
 from spillover.engine.speculation.model_speculator import make_speculator
 from spillover.engine.speculation.own_blocks import OwnBlocks
+from spillover.engine.speculation.runner_drafter import RunnerDrafter, SharedBlocks
 from spillover.engine.speculation.speculator import Speculator
 from spillover.engine.speculation.vocabulary import DraftVocabulary, draft_vocabulary
 from spillover.engine.tiers import make_store
 from spillover.engine.weights.elastic import ElasticMemory, SlotLender
 from spillover.engine.weights.load import load
+from spillover.engine.weights.substitutes import (
+    Parts,
+    Substitutes,
+    SubstituteWeights,
+    choose_substitutes,
+    load_substitutes,
+)
 from spillover.errors import SpilloverError
 from spillover.kernels import native
 from spillover.kernels.arena import Arena
@@ -62,7 +70,7 @@ from spillover.plan.measure import quick_rates
 from spillover.plan.planner import Plan, PlanRequest, make_plan, where
 from spillover.plan.rates import Rates
 from spillover.plan.workspace import Workspace
-from spillover.progress import CAPTURING, COMPILING, PLANNING, TOKENIZER, WEIGHTS
+from spillover.progress import CAPTURING, COMPILING, PLANNING, SUBSTITUTES, TOKENIZER, WEIGHTS
 from spillover.units import parse_budget
 
 log = logging.getLogger("spillover.engine")
@@ -81,6 +89,7 @@ class PlannedModel:
     specs: WeightSpecs
     plan: Plan
     scheme: Scheme | None = None  # that weights are quantised by while they load
+    substitutes: Substitutes | None = None  # copies of layers that draft
     draft: PlannedModel | None = None  # the model that drafts
 
     @property
@@ -121,6 +130,8 @@ def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, An
         scheme = choose_scheme(config.quantization, hf_config, path, arch.weight_specs(model_config))
         hf_config = quantized_config(hf_config, scheme)
         arch, model_config = read_architecture(hf_config, path)
+    speculation = config.speculation
+    rounded = speculation.substitute_dtype if speculation is not None and speculation.method == "substitute" else None
     machine = probe()
     on_card = bool(machine.cuda) and not null and config.device in ("auto", "cuda")
     whole = machine.cuda[0].total if on_card else machine.memory
@@ -145,13 +156,19 @@ def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, An
         weights="resident" if null else config.weights,
         cpu_offload=int((config.cpu_offload_gb or 0) * 2**30),
         paged_tokens=config.paged_tokens,
-        draft_tokens=config.speculation.num_tokens if config.speculation is not None else 0,
+        draft_tokens=speculation.num_tokens if speculation is not None else 0,
+        substitutes=rounded,
     )
-    specs = {} if null else _weight_specs(config, arch, model_config, hf_config, request, machine)
+    specs = {} if null else arch.weight_specs(model_config)
+    substitutes = None
+    if rounded is not None:
+        substitutes = choose_substitutes(rounded, config, hf_config, path, specs)
+    specs = _kept_in_codes(config, specs, model_config, hf_config, request, machine)
     draft = look_at_draft(config, request, machine)
 
     def plan_model(asked: PlanRequest, found: Machine) -> Plan:
-        return make_plan(asked, model_config, specs, found, rates, measure=functools.cache(quick_rates))
+        return make_plan(asked, model_config, specs, found, rates, measure=functools.cache(quick_rates),
+                         substitutes=None if substitutes is None else substitutes.specs)
 
     plan = plan_model(request, machine) if draft is None else plan_beside(request, machine, plan_model, DraftSpecs(
         draft.name, draft.dtype, draft.model_config, draft.specs))
@@ -164,13 +181,13 @@ def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, An
                      max_model_len=plan.max_model_len, max_num_seqs=plan.max_num_seqs,
                      max_num_batched_tokens=plan.max_num_batched_tokens)
     plan = replace(plan, notes=flag_notes(config, model_config, plan))
-    return PlannedModel(chosen, path, arch, model_config, specs, plan, scheme,
+    return PlannedModel(chosen, path, arch, model_config, specs, plan, scheme, substitutes,
                         None if draft is None or plan.draft is None else _planned_draft(chosen, draft, plan.draft))
 
 
-def _weight_specs(config: EngineConfig, arch: Architecture, model_config: ModelConfig, hf_config: Mapping[str, Any],
-                  request: PlanRequest, machine: Machine) -> WeightSpecs:
-    specs = arch.weight_specs(model_config)
+def _kept_in_codes(config: EngineConfig, specs: WeightSpecs, model_config: ModelConfig, hf_config: Mapping[str, Any],
+                   request: PlanRequest, machine: Machine) -> WeightSpecs:
+    """Return the specs with weights in the codes of their file, where the device computes with those."""
     if config.load_format == "auto" and config.weight_codes == "keep" and "codes" in hf_config:
         device, dtype = where(request, model_config, machine)
         if _multiplies_codes(machine, device, dtype):
@@ -202,7 +219,8 @@ def look_at_draft(config: EngineConfig, target: PlanRequest, machine: Machine) -
     except SpilloverError as error:
         raise type(error)(f"the draft model cannot be used: {error}") from error
     dtype = "bfloat16" if target.device != "cpu" and machine.cuda and hf_config.get("codes") else "auto"
-    specs = _weight_specs(config, arch, model_config, hf_config, replace(target, dtype=dtype), machine)
+    specs = _kept_in_codes(config, arch.weight_specs(model_config), model_config, hf_config,
+                           replace(target, dtype=dtype), machine)
     return _Draft(name, path, arch, model_config, specs, dtype)
 
 
@@ -244,7 +262,9 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
     runner = make_runner(planned, tokenizer, show)
     draft = None
     if planned.draft is not None and vocabulary is not None:
-        draft = _draft_model(planned.draft, vocabulary, runner, show)
+        speculation = config.speculation
+        expected = speculation.simulated or None if speculation is not None else None
+        draft = _draft_model(planned.draft, vocabulary, runner, expected, show)
     identity = _identity(planned)
     most = None if isinstance(runner, NullRunner) else len(runner.kv.pool) - 1
     kv = KVCache(plan.num_blocks, plan.block_size, plan.windows, config.enable_prefix_caching, identity,
@@ -264,26 +284,35 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
         policy=config.schedule_policy,
         watermark=config.watermark,
         max_samples=step_limits(planned).max_samples,
-    ), kv, connector, _speculator(config, planned.model_config, draft))
+        drafts_in_kv=planned.substitutes is not None,
+    ), kv, connector, _speculator(planned, runner, kv, draft))
     return Assembly(config, planned.path, planned.model_config, planned.specs, plan,
                     Engine(scheduler, runner, config.async_scheduling, draft), tokenizer)
 
 
-def _speculator(config: EngineConfig, model: ModelConfig, draft: DraftModel | None) -> Speculator | None:
-    speculation = config.speculation
+def _speculator(planned: PlannedModel, runner: NullRunner | ModelRunner, kv: KVCache,
+                draft: DraftModel | None) -> Speculator | None:
+    speculation = planned.config.speculation
     if speculation is None:
         return None
-    drafter = draft or make_drafter(speculation, model.vocab_size)
+    drafter: Drafter
+    if draft is not None:
+        drafter = draft
+    elif isinstance(runner, NullRunner) or runner.drafting is None:
+        drafter = make_drafter(speculation, planned.model_config.vocab_size)
+    else:
+        drafter = RunnerDrafter(runner.drafting, SharedBlocks(kv), draft_limits(planned.plan).max_num_batched_tokens,
+                                speculation.simulated or None)
     return make_speculator(drafter, speculation.num_tokens, speculation.adaptive, bool(speculation.simulated))
 
 
 def _draft_model(draft: PlannedModel, vocabulary: DraftVocabulary, runner: NullRunner | ModelRunner,
-                 show: Progress) -> DraftModel:
+                 expected: tuple[float, ...] | None, show: Progress) -> DraftModel:
     """Load the model that drafts."""
     plan = draft.plan
     second = make_runner(draft, None, show, beside=runner)
     kv = KVCache(plan.num_blocks, plan.block_size, plan.windows)
-    return DraftModel(second, OwnBlocks(kv, plan.max_model_len), vocabulary, plan.max_num_batched_tokens)
+    return DraftModel(second, OwnBlocks(kv, plan.max_model_len), vocabulary, plan.max_num_batched_tokens, expected)
 
 
 def _lender(runner: NullRunner | ModelRunner, plan: Plan) -> SlotLender | None:
@@ -315,6 +344,10 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None, show:
     transfers = make_transfers(plan)
     weights = load(config, plan, model_config, planned.specs, planned.path, transfers,
                    lambda done, total, _: show(done, total, WEIGHTS), planned.scheme)
+    copies: Parts | None = None
+    if planned.substitutes is not None:
+        copies = load_substitutes(config, plan, planned.substitutes, planned.path,
+                                  lambda done, total, _: show(done, total, SUBSTITUTES))
     trim_heap()  # what loading left behind
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -336,9 +369,24 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None, show:
             kept = kept_on(planned.specs, plan.device, plan.dtype, not config.fast)
             prepare_products(kept, Target(plan.dtype, device), plan.max_num_batched_tokens)
             runner.capture(lambda done, total: show(done, total, CAPTURING))
+        if copies is not None:
+            runner.drafting = CudaRunner(model, SubstituteWeights(weights, copies), views, plan.block_size, device,
+                                         draft_limits(plan), transfers, kv_dtype=plan.kv_cache_dtype,
+                                         graphs=not config.enforce_eager)
+            if config.graph_capture == "start":
+                runner.drafting.capture(lambda done, total: show(done, total, CAPTURING))
         return runner
-    return CpuRunner(model, weights, views, plan.block_size, limits, transfers, decode, plan.kv_cache_dtype, stage,
-                     beside if isinstance(beside, CpuRunner) else None)
+    cpu = CpuRunner(model, weights, views, plan.block_size, limits, transfers, decode, plan.kv_cache_dtype, stage,
+                    beside if isinstance(beside, CpuRunner) else None)
+    if copies is not None:
+        cpu.drafting = CpuRunner(model, SubstituteWeights(weights, copies), views, plan.block_size, draft_limits(plan),
+                                 transfers, kv_dtype=plan.kv_cache_dtype, beside=cpu)
+    return cpu
+
+
+def draft_limits(plan: Plan) -> StepLimits:
+    """Return the most of a step that drafts: a token of every request."""
+    return StepLimits(plan.max_num_seqs, plan.max_num_seqs, plan.max_model_len)
 
 
 def step_limits(planned: PlannedModel) -> StepLimits:

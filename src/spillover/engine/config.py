@@ -105,10 +105,12 @@ class EngineConfig:
                               "are not on the device. A request's tokens may then depend on what runs beside it.")
     speculative_config: str | None = _flag(None, "Guess tokens ahead and verify them, as JSON like vLLM's: "
                                            '{"method": "ngram", "num_speculative_tokens": 4}; with prompt_lookup_min, '
-                                           "prompt_lookup_max and adaptive, or model. The text stays the same.")
+                                           "prompt_lookup_max, substitute_dtype, model and adaptive. The text stays "
+                                           "the same.")
     speculative_method: str | None = _flag(None, "The same as a plain flag: ngram drafts what followed the last tokens "
-                                           "before in the request; suffix also what ended requests said; draft_model "
-                                           "asks --speculative-model.", METHODS)
+                                           "before in the request; suffix also what ended requests said; substitute "
+                                           "by copies in int4 of the layers that stream; draft_model asks "
+                                           "--speculative-model.", METHODS)
     speculative_model: str | None = _flag(None, "Draft with this smaller model: a name from `spill pull`, a folder, a "
                                           "GGUF file, or what `spill draft train` wrote. Its weights and KV are part "
                                           "of the budget.")

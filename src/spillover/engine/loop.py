@@ -57,6 +57,11 @@ class ModelRunner(StepRunner, Protocol):
     observe: PromptObserver | None
 
     @property
+    def drafting(self) -> StepRunner | None:
+        """Return what runs a model that drafts, beside this one; None: there is none."""
+        ...
+
+    @property
     def weights(self) -> EngineWeights: ...
 
     @property

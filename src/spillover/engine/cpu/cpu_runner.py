@@ -94,6 +94,7 @@ class CpuRunner:
         self.decode = decode
         self.observe: PromptObserver | None = None
         self.transfers = transfers
+        self.drafting: CpuRunner | None = None  # runs a model that drafts
         self.table = limits.request_table(len(model.groups), block_size, torch.device("cpu"))
         self._block_tables: npt.NDArray[np.int32] = self.table.block_tables.numpy()  # [groups, slots, width]
         self._block_size = block_size

@@ -106,6 +106,7 @@ class CudaRunner:
         self.observe: PromptObserver | None = None
         self.transfers = transfers
         self.table = limits.request_table(groups, block_size, device)
+        self.drafting: CudaRunner | None = None  # runs a model that drafts, and sleeps when this one does
         self._asleep: SleepingKV | None = None
         self._block_size = block_size
         self._device = device
@@ -192,11 +193,16 @@ class CudaRunner:
         # KV first: slots of experts may lie in the same memory.
         self._asleep = SleepingKV(self.kv.pool, blocks, self.transfers)
         self.weights.move(self.transfers.to_host, asleep=True)
+        if self.drafting is not None:
+            self.drafting.forget_graphs()
+            self.drafting.weights.move(self.transfers.to_host, asleep=True)
         torch.cuda.empty_cache()
 
     def wake_up(self) -> None:
         if self._asleep is not None and isinstance(self.transfers, CudaTransfers):
             self.weights.move(self.transfers.to_device, asleep=False)
+            if self.drafting is not None:
+                self.drafting.weights.move(self.transfers.to_device, asleep=False)
             self._asleep.wake_up()
             self._asleep = None
 

@@ -27,10 +27,11 @@ class DraftModel:
     """Drafts with a runner of its own; `close` ends that too."""
 
     sequential = True
-    expected = None
 
     def __init__(self, runner: StepRunner, blocks: OwnBlocks, vocabulary: DraftVocabulary,
-                 max_num_batched_tokens: int) -> None:
+                 max_num_batched_tokens: int, expected: tuple[float, ...] | None = None) -> None:
+        """`expected`: as `Drafter` says."""
+        self.expected = expected
         self.runner = runner
         self.blocks = blocks
         self._vocabulary = vocabulary

@@ -48,6 +48,7 @@ class Drafter(Protocol):
 
 
 def make_drafter(config: SpeculativeConfig, vocab_size: int) -> Drafter:
+    """Make a drafter that needs no model."""
     from spillover.engine.speculation.ngram import NgramDrafter
     from spillover.engine.speculation.simulated import SimulatedDrafter
     from spillover.engine.speculation.suffix import SuffixDrafter
