@@ -85,6 +85,7 @@ class Plan:
     costs: Costs | None = None
     placement: WeightPlan | None = None  # None: every weight is resident
     captured_rows: int = 0  # rows of the largest prefill step captured as a CUDA graph
+    draft: Plan | None = None  # of the draft model, which is part of the same budget
     substitutes: SubstitutePlan | None = None  # copies of layers, which draft
     notes: tuple[str, ...] = ()  # flags that were given and change nothing under this plan, a sentence each
 
@@ -102,7 +103,8 @@ class Plan:
     @property
     def device_bytes(self) -> int:
         """Return what a --gpu-memory budget is held against."""
-        return self.device_weight_bytes + self.kv_bytes + self.workspace_bytes
+        own = self.device_weight_bytes + self.kv_bytes + self.workspace_bytes
+        return own + (0 if self.draft is None else self.draft.device_bytes)
 
     @property
     def total_bytes(self) -> int:

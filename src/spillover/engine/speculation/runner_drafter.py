@@ -44,8 +44,8 @@ class DraftBlocks(Protocol):
         """Return the request's block tables."""
         ...
 
-    def drafted(self, request: Request, num_tokens: int) -> None:
-        """Note that the first `num_tokens` positions now have KV, those of draft tokens included."""
+    def drafted(self, request: Request, num_tokens: int, tokens: Sequence[int]) -> None:
+        """Note that the first `num_tokens` positions now have KV, those of these draft tokens included."""
         ...
 
     def end(self, request: Request) -> None:
@@ -74,7 +74,7 @@ class SharedBlocks:
     def tables(self, request: Request) -> Tables:
         return tuple(tuple(self._kv.table(request.request_id, group)) for group in range(len(self._kv.windows)))
 
-    def drafted(self, request: Request, num_tokens: int) -> None:
+    def drafted(self, request: Request, num_tokens: int, tokens: Sequence[int]) -> None:
         """Do nothing: drafts' KV is never used again."""
 
     def end(self, request: Request) -> None:
@@ -82,7 +82,7 @@ class SharedBlocks:
 
 
 @dataclass
-class _Drafting:
+class Drafting:
     """One request in a round."""
 
     request: Request
@@ -132,10 +132,10 @@ class RunnerDrafter:
         if not drafting:
             return [Draft()] * len(rows)
         self._new = tuple(row.new() for row in drafting)
-        self._catch_up(drafting)
-        launched: deque[tuple[LaunchedStep, list[_Drafting]]] = deque()
-        for index in range(max(row.count for row in drafting)):
-            going = [row for row in drafting if row.count > index]
+        ready = self._catch_up(drafting)
+        launched: deque[tuple[LaunchedStep, list[Drafting]]] = deque()
+        for index in range(max((row.count for row in ready), default=0)):
+            going = [row for row in ready if row.count > index]
             launched.append((self._launch([row.take(max(1, row.known - row.start), True) for row in going]), going))
             if len(launched) == AHEAD:
                 _read(launched)
@@ -143,22 +143,23 @@ class RunnerDrafter:
             _read(launched)
         self._gone = tuple(row.id for row in drafting)
         for row in drafting:
-            self._blocks.drafted(row.request, row.start)
+            self._blocks.drafted(row.request, row.start, row.tokens)
         return [Draft(tuple(row.tokens), (1.0,) * len(row.tokens)) for row in rows]
 
     def end(self, request: Request) -> None:
         self._blocks.end(request)
 
-    def _begin(self, request: Request, most: int) -> _Drafting:
+    def _begin(self, request: Request, most: int) -> Drafting:
         before = len(request.token_ids) - 1
         count = self._blocks.reserve(request, before + most) - before
         if count < 1:
-            return _Drafting(request, 0, 0, before, ())
-        return _Drafting(request, next(self._ids), count, self._blocks.num_computed(request),
+            return Drafting(request, 0, 0, before, ())
+        return Drafting(request, next(self._ids), count, self._blocks.num_computed(request),
                          self._blocks.tables(request))
 
-    def _catch_up(self, drafting: Sequence[_Drafting]) -> None:
-        """Compute what the first step, which samples, has no room for; nothing where only the newest tokens miss."""
+    def _catch_up(self, drafting: Sequence[Drafting]) -> Sequence[Drafting]:
+        """Compute what the first step, which samples, has no room for; nothing where only the newest tokens miss.
+        Return those that can be drafted for."""
         budget = self._max_num_batched_tokens
         left = budget - len(drafting)  # that step has a row of everybody
         for row in drafting:
@@ -169,6 +170,7 @@ class RunnerDrafter:
             while row.start < row.known - 1:
                 count = min(row.known - 1 - row.start, budget)
                 self._launch([row.take(count, False)]).result()
+        return drafting
 
     def _launch(self, items: Sequence[StepItem]) -> LaunchedStep:
         step = Step(tuple(items), self._new, self._gone)
@@ -176,7 +178,7 @@ class RunnerDrafter:
         return self._runner.launch(step)
 
 
-def _read(launched: deque[tuple[LaunchedStep, list[_Drafting]]]) -> None:
+def _read(launched: deque[tuple[LaunchedStep, list[Drafting]]]) -> None:
     """Take in the tokens of the step launched first."""
     step, rows = launched.popleft()
     for row, tokens in zip(rows, step.result().token_ids, strict=True):
