@@ -23,6 +23,7 @@ IMPORTING = "Importing torch"
 PLANNING = "Planning the memory"
 TOKENIZER = "Reading the tokenizer"
 WEIGHTS = "Loading weights"
+SUBSTITUTES = "Rounding copies of layers to draft with"
 COMPARING = "Comparing bits at every number of rows"
 MEASURING = "Measuring this machine's memory and matrix rates"
 _COUNTED = (COMPILING, CAPTURING, COMPARING)  # in pieces; everything else is in bytes

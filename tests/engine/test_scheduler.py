@@ -66,6 +66,7 @@ class HalfRight:
     """Drafts the tokens that will come, some of them wrong."""
 
     expected = None
+    sequential = False
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng

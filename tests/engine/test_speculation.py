@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from spillover import LLM, SamplingParams
-from spillover.engine.output.outputs import DraftCounts, RequestOutput
+from spillover.engine.output.outputs import DraftCounts
 from spillover.engine.requests.request import Request
 from spillover.engine.speculation.drafter import Draft, Drafter
 from spillover.engine.speculation.speculator import AdaptiveSpeculator
 from spillover.errors import SpilloverError
+from support.mixed_requests import COUNT, facts, params_of, prompts_of
 from support.text_model import write_text_model
 from support.tiny_configs import WINDOWED
 
@@ -28,7 +29,6 @@ MIXTURE = {
     "torch_dtype": "float32", "tie_word_embeddings": False,
 }
 ARCHITECTURES = {"text": {}, "windowed": {**WINDOWED, "vocab_size": 320, "eos_token_id": 257}, "mixture": MIXTURE}
-COUNT = 64
 
 
 @pytest.fixture(scope="module")
@@ -48,37 +48,6 @@ def model(request: pytest.FixtureRequest, texts: Path, tmp_path_factory: pytest.
     return {"model": folder, "tokenizer": str(texts), "load_format": "dummy"}
 
 
-def prompts_of(rng: random.Random) -> list[list[int]]:
-    """Texts that repeat themselves, some of which begin alike."""
-    shared = [rng.randrange(256) for _ in range(24)]
-    found = []
-    for _ in range(COUNT):
-        phrase = [rng.randrange(256) for _ in range(rng.randint(1, 9))]
-        start = shared[:rng.randint(0, 24)] if rng.random() < 0.5 else []
-        found.append((start + phrase * rng.randint(1, 5))[:60])
-    return found
-
-
-def params_of(rng: random.Random) -> SamplingParams:
-    """Any kind of request there is."""
-    kind: dict[str, Any] = rng.choice([
-        {}, {}, {"repetition_penalty": 1.2, "presence_penalty": 0.4}, {"frequency_penalty": 0.3},
-        {"logit_bias": {65: 4.0, 66: -5.0}}, {"top_k": 4, "top_p": 0.9}, {"min_p": 0.1}, {"n": 2},
-        {"stop": ["a", "\u00a4"]}, {"stop": ["e"], "include_stop_str_in_output": True},
-        {"stop_token_ids": [70, 71, 72]}, {"structured_outputs": {"regex": "(ab|ba){2,9}"}},
-    ])
-    most = rng.randint(1, 30)
-    return SamplingParams(temperature=rng.choice([0, 0, 0.5, 1.0]), seed=rng.randrange(1000), max_tokens=most,
-                          min_tokens=rng.choice([0, 0, most // 2]), ignore_eos=rng.random() < 0.5,
-                          logprobs=rng.choice([None, None, 0, 3]),
-                          prompt_logprobs=rng.choice([None, None, None, 1]), **kind)
-
-
-def facts(output: RequestOutput) -> list[object]:
-    return [output.prompt_logprobs, *((one.token_ids, one.text, one.logprobs, one.finish_reason, one.stop_reason)
-                                      for one in output.outputs)]
-
-
 def load(model: dict[str, Any], **flags: Any) -> LLM:
     return LLM(**{"device": "cpu", "block_size": 8, "max_model_len": 96, "watermark": 0.0, "seed": 3, **model, **flags})
 
@@ -90,6 +59,7 @@ class Knowing:
     answers: dict[tuple[int, ...], list[list[int]]]
     rng: random.Random
     expected = None
+    sequential = False
 
     def propose(self, asked: Sequence[tuple[Request, int]]) -> list[Draft]:
         return [self._draft(request, most) for request, most in asked]
@@ -205,7 +175,7 @@ def test_simulated_acceptance_is_counted_and_labelled(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("flags", "words"), [
     ({"speculative_method": "ngrams"}, "did you mean"),
-    ({"speculative_config": {"method": "eagle3"}}, "needs a model that drafts"),
+    ({"speculative_config": {"method": "eagle3"}}, "hidden states"),
     ({"speculative_config": {"method": "magic"}}, "no speculative method 'magic'"),
     ({"speculative_config": {"method": "ngram", "num_speculative_token": 2}}, "num_speculative_tokens"),
     ({"speculative_config": {"num_speculative_tokens": 2}}, "needs a method"),

@@ -95,6 +95,7 @@ class Chancy:
     """A drafter whose tokens are right with a chance; what comes is always 1, 2, 3 ..."""
 
     expected = None
+    sequential = False
 
     def __init__(self, chance: float) -> None:
         self.chance = chance

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import math
@@ -20,11 +21,23 @@ from spillover.engine.effects import check_policies, flag_notes
 from spillover.engine.loop import Engine, ModelRunner
 from spillover.engine.null_runner import NullRunner, ordinary_tokens
 from spillover.engine.scheduler import Scheduler, SchedulerConfig
-from spillover.engine.speculation.drafter import make_drafter
-from spillover.engine.speculation.speculator import AdaptiveSpeculator, Speculator
+from spillover.engine.speculation.draft_model import DraftModel
+from spillover.engine.speculation.drafter import Drafter, make_drafter
+from spillover.engine.speculation.model_speculator import make_speculator
+from spillover.engine.speculation.own_blocks import OwnBlocks
+from spillover.engine.speculation.runner_drafter import RunnerDrafter, SharedBlocks
+from spillover.engine.speculation.speculator import Speculator
+from spillover.engine.speculation.vocabulary import DraftVocabulary, draft_vocabulary
 from spillover.engine.tiers import make_store
 from spillover.engine.weights.elastic import ElasticMemory, SlotLender
 from spillover.engine.weights.load import load
+from spillover.engine.weights.substitutes import (
+    Parts,
+    Substitutes,
+    SubstituteWeights,
+    choose_substitutes,
+    load_substitutes,
+)
 from spillover.errors import SpilloverError
 from spillover.kernels import native
 from spillover.kernels.arena import Arena
@@ -51,12 +64,13 @@ from spillover.models.quantize.view import choose_scheme, quantized_config
 from spillover.models.registry import Architecture, read_architecture
 from spillover.models.tokenizer import Tokenizer, load_tokenizer
 from spillover.models.weight_specs import WeightSpecs, in_codes, kept_on, prepare_products
+from spillover.plan.drafting import DraftSpecs, plan_beside
 from spillover.plan.hardware import Machine, probe, trim_heap
 from spillover.plan.measure import quick_rates
 from spillover.plan.planner import Plan, PlanRequest, make_plan, where
 from spillover.plan.rates import Rates
 from spillover.plan.workspace import Workspace
-from spillover.progress import CAPTURING, COMPILING, PLANNING, TOKENIZER, WEIGHTS
+from spillover.progress import CAPTURING, COMPILING, PLANNING, SUBSTITUTES, TOKENIZER, WEIGHTS
 from spillover.units import parse_budget
 
 log = logging.getLogger("spillover.engine")
@@ -75,6 +89,8 @@ class PlannedModel:
     specs: WeightSpecs
     plan: Plan
     scheme: Scheme | None = None  # that weights are quantised by while they load
+    substitutes: Substitutes | None = None  # copies of layers that draft
+    draft: PlannedModel | None = None  # the model that drafts
 
     @property
     def in_codes(self) -> bool:
@@ -114,6 +130,8 @@ def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, An
         scheme = choose_scheme(config.quantization, hf_config, path, arch.weight_specs(model_config))
         hf_config = quantized_config(hf_config, scheme)
         arch, model_config = read_architecture(hf_config, path)
+    speculation = config.speculation
+    rounded = speculation.substitute_dtype if speculation is not None and speculation.method == "substitute" else None
     machine = probe()
     on_card = bool(machine.cuda) and not null and config.device in ("auto", "cuda")
     whole = machine.cuda[0].total if on_card else machine.memory
@@ -138,14 +156,22 @@ def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, An
         weights="resident" if null else config.weights,
         cpu_offload=int((config.cpu_offload_gb or 0) * 2**30),
         paged_tokens=config.paged_tokens,
-        draft_tokens=config.speculation.num_tokens if config.speculation is not None else 0,
+        draft_tokens=speculation.num_tokens if speculation is not None else 0,
+        substitutes=rounded,
     )
     specs = {} if null else arch.weight_specs(model_config)
-    if config.load_format == "auto" and config.weight_codes == "keep" and "codes" in hf_config:
-        device, dtype = where(request, model_config, machine)
-        if _multiplies_codes(machine, device, dtype):
-            specs = in_codes(specs, hf_config["codes"], device)
-    plan = make_plan(request, model_config, specs, machine, rates, measure=quick_rates)
+    substitutes = None
+    if rounded is not None:
+        substitutes = choose_substitutes(rounded, config, hf_config, path, specs)
+    specs = _kept_in_codes(config, specs, model_config, hf_config, request, machine)
+    draft = look_at_draft(config, request, machine)
+
+    def plan_model(asked: PlanRequest, found: Machine) -> Plan:
+        return make_plan(asked, model_config, specs, found, rates, measure=functools.cache(quick_rates),
+                         substitutes=None if substitutes is None else substitutes.specs)
+
+    plan = plan_model(request, machine) if draft is None else plan_beside(request, machine, plan_model, DraftSpecs(
+        draft.name, draft.dtype, draft.model_config, draft.specs))
     if plan.device == "cuda" and plan.block_size & (plan.block_size - 1):
         raise SpilloverError(f"--block-size on CUDA is a power of two, such as 16, 32 or 64; got {plan.block_size}")
     if null:  # the planned blocks are counted but never held
@@ -155,7 +181,56 @@ def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, An
                      max_model_len=plan.max_model_len, max_num_seqs=plan.max_num_seqs,
                      max_num_batched_tokens=plan.max_num_batched_tokens)
     plan = replace(plan, notes=flag_notes(config, model_config, plan))
-    return PlannedModel(chosen, path, arch, model_config, specs, plan, scheme)
+    return PlannedModel(chosen, path, arch, model_config, specs, plan, scheme, substitutes,
+                        None if draft is None or plan.draft is None else _planned_draft(chosen, draft, plan.draft))
+
+
+def _kept_in_codes(config: EngineConfig, specs: WeightSpecs, model_config: ModelConfig, hf_config: Mapping[str, Any],
+                   request: PlanRequest, machine: Machine) -> WeightSpecs:
+    """Return the specs with weights in the codes of their file, where the device computes with those."""
+    if config.load_format == "auto" and config.weight_codes == "keep" and "codes" in hf_config:
+        device, dtype = where(request, model_config, machine)
+        if _multiplies_codes(machine, device, dtype):
+            return in_codes(specs, hf_config["codes"], device)
+    return specs
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A draft model before there is a plan."""
+
+    name: str
+    path: Path
+    architecture: Architecture
+    model_config: ModelConfig
+    specs: WeightSpecs
+    dtype: str
+
+
+def look_at_draft(config: EngineConfig, target: PlanRequest, machine: Machine) -> _Draft | None:
+    """Find the model that drafts; None: none does."""
+    name = config.speculation.model if config.speculation is not None else None
+    if name is None:
+        return None
+    try:
+        path = resolve(name)
+        hf_config = read_config(path)
+        arch, model_config = read_architecture(hf_config, path)
+    except SpilloverError as error:
+        raise type(error)(f"the draft model cannot be used: {error}") from error
+    dtype = "bfloat16" if target.device != "cpu" and machine.cuda and hf_config.get("codes") else "auto"
+    specs = _kept_in_codes(config, arch.weight_specs(model_config), model_config, hf_config,
+                           replace(target, dtype=dtype), machine)
+    return _Draft(name, path, arch, model_config, specs, dtype)
+
+
+def _planned_draft(config: EngineConfig, draft: _Draft, plan: Plan) -> PlannedModel:
+    own = EngineConfig(
+        model=str(draft.path), load_format=config.load_format, weight_codes=config.weight_codes, device=plan.device,
+        dtype=plan.dtype, block_size=plan.block_size, max_model_len=plan.max_model_len, max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens, enforce_eager=config.enforce_eager,
+        graph_capture=config.graph_capture, fast=config.fast, seed=config.seed)
+    return PlannedModel(own, draft.path, draft.architecture, draft.model_config, draft.specs, plan)
 
 
 def _multiplies_codes(machine: Machine, device: str, dtype: str) -> bool:
@@ -180,7 +255,16 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
         for note in planned.plan.notes:
             log.warning("%s", note)
     config, plan = planned.config, planned.plan
+    vocabulary = None
+    if planned.draft is not None:
+        vocabulary = draft_vocabulary(planned.draft.path, planned.draft.model_config.vocab_size, tokenizer,
+                                      planned.model_config.vocab_size)
     runner = make_runner(planned, tokenizer, show)
+    draft = None
+    if planned.draft is not None and vocabulary is not None:
+        speculation = config.speculation
+        expected = speculation.simulated or None if speculation is not None else None
+        draft = _draft_model(planned.draft, vocabulary, runner, expected, show)
     identity = _identity(planned)
     most = None if isinstance(runner, NullRunner) else len(runner.kv.pool) - 1
     kv = KVCache(plan.num_blocks, plan.block_size, plan.windows, config.enable_prefix_caching, identity,
@@ -200,17 +284,35 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
         policy=config.schedule_policy,
         watermark=config.watermark,
         max_samples=step_limits(planned).max_samples,
-    ), kv, connector, _speculator(config, planned.model_config))
+        drafts_in_kv=planned.substitutes is not None,
+    ), kv, connector, _speculator(planned, runner, kv, draft))
     return Assembly(config, planned.path, planned.model_config, planned.specs, plan,
-                    Engine(scheduler, runner, config.async_scheduling), tokenizer)
+                    Engine(scheduler, runner, config.async_scheduling, draft), tokenizer)
 
 
-def _speculator(config: EngineConfig, model: ModelConfig) -> Speculator | None:
-    speculation = config.speculation
+def _speculator(planned: PlannedModel, runner: NullRunner | ModelRunner, kv: KVCache,
+                draft: DraftModel | None) -> Speculator | None:
+    speculation = planned.config.speculation
     if speculation is None:
         return None
-    return AdaptiveSpeculator(make_drafter(speculation, model.vocab_size), speculation.num_tokens, speculation.adaptive,
-                              bool(speculation.simulated))
+    drafter: Drafter
+    if draft is not None:
+        drafter = draft
+    elif isinstance(runner, NullRunner) or runner.drafting is None:
+        drafter = make_drafter(speculation, planned.model_config.vocab_size)
+    else:
+        drafter = RunnerDrafter(runner.drafting, SharedBlocks(kv), draft_limits(planned.plan).max_num_batched_tokens,
+                                speculation.simulated or None)
+    return make_speculator(drafter, speculation.num_tokens, speculation.adaptive, bool(speculation.simulated))
+
+
+def _draft_model(draft: PlannedModel, vocabulary: DraftVocabulary, runner: NullRunner | ModelRunner,
+                 expected: tuple[float, ...] | None, show: Progress) -> DraftModel:
+    """Load the model that drafts."""
+    plan = draft.plan
+    second = make_runner(draft, None, show, beside=runner)
+    kv = KVCache(plan.num_blocks, plan.block_size, plan.windows)
+    return DraftModel(second, OwnBlocks(kv, plan.max_model_len), vocabulary, plan.max_num_batched_tokens, expected)
 
 
 def _lender(runner: NullRunner | ModelRunner, plan: Plan) -> SlotLender | None:
@@ -229,9 +331,9 @@ def _quiet(done: int, total: int, stage: str) -> None:
     """Do nothing: nobody asked for progress."""
 
 
-def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None,
-                show: Progress = _quiet) -> NullRunner | ModelRunner:
-    """Load the weights and make room for the KV cache."""
+def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None, show: Progress = _quiet,
+                beside: NullRunner | ModelRunner | None = None) -> NullRunner | ModelRunner:
+    """Load the weights and make room for the KV cache. `beside`: a runner that this one drafts for."""
     config, plan, model_config = planned.config, planned.plan, planned.model_config
     decode = (lambda token: tokenizer.decode([token], False)) if tokenizer is not None else None
     if config.load_format == "null":
@@ -242,6 +344,10 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None,
     transfers = make_transfers(plan)
     weights = load(config, plan, model_config, planned.specs, planned.path, transfers,
                    lambda done, total, _: show(done, total, WEIGHTS), planned.scheme)
+    copies: Parts | None = None
+    if planned.substitutes is not None:
+        copies = load_substitutes(config, plan, planned.substitutes, planned.path,
+                                  lambda done, total, _: show(done, total, SUBSTITUTES))
     trim_heap()  # what loading left behind
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -251,18 +357,37 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None,
     if plan.offloaded_blocks:
         stage = OffloadStage(pool, plan.block_size, transfers, spill_codec(config, model_config, pool, plan.block_size))
     limits = step_limits(planned)
+    if beside is not None:  # the first step of a draft has a few rows of each request
+        limits = replace(limits, draft_tokens=1)
     if device.type == "cuda":
         from spillover.engine.cuda.cuda_runner import CudaRunner  # needs Triton
 
         runner = CudaRunner(model, weights, views, plan.block_size, device, limits, transfers, decode,
-                            plan.kv_cache_dtype, stage, not config.enforce_eager)
+                            plan.kv_cache_dtype, stage, not config.enforce_eager,
+                            beside if isinstance(beside, CudaRunner) else None)
         if config.graph_capture == "start":
             show(0, 0, CAPTURING)
             kept = kept_on(planned.specs, plan.device, plan.dtype, not config.fast)
             prepare_products(kept, Target(plan.dtype, device), plan.max_num_batched_tokens)
             runner.capture(lambda done, total: show(done, total, CAPTURING))
+        if copies is not None:
+            runner.drafting = CudaRunner(model, SubstituteWeights(weights, copies), views, plan.block_size, device,
+                                         draft_limits(plan), transfers, kv_dtype=plan.kv_cache_dtype,
+                                         graphs=not config.enforce_eager, beside=runner)
+            if config.graph_capture == "start":
+                runner.drafting.capture(lambda done, total: show(done, total, CAPTURING))
         return runner
-    return CpuRunner(model, weights, views, plan.block_size, limits, transfers, decode, plan.kv_cache_dtype, stage)
+    cpu = CpuRunner(model, weights, views, plan.block_size, limits, transfers, decode, plan.kv_cache_dtype, stage,
+                    beside if isinstance(beside, CpuRunner) else None)
+    if copies is not None:
+        cpu.drafting = CpuRunner(model, SubstituteWeights(weights, copies), views, plan.block_size, draft_limits(plan),
+                                 transfers, kv_dtype=plan.kv_cache_dtype, beside=cpu)
+    return cpu
+
+
+def draft_limits(plan: Plan) -> StepLimits:
+    """Return the most of a step that drafts: a token of every request."""
+    return StepLimits(plan.max_num_seqs, plan.max_num_seqs, plan.max_model_len)
 
 
 def step_limits(planned: PlannedModel) -> StepLimits:

@@ -105,9 +105,15 @@ class EngineConfig:
                               "are not on the device. A request's tokens may then depend on what runs beside it.")
     speculative_config: str | None = _flag(None, "Guess tokens ahead and verify them, as JSON like vLLM's: "
                                            '{"method": "ngram", "num_speculative_tokens": 4}; with prompt_lookup_min, '
-                                           "prompt_lookup_max and adaptive. The text stays the same.")
+                                           "prompt_lookup_max, substitute_dtype, model and adaptive. The text stays "
+                                           "the same.")
     speculative_method: str | None = _flag(None, "The same as a plain flag: ngram drafts what followed the last tokens "
-                                           "before in the request; suffix also what ended requests said.", METHODS)
+                                           "before in the request; suffix also what ended requests said; substitute "
+                                           "by copies in int4 of the layers that stream; draft_model asks "
+                                           "--speculative-model.", METHODS)
+    speculative_model: str | None = _flag(None, "Draft with this smaller model: a name from `spill pull`, a folder, a "
+                                          "GGUF file, or what `spill draft train` wrote. Its weights and KV are part "
+                                          "of the budget.")
     num_speculative_tokens: int | None = _flag(None, "Most tokens of a draft.")
     speculative_adaptive: bool = _flag(True, "Draft only where measured costs and acceptance say that it is faster, "
                                              "and only as much; off drafts always.")
@@ -177,7 +183,7 @@ class EngineConfig:
     def speculation(self) -> SpeculativeConfig | None:
         """Return how to speculate; None: not at all."""
         return SpeculativeConfig.of(self.speculative_config, self.speculative_method, self.num_speculative_tokens,
-                                    self.speculative_adaptive, self.speculative_simulate)
+                                    self.speculative_adaptive, self.speculative_simulate, self.speculative_model)
 
     @property
     def has_tiers(self) -> bool:
@@ -242,6 +248,9 @@ class EngineConfig:
                 raise SpilloverError("--no-speculative-adaptive needs something to speculate with: give "
                                      "--speculative-method ngram or suffix")
             return
+        if speculation.model is not None and self.load_format == "null":
+            raise SpilloverError("--load-format null has no model, and so nothing that a draft model could guess: "
+                                 "leave the draft model out")
         if speculation.simulated and self.load_format == "auto":
             raise SpilloverError("--speculative-simulate makes the text meaningless, so it is for random weights: give "
                                  "--load-format dummy too, or --speculative-method for a real model")

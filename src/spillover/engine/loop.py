@@ -57,6 +57,11 @@ class ModelRunner(StepRunner, Protocol):
     observe: PromptObserver | None
 
     @property
+    def drafting(self) -> StepRunner | None:
+        """Return what runs a model that drafts, beside this one; None: there is none."""
+        ...
+
+    @property
     def weights(self) -> EngineWeights: ...
 
     @property
@@ -68,10 +73,22 @@ class ModelRunner(StepRunner, Protocol):
 FLUSH_SECONDS = 10.0  # at the end, for writing stored blocks to the tiers that outlive the process
 
 
+class DraftingModel(Protocol):
+    """A model beside the runner's, which drafts."""
+
+    def sleep(self) -> None: ...
+
+    def wake_up(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Engine:
-    def __init__(self, scheduler: Scheduler, runner: StepRunner, overlap: bool = True) -> None:
+    def __init__(self, scheduler: Scheduler, runner: StepRunner, overlap: bool = True,
+                 drafting: DraftingModel | None = None) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self.drafting = drafting
         self.failed = False  # a step has raised: what was scheduled for it will never end
         self.num_steps = 0
         self.slots_held = 0  # token slots in running requests' blocks, summed over steps ...
@@ -110,10 +127,14 @@ class Engine:
         if kv.num_in_flight:
             raise SpilloverError("cannot sleep: copies of KV to or from a lower tier have not ended within "
                                  f"{FLUSH_SECONDS:g} s; check the disk and the remote store, and try again")
+        if self.drafting is not None:
+            self.drafting.sleep()
         self.runner.sleep(kv.used_blocks())
 
     def wake_up(self) -> None:
         self.runner.wake_up()
+        if self.drafting is not None:
+            self.drafting.wake_up()
 
     def wait(self, seconds: float) -> None:
         """Wait until a copy from another tier may have ended; called when a step found nothing to do."""
@@ -167,4 +188,6 @@ class Engine:
         try:
             self.scheduler.connector.close(time.monotonic() + FLUSH_SECONDS)
         finally:
+            if self.drafting is not None:
+                self.drafting.close()
             self.runner.close()

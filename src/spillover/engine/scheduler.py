@@ -37,6 +37,7 @@ class SchedulerConfig:
     policy: str = "fcfs"
     watermark: float = 0.01
     max_samples: int | None = None  # rows of a step that are sampled from, those of drafts included; None: any
+    drafts_in_kv: bool = False  # the drafter writes into the request's blocks: they are taken before it is asked
 
 
 class Scheduler:

@@ -34,13 +34,15 @@ class Sizes:
     """What a longest sequence of n tokens asks of the device. Everything here grows with n."""
 
     def __init__(self, request: PlanRequest, config: ModelConfig, shape: ModelShape, device: str, native: bool,
-                 tiers: tuple[TierPlan, ...] = (), host_bytes: int = 0) -> None:
+                 tiers: tuple[TierPlan, ...] = (), host_bytes: int = 0, draft_scratch: int | None = None) -> None:
+        """`draft_scratch`: what products with weights of a model that drafts take; None: there is no such model."""
         self.request = request
         self.config = config
         self.shape = shape
         self.device = device
         self.native = native
         self.host_bytes = host_bytes
+        self.draft_scratch = draft_scratch
         self.weight_bytes = shape.weight_bytes  # on the device
         self.resident = True  # all weights are there in every step
         # Blocks of a sequence that may wait in host memory: attention streams them only where every layer sees all,
@@ -81,13 +83,24 @@ class Sizes:
         space = workspace(self.config, self.shape.dtype, self.device, self.native, tokens, self.max_num_seqs, length,
                           self.captured_rows(length),
                           max_samples(self.max_num_seqs, tokens, self.request.draft_tokens))
-        space = replace(space, kernels=space.kernels + self.shape.scratch_bytes)
+        space = replace(space, kernels=space.kernels + self.shape.scratch_bytes, drafting=self._drafting(length))
         if not long:
             return space
         request = self.request
         return replace(space, staging=staging_bytes(
             self.config, self.shape.dtype, self.device, self.native, tokens, request.block_size,
             request.kv_cache_dtype, request.spill_dtype))
+
+    def _drafting(self, length: int) -> int:
+        """Return the workspace of steps that draft: on a CPU they run where others do, and take more only for their
+        formats; on a GPU they have scratch and graphs of their own."""
+        if self.draft_scratch is None:
+            return 0
+        if self.device == "cpu":
+            return max(0, self.draft_scratch - self.shape.scratch_bytes)
+        rows = self.max_num_seqs  # of which none has several rows, so that nothing needs room for scores
+        space = workspace(self.config, self.shape.dtype, self.device, True, rows, rows, length)
+        return space.total - space.rope + self.draft_scratch
 
     def least_long_blocks(self, length: int) -> int:
         """Return the device blocks of an offloaded sequence: what moves at a time, and a step's."""

@@ -53,6 +53,7 @@ class Offload:
     native: bool
     rates: Callable[[], Rates | None]  # asked for only where strategies are compared or shown
     resident_least: int | None = None  # the budget that every weight could stay with, if that is allowed
+    draft_scratch: int | None = None  # as Sizes has it
 
     @property
     def budget(self) -> int:
@@ -89,7 +90,8 @@ class Offload:
     @property
     def sizes(self) -> Sizes:
         """Return the sizes of all but the weights."""
-        return Sizes(self.request, self.config, self.shape, self.device, self.native).changed(weight_bytes=0)
+        return Sizes(self.request, self.config, self.shape, self.device, self.native,
+                     draft_scratch=self.draft_scratch).changed(weight_bytes=0)
 
     @property
     def strategies(self) -> Strategies:
@@ -238,7 +240,8 @@ def _refusal(ask: Offload, choice: Choice, chosen: bool = True) -> str:
     if request.max_model_len is not None and request.max_model_len > LENGTHS[-1]:
         cures.append("lower --max-model-len")
     return (
-        f"{request.model}{f' with {choice}' if chosen else ''} needs at least "
+        f"{request.model}{f' with {choice}' if chosen else ''}"
+        f"{f' and substitutes in {request.substitutes}' if request.substitutes else ''} needs at least "
         f"{format_bytes(need - workspace - kv)} for weights on the device + {format_bytes(workspace)} of workspace + "
         f"{format_bytes(kv)} of KV cache for {length:,} tokens = {format_bytes(need)} but {against}; "
         f"{' or '.join(cures + instead) or 'choose a smaller model'}"

@@ -34,7 +34,9 @@ class Predicted:
 class UnitBytes:
     """One row of what lies where; the rows of a plan add up to its bytes."""
 
-    kind: str  # "embedding" | "layers" | "experts" | "head", or what copies pass through: "transit" | "ring" | "tables"
+    # "embedding" | "layers" | "experts" | "head", what is held besides: "substitutes", or what copies pass through:
+    # "transit" | "ring" | "tables"
+    kind: str
     place: str  # in words
     device: int
     host: int = 0
@@ -57,11 +59,12 @@ class WeightPlan:
     pinned: int = 0  # experts [0, n) of each layer that keep their slots for ever
     spare_slots: int = 0  # slots of all layers that KV may take as contexts grow
     resident_bytes: int = 0  # weights that stay on the device for ever, outside slots
-    device_bytes: int = 0  # all that weights take there: resident, slots, ring and tables
+    device_bytes: int = 0  # all that weights take there: resident, slots, ring, substitutes and tables
     host_bytes: int = 0  # weights in host memory
     disk_bytes: int = 0  # weights that host memory has no room for: read from the checkpoint
     disk_parts: tuple[str, ...] = ()  # parts read from disk, last first
     disk_experts: tuple[int, ...] = ()  # layers whose experts are
+    substitute_bytes: int = 0  # rounded copies, on the device, of layers that do not stay
     rows: tuple[UnitBytes, ...] = ()
     predicted: Predicted | None = None
 

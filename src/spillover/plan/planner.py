@@ -33,7 +33,8 @@ from spillover.plan.predict import predict
 from spillover.plan.rates import Rates
 from spillover.plan.request import PlanRequest as PlanRequest
 from spillover.plan.roofline import Roof, Roofline
-from spillover.plan.shapes import ModelShape, kv_layer_bytes, model_shape
+from spillover.plan.shapes import ModelShape, kv_layer_bytes, model_shape, scratch_bytes
+from spillover.plan.substitutes import SubstitutePlan, check_model, check_streams, substitute_plan
 from spillover.plan.tiers import TierPlan, check_host_memory, host_bytes, plan_tiers, slot_stride
 from spillover.plan.units import weight_units
 from spillover.plan.workspace import Workspace
@@ -84,12 +85,16 @@ class Plan:
     costs: Costs | None = None
     placement: WeightPlan | None = None  # None: every weight is resident
     captured_rows: int = 0  # rows of the largest prefill step captured as a CUDA graph
+    draft: Plan | None = None  # of the draft model, which is part of the same budget
+    substitutes: SubstitutePlan | None = None  # copies of layers, which draft
     notes: tuple[str, ...] = ()  # flags that were given and change nothing under this plan, a sentence each
 
     @property
     def device_weight_bytes(self) -> int:
         """Return the bytes of weights on the device, copies of those kept elsewhere included."""
-        return self.weight_bytes if self.placement is None else self.placement.device_bytes
+        if self.placement is not None:
+            return self.placement.device_bytes
+        return self.weight_bytes + (0 if self.substitutes is None else self.substitutes.nbytes)
 
     @property
     def host_weight_bytes(self) -> int:
@@ -98,7 +103,8 @@ class Plan:
     @property
     def device_bytes(self) -> int:
         """Return what a --gpu-memory budget is held against."""
-        return self.device_weight_bytes + self.kv_bytes + self.workspace_bytes
+        own = self.device_weight_bytes + self.kv_bytes + self.workspace_bytes
+        return own + (0 if self.draft is None else self.draft.device_bytes)
 
     @property
     def total_bytes(self) -> int:
@@ -137,8 +143,10 @@ def make_plan(
     machine: Machine,
     rates: Rates | None = None,
     measure: Callable[[str], Rates] | None = None,
+    substitutes: WeightSpecs | None = None,
 ) -> Plan:
-    """Make a plan. `measure` times the device, only for a model that does not fit and has no given rates."""
+    """Make a plan. `measure` times the device, only for a model that does not fit and has no given rates;
+    `substitutes`: of the layers, as their copies are kept if the request asks for some."""
     device, dtype = where(request, config, machine)
     from spillover.kernels.native import panel_width  # imports torch, which who only reads a plan does without
 
@@ -150,7 +158,13 @@ def make_plan(
     check_host_memory(request.host_memory, machine, device, size_flag(request.host_memory or 0),
                       size_flag(machine.memory_available, up=False))
     tiers = plan_tiers(request.host_memory, request.disks, request.remote, slot_bytes, device)
-    sizes = Sizes(request, config, shape, device, native, tiers, host_bytes(tiers, slot_bytes))
+    copies = None if substitutes is None else kept_on(substitutes, device, dtype)
+    units = weight_units(config, kept, dtype, copies)
+    check_model(request, units)
+    draft_scratch = None if copies is None else scratch_bytes(copies, dtype)
+    sizes = Sizes(request, config, shape, device, native, tiers, host_bytes(tiers, slot_bytes), draft_scratch)
+    if device == "cpu":  # where all layers stay, they are drafted for all the same
+        sizes.weight_bytes += sum(units.substitutes.values())
     # On the CPU the device tier and the host tier are the same RAM.
     available = machine.memory_available - sizes.host_bytes if device == "cpu" else machine.cuda[0].free
     check_flags(request, config, sizes)
@@ -160,8 +174,8 @@ def make_plan(
     if resident is None:
         measured = functools.cache(lambda: rates if rates is not None or measure is None else measure(device))
         length = request.max_model_len or min(longest_allowed(request, sizes), LENGTHS[-1])
-        ask = Offload(request, config, shape, weight_units(config, kept, dtype), machine, device, native,
-                      measured, least_resident(request, sizes, length))
+        ask = Offload(request, config, shape, units, machine, device, native,
+                      measured, least_resident(request, sizes, length), draft_scratch)
         placement, sizes = plan_weights(ask)
         tiers = plan_tiers(_left_for_kv(request, placement, slot_bytes), request.disks, request.remote, slot_bytes,
                            device)
@@ -171,6 +185,7 @@ def make_plan(
         max_model_len, num_blocks = _blocks(replace(request, gpu_memory=ask.budget), sizes, machine, available)
     else:
         sizes, max_model_len, num_blocks = resident
+    check_streams(request, placement, device)
     space = sizes.workspace(max_model_len, sizes.blocks_needed(max_model_len) > num_blocks)
     plan = Plan(
         model=request.model,
@@ -201,9 +216,10 @@ def make_plan(
         placement=None if placement is None or placement.is_resident else placement,
         captured_rows=sizes.captured_rows(max_model_len),
     )
+    found = rates if rates is not None or resident is not None else measured()
+    plan = replace(plan, substitutes=substitute_plan(request, plan.placement, units, shape, found, max_model_len))
     if rates is not None:
         return with_costs(plan, config, specs, rates)
-    found = None if resident is not None else measured()
     return plan if found is None else _with_predicted(plan, config, specs, found)
 
 

@@ -55,6 +55,12 @@ def predict(plan: WeightPlan, units: Units, shape: ModelShape, rates: Rates, max
     )
 
 
+def predict_pass(plan: WeightPlan, units: Units, shape: ModelShape, rates: Rates, rows: int, context: int) -> float:
+    """Return the seconds of a step that computes `rows` tokens of one request behind `context` others."""
+    moves = _moves(plan, units, shape, hit_rate(plan, units) or 0.0, rows, rates)
+    return _time(plan, step_limit(shape, [(rows, context)]), moves, rates, shared=False)[1]
+
+
 def hit_rate(plan: WeightPlan, units: Units) -> float | None:
     """Return the hit rate of experts asked for in layers that have slots; None: there are no slots."""
     if not plan.quota:

@@ -30,3 +30,4 @@ class PlanRequest:
     cpu_offload: int = 0  # bytes of weights to keep off the device at least
     paged_tokens: int | None = None
     draft_tokens: int = 0  # of one request, verified in a step; 0: none
+    substitutes: str | None = None  # "int4" | "int8": of layers that stream, copies on the device that draft

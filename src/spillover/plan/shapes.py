@@ -101,10 +101,15 @@ def model_shape(config: ModelConfig, specs: WeightSpecs, dtype: str, kv_dtype: s
         kv_layer_bytes=kv_layer_bytes(config, dtype, kv_dtype),
         windows=tuple(Counter(config.windows).items()),
         group_layers=len(groups[0].layers),
-        scratch_bytes=max((spec.format.scratch_bytes(spec.linear, dtype) for listed in specs.values() for spec in listed
-                           if spec.format is not None and not is_expert(spec.name)), default=0),
+        scratch_bytes=scratch_bytes(specs, dtype),
         group_windows=tuple(group.window for group in groups),
     )
+
+
+def scratch_bytes(specs: WeightSpecs, dtype: str) -> int:
+    """Return what the linear takes besides its result that takes most; experts aside."""
+    return max((spec.format.scratch_bytes(spec.linear, dtype) for listed in specs.values() for spec in listed
+                if spec.format is not None and not is_expert(spec.name)), default=0)
 
 
 def kv_layer_bytes(config: ModelConfig, dtype: str, kv_dtype: str = "auto") -> int:

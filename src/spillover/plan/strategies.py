@@ -58,11 +58,11 @@ class Strategies:
             return self._hosted(choice.count or min(most, len(self.units.stacks)), self._least_transit).device_bytes
         if choice.name == "cpu-offload":
             return self._offloaded(choice.count).device_bytes
-        return min(self.units.total, *(build(0).device_bytes for build in self._builders(choice.name)))
+        return min(self._whole, *(build(0).device_bytes for build in self._builders(choice.name)))
 
     def _placed(self, choice: Choice, room: int) -> WeightPlan | None:
         units = self.units
-        if units.total <= room and not choice.count:  # as many as fit: all
+        if self._whole <= room and not choice.count:  # as many as fit: all
             return self._sized(WeightPlan(choice.name, dict.fromkeys(units.parts, "resident"),
                                           dict.fromkeys(units.stacks, "resident")))
         if choice.name == "host-experts":
@@ -99,7 +99,8 @@ class Strategies:
 
             return build
 
-        return [builder(ends) for ends in _ENDS]
+        # Substitutes draft with the embedding and the head that there are.
+        return [builder(ends) for ends in (_ENDS[:1] if units.substitutes else _ENDS)]
 
     def _most(self, build: Callable[[int], WeightPlan], room: int) -> int:
         """Return the layers that can stay; all of them need no ring, so that they may fit where one less does not."""
@@ -159,13 +160,16 @@ class Strategies:
         staying = sum(count for part, count in units.parts.items() if plan.parts[part] == "resident")
         staying += sum(count for layer, count in units.stacks.items() if plan.experts[layer] == "resident")
         tables = self._tables if plan.slots or "host" in plan.experts.values() else 0
+        # Where every layer stays, all of them are drafted for by their copies.
+        copies = sum(count for part, count in units.substitutes.items() if part in moved or not moved)
         return replace(
             plan,
             ring=ring,
             ring_bytes=largest_part,
             record_bytes=units.record_bytes,
             resident_bytes=staying,
-            device_bytes=staying + plan.slots * units.record_bytes + ring * largest_part + tables,
+            substitute_bytes=copies,
+            device_bytes=staying + plan.slots * units.record_bytes + ring * largest_part + copies + tables,
         )
 
     def _with_tokens(self, plan: WeightPlan) -> WeightPlan:
@@ -224,6 +228,9 @@ class Strategies:
                                   sum(units.records[part] for part in away) - disk, disk))
             if kind == "layers" and units.stacks:
                 rows.append(self._expert_row(plan))
+        if plan.substitute_bytes:
+            count = sum(plan.parts[part] != "resident" for part in units.layers) or len(units.layers)
+            rows.append(UnitBytes("substitutes", f"of {count} layers", plan.substitute_bytes))
         if plan.transit:
             rows.append(UnitBytes("transit", f"{plan.transit} slots", plan.transit * plan.record_bytes))
         if plan.ring:
@@ -256,6 +263,11 @@ class Strategies:
     def _slots_used(self, tokens: int) -> int:
         """Return the slots of a layer that a step uses: every expert asked for, and one to give up for the next."""
         return min(self.units.num_experts, tokens * self.units.experts_per_token + 1)
+
+    @property
+    def _whole(self) -> int:
+        """Return the bytes of all weights on the device, with a copy of every layer where there are substitutes."""
+        return self.units.total + sum(self.units.substitutes.values())
 
     @property
     def _least_transit(self) -> int:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from spillover.kernels.fields import ALIGNMENT
 from spillover.models.config import ModelConfig
-from spillover.models.weight_specs import WeightSpecs, is_expert
+from spillover.models.weight_specs import WeightSpecs, is_expert, part_nbytes
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class Units:
     num_experts: int
     experts_per_token: int
     tied: bool  # the embedding is the head too: a step enters that part twice
+    substitutes: Mapping[str, int] = field(default_factory=dict)  # bytes of each layer's rounded copy; {}: none
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -42,7 +43,8 @@ class Units:
         return self.records[part] + (self.layer_record_bytes if part_layer(part) in self.stacks else 0)
 
 
-def weight_units(config: ModelConfig, specs: WeightSpecs, dtype: str) -> Units:
+def weight_units(config: ModelConfig, specs: WeightSpecs, dtype: str, substitutes: WeightSpecs | None = None) -> Units:
+    """Return the units of a model. `substitutes`: of its layers, as those that do not stay are drafted with."""
     parts, records, stacks, expert = {}, {}, {}, 0
     for part, listed in specs.items():
         common = [field.nbytes for spec in listed if not is_expert(spec.name) for field in spec.fields(dtype)]
@@ -52,7 +54,8 @@ def weight_units(config: ModelConfig, specs: WeightSpecs, dtype: str) -> Units:
             stacks[part_layer(part)] = sum(experts)
             expert = max(expert, sum(_aligned(count // config.num_experts) for count in experts))
     return Units(parts, records, stacks, expert, config.num_experts if stacks else 0,
-                 config.experts_per_token if stacks else 0, config.tie_embeddings)
+                 config.experts_per_token if stacks else 0, config.tie_embeddings,
+                 {part: part_nbytes(listed, dtype) for part, listed in (substitutes or {}).items()})
 
 
 def part_layer(part: str) -> int:

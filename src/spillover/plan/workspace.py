@@ -46,10 +46,12 @@ class Workspace:
     rope: int  # cos and sin for every position
     kernels: int  # what the kernels take for themselves
     staging: int = 0  # buffers that KV of sequences longer than the pool streams through
+    drafting: int = 0  # of the steps of a model that drafts
 
     @property
     def total(self) -> int:
-        return self.activations + self.logits + self.sampler + self.rope + self.kernels + self.staging
+        return (self.activations + self.logits + self.sampler + self.rope + self.kernels + self.staging
+                + self.drafting)
 
 
 def workspace(

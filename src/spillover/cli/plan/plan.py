@@ -11,7 +11,7 @@ from rich.table import Table
 
 from spillover.bench.table import make_table
 from spillover.cli.loading import look_at
-from spillover.cli.plan.plan_weights import placement_table, predicted_table
+from spillover.cli.plan.plan_weights import placement_table, predicted_table, substitute_table
 from spillover.engine.config import EngineConfig
 from spillover.plan.planner import Plan, with_costs
 from spillover.plan.rates import Rates
@@ -48,6 +48,8 @@ def print_plan(console: Console, plan: Plan, rates: Rates | None = None) -> None
         console.print(predicted_table(plan.placement.predicted, rates))
     elif plan.costs is not None:
         console.print(_costs_table(plan, rates))
+    if plan.substitutes is not None:
+        console.print(substitute_table(plan.substitutes))
     for note in plan.notes:
         console.print(f"Note: {note}.", style="yellow", markup=False, highlight=False)
 
@@ -93,6 +95,8 @@ def _memory_table(plan: Plan) -> Table:
         blocks += f", {plan.kv_cache_dtype}"
     row("KV cache", plan.kv_bytes, blocks)
     row("Workspace", plan.workspace_bytes, _listed(tuple(asdict(plan.workspace).items())))
+    if plan.draft is not None:
+        row("Draft model", plan.draft.device_bytes, _draft_detail(plan.draft))
     given = "" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)} (--gpu-memory)"
     row("Device tier", plan.device_bytes, given, "bold")
     if plan.device == "cpu":
@@ -103,6 +107,12 @@ def _memory_table(plan: Plan) -> Table:
         row("Process", plan.base_bytes, "Python, torch and what they load; not counted in the budget")
         row("Total", plan.total_bytes, "the process, once loaded", "bold")
     return table
+
+
+def _draft_detail(draft: Plan) -> str:
+    return (f"{escape(draft.model)} in {draft.dtype}: weights {format_bytes(draft.device_weight_bytes)}, KV "
+            f"{format_bytes(draft.kv_bytes)} for {draft.token_capacity:,} tokens, workspace "
+            f"{format_bytes(draft.workspace_bytes)}")
 
 
 def _tiers_table(plan: Plan) -> Table:

@@ -85,14 +85,16 @@ class LaunchedStep:
 class CpuRunner:
     def __init__(self, model: Decoder, weights: EngineWeights, kv: KVViews, block_size: int, limits: StepLimits,
                  transfers: Transfers, decode: Callable[[int], str] | None = None, kv_dtype: str = "auto",
-                 stage: OffloadStage | None = None) -> None:
-        """`stage`: what the cold blocks of sequences longer than the pool pass through."""
+                 stage: OffloadStage | None = None, beside: CpuRunner | None = None) -> None:
+        """`stage`: what the cold blocks of sequences longer than the pool pass through. `beside`: a runner whose
+        device this one shares, so that their steps run one after another."""
         self.model = model
         self.weights = weights
         self.kv = kv
         self.decode = decode
         self.observe: PromptObserver | None = None
         self.transfers = transfers
+        self.drafting: CpuRunner | None = None  # runs a model that drafts
         self.table = limits.request_table(len(model.groups), block_size, torch.device("cpu"))
         self._block_tables: npt.NDArray[np.int32] = self.table.block_tables.numpy()  # [groups, slots, width]
         self._block_size = block_size
@@ -100,7 +102,8 @@ class CpuRunner:
         self._stage = stage
         self._stack = model.stack(weights, kv) if isinstance(weights, FixedWeights) else None
         self._drawn: npt.NDArray[np.int64] = NOTHING  # [R], those of the last executed step that sampled
-        self._stream = ThreadPoolExecutor(1, "spillover-step")
+        self._stream: ThreadPoolExecutor = (beside._stream if beside is not None
+                                            else ThreadPoolExecutor(1, "spillover-step"))
         self._num_launched = 0
         self._num_executed = 0
         self._untold: Callable[[], None] | None = None  # sets the outcome of the last executed step; None: it is set

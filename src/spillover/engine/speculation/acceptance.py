@@ -22,7 +22,9 @@ Chances = npt.NDArray[np.float64]
 
 
 class Acceptance:
-    def __init__(self, positions: int, slots: int = 64) -> None:
+    def __init__(self, positions: int, slots: int = 64, hope: float = 0.0) -> None:
+        """`hope`: how often drafts are taken to be right before anything is known of them."""
+        self._hope = hope
         self._reached = np.zeros((slots, positions))
         self._offered = np.zeros((slots, positions))
         self._right = np.zeros((slots, positions))
@@ -78,23 +80,23 @@ class Acceptance:
     def survival(self, slots: Sequence[int]) -> Chances:
         """Return the chance [requests, positions] that the next draft is right up to each position, if one is made."""
         self._take_in()
-        mean = _ratios(self._all_right, self._all_reached)
+        mean = _ratios(self._all_right, self._all_reached, self._hope)
         chances = (self._right[slots] + OWN_WEIGHT * mean) / (self._reached[slots] + OWN_WEIGHT)
         return np.cumprod(np.minimum(chances, SURE), axis=1, dtype=np.float64)
 
     def chances(self, slots: Sequence[int], confidence: Sequence[Sequence[float]]) -> Chances:
         """Return the chance [requests, positions] that drafts at hand are right up to each position; 0 behind them."""
         self._take_in()
-        mean = _ratios(self._all_right, self._all_offered)
+        mean = _ratios(self._all_right, self._all_offered, self._hope)
         trust = (self._right[slots] + OWN_WEIGHT * mean) / (self._offered[slots] + OWN_WEIGHT)
         sure = _padded(confidence, self._positions)
         return np.cumprod(np.minimum(trust * sure, SURE), axis=1, dtype=np.float64)
 
 
-def _ratios(right: Chances, of: Chances) -> Chances:
+def _ratios(right: Chances, of: Chances, hope: float) -> Chances:
     """Return right / of, where a position of which little is known is taken for the one before it, and the first for
-    wrong."""
-    ratio, found = 0.0, []
+    `hope`."""
+    ratio, found = hope, list[float]()
     for hits, count in zip(right.tolist(), of.tolist(), strict=True):
         ratio = (hits + DOUBT * ratio) / (count + DOUBT)
         found.append(ratio)

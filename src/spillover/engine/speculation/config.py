@@ -5,17 +5,20 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spillover.errors import SpilloverError, did_you_mean
 
-METHODS = ("ngram", "suffix")
-DEFAULT_TOKENS = {"ngram": 8, "suffix": 16}
+METHODS = ("ngram", "suffix", "substitute", "draft_model")
+MODEL_METHODS = ("substitute", "draft_model")  # a model drafts, so that drafts are real where acceptance is simulated
+DEFAULT_TOKENS = {"ngram": 8, "suffix": 16, "substitute": 20, "draft_model": 4}
+SUBSTITUTE_DTYPES = ("int4", "int8")
 MOST_TOKENS = 64  # of one draft
 LONGEST_MATCH = 64  # of n-gram look-up
-KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "adaptive")
-_LOADS_A_MODEL = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "dflash")
+KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "adaptive",
+        "substitute_dtype")
+_OTHER_DRAFTERS = ("eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "dflash")
 
 
 @dataclass(frozen=True)
@@ -26,38 +29,58 @@ class SpeculativeConfig:
     lookup_max: int = 5  # ngram: longest match that is looked for
     adaptive: bool = True  # False: always as many as there are, whatever they cost
     simulated: tuple[float, ...] = ()  # share of drafts whose token at each position counts as accepted
+    substitute_dtype: str = "int4"  # substitute: what the copies of layers are rounded to
+    model: str | None = None  # draft_model: a path or a name
 
     def __post_init__(self) -> None:
         if self.method not in METHODS and not self.simulated:
-            if self.method in _LOADS_A_MODEL:
-                raise SpilloverError(f"the speculative method {self.method!r} needs a model that drafts, which is not "
-                                     f"supported yet; use one of {', '.join(METHODS)}")
+            if self.method in _OTHER_DRAFTERS:
+                raise SpilloverError(f"the speculative method {self.method!r} needs a drafter that reads the model's "
+                                     f"hidden states, which is not supported; use one of {', '.join(METHODS)}")
             raise SpilloverError(f"there is no speculative method {self.method!r}; use one of {', '.join(METHODS)}"
                                  + did_you_mean(self.method, METHODS))
+        if self.method == "draft_model" and not self.model:
+            raise SpilloverError("the speculative method draft_model needs a model that drafts: give "
+                                 "--speculative-model, or model in --speculative-config")
+        if self.method != "draft_model" and self.model:
+            raise SpilloverError(f"the speculative method {self.method} needs no model: leave {self.model!r} out, or "
+                                 "give the method draft_model")
         if not 1 <= self.num_tokens <= MOST_TOKENS:
             raise SpilloverError(f"num_speculative_tokens is from 1 to {MOST_TOKENS}; got {self.num_tokens}")
         if not 1 <= self.lookup_min <= self.lookup_max <= LONGEST_MATCH:
             raise SpilloverError(f"prompt_lookup_min and prompt_lookup_max are from 1 to {LONGEST_MATCH}, the first "
                                  f"not above the second; got {self.lookup_min} and {self.lookup_max}")
 
+        if self.substitute_dtype not in SUBSTITUTE_DTYPES:
+            raise SpilloverError(f"substitute_dtype is one of {', '.join(SUBSTITUTE_DTYPES)}; got "
+                                 f"{self.substitute_dtype!r}{did_you_mean(self.substitute_dtype, SUBSTITUTE_DTYPES)}")
+
     @classmethod
     def of(cls, given: str | None, method: str | None, num_tokens: int | None, adaptive: bool,
-           simulate: str | None) -> SpeculativeConfig | None:
+           simulate: str | None, model: str | None = None) -> SpeculativeConfig | None:
         """Return what the flags ask for; None: no speculation."""
         if simulate is not None:
-            if given is not None or method is not None:
-                other = "--speculative-config" if given is not None else "--speculative-method"
-                raise SpilloverError(f"--speculative-simulate and {other} contradict each other: give one of them")
+            named = given is not None or method is not None or model is not None
+            drafting = cls.of(given, method, num_tokens if named else None, adaptive, None, model)
             rates = _rates(simulate)
-            return cls("simulated", min(num_tokens or len(rates), len(rates)), adaptive=adaptive, simulated=rates)
+            if drafting is None:
+                return cls("simulated", min(num_tokens or len(rates), len(rates)), adaptive=adaptive, simulated=rates)
+            if drafting.method not in MODEL_METHODS:
+                other = "--speculative-config" if given is not None else "--speculative-method"
+                raise SpilloverError(f"--speculative-simulate and {other} {drafting.method} contradict each other: of "
+                                     "random weights nothing can be guessed but by a model, so give one of them")
+            return replace(drafting, num_tokens=min(drafting.num_tokens, len(rates)), simulated=rates)
         if given is not None:
-            if method is not None or num_tokens is not None:
-                plain = "--speculative-method" if method is not None else "--num-speculative-tokens"
+            if method is not None or num_tokens is not None or model is not None:
+                plain = ("--speculative-method" if method is not None
+                         else "--speculative-model" if model is not None else "--num-speculative-tokens")
                 raise SpilloverError(f"--speculative-config and {plain} are two ways to say the same: give one "
                                      "of them")
             return cls._from_json(_object(given), adaptive)
+        if method is None and model is not None:
+            method = "draft_model"
         if method is not None:
-            return cls(method, _default(method) if num_tokens is None else num_tokens, adaptive=adaptive)
+            return cls(method, _default(method) if num_tokens is None else num_tokens, adaptive=adaptive, model=model)
         if num_tokens is not None:
             raise SpilloverError("--num-speculative-tokens needs a method: give --speculative-method ngram or suffix")
         return None
@@ -84,7 +107,13 @@ class SpeculativeConfig:
         switch = fields.get("adaptive", adaptive)
         if not isinstance(switch, bool):
             raise SpilloverError(f"adaptive in --speculative-config is true or false; got {switch!r}")
-        return cls(method, count, lowest, highest, switch)
+        rounded = fields.get("substitute_dtype", cls.substitute_dtype)
+        if method != "substitute" and "substitute_dtype" in fields:
+            raise SpilloverError(f"substitute_dtype is of the method substitute, not of {method!r}: leave it out")
+        model = fields.get("model")
+        if model is not None and not isinstance(model, str):
+            raise SpilloverError(f"model in --speculative-config is a path or a name; got {model!r}")
+        return cls(method, count, lowest, highest, switch, substitute_dtype=str(rounded), model=model)
 
 
 def _default(method: str) -> int:

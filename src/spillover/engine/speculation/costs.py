@@ -46,6 +46,9 @@ class StepCosts:
             inside += np.where(rows > sizes[-1], np.maximum(growth, 0.0), 0.0)
         return inside
 
+    def at(self, rows: int) -> float:
+        return float(self.seconds(np.array([float(rows)]))[0])
+
     def _points(self) -> tuple[Numbers, Numbers]:
         if self._curve is None:
             sizes = sorted(self._measured)
@@ -63,20 +66,23 @@ def _size(rows: int) -> int:
 
 
 def best_drafts(chances: Numbers, decodes: int, rows: int, speculating: StepCosts, plain: StepCosts,
-                most: int) -> tuple[int, float]:
+                most: int, drafting: Numbers | None = None) -> tuple[int, float]:
     """Return how many draft rows to verify, the likeliest first, and the gain in speed over a plain step.
 
     `chances`: of each draft row to be accepted, falling; `decodes`: requests that get a token anyhow; `rows`: of the
-    step without drafts; `most`: draft rows there is room for. A decoded token is worth what it costs in a plain step,
-    or less where speculation makes it cheaper.
+    step without drafts; `most`: draft rows there is room for; `drafting`: seconds to draft 0, 1, 2, ... of
+    them, where that is still to be done. A decoded token is worth what it costs in a plain step, or less where
+    speculation makes it cheaper.
     """
     count = min(len(chances), most)
     tokens = np.concatenate(([0.0], np.cumsum(chances[:count])))
     seconds = speculating.seconds(rows + np.arange(count + 1.0))
-    usual = float(plain.seconds(np.array([float(rows)]))[0])
+    if drafting is not None:
+        seconds = seconds + drafting[:count + 1]
+    usual = plain.at(rows)
     if usual <= 0.0:  # nothing is known yet
         return 0, 1.0
-    alone = float(plain.seconds(np.array([float(decodes)]))[0]) or usual
+    alone = plain.at(decodes) or usual
     worth = alone / decodes
     chosen = 0
     for _ in range(ROUNDS):

@@ -29,7 +29,10 @@ class DraftItems:
         places, candidates = [], []
         for index in decoding:
             request = requests[items[index].id]
-            if request.in_flight == 1 and (most := self._most(request)) > 0:
+            most = self._most(request) if request.in_flight == 1 else 0
+            if most > 0 and self._config.drafts_in_kv:
+                most = self._room(request, items[index].end, most, num_running)
+            if most > 0:
                 places.append(index)
                 candidates.append(Candidate(request, most))
         rows = sum(item.count for item in items)
@@ -53,20 +56,25 @@ class DraftItems:
 
     def _verifying(self, request: Request, item: StepItem, draft: tuple[int, ...], num_running: int) -> StepItem:
         """Return the item with as much of a draft as there are blocks for that nobody else is about to need."""
-        kv, groups, id = self._kv, self._config.num_groups, request.request_id
-        spare = kv.num_free - num_running * groups
-        if (kv.blocks_needed(id, item.end + len(draft)) > spare
-                or not kv.extend(id, item.end + len(draft), urgent=False)):
-            draft = draft[:len(kv.table(id)) * kv.block_size - item.end]
+        draft = draft[:self._room(request, item.end, len(draft), num_running)]
         mask = item.mask
         if request.grammar is not None:
             draft, mask = request.grammar.draft_masks(draft)
         if not draft:
             return item
         request.verifying = True
-        tables = [kv.table(id, group) for group in range(groups)]
+        tables = [self._kv.table(request.request_id, group) for group in range(self._config.num_groups)]
         request.blocks_sent = len(tables[0])
         count = 1 + len(draft)
         return msgspec.structs.replace(
             item, phase=Phase.VERIFY, count=count, num_samples=count, draft=draft, mask=mask,
             new_blocks=tuple(tuple(table[item.first_block:]) for table in tables))
+
+    def _room(self, request: Request, end: int, count: int, num_running: int) -> int:
+        """Take blocks for up to `count` tokens behind `end`, of those that nobody else is about to need; return for how
+        many of the tokens there are blocks."""
+        kv, id = self._kv, request.request_id
+        spare = kv.num_free - num_running * self._config.num_groups
+        if kv.blocks_needed(id, end + count) <= spare and kv.extend(id, end + count, urgent=False):
+            return count
+        return min(count, len(kv.table(id)) * kv.block_size - end)

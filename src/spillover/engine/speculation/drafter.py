@@ -28,6 +28,12 @@ class Drafter(Protocol):
     """
 
     @property
+    def sequential(self) -> bool:
+        """Return whether each token of a draft takes a pass of a model, so that its length is to be chosen before, and
+        no draft is made only to be compared."""
+        ...
+
+    @property
     def expected(self) -> tuple[float, ...] | None:
         """Return the share of drafts accepted up to each position, where that is known beforehand."""
         ...
@@ -42,6 +48,7 @@ class Drafter(Protocol):
 
 
 def make_drafter(config: SpeculativeConfig, vocab_size: int) -> Drafter:
+    """Make a drafter that needs no model."""
     from spillover.engine.speculation.ngram import NgramDrafter
     from spillover.engine.speculation.simulated import SimulatedDrafter
     from spillover.engine.speculation.suffix import SuffixDrafter

@@ -25,6 +25,7 @@ Positions = npt.NDArray[np.int64]
 
 class NgramDrafter:
     expected = None
+    sequential = False
 
     def __init__(self, shortest: int, longest: int) -> None:
         """Draft where at least `shortest` of the last tokens occurred before; up to `longest` of them are compared."""

@@ -16,6 +16,8 @@ _MASK = 2**64 - 1
 
 
 class SimulatedDrafter:
+    sequential = False
+
     def __init__(self, rates: Sequence[float], vocab_size: int) -> None:
         """Make up drafts whose first i + 1 tokens are accepted in a share `rates[i]` of all cases."""
         self.expected: tuple[float, ...] | None = tuple(rates)

@@ -127,6 +127,7 @@ class _State:
 class _Launched:
     gap: float  # seconds that the device waited for it
     waited: bool  # it was prepared after the step before it had ended, for the sake of drafts
+    trial: bool = False  # it drafted though that seemed not to pay
 
 
 @dataclass
@@ -140,12 +141,14 @@ class _Clock:
 class AdaptiveSpeculator:
     """Drafts where that is expected to be faster; with `adaptive=False` always."""
 
+    hope = 0.0  # how often drafts are taken to be right before anything is known of them
+
     def __init__(self, drafter: Drafter, most_tokens: int, adaptive: bool = True, simulated: bool = False) -> None:
         self.most_tokens = most_tokens
         self._drafter = drafter
         self._adaptive = adaptive
         self._simulated = simulated
-        self._acceptance = Acceptance(most_tokens)
+        self._acceptance = Acceptance(most_tokens, hope=self.hope)
         self._states: dict[Request, _State] = {}
         prompts = StepCosts()
         self._prompts = prompts  # steps with prefill
@@ -156,19 +159,22 @@ class AdaptiveSpeculator:
         self._steps = 0
         self._since_tried = 0  # steps since the last one that waited
         self._trial = 0  # steps that are left of a trial
+        self._recheck = False  # a trial has ended: decide anew
         self._prompt_rows = 0  # of the last step
         self._turn = 0  # whose turn it is to be probed
         self._credit = 0.0
         self._counts = NO_DRAFTS
         self._verify_steps = 0
         self._draft_seconds = 0.0
+        self._device_seconds = 0.0  # of them, on the device and before the next step
 
     # Deciding
 
     def waits(self, running: Sequence[Request]) -> bool:
         if not any(request.pending for request in running):
             return False
-        if self._adaptive and self._steps % RECHECK_STEPS == 0 and not self._trial:
+        if self._adaptive and not self._trial and (self._recheck or self._steps % RECHECK_STEPS == 0):
+            self._recheck = False
             self._waiting = self._pays(running)
         return self._waiting
 
@@ -178,13 +184,16 @@ class AdaptiveSpeculator:
         if not decoding:
             return False
         survival = self._survival(decoding)
-        decodes = len(decoding)
-        chances = np.sort(survival.ravel())[::-1]
-        count, gain = best_drafts(chances, decodes, decodes + self._prompt_rows, self._speculating, self._plain,
-                                  len(chances))
-        if count and gain >= (STAY_GAIN if self._waiting else BEGIN_GAIN):
+        gain = self._gain(survival, len(decoding) + self._prompt_rows)
+        if gain >= (STAY_GAIN if self._waiting else BEGIN_GAIN):
             return True
         return self._try_again(survival)
+
+    def _gain(self, survival: Numbers, rows: int) -> float:
+        """Return the speed over plain that is expected of drafting; 1 where nothing is to be drafted."""
+        chances = np.sort(survival.ravel())[::-1]
+        count, gain = best_drafts(chances, len(survival), rows, self._speculating, self._plain, len(chances))
+        return gain if count else 1.0
 
     def _try_again(self, survival: Numbers) -> bool:
         """Return whether to draft though it seems not to pay: once in a while, where something would be accepted."""
@@ -198,9 +207,10 @@ class AdaptiveSpeculator:
         if not self._adaptive:
             return self._all(candidates, room)
         # Ask for those only of whom something is expected: drafts take time as well.
-        asked = self._promising(candidates, decodes, rows, room)
-        found = [(candidates[index], draft) for index, draft in
-                 zip(asked, self._propose([candidates[index] for index in asked]), strict=True)]
+        counts = self._asked(candidates, decodes, rows, room)
+        asked = [index for index, count in enumerate(counts) if count]
+        some = [Candidate(candidates[index].request, counts[index]) for index in asked]
+        found = list(zip(some, self._propose(some), strict=True))
         kept = self._kept(found, decodes, rows, room)
         drafts: list[tuple[int, ...]] = [()] * len(candidates)
         for index, (candidate, draft), count in zip(asked, found, kept, strict=True):
@@ -214,20 +224,27 @@ class AdaptiveSpeculator:
             room -= len(drafts[-1])
         return drafts
 
-    def _promising(self, candidates: Sequence[Candidate], decodes: int, rows: int, room: int) -> list[int]:
-        """Return which candidates to draft for."""
-        survival = self._survival([candidate.request for candidate in candidates])
-        for row, candidate in zip(survival, candidates, strict=True):
-            row[candidate.most:] = 0.0
+    def _asked(self, candidates: Sequence[Candidate], decodes: int, rows: int, room: int) -> list[int]:
+        """Return how many tokens to draft for each candidate."""
+        survival = self._possible(candidates)
+        most = [candidate.most for candidate in candidates]
         if self._trial:
-            return np.flatnonzero(survival[:, 0] > 0).tolist()
+            return [count if first > 0 else 0 for count, first in zip(most, survival[:, 0].tolist(), strict=True)]
         chances = survival.ravel()
         order = np.argsort(-chances, kind="stable")
         count, gain = best_drafts(chances[order], decodes, rows, self._speculating, self._plain, room)
         if not count or gain < 1:
             self._try_again(survival)
-            return []
-        return sorted({int(place) // self.most_tokens for place in order[:count]})
+            return [0] * len(candidates)
+        chosen = {int(place) // self.most_tokens for place in order[:count]}
+        return [count if index in chosen else 0 for index, count in enumerate(most)]
+
+    def _possible(self, candidates: Sequence[Candidate]) -> Numbers:
+        """Return the chance [candidates, most_tokens] that drafts are right up to each position; 0 where none may
+        be."""
+        survival = self._survival([candidate.request for candidate in candidates])
+        most = np.array([[candidate.most] for candidate in candidates])
+        return np.where(np.arange(self.most_tokens) < most, survival, 0.0)
 
     def _kept(self, found: Sequence[tuple[Candidate, Draft]], decodes: int, rows: int, room: int) -> list[int]:
         """Return how many tokens of each draft to verify."""
@@ -247,10 +264,14 @@ class AdaptiveSpeculator:
     def _begin(self, candidate: Candidate, draft: Draft, count: int) -> tuple[int, ...]:
         state = self._state(candidate.request)
         if not draft.tokens:
-            self._acceptance.note(state.slot, (), 0, cut=False)
+            self._nothing(state.slot)
         state.draft = Draft(draft.tokens[:count], draft.confidence[:count])
         state.cut = count < len(draft.tokens) or count == candidate.most
         return state.draft.tokens
+
+    def _nothing(self, slot: int) -> None:
+        """Note that the drafter had nothing to offer."""
+        self._acceptance.note(slot, (), 0, cut=False)
 
     def _survival(self, requests: Sequence[Request]) -> Numbers:
         if self._drafter.expected is not None:
@@ -279,14 +300,18 @@ class AdaptiveSpeculator:
     def launched(self, step: Step) -> None:
         now, clock = time.perf_counter(), self._clock
         idle = not clock.launched and clock.ended is not None
-        gap = now - clock.ended if idle and clock.ended is not None else 0.0
+        gap = now - clock.ended - self._device_seconds if idle and clock.ended is not None else 0.0
+        self._device_seconds = 0.0
         drafted = any(item.phase is Phase.VERIFY for item in step.items)
         waited = self._waiting or drafted
-        clock.launched.append(_Launched(gap if gap <= LONGEST_GAP else 0.0, waited))
+        clock.launched.append(_Launched(max(gap, 0.0) if gap <= LONGEST_GAP else 0.0, waited,
+                                        waited and self._trial > 0))
         self._prompt_rows = sum(item.count for item in step.items if item.phase is Phase.PREFILL)
         self._steps += 1
         self._since_tried = 0 if waited else self._since_tried + 1
-        self._trial = max(0, self._trial - 1) if waited else self._trial
+        if waited and self._trial:
+            self._trial -= 1
+            self._recheck = not self._trial
         self._verify_steps += drafted
 
     def observe_step(self, step: Step, seconds: float) -> None:
@@ -297,8 +322,14 @@ class AdaptiveSpeculator:
         if step.has_prefill:
             self._prompts.note(step.num_tokens, seconds)
             return
+        seconds += launched.gap
+        if launched.trial:
+            self._tried(len(step.items), seconds)
         costs = self._speculating if launched.waited else self._plain
-        costs.note(step.num_tokens, seconds + launched.gap)
+        costs.note(step.num_tokens, seconds)
+
+    def _tried(self, decodes: int, seconds: float) -> None:
+        """Note how long a step of a trial took."""
 
     def verified(self, request: Request, drafted: int, accepted: int) -> None:
         state = self._state(request)
@@ -310,7 +341,7 @@ class AdaptiveSpeculator:
         request.drafts = request.drafts.plus(drafted, accepted)
 
     def probe(self, running: Sequence[Request]) -> None:
-        if not self._adaptive or self._drafter.expected is not None or not running:
+        if not self._adaptive or self._drafter.expected is not None or self._drafter.sequential or not running:
             return
         for _ in range(min(LOOKED_AT, len(running))):
             if self._credit <= 0.0:

@@ -35,6 +35,7 @@ _END = -1  # between two requests
 
 class SuffixDrafter:
     expected = None
+    sequential = False
 
     def __init__(self, corpus_tokens: int = CORPUS_TOKENS) -> None:
         """Keep up to `corpus_tokens` of the requests that ended last, over all salts."""

@@ -207,6 +207,10 @@ class FixedWeights(ResidentWeights):
     graphs = GraphAware()
     host_bytes = 0
 
+    @property
+    def resident_parts(self) -> Mapping[str, Mapping[str, Weight]]:
+        return self.parts
+
     def traffic(self) -> WeightTraffic:
         return WeightTraffic()
 
@@ -231,6 +235,11 @@ class PlacedWeights:
             part: [unit.bind(buffer) for buffer in self._ring.buffers] for part, unit in placed.units.items()
         }
         self._passing = self._enter_by_ring()
+
+    @property
+    def resident_parts(self) -> Mapping[str, Mapping[str, Weight]]:
+        """Return what of each part stays on the device."""
+        return self._resident.parts
 
     def part(self, name: str) -> AbstractContextManager[PartWeights]:
         return self._passing[name] if name in self._passing else self._resident.part(name)

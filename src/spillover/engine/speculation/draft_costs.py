@@ -1,0 +1,91 @@
+"""What drafts of a model cost, and how many tokens to draft for each request before any of them is known.
+
+A model drafts token by token, for many requests at once: a draft of K tokens takes K passes, and a pass serves those
+requests that still want a token. The first pass also takes in what was accepted last, and its call the way to the
+device and back, so it is measured apart from those that follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from spillover.engine.speculation.costs import Numbers, StepCosts, best_drafts
+
+_DEPTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)  # longest drafts that are weighed against each other
+
+
+class DraftCosts:
+    """Seconds of draft passes by the requests that they serve."""
+
+    def __init__(self) -> None:
+        self._first = StepCosts()
+        self._more = StepCosts()
+
+    @property
+    def most_known(self) -> int:
+        """Return up to which draft length something was measured: 0, 1 or any number (2)."""
+        return 0 if not self._first else 1 if not self._more else 2
+
+    def note(self, counts: Sequence[int], seconds: float) -> None:
+        """Take in how long drafting this many tokens for each request took."""
+        passes = _passes(counts)
+        if len(passes) == 1 or (len(passes) and not self._first):
+            self._first.note(int(passes[0]), seconds / len(passes))
+        if len(passes) < 2:
+            return
+        rest = max(0.0, seconds - float(self._first.seconds(passes[:1])[0]))
+        expected = self._more.seconds(passes[1:])
+        shares = expected / expected.sum() if expected.sum() > 0 else np.full(len(passes) - 1, 1 / (len(passes) - 1))
+        for served in np.unique(passes[1:]):
+            self._more.note(int(served), float(rest * shares[passes[1:] == served].mean()))
+
+    def seconds(self, counts: Sequence[int]) -> float:
+        """Return what drafting this many tokens for each request is expected to take; 0 where nothing is known."""
+        passes = _passes(counts)
+        if not len(passes):
+            return 0.0
+        return float(self._first.seconds(passes[:1])[0] + self._more.seconds(passes[1:]).sum())
+
+    def steps(self, positions: npt.NDArray[np.int64], requests: int) -> Numbers:
+        """Return what each token adds to the cost, if tokens at these positions of a draft are taken one by one."""
+        served = np.arange(requests + 1.0)
+        added = np.diff(np.where(served > 0, [self._first.seconds(served), self._more.seconds(served)], 0.0), axis=1)
+        costs = np.zeros(len(positions))
+        for position in np.unique(positions):
+            places = np.flatnonzero(positions == position)
+            costs[places] = added[min(int(position), 1), :len(places)]
+        return costs
+
+
+def best_counts(chances: Numbers, decodes: int, rows: int, speculating: StepCosts, plain: StepCosts, most: int,
+                drafting: DraftCosts) -> tuple[npt.NDArray[np.int64], float]:
+    """Return how many tokens to draft for each request, and the gain in speed over a plain step.
+
+    `chances` [requests, positions]: that a draft is right up to each position, falling; the rest as of `best_drafts`.
+    For each longest draft the likeliest tokens are taken first: one more request in a pass costs little beside a pass.
+    """
+    requests, width = chances.shape
+    flat = chances.ravel()
+    order = np.argsort(-flat, kind="stable")[:int(np.count_nonzero(flat))]
+    positions = order % width
+    added = drafting.steps(positions, requests)
+    counts, gain = np.zeros(requests, dtype=np.int64), 0.0
+    for depth in (*(depth for depth in _DEPTHS if depth < width), width):
+        taken = np.flatnonzero(positions < depth)
+        chosen, speed = best_drafts(flat[order[taken]], decodes, rows, speculating, plain, most,
+                                    np.concatenate(([0.0], np.cumsum(added[taken]))))
+        if chosen and speed > gain:
+            counts = np.bincount(order[taken[:chosen]] // width, minlength=requests)
+            gain = speed
+    return counts, gain or 1.0
+
+
+def _passes(counts: Sequence[int]) -> Numbers:
+    """Return how many requests each pass serves."""
+    counted = np.asarray(counts, dtype=np.int64)
+    longest = int(counted.max(initial=0))
+    served: Numbers = (counted[:, None] > np.arange(longest)).sum(axis=0).astype(np.float64)
+    return served

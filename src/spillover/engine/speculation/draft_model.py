@@ -1,0 +1,98 @@
+"""A draft model: a smaller one drafts, with weights, KV blocks and a prefix cache of its own.
+
+KV that it lacks (of a new request, of a prefix that the other model found in its cache or in another tier, of tokens
+decoded while nothing was drafted) is computed first, some rows in each round; until then the request has no draft. So
+nothing is ever drafted from KV that was not computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from spillover.engine.speculation.drafter import NOTHING, Draft
+from spillover.engine.speculation.own_blocks import OwnBlocks
+from spillover.engine.speculation.runner_drafter import Drafting, RunnerDrafter
+from spillover.engine.speculation.vocabulary import DraftVocabulary
+from spillover.plan.drafting import CATCH_UP_ROWS
+
+if TYPE_CHECKING:
+    from spillover.engine.loop import StepRunner
+    from spillover.engine.requests.request import Request
+
+FEW_ROWS = 8  # of one request that go into the step that drafts its first token
+
+
+class DraftModel:
+    """Drafts with a runner of its own; `close` ends that too."""
+
+    sequential = True
+
+    def __init__(self, runner: StepRunner, blocks: OwnBlocks, vocabulary: DraftVocabulary,
+                 max_num_batched_tokens: int, expected: tuple[float, ...] | None = None) -> None:
+        """`expected`: as `Drafter` says."""
+        self.expected = expected
+        self.runner = runner
+        self.blocks = blocks
+        self._vocabulary = vocabulary
+        self._drafter = _Chunked(runner, blocks, max_num_batched_tokens)
+
+    @property
+    def passes(self) -> Sequence[int]:
+        """Return how many passes the last call took for each request; empty where it computed missing KV too."""
+        return self._drafter.passes
+
+    def propose(self, asked: Sequence[tuple[Request, int]]) -> list[Draft]:
+        sides = [(self._vocabulary.side(request), most) for request, most in asked]
+        drafts = self._drafter.propose(sides)
+        found = []
+        for (request, most), draft in zip(asked, drafts, strict=True):
+            tokens = self._vocabulary.to_target(request, draft.tokens)[:most] if draft.tokens else ()
+            found.append(Draft(tokens, (1.0,) * len(tokens)) if tokens else NOTHING)
+        return found
+
+    def end(self, request: Request) -> None:
+        self._drafter.end(self._vocabulary.side(request))
+        self._vocabulary.end(request)
+
+    def sleep(self) -> None:
+        """Give device memory back: weights go to the host, and KV is forgotten."""
+        self.blocks.forget()
+        self.runner.sleep([])
+
+    def wake_up(self) -> None:
+        self.runner.wake_up()
+
+    def close(self) -> None:
+        self.runner.close()
+
+
+class _Chunked(RunnerDrafter):
+    """Computes missing KV some rows at a time."""
+
+    passes: Sequence[int] = ()
+
+    def propose(self, asked: Sequence[tuple[Request, int]]) -> list[Draft]:
+        self.passes = [most for _, most in asked]
+        return super().propose(asked)
+
+    def _catch_up(self, drafting: Sequence[Drafting]) -> list[Drafting]:
+        left = self._max_num_batched_tokens - len(drafting)  # of the first step, which has a row of everybody
+        chunk = min(CATCH_UP_ROWS, self._max_num_batched_tokens)
+        ready, items = [], []
+        for row in drafting:
+            missing = row.known - 1 - row.start
+            if missing <= min(FEW_ROWS, left):
+                left -= missing
+                ready.append(row)
+                continue
+            count = min(missing, chunk)
+            if count:
+                items.append(row.take(count, False))
+                chunk -= count
+            if count == missing:
+                ready.append(row)
+        if items:
+            self.passes = ()
+            self._launch(items).result()
+        return ready

@@ -1,0 +1,125 @@
+"""How a draft model's tokens stand for those of the model that verifies: the same ids, or a part of them."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from spillover.errors import SpilloverError
+from spillover.models.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from spillover.engine.requests.request import Request
+
+DRAFT_VOCAB_FILE = "draft_vocab.json"  # beside the weights: which tokens of the other model a draft model has
+PADDING = 1024  # ids that vocabularies of one family may differ by, for which there is no text
+
+
+class DraftVocabulary(Protocol):
+    def side(self, request: Request) -> Request:
+        """Return the request as the draft model sees it: its known tokens in the draft model's ids."""
+        ...
+
+    def to_target(self, request: Request, draft: Sequence[int]) -> tuple[int, ...]:
+        """Return drafted tokens in the ids of the model that verifies, up to the first that it does not have."""
+        ...
+
+    def end(self, request: Request) -> None:
+        """Forget a request that has ended."""
+        ...
+
+
+class SameVocabulary:
+    """Both models have the same ids; one of them may have a few more, which no text has."""
+
+    def __init__(self, vocab_size: int) -> None:
+        """`vocab_size`: of the model that verifies."""
+        self._vocab_size = vocab_size
+
+    def side(self, request: Request) -> Request:
+        return request
+
+    def to_target(self, request: Request, draft: Sequence[int]) -> tuple[int, ...]:
+        end = next((index for index, token in enumerate(draft) if token >= self._vocab_size), len(draft))
+        return tuple(draft[:end])
+
+    def end(self, request: Request) -> None:
+        """Do nothing: nothing is kept."""
+
+
+class ReducedVocabulary:
+    """The draft model knows the most frequent tokens only, and one id for all others, which ends a draft."""
+
+    def __init__(self, target_ids: npt.NDArray[np.int64], vocab_size: int) -> None:
+        """`target_ids`: of each draft id but the last, which stands for all others; `vocab_size`: of the model that
+        verifies."""
+        self._target_ids: list[int] = target_ids.tolist()
+        self._draft_ids = np.full(vocab_size, len(target_ids), dtype=np.int32)
+        self._draft_ids[target_ids] = np.arange(len(target_ids), dtype=np.int32)
+        self._sides: dict[Request, Request] = {}
+
+    def side(self, request: Request) -> Request:
+        side = self._sides.get(request)
+        if side is None:
+            side = self._sides[request] = draft_side(request, [], request.num_prompt)
+        known = len(side.token_ids)
+        new = np.frombuffer(request.token_ids[known:], dtype=np.int32)
+        side.token_ids.frombytes(self._draft_ids[new].tobytes())
+        return side
+
+    def to_target(self, request: Request, draft: Sequence[int]) -> tuple[int, ...]:
+        end = next((index for index, token in enumerate(draft) if token >= len(self._target_ids)), len(draft))
+        return tuple(self._target_ids[token] for token in draft[:end])
+
+    def end(self, request: Request) -> None:
+        self._sides.pop(request, None)
+
+
+def draft_vocabulary(path: Path, vocab_size: int, tokenizer: Tokenizer | None, target_size: int) -> DraftVocabulary:
+    """Return how the tokens of the draft model at `path` stand for those of the model that verifies, of which there are
+    `target_size`."""
+    reduced = path / DRAFT_VOCAB_FILE
+    if path.is_dir() and reduced.is_file():
+        return ReducedVocabulary(_read_ids(reduced, vocab_size, target_size), target_size)
+    has_own = path.is_file() or (path / "tokenizer.json").is_file()
+    if tokenizer is None or not has_own:
+        if abs(vocab_size - target_size) > PADDING:
+            raise SpilloverError(f"the draft model {path.name} has {vocab_size:,} tokens, the model {target_size:,}; "
+                                 "without both tokenizers nothing says which are the same, so choose another one")
+        return SameVocabulary(target_size)
+    own = load_tokenizer(path)
+    if own.backend.get_vocab(with_added_tokens=True) == tokenizer.backend.get_vocab(with_added_tokens=True):
+        return SameVocabulary(target_size)
+    raise SpilloverError(f"the draft model {path.name} has another vocabulary than the model; choose one of the same "
+                         "family")
+
+
+def _read_ids(file: Path, vocab_size: int, target_size: int) -> npt.NDArray[np.int64]:
+    try:
+        ids = np.array(json.loads(file.read_text())["target_ids"], dtype=np.int64)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SpilloverError(f"{file} cannot be read ({error}); train the draft model anew") from error
+    if ids.ndim != 1 or len(ids) + 1 != vocab_size or len(set(ids.tolist())) != len(ids):
+        raise SpilloverError(f"{file} does not fit the draft model, which has {vocab_size:,} tokens; train it anew")
+    if not len(ids) or ids.min() < 0 or ids.max() >= target_size:
+        raise SpilloverError(f"{file} names tokens that the model, of {target_size:,} tokens, does not have; the draft "
+                             "model was trained for another one")
+    return ids
+
+
+def draft_side(request: Request, tokens: Sequence[int], num_prompt: int, greedy: bool = False) -> Request:
+    """Return a request of the draft model that stands for another; `greedy`: where positions are not the same, the same
+    random numbers would mean nothing."""
+    from spillover.engine.requests.request import Request
+    from spillover.engine.requests.sampling_params import SamplingParams
+
+    params = SamplingParams(temperature=0.0 if greedy else request.params.temperature, max_tokens=None)
+    side = Request(request.request_id, [], params, seed=request.seed, cache_salt=request.cache_salt)
+    side.token_ids, side.num_prompt = array("i", tokens), num_prompt
+    return side

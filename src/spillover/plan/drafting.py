@@ -1,0 +1,78 @@
+"""How a draft model shares the device with the model that verifies: KV of as many tokens for both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from spillover.errors import PlanError
+from spillover.models.config import ModelConfig
+from spillover.models.groups import layer_groups
+from spillover.models.weight_specs import WeightSpecs
+from spillover.plan.fit import MIN_MODEL_LEN
+from spillover.plan.hardware import Machine
+from spillover.plan.planner import Plan, make_plan
+from spillover.plan.request import PlanRequest
+from spillover.units import format_bytes
+
+CATCH_UP_ROWS = 256  # of KV that the draft model lacks, computed at a time
+
+
+@dataclass(frozen=True)
+class DraftSpecs:
+    """A draft model that has been looked at."""
+
+    name: str
+    dtype: str  # as of PlanRequest
+    config: ModelConfig
+    specs: WeightSpecs
+
+
+def plan_beside(request: PlanRequest, machine: Machine, plan_model: Callable[[PlanRequest, Machine], Plan],
+                draft: DraftSpecs) -> Plan:
+    """Return the plan of a model, with that of its draft model, within one budget."""
+    alone = plan_model(request, machine)
+    groups, size = len(layer_groups(draft.config)), request.block_size
+    most_len = min(alone.max_model_len, draft.config.max_position)
+
+    def plan_draft(tokens: int, length: int) -> Plan:
+        asked = PlanRequest(
+            model=draft.name, device=alone.device, dtype=draft.dtype, block_size=size,
+            max_num_seqs=alone.max_num_seqs, max_num_batched_tokens=max(CATCH_UP_ROWS, 2 * alone.max_num_seqs),
+            max_model_len=length, draft_tokens=1, num_gpu_blocks_override=-(-tokens // size) * groups)
+        try:
+            return make_plan(asked, draft.config, draft.specs, machine)
+        except PlanError as error:
+            raise PlanError(f"the draft model does not fit: {error}") from None
+
+    shortest = most_len if request.max_model_len is not None else min(most_len, MIN_MODEL_LEN)
+    least = plan_draft(shortest, shortest)
+    tokens = alone.token_capacity
+    if request.num_gpu_blocks_override is None:
+        room = alone.kv_bytes - least.device_weight_bytes - least.workspace_bytes
+        tokens = room // (_token_bytes(alone) + _token_bytes(least))
+    if tokens < shortest:
+        raise PlanError(
+            f"the draft model {draft.name} takes {format_bytes(least.device_bytes)} with KV for {shortest:,} tokens, "
+            f"and {format_bytes(alone.kv_bytes)} are left for the KV of both beside {request.model}; choose a smaller "
+            "draft model, lower --max-model-len or raise --gpu-memory")
+    planned = plan_draft(tokens, min(most_len, tokens))
+    taken = planned.device_bytes
+    try:
+        plan = plan_model(
+            replace(request, gpu_memory=None if request.gpu_memory is None else request.gpu_memory - taken,
+                    max_num_seqs=alone.max_num_seqs, max_num_batched_tokens=alone.max_num_batched_tokens),
+            _without(machine, alone.device, taken))
+    except PlanError as error:
+        raise PlanError(f"beside the draft model {draft.name}, which takes {format_bytes(taken)}: {error}") from None
+    return replace(plan, draft=planned, budget_bytes=request.gpu_memory, available_bytes=alone.available_bytes)
+
+
+def _token_bytes(plan: Plan) -> int:
+    return plan.block_bytes * len(plan.windows) // plan.block_size
+
+
+def _without(machine: Machine, device: str, taken: int) -> Machine:
+    if device == "cpu":
+        return replace(machine, memory_available=machine.memory_available - taken)
+    return replace(machine, cuda=(replace(machine.cuda[0], free=machine.cuda[0].free - taken), *machine.cuda[1:]))

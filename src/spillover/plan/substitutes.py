@@ -1,0 +1,83 @@
+"""Substitutes: rounded copies, on the device, of layers that stream past it. They draft, and one pass over the streamed
+weights verifies the draft: what they take, how fast that would be, and why it cannot be done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from spillover.errors import PlanError
+from spillover.plan.placement import WeightPlan
+from spillover.plan.predict import CONTEXT, predict_pass
+from spillover.plan.rates import Rates
+from spillover.plan.request import PlanRequest
+from spillover.plan.roofline import step_limit
+from spillover.plan.shapes import ModelShape
+from spillover.plan.units import Units
+
+ACCEPTED = 0.5  # of a draft, for what is expected: it depends on the model and the text, and is not known before
+INSTEAD = "use --speculative-method ngram or suffix"
+
+
+@dataclass(frozen=True)
+class SubstitutePlan:
+    """What substitutes take, and what a pass brings at best. Seconds are 0 where no rates were measured."""
+
+    dtype: str  # "int4" | "int8"
+    layers: int
+    nbytes: int
+    num_tokens: int  # the most of a draft
+    moved: int  # bytes that a pass brings to the device
+    pass_seconds: float = 0.0  # the verification of a whole draft of one request
+    draft_seconds: float = 0.0  # one token of a draft
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Return the tokens of a pass, were a share ACCEPTED of every draft right."""
+        return 1 + ACCEPTED * self.num_tokens
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        seconds = self.pass_seconds + self.num_tokens * self.draft_seconds
+        return self.tokens_per_pass / seconds if self.pass_seconds else None
+
+
+def substitute_plan(request: PlanRequest, placement: WeightPlan | None, units: Units, shape: ModelShape,
+                    rates: Rates | None, max_model_len: int) -> SubstitutePlan | None:
+    """Return what is planned of substitutes; None: nobody asked for them. `placement`: None where all weights stay."""
+    if request.substitutes is None:
+        return None
+    away = [part for part in units.layers if placement is not None and placement.parts[part] != "resident"]
+    copied = away or list(units.layers)
+    nbytes = sum(units.substitutes[part] for part in copied)
+    found = SubstitutePlan(request.substitutes, len(copied), nbytes, request.draft_tokens,
+                           sum(units.records[part] for part in away))
+    if rates is None:
+        return found
+    context = min(CONTEXT, max_model_len - 1)
+    rows = min(1 + request.draft_tokens, max_model_len - context)
+    limit = step_limit(shape, [(rows, context)])
+    seconds = limit.seconds(rates)
+    if placement is not None:
+        seconds = predict_pass(placement, units, shape, rates, rows, context)
+    drafting = replace(shape, layer_bytes=shape.layer_bytes - sum(units.parts[part] for part in copied) + nbytes)
+    return replace(found, pass_seconds=seconds, draft_seconds=step_limit(drafting, [(1, context)]).seconds(rates))
+
+
+def check_model(request: PlanRequest, units: Units) -> None:
+    """Refuse substitutes for a model that they cannot be made for."""
+    if request.substitutes is None:
+        return
+    if units.stacks:
+        raise PlanError(f"substitutes are rounded copies of whole layers, and those of {request.model} have experts, "
+                        f"each of which is fetched by itself; {INSTEAD}")
+    larger = next((part for part, count in units.substitutes.items() if 4 * count > 3 * units.parts[part]), None)
+    if larger is not None:
+        raise PlanError(f"substitutes in {request.substitutes} would be no smaller than three quarters of the weights "
+                        f"of {request.model} themselves, which are in few bits already; {INSTEAD}")
+
+
+def check_streams(request: PlanRequest, placement: WeightPlan | None, device: str) -> None:
+    """Refuse substitutes on a GPU that holds every weight: then nothing streams, and a copy saves nothing."""
+    if request.substitutes is not None and device == "cuda" and (placement is None or placement.is_resident):
+        raise PlanError(f"substitutes draft for layers that stream, and all weights of {request.model} stay on the "
+                        f"device; {INSTEAD}, or give less --gpu-memory")

@@ -1,0 +1,182 @@
+"""Where a model drafts, as much is drafted as measured costs and acceptance say is fastest, and no more."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import Phase as Stage
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spillover.engine.requests.request import Request
+from spillover.engine.requests.sampling_params import SamplingParams
+from spillover.engine.speculation import model_speculator, speculator
+from spillover.engine.speculation.costs import StepCosts
+from spillover.engine.speculation.draft_costs import DraftCosts, best_counts
+from spillover.engine.speculation.drafter import Draft
+from spillover.engine.speculation.model_speculator import ModelSpeculator
+from spillover.engine.speculation.speculator import Candidate
+from spillover.engine.step import Phase, Step, StepItem
+
+MOST = 6
+UNIT = 0.01  # seconds of a plain step with one row
+
+
+@dataclass(frozen=True)
+class Costs:
+    """An engine of arithmetic, in units of a plain step with one row."""
+
+    row: float  # of a step, each row more
+    wait: float  # for the newest tokens to be known
+    call: float  # of a draft, whatever its length
+    draft_pass: float
+    draft_row: float
+
+    def step(self, rows: int) -> float:
+        return UNIT * (1 + self.row * (rows - 1))
+
+    def draft(self, counts: Sequence[int]) -> float:
+        passes = [sum(count > index for count in counts) for index in range(max(counts, default=0))]
+        if not passes:
+            return 0.0
+        return UNIT * (self.call + sum(self.draft_pass + self.draft_row * served for served in passes))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Chancy:
+    """A model that is right with a chance of its own for each request; what comes is always 1, 2, 3 ..."""
+
+    expected = None
+    sequential = True
+
+    def __init__(self, costs: Costs, chances: dict[Request, float], clock: Clock, rng: random.Random) -> None:
+        self.costs, self.chances, self.clock, self.rng = costs, chances, clock, rng
+
+    def propose(self, asked: Sequence[tuple[Request, int]]) -> list[Draft]:
+        self.clock.now += self.costs.draft([most for _, most in asked])
+        return [self._draft(len(request.token_ids), most, self.chances[request]) for request, most in asked]
+
+    def end(self, request: Request) -> None:
+        pass
+
+    def _draft(self, first: int, most: int, chance: float) -> Draft:
+        return Draft(tuple(first + i if self.rng.random() < chance else -1 for i in range(most)), (1.0,) * most)
+
+
+def run(costs: Costs, chances: Sequence[float], steps: int, fixed: int | None, seed: int) -> float:
+    """Return tokens per unit of time; `fixed`: of drafts that are always this long."""
+    clock, rng = Clock(), random.Random(seed)
+    running = [Request(str(i), [0], SamplingParams(max_tokens=10**6)) for i in range(len(chances))]
+    for request in running:
+        request.token_ids.append(1)
+    drafter = Chancy(costs, dict(zip(running, chances, strict=True)), clock, rng)
+    chooser = ModelSpeculator(drafter, MOST if fixed is None else fixed, adaptive=fixed is None)
+    tokens = 0
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (speculator, model_speculator):
+            patch.setattr(module, "time", clock)
+        for _ in range(steps):
+            for request in running:
+                request.pending = 1
+            waits = chooser.waits(running)
+            for request in running:
+                request.pending = 0
+            drafts: list[tuple[int, ...]] = [()] * len(running)
+            if waits:
+                clock.now += UNIT * costs.wait
+                drafts = chooser.drafts([Candidate(request, chooser.most_tokens) for request in running],
+                                        len(running), len(running), 10**6)
+            elif chooser._clock.ended is not None:
+                chooser._clock.ended = clock.now  # it was launched before the last one ended
+            step = Step(tuple(StepItem(id=i, phase=Phase.VERIFY if draft else Phase.DECODE, start=0,
+                                       count=1 + len(draft), num_samples=1, first_block=0, new_blocks=(), draft=draft)
+                              for i, draft in enumerate(drafts)))
+            chooser.launched(step)
+            seconds = costs.step(step.num_tokens)
+            clock.now += seconds
+            chooser.observe_step(step, seconds)
+            chooser.probe(running)
+            for request, draft in zip(running, drafts, strict=True):
+                first = len(request.token_ids)
+                right = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(
+                    draft, itertools.count(first), strict=False))))
+                if draft:
+                    chooser.verified(request, len(draft), right)
+                request.token_ids.extend(range(first, first + right + 1))
+                tokens += right + 1
+    return tokens / clock.now
+
+
+def plain_rate(costs: Costs, requests: int) -> float:
+    return requests / costs.step(requests)
+
+
+cost_curves = st.builds(
+    Costs, row=st.sampled_from([0.0, 0.01, 0.1, 0.5, 1.0]), wait=st.sampled_from([0.0, 0.1, 0.5]),
+    call=st.sampled_from([0.0, 0.05, 0.4]), draft_pass=st.sampled_from([0.01, 0.05, 0.2, 0.6, 1.0]),
+    draft_row=st.sampled_from([0.0, 0.01, 0.1]))
+acceptances = st.lists(st.sampled_from([0.0, 0.2, 0.5, 0.7, 0.9, 0.97]), min_size=1, max_size=10)
+
+
+@settings(max_examples=7, deadline=None, phases=[Stage.explicit, Stage.generate])
+@given(cost_curves, acceptances, st.integers(0, 1000))
+def test_it_is_never_slower_than_plain_and_near_the_best_fixed_length(
+        costs: Costs, chances: list[float], seed: int) -> None:
+    speed = run(costs, chances, 700, None, seed)
+    assert speed >= 0.97 * plain_rate(costs, len(chances))
+    best = max(run(costs, chances, 150, fixed, seed) for fixed in (1, 2, 4, MOST))
+    assert speed >= 0.85 * best
+
+
+@settings(max_examples=60, deadline=None)
+@given(cost_curves, acceptances, st.integers(0, 30))
+def test_the_choice_is_no_worse_than_any_uniform_length(costs: Costs, chances: list[float], room: int) -> None:
+    """With costs that are known, nothing that gives every request the same length is faster, nor is plain decoding."""
+    step_costs, drafting = StepCosts(), DraftCosts()
+    for rows in range(1, 17):
+        step_costs.note(rows, costs.step(rows))
+    for served in range(1, 17):
+        drafting.note([1] * served, costs.draft([1] * served))
+        drafting.note([2] * served, costs.draft([2] * served))
+    requests = len(chances)
+    survival = np.cumprod(np.tile(np.array(chances)[:, None], MOST), axis=1)
+    counts, gain = best_counts(survival, requests, requests, step_costs, step_costs, room, drafting)
+    assert counts.sum() <= room
+
+    def speed(lengths: Sequence[int]) -> float:
+        tokens = requests + sum(float(survival[i, :count].sum()) for i, count in enumerate(lengths))
+        return tokens / (step_costs.at(requests + sum(lengths)) + drafting.seconds(lengths))
+
+    plain = speed([0] * requests)
+    assert speed(counts.tolist()) / plain == pytest.approx(gain)
+    for length in range(1, MOST + 1):
+        if length * requests <= room:
+            assert max(gain, 1.0) >= 0.999 * speed([length] * requests) / plain
+
+
+def test_costs_of_passes_are_told_apart_from_those_of_a_call() -> None:
+    drafting, costs = DraftCosts(), Costs(row=0, wait=0, call=3.0, draft_pass=1.0, draft_row=0.5)
+    assert drafting.most_known == 0
+    for counts in ([1, 1, 1, 1], [4, 4, 4, 4], [1], [3]):
+        drafting.note(counts, costs.draft(counts))
+    assert drafting.most_known == 2
+    for counts in ([4] * 4, [2] * 4, [1], [5], [4, 4, 1, 1], [2, 1, 1]):
+        assert drafting.seconds(counts) == pytest.approx(costs.draft(counts), rel=0.1)
+
+
+def test_trials_where_nothing_is_right_stay_within_their_share() -> None:
+    """A drafter as slow as the model itself, and never right: what it takes from plain decoding is about a percent."""
+    costs = Costs(row=0.5, wait=0.5, call=1.0, draft_pass=1.0, draft_row=0.0)
+    assert run(costs, [0.0], 2500, None, 1) >= 0.98 * plain_rate(costs, 1)
