@@ -50,6 +50,8 @@ class SpeculationStats:
     steps: int = 0  # that verified drafts
     draft_seconds: float = 0.0  # that drafters took, those of probes included
     simulated: bool = False  # acceptance is made up
+    proposed: int = 0  # tokens that drafters offered: also those cut before they were verified, and those of probes
+    verify_seconds: float = 0.0  # of steps that verified drafts, whole
 
 
 class Speculator(Protocol):
@@ -162,6 +164,8 @@ class AdaptiveSpeculator:
         self._counts = NO_DRAFTS
         self._verify_steps = 0
         self._draft_seconds = 0.0
+        self._proposed = 0
+        self._verify_seconds = 0.0
 
     # Deciding
 
@@ -272,6 +276,7 @@ class AdaptiveSpeculator:
         begun = time.perf_counter()
         found = self._drafter.propose([(candidate.request, candidate.most) for candidate in candidates])
         self._draft_seconds += time.perf_counter() - begun
+        self._proposed += sum(len(draft.tokens) for draft in found)
         return found
 
     # Learning
@@ -294,6 +299,8 @@ class AdaptiveSpeculator:
         launched = clock.launched.popleft() if clock.launched else _Launched(0.0, False)
         clock.ended = time.perf_counter()
         self._credit = min(MOST_CREDIT, self._credit + PROBE_SHARE * seconds)
+        if any(item.phase is Phase.VERIFY for item in step.items):
+            self._verify_seconds += seconds
         if step.has_prefill:
             self._prompts.note(step.num_tokens, seconds)
             return
@@ -354,7 +361,8 @@ class AdaptiveSpeculator:
             self._clock.ended = None  # what comes next is a new beginning, not a gap
 
     def stats(self) -> SpeculationStats | None:
-        return SpeculationStats(self._counts, self._verify_steps, self._draft_seconds, self._simulated)
+        return SpeculationStats(self._counts, self._verify_steps, self._draft_seconds, self._simulated, self._proposed,
+                                self._verify_seconds)
 
     def _state(self, request: Request) -> _State:
         state = self._states.get(request)
