@@ -21,6 +21,7 @@ from spillover.engine.loop import Engine, ModelRunner
 from spillover.engine.null_runner import NullRunner, ordinary_tokens
 from spillover.engine.scheduler import Scheduler, SchedulerConfig
 from spillover.engine.speculation.drafter import make_drafter
+from spillover.engine.speculation.expert_price import ExpertPrice
 from spillover.engine.speculation.speculator import AdaptiveSpeculator, Speculator
 from spillover.engine.tiers import make_store
 from spillover.engine.weights.elastic import ElasticMemory, SlotLender
@@ -200,17 +201,24 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
         policy=config.schedule_policy,
         watermark=config.watermark,
         max_samples=step_limits(planned).max_samples,
-    ), kv, connector, _speculator(config, planned.model_config))
+    ), kv, connector, _speculator(config, planned.model_config, _expert_price(runner)))
     return Assembly(config, planned.path, planned.model_config, planned.specs, plan,
                     Engine(scheduler, runner, config.async_scheduling), tokenizer)
 
 
-def _speculator(config: EngineConfig, model: ModelConfig) -> Speculator | None:
+def _speculator(config: EngineConfig, model: ModelConfig, price: ExpertPrice | None) -> Speculator | None:
     speculation = config.speculation
     if speculation is None:
         return None
     return AdaptiveSpeculator(make_drafter(speculation, model.vocab_size), speculation.num_tokens, speculation.adaptive,
-                              bool(speculation.simulated))
+                              bool(speculation.simulated), price)
+
+
+def _expert_price(runner: NullRunner | ModelRunner) -> ExpertPrice | None:
+    """Return what prices the experts that drafts bring to the device; None where all are there."""
+    if isinstance(runner, NullRunner) or runner.weights.experts is None:
+        return None
+    return ExpertPrice(runner.weight_traffic, quick_rates(runner.kv.pool.device.type).host_to_device)
 
 
 def _lender(runner: NullRunner | ModelRunner, plan: Plan) -> SlotLender | None:

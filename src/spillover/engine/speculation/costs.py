@@ -46,6 +46,11 @@ class StepCosts:
             inside += np.where(rows > sizes[-1], np.maximum(growth, 0.0), 0.0)
         return inside
 
+    def with_drafts(self, rows: int, chances: Numbers) -> Numbers:
+        """Return what steps of `rows` and the first 0, 1, 2, ... of draft rows cost that are accepted by these
+        chances."""
+        return self.seconds(rows + np.arange(len(chances) + 1.0))
+
     def _points(self) -> tuple[Numbers, Numbers]:
         if self._curve is None:
             sizes = sorted(self._measured)
@@ -72,7 +77,7 @@ def best_drafts(chances: Numbers, decodes: int, rows: int, speculating: StepCost
     """
     count = min(len(chances), most)
     tokens = np.concatenate(([0.0], np.cumsum(chances[:count])))
-    seconds = speculating.seconds(rows + np.arange(count + 1.0))
+    seconds = speculating.with_drafts(rows, chances[:count])
     usual = float(plain.seconds(np.array([float(rows)]))[0])
     if usual <= 0.0:  # nothing is known yet
         return 0, 1.0

@@ -19,6 +19,7 @@ from spillover.engine.output.outputs import NO_DRAFTS, DraftCounts
 from spillover.engine.speculation.acceptance import Acceptance
 from spillover.engine.speculation.costs import Numbers, StepCosts, best_drafts
 from spillover.engine.speculation.drafter import NOTHING, Draft, Drafter
+from spillover.engine.speculation.expert_price import ExpertPrice, PricedCosts
 from spillover.engine.step import Phase, Step
 
 if TYPE_CHECKING:
@@ -142,8 +143,11 @@ class _Clock:
 class AdaptiveSpeculator:
     """Drafts where that is expected to be faster; with `adaptive=False` always."""
 
-    def __init__(self, drafter: Drafter, most_tokens: int, adaptive: bool = True, simulated: bool = False) -> None:
+    def __init__(self, drafter: Drafter, most_tokens: int, adaptive: bool = True, simulated: bool = False,
+                 price: ExpertPrice | None = None) -> None:
+        """Speculate. `price`: of experts that draft rows bring to the device, where experts are paged."""
         self.most_tokens = most_tokens
+        self._price = price
         self._drafter = drafter
         self._adaptive = adaptive
         self._simulated = simulated
@@ -152,7 +156,7 @@ class AdaptiveSpeculator:
         prompts = StepCosts()
         self._prompts = prompts  # steps with prefill
         self._plain = StepCosts(prompts)
-        self._speculating = StepCosts(self._plain)
+        self._speculating = StepCosts(self._plain) if price is None else PricedCosts(price, self._plain)
         self._clock = _Clock()
         self._waiting = not adaptive
         self._steps = 0
@@ -301,6 +305,8 @@ class AdaptiveSpeculator:
         self._credit = min(MOST_CREDIT, self._credit + PROBE_SHARE * seconds)
         if any(item.phase is Phase.VERIFY for item in step.items):
             self._verify_seconds += seconds
+        if self._price is not None:
+            seconds -= self._price.observe(step, seconds, idle=not clock.launched)
         if step.has_prefill:
             self._prompts.note(step.num_tokens, seconds)
             return
@@ -308,6 +314,8 @@ class AdaptiveSpeculator:
         costs.note(step.num_tokens, seconds + launched.gap)
 
     def verified(self, request: Request, drafted: int, accepted: int) -> None:
+        if self._price is not None:
+            self._price.verified(accepted)
         state = self._state(request)
         # What did not fit of a draft was cut too.
         cut = state.cut or drafted < len(state.draft.tokens)
