@@ -23,7 +23,7 @@ from spillover.engine.scheduler import Scheduler, SchedulerConfig
 from spillover.engine.speculation.drafter import make_drafter
 from spillover.engine.speculation.expert_price import ExpertPrice
 from spillover.engine.speculation.speculator import AdaptiveSpeculator, Speculator
-from spillover.engine.tiers import make_store
+from spillover.engine.tiers import make_store, token_log
 from spillover.engine.weights.elastic import ElasticMemory, SlotLender
 from spillover.engine.weights.load import load
 from spillover.errors import SpilloverError
@@ -37,6 +37,7 @@ from spillover.memory.budgets import parse_disk
 from spillover.memory.connector import KVConnector, NullConnector
 from spillover.memory.kv.kv_cache import KVCache
 from spillover.memory.spill.tiered_connector import TieredConnector
+from spillover.memory.tiers.token_log import TokenLog
 from spillover.memory.transfer.cpu_transfers import CpuTransfers
 from spillover.memory.transfer.cuda_driver import CudaPinner
 from spillover.memory.transfer.cuda_transfers import CudaTransfers
@@ -187,8 +188,10 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
     kv = KVCache(plan.num_blocks, plan.block_size, plan.windows, config.enable_prefix_caching, identity,
                  most_blocks=most, lender=_lender(runner, plan))
     connector: KVConnector = NullConnector()
+    tokens = None
     if plan.tiers and not isinstance(runner, NullRunner):
-        store = make_store(config, plan, planned.model_config, runner.kv.pool, identity, runner.transfers)
+        tokens = token_log(config, identity)
+        store = make_store(config, plan, planned.model_config, runner.kv.pool, identity, runner.transfers, tokens)
         margin = 2 * -(-plan.max_num_batched_tokens // plan.block_size) * len(plan.windows)
         connector = TieredConnector(kv, store, margin, config.restore)
     scheduler = Scheduler(SchedulerConfig(
@@ -201,17 +204,18 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
         policy=config.schedule_policy,
         watermark=config.watermark,
         max_samples=step_limits(planned).max_samples,
-    ), kv, connector, _speculator(config, planned.model_config, _expert_price(runner)))
+    ), kv, connector, _speculator(config, planned.model_config, _expert_price(runner), tokens))
     return Assembly(config, planned.path, planned.model_config, planned.specs, plan,
                     Engine(scheduler, runner, config.async_scheduling), tokenizer)
 
 
-def _speculator(config: EngineConfig, model: ModelConfig, price: ExpertPrice | None) -> Speculator | None:
+def _speculator(config: EngineConfig, model: ModelConfig, price: ExpertPrice | None,
+                tokens: TokenLog | None) -> Speculator | None:
     speculation = config.speculation
     if speculation is None:
         return None
-    return AdaptiveSpeculator(make_drafter(speculation, model.vocab_size), speculation.num_tokens, speculation.adaptive,
-                              bool(speculation.simulated), price)
+    return AdaptiveSpeculator(make_drafter(speculation, model.vocab_size, tokens), speculation.num_tokens,
+                              speculation.adaptive, bool(speculation.simulated), price)
 
 
 def _expert_price(runner: NullRunner | ModelRunner) -> ExpertPrice | None:
