@@ -179,3 +179,13 @@ def test_it_comes_back_when_drafts_become_right(monkeypatch: pytest.MonkeyPatch)
     _, speculator = simulate(drafter, 2, 0.0001, 0.0005, 600, monkeypatch)
     assert speculator.stats().counts.drafts < 30
     assert drafter.asked > 10, "drafts are made and compared, though not verified"
+
+
+def test_a_step_that_compiled_does_not_count() -> None:
+    costs = StepCosts()
+    for _ in range(3):
+        costs.note(1, 0.004)
+    costs.note(5, 1.5)
+    assert costs.at(5) == 0.004
+    costs.note(5, 0.02)  # a second one does, however slow
+    assert costs.at(5) == 0.02

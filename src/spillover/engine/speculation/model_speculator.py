@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from spillover.engine.speculation.costs import Numbers
 from spillover.engine.speculation.draft_costs import DraftCosts, best_counts
 from spillover.engine.speculation.drafter import Draft, Drafter
+from spillover.engine.speculation.expert_price import ExpertPrice
 from spillover.engine.speculation.speculator import AdaptiveSpeculator, Candidate
 
 if TYPE_CHECKING:
@@ -31,17 +32,18 @@ class CountsPasses(Protocol):
         ...
 
 
-def make_speculator(drafter: Drafter, most_tokens: int, adaptive: bool = True,
-                    simulated: bool = False) -> AdaptiveSpeculator:
+def make_speculator(drafter: Drafter, most_tokens: int, adaptive: bool = True, simulated: bool = False,
+                    price: ExpertPrice | None = None) -> AdaptiveSpeculator:
     kind = ModelSpeculator if drafter.sequential else AdaptiveSpeculator
-    return kind(drafter, most_tokens, adaptive, simulated)
+    return kind(drafter, most_tokens, adaptive, simulated, price)
 
 
 class ModelSpeculator(AdaptiveSpeculator):
     hope = HOPE
 
-    def __init__(self, drafter: Drafter, most_tokens: int, adaptive: bool = True, simulated: bool = False) -> None:
-        super().__init__(drafter, most_tokens, adaptive, simulated)
+    def __init__(self, drafter: Drafter, most_tokens: int, adaptive: bool = True, simulated: bool = False,
+                 price: ExpertPrice | None = None) -> None:
+        super().__init__(drafter, most_tokens, adaptive, simulated, price)
         self._drafting = DraftCosts()
 
     def _gain(self, survival: Numbers, rows: int) -> float:

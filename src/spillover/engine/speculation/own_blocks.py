@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from spillover.engine.speculation.runner_drafter import Tables
 from spillover.engine.requests.token_ids import TokenIds
+from spillover.engine.speculation.runner_drafter import Tables
 from spillover.memory.kv.kv_cache import KVCache
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from spillover.engine.output.outputs import NO_DRAFTS, DraftCounts
 from spillover.engine.speculation.acceptance import Acceptance
 from spillover.engine.speculation.costs import Numbers, StepCosts, best_drafts
 from spillover.engine.speculation.drafter import NOTHING, Draft, Drafter
+from spillover.engine.speculation.expert_price import ExpertPrice, PricedCosts
 from spillover.engine.step import Phase, Step
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class SpeculationStats:
     steps: int = 0  # that verified drafts
     draft_seconds: float = 0.0  # that drafters took, those of probes included
     simulated: bool = False  # acceptance is made up
+    proposed: int = 0  # tokens that drafters offered: also those cut before they were verified, and those of probes
+    verify_seconds: float = 0.0  # of steps that verified drafts, whole
 
 
 class Speculator(Protocol):
@@ -143,8 +146,11 @@ class AdaptiveSpeculator:
 
     hope = 0.0  # how often drafts are taken to be right before anything is known of them
 
-    def __init__(self, drafter: Drafter, most_tokens: int, adaptive: bool = True, simulated: bool = False) -> None:
+    def __init__(self, drafter: Drafter, most_tokens: int, adaptive: bool = True, simulated: bool = False,
+                 price: ExpertPrice | None = None) -> None:
+        """Speculate. `price`: of experts that draft rows bring to the device, where experts are paged."""
         self.most_tokens = most_tokens
+        self._price = price
         self._drafter = drafter
         self._adaptive = adaptive
         self._simulated = simulated
@@ -153,7 +159,7 @@ class AdaptiveSpeculator:
         prompts = StepCosts()
         self._prompts = prompts  # steps with prefill
         self._plain = StepCosts(prompts)
-        self._speculating = StepCosts(self._plain)
+        self._speculating = StepCosts(self._plain) if price is None else PricedCosts(price, self._plain)
         self._clock = _Clock()
         self._waiting = not adaptive
         self._steps = 0
@@ -167,6 +173,8 @@ class AdaptiveSpeculator:
         self._verify_steps = 0
         self._draft_seconds = 0.0
         self._device_seconds = 0.0  # of them, on the device and before the next step
+        self._proposed = 0
+        self._verify_seconds = 0.0
 
     # Deciding
 
@@ -293,6 +301,7 @@ class AdaptiveSpeculator:
         begun = time.perf_counter()
         found = self._drafter.propose([(candidate.request, candidate.most) for candidate in candidates])
         self._draft_seconds += time.perf_counter() - begun
+        self._proposed += sum(len(draft.tokens) for draft in found)
         return found
 
     # Learning
@@ -319,6 +328,10 @@ class AdaptiveSpeculator:
         launched = clock.launched.popleft() if clock.launched else _Launched(0.0, False)
         clock.ended = time.perf_counter()
         self._credit = min(MOST_CREDIT, self._credit + PROBE_SHARE * seconds)
+        if any(item.phase is Phase.VERIFY for item in step.items):
+            self._verify_seconds += seconds
+        if self._price is not None:
+            seconds -= self._price.observe(step, seconds, idle=not clock.launched)
         if step.has_prefill:
             self._prompts.note(step.num_tokens, seconds)
             return
@@ -332,6 +345,8 @@ class AdaptiveSpeculator:
         """Note how long a step of a trial took."""
 
     def verified(self, request: Request, drafted: int, accepted: int) -> None:
+        if self._price is not None:
+            self._price.verified(accepted)
         state = self._state(request)
         # What did not fit of a draft was cut too.
         cut = state.cut or drafted < len(state.draft.tokens)
@@ -385,7 +400,8 @@ class AdaptiveSpeculator:
             self._clock.ended = None  # what comes next is a new beginning, not a gap
 
     def stats(self) -> SpeculationStats | None:
-        return SpeculationStats(self._counts, self._verify_steps, self._draft_seconds, self._simulated)
+        return SpeculationStats(self._counts, self._verify_steps, self._draft_seconds, self._simulated, self._proposed,
+                                self._verify_seconds)
 
     def _state(self, request: Request) -> _State:
         state = self._states.get(request)

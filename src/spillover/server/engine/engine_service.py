@@ -310,6 +310,8 @@ class EngineService:
             drafts=speculation.counts,
             simulated_drafts=speculation.simulated,
             draft_seconds=speculation.draft_seconds,
+            draft_proposed=speculation.proposed,
+            verify_seconds=speculation.verify_seconds,
             time=time.monotonic(),
             sleeping=self._sleeping,
             num_running=len(self._scheduler.running),

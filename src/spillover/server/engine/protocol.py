@@ -171,6 +171,8 @@ class LiveStats(msgspec.Struct, array_like=True, frozen=True):
     drafts: DraftCounts = NO_DRAFTS
     simulated_drafts: bool = False  # acceptance is made up
     draft_seconds: float = 0.0  # that drafters took
+    draft_proposed: int = 0  # tokens that drafters offered, also those that were not verified
+    verify_seconds: float = 0.0  # of steps that verified drafts
     # Grammars of structured output.
     grammars_compiled: int = 0
     grammars_reused: int = 0  # requests whose grammar was there already
