@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 KEPT = 7  # measurements of a size; their median counts, as one may have captured a graph or waited for a disk
-DOUBTED = 3.0  # times what was expected; the first measurement of a size above it compiled a kernel, or captured a graph
+DOUBTED = 3.0  # times what was expected: the first measurement of a size above it compiled a kernel or captured a graph
 ROUNDS = 4  # until the best number of rows stays the same
 
 Numbers = npt.NDArray[np.float64]
