@@ -19,7 +19,7 @@ from spillover.models.quantize.calibration_text import conversations, read_text
 
 TOP = 64  # likeliest tokens that are kept of each position
 TEMPERATURE = 0.7  # of every second answer; the others are greedy
-AT_ONCE = 256  # requests handed to the engine together
+AT_ONCE = 2  # requests handed to the engine together, for each that it runs at once
 
 Show = Callable[[int, int], None]
 
@@ -119,9 +119,10 @@ def _asked(llm: LLM, text: str) -> list[int]:
 def _generate(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams],
               show: Show) -> list[list[int]]:
     found: list[list[int]] = []
-    for start in range(0, len(prompts), AT_ONCE):
-        some = [{"prompt_token_ids": list(prompt)} for prompt in prompts[start:start + AT_ONCE]]
-        outputs = llm.generate(some, list(params[start:start + AT_ONCE]), use_tqdm=False)
+    at_once = AT_ONCE * llm.plan.max_num_seqs
+    for start in range(0, len(prompts), at_once):
+        some = [{"prompt_token_ids": list(prompt)} for prompt in prompts[start:start + at_once]]
+        outputs = llm.generate(some, list(params[start:start + at_once]), use_tqdm=False)
         found += [list(output.outputs[0].token_ids) for output in outputs]
         show(len(found), len(prompts))
     return found
@@ -131,8 +132,9 @@ def _scores(llm: LLM, pairs: Sequence[tuple[list[int], list[int]]], show: Callab
             ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float16]]]:
     """Return of each pair the likeliest tokens at every answer token, [tokens, TOP], and their log probabilities."""
     found = []
-    for start in range(0, len(pairs), AT_ONCE):
-        some = pairs[start:start + AT_ONCE]
+    at_once = AT_ONCE * llm.plan.max_num_seqs
+    for start in range(0, len(pairs), at_once):
+        some = pairs[start:start + at_once]
         places: dict[tuple[int, ...], list[int]] = {}
         for index, (prompt, tokens) in enumerate(some):
             places.setdefault(tuple(prompt + tokens), []).append(index)
