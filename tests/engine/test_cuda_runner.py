@@ -202,9 +202,9 @@ def test_drafts_of_a_second_runner_are_those_of_the_plain_runner(tmp_path: Path,
                      speculative_config={"method": "substitute", "num_speculative_tokens": 3})
     assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in plain]
     drafted = [step for step in steps if step.decodes]
-    assert len(drafted) >= 6
+    assert len(drafted) >= 3
     assert all(step.key is not None and step.key.draws for step in drafted)
-    assert sum(one.drafts.tokens for one in found) >= 6
+    assert sum(one.drafts.tokens for one in found) >= 3
 
 
 def test_a_few_new_tokens_are_attended_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
