@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from spillover import LLM, SamplingParams
+from spillover.engine.cpu.cpu_runner import CpuRunner
 from spillover.engine.output.outputs import RequestOutput
 from spillover.errors import SpilloverError
 from support.text_model import write_text_model
@@ -83,6 +84,7 @@ def test_any_request_is_the_same_with_and_without(model: Path, plain: list[list[
         assert 0 < counts.accepted <= counts.tokens
         moved = llm.engine.runner.weight_traffic().bytes_moved
         assert moved > 0 or condition.startswith("all stay")
+        assert llm.engine.runner.weight_bytes == llm.plan.device_weight_bytes
         llm.engine.scheduler.check()
         assert stats.cache.free + stats.cache.evictable == stats.cache.total
 
@@ -112,6 +114,21 @@ def test_streams_that_are_left_early_harm_nobody(model: Path) -> None:
             assert all(tokens == list(plain[index].token_ids[:len(tokens)]) for tokens in seen)
             assert index % 2 or seen[-1] == list(plain[index].token_ids)
         llm.engine.scheduler.check()
+
+
+def test_copies_move_with_the_weights_that_they_share(model: Path) -> None:
+    """As when an engine sleeps: afterwards nothing of the memory that was given back is held."""
+    with load(model, "int4") as llm:
+        runner = llm.engine.runner
+        assert isinstance(runner, CpuRunner)
+        assert runner.drafting is not None
+        for weights in (runner.weights, runner.drafting.weights):
+            weights.move(lambda tensor: tensor.clone(), asleep=False)
+        shared, copies = runner.weights.resident_parts, runner.drafting.weights.resident_parts
+        assert copies.keys() == shared.keys()
+        for part, weights in copies.items():
+            kept = [weight for name, weight in weights.items() if weight is shared[part][name]]
+            assert len(kept) == (0 if part.startswith("layers.") else len(weights))
 
 
 def test_acceptance_can_be_simulated_with_drafts_that_are_made(model: Path) -> None:
