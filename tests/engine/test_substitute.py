@@ -33,9 +33,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def load(model: Path, dtype: str | None = None, **flags: Any) -> LLM:
-    config = None if dtype is None else {"method": "substitute", "num_speculative_tokens": 6, "adaptive": False,
-                                         "substitute_dtype": dtype}
+def load(model: Path, rounded: str | None = None, **flags: Any) -> LLM:
+    config = None if rounded is None else {"method": "substitute", "num_speculative_tokens": 6, "adaptive": False,
+                                           "substitute_dtype": rounded}
     return LLM(model, **{"device": "cpu", "block_size": 8, "max_model_len": 96, "watermark": 0.0,
                          "speculative_config": config, **flags})
 
@@ -72,8 +72,8 @@ def plain(model: Path) -> list[list[object]]:
 @pytest.mark.parametrize("condition", CONDITIONS)
 def test_any_request_is_the_same_with_and_without(model: Path, plain: list[list[object]], condition: str) -> None:
     prompts, params = requests(1)
-    dtype, flags = CONDITIONS[condition]
-    with load(model, dtype, **flags) as llm:
+    rounded, flags = CONDITIONS[condition]
+    with load(model, rounded, **flags) as llm:
         for _ in range(2):  # the second time with prefixes from the cache, or from a tier
             found = llm.generate(prompts, params, use_tqdm=False)
             for mine, theirs in zip(found, plain, strict=True):
@@ -153,19 +153,25 @@ def test_what_cannot_be_asked_for_is_refused(model: Path, flags: dict[str, Any],
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["int4", "int8"])
-def test_any_request_is_the_same_on_a_gpu(model: Path, dtype: str) -> None:
+@pytest.mark.parametrize("rounded", ["int4", "int8"])
+def test_any_request_is_the_same_on_a_gpu(tmp_path: Path, rounded: str) -> None:
+    write_text_model(tmp_path, spread=0.05, layers=6, hidden=(256, 512))
     flags: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "block_size": 16,
-                             "cpu_offload_gb": 200_000 / 2**30, "gpu_memory": "2GB"}
+                             "cpu_offload_gb": 4_000_000 / 2**30, "gpu_memory": "4GB"}
     for seed, sampled in ((1, True), (2, False)):
         prompts, params = requests(seed, sampled)
-        with load(model, **flags) as llm:
+        with load(tmp_path, **flags) as llm:
             expected = [facts(one) for one in llm.generate(prompts, params, use_tqdm=False)]
-        with load(model, dtype, **flags) as llm:
+        with load(tmp_path, rounded, **flags) as llm:
             for _ in range(2):
                 found = [facts(one) for one in llm.generate(prompts, params, use_tqdm=False)]
                 assert found == expected
             stats = llm.stats().speculation
             assert stats is not None
             assert stats.counts.accepted > 0
-            assert llm.engine.runner.weight_traffic().bytes_moved > 0
+            runner = llm.engine.runner
+            assert runner.weight_traffic().bytes_moved > 0
+            assert runner.weight_bytes == llm.plan.device_weight_bytes
+            llm.engine.sleep()
+            llm.engine.wake_up()
+            assert [facts(one) for one in llm.generate(prompts, params, use_tqdm=False)] == expected
