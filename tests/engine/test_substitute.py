@@ -89,6 +89,15 @@ def test_any_request_is_the_same_with_and_without(model: Path, plain: list[list[
         assert stats.cache.free + stats.cache.evictable == stats.cache.total
 
 
+def test_how_much_is_drafted_changes_no_text(model: Path, plain: list[list[object]]) -> None:
+    prompts, params = requests(1)
+    config = {"method": "substitute", "num_speculative_tokens": 6}
+    with load(model, **STREAMED, speculative_config=config) as llm:
+        found = llm.generate(prompts, params, use_tqdm=False)
+        assert [facts(one) for one in found] == plain
+        assert sum(one.drafts.tokens for one in found) > 0
+
+
 def test_a_pass_over_streamed_weights_brings_several_tokens(model: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
     with load(model, "int8", **STREAMED) as llm:

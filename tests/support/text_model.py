@@ -22,8 +22,8 @@ def write_text_model(folder: Path, seed: int = 0, spread: float = 0.15, layers: 
     torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=320, hidden_size=hidden[0], intermediate_size=hidden[1], num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096, initializer_range=spread, bos_token_id=BOS,
-        eos_token_id=EOS, attn_implementation="eager")).eval()
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096, initializer_range=spread,
+        bos_token_id=BOS, eos_token_id=EOS, attn_implementation="eager")).eval()
     model.save_pretrained(folder)
     letters = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Tokenizer(models.BPE(vocab=letters, merges=[]))
