@@ -3,6 +3,8 @@ last, random tokens that are answered at temperature 1, is the worst for a draft
 
     python benchmarks/speculation.py                               # the default model, on the CPU
     python benchmarks/speculation.py --requests 4 --repeats 5 --output results.json
+    python benchmarks/speculation.py --weight-codes widen --method substitute-int4 --method substitute-int8 \
+        --workload ordinary --tokens 6                # the model as float32, drafted for by rounded copies
     python benchmarks/speculation.py --model llama-3.1-8b --device cuda --gpu-memory 45GB --length 256 \
         --simulate 0.8,0.6,0.4,0.28 --requests 1      # a model of gpu_workload.py, of random weights
 
@@ -73,7 +75,9 @@ def run(llm: LLM, asked: list[list[int]], length: int, temperature: float) -> tu
 @click.option("--model", default=None, help="A model; default: SmolLM2-135M-Instruct.")
 @click.option("--device", default="cpu")
 @click.option("--gpu-memory", default=None, help="Of each of the engines.")
-@click.option("--method", "methods", multiple=True, default=("ngram", "suffix"))
+@click.option("--method", "methods", multiple=True, default=("ngram", "suffix"),
+              help="ngram, suffix, substitute-int4, substitute-int8.")
+@click.option("--weight-codes", default="keep", help="What becomes of weights in codes, as `spill serve` has it.")
 @click.option("--workload", "workloads", multiple=True, default=("repetitive", "ordinary", "random"))
 @click.option("--tokens", default=None, type=int, help="Most tokens of a draft.")
 @click.option("--always", is_flag=True, help="Draft always, whether or not it pays.")
@@ -83,16 +87,16 @@ def run(llm: LLM, asked: list[list[int]], length: int, temperature: float) -> tu
 @click.option("--temperature", default=0.0)
 @click.option("--repeats", default=3)
 @click.option("--output", default=None, type=click.Path(path_type=Path), help="A file for the results, as JSON.")
-def main(model: str | None, device: str, gpu_memory: str | None, methods: tuple[str, ...], workloads: tuple[str, ...],
-         tokens: int | None, always: bool, simulate: str | None, requests: int, length: int, temperature: float,
-         repeats: int, output: Path | None) -> None:
+def main(model: str | None, device: str, gpu_memory: str | None, methods: tuple[str, ...], weight_codes: str,
+         workloads: tuple[str, ...], tokens: int | None, always: bool, simulate: str | None, requests: int, length: int,
+         temperature: float, repeats: int, output: Path | None) -> None:
     flags: dict[str, Any] = {"device": device, "gpu_memory": gpu_memory, "max_model_len": 1024,
-                             "max_num_seqs": max(requests, 1)}
+                             "max_num_seqs": max(requests, 1), "weight_codes": weight_codes}
     ways: dict[str, dict[str, Any]] = {"plain": {}}
     if simulate is not None:
         ways["simulated"], workloads = {"speculative_simulate": simulate}, ("random",)
     else:
-        ways |= {method: {"speculative_method": method, "num_speculative_tokens": tokens} for method in methods}
+        ways |= {method: speculating(method, tokens) for method in methods}
     for way in ways.values():
         if way and always:
             way["speculative_adaptive"] = False
@@ -122,6 +126,13 @@ def main(model: str | None, device: str, gpu_memory: str | None, methods: tuple[
         about = {"model": model or "SmolLM2-135M-Instruct", "device": device, "requests": requests, "length": length,
                  "temperature": temperature, "repeats": repeats, "always": always, "simulated": simulate}
         output.write_text(json.dumps({"settings": about, "results": results}, indent=2) + "\n")
+
+
+def speculating(method: str, tokens: int | None) -> dict[str, Any]:
+    """Return the flags of a method; "substitute-int8" says what copies are rounded to."""
+    name, _, rounded = method.partition("-")
+    config = {"method": name, "substitute_dtype": rounded} if rounded else {"method": name}
+    return {"speculative_config": config if tokens is None else {**config, "num_speculative_tokens": tokens}}
 
 
 def summary(workload: str, name: str, runs: list[tuple[float, Any]], plain: list[tuple[float, Any]], tokens: int,

@@ -72,7 +72,7 @@ def use_the_device(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     class Watched(CudaRunner):
         def __init__(self, model: Any, weights: Any, kv: Any, block_size: int, limits: Any, transfers: Any,
-                     decode: Any, kv_dtype: str, stage: Any) -> None:
+                     decode: Any = None, kv_dtype: str = "auto", stage: Any = None, beside: Any = None) -> None:
             model.kernels = CudaKernels(model.shape, model.cos, model.sin)
             super().__init__(model, weights, kv, block_size, torch.device("cpu"),
                              replace(limits, captured_rows=16), transfers, decode, kv_dtype, stage, graphs=False)
@@ -186,6 +186,25 @@ def test_verified_drafts_are_those_of_the_plain_runner(tmp_path: Path, monkeypat
     keys = {(step.key.draws, step.key.prompts) for step in steps if step.key is not None}
     assert keys >= {(True, True), (False, True)}
     assert any(step.num_samples > 4 for step in steps)
+
+
+def test_drafts_of_a_second_runner_are_those_of_the_plain_runner(tmp_path: Path,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of the layers drafts in the blocks of the requests, several steps ahead of the host."""
+    config = {**MODEL, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "torch_dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    rng = random.Random(6)
+    prompts = [[rng.randrange(97) for _ in range(4)] for _ in range(2)]
+    params = [SamplingParams(temperature=index * 0.8, max_tokens=5, ignore_eos=True, seed=index) for index in range(2)]
+    plain = generate(tmp_path, prompts, params)
+    steps = use_the_device(monkeypatch)
+    found = generate(tmp_path, prompts, params, speculative_adaptive=False,
+                     speculative_config={"method": "substitute", "num_speculative_tokens": 2})
+    assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in plain]
+    drafted = [step for step in steps if step.decodes]
+    assert len(drafted) >= 3
+    assert all(step.key is not None and step.key.draws for step in drafted)
+    assert sum(one.drafts.tokens for one in found) >= 3
 
 
 def test_a_few_new_tokens_are_attended_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -363,7 +363,8 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None, show:
         from spillover.engine.cuda.cuda_runner import CudaRunner  # needs Triton
 
         runner = CudaRunner(model, weights, views, plan.block_size, device, limits, transfers, decode,
-                            plan.kv_cache_dtype, stage, not config.enforce_eager)
+                            plan.kv_cache_dtype, stage, not config.enforce_eager,
+                            beside if isinstance(beside, CudaRunner) else None)
         if config.graph_capture == "start":
             show(0, 0, CAPTURING)
             kept = kept_on(planned.specs, plan.device, plan.dtype, not config.fast)
@@ -372,7 +373,7 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None, show:
         if copies is not None:
             runner.drafting = CudaRunner(model, SubstituteWeights(weights, copies), views, plan.block_size, device,
                                          draft_limits(plan), transfers, kv_dtype=plan.kv_cache_dtype,
-                                         graphs=not config.enforce_eager)
+                                         graphs=not config.enforce_eager, beside=runner)
             if config.graph_capture == "start":
                 runner.drafting.capture(lambda done, total: show(done, total, CAPTURING))
         return runner

@@ -98,8 +98,8 @@ class Sizes:
             return 0
         if self.device == "cpu":
             return max(0, self.draft_scratch - self.shape.scratch_bytes)
-        rows = self.max_num_seqs
-        space = workspace(self.config, self.shape.dtype, self.device, self.native, rows, rows, length)
+        rows = self.max_num_seqs  # of which none has several rows, so that nothing needs room for scores
+        space = workspace(self.config, self.shape.dtype, self.device, True, rows, rows, length)
         return space.total - space.rope + self.draft_scratch
 
     def least_long_blocks(self, length: int) -> int:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from spillover.bench.table import make_table
 from spillover.cli.loading import look_at
-from spillover.cli.plan.plan_weights import placement_table, predicted_table
+from spillover.cli.plan.plan_weights import placement_table, predicted_table, substitute_table
 from spillover.engine.config import EngineConfig
 from spillover.plan.planner import Plan, with_costs
 from spillover.plan.rates import Rates
@@ -48,6 +48,8 @@ def print_plan(console: Console, plan: Plan, rates: Rates | None = None) -> None
         console.print(predicted_table(plan.placement.predicted, rates))
     elif plan.costs is not None:
         console.print(_costs_table(plan, rates))
+    if plan.substitutes is not None:
+        console.print(substitute_table(plan.substitutes))
     for note in plan.notes:
         console.print(f"Note: {note}.", style="yellow", markup=False, highlight=False)
 

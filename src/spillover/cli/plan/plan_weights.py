@@ -13,6 +13,7 @@ from spillover.plan.placement import Predicted, WeightPlan
 from spillover.plan.predict import UNKNOWN_DISK
 from spillover.plan.rates import Rates
 from spillover.plan.roofline import format_seconds
+from spillover.plan.substitutes import ACCEPTED, SubstitutePlan
 from spillover.units import format_bytes, format_rate
 
 
@@ -57,6 +58,21 @@ def predicted_table(predicted: Predicted, rates: Rates | None = None) -> Table:
         predicted.decode_roof, predicted.decode_seconds, predicted.decode_moved)
     row(f"Prefill, {predicted.prefill_tokens} tokens", predicted.prefill_tokens, predicted.prefill_tokens_per_second,
         predicted.prefill_roof, predicted.prefill_seconds, predicted.prefill_moved)
+    return table
+
+
+def substitute_table(plan: SubstitutePlan) -> Table:
+    """What a pass that verifies a draft costs and brings; without measured rates, what it moves."""
+    assumed = (f"Assumed: {ACCEPTED:.0%} of every draft of {plan.num_tokens} is accepted, so that a pass brings "
+               f"{plan.tokens_per_pass:.3g} tokens; how many depends on the model and the text.")
+    table = make_table(f"Substitutes in {plan.dtype}", "What", "Value", "Details", text=("Details",),
+                       caption=assumed if plan.tokens_per_second is not None else None)
+    table.add_row("Copies on the device", format_bytes(plan.nbytes), f"of {plan.layers} layers")
+    table.add_row("Moved by a pass", format_bytes(plan.moved), f"that verifies up to {plan.num_tokens} tokens")
+    if plan.tokens_per_second is not None:
+        table.add_row("Time of a pass", format_seconds(plan.pass_seconds), "at best, one request")
+        table.add_row("Time to draft", format_seconds(plan.draft_seconds), "a token, at best")
+        table.add_row("Rate", format_rate(plan.tokens_per_second, "tok/s"), "one request")
     return table
 
 

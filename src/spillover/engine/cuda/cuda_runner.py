@@ -96,8 +96,9 @@ class CudaRunner:
     def __init__(self, model: Decoder, weights: EngineWeights, kv: KVViews, block_size: int, device: torch.device,
                  limits: StepLimits, transfers: Transfers, decode: Callable[[int], str] | None = None,
                  kv_dtype: str = "auto",
-                 stage: OffloadStage | None = None, graphs: bool = True) -> None:
-        """`stage`: what the cold blocks of sequences longer than the pool pass through."""
+                 stage: OffloadStage | None = None, graphs: bool = True, beside: CudaRunner | None = None) -> None:
+        """`stage`: what the cold blocks of sequences longer than the pool pass through. `beside`: a runner of the same
+        device, whose stream this one shares: kernels keep counters that no two launches may use at once."""
         config, groups = model.config, len(model.groups)
         self.model = model
         self.weights = weights
@@ -134,7 +135,9 @@ class CudaRunner:
         cuda = device.type == "cuda"
         if cuda:
             torch.cuda.synchronize(device)  # all that was made so far is made on the default stream
-        self._queue = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
+        self._queue: torch.cuda.Stream | None = beside._queue if beside is not None else None
+        if cuda and beside is None:
+            self._queue = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._results = torch.zeros(STEPS_KEPT, samples, dtype=i64, pin_memory=cuda)
         self._read: npt.NDArray[np.int64] = self._results.numpy()
         self._result_row = 0  # the row of the results that a step's tokens are written to
@@ -208,7 +211,7 @@ class CudaRunner:
 
     @property
     def weight_bytes(self) -> int:
-        return self.weights.nbytes
+        return self.weights.nbytes + (self.drafting.weights.nbytes if self.drafting is not None else 0)
 
     def weight_traffic(self) -> WeightTraffic:
         return self.weights.traffic()
