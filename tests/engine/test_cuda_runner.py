@@ -194,17 +194,17 @@ def test_drafts_of_a_second_runner_are_those_of_the_plain_runner(tmp_path: Path,
     config = {**MODEL, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "torch_dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     rng = random.Random(6)
-    prompts = [[rng.randrange(97) for _ in range(rng.randint(2, 8))] for _ in range(2)]
-    params = [SamplingParams(temperature=index * 0.8, max_tokens=7, ignore_eos=True, seed=index) for index in range(2)]
+    prompts = [[rng.randrange(97) for _ in range(4)] for _ in range(2)]
+    params = [SamplingParams(temperature=index * 0.8, max_tokens=5, ignore_eos=True, seed=index) for index in range(2)]
     plain = generate(tmp_path, prompts, params)
     steps = use_the_device(monkeypatch)
     found = generate(tmp_path, prompts, params, speculative_adaptive=False,
-                     speculative_config={"method": "substitute", "num_speculative_tokens": 3})
+                     speculative_config={"method": "substitute", "num_speculative_tokens": 2})
     assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in plain]
     drafted = [step for step in steps if step.decodes]
-    assert len(drafted) >= 6
+    assert len(drafted) >= 3
     assert all(step.key is not None and step.key.draws for step in drafted)
-    assert sum(one.drafts.tokens for one in found) >= 6
+    assert sum(one.drafts.tokens for one in found) >= 3
 
 
 def test_a_few_new_tokens_are_attended_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

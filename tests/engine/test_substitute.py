@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from spillover import LLM, SamplingParams
+from spillover.engine.cpu.cpu_runner import CpuRunner
 from spillover.engine.output.outputs import RequestOutput
 from spillover.errors import SpilloverError
 from support.text_model import write_text_model
@@ -32,9 +33,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def load(model: Path, dtype: str | None = None, **flags: Any) -> LLM:
-    config = None if dtype is None else {"method": "substitute", "num_speculative_tokens": 6, "adaptive": False,
-                                         "substitute_dtype": dtype}
+def load(model: Path, rounded: str | None = None, **flags: Any) -> LLM:
+    config = None if rounded is None else {"method": "substitute", "num_speculative_tokens": 6, "adaptive": False,
+                                           "substitute_dtype": rounded}
     return LLM(model, **{"device": "cpu", "block_size": 8, "max_model_len": 96, "watermark": 0.0,
                          "speculative_config": config, **flags})
 
@@ -71,8 +72,8 @@ def plain(model: Path) -> list[list[object]]:
 @pytest.mark.parametrize("condition", CONDITIONS)
 def test_any_request_is_the_same_with_and_without(model: Path, plain: list[list[object]], condition: str) -> None:
     prompts, params = requests(1)
-    dtype, flags = CONDITIONS[condition]
-    with load(model, dtype, **flags) as llm:
+    rounded, flags = CONDITIONS[condition]
+    with load(model, rounded, **flags) as llm:
         for _ in range(2):  # the second time with prefixes from the cache, or from a tier
             found = llm.generate(prompts, params, use_tqdm=False)
             for mine, theirs in zip(found, plain, strict=True):
@@ -83,8 +84,18 @@ def test_any_request_is_the_same_with_and_without(model: Path, plain: list[list[
         assert 0 < counts.accepted <= counts.tokens
         moved = llm.engine.runner.weight_traffic().bytes_moved
         assert moved > 0 or condition.startswith("all stay")
+        assert llm.engine.runner.weight_bytes == llm.plan.device_weight_bytes
         llm.engine.scheduler.check()
         assert stats.cache.free + stats.cache.evictable == stats.cache.total
+
+
+def test_how_much_is_drafted_changes_no_text(model: Path, plain: list[list[object]]) -> None:
+    prompts, params = requests(1)
+    config = {"method": "substitute", "num_speculative_tokens": 6}
+    with load(model, **STREAMED, speculative_config=config) as llm:
+        found = llm.generate(prompts, params, use_tqdm=False)
+        assert [facts(one) for one in found] == plain
+        assert sum(one.drafts.tokens for one in found) > 0
 
 
 def test_a_pass_over_streamed_weights_brings_several_tokens(model: Path) -> None:
@@ -114,6 +125,21 @@ def test_streams_that_are_left_early_harm_nobody(model: Path) -> None:
         llm.engine.scheduler.check()
 
 
+def test_copies_move_with_the_weights_that_they_share(model: Path) -> None:
+    """As when an engine sleeps: afterwards nothing of the memory that was given back is held."""
+    with load(model, "int4") as llm:
+        runner = llm.engine.runner
+        assert isinstance(runner, CpuRunner)
+        assert runner.drafting is not None
+        for weights in (runner.weights, runner.drafting.weights):
+            weights.move(lambda tensor: tensor.clone(), asleep=False)
+        shared, copies = runner.weights.resident_parts, runner.drafting.weights.resident_parts
+        assert copies.keys() == shared.keys()
+        for part, weights in copies.items():
+            kept = [weight for name, weight in weights.items() if weight is shared[part][name]]
+            assert len(kept) == (0 if part.startswith("layers.") else len(weights))
+
+
 def test_acceptance_can_be_simulated_with_drafts_that_are_made(model: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     with load(model, "int4", **STREAMED, load_format="dummy", speculative_simulate="0.9,0.6,0.3") as llm:
@@ -136,19 +162,25 @@ def test_what_cannot_be_asked_for_is_refused(model: Path, flags: dict[str, Any],
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["int4", "int8"])
-def test_any_request_is_the_same_on_a_gpu(model: Path, dtype: str) -> None:
+@pytest.mark.parametrize("rounded", ["int4", "int8"])
+def test_any_request_is_the_same_on_a_gpu(tmp_path: Path, rounded: str) -> None:
+    write_text_model(tmp_path, spread=0.05, layers=6, hidden=(256, 512))
     flags: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "block_size": 16,
-                             "cpu_offload_gb": 200_000 / 2**30, "gpu_memory": "2GB"}
+                             "cpu_offload_gb": 4_000_000 / 2**30, "gpu_memory": "4GB"}
     for seed, sampled in ((1, True), (2, False)):
         prompts, params = requests(seed, sampled)
-        with load(model, **flags) as llm:
+        with load(tmp_path, **flags) as llm:
             expected = [facts(one) for one in llm.generate(prompts, params, use_tqdm=False)]
-        with load(model, dtype, **flags) as llm:
+        with load(tmp_path, rounded, **flags) as llm:
             for _ in range(2):
                 found = [facts(one) for one in llm.generate(prompts, params, use_tqdm=False)]
                 assert found == expected
             stats = llm.stats().speculation
             assert stats is not None
             assert stats.counts.accepted > 0
-            assert llm.engine.runner.weight_traffic().bytes_moved > 0
+            runner = llm.engine.runner
+            assert runner.weight_traffic().bytes_moved > 0
+            assert runner.weight_bytes == llm.plan.device_weight_bytes
+            llm.engine.sleep()
+            llm.engine.wake_up()
+            assert [facts(one) for one in llm.generate(prompts, params, use_tqdm=False)] == expected

@@ -211,7 +211,7 @@ class CudaRunner:
 
     @property
     def weight_bytes(self) -> int:
-        return self.weights.nbytes
+        return self.weights.nbytes + (self.drafting.weights.nbytes if self.drafting is not None else 0)
 
     def weight_traffic(self) -> WeightTraffic:
         return self.weights.traffic()
