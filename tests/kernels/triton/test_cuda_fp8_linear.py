@@ -96,14 +96,15 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(blocked: bool) -> None:
     whole = fp8_linear(x, values, scales, cut=Cut(64))
     assert_near(whole, rounded(x, blocked), weight(values, scales))
     for rows, cut in ((1, FewCut(8, 1, True, True, 5)), (3, FewCut(8, 1, False, True, 2)), (8, None),
-                      (20, FewCut(32, 2)), (40, FewCut(64, 1, True, resident=3)), (40, FewCut(64, 2)), (40, Cut(136, 1)),
-                      (132, Cut(40, 1)), (132, Cut(128)), (132, Cut(192, 1)), (132, None)):
+                      (20, FewCut(32, 2)), (40, FewCut(64, 1, True, resident=3)), (40, FewCut(64, 2)),
+                      (40, Cut(136, 1)), (132, Cut(40, 1)), (132, Cut(128)), (132, Cut(192, 1)), (132, None)):
         first = 132 - rows
         assert torch.equal(fp8_linear(x[first:], values, scales, cut=cut), whole[first:]), (rows, cut)
 
 
 @pytest.mark.parametrize("blocked", [False, True], ids=["rows", "blocks"])
-@pytest.mark.parametrize(("rows", "cut"), [(3, FewCut(8, 1, True, True, 5)), (40, FewCut(64, 2)), (40, Cut(64)), (40, Cut(224, 1))])
+@pytest.mark.parametrize(("rows", "cut"), [
+    (3, FewCut(8, 1, True, True, 5)), (40, FewCut(64, 2)), (40, Cut(64)), (40, Cut(224, 1))])
 def test_a_gate_is_applied_to_rounded_products(rows: int, cut: Cut | FewCut, blocked: bool) -> None:
     values, scales = made(3, 256, 1024, blocked)
     x, bias = inputs(4, rows, 1024, torch.float16), inputs(5, 1, 256, torch.float16)[0]

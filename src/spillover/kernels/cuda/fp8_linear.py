@@ -154,8 +154,6 @@ class Cut(NamedTuple):
 
     channels: int
     groups: int = 2
-    own = False
-    resident = 1
 
     @property
     def source(self) -> Path:
@@ -219,8 +217,8 @@ def _options(form: Form, dtype: torch.dtype, width: int, **more: int) -> tuple[s
 
 
 def few_cuts(rows: int, shape: Shape, processors: int) -> tuple[FewCut, ...]:
-    """Return the cuts of a product of up to FEW_ROWS rows, the preferred ones first, by what was fastest on an H200 with
-    the shapes of Llama-3.1-8B: the chunks of a tile over a cluster where tiles are few."""
+    """Return the cuts of a product of up to FEW_ROWS rows, the preferred ones first, by what was fastest on an H200
+    with the shapes of Llama-3.1-8B: the chunks of a tile over a cluster where tiles are few."""
     found: list[FewCut] = []
     if rows <= OWN_ROWS[shape.blocked]:
         found = [FewCut(8, 1, True, True, resident) for resident in (5, 3, 2)]
@@ -234,7 +232,8 @@ def few_cuts(rows: int, shape: Shape, processors: int) -> tuple[FewCut, ...]:
 
 
 def cuts(rows: int, shape: Shape, processors: int) -> tuple[Cut, ...]:
-    """Return the cuts of a product of more rows: of not many, tiles as narrow as fill one wave, two waves, and so on."""
+    """Return the cuts of a product of more rows: up to SMALL, tiles as narrow as fill one wave, two waves, and so
+    on."""
     most, unit = MOST_CHANNELS[shape.blocked], 16 if shape.gated else 8
     if rows > SMALL:
         widths = list(range(32, most + 1, 32))
@@ -296,7 +295,7 @@ def _multiply(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, in
         w_scales=scales.data_ptr(), bias=None if bias is None else bias.data_ptr(), out=out.data_ptr(),
         x_stride=x.stride(0), rows=rows, channels=shape.channels, steps=shape.steps, chunk=shape.chunk,
         scales_row=-(-rows // cut.rows) * cut.rows, stages=stages)
-    if not cut.own:
+    if isinstance(cut, Cut) or not cut.own:
         codes = torch.empty(rows, shape.inner, dtype=torch.uint8, device=x.device)
         x_scales = torch.empty((shape.steps, product.scales_row) if shape.blocked else (rows,), dtype=torch.float32,
                                device=x.device)
