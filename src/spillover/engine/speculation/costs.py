@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 KEPT = 7  # measurements of a size; their median counts, as one may have captured a graph or waited for a disk
-DOUBTED = 3.0  # times what was expected: the first measurement of a size above it compiled a kernel or captured a graph
+DOUBTED = 3.0  # times the most expected: a first measurement of a size above it compiled a kernel or captured a graph
+NEAR = 1.5  # times the rows up to which a step's cost says something of another's
 ROUNDS = 4  # until the best number of rows stays the same
 
 Numbers = npt.NDArray[np.float64]
@@ -31,11 +32,21 @@ class StepCosts:
 
     def note(self, rows: int, seconds: float) -> None:
         size = _size(rows)
-        if size not in self._measured and size not in self._doubted and 0 < DOUBTED * self.at(rows) < seconds:
+        if size not in self._measured and size not in self._doubted and 0 < DOUBTED * self._most(rows) < seconds:
             self._doubted.add(size)
             return
         self._measured.setdefault(size, deque(maxlen=KEPT)).append(seconds)
         self._curve = None
+
+    def _most(self, rows: int) -> float:
+        """Return what a step costs at most, if each row costs as much as those of smaller steps; 0: nothing is
+        known."""
+        smaller = [size for size in self._measured if size <= rows]
+        return self.at(rows) * (rows / max(smaller) if smaller else 1.0)
+
+    def covers(self, rows: int) -> bool:
+        """Return whether a step of about as many rows was measured."""
+        return any(rows <= NEAR * size and size <= NEAR * rows for size in self._measured)
 
     def known(self, rows: int) -> bool:
         return _size(rows) in self._measured

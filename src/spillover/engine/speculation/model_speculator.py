@@ -47,7 +47,7 @@ class ModelSpeculator(AdaptiveSpeculator):
         self._drafting = DraftCosts()
 
     def _gain(self, survival: Numbers, rows: int) -> float:
-        return best_counts(survival, len(survival), rows, self._speculating, self._plain, survival.size,
+        return best_counts(survival, len(survival), rows, self._speculating, self._plain, self._room(rows),
                            self._drafting)[1]
 
     def _asked(self, candidates: Sequence[Candidate], decodes: int, rows: int, room: int) -> list[int]:

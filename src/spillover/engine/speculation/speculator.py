@@ -35,6 +35,7 @@ PROBE_SHARE = 0.01  # of the time, for drafts that nobody verifies
 SHADOW_TOKENS = 3  # of such a draft that must be right for it to count as right so far
 MOST_CREDIT = 0.01  # seconds of it that are saved up
 LOOKED_AT = 32  # requests in one turn of probing
+MOST_ROWS = 1 << 20  # where nothing is known of the most rows of a step
 LONGEST_GAP = 0.05  # seconds between two steps; a longer one was a wait for something else
 
 
@@ -167,6 +168,7 @@ class AdaptiveSpeculator:
         self._trial = 0  # steps that are left of a trial
         self._recheck = False  # a trial has ended: decide anew
         self._prompt_rows = 0  # of the last step
+        self._most_rows: int | None = None  # of a step, drafts included; None: not known yet
         self._turn = 0  # whose turn it is to be probed
         self._credit = 0.0
         self._counts = NO_DRAFTS
@@ -191,8 +193,9 @@ class AdaptiveSpeculator:
         decoding = [request for request in running if request.num_output > 0]
         if not decoding:
             return False
-        survival = self._survival(decoding)
-        gain = self._gain(survival, len(decoding) + self._prompt_rows)
+        survival, rows = self._survival(decoding), len(decoding) + self._prompt_rows
+        # What a plain step costs must have been measured: larger ones, of prompts, would make it seem slow.
+        gain = self._gain(survival, rows) if self._plain.covers(rows) or self._prompt_rows else 1.0
         if gain >= (STAY_GAIN if self._waiting else BEGIN_GAIN):
             return True
         return self._try_again(survival)
@@ -200,8 +203,12 @@ class AdaptiveSpeculator:
     def _gain(self, survival: Numbers, rows: int) -> float:
         """Return the speed over plain that is expected of drafting; 1 where nothing is to be drafted."""
         chances = np.sort(survival.ravel())[::-1]
-        count, gain = best_drafts(chances, len(survival), rows, self._speculating, self._plain, len(chances))
+        count, gain = best_drafts(chances, len(survival), rows, self._speculating, self._plain, self._room(rows))
         return gain if count else 1.0
+
+    def _room(self, rows: int) -> int:
+        """Return how many draft rows fit beside others, as far as a step has shown."""
+        return MOST_ROWS if self._most_rows is None else max(0, self._most_rows - rows)
 
     def _try_again(self, survival: Numbers) -> bool:
         """Return whether to draft though it seems not to pay: once in a while, where something would be accepted."""
@@ -210,6 +217,7 @@ class AdaptiveSpeculator:
         return self._trial > 0
 
     def drafts(self, candidates: Sequence[Candidate], decodes: int, rows: int, room: int) -> list[tuple[int, ...]]:
+        self._most_rows = rows + room
         if not candidates or room < 1:
             return [()] * len(candidates)
         if not self._adaptive:
