@@ -16,6 +16,7 @@ from spillover.cli.bench.bench import bench
 from spillover.cli.cache import cache
 from spillover.cli.chat import chat
 from spillover.cli.demo.demo import demo
+from spillover.cli.draft import draft
 from spillover.cli.eval import evaluate
 from spillover.cli.export import export
 from spillover.cli.generate import generate
@@ -80,7 +81,7 @@ def main() -> None:
     """
 
 
-for command in (demo, serve, chat, generate, plan, doctor, pull, export, quantize, cache, bench, lab, evaluate):
+for command in (demo, serve, chat, generate, plan, doctor, pull, export, quantize, draft, cache, bench, lab, evaluate):
     main.add_command(command)
 
 

@@ -1,4 +1,5 @@
-"""How a draft model's tokens stand for those of the model that verifies: the same ids, or a part of them."""
+"""How a draft model's tokens stand for those of the model that verifies: the same ids, or a part of them; where they
+are of another tokenizer, see `translation.py`."""
 
 from __future__ import annotations
 
@@ -96,8 +97,9 @@ def draft_vocabulary(path: Path, vocab_size: int, tokenizer: Tokenizer | None, t
     own = load_tokenizer(path)
     if own.backend.get_vocab(with_added_tokens=True) == tokenizer.backend.get_vocab(with_added_tokens=True):
         return SameVocabulary(target_size)
-    raise SpilloverError(f"the draft model {path.name} has another vocabulary than the model; choose one of the same "
-                         "family")
+    from spillover.engine.speculation.translation import TranslatedVocabulary
+
+    return TranslatedVocabulary(tokenizer, own)
 
 
 def _read_ids(file: Path, vocab_size: int, target_size: int) -> npt.NDArray[np.int64]:

@@ -36,14 +36,7 @@ def read_tokens(file: Path, tokenizer: Tokenizer, wanted: int, max_position: int
 
 def _texts(file: Path, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
     """Yield each text, and whether the tokenizer is to add its special tokens."""
-    try:
-        if file.stat().st_size > MOST_BYTES:
-            raise SpilloverError(f"{file} has more than {MOST_BYTES:,} bytes; a few megabytes of text are enough")
-        content = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise SpilloverError(f"{file} cannot be read ({error})") from error
-    except UnicodeDecodeError as error:
-        raise SpilloverError(f"{file} is not text in UTF-8 ({error})") from error
+    content = read_text(file)
     if file.suffix not in (".json", ".jsonl"):
         yield content, True
         return
@@ -54,12 +47,38 @@ def _texts(file: Path, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
             continue
         messages = _messages(entry)
         if messages is None:
-            raise SpilloverError(f"{file}, {place}: {shown(entry)} is no text; an entry is a string, an object with "
-                                 "'text', or one with 'messages' or 'conversations'")
+            raise _no_text(file, place, entry)
         if tokenizer.chat_template is None:
             yield "\n".join(message["content"] for message in messages), True
         else:
             yield tokenizer.apply_chat_template(messages, add_generation_prompt=False), False
+
+
+def conversations(file: Path) -> Iterator[list[dict[str, str]]]:
+    """Yield each entry of a .json or .jsonl file as a conversation; a text is a message of the user's."""
+    for place, entry in _entries(file, read_text(file)):
+        text = (entry.get("prompt") or entry.get("text")) if isinstance(entry, dict) else entry
+        messages = [{"role": "user", "content": text}] if isinstance(text, str) else _messages(entry)
+        if messages is None:
+            raise _no_text(file, place, entry)
+        yield messages
+
+
+def _no_text(file: Path, place: str, entry: object) -> SpilloverError:
+    return SpilloverError(f"{file}, {place}: {shown(entry)} is no text; an entry is a string, an object with 'text', "
+                          "or one with 'messages' or 'conversations'")
+
+
+def read_text(file: Path) -> str:
+    """Return what a file says; not UTF-8, too long or not there is refused."""
+    try:
+        if file.stat().st_size > MOST_BYTES:
+            raise SpilloverError(f"{file} has more than {MOST_BYTES:,} bytes; a few megabytes of text are enough")
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SpilloverError(f"{file} cannot be read ({error})") from error
+    except UnicodeDecodeError as error:
+        raise SpilloverError(f"{file} is not text in UTF-8 ({error})") from error
 
 
 def _entries(file: Path, content: str) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,147 @@
+"""A draft model with another vocabulary: it sees the same text in its own tokens, and its drafts are translated back.
+
+A request keeps the draft model's tokens of its text. What comes behind them may change the last few, as tokens may
+join, so only the end is encoded again; the draft model's KV of the tokens before stays. A draft is turned into text and
+encoded by the other tokenizer, in which the last token may still be unfinished and is left out. None of this must be
+right for the text to stay the same: the model verifies whatever comes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from spillover.engine.speculation.vocabulary import draft_side
+from spillover.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from spillover.engine.request import Request
+
+OPEN_BYTES = 512  # of a request's text that are encoded again at most, about, each time something is added ...
+KEPT_OPEN = 128  # ... and at least
+CONTEXT = 12  # tokens before a draft that are encoded with it
+
+
+@dataclass
+class _Side:
+    request: Request
+    fixed: int  # of its tokens, which no longer change
+    seen: int = 0  # tokens of the other model that are in its text
+    open: bytearray = field(default_factory=bytearray)  # the text behind the fixed tokens
+    missing: bytes = b""  # the end of it, part of a character that is not complete
+
+
+class TranslatedVocabulary:
+    def __init__(self, target: Tokenizer, draft: Tokenizer) -> None:
+        self._target = _Words(target)
+        self._draft = _Words(draft)
+        self._begin = draft.encode("", add_special_tokens=True)
+        self._sides: dict[Request, _Side] = {}
+
+    def side(self, request: Request) -> Request:
+        side = self._sides.get(request)
+        if side is None:
+            side = self._sides[request] = _Side(draft_side(request, self._begin, 1, greedy=True), len(self._begin))
+        if side.seen < len(request.token_ids):
+            side.open += b"".join(map(self._target.bytes_of, request.token_ids[side.seen:]))
+            side.seen = len(request.token_ids)
+            self._encode(side)
+        return side.request
+
+    def to_target(self, request: Request, draft: Sequence[int]) -> tuple[int, ...]:
+        missing, text, ends = self._sides[request].missing, b"", False
+        for token in draft:
+            if token in self._draft.ends:
+                ends = True
+                break
+            text += self._draft.bytes_of(token)
+        if not text.startswith(missing):
+            return ()
+        text = text[len(missing):]
+        found = self._encoded(request, _complete(text)) if text else []
+        if found and not ends and self._target.bytes_of(found[-1]) != self._draft.bytes_of(draft[-1]):
+            found.pop()  # more text could make it another token
+        if ends and self._target.end is not None:
+            found.append(self._target.end)
+        return tuple(found)
+
+    def end(self, request: Request) -> None:
+        self._sides.pop(request, None)
+
+    def _encode(self, side: _Side) -> None:
+        """Encode the open text anew, and close of it what more text cannot change."""
+        text = _complete(bytes(side.open))
+        side.missing = bytes(side.open[len(text):])
+        if len(text) > OPEN_BYTES:
+            place = self._draft.split(text, len(text) - KEPT_OPEN)
+            if place:
+                ids = self._draft.encode(text[:place], not side.fixed or side.fixed == len(self._begin))
+                tokens = side.request.token_ids
+                del tokens[side.fixed:]
+                tokens.extend(ids)
+                side.fixed = len(tokens)
+                del side.open[:place]
+                text = text[place:]
+        tokens = side.request.token_ids
+        del tokens[side.fixed:]
+        tokens.extend(self._draft.encode(text, side.fixed == len(self._begin)))
+        if not tokens:  # there is no text: any token does
+            tokens.append(0)
+
+    def _encoded(self, request: Request, text: bytes) -> list[int]:
+        """Return the other model's tokens of a text behind its last ones; none where those would change."""
+        known = request.token_ids[-CONTEXT:].tolist()
+        for first in range(len(known)):
+            before = known[first:]
+            ids = self._target.encode(b"".join(map(self._target.bytes_of, before)) + text, first == 0)
+            if ids[:len(before)] == before:
+                return ids[len(before):]
+        return []
+
+
+class _Words:
+    """A tokenizer on bytes. Some put a space before every text, which then stands for that before a word."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.ends = frozenset(tokenizer.eos_token_ids)
+        self.end = tokenizer.eos_token_id
+        self._bytes: dict[int, bytes] = {}
+        alone = tokenizer.encode("a", add_special_tokens=False)
+        self._prepends = bool(alone) and tokenizer.token_bytes(alone[0]).startswith(b" ")
+
+    def bytes_of(self, token: int) -> bytes:
+        found = self._bytes.get(token)
+        if found is None:
+            found = self._bytes[token] = self._tokenizer.token_bytes(token)
+        return found
+
+    def encode(self, text: bytes, begins: bool) -> list[int]:
+        """Return the tokens of a text; `begins`: nothing stands before it."""
+        if self._prepends and not begins and text.startswith(b" "):
+            text = text[1:]
+        return self._tokenizer.encode(text.decode("utf-8", "replace"), add_special_tokens=False)
+
+    def split(self, text: bytes, before: int) -> int:
+        """Return a place where a text can be cut without changing its tokens, at most `before`; 0: none was found."""
+        place = text.rfind(b" ", 1, before)
+        for _ in range(4):
+            if place <= 0:
+                return 0
+            if text[place - 1:place] not in (b" ", b"\n", b"\t"):
+                return place
+            place = text.rfind(b" ", 1, place)
+        return 0
+
+
+def _complete(text: bytes) -> bytes:
+    """Return a text without the first bytes of a character at its end."""
+    for count in range(1, min(4, len(text) + 1)):
+        byte = text[-count]
+        if byte & 0xC0 == 0xC0:  # the first of several
+            needed = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return text[:-count] if count < needed else text
+        if byte < 0x80:
+            break
+    return text

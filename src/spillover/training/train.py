@@ -1,0 +1,233 @@
+"""Trains a draft model on a model's own answers: to give what the model found likeliest the same probabilities.
+
+Everything on the way is kept in DIR/training: the answers, and from time to time the weights with the optimizer's
+state, from which `resume` goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spillover.engine.llm import LLM
+from spillover.errors import SpilloverError
+from spillover.models.checkpoint import open_checkpoint, read_config
+from spillover.models.hub.store import resolve
+from spillover.models.registry import read_architecture
+from spillover.training.answers import Answers, answer, note, own_prompts, read_prompts
+from spillover.training.student import Student, student_config
+
+WARMUP = 0.05  # share of the steps in which the learning rate rises
+LEAST_RATE = 0.05  # share of the learning rate that is left at the end
+DECAY = 0.01  # of weights
+CLIP = 1.0  # norm of gradients
+SCORED = 64  # sequences that are never trained on, at most, and at most a tenth of all
+CHECKPOINTS = 10  # in a training
+ASKING, ANSWERING, TRAINING = "Asking the model for prompts", "Answering and scoring", "Training the draft model"
+
+Show = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    layers: int = 2
+    draft_vocab: int = 8192  # 0: all of the model's tokens
+    steps: int = 2000
+    batch_tokens: int = 8192
+    learning_rate: float = 1e-3
+    answers: int = 4000
+    prompt_tokens: int = 256  # of the longest prompt
+    answer_tokens: int = 256  # of the longest answer
+    seed: int = 0
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "steps", "batch_tokens", "answers", "prompt_tokens", "answer_tokens"):
+            if getattr(self, name) < 1:
+                raise SpilloverError(f"--{name.replace('_', '-')} must be at least 1; got {getattr(self, name)}")
+        if self.draft_vocab < 0 or not self.learning_rate > 0:
+            raise SpilloverError("--draft-vocab is 0 or more, and --learning-rate above 0")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came of a training; losses in nats a token."""
+
+    folder: Path
+    first_loss: float
+    last_loss: float
+    agreement: float  # share of tokens of answers kept aside that the draft model finds likeliest too
+    covered: float  # share of the answers' tokens that it knows
+    nbytes: int
+
+
+def train(model: str, folder: Path, options: TrainOptions, data: Path | None = None, resume: bool = False,
+          show: Show = lambda what, done, total: None) -> Trained:
+    """Train a draft model for `model` and write it to `folder`."""
+    state = folder / "training"
+    if folder.is_dir() and any(folder.iterdir()) and not resume:
+        raise SpilloverError(f"{folder} is not empty; name another folder, or give --resume to go on with the training "
+                             "in it")
+    path = resolve(model)
+    if options.device == "auto":
+        options = replace(options, device="cuda" if torch.cuda.is_available() else "cpu")
+    _check_settings(state / "settings.json", path, options, resume)
+    file = state / "answers.npz"
+    if not (resume and file.is_file()):
+        _answers(model, path, options, data, show).save(file)
+    return _Training(path, folder, options, Answers.load(file), resume).run(show)
+
+
+def _check_settings(file: Path, path: Path, options: TrainOptions, resume: bool) -> None:
+    settings = {"model": path.name, **{name: value for name, value in asdict(options).items()
+                                       if name not in ("steps", "device")}}
+    if resume and file.is_file():
+        before = json.loads(file.read_text())
+        changed = [name for name, value in settings.items() if before.get(name) != value]
+        if changed:
+            raise SpilloverError(f"{file.parent.parent} was begun with another {', '.join(changed)}; give the same "
+                                 "options, or another folder")
+    note(file, settings)
+
+
+def _answers(model: str, path: Path, options: TrainOptions, data: Path | None, show: Show) -> Answers:
+    _, config = read_architecture(read_config(path), path)
+    length = min(options.prompt_tokens + options.answer_tokens + 1, config.max_position)
+    with LLM(model, device=options.device, max_model_len=length, seed=options.seed, generation_config="none",
+             progress=lambda done, total, what: show(what, done, total)) as llm:
+        longest = max(1, length - 1 - min(options.answer_tokens, length // 2))
+        if data is not None:
+            prompts = read_prompts(data, llm, longest)
+        else:
+            prompts = own_prompts(llm, -(-options.answers // 2), longest, options.seed,
+                                  lambda done, total: show(ASKING, done, total))
+        tokens = min(options.answer_tokens, length - 1 - max(map(len, prompts)))
+        return answer(llm, prompts, options.answers, tokens, options.seed,
+                      lambda done, total: show(ANSWERING, done, total))
+
+
+class _Training:
+    def __init__(self, path: Path, folder: Path, options: TrainOptions, answers: Answers, resume: bool) -> None:
+        self.folder, self.options = folder, options
+        self.device = torch.device(options.device)
+        hf = read_config(path)
+        _, target = read_architecture(hf, path)
+        whole = not 0 < options.draft_vocab < target.vocab_size - 1
+        counts = np.bincount(answers.tokens, minlength=target.vocab_size) * (1 << 20)
+        counts += np.bincount(answers.top_ids.ravel(), minlength=target.vocab_size)
+        kept = np.arange(target.vocab_size) if whole else np.sort(np.argsort(-counts, kind="stable")[
+            :options.draft_vocab])
+        self.target_ids = torch.from_numpy(kept)
+        self.whole = whole
+        vocab = target.vocab_size if whole else len(kept) + 1
+        draft_ids = np.full(target.vocab_size, len(kept), dtype=np.int64)
+        draft_ids[kept] = np.arange(len(kept))
+        said = np.concatenate([part[prompt:] for part, prompt in zip(
+            np.split(answers.tokens, np.cumsum(answers.lengths)[:-1]), answers.prompts, strict=True)])
+        self.covered = float((draft_ids[said] < len(kept)).mean()) if not whole else 1.0
+        self.dtype = torch.bfloat16 if self.device.type == "cuda" or target.dtype == "bfloat16" else torch.float32
+        self.lengths, self.prompts = answers.lengths.astype(np.int64), answers.prompts.astype(np.int64)
+        self.starts = np.concatenate(([0], np.cumsum(self.lengths)[:-1]))
+        self.scores = np.concatenate(([0], np.cumsum(self.lengths - self.prompts)[:-1]))
+        self.tokens = torch.from_numpy(draft_ids[answers.tokens]).to(self.device)
+        self.top_ids = torch.from_numpy(draft_ids[answers.top_ids]).to(self.device)
+        self.top_probs = torch.from_numpy(answers.top_logprobs.astype(np.float32)).exp().to(self.device)
+        self.unknown = len(kept)
+        rng = np.random.default_rng(options.seed)
+        order = rng.permutation(len(self.lengths))
+        aside = min(SCORED, len(order) // 10)
+        self.aside, self.trained = order[:aside] if aside else order, order[aside:]
+        self.student = Student(student_config(target, hf, options.layers, vocab, str(self.dtype).split(".")[-1]),
+                               int(self.lengths.max()), self.device)
+        with open_checkpoint(path) as checkpoint:
+            self.student.begin(checkpoint, target.num_layers, self.target_ids)
+        self.optimizer = torch.optim.AdamW(self.student.parameters(), lr=options.learning_rate, betas=(0.9, 0.95),
+                                           weight_decay=DECAY)
+        self.step, self.first_loss = 0, math.nan
+        self.file = folder / "training" / "checkpoint.pt"
+        if resume and self.file.is_file():
+            self._load()
+
+    def run(self, show: Show) -> Trained:
+        options, loss = self.options, math.nan
+        every = max(1, options.steps // CHECKPOINTS)
+        while self.step < options.steps:
+            for group in self.optimizer.param_groups:
+                group["lr"] = options.learning_rate * _rate(self.step / options.steps)
+            # A step's sequences follow from its number: a training that is resumed goes on as if it had not stopped.
+            rng = np.random.default_rng((options.seed, self.step))
+            count = max(1, options.batch_tokens // int(self.lengths.max()))
+            some = rng.choice(self.trained, min(count, len(self.trained)), replace=False)
+            found = self._loss(some)[0]
+            self.optimizer.zero_grad(set_to_none=True)
+            found.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(self.student.parameters(), CLIP)
+            self.optimizer.step()
+            self.step += 1
+            if self.step == 1:
+                self.first_loss = found.item()
+            if self.step % 10 == 0 or self.step == options.steps:
+                loss = found.item()
+                show(f"{TRAINING}, loss {loss:.2f}", self.step, options.steps)
+            if self.step % every == 0 or self.step == options.steps:
+                self._save()
+        with torch.no_grad():
+            last, agreement = self._loss(self.aside)
+        self.student.save(self.folder, self.dtype, None if self.whole else self.target_ids)
+        return Trained(self.folder, self.first_loss, float(last), float(agreement), self.covered,
+                       (self.folder / "model.safetensors").stat().st_size)
+
+    def _loss(self, some: np.ndarray[tuple[int], np.dtype[np.int64]]) -> tuple[Tensor, Tensor]:
+        """Return the loss over the answers of these sequences, and the share of tokens found likeliest by both."""
+        lengths, prompts = self.lengths[some], self.prompts[some]
+        width = int(lengths.max())
+        columns = np.arange(width)
+        inside = columns < lengths[:, None]
+        places = np.where(inside, self.starts[some][:, None] + columns, 0)
+        ids = self.tokens[torch.from_numpy(places).to(self.device)]  # [B, width]
+        rows, ends = np.nonzero(inside & (columns >= prompts[:, None]))  # of each answer token
+        scores = torch.from_numpy(self.scores[some][rows] + ends - prompts[rows]).to(self.device)
+        rows_at, ends_at = torch.from_numpy(rows).to(self.device), torch.from_numpy(ends).to(self.device)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            hidden = self.student(ids)[rows_at, ends_at - 1]  # [N, hidden], each predicts its answer token
+            logits = self.student.logits(hidden)
+        logprobs = logits.float().log_softmax(-1)
+        probs, likely = self.top_probs[scores], self.top_ids[scores]  # [N, TOP]
+        probs = probs / probs.sum(-1, keepdim=True)
+        # Cross entropy with the model's probabilities is the divergence and a constant.
+        soft = -(probs * logprobs.gather(-1, likely)).sum(-1)
+        constant = (probs * probs.clamp_min(1e-9).log()).sum(-1)
+        hard = F.nll_loss(logprobs, ids[rows_at, ends_at], reduction="none")
+        best = likely.gather(-1, probs.argmax(-1, keepdim=True))[:, 0]
+        agreed = ((logprobs.argmax(-1) == best) & ((best < self.unknown) | self.whole)).float().mean()
+        return (soft + constant).mean() + 0.1 * hard.mean(), agreed
+
+    def _save(self) -> None:
+        part = self.file.with_suffix(".part")
+        torch.save({"step": self.step, "first_loss": self.first_loss, "student": self.student.state_dict(),
+                    "optimizer": self.optimizer.state_dict()}, part)
+        part.replace(self.file)
+
+    def _load(self) -> None:
+        try:
+            stored = torch.load(self.file, map_location=self.device, weights_only=True)
+            self.student.load_state_dict(stored["student"])
+            self.optimizer.load_state_dict(stored["optimizer"])
+        except (OSError, RuntimeError, KeyError, ValueError) as error:
+            raise SpilloverError(f"{self.file} cannot be read ({error}); remove it to start over") from error
+        self.step, self.first_loss = stored["step"], stored["first_loss"]
+
+
+def _rate(share: float) -> float:
+    """Return the factor on the learning rate after this share of the steps: it rises, then falls as a cosine."""
+    if share < WARMUP:
+        return (share + 1e-3) / (WARMUP + 1e-3)
+    return LEAST_RATE + (1 - LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * (share - WARMUP) / (1 - WARMUP)))
