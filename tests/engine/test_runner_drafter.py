@@ -57,8 +57,10 @@ def drafting(llm: LLM, noise: float) -> None:
 def test_text_is_the_same_and_equal_weights_are_always_right(model: Path, noise: float) -> None:
     rng = random.Random(4)
     prompts = [[rng.randrange(256) for _ in range(rng.randint(1, 40))] for _ in range(20)]
-    params = [SamplingParams(temperature=rng.choice([0, 0.7]), seed=index, max_tokens=rng.randint(1, 40),
-                             ignore_eos=True, logprobs=rng.choice([None, 2])) for index in range(20)]
+    params = [SamplingParams(temperature=rng.choice([0, 0.7, 1.0]), seed=index, max_tokens=rng.randint(1, 40),
+                             ignore_eos=True, logprobs=rng.choice([None, 2]), top_k=rng.choice([0, 30]),
+                             top_p=rng.choice([1.0, 0.8]), min_p=rng.choice([0, 0.01]),
+                             logit_bias=rng.choice([None, {65: 3.0}])) for index in range(20)]
     asked = [{"prompt_token_ids": prompt} for prompt in prompts]
     with load(model) as llm:
         plain = llm.generate(asked, params, use_tqdm=False)

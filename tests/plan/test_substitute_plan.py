@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
 from dataclasses import replace
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
+from spillover.cli.plan.plan import plan_json, print_plan
 from spillover.errors import PlanError
 from spillover.models.architectures import llama
 from spillover.models.config import ModelConfig
@@ -108,6 +111,12 @@ def test_what_is_expected_follows_from_the_rates() -> None:
     assert plan.placement is not None
     assert plan.placement.predicted is not None
     assert found.tokens_per_second > 5 * plan.placement.predicted.decode_tokens_per_second
+    console = Console(record=True, width=160, file=io.StringIO())
+    print_plan(console, plan, rates)
+    shown = console.export_text()
+    assert "Substitutes in int4" in shown
+    assert "Assumed: 50% of every draft of 20 is accepted" in shown
+    assert plan_json(plan)["substitutes"]["tokens_per_second"] == found.tokens_per_second
 
 
 def test_refusals_say_what_to_do_instead() -> None:

@@ -70,6 +70,9 @@ def plan_json(plan: Plan, rates: Rates | None = None) -> dict[str, Any]:
         "host_blocks": plan.host_blocks,
         "offloaded_blocks": plan.offloaded_blocks,
     }
+    if plan.substitutes is not None:
+        data["substitutes"] |= {"tokens_per_pass": plan.substitutes.tokens_per_pass,
+                                "tokens_per_second": plan.substitutes.tokens_per_second}
     costs = plan.costs
     if costs is not None:
         data["costs"] = {

@@ -97,10 +97,11 @@ class Drafting:
         return len(self.request.token_ids)
 
     def new(self) -> NewRequest:
-        """Describe the request by what decides a draft: its tokens, its temperature and random numbers. What else a
-        sampler may do is left out, so that all steps are plain ones, captured as CUDA graphs where there are any."""
-        request = self.request
-        params = SamplingParams(temperature=request.params.temperature, max_tokens=None)
+        """Describe the request by what decides a draft: its tokens and random numbers, temperature and nucleus. What
+        depends on the tokens before, which the device alone knows, is left out, and so are log probabilities."""
+        request, asked = self.request, self.request.params
+        params = SamplingParams(temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p, min_p=asked.min_p,
+                                logit_bias=asked.logit_bias, max_tokens=None)
         return NewRequest(self.id, request.token_ids[:], request.num_prompt, params, request.seed, ())
 
     def take(self, count: int, samples: bool) -> StepItem:
