@@ -26,8 +26,10 @@ WEIGHTS = "Loading weights"
 SUBSTITUTES = "Rounding copies of layers to draft with"
 COMPARING = "Comparing bits at every number of rows"
 MEASURING = "Measuring this machine's memory and matrix rates"
-_COUNTED = (COMPILING, CAPTURING, COMPARING)  # in pieces; everything else is in bytes
-_LONG = ("Compiling", "Downloading", "Waiting", "Exporting", "Quantising")  # worth a line at once where there is no bar
+ASKING, ANSWERING, TRAINING = "Asking the model for prompts", "Answering and scoring", "Training the draft model"
+_COUNTED = (COMPILING, CAPTURING, COMPARING, ASKING, ANSWERING, TRAINING)  # in pieces; everything else is in bytes
+# Worth a line at once where there is no bar.
+_LONG = ("Compiling", "Downloading", "Waiting", "Exporting", "Quantising", "Asking", "Answering", "Training")
 _LINE_SECONDS = 10.0  # between lines where there is no bar
 
 

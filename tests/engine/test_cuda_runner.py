@@ -207,6 +207,23 @@ def test_drafts_of_a_second_runner_are_those_of_the_plain_runner(tmp_path: Path,
     assert sum(one.drafts.tokens for one in found) >= 3
 
 
+def test_drafts_of_a_draft_model_are_those_of_the_plain_runner(tmp_path: Path,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second model drafts in blocks of its own: it computes the prompt first, and after a draft that was accepted
+    whole two tokens in one step."""
+    config = {**MODEL, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "torch_dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    prompts = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16], [3, 4]]
+    params = [SamplingParams(temperature=index * 0.8, max_tokens=7, ignore_eos=True, seed=index) for index in range(2)]
+    plain = generate(tmp_path, prompts, params)
+    steps = use_the_device(monkeypatch)
+    found = generate(tmp_path, prompts, params, speculative_adaptive=False, num_speculative_tokens=2,
+                     speculative_model=str(tmp_path))
+    assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in plain]
+    assert all(one.drafts.accepted == one.drafts.tokens > 2 for one in found), "it is the same model"
+    assert any(step.decodes for step in steps)
+
+
 def test_a_few_new_tokens_are_attended_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     prompts = [[5, 6, 7, 8, 9, 10, 11], [3]]

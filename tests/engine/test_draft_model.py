@@ -158,6 +158,23 @@ def test_a_model_of_another_architecture_may_draft(target: Path, windowed: Path,
         draft_of(llm).blocks.check()
 
 
+@pytest.mark.parametrize("vocab_size", [300, 320, 350])
+def test_ids_that_only_one_of_them_has_harm_nobody(target: Path, tmp_path: Path, vocab_size: int) -> None:
+    """Vocabularies of one family are padded differently, and a request may name an id that is padding."""
+    config = json.loads((target / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": vocab_size}))
+    prompts = [{"prompt_token_ids": [65, 319, 66, 310, 67 + index]} for index in range(4)]
+    params = [SamplingParams(temperature=index % 2, seed=index, max_tokens=24, ignore_eos=True,
+                             logit_bias={315: 3.0} if index > 1 else None) for index in range(4)]
+    flags: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True}
+    with load(target, **flags) as llm:
+        plain = llm.generate(prompts, params, use_tqdm=False)
+    with load(target, **flags, speculative_model=str(tmp_path), speculative_adaptive=False) as llm:
+        found = llm.generate(prompts, params, use_tqdm=False)
+    assert [facts(one) for one in found] == [facts(one) for one in plain]
+    assert sum(one.drafts.tokens for one in found) > 0
+
+
 def test_the_draft_model_is_part_of_the_budget(target: Path, similar: Path) -> None:
     with load(target, gpu_memory="64MB") as llm:
         alone = llm.plan

@@ -176,6 +176,77 @@ def test_costs_of_passes_are_told_apart_from_those_of_a_call() -> None:
         assert drafting.seconds(counts) == pytest.approx(costs.draft(counts), rel=0.1)
 
 
+class Behind(Chancy):
+    """A model that has much to catch up with before it drafts: a hundredth of a step for each token."""
+
+    passes: Sequence[int] = ()
+    caught_up = 0
+
+    def __init__(self, clock: Clock, missing: dict[Request, int]) -> None:
+        costs = Costs(row=0.0, wait=0.0, call=0.0, draft_pass=0.01, draft_row=0.0)
+        super().__init__(costs, dict.fromkeys(missing, 1.0), clock, random.Random(0))
+        self.behind = missing
+
+    def missing(self, request: Request) -> int:
+        return self.behind[request]
+
+    def propose(self, asked: Sequence[tuple[Request, int]]) -> list[Draft]:
+        self.caught_up = sum(min(100, self.behind[request]) for request, _ in asked)
+        self.clock.now += 0.01 * UNIT * self.caught_up
+        ready = [(request, most) for request, most in asked if not self.behind[request]]
+        drafts = dict(zip((request for request, _ in ready), super().propose(ready), strict=True))
+        for request, _ in asked:
+            self.behind[request] -= min(100, self.behind[request])
+        found = [drafts.get(request, Draft()) for request, _ in asked]
+        self.passes = [len(draft.tokens) for draft in found]
+        return found
+
+
+@pytest.mark.parametrize(("left", "missing", "worth"), [(1000, 1000, True), (20, 100_000, False), (20, 0, True)])
+def test_a_prompt_is_caught_up_with_where_that_pays(left: int, missing: int, worth: bool,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    for module in (speculator, model_speculator):
+        monkeypatch.setattr(module, "time", clock)
+    request = Request("one", [0], SamplingParams(max_tokens=left))
+    request.token_ids.append(1)
+    drafter = Behind(clock, {request: missing})
+    chooser = ModelSpeculator(drafter, 4)
+    for rows in (1, 2, 5):
+        chooser._plain.note(rows, UNIT)
+    drafted = 0
+    for _ in range(30):
+        drafted += len(chooser.drafts([Candidate(request, 4)], 1, 1, 100)[0])
+    assert (drafted > 0) == worth
+    assert worth or missing - drafter.behind[request] <= 200, "little was computed in vain"
+    assert worth or not chooser._pays([request]), "and nobody waits for it"
+
+
+def test_drafts_that_come_to_nothing_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes whose tokens cannot be said in the other vocabulary count as wrong."""
+    clock = Clock()
+    for module in (speculator, model_speculator):
+        monkeypatch.setattr(module, "time", clock)
+    request = Request("one", [0], SamplingParams(max_tokens=1000))
+    request.token_ids.append(1)
+    drafter = Behind(clock, {request: 0})
+    chooser = ModelSpeculator(drafter, 4)
+    for rows in (1, 2, 5):
+        chooser._plain.note(rows, UNIT)
+    propose, asked = drafter.propose, 0
+
+    def silent(given: Sequence[tuple[Request, int]]) -> list[Draft]:
+        nonlocal asked
+        asked += len(given)
+        propose(given)
+        return [Draft()] * len(given)
+
+    monkeypatch.setattr(drafter, "propose", silent)
+    for _ in range(100):
+        chooser.drafts([Candidate(request, 4)], 1, 1, 100)
+    assert 0 < asked < 60
+
+
 def test_trials_where_nothing_is_right_stay_within_their_share() -> None:
     """A drafter as slow as the model itself, and never right: what it takes from plain decoding is about a percent."""
     costs = Costs(row=0.5, wait=0.5, call=1.0, draft_pass=1.0, draft_row=0.0)

@@ -1,7 +1,7 @@
 """Trains a draft model on a model's own answers: to give what the model found likeliest the same probabilities.
 
-Everything on the way is kept in DIR/training: the answers, and from time to time the weights with the optimizer's
-state, from which `resume` goes on.
+Everything on the way is kept in DIR/training: the answers, the loss by step, and from time to time the weights with
+the optimizer's state, from which `resume` goes on.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from spillover.errors import SpilloverError
 from spillover.models.checkpoint import open_checkpoint, read_config
 from spillover.models.hub.store import resolve
 from spillover.models.registry import read_architecture
+from spillover.progress import ANSWERING, ASKING, TRAINING
 from spillover.training.answers import Answers, answer, note, own_prompts, read_prompts
 from spillover.training.student import Student, student_config
 
@@ -31,7 +32,6 @@ DECAY = 0.01  # of weights
 CLIP = 1.0  # norm of gradients
 SCORED = 64  # sequences that are never trained on, at most, and at most a tenth of all
 CHECKPOINTS = 10  # in a training
-ASKING, ANSWERING, TRAINING = "Asking the model for prompts", "Answering and scoring", "Training the draft model"
 
 Show = Callable[[str, int, int], None]
 
@@ -157,7 +157,7 @@ class _Training:
             self._load()
 
     def run(self, show: Show) -> Trained:
-        options, loss = self.options, math.nan
+        options = self.options
         every = max(1, options.steps // CHECKPOINTS)
         while self.step < options.steps:
             for group in self.optimizer.param_groups:
@@ -175,8 +175,8 @@ class _Training:
             if self.step == 1:
                 self.first_loss = found.item()
             if self.step % 10 == 0 or self.step == options.steps:
-                loss = found.item()
-                show(f"{TRAINING}, loss {loss:.2f}", self.step, options.steps)
+                self._log(found.item())
+                show(TRAINING, self.step, options.steps)
             if self.step % every == 0 or self.step == options.steps:
                 self._save()
         with torch.no_grad():
@@ -209,6 +209,10 @@ class _Training:
         best = likely.gather(-1, probs.argmax(-1, keepdim=True))[:, 0]
         agreed = ((logprobs.argmax(-1) == best) & ((best < self.unknown) | self.whole)).float().mean()
         return (soft + constant).mean() + 0.1 * hard.mean(), agreed
+
+    def _log(self, loss: float) -> None:
+        with (self.file.parent / "loss.csv").open("a") as file:
+            file.write(f"{self.step},{loss:.4f}\n")
 
     def _save(self) -> None:
         part = self.file.with_suffix(".part")

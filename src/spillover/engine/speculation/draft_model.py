@@ -39,8 +39,18 @@ class DraftModel:
 
     @property
     def passes(self) -> Sequence[int]:
-        """Return how many passes the last call took for each request; empty where it computed missing KV too."""
+        """Return how many passes the last call took for each request; 0: its KV is not complete yet."""
         return self._drafter.passes
+
+    @property
+    def caught_up(self) -> int:
+        """Return of how many tokens the last call computed KV that was missing."""
+        return self._drafter.caught_up
+
+    def missing(self, request: Request) -> int:
+        """Return of how many tokens KV is still to be computed before drafts are made."""
+        side = self._vocabulary.side(request)
+        return max(0, len(side.token_ids) - 1 - FEW_ROWS - self.blocks.num_known(side))
 
     def propose(self, asked: Sequence[tuple[Request, int]]) -> list[Draft]:
         sides = [(self._vocabulary.side(request), most) for request, most in asked]
@@ -71,10 +81,13 @@ class _Chunked(RunnerDrafter):
     """Computes missing KV some rows at a time."""
 
     passes: Sequence[int] = ()
+    caught_up = 0
 
     def propose(self, asked: Sequence[tuple[Request, int]]) -> list[Draft]:
-        self.passes = [most for _, most in asked]
-        return super().propose(asked)
+        self.caught_up = 0
+        found = super().propose(asked)
+        self.passes = [len(draft.tokens) for draft in found]
+        return found
 
     def _catch_up(self, drafting: Sequence[Drafting]) -> list[Drafting]:
         left = self._max_num_batched_tokens - len(drafting)  # of the first step, which has a row of everybody
@@ -93,6 +106,6 @@ class _Chunked(RunnerDrafter):
             if count == missing:
                 ready.append(row)
         if items:
-            self.passes = ()
+            self.caught_up = sum(item.count for item in items)
             self._launch(items).result()
         return ready

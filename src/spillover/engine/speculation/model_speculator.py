@@ -14,7 +14,8 @@ from spillover.engine.speculation.costs import Numbers
 from spillover.engine.speculation.draft_costs import DraftCosts, best_counts
 from spillover.engine.speculation.drafter import Draft, Drafter
 from spillover.engine.speculation.expert_price import ExpertPrice
-from spillover.engine.speculation.speculator import AdaptiveSpeculator, Candidate
+from spillover.engine.speculation.speculator import MOST_CREDIT, AdaptiveSpeculator, Candidate
+from spillover.engine.step import Step
 
 if TYPE_CHECKING:
     from spillover.engine.requests.request import Request
@@ -22,13 +23,27 @@ if TYPE_CHECKING:
 HOPE = 0.6  # share of tokens that are taken to be right before one was tried
 TRIAL_DRAFT = 4  # tokens of a draft that is made though it seems not to pay
 TRIAL_REQUESTS = 8  # that such drafts are made for
+USUAL_OUTPUT = 128.0  # tokens that a request is expected to bring before one has ended
+OUTPUT_WEIGHT = 0.1  # of what came last in such a mean
+LEAST_TO_COME = 16  # tokens that any request is expected to bring still
 
 
 @runtime_checkable
-class CountsPasses(Protocol):
+class CatchesUp(Protocol):
+    """A drafter that has to compute something of a request before it can draft for it."""
+
     @property
     def passes(self) -> Sequence[int]:
-        """Return how many passes the last call took for each request; empty where it did something else too."""
+        """Return how many passes the last call took for each request; 0: it is not ready yet."""
+        ...
+
+    @property
+    def caught_up(self) -> int:
+        """Return how many tokens the last call computed so that requests become ready."""
+        ...
+
+    def missing(self, request: Request) -> int:
+        """Return how many tokens are still to be computed."""
         ...
 
 
@@ -45,6 +60,11 @@ class ModelSpeculator(AdaptiveSpeculator):
                  price: ExpertPrice | None = None) -> None:
         super().__init__(drafter, most_tokens, adaptive, simulated, price)
         self._drafting = DraftCosts()
+        self._ready: set[Request] = set()  # of the last call, those that drafts could be made for
+        self._tried_worth = 0.0  # seconds that a token accepted in the last step is worth, if that was a trial
+        self._token_seconds = 0.0  # of a token that was missing; 0: not known
+        self._usual_output = USUAL_OUTPUT
+        self._left_out: dict[Request, int] = {}  # not worth to be caught up with, by the output when that was decided
 
     def _gain(self, survival: Numbers, rows: int) -> float:
         return best_counts(survival, len(survival), rows, self._speculating, self._plain, self._room(rows),
@@ -57,9 +77,42 @@ class ModelSpeculator(AdaptiveSpeculator):
             chosen, gain = best_counts(self._possible(candidates), decodes, rows, self._speculating, self._plain, room,
                                        self._drafting)
             counts = chosen.tolist() if gain > 1 else [0] * len(candidates)
+            self._leave_out(candidates, counts, gain, decodes)
         # Of what was never measured, little is tried at first.
         limit = (1, TRIAL_DRAFT, self.most_tokens)[self._drafting.most_known]
         return [min(count, limit) for count in counts]
+
+    def _leave_out(self, candidates: Sequence[Candidate], counts: list[int], gain: float, decodes: int) -> None:
+        """Set counts to 0 for requests of which more is missing than drafts are expected to save in what is to come."""
+        if not isinstance(self._drafter, CatchesUp) or not self._token_seconds:
+            return
+        saved = self._plain.at(decodes) / decodes * (1 - 1 / gain)  # a token
+        for index, candidate in enumerate(candidates):
+            request = candidate.request
+            if counts[index] and self._drafter.missing(request) * self._token_seconds > saved * self._to_come(request):
+                self._left_out[request] = request.num_output
+                counts[index] = 0
+
+    def _to_come(self, request: Request) -> float:
+        """Return how many tokens a request is expected to bring: what is usual, or half of what it brought."""
+        expected = max(self._usual_output - request.num_output, request.num_output / 2, LEAST_TO_COME)
+        most = request.params.max_tokens
+        return expected if most is None else min(expected, most - request.num_output)
+
+    def _survival(self, requests: Sequence[Request]) -> Numbers:
+        survival = super()._survival(requests)
+        for index, request in enumerate(requests):
+            before = self._left_out.get(request)
+            if before is not None and request.num_output < 2 * before + LEAST_TO_COME:
+                survival[index] = 0.0
+        return survival
+
+    def end(self, request: Request) -> None:
+        self._left_out.pop(request, None)
+        self._ready.discard(request)
+        if request.num_output > 0:
+            self._usual_output += OUTPUT_WEIGHT * (request.num_output - self._usual_output)
+        super().end(request)
 
     def _trial_counts(self, candidates: Sequence[Candidate], room: int) -> list[int]:
         """Return short drafts for a few of the candidates, others every time."""
@@ -79,6 +132,16 @@ class ModelSpeculator(AdaptiveSpeculator):
     def _tried(self, decodes: int, seconds: float) -> None:
         usual = self._plain.at(decodes)
         self._credit -= max(0.0, seconds - usual) if usual else 0.0
+        self._tried_worth = usual / decodes
+
+    def observe_step(self, step: Step, seconds: float) -> None:
+        self._tried_worth = 0.0
+        super().observe_step(step, seconds)
+
+    def verified(self, request: Request, drafted: int, accepted: int) -> None:
+        """Take in an outcome; what a trial brought makes the next one come sooner."""
+        self._credit = min(MOST_CREDIT, self._credit + accepted * self._tried_worth)
+        super().verified(request, drafted, accepted)
 
     def _propose(self, candidates: Sequence[Candidate]) -> list[Draft]:
         begun = time.perf_counter()
@@ -87,15 +150,22 @@ class ModelSpeculator(AdaptiveSpeculator):
         self._device_seconds += seconds
         if self._trial:
             self._credit -= seconds
-        # Of drafters that do not say how many passes they took: as many as the longest draft has tokens.
-        passes = (self._drafter.passes if isinstance(self._drafter, CountsPasses)
-                  else [len(draft.tokens) for draft in found])
-        if any(passes):
+        passes: Sequence[int] = [len(draft.tokens) for draft in found]
+        caught_up = 0
+        if isinstance(self._drafter, CatchesUp) and candidates:
+            passes, caught_up = self._drafter.passes, self._drafter.caught_up
+        self._ready = {candidate.request for candidate, count in zip(candidates, passes, strict=True) if count}
+        if caught_up:
+            each = max(0.0, seconds - self._drafting.seconds(passes)) / caught_up
+            self._token_seconds += (each - self._token_seconds) * (OUTPUT_WEIGHT if self._token_seconds else 1.0)
+        elif any(passes):
             self._drafting.note(passes, seconds)
         return found
 
-    def _nothing(self, slot: int) -> None:
-        """Do nothing: what the drafter knows of the request is not complete yet, and says nothing of its drafts."""
+    def _nothing(self, request: Request, slot: int) -> None:
+        """Note that passes brought nothing; who was not ready yet says nothing of the drafts."""
+        if request in self._ready:
+            super()._nothing(request, slot)
 
     def probe(self, running: Sequence[Request]) -> None:
         """Do nothing: a draft that nobody verifies would take the device's time."""

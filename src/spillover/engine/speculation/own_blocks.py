@@ -58,6 +58,12 @@ class OwnBlocks:
     def num_computed(self, request: Request) -> int:
         return len(self._held[request.request_id].tokens)
 
+    def num_known(self, request: Request) -> int:
+        """Return how many tokens have KV, or would have it from the prefix cache; some of them may turn out to be of
+        drafts that were not accepted."""
+        held = self._held.get(request.request_id)
+        return len(held.tokens) if held is not None else self.kv.match(request.token_ids, request.cache_salt)
+
     def tables(self, request: Request) -> Tables:
         return tuple(tuple(self.kv.table(request.request_id, group)) for group in range(len(self.kv.windows)))
 

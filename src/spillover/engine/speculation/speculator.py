@@ -280,12 +280,12 @@ class AdaptiveSpeculator:
     def _begin(self, candidate: Candidate, draft: Draft, count: int) -> tuple[int, ...]:
         state = self._state(candidate.request)
         if not draft.tokens:
-            self._nothing(state.slot)
+            self._nothing(candidate.request, state.slot)
         state.draft = Draft(draft.tokens[:count], draft.confidence[:count])
         state.cut = count < len(draft.tokens) or count == candidate.most
         return state.draft.tokens
 
-    def _nothing(self, slot: int) -> None:
+    def _nothing(self, request: Request, slot: int) -> None:
         """Note that the drafter had nothing to offer."""
         self._acceptance.note(slot, (), 0, cut=False)
 

@@ -37,7 +37,7 @@ class DraftVocabulary(Protocol):
 
 
 class SameVocabulary:
-    """Both models have the same ids; one of them may have a few more, which no text has."""
+    """Both models have the same ids; the draft model may have a few more, which no text has."""
 
     def __init__(self, vocab_size: int) -> None:
         """`vocab_size`: of the model that verifies."""
@@ -93,13 +93,20 @@ def draft_vocabulary(path: Path, vocab_size: int, tokenizer: Tokenizer | None, t
         if abs(vocab_size - target_size) > PADDING:
             raise SpilloverError(f"the draft model {path.name} has {vocab_size:,} tokens, the model {target_size:,}; "
                                  "without both tokenizers nothing says which are the same, so choose another one")
-        return SameVocabulary(target_size)
+        return _same(vocab_size, target_size)
     own = load_tokenizer(path)
     if own.backend.get_vocab(with_added_tokens=True) == tokenizer.backend.get_vocab(with_added_tokens=True):
-        return SameVocabulary(target_size)
+        return _same(vocab_size, target_size)
     from spillover.engine.speculation.translation import TranslatedVocabulary
 
     return TranslatedVocabulary(tokenizer, own)
+
+
+def _same(vocab_size: int, target_size: int) -> DraftVocabulary:
+    if vocab_size >= target_size:
+        return SameVocabulary(target_size)
+    # A request may name any id of the model's, also one that the draft model has no row for: its last one stands in.
+    return ReducedVocabulary(np.arange(vocab_size - 1), target_size)
 
 
 def _read_ids(file: Path, vocab_size: int, target_size: int) -> npt.NDArray[np.int64]:
@@ -121,7 +128,9 @@ def draft_side(request: Request, tokens: Sequence[int], num_prompt: int, greedy:
     from spillover.engine.requests.request import Request
     from spillover.engine.requests.sampling_params import SamplingParams
 
-    params = SamplingParams(temperature=0.0 if greedy else request.params.temperature, max_tokens=None)
+    asked = request.params
+    params = SamplingParams(temperature=0.0, max_tokens=None) if greedy else SamplingParams(
+        temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p, min_p=asked.min_p, max_tokens=None)
     side = Request(request.request_id, [], params, seed=request.seed, cache_salt=request.cache_salt)
     side.token_ids, side.num_prompt = array("i", tokens), num_prompt
     return side
