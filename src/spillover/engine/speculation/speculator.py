@@ -261,8 +261,8 @@ class AdaptiveSpeculator:
             return [0] * len(found)
         every = self._chances(found).ravel()
         order = np.argsort(-every, kind="stable")[:drafted]  # behind the drafts there are zeros
-        if self._trial:
-            count = min(drafted, room)
+        if self._trial:  # where rows fetch experts, one of each request tells enough
+            count = min(drafted if self._price is None else len(found), room)
         else:
             count, gain = best_drafts(every[order], decodes, rows, self._speculating, self._plain, room)
             count = count if gain >= 1 else 0
@@ -330,6 +330,7 @@ class AdaptiveSpeculator:
         self._credit = min(MOST_CREDIT, self._credit + PROBE_SHARE * seconds)
         if any(item.phase is Phase.VERIFY for item in step.items):
             self._verify_seconds += seconds
+        whole = seconds + launched.gap
         if self._price is not None:
             seconds -= self._price.observe(step, seconds, idle=not clock.launched)
         if step.has_prefill:
@@ -337,7 +338,7 @@ class AdaptiveSpeculator:
             return
         seconds += launched.gap
         if launched.trial:
-            self._tried(len(step.items), seconds)
+            self._tried(len(step.items), whole)
         costs = self._speculating if launched.waited else self._plain
         costs.note(step.num_tokens, seconds)
 
