@@ -142,6 +142,7 @@ def test_uniform_routing_is_not_drafted_for(chance: float, monkeypatch: pytest.M
     stats = speculator.stats()
     assert stats is not None
     assert stats.counts.drafts < 0.01 * len(trace)
+    assert stats.counts.tokens <= 2 * stats.counts.drafts, "where it is tried again, it is tried with few rows"
 
 
 @pytest.mark.parametrize(("chance", "least"), [(0.1, 0.97), (0.6, 1.2), (0.9, 2.2)])
@@ -150,7 +151,7 @@ def test_routing_as_of_texts_is_drafted_for_where_drafts_are_right(chance: float
     speed, _ = generate(sticky(1600, 1), sticky(400, 1)[::-1], chance, 0.003, monkeypatch)
     assert speed >= least
     blind, _ = generate(sticky(1600, 1), sticky(400, 1)[::-1], chance, 0.003, monkeypatch, priced=False)
-    assert speed > blind or chance < 0.5
+    assert speed >= 0.98 * blind
 
 
 def test_what_rows_fetch_is_told_apart_and_an_expert_costs_what_it_takes() -> None:
@@ -221,4 +222,3 @@ def test_a_paged_mixture_says_the_same_and_its_misses_are_seen(strategy: str, tm
     assert sum(one.drafts.accepted for one in found) > 0
     assert price is not None
     assert price.plain_experts > 0
-    assert price.expert_seconds > 0

@@ -194,9 +194,11 @@ class AdaptiveSpeculator:
         if not decoding:
             return False
         survival, rows = self._survival(decoding), len(decoding) + self._prompt_rows
-        # What a plain step costs must have been measured: larger ones, of prompts, would make it seem slow.
-        gain = self._gain(survival, rows) if self._plain.covers(rows) or self._prompt_rows else 1.0
-        if gain >= (STAY_GAIN if self._waiting else BEGIN_GAIN):
+        least = STAY_GAIN if self._waiting else BEGIN_GAIN
+        # Were rows free, this is what drafts would bring: mostly that tells enough, and in half the time. What a plain
+        # step costs must have been measured: larger ones, of prompts, would make it seem slow.
+        if (1 + survival.sum() / len(decoding) >= least and (self._prompt_rows or self._plain.covers(rows))
+                and self._gain(survival, rows) >= least):
             return True
         return self._try_again(survival)
 
@@ -269,8 +271,8 @@ class AdaptiveSpeculator:
             return [0] * len(found)
         every = self._chances(found).ravel()
         order = np.argsort(-every, kind="stable")[:drafted]  # behind the drafts there are zeros
-        if self._trial:
-            count = min(drafted, room)
+        if self._trial:  # where rows fetch experts, one of each request tells enough
+            count = min(drafted if self._price is None else len(found), room)
         else:
             count, gain = best_drafts(every[order], decodes, rows, self._speculating, self._plain, room)
             count = count if gain >= 1 else 0
@@ -338,6 +340,7 @@ class AdaptiveSpeculator:
         self._credit = min(MOST_CREDIT, self._credit + PROBE_SHARE * seconds)
         if any(item.phase is Phase.VERIFY for item in step.items):
             self._verify_seconds += seconds
+        whole = seconds + launched.gap
         if self._price is not None:
             seconds -= self._price.observe(step, seconds, idle=not clock.launched)
         if step.has_prefill:
@@ -345,7 +348,7 @@ class AdaptiveSpeculator:
             return
         seconds += launched.gap
         if launched.trial:
-            self._tried(len(step.items), seconds)
+            self._tried(len(step.items), whole)
         costs = self._speculating if launched.waited else self._plain
         costs.note(step.num_tokens, seconds)
 
