@@ -133,7 +133,6 @@ class _Training:
         said = np.concatenate([part[prompt:] for part, prompt in zip(
             np.split(answers.tokens, np.cumsum(answers.lengths)[:-1]), answers.prompts, strict=True)])
         self.covered = float((draft_ids[said] < len(kept)).mean()) if not whole else 1.0
-        self.dtype = torch.bfloat16 if self.device.type == "cuda" or target.dtype == "bfloat16" else torch.float32
         self.lengths, self.prompts = answers.lengths.astype(np.int64), answers.prompts.astype(np.int64)
         self.starts = np.concatenate(([0], np.cumsum(self.lengths)[:-1]))
         self.scores = np.concatenate(([0], np.cumsum(self.lengths - self.prompts)[:-1]))
@@ -145,7 +144,7 @@ class _Training:
         order = rng.permutation(len(self.lengths))
         aside = min(SCORED, len(order) // 10)
         self.aside, self.trained = order[:aside] if aside else order, order[aside:]
-        self.student = Student(student_config(target, hf, options.layers, vocab, str(self.dtype).split(".")[-1]),
+        self.student = Student(student_config(target, hf, options.layers, vocab),
                                int(self.lengths.max()), self.device)
         with open_checkpoint(path) as checkpoint:
             self.student.begin(checkpoint, target.num_layers, self.target_ids)
@@ -181,7 +180,7 @@ class _Training:
                 self._save()
         with torch.no_grad():
             last, agreement = self._loss(self.aside)
-        self.student.save(self.folder, self.dtype, None if self.whole else self.target_ids)
+        self.student.save(self.folder, None if self.whole else self.target_ids)
         return Trained(self.folder, self.first_loss, float(last), float(agreement), self.covered,
                        (self.folder / "model.safetensors").stat().st_size)
 
