@@ -129,9 +129,12 @@ def main(model: str | None, device: str, gpu_memory: str | None, methods: tuple[
 
 
 def speculating(method: str, tokens: int | None) -> dict[str, Any]:
-    """Return the flags of a method; "substitute-int8" says what copies are rounded to."""
-    name, _, rounded = method.partition("-")
+    """Return the flags of a method; "substitute-int8" says what copies are rounded to, "draft_model:PATH" who drafts."""
+    kind, _, drafting = method.partition(":")
+    name, _, rounded = kind.partition("-")
     config = {"method": name, "substitute_dtype": rounded} if rounded else {"method": name}
+    if drafting:
+        config["model"] = drafting
     return {"speculative_config": config if tokens is None else {**config, "num_speculative_tokens": tokens}}
 
 
