@@ -79,7 +79,7 @@ def run(llm: LLM, asked: list[list[int]], length: int, temperature: float) -> tu
 @click.option("--device", default="cpu")
 @click.option("--gpu-memory", default=None, help="Of each of the engines.")
 @click.option("--method", "methods", multiple=True, default=("ngram", "suffix"),
-              help="ngram, suffix, substitute-int4, substitute-int8.")
+              help="ngram, suffix, substitute-int4, substitute-int8, draft_model:PATH.")
 @click.option("--weight-codes", default="keep", help="What becomes of weights in codes, as `spill serve` has it.")
 @click.option("--workload", "workloads", multiple=True, default=("repetitive", "ordinary", "random"))
 @click.option("--tokens", default=None, type=int, help="Most tokens of a draft.")
@@ -149,9 +149,12 @@ def head_sized(target: dict[str, Any], folder: Path) -> str:
 
 
 def speculating(method: str, tokens: int | None) -> dict[str, Any]:
-    """Return the flags of a method; "substitute-int8" says what copies are rounded to."""
-    name, _, rounded = method.partition("-")
+    """Return the flags of a method; "substitute-int8" has what copies are rounded to, "draft_model:PATH" a model."""
+    kind, _, drafting = method.partition(":")
+    name, _, rounded = kind.partition("-")
     config = {"method": name, "substitute_dtype": rounded} if rounded else {"method": name}
+    if drafting:
+        config["model"] = drafting
     return {"speculative_config": config if tokens is None else {**config, "num_speculative_tokens": tokens}}
 
 

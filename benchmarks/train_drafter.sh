@@ -13,3 +13,4 @@ model=${MODEL:-default}
 $spill draft train "$model" --out "$out" ${2:+--data "$2"} --layers "${LAYERS:-2}" --draft-vocab "${DRAFT_VOCAB:-8192}" \
     --answers "${ANSWERS:-6000}" --answer-tokens 256 --steps "${STEPS:-6000}" --batch-tokens "${BATCH_TOKENS:-16384}"
 ls -l "$out"
+python "$(dirname "$0")/speculation.py" ${MODEL:+--model "$MODEL"} --device "${DEVICE:-cuda}" --method "draft_model:$out"

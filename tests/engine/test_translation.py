@@ -42,7 +42,9 @@ def sentence_pieces(size: int, text: str) -> tokenizers.Tokenizer:
     backend.train_from_iterator([text], trainers.BpeTrainer(
         vocab_size=size, special_tokens=["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))],
         show_progress=False))
-    return backend
+    written = json.loads(backend.to_str())  # where bytes are ordinary tokens, not ones that a text may name
+    written["added_tokens"] = [token for token in written["added_tokens"] if not token["content"].startswith("<0x")]
+    return tokenizers.Tokenizer.from_str(json.dumps(written))
 
 
 def wrapped(backend: tokenizers.Tokenizer) -> Tokenizer:
@@ -62,7 +64,7 @@ def said(tokenizer: Tokenizer, ids: list[int]) -> bytes:
     return b"".join(map(tokenizer.token_bytes, ids))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(kinds, kinds, texts, st.randoms(use_true_random=False))
 def test_the_draft_model_sees_the_same_text_whenever_it_looks(target_kind: str, draft_kind: str, text: str,
                                                              rng: random.Random) -> None:
@@ -86,7 +88,7 @@ def test_the_draft_model_sees_the_same_text_whenever_it_looks(target_kind: str, 
     assert side.token_ids == fresh.token_ids or len(whole) > 512, "as if it had been seen at once"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(kinds, kinds, texts, st.integers(1, 12), st.randoms(use_true_random=False))
 def test_a_draft_that_is_right_is_right_in_the_models_tokens_too(target_kind: str, draft_kind: str, text: str,
                                                                 count: int, rng: random.Random) -> None:

@@ -44,7 +44,8 @@ def train(model: str, folder: Path, data: Path | None, layers: int, draft_vocab:
     """Train a small draft model for MODEL on its own answers.
 
     The model answers prompts; a decoder of a few layers learns to give its tokens the same probabilities. The folder
-    holds a Llama of a few megabytes, and which of the model's tokens it knows. Serve with it by --speculative-model.
+    holds a Llama of those layers in bfloat16, and which of the model's tokens it knows. Serve with it by
+    --speculative-model.
 
     \b
     Examples:

@@ -26,7 +26,7 @@ _MATRICES = {"q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn"
              "gate_proj": "mlp", "up_proj": "mlp", "down_proj": "mlp"}
 
 
-def student_config(target: ModelConfig, hf: dict[str, Any], layers: int, vocab_size: int, dtype: str) -> dict[str, Any]:
+def student_config(target: ModelConfig, hf: dict[str, Any], layers: int, vocab_size: int) -> dict[str, Any]:
     """Return the config.json of a draft model for a target."""
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": target.hidden_size,
@@ -34,7 +34,7 @@ def student_config(target: ModelConfig, hf: dict[str, Any], layers: int, vocab_s
         "num_attention_heads": target.num_heads, "num_key_value_heads": target.num_kv_heads,
         "head_dim": target.head_dim, "vocab_size": vocab_size, "max_position_embeddings": target.max_position,
         "rms_norm_eps": target.rms_norm_eps, "rope_theta": target.rope_theta, "rope_scaling": hf.get("rope_scaling"),
-        "tie_word_embeddings": target.tie_embeddings, "torch_dtype": dtype, "hidden_act": "silu",
+        "tie_word_embeddings": target.tie_embeddings, "torch_dtype": "bfloat16", "hidden_act": "silu",
     }
 
 
@@ -117,8 +117,8 @@ class Student(nn.Module):
                 if full in names:
                     _copy(weight, checkpoint.read(full))
 
-    def save(self, folder: Path, dtype: torch.dtype, target_ids: Tensor | None) -> None:
-        """Write the folder; `target_ids`: of the model's tokens, where not all of them are known here."""
+    def save(self, folder: Path, target_ids: Tensor | None) -> None:
+        """Write the folder, in bfloat16; `target_ids`: of the model's tokens, where not all of them are known here."""
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {}
         for name, weight in self.named_parameters():
@@ -126,7 +126,7 @@ class Student(nn.Module):
             part = f"{_MATRICES[last]}.{last}" if last in _MATRICES else last
             full = ".".join([*path, part, kind])
             full = full if full.startswith("lm_head") else f"model.{full}"
-            tensors[full] = weight.detach().to(dtype).cpu().contiguous()
+            tensors[full] = weight.detach().to(torch.bfloat16).cpu().contiguous()
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "config.json").write_text(json.dumps(self.hf, indent=2) + "\n")
         if target_ids is not None:

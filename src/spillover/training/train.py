@@ -6,6 +6,7 @@ the optimizer's state, from which `resume` goes on.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 from collections.abc import Callable
@@ -32,6 +33,7 @@ DECAY = 0.01  # of weights
 CLIP = 1.0  # norm of gradients
 SCORED = 64  # sequences that are never trained on, at most, and at most a tenth of all
 CHECKPOINTS = 10  # in a training
+ENGINE_SHARE = "50%"  # of a GPU, for answering; the rest is for training
 
 Show = Callable[[str, int, int], None]
 
@@ -83,6 +85,9 @@ def train(model: str, folder: Path, options: TrainOptions, data: Path | None = N
     file = state / "answers.npz"
     if not (resume and file.is_file()):
         _answers(model, path, options, data, show).save(file)
+        gc.collect()
+        if options.device == "cuda":
+            torch.cuda.empty_cache()  # what the engine gave back
     return _Training(path, folder, options, Answers.load(file), resume).run(show)
 
 
@@ -101,8 +106,9 @@ def _check_settings(file: Path, path: Path, options: TrainOptions, resume: bool)
 def _answers(model: str, path: Path, options: TrainOptions, data: Path | None, show: Show) -> Answers:
     _, config = read_architecture(read_config(path), path)
     length = min(options.prompt_tokens + options.answer_tokens + 1, config.max_position)
-    with LLM(model, device=options.device, max_model_len=length, seed=options.seed, generation_config="none",
-             progress=lambda done, total, what: show(what, done, total)) as llm:
+    budget = ENGINE_SHARE if options.device == "cuda" else None
+    with LLM(model, device=options.device, gpu_memory=budget, max_model_len=length, seed=options.seed,
+             generation_config="none", progress=lambda done, total, what: show(what, done, total)) as llm:
         longest = max(1, length - 1 - min(options.answer_tokens, length // 2))
         if data is not None:
             prompts = read_prompts(data, llm, longest)
@@ -133,7 +139,6 @@ class _Training:
         said = np.concatenate([part[prompt:] for part, prompt in zip(
             np.split(answers.tokens, np.cumsum(answers.lengths)[:-1]), answers.prompts, strict=True)])
         self.covered = float((draft_ids[said] < len(kept)).mean()) if not whole else 1.0
-        self.dtype = torch.bfloat16 if self.device.type == "cuda" or target.dtype == "bfloat16" else torch.float32
         self.lengths, self.prompts = answers.lengths.astype(np.int64), answers.prompts.astype(np.int64)
         self.starts = np.concatenate(([0], np.cumsum(self.lengths)[:-1]))
         self.scores = np.concatenate(([0], np.cumsum(self.lengths - self.prompts)[:-1]))
@@ -145,7 +150,7 @@ class _Training:
         order = rng.permutation(len(self.lengths))
         aside = min(SCORED, len(order) // 10)
         self.aside, self.trained = order[:aside] if aside else order, order[aside:]
-        self.student = Student(student_config(target, hf, options.layers, vocab, str(self.dtype).split(".")[-1]),
+        self.student = Student(student_config(target, hf, options.layers, vocab),
                                int(self.lengths.max()), self.device)
         with open_checkpoint(path) as checkpoint:
             self.student.begin(checkpoint, target.num_layers, self.target_ids)
@@ -181,7 +186,7 @@ class _Training:
                 self._save()
         with torch.no_grad():
             last, agreement = self._loss(self.aside)
-        self.student.save(self.folder, self.dtype, None if self.whole else self.target_ids)
+        self.student.save(self.folder, None if self.whole else self.target_ids)
         return Trained(self.folder, self.first_loss, float(last), float(agreement), self.covered,
                        (self.folder / "model.safetensors").stat().st_size)
 
