@@ -184,13 +184,14 @@ def main(models: tuple[str, ...], texts: tuple[str, ...], loads: tuple[str, ...]
     worst = {name: min(cells, key=lambda cell, name=name: cell.ratios()[name].value)  # type: ignore[misc]
              for name in ("speed", "cpu", "token")}
     for name, cell in worst.items():
-        click.echo(f"worst {name}: {describe(cell)}")
+        click.echo(f"worst {name}, {verdict(cell.ratios()[name])} {PROMISE}: {describe(cell)}")
     if output is not None:
         settings = {"models": models, "method": method, "device": device, "seqs": seqs, "requests": requests,
                     "length": length, "repeats": repeats, "promise": PROMISE}
         output.write_text(json.dumps({
             "settings": settings, **origin(),
             "worst": {name: {"model": cell.model, "text": cell.text, "load": cell.load,
+                             "verdict": f"{verdict(cell.ratios()[name])} {PROMISE}",
                              **cell.ratios()[name].as_dict()} for name, cell in worst.items()},
             "cells": [cell.as_dict() for cell in cells]}, indent=2) + "\n")
 
@@ -236,6 +237,13 @@ def measured(engines: dict[str, LLM], cells: Sequence[Cell], capacity: float, re
                 raise click.ClickException(f"the texts differ with and without speculation: {cell.model}, {cell.text}, "
                                            f"{cell.load}")
     return cells
+
+
+def verdict(ratio: Ratio) -> str:
+    """Return what the interval says of a ratio beside the promise; a machine with other work rarely decides it."""
+    if ratio.low is None or ratio.high is None or ratio.low < PROMISE <= ratio.high:
+        return "undecided about"
+    return "not below" if ratio.low >= PROMISE else "below"
 
 
 def describe(cell: Cell) -> str:
