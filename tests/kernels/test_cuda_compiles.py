@@ -1,0 +1,63 @@
+"""Every CUDA C++ source compiles for an H200, without one: NVRTC of PyPI needs no card.
+
+A form of a source takes it 1 to 15 s, so these are one or two for each branch of the sources; which forms are right is
+what the emulated kernels tell.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, files
+from pathlib import Path
+
+import pytest
+import torch
+
+from spillover.kernels.cuda import attention, coded_linear, compiled, fp8_linear, mixture, ordered_gemm
+from spillover.kernels.formats.coded_cuda import tile_form
+from spillover.kernels.formats.gguf_codes import FORMS
+
+H200 = "--gpu-architecture=sm_90a", "--std=c++17"
+PROCESSORS = 132
+HALF = torch.bfloat16
+
+
+def wanted() -> list[tuple[Path, tuple[str, ...]]]:
+    shape = fp8_linear.Shape(4096, 4096, blocked=True)
+    listed = [(mixture.SOURCE, (f"-DFORMAT={form}",)) for form in ("Mxfp4", "Int4_32", "Gguf8_halves_offset")]
+    listed += [(coded_linear.SOURCE, tile_form(FORMS[kind]).options(HALF)) for kind in ("Q4_K", "Q8_0")]
+    listed += [(ordered_gemm.SOURCE, ordered_gemm.chosen(rows, 4096, 4096, PROCESSORS).options(
+        ordered_gemm.product_chunks(4096, 4096)[0], HALF, False)) for rows in (64, 4096)]
+    listed += [(fp8_linear.SOURCE, fp8_linear.chosen(rows, shape, PROCESSORS).options(shape.form, HALF))
+               for rows in (1, 4096)]
+    listed += [(source, attention.Form(128, 4, 16, "fp8", HALF).options)
+               for source in (attention.NEW_TOKENS, attention.PROMPTS)]
+    return listed
+
+
+def nvrtc() -> ctypes.CDLL | None:
+    """The library of the package; None where it is not installed."""
+    try:
+        listed = files("nvidia-cuda-nvrtc") or []
+    except PackageNotFoundError:
+        return None
+    library = next(path for path in listed if path.name.startswith("libnvrtc.so"))
+    return ctypes.CDLL(str(library.locate()))
+
+
+def test_every_source_compiles_for_an_h200() -> None:
+    library = nvrtc()
+    if library is None:
+        pytest.skip("nvidia-cuda-nvrtc is not installed")
+    listed = wanted()
+    assert {source for source, _ in listed} == set(Path(mixture.__file__).parent.glob("*.cu"))
+
+    def binary(source: Path, options: tuple[str, ...]) -> bytes:
+        beside = f"--include-path={source.parent}"
+        return compiled._compile(library, source.name, source.read_bytes(), (*H200, *options, beside))
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for made in pool.map(lambda each: binary(*each), listed):
+            assert made.startswith(b"\x7fELF")
