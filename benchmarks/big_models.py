@@ -32,7 +32,7 @@ from mixture_workload import PREFILL, decode_rate, prefill_rate
 from spillover import LLM
 from spillover.engine.cuda.cuda_runner import CudaStep
 from spillover.engine.cuda.paged_experts import PagedExperts
-from spillover.engine.request import Request
+from spillover.engine.requests.request import Request
 from spillover.engine.step import StepResult
 from spillover.errors import SpilloverError
 from spillover.memory.routing import extended, read_log, uniform

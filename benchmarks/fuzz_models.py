@@ -36,11 +36,11 @@ from spillover.engine.assemble import plan_model
 from spillover.engine.config import EngineConfig
 from spillover.errors import RequestError, SpilloverError
 from spillover.kernels.fields import FLOATING
-from spillover.kernels.formats.awq import AwqInt
 from spillover.kernels.formats.base import WeightFormat
+from spillover.kernels.formats.checkpoints.awq import AwqInt
+from spillover.kernels.formats.checkpoints.gptq import GptqInt
 from spillover.kernels.formats.choice import Dequantized
 from spillover.kernels.formats.dense import DENSE
-from spillover.kernels.formats.gptq import GptqInt
 from spillover.models.checkpoint import open_checkpoint
 from spillover.models.fingerprint import weights_digest
 from spillover.models.loader import load_parts

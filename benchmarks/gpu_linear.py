@@ -24,7 +24,8 @@ from gpu_workload import origin
 from torch import Tensor
 
 from spillover.kernels.cuda import fp8_linear as cuda
-from spillover.kernels.cuda.fp8_linear import Cut, Shape, fp8_linear
+from spillover.kernels.cuda.compiled import compile_ahead
+from spillover.kernels.cuda.fp8_linear import Cut, FewCut, Shape, fp8_linear
 from spillover.kernels.cuda.tensor_map import processors
 from spillover.kernels.fields import Field
 from spillover.kernels.formats.fp8_block import dummy_fp8
@@ -32,7 +33,7 @@ from spillover.kernels.triton.launch import early
 from spillover.kernels.triton.ordered_linear import ordered_linear
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-ROWS = (1, 8, 16, 32, 64, 128, 256, 1024, 8192)
+ROWS = (1, 2, 8, 16, 32, 64, 128, 256, 1024, 8192)
 FORMS = ("bf16", "fp8 rows", "fp8 blocks")
 LAYERS = 32
 DEADLINE = 300  # seconds of a form
@@ -50,7 +51,7 @@ def weights(form: str, channels: int, inner: int, random: torch.Generator) -> tu
             dummy_fp8(Field("scales", "float32", shape), DEVICE, random))
 
 
-def product(form: str, tensors: tuple[Tensor, ...], cut: Cut | None = None) -> Product:
+def product(form: str, tensors: tuple[Tensor, ...], cut: FewCut | Cut | None = None) -> Product:
     begins_early = early(DEVICE)["EARLY"]
     if form == "bf16":
         return lambda x: ordered_linear(x, tensors[0])
@@ -62,12 +63,16 @@ def all_layers(products: list[Product], x: Tensor) -> None:
         each(x)
 
 
-def cuts(rows: int, shape: Shape) -> list[Cut]:
-    few = cuda.few_cuts(shape) if rows <= 8 else ()
-    width = cuda.tiles_of(rows)
-    narrow = width <= 64  # of more rows, registers serve one block
-    some = (Cut(width, 2), Cut(width, 2, True), *((Cut(width, 1, True, resident=3),) if narrow else ()))
-    return [cut for cut in (*few, *some) if cut.fits(shape)]
+def cuts(rows: int, shape: Shape) -> list[FewCut | Cut]:
+    """Return all ways to cut a product, compiled."""
+    found: list[FewCut | Cut] = []
+    if rows <= cuda.FEW_ROWS:
+        found += cuda.few_cuts(rows, shape, processors(DEVICE))
+    if rows >= 32:
+        found += cuda.cuts(rows, shape, processors(DEVICE))
+    for cut in found:
+        compile_ahead(cut.source, {cut.options(shape.form, torch.bfloat16)}, DEVICE)
+    return found
 
 
 def measure(form: str, every_cut: bool) -> list[dict[str, Any]]:
@@ -80,8 +85,8 @@ def measure(form: str, every_cut: bool) -> list[dict[str, Any]]:
         whole = product(form, layers[0])(x)
         shape = Shape(channels, inner, form == "fp8 blocks")
         for rows in ROWS:
-            tried: list[Cut | None] = [None]
-            if every_cut and form != "bf16" and rows <= 1024:
+            tried: list[FewCut | Cut | None] = [None]
+            if every_cut and form != "bf16":
                 tried += cuts(rows, shape)
             for cut in tried:
                 same = torch.equal(product(form, layers[0], cut)(x[:rows]), whole[:rows])

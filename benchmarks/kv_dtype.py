@@ -22,7 +22,7 @@ import numpy as np
 
 from spillover import LLM, SamplingParams
 from spillover.bench.provenance import provenance
-from spillover.engine.request import Request, Status
+from spillover.engine.requests.request import Request, Status
 from spillover.eval.tasks.base import DataFile
 from spillover.eval.tasks.choices import Question, choose, encode, read_hellaswag
 from spillover.plan.hardware import probe

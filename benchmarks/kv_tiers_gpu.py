@@ -32,7 +32,7 @@ from gpu_workload import MODELS, RESULTS, Figure, opened, roofline, write
 
 from spillover import LLM, SamplingParams
 from spillover.engine.output.outputs import RequestOutput
-from spillover.engine.request import Request
+from spillover.engine.requests.request import Request
 from spillover.memory.spill import restore_plan
 from spillover.memory.spill.tiered_connector import TieredConnector
 from spillover.plan.measure import measure_disk, measure_link, measure_rates

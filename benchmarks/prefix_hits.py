@@ -33,8 +33,8 @@ from spillover.bench.provenance import provenance
 from spillover.engine.batch.request_table import RequestTable
 from spillover.engine.loop import Engine
 from spillover.engine.null_runner import NullRunner, NullStep
-from spillover.engine.request import Request, Status
-from spillover.engine.request_factory import RequestFactory
+from spillover.engine.requests.request import Request, Status
+from spillover.engine.requests.request_factory import RequestFactory
 from spillover.engine.scheduler import Scheduler, SchedulerConfig
 from spillover.engine.step import Step
 from spillover.engine.tiers import SWITCH_SECONDS

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import random
 import statistics
+import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -43,6 +44,8 @@ ORDINARY = [
     "Give me a plan for a weekend in a city by the sea.",
 ]
 
+
+KNOWN = 32_000  # tokens of an EAGLE-3 head
 
 def prompts(llm: LLM, workload: str, count: int, turn: int) -> list[list[int]]:
     """Return other prompts in each turn: a drafter that keeps what was said would know the answers."""
@@ -82,19 +85,25 @@ def run(llm: LLM, asked: list[list[int]], length: int, temperature: float) -> tu
 @click.option("--tokens", default=None, type=int, help="Most tokens of a draft.")
 @click.option("--always", is_flag=True, help="Draft always, whether or not it pays.")
 @click.option("--simulate", default=None, help="Simulated acceptance by position, for random weights.")
+@click.option("--draft-passes", is_flag=True,
+              help="With --simulate: also with a draft model of the size of an EAGLE-3 head, whose passes are real.")
 @click.option("--requests", default=1)
 @click.option("--length", default=96, help="Tokens of an answer.")
 @click.option("--temperature", default=0.0)
 @click.option("--repeats", default=3)
 @click.option("--output", default=None, type=click.Path(path_type=Path), help="A file for the results, as JSON.")
 def main(model: str | None, device: str, gpu_memory: str | None, methods: tuple[str, ...], weight_codes: str,
-         workloads: tuple[str, ...], tokens: int | None, always: bool, simulate: str | None, requests: int, length: int,
-         temperature: float, repeats: int, output: Path | None) -> None:
+         workloads: tuple[str, ...], tokens: int | None, always: bool, simulate: str | None, draft_passes: bool,
+         requests: int, length: int, temperature: float, repeats: int, output: Path | None) -> None:
     flags: dict[str, Any] = {"device": device, "gpu_memory": gpu_memory, "max_model_len": 1024,
                              "max_num_seqs": max(requests, 1), "weight_codes": weight_codes}
+    if device == "cuda":
+        flags["graph_capture"] = "start"
     ways: dict[str, dict[str, Any]] = {"plain": {}}
     if simulate is not None:
         ways["simulated"], workloads = {"speculative_simulate": simulate}, ("random",)
+        if draft_passes:
+            ways["passes"] = {"speculative_simulate": simulate}
     else:
         ways |= {method: speculating(method, tokens) for method in methods}
     for way in ways.values():
@@ -102,6 +111,10 @@ def main(model: str | None, device: str, gpu_memory: str | None, methods: tuple[
             way["speculative_adaptive"] = False
     results: list[dict[str, Any]] = []
     with ExitStack() as stack:
+        if "passes" in ways:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            ways["passes"] |= {"speculative_model": head_sized(MODELS[str(model)], Path(folder)),
+                               "num_speculative_tokens": simulate.count(",") + 1 if simulate else 1}
         engines = {name: stack.enter_context(opened(model, **flags, **way) if model in MODELS
                                              else LLM(model, **flags, **way)) for name, way in ways.items()}
         for workload in workloads:
@@ -126,6 +139,13 @@ def main(model: str | None, device: str, gpu_memory: str | None, methods: tuple[
         about = {"model": model or "SmolLM2-135M-Instruct", "device": device, "requests": requests, "length": length,
                  "temperature": temperature, "repeats": repeats, "always": always, "simulated": simulate}
         output.write_text(json.dumps({"settings": about, "results": results}, indent=2) + "\n")
+
+
+def head_sized(target: dict[str, Any], folder: Path) -> str:
+    """Write the configuration of a draft model as large as an EAGLE-3 head: one layer, and 32,000 of the tokens."""
+    folder.joinpath("config.json").write_text(json.dumps({**target, "num_hidden_layers": 1, "vocab_size": KNOWN + 1}))
+    folder.joinpath("draft_vocab.json").write_text(json.dumps({"target_ids": list(range(KNOWN))}))
+    return str(folder)
 
 
 def speculating(method: str, tokens: int | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from spillover.engine.llm import LLM
     from spillover.engine.output.outputs import CompletionOutput, RequestOutput
-    from spillover.engine.sampling_params import SamplingParams, StructuredOutputs
+    from spillover.engine.requests.sampling_params import SamplingParams, StructuredOutputs
     from spillover.errors import SpilloverError
     from spillover.server.engine.async_llm import AsyncLLM
 
@@ -23,9 +23,9 @@ _HOMES = {
     "AsyncLLM": "spillover.server.engine.async_llm",
     "CompletionOutput": "spillover.engine.output.outputs",
     "RequestOutput": "spillover.engine.output.outputs",
-    "SamplingParams": "spillover.engine.sampling_params",
+    "SamplingParams": "spillover.engine.requests.sampling_params",
     "SpilloverError": "spillover.errors",
-    "StructuredOutputs": "spillover.engine.sampling_params",
+    "StructuredOutputs": "spillover.engine.requests.sampling_params",
 }
 
 

@@ -15,7 +15,7 @@ import pytest
 from spillover.cli.chat import answering, timing_line
 from spillover.cli.conversation import COMMANDS, Conversation
 from spillover.engine.output.outputs import CompletionOutput, RequestOutput, RequestTimings, TokenSources
-from spillover.engine.sampling_params import SamplingParams
+from spillover.engine.requests.sampling_params import SamplingParams
 from spillover.errors import RequestError
 
 

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from spillover.engine.output.detokenizer import IncrementalDetokenizer, StopStrings
-from spillover.engine.sampling_params import SamplingParams
+from spillover.engine.requests.sampling_params import SamplingParams
 from spillover.models.tokenizer import Tokenizer
 
 TEXTS = ["Hello world, hello there. The quick brown fox.", "你好，世界！日本語のテキスト",

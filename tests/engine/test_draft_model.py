@@ -93,7 +93,7 @@ def compare(target: Path, similar: Path, conditions: dict[str, Any], device: str
         assert stats.speculation is not None
         counts = stats.speculation.counts
         assert counts == sum((output.drafts for output in found), DraftCounts())
-        assert 0.1 < counts.accepted / counts.tokens < 1
+        assert 0.2 < counts.by_position[0] / counts.drafts < 1  # by chance it would be far less
         llm.engine.scheduler.check()
         blocks = draft_of(llm).blocks
         blocks.check()

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from spillover.engine.request import Request
-from spillover.engine.sampling_params import SamplingParams
+from spillover.engine.requests.request import Request
+from spillover.engine.requests.sampling_params import SamplingParams
 from spillover.engine.speculation import suffix
 from spillover.engine.speculation.drafter import Draft
 from spillover.engine.speculation.ngram import NgramDrafter

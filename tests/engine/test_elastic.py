@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spillover import LLM, SamplingParams
-from spillover.engine.request import Status
+from spillover.engine.requests.request import Status
 from spillover.engine.weights.elastic import ElasticMemory, SlotLender
 from spillover.memory.kv.kv_cache import KVCache
 from support import starved

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spillover import LLM, SamplingParams
-from spillover.engine.request import Request
+from spillover.engine.requests.request import Request
 from support.hf_reference import VOCAB, all_architectures, greedy, save_checkpoint, tiny_model
 
 BLOCK = 8

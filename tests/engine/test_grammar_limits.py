@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from spillover.engine.sampling_params import StructuredOutputs
+from spillover.engine.requests.sampling_params import StructuredOutputs
 from spillover.engine.structured import grammar_process, structured
 from spillover.engine.structured.structured import Grammar, GrammarCompiler, GrammarLimits
 from spillover.errors import GrammarRefused

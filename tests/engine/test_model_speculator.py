@@ -13,8 +13,8 @@ from hypothesis import Phase as Stage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spillover.engine.request import Request
-from spillover.engine.sampling_params import SamplingParams
+from spillover.engine.requests.request import Request
+from spillover.engine.requests.sampling_params import SamplingParams
 from spillover.engine.speculation import model_speculator, speculator
 from spillover.engine.speculation.costs import StepCosts
 from spillover.engine.speculation.draft_costs import DraftCosts, best_counts

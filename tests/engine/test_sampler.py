@@ -29,8 +29,8 @@ from spillover.engine.batch.sampler import (
     to_position_logprobs,
     uniform,
 )
-from spillover.engine.request_factory import check_token_ids
-from spillover.engine.sampling_params import SamplingParams
+from spillover.engine.requests.request_factory import check_token_ids
+from spillover.engine.requests.sampling_params import SamplingParams
 from spillover.errors import RequestError
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -9,8 +9,8 @@ import pytest
 
 from spillover.engine.loop import Engine
 from spillover.engine.queue_policy import POLICIES
-from spillover.engine.request import Request, Status
-from spillover.engine.sampling_params import SamplingParams
+from spillover.engine.requests.request import Request, Status
+from spillover.engine.requests.sampling_params import SamplingParams
 from spillover.engine.scheduler import Scheduler, SchedulerConfig
 from spillover.engine.speculation.drafter import Draft
 from spillover.engine.speculation.speculator import AdaptiveSpeculator, Speculator

@@ -14,7 +14,7 @@ import torch
 
 from spillover import LLM, SamplingParams
 from spillover.engine.output.outputs import DraftCounts
-from spillover.engine.request import Request
+from spillover.engine.requests.request import Request
 from spillover.engine.speculation.drafter import Draft, Drafter
 from spillover.engine.speculation.speculator import AdaptiveSpeculator
 from spillover.errors import SpilloverError

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
-from spillover.engine.sampling_params import StructuredOutputs
+from spillover.engine.requests.sampling_params import StructuredOutputs
 from spillover.engine.structured.grammar_source import MAX_SCHEMA_DEPTH
 from spillover.engine.structured.structured import Grammar, GrammarCompiler
 from spillover.errors import RequestError

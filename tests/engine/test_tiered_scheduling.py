@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from spillover.engine.request import Request, Status
+from spillover.engine.requests.request import Request, Status
 from spillover.memory.policies.admission import SecondUse
 from support.simulated import expected_tokens
 from support.simulated_tiers import DictTier

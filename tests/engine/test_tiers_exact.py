@@ -12,7 +12,7 @@ import pytest
 
 from spillover import LLM, SamplingParams
 from spillover.engine import tiers as engine_tiers
-from spillover.engine.request import Request, Status
+from spillover.engine.requests.request import Request, Status
 from spillover.memory.spill.tiered_connector import TieredConnector
 from spillover.memory.tiers.base import Tier
 from support.faulty_tier import FaultRates, FaultyTier

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from spillover import LLM, SamplingParams
-from spillover.engine.request import Request
+from spillover.engine.requests.request import Request
 from spillover.engine.speculation.draft_model import DraftModel
 from spillover.engine.speculation.translation import TranslatedVocabulary
 from spillover.models.tokenizer import Tokenizer

@@ -230,7 +230,7 @@ def built(sources: list[Path], cores: str) -> ctypes.CDLL:
 def test_other_instructions_of_x86_give_the_same_bits(other: str) -> None:
     folder, cores = Path(build.__file__).parent, {level.name: level.cores for level in build.LEVELS["x86_64"]}
     tiles = other == "emulated_tiles"
-    source = Path(__file__).parent.parent / "support" / "emulated_tiles.cpp" if tiles else folder / "coded.cpp"
+    source = Path(__file__).parents[1] / "support" / "emulated_tiles.cpp" if tiles else folder / "coded" / "coded.cpp"
     library = built([source, folder / "team.cpp"],
                     f"{cores['avx512-vnni']} -mavx512bf16" if tiles else cores["avx512"])
     weights = [coded(kind, 70, 512) for kind in KINDS]

@@ -110,7 +110,7 @@ needs_a_compiler = pytest.mark.skipif(native.library() is None, reason="no C++ c
 
 @needs_a_compiler
 def test_it_is_built_once_with_progress_and_kept(tmp_path: Path) -> None:
-    count = len(list(SOURCES.glob("*.cpp")))
+    count = len(list(SOURCES.rglob("*.cpp")))
     new = {"SPILLOVER_CACHE": str(tmp_path), "CXX": str(hasty_compiler(tmp_path))}
     assert tell(**new) == [f"{done} {count}" for done in range(count + 1)]
     (built,) = (tmp_path / "native").iterdir()
@@ -139,7 +139,7 @@ def hasty_compiler(folder: Path) -> Path:
 
 
 def test_a_killed_build_is_swept_by_the_next_and_an_interrupted_one_leaves_nothing(tmp_path: Path) -> None:
-    count, cores = len(list(SOURCES.glob("*.cpp"))), len(os.sched_getaffinity(0))
+    count, cores = len(list(SOURCES.rglob("*.cpp"))), len(os.sched_getaffinity(0))
     environment = os.environ | {"SPILLOVER_CACHE": str(tmp_path), "CXX": str(slow_compiler(tmp_path))}
     for sent, left in ((signal.SIGKILL, 1), (signal.SIGINT, 0)):
         process = subprocess.Popen([sys.executable, "-c", TELLING], env=environment, stdout=subprocess.PIPE,

@@ -67,6 +67,11 @@ def test_seeds_have_the_arms_that_their_documents_compare() -> None:
     assert len(arms(made["seed-002"])) == 5
     assert [workload.name for workload in made["seed-002"].workloads] == ["pp512", "tg128"]
     assert [workload.name for workload in made["seed-004"].workloads] == ["single-user", "burst", "heavy"]
+    week11 = made["seed-003-week11"]
+    assert arms(week11) == ["plain", "ngram-1", "ngram-3", "ngram-5", "ngram-7", "ngram", "suffix"]
+    assert [workload.sweep for workload in week11.workloads] == [{}, *({"request-rate": rate} for rate in (1, 4, 10))]
+    drafting = {f"{engine}draft-{tokens}" for engine in ("", "vllm-") for tokens in (1, 3, 5, 7)}
+    assert {"draft", "vllm-ngram", *drafting} < set(arms(load_experiment("seed-003-week11", "gpu")))
     assert made["seed-004"].warmups > 0
     assert made["seed-004-cold"].warmups == 0
 

@@ -19,8 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from spillover.engine.config import EngineConfig
 from spillover.engine.output.output_processor import Answer
 from spillover.engine.output.outputs import DraftCounts, TokenSources
-from spillover.engine.request import Request
-from spillover.engine.sampling_params import SamplingParams
+from spillover.engine.requests.request import Request
+from spillover.engine.requests.sampling_params import SamplingParams
 from spillover.memory.spill.report import TierReport, by_name
 from spillover.server.app import make_app
 from spillover.server.engine.protocol import LiveStats
@@ -149,11 +149,13 @@ def test_speculation_has_the_names_of_vllm_and_says_what_is_simulated() -> None:
                            num_blocks=1)
     config = EngineConfig(load_format="dummy", speculative_simulate="0.8,0.5,0.1")
     info: Any = SimpleNamespace(plan=plan, config=config, restarts=0, started=1.0)
-    stats = LiveStats(time=2.0, drafts=DraftCounts(10, 30, 13, (8, 5)), draft_seconds=0.5)
+    stats = LiveStats(time=2.0, drafts=DraftCounts(10, 30, 13, (8, 5)), draft_seconds=0.5, draft_proposed=45,
+                      verify_seconds=1.25)
     found = samples(metrics.render(stats, info, TokenCounts()))
     label = ("simulated", "true")
     names = {"num_drafts_total": 10, "num_draft_tokens_total": 30, "num_accepted_tokens_total": 13,
-             "tokens_per_pass": 2.3}
+             "tokens_per_pass": 2.3, "num_wasted_tokens_total": 17, "num_proposed_tokens_total": 45,
+             "draft_milliseconds_total": 500, "verify_milliseconds_total": 1250}
     for name, value in names.items():
         ((labels, number),) = found["spec_decode_" + name].items()
         assert label in labels

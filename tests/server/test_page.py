@@ -14,6 +14,8 @@ import msgspec
 import pytest
 import uvicorn
 
+from spillover.engine.output.outputs import DraftCounts
+from spillover.engine.speculation.config import SpeculativeConfig
 from spillover.memory.spill.report import TierReport
 from spillover.server.app import make_app
 from spillover.server.engine.protocol import TierUse
@@ -119,6 +121,40 @@ def test_tiers_say_what_they_hold_and_what_moved(browser: Chromium) -> None:
                             "out 2.0 MB at 4.0 MB/s · 64 tokens hit · 3 dropped")
         assert disk_row == "disknot configured"
         assert remote_row == "remotedoes not answerin 70 B at 70 B/s · out 0 B · 0 tokens hit · 9 failed"
+    assert browser.problems == []
+
+
+def test_speculation_is_shown_where_it_is_on_and_what_is_simulated_says_so(browser: Chromium) -> None:
+    client = StubClient()
+    numbers = "[...document.querySelectorAll('#speculation-numbers div')].map((div) => div.textContent)"
+    with stub_server(client) as url:
+        browser.open(url)
+        browser.wait("document.getElementById('state').textContent === 'ready'")
+        assert not browser.evaluate("document.getElementById('speculation').checkVisibility()")
+        client.info.config.speculation = SpeculativeConfig("suffix", 4)
+        browser.wait("document.getElementById('speculation').checkVisibility()")
+        assert browser.text("#speculation-note") == "suffix, up to 4 tokens"
+        assert browser.evaluate("document.getElementById('speculation-empty').checkVisibility()")
+        client.stats = msgspec.structs.replace(
+            client.stats, time=3.0, drafts=DraftCounts(10, 30, 13, (8, 5)), draft_proposed=45, draft_seconds=0.5,
+            verify_seconds=1.25)
+        browser.wait("document.getElementById('positions').checkVisibility()")
+        assert browser.evaluate(numbers) == [
+            "tokens per pass2.30", "passes with a draft10", "drafted45", "verified30", "accepted13", "wasted17",
+            "time in drafting500 ms", "time in verifying1.25 s"]
+        assert browser.evaluate("[...document.querySelectorAll('#positions li')].map((li) => li.textContent)") == [
+            "80%1", "50%2", "0%3", "0%4"]
+        assert browser.evaluate("document.querySelector('#speculation-stack').ariaLabel") == "accepted 43%, wasted 57%"
+        client.info.config.speculation = SpeculativeConfig("simulated", 2, simulated=(0.8, 0.5))
+        browser.wait("document.getElementById('speculation').textContent.includes('made up')")
+        assert [text for text in browser.evaluate(numbers) if "(simulated)" in text] == [
+            "tokens per pass (simulated)2.30", "accepted (simulated)13", "wasted (simulated)17"]
+        assert "(simulated)" in browser.text("#positions-title")
+        for width in (400, 1400):
+            browser.open(url, width=width)
+            browser.wait("document.getElementById('positions').checkVisibility()")
+            assert browser.evaluate("document.documentElement.scrollWidth") <= width
+            assert [found for found in browser.evaluate(CONTRASTS) if found[0] < 4.5] == []
     assert browser.problems == []
 
 

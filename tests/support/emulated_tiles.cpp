@@ -1,4 +1,4 @@
-// native/coded.cpp with tiles (AMX) that are emulated, for machines without them.
+// native/coded/coded.cpp with tiles (AMX) that are emulated, for machines without them.
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -78,4 +78,4 @@ void multiply(int sum, int a, int b) {
 #define _tile_stored emulated::store
 #define _tile_dpbf16ps emulated::multiply
 #define syscall(...) 0  // asks for tiles
-#include "coded.cpp"
+#include "coded/coded.cpp"

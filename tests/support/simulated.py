@@ -11,7 +11,7 @@ import struct
 import zlib
 
 from spillover.engine.batch.step_result import accepted
-from spillover.engine.request import Request
+from spillover.engine.requests.request import Request
 from spillover.engine.step import NewRequest, Step, StepItem, StepResult, decode_step, encode_step
 
 VOCAB = 50

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from spillover.engine.loop import Engine
-from spillover.engine.request import Request
-from spillover.engine.sampling_params import SamplingParams
+from spillover.engine.requests.request import Request
+from spillover.engine.requests.sampling_params import SamplingParams
 from spillover.engine.scheduler import Scheduler, SchedulerConfig
 from spillover.memory.kv.kv_cache import KVCache
 from spillover.memory.kv.loans import BlockLender

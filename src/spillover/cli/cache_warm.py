@@ -116,7 +116,7 @@ def _lines(file: str) -> list[str]:
 
 
 def _warm(llm: LLM, prompts: list[Any]) -> Warmed:
-    from spillover.engine.sampling_params import SamplingParams
+    from spillover.engine.requests.sampling_params import SamplingParams
 
     params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
     bar = sys.stderr.isatty()

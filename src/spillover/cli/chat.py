@@ -44,7 +44,7 @@ def chat(config: EngineConfig, sampling: dict[str, Any], system: str | None, by_
     from spillover.cli.conversation import Conversation
     from spillover.cli.loading import open_llm
     from spillover.cli.terminal import LeaveError, WordWrap, typed_messages
-    from spillover.engine.sampling_params import SamplingParams
+    from spillover.engine.requests.sampling_params import SamplingParams
 
     typed = sys.stdin.isatty()
     if by_line and typed:

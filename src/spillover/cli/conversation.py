@@ -15,7 +15,7 @@ from spillover.errors import SpilloverError, did_you_mean
 if TYPE_CHECKING:
     from spillover.engine.llm import LLM
     from spillover.engine.output.outputs import RequestOutput
-    from spillover.engine.sampling_params import SamplingParams
+    from spillover.engine.requests.sampling_params import SamplingParams
 
 COMMANDS = {
     "/help": "list these commands",

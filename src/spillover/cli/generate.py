@@ -16,7 +16,7 @@ from spillover.errors import SpilloverError
 
 if TYPE_CHECKING:
     from spillover.engine.llm import LLM
-    from spillover.engine.sampling_params import SamplingParams
+    from spillover.engine.requests.sampling_params import SamplingParams
 
 STDIN = "-"
 
@@ -57,7 +57,7 @@ def generate(config: EngineConfig, sampling: dict[str, Any], words: tuple[str, .
       spill generate "A person as JSON: " --schema '{"type": "object", "properties": {"age": {"type": "integer"}}}'
     """
     from spillover.cli.loading import open_llm
-    from spillover.engine.sampling_params import SamplingParams, StructuredOutputs
+    from spillover.engine.requests.sampling_params import SamplingParams, StructuredOutputs
 
     structured = None if schema is None else StructuredOutputs(json=_schema(schema))
     params = SamplingParams(n=n, structured_outputs=structured, **sampling)

@@ -23,12 +23,13 @@ from spillover.engine.null_runner import NullRunner, ordinary_tokens
 from spillover.engine.scheduler import Scheduler, SchedulerConfig
 from spillover.engine.speculation.draft_model import DraftModel
 from spillover.engine.speculation.drafter import Drafter, make_drafter
+from spillover.engine.speculation.expert_price import ExpertPrice
 from spillover.engine.speculation.model_speculator import make_speculator
 from spillover.engine.speculation.own_blocks import OwnBlocks
 from spillover.engine.speculation.runner_drafter import RunnerDrafter, SharedBlocks
 from spillover.engine.speculation.speculator import Speculator
 from spillover.engine.speculation.vocabulary import DraftVocabulary, draft_vocabulary
-from spillover.engine.tiers import make_store
+from spillover.engine.tiers import make_store, token_log
 from spillover.engine.weights.elastic import ElasticMemory, SlotLender
 from spillover.engine.weights.load import load
 from spillover.engine.weights.substitutes import (
@@ -49,6 +50,7 @@ from spillover.memory.budgets import parse_disk
 from spillover.memory.connector import KVConnector, NullConnector
 from spillover.memory.kv.kv_cache import KVCache
 from spillover.memory.spill.tiered_connector import TieredConnector
+from spillover.memory.tiers.token_log import TokenLog
 from spillover.memory.transfer.cpu_transfers import CpuTransfers
 from spillover.memory.transfer.cuda_driver import CudaPinner
 from spillover.memory.transfer.cuda_transfers import CudaTransfers
@@ -270,8 +272,10 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
     kv = KVCache(plan.num_blocks, plan.block_size, plan.windows, config.enable_prefix_caching, identity,
                  most_blocks=most, lender=_lender(runner, plan))
     connector: KVConnector = NullConnector()
+    tokens = None
     if plan.tiers and not isinstance(runner, NullRunner):
-        store = make_store(config, plan, planned.model_config, runner.kv.pool, identity, runner.transfers)
+        tokens = token_log(config, identity)
+        store = make_store(config, plan, planned.model_config, runner.kv.pool, identity, runner.transfers, tokens)
         margin = 2 * -(-plan.max_num_batched_tokens // plan.block_size) * len(plan.windows)
         connector = TieredConnector(kv, store, margin, config.restore)
     scheduler = Scheduler(SchedulerConfig(
@@ -285,13 +289,13 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
         watermark=config.watermark,
         max_samples=step_limits(planned).max_samples,
         drafts_in_kv=planned.substitutes is not None,
-    ), kv, connector, _speculator(planned, runner, kv, draft))
+    ), kv, connector, _speculator(planned, runner, kv, draft, tokens))
     return Assembly(config, planned.path, planned.model_config, planned.specs, plan,
                     Engine(scheduler, runner, config.async_scheduling, draft), tokenizer)
 
 
-def _speculator(planned: PlannedModel, runner: NullRunner | ModelRunner, kv: KVCache,
-                draft: DraftModel | None) -> Speculator | None:
+def _speculator(planned: PlannedModel, runner: NullRunner | ModelRunner, kv: KVCache, draft: DraftModel | None,
+                tokens: TokenLog | None) -> Speculator | None:
     speculation = planned.config.speculation
     if speculation is None:
         return None
@@ -299,11 +303,12 @@ def _speculator(planned: PlannedModel, runner: NullRunner | ModelRunner, kv: KVC
     if draft is not None:
         drafter = draft
     elif isinstance(runner, NullRunner) or runner.drafting is None:
-        drafter = make_drafter(speculation, planned.model_config.vocab_size)
+        drafter = make_drafter(speculation, planned.model_config.vocab_size, tokens)
     else:
         drafter = RunnerDrafter(runner.drafting, SharedBlocks(kv), draft_limits(planned.plan).max_num_batched_tokens,
                                 speculation.simulated or None)
-    return make_speculator(drafter, speculation.num_tokens, speculation.adaptive, bool(speculation.simulated))
+    return make_speculator(drafter, speculation.num_tokens, speculation.adaptive, bool(speculation.simulated),
+                           _expert_price(runner))
 
 
 def _draft_model(draft: PlannedModel, vocabulary: DraftVocabulary, runner: NullRunner | ModelRunner,
@@ -313,6 +318,13 @@ def _draft_model(draft: PlannedModel, vocabulary: DraftVocabulary, runner: NullR
     second = make_runner(draft, None, show, beside=runner)
     kv = KVCache(plan.num_blocks, plan.block_size, plan.windows)
     return DraftModel(second, OwnBlocks(kv, plan.max_model_len), vocabulary, plan.max_num_batched_tokens, expected)
+
+
+def _expert_price(runner: NullRunner | ModelRunner) -> ExpertPrice | None:
+    """Return what prices the experts that drafts bring to the device; None where all are there."""
+    if isinstance(runner, NullRunner) or runner.weights.experts is None:
+        return None
+    return ExpertPrice(runner.weight_traffic, quick_rates(runner.kv.pool.device.type).host_to_device)
 
 
 def _lender(runner: NullRunner | ModelRunner, plan: Plan) -> SlotLender | None:

@@ -18,7 +18,7 @@ from typing import TypeVar
 from spillover.engine.loop import Engine
 from spillover.engine.output.output_processor import Answer
 from spillover.engine.output.outputs import RequestOutput
-from spillover.engine.request import Request
+from spillover.engine.requests.request import Request
 from spillover.errors import SpilloverError
 
 Result = TypeVar("Result")

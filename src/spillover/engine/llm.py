@@ -20,7 +20,7 @@ from spillover.engine.engine_thread import EngineThread
 from spillover.engine.loop import ModelRunner
 from spillover.engine.output.output_processor import Answer
 from spillover.engine.output.outputs import RequestOutput
-from spillover.engine.prompts import (
+from spillover.engine.requests.prompts import (
     Message,
     Params,
     Prompt,
@@ -31,8 +31,8 @@ from spillover.engine.prompts import (
     prompt_list,
     prompt_parts,
 )
-from spillover.engine.request_factory import RequestFactory
-from spillover.engine.sampling_params import SamplingParams
+from spillover.engine.requests.request_factory import RequestFactory
+from spillover.engine.requests.sampling_params import SamplingParams
 from spillover.engine.stats import EngineStats
 from spillover.engine.structured.structured import GrammarLimits
 from spillover.errors import SpilloverError

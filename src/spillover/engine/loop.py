@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from spillover.engine.batch.step_result import PromptObserver
-from spillover.engine.request import Request
+from spillover.engine.requests.request import Request
 from spillover.engine.scheduler import Scheduler
 from spillover.engine.step import Step, StepResult
 from spillover.engine.weights.placed import EngineWeights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from spillover.engine.request import Request
+from spillover.engine.requests.request import Request
 
 # match(request) -> tokens of the request that the cache already holds
 Match = Callable[[Request], int]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from spillover.engine.output.outputs import PositionLogprobs, TokenSources
 from spillover.engine.queue_policy import POLICIES
-from spillover.engine.request import Request, Status
+from spillover.engine.requests.request import Request, Status
 from spillover.engine.speculation.draft_items import DraftItems
 from spillover.engine.speculation.speculator import NoSpeculation, Speculator
 from spillover.engine.step import NewRequest, Phase, Step, StepItem, StepResult

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import msgspec
 
 from spillover.engine.output.outputs import PositionLogprobs
-from spillover.engine.sampling_params import SamplingParams
-from spillover.engine.token_ids import TokenIds, from_bytes, to_bytes
+from spillover.engine.requests.sampling_params import SamplingParams
+from spillover.engine.requests.token_ids import TokenIds, from_bytes, to_bytes
 
 
 class Phase(enum.IntEnum):

@@ -21,6 +21,7 @@ from spillover.memory.tiers.base import Tier
 from spillover.memory.tiers.disk import DiskTier
 from spillover.memory.tiers.disks import Disks
 from spillover.memory.tiers.seal import read_seal
+from spillover.memory.tiers.token_log import TokenLog
 from spillover.memory.transfer.cpu_transfers import CpuTransfers
 from spillover.memory.transfer.cuda_transfers import CudaTransfers
 from spillover.memory.transfer.link import DeviceLink
@@ -35,9 +36,19 @@ SWITCH_SECONDS = 0.0002  # for which a thread may keep the interpreter while ano
 DISK_READ = REMOTE_READ = 1e9  # bytes a second, until a load has been seen
 
 
+def token_log(config: EngineConfig, identity: bytes) -> TokenLog | None:
+    """Return where what was said is kept for drafts after a restart: beside the first disk's blocks; None: nowhere."""
+    if not config.disk or config.speculation is None or config.speculation.method != "suffix":
+        return None
+    budget = parse_disk(config.disk[0])
+    made = TokenLog(budget.path, budget.capacity_bytes, identity, read_seal(config.kv_store_key_file))
+    return made if made.most_bytes else None
+
+
 def make_store(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tensor, identity: bytes,
-               transfers: Transfers) -> SpillStore:
-    """What lies below the device, as the plan has it. Disks and links are timed, which takes a moment."""
+               transfers: Transfers, tokens: TokenLog | None = None) -> SpillStore:
+    """What lies below the device, as the plan has it. Disks and links are timed, which takes a moment. `tokens`: a log
+    to be kept beside the first disk's blocks."""
     # Copies begin and end in Python on threads of their own; the engine's must not wait 5 ms whenever one of them runs.
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
     link = _make_link(config, plan, model, pool, transfers)
@@ -45,7 +56,7 @@ def make_store(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tenso
     timed = with_tier_rates(plan.tiers, plan.device, link.slot_bytes)
     reads = {tier.name: tier.read for tier in reversed(timed) if tier.read is not None}
     writes = {tier.name: tier.write for tier in reversed(timed) if tier.write is not None}
-    tiers = _make_tiers(config, plan, link.slot_bytes, identity, wake.set)
+    tiers = _make_tiers(config, plan, link.slot_bytes, identity, wake.set, tokens)
     return SpillStore(
         link,
         tiers,
@@ -70,18 +81,20 @@ def _make_link(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tenso
 
 
 def _make_tiers(config: EngineConfig, plan: Plan, payload: int, identity: bytes,
-                wake: Callable[[], None]) -> list[Tier]:
+                wake: Callable[[], None], tokens: TokenLog | None) -> list[Tier]:
     description = {"model": plan.model, "dtype": plan.dtype, "kv_cache_dtype": config.kv_cache_dtype,
                    "spill_dtype": config.spill_dtype, "block_size": str(plan.block_size),
                    "layout": f"{KV_LAYOUT};{slot_layout(config.spill_dtype)}"}
     seal = read_seal(config.kv_store_key_file)
     tiers: list[Tier] = []
-    disks = []
+    disks: list[DiskTier] = []
     try:
         for text in config.disk:
-            budget = parse_disk(text)
-            disks.append(DiskTier(budget.path, budget.capacity_bytes, payload, identity, description, wake,
-                                  seal=seal))
+            budget, kept = parse_disk(text), tokens if not disks else None
+            room = budget.capacity_bytes - (kept.most_bytes if kept is not None else 0)
+            disks.append(DiskTier(budget.path, room, payload, identity, description, wake, seal=seal))
+            if kept is not None:
+                disks[-1].keep_beside(kept)
         if disks:
             tiers.append(disks[0] if len(disks) == 1 else Disks(disks))
         if config.remote is not None:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from spillover.engine.sampling_params import SamplingParams
+from spillover.engine.requests.sampling_params import SamplingParams
 from spillover.errors import SpilloverError
 from spillover.eval.target import Prompt
 from spillover.models.tokenizer import Tokenizer

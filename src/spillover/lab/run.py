@@ -18,6 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from spillover.bench.serving.speculation_counters import speculation_metrics
 from spillover.bench.target import PHASES
 from spillover.errors import SpilloverError
 from spillover.lab import engines
@@ -295,7 +296,7 @@ class _Runner:
         with self._bench.watch(engine, monitors) if self._bench.watch is not None else contextlib.nullcontext():
             measured = self._bench.load.measure(workload, engine.running, repeat, self._watcher.live())
         # Where the server died nobody answers any more, and its counters are those that the client read.
-        counters = {**measured.run.counters, **_since(before, engine.counters())}
+        counters = {**measured.run.counters, **_since(before, engine.counters()), **engine.gauges()}
         measured = replace(measured, run=replace(measured.run, counters=counters))
         pool = engine.device_pool_tokens()
         faults = judge(Sample(measured.run, warmups, self._experiment.metrics, measured.sharing, measured.working_set,
@@ -366,7 +367,8 @@ def _not_forgotten(forgot: CacheReset) -> Iterator[Fault]:
 
 
 def _told_by_server(measured: Measured) -> dict[str, float]:
-    """Return means over requests of what the server says of itself, and the share of prompt tokens it found cached."""
+    """Return means over requests of what the server says of itself, the share of prompt tokens it found cached, and
+    what it drafted."""
     told: dict[str, float] = {}
     timings = [record.timings for record in measured.run.completed if record.timings]
     for name in PHASES:
@@ -376,7 +378,7 @@ def _told_by_server(measured: Measured) -> dict[str, float]:
     hits, prompt = cache_hits(measured.run)
     if hits is not None and prompt > 0:
         told["hit_rate"] = hits / prompt
-    return told
+    return told | speculation_metrics(measured.run.counters)
 
 
 def _sources(measured: Measured) -> dict[str, int] | None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from spillover.engine.llm import LLM
-from spillover.engine.sampling_params import SamplingParams
+from spillover.engine.requests.sampling_params import SamplingParams
 from spillover.errors import SpilloverError
 from spillover.models.quantize.calibration_text import conversations, read_text
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from spillover.bench.records import Run
 from spillover.bench.serving.serving_metrics import Spread, gaps, measure, ttft
+from spillover.bench.serving.speculation_counters import acceptance_by_position, speculation_metrics
 from spillover.bench.target import PHASES
 
 WIDTH = 50
@@ -95,7 +96,7 @@ class Report:
         ]
         if whole.attainment is not None:
             lines.append(f"Objectives met by {whole.attainment:.1%} of requests")
-        return lines + self._cache() + self._parts() + self._faults()
+        return lines + self._cache() + self._speculation() + self._parts() + self._faults()
 
     def _cache(self) -> list[str]:
         counters, told = self.run.counters, [record for record in self.run.completed if record.sources is not None]
@@ -115,6 +116,19 @@ class Report:
                          f"({hits / queries:.1%})")
         preempted = counters.get("num_preemptions", 0.0)
         return [*lines, f"Preemptions: {preempted:.0f}"] if preempted else lines
+
+    def _speculation(self) -> list[str]:
+        found = speculation_metrics(self.run.counters)
+        if not found:
+            return []
+        line = f"Speculation: {found['spec_tokens_per_pass']:.2f} tokens per pass with a draft"
+        if "spec_verified_tokens" in found:
+            line += (f", {found['spec_accepted_tokens']:,.0f} of {found['spec_verified_tokens']:,.0f} verified tokens "
+                     f"accepted ({found['spec_acceptance_rate']:.1%}), {found['spec_wasted_tokens']:,.0f} wasted")
+        by_position = acceptance_by_position(found)
+        if by_position:
+            line += "; by position " + " ".join(f"{share:.0%}" for share in by_position)
+        return [line + (" (simulated acceptance)" if "spec_simulated" in found else "")]
 
     def _parts(self) -> list[str]:
         """Return where a request's time went, by the server's own account."""

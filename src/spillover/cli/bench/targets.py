@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from spillover.bench.target import BenchRequest, Bound, Completion, Counters, Limits, TierTraffic
 from spillover.engine.llm import LLM
 from spillover.engine.output.outputs import RequestOutput
-from spillover.engine.sampling_params import SamplingParams
+from spillover.engine.requests.sampling_params import SamplingParams
 from spillover.memory.spill.report import by_name
 from spillover.plan.measure import measure_rates
 from spillover.plan.rates import Rates

@@ -74,7 +74,7 @@ def _documentation(llm: LLM, name: str) -> str:
 
 
 def _ask(llm: LLM, chat: list[Message], tokens: int) -> Answer:
-    from spillover.engine.sampling_params import SamplingParams
+    from spillover.engine.requests.sampling_params import SamplingParams
 
     output: RequestOutput = llm.chat(chat, SamplingParams(temperature=0, max_tokens=tokens), use_tqdm=False)[0]
     assert output.timings is not None

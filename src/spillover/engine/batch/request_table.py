@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 
 from spillover.engine.batch.sampler import seed_stream, temperature_only
+from spillover.engine.requests.token_ids import TokenIds
 from spillover.engine.step import NewRequest, Step, StepResult
-from spillover.engine.token_ids import TokenIds
 from spillover.plan.workspace import max_samples
 
 

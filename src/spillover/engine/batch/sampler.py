@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from spillover.engine.output.outputs import Logprob, PositionLogprobs
-from spillover.engine.sampling_params import SamplingParams
+from spillover.engine.requests.sampling_params import SamplingParams
 from spillover.plan.workspace import SAMPLE_ENTRIES
 
 # exp(logit - max) becomes an integer of this many bits; 2**18 tokens of the largest weight still fit in int64.

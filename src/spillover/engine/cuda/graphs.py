@@ -1,9 +1,10 @@
 """CUDA graphs of steps, one for each of a ladder of sizes: a step is then one launch, not hundreds.
 
 A step of a size without a graph runs without one, which compiles the kernels it needs too, and is captured right after.
-Steps with prefill, whose sizes are many, and steps that move weights, which may soon lie elsewhere, are captured when
-their size comes the second time. All graphs share one memory pool, since only one of them runs at a time. What
-differs between steps of one size lies in device memory; numbers the host bakes into a launch are part of the key.
+Steps with prefill (not those that only verify drafts), whose sizes are many, and steps that move weights, which may
+soon lie elsewhere, are captured when their size comes the second time. All graphs share one memory pool, since only
+one of them runs at a time. What differs between steps of one size lies in device memory; numbers the host bakes into a
+launch are part of the key.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Graphs:
         captured = self._captured.get(key)
         if captured is None:
             hidden = step()
-            if at_once or not (key.prompts or key.graph_version) or key in self._met:
+            if at_once or not (key.prompts > key.draws or key.graph_version) or key in self._met:
                 self._captured[key] = self._capture(key, step)
                 # Not sooner: the pool would end with the last graph in it.
                 self._captured = {each: graph for each, graph in self._captured.items()

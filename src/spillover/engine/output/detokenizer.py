@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from spillover.engine.sampling_params import SamplingParams
+from spillover.engine.requests.sampling_params import SamplingParams
 from spillover.models.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"

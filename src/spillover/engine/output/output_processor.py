@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from spillover.engine.output.detokenizer import IncrementalDetokenizer
 from spillover.engine.output.outputs import NO_DRAFTS, CompletionOutput, RequestOutput, TokenSources
-from spillover.engine.request import Request
+from spillover.engine.requests.request import Request
 from spillover.models.tokenizer import Tokenizer
 
 

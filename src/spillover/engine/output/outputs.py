@@ -79,6 +79,15 @@ class DraftCounts:
         """Return the mean of tokens that a pass with a draft brought; 0 where there was none."""
         return (self.drafts + self.accepted) / self.drafts if self.drafts else 0.0
 
+    @property
+    def wasted(self) -> int:
+        """Return the tokens that were drafted and verified for nothing."""
+        return self.tokens - self.accepted
+
+    def acceptance(self) -> tuple[float, ...]:
+        """Return the share of drafts that were accepted up to each position, as vLLM counts it."""
+        return tuple(count / self.drafts for count in self.by_position)
+
     def plus(self, drafted: int, accepted: int) -> DraftCounts:
         """Return the counts with one more draft."""
         before = self.by_position + (0,) * (accepted - len(self.by_position))

@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 KEPT = 7  # measurements of a size; their median counts, as one may have captured a graph or waited for a disk
+DOUBTED = 3.0  # times the most expected: a first measurement of a size above it compiled a kernel or captured a graph
+NEAR = 1.5  # times the rows up to which a step's cost says something of another's
 ROUNDS = 4  # until the best number of rows stays the same
 
 Numbers = npt.NDArray[np.float64]
@@ -22,6 +24,7 @@ class StepCosts:
         """`below`: costs of another kind of steps, which say how those of sizes not measured here grow."""
         self._below = below
         self._measured: dict[int, deque[float]] = {}
+        self._doubted: set[int] = set()  # sizes whose first measurement was left out
         self._curve: tuple[Numbers, Numbers] | None = None
 
     def __bool__(self) -> bool:
@@ -29,8 +32,21 @@ class StepCosts:
 
     def note(self, rows: int, seconds: float) -> None:
         size = _size(rows)
+        if size not in self._measured and size not in self._doubted and 0 < DOUBTED * self._most(rows) < seconds:
+            self._doubted.add(size)
+            return
         self._measured.setdefault(size, deque(maxlen=KEPT)).append(seconds)
         self._curve = None
+
+    def _most(self, rows: int) -> float:
+        """Return what a step costs at most, if each row costs as much as those of smaller steps; 0: nothing is
+        known."""
+        smaller = [size for size in self._measured if size <= rows]
+        return self.at(rows) * (rows / max(smaller) if smaller else 1.0)
+
+    def covers(self, rows: int) -> bool:
+        """Return whether a step of about as many rows was measured."""
+        return any(rows <= NEAR * size and size <= NEAR * rows for size in self._measured)
 
     def known(self, rows: int) -> bool:
         return _size(rows) in self._measured
@@ -48,6 +64,11 @@ class StepCosts:
 
     def at(self, rows: int) -> float:
         return float(self.seconds(np.array([float(rows)]))[0])
+
+    def with_drafts(self, rows: int, chances: Numbers) -> Numbers:
+        """Return what steps of `rows` and the first 0, 1, 2, ... of draft rows cost that are accepted by these
+        chances."""
+        return self.seconds(rows + np.arange(len(chances) + 1.0))
 
     def _points(self) -> tuple[Numbers, Numbers]:
         if self._curve is None:
@@ -76,7 +97,7 @@ def best_drafts(chances: Numbers, decodes: int, rows: int, speculating: StepCost
     """
     count = min(len(chances), most)
     tokens = np.concatenate(([0.0], np.cumsum(chances[:count])))
-    seconds = speculating.seconds(rows + np.arange(count + 1.0))
+    seconds = speculating.with_drafts(rows, chances[:count])
     if drafting is not None:
         seconds = seconds + drafting[:count + 1]
     usual = plain.at(rows)

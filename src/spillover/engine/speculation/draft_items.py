@@ -12,7 +12,7 @@ from spillover.engine.step import Phase, StepItem
 from spillover.memory.kv.kv_cache import KVCache
 
 if TYPE_CHECKING:
-    from spillover.engine.request import Request
+    from spillover.engine.requests.request import Request
     from spillover.engine.scheduler import SchedulerConfig
 
 

@@ -18,7 +18,7 @@ from spillover.plan.drafting import CATCH_UP_ROWS
 
 if TYPE_CHECKING:
     from spillover.engine.loop import StepRunner
-    from spillover.engine.request import Request
+    from spillover.engine.requests.request import Request
 
 FEW_ROWS = 8  # of one request that go into the step that drafts its first token
 

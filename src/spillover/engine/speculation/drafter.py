@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 from spillover.engine.speculation.config import SpeculativeConfig
 
 if TYPE_CHECKING:
-    from spillover.engine.request import Request
+    from spillover.engine.requests.request import Request
+    from spillover.memory.tiers.token_log import TokenLog
 
 
 class Draft(NamedTuple):
@@ -54,8 +55,8 @@ class KeepsPrefixes(Protocol):
     def reset_prefix_cache(self) -> None: ...
 
 
-def make_drafter(config: SpeculativeConfig, vocab_size: int) -> Drafter:
-    """Make a drafter that needs no model."""
+def make_drafter(config: SpeculativeConfig, vocab_size: int, tokens: TokenLog | None = None) -> Drafter:
+    """Make a drafter that needs no model. `tokens`: what was said before a restart, and where to keep what is said."""
     from spillover.engine.speculation.ngram import NgramDrafter
     from spillover.engine.speculation.simulated import SimulatedDrafter
     from spillover.engine.speculation.suffix import SuffixDrafter
@@ -64,4 +65,4 @@ def make_drafter(config: SpeculativeConfig, vocab_size: int) -> Drafter:
         return SimulatedDrafter(config.simulated, vocab_size)
     if config.method == "ngram":
         return NgramDrafter(config.lookup_min, config.lookup_max)
-    return SuffixDrafter()
+    return SuffixDrafter(tokens=tokens)

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from spillover.engine.speculation.costs import Numbers
 from spillover.engine.speculation.draft_costs import DraftCosts, best_counts
 from spillover.engine.speculation.drafter import Draft, Drafter
+from spillover.engine.speculation.expert_price import ExpertPrice
 from spillover.engine.speculation.speculator import MOST_CREDIT, AdaptiveSpeculator, Candidate
 from spillover.engine.step import Step
 
 if TYPE_CHECKING:
-    from spillover.engine.request import Request
+    from spillover.engine.requests.request import Request
 
 HOPE = 0.6  # share of tokens that are taken to be right before one was tried
 TRIAL_DRAFT = 4  # tokens of a draft that is made though it seems not to pay
@@ -46,17 +47,18 @@ class CatchesUp(Protocol):
         ...
 
 
-def make_speculator(drafter: Drafter, most_tokens: int, adaptive: bool = True,
-                    simulated: bool = False) -> AdaptiveSpeculator:
+def make_speculator(drafter: Drafter, most_tokens: int, adaptive: bool = True, simulated: bool = False,
+                    price: ExpertPrice | None = None) -> AdaptiveSpeculator:
     kind = ModelSpeculator if drafter.sequential else AdaptiveSpeculator
-    return kind(drafter, most_tokens, adaptive, simulated)
+    return kind(drafter, most_tokens, adaptive, simulated, price)
 
 
 class ModelSpeculator(AdaptiveSpeculator):
     hope = HOPE
 
-    def __init__(self, drafter: Drafter, most_tokens: int, adaptive: bool = True, simulated: bool = False) -> None:
-        super().__init__(drafter, most_tokens, adaptive, simulated)
+    def __init__(self, drafter: Drafter, most_tokens: int, adaptive: bool = True, simulated: bool = False,
+                 price: ExpertPrice | None = None) -> None:
+        super().__init__(drafter, most_tokens, adaptive, simulated, price)
         self._drafting = DraftCosts()
         self._ready: set[Request] = set()  # of the last call, those that drafts could be made for
         self._tried_worth = 0.0  # seconds that a token accepted in the last step is worth, if that was a trial
@@ -65,7 +67,7 @@ class ModelSpeculator(AdaptiveSpeculator):
         self._left_out: dict[Request, int] = {}  # not worth to be caught up with, by the output when that was decided
 
     def _gain(self, survival: Numbers, rows: int) -> float:
-        return best_counts(survival, len(survival), rows, self._speculating, self._plain, survival.size,
+        return best_counts(survival, len(survival), rows, self._speculating, self._plain, self._room(rows),
                            self._drafting)[1]
 
     def _asked(self, candidates: Sequence[Candidate], decodes: int, rows: int, room: int) -> list[int]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from spillover.engine.speculation.drafter import NOTHING, Draft
 
 if TYPE_CHECKING:
-    from spillover.engine.request import Request
+    from spillover.engine.requests.request import Request
 
 SEARCHED = 1 << 15  # tokens, the last ones of a request
 

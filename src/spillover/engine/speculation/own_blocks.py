@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from spillover.engine.requests.token_ids import TokenIds
 from spillover.engine.speculation.runner_drafter import Tables
-from spillover.engine.token_ids import TokenIds
 from spillover.memory.kv.kv_cache import KVCache
 
 if TYPE_CHECKING:
-    from spillover.engine.request import Request
+    from spillover.engine.requests.request import Request
 
 
 @dataclass

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from spillover.engine.sampling_params import SamplingParams
+from spillover.engine.requests.sampling_params import SamplingParams
 from spillover.engine.speculation.drafter import Draft
 from spillover.engine.step import NewRequest, Phase, Step, StepItem
 
 if TYPE_CHECKING:
     from spillover.engine.loop import LaunchedStep, StepRunner
-    from spillover.engine.request import Request
+    from spillover.engine.requests.request import Request
     from spillover.memory.kv.kv_cache import KVCache
 
 AHEAD = 3  # steps launched and not read yet; a CUDA runner keeps the results of four

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from spillover.engine.speculation.drafter import Draft
 
 if TYPE_CHECKING:
-    from spillover.engine.request import Request
+    from spillover.engine.requests.request import Request
 
 _MASK = 2**64 - 1
 

@@ -19,10 +19,11 @@ from spillover.engine.output.outputs import NO_DRAFTS, DraftCounts
 from spillover.engine.speculation.acceptance import Acceptance
 from spillover.engine.speculation.costs import Numbers, StepCosts, best_drafts
 from spillover.engine.speculation.drafter import NOTHING, Draft, Drafter, KeepsPrefixes
+from spillover.engine.speculation.expert_price import ExpertPrice, PricedCosts
 from spillover.engine.step import Phase, Step
 
 if TYPE_CHECKING:
-    from spillover.engine.request import Request
+    from spillover.engine.requests.request import Request
 
 BEGIN_GAIN = 1.05  # expected speed over plain from which requests wait for their tokens to be drafted for
 STAY_GAIN = 1.01  # and down to which they go on doing so
@@ -34,6 +35,7 @@ PROBE_SHARE = 0.01  # of the time, for drafts that nobody verifies
 SHADOW_TOKENS = 3  # of such a draft that must be right for it to count as right so far
 MOST_CREDIT = 0.01  # seconds of it that are saved up
 LOOKED_AT = 32  # requests in one turn of probing
+MOST_ROWS = 1 << 20  # where nothing is known of the most rows of a step
 LONGEST_GAP = 0.05  # seconds between two steps; a longer one was a wait for something else
 
 
@@ -50,6 +52,8 @@ class SpeculationStats:
     steps: int = 0  # that verified drafts
     draft_seconds: float = 0.0  # that drafters took, those of probes included
     simulated: bool = False  # acceptance is made up
+    proposed: int = 0  # tokens that drafters offered: also those cut before they were verified, and those of probes
+    verify_seconds: float = 0.0  # of steps that verified drafts, whole
 
 
 class Speculator(Protocol):
@@ -150,8 +154,11 @@ class AdaptiveSpeculator:
 
     hope = 0.0  # how often drafts are taken to be right before anything is known of them
 
-    def __init__(self, drafter: Drafter, most_tokens: int, adaptive: bool = True, simulated: bool = False) -> None:
+    def __init__(self, drafter: Drafter, most_tokens: int, adaptive: bool = True, simulated: bool = False,
+                 price: ExpertPrice | None = None) -> None:
+        """Speculate. `price`: of experts that draft rows bring to the device, where experts are paged."""
         self.most_tokens = most_tokens
+        self._price = price
         self._drafter = drafter
         self._adaptive = adaptive
         self._simulated = simulated
@@ -160,7 +167,7 @@ class AdaptiveSpeculator:
         prompts = StepCosts()
         self._prompts = prompts  # steps with prefill
         self._plain = StepCosts(prompts)
-        self._speculating = StepCosts(self._plain)
+        self._speculating = StepCosts(self._plain) if price is None else PricedCosts(price, self._plain)
         self._clock = _Clock()
         self._waiting = not adaptive
         self._steps = 0
@@ -168,12 +175,15 @@ class AdaptiveSpeculator:
         self._trial = 0  # steps that are left of a trial
         self._recheck = False  # a trial has ended: decide anew
         self._prompt_rows = 0  # of the last step
+        self._most_rows: int | None = None  # of a step, drafts included; None: not known yet
         self._turn = 0  # whose turn it is to be probed
         self._credit = 0.0
         self._counts = NO_DRAFTS
         self._verify_steps = 0
         self._draft_seconds = 0.0
         self._device_seconds = 0.0  # of them, on the device and before the next step
+        self._proposed = 0
+        self._verify_seconds = 0.0
 
     # Deciding
 
@@ -190,17 +200,24 @@ class AdaptiveSpeculator:
         decoding = [request for request in running if request.num_output > 0]
         if not decoding:
             return False
-        survival = self._survival(decoding)
-        gain = self._gain(survival, len(decoding) + self._prompt_rows)
-        if gain >= (STAY_GAIN if self._waiting else BEGIN_GAIN):
+        survival, rows = self._survival(decoding), len(decoding) + self._prompt_rows
+        least = STAY_GAIN if self._waiting else BEGIN_GAIN
+        # Were rows free, this is what drafts would bring: mostly that tells enough, and in half the time. What a plain
+        # step costs must have been measured: larger ones, of prompts, would make it seem slow.
+        if (1 + survival.sum() / len(decoding) >= least and (self._prompt_rows or self._plain.covers(rows))
+                and self._gain(survival, rows) >= least):
             return True
         return self._try_again(survival)
 
     def _gain(self, survival: Numbers, rows: int) -> float:
         """Return the speed over plain that is expected of drafting; 1 where nothing is to be drafted."""
         chances = np.sort(survival.ravel())[::-1]
-        count, gain = best_drafts(chances, len(survival), rows, self._speculating, self._plain, len(chances))
+        count, gain = best_drafts(chances, len(survival), rows, self._speculating, self._plain, self._room(rows))
         return gain if count else 1.0
+
+    def _room(self, rows: int) -> int:
+        """Return how many draft rows fit beside others, as far as a step has shown."""
+        return MOST_ROWS if self._most_rows is None else max(0, self._most_rows - rows)
 
     def _try_again(self, survival: Numbers) -> bool:
         """Return whether to draft though it seems not to pay: once in a while, where something would be accepted."""
@@ -209,6 +226,7 @@ class AdaptiveSpeculator:
         return self._trial > 0
 
     def drafts(self, candidates: Sequence[Candidate], decodes: int, rows: int, room: int) -> list[tuple[int, ...]]:
+        self._most_rows = rows + room
         if not candidates or room < 1:
             return [()] * len(candidates)
         if not self._adaptive:
@@ -260,8 +278,8 @@ class AdaptiveSpeculator:
             return [0] * len(found)
         every = self._chances(found).ravel()
         order = np.argsort(-every, kind="stable")[:drafted]  # behind the drafts there are zeros
-        if self._trial:
-            count = min(drafted, room)
+        if self._trial:  # where rows fetch experts, one of each request tells enough
+            count = min(drafted if self._price is None else len(found), room)
         else:
             count, gain = best_drafts(every[order], decodes, rows, self._speculating, self._plain, room)
             count = count if gain >= 1 else 0
@@ -300,6 +318,7 @@ class AdaptiveSpeculator:
         begun = time.perf_counter()
         found = self._drafter.propose([(candidate.request, candidate.most) for candidate in candidates])
         self._draft_seconds += time.perf_counter() - begun
+        self._proposed += sum(len(draft.tokens) for draft in found)
         return found
 
     # Learning
@@ -326,12 +345,17 @@ class AdaptiveSpeculator:
         launched = clock.launched.popleft() if clock.launched else _Launched(0.0, False)
         clock.ended = time.perf_counter()
         self._credit = min(MOST_CREDIT, self._credit + PROBE_SHARE * seconds)
+        if any(item.phase is Phase.VERIFY for item in step.items):
+            self._verify_seconds += seconds
+        whole = seconds + launched.gap
+        if self._price is not None:
+            seconds -= self._price.observe(step, seconds, idle=not clock.launched)
         if step.has_prefill:
             self._prompts.note(step.num_tokens, seconds)
             return
         seconds += launched.gap
         if launched.trial:
-            self._tried(len(step.items), seconds)
+            self._tried(len(step.items), whole)
         costs = self._speculating if launched.waited else self._plain
         costs.note(step.num_tokens, seconds)
 
@@ -339,6 +363,8 @@ class AdaptiveSpeculator:
         """Note how long a step of a trial took."""
 
     def verified(self, request: Request, drafted: int, accepted: int) -> None:
+        if self._price is not None:
+            self._price.verified(accepted)
         state = self._state(request)
         # What did not fit of a draft was cut too.
         cut = state.cut or drafted < len(state.draft.tokens)
@@ -396,7 +422,8 @@ class AdaptiveSpeculator:
             self._drafter.reset_prefix_cache()
 
     def stats(self) -> SpeculationStats | None:
-        return SpeculationStats(self._counts, self._verify_steps, self._draft_seconds, self._simulated)
+        return SpeculationStats(self._counts, self._verify_steps, self._draft_seconds, self._simulated, self._proposed,
+                                self._verify_seconds)
 
     def _state(self, request: Request) -> _State:
         state = self._states.get(request)

@@ -11,15 +11,18 @@ from __future__ import annotations
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from spillover.engine.speculation.drafter import NOTHING, Draft
 from spillover.engine.speculation.ngram import longest_matches
+from spillover.memory.kv.digest import root_digest
 
 if TYPE_CHECKING:
-    from spillover.engine.request import Request
+    from spillover.engine.requests.request import Request
+    from spillover.memory.tiers.token_log import TokenLog
 
 LONGEST = 32  # tokens of a suffix that are compared
 SHORTEST = 2  # in the request itself; in those that ended, a run of RUN tokens
@@ -37,22 +40,32 @@ class SuffixDrafter:
     expected = None
     sequential = False
 
-    def __init__(self, corpus_tokens: int = CORPUS_TOKENS) -> None:
-        """Keep up to `corpus_tokens` of the requests that ended last, over all salts."""
+    def __init__(self, corpus_tokens: int = CORPUS_TOKENS, tokens: TokenLog | None = None) -> None:
+        """Keep up to `corpus_tokens` of the requests that ended last, over all salts. `tokens`: a log to begin with and
+        to add to; it knows salts by their digests only, and so does everything here."""
         self._capacity = corpus_tokens
-        self._rings: OrderedDict[str | None, TokenRing] = OrderedDict()  # by salt, the latest used last
+        self._rings: OrderedDict[bytes, TokenRing] = OrderedDict()  # by salt, the latest used last
+        self._log = tokens
+        if tokens is not None:
+            for salt, said in tokens.load():
+                self._keep(salt, said)
 
     def propose(self, asked: Sequence[tuple[Request, int]]) -> list[Draft]:
         return [self._draft(request, most) for request, most in asked]
 
     def end(self, request: Request) -> None:
         """Keep the tokens for requests of the same salt."""
-        salt = request.cache_salt
+        salt, said = _digest(request.cache_salt), request.token_ids[-min(self._capacity - 1, LAST_TOKENS):]
+        self._keep(salt, said)
+        if self._log is not None:
+            self._log.append(salt, said)
+
+    def _keep(self, salt: bytes, said: Sequence[int]) -> None:
         ring = self._rings.get(salt)
         if ring is None:
             ring = self._rings[salt] = TokenRing()
         self._rings.move_to_end(salt)
-        ring.add(request.token_ids[-min(self._capacity - 1, LAST_TOKENS):])
+        ring.add(said)
         while sum(map(len, self._rings.values())) > self._capacity or len(self._rings) > MOST_SALTS:
             oldest = next(iter(self._rings))
             if len(self._rings) > 1:
@@ -73,13 +86,19 @@ class SuffixDrafter:
         if length >= SHORTEST:
             places = [end + 1 for end in ends[-PLACES:].tolist()]
             found.append(_descend(places, length, most, _within(tokens)))
-        ring = self._rings.get(request.cache_salt)
+        salt = _digest(request.cache_salt)
+        ring = self._rings.get(salt)
         if ring is not None:
-            self._rings.move_to_end(request.cache_salt)
+            self._rings.move_to_end(salt)
             length, places = ring.matches(tokens)
             if places:
                 found.append(_descend(places, length, most, lambda place, _: ring.token(place)))
         return max(found, key=_expected, default=NOTHING)
+
+
+@lru_cache(maxsize=MOST_SALTS)
+def _digest(salt: str | None) -> bytes:
+    return root_digest(b"suffix", salt)
 
 
 class TokenRing:

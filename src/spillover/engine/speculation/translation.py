@@ -16,7 +16,7 @@ from spillover.engine.speculation.vocabulary import draft_side
 from spillover.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from spillover.engine.request import Request
+    from spillover.engine.requests.request import Request
 
 OPEN_BYTES = 512  # of a request's text that are encoded again at most, about, each time something is added ...
 KEPT_OPEN = 128  # ... and at least

@@ -16,7 +16,7 @@ from spillover.errors import SpilloverError
 from spillover.models.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-    from spillover.engine.request import Request
+    from spillover.engine.requests.request import Request
 
 DRAFT_VOCAB_FILE = "draft_vocab.json"  # beside the weights: which tokens of the other model a draft model has
 PADDING = 1024  # ids that vocabularies of one family may differ by, for which there is no text
@@ -125,8 +125,8 @@ def _read_ids(file: Path, vocab_size: int, target_size: int) -> npt.NDArray[np.i
 def draft_side(request: Request, tokens: Sequence[int], num_prompt: int, greedy: bool = False) -> Request:
     """Return a request of the draft model that stands for another; `greedy`: where positions are not the same, the same
     random numbers would mean nothing."""
-    from spillover.engine.request import Request
-    from spillover.engine.sampling_params import SamplingParams
+    from spillover.engine.requests.request import Request
+    from spillover.engine.requests.sampling_params import SamplingParams
 
     asked = request.params
     params = SamplingParams(temperature=0.0, max_tokens=None) if greedy else SamplingParams(

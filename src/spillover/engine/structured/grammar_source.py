@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import llguidance
 from llguidance import LLMatcher
 
-from spillover.engine.sampling_params import StructuredOutputs
+from spillover.engine.requests.sampling_params import StructuredOutputs
 from spillover.errors import GrammarRefused
 
 MAX_SCHEMA_BYTES = 256 * 1024

@@ -17,7 +17,7 @@ import numpy as np
 from llguidance import LLMatcher
 
 from spillover.engine.config import EngineConfig
-from spillover.engine.sampling_params import StructuredOutputs
+from spillover.engine.requests.sampling_params import StructuredOutputs
 from spillover.engine.structured.grammar_matcher import Vocabulary, compile_matcher, make_tokenizer
 from spillover.engine.structured.grammar_process import SHORT_SECONDS, Verdict
 from spillover.engine.structured.grammar_source import does_not_compile, kind_of, renamed, source_of

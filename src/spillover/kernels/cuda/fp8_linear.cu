@@ -1,262 +1,138 @@
-// Products of FP8 weights (e4m3) and activations that are rounded to FP8 here, for compute capability 9.0.
+// Products of more than 64 rows of x, rounded to FP8, and FP8 weights (e4m3), for compute capability 9.0; fp8_few.cu has
+// those of fewer, with the same bits.
 //
 // Weights have a scale for each channel, and a row of x has one: its largest number at 448 (or one that is given for all
-// rows); or, BLOCKED, weights have a scale for each 128 x 128 and a row of x has one for each 128 inputs. Weights are the
-// left operand of wgmma, 64 channels of 128 inputs at a time, rows of x the right one, at every number of rows. The
-// tensor cores add e4m3 products with few bits, so each step of 128 inputs is summed from nothing and added, BLOCKED
-// times its scales, to the sum of a chunk in float32; sums of chunks are added in their order. Chunks are a constant of
-// the matrix: how a product is cut, and how many rows there are, makes no difference to the bits of a row.
+// rows); or, BLOCKED, weights have a scale for each 128 x 128 and a row of x has one for each 128 inputs. A chunk is a
+// quarter of the inputs: the tensor cores sum it from nothing, or, BLOCKED, each step of 128 inputs, which is added times its
+// scales in float32. Sums of chunks are added in their order. Chunks are a constant of the matrix: how a product is cut, and
+// how many rows there are, makes no difference to the bits of a row.
 //
-// A block of threads multiplies tiles of GROUPS * 64 channels by ROWS rows: one thread copies, as many stages ahead as
-// there are, and GROUPS warpgroups multiply. A cluster of CLUSTER blocks shares a tile, a chunk each. With OWN_X the block
-// rounds the rows itself and keeps them; else `quantize_rows` has.
+// A block of threads multiplies tiles of rows by CHANNELS, one after another: one thread has the tensor memory accelerator
+// copy, as many stages ahead as there are, and GROUPS warpgroups multiply, 64 rows each.
 //
-// Defined when this is compiled: BLOCKED, ROWS, GROUPS, CHUNKS, CLUSTER (1 or CHUNKS), OWN_X, GATED, RESIDENT (blocks of a
-// multiprocessor, for which there must be registers), X_BF16 (else x is float16), and the sums of instructions.cuh.
-#include "instructions.cuh"
+// The last tiles of a matrix begin earlier, so that they overlap the ones before them: what lies outside is copied slowly.
+// With GATED w is two matrices, one after the other, and half of a tile's channels are of each: what is stored is
+// silu(first) * second, rounded as by kernels of their own.
+//
+// Defined when this is compiled: BLOCKED, CHANNELS (a multiple of 8, with GATED of 16), GROUPS, GATED, X_BF16 (else x is
+// float16), and the sums of instructions.cuh.
+#define OWN_X 0
+#include "fp8_rows.cuh"
 
-constexpr int STEP = 128;  // inputs, and bytes
-constexpr bool SPREAD = CLUSTER > 1, TOTALS = CHUNKS > 1 && !SPREAD, TWO_STEPS = ROWS <= 32;
-// Sums of a step, a chunk and all chunks take more registers than all threads can begin with, so a whole warpgroup, of
-// which one thread copies, gives up its own. A block has those that its threads begin with, a multiple of 8 each: one
-// that asked for more than were given up would wait for ever.
-constexpr bool MOVE_REGISTERS = TOTALS && ROWS > 64;
-constexpr int NT = ROWS / 8, CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + (MOVE_REGISTERS ? 128 : 32);
+constexpr int ROWS = 64 * GROUPS;
+constexpr int STORED = GATED ? CHANNELS / 2 : CHANNELS;  // channels of a tile that are stored
+constexpr int X_BYTES = ROWS * STEP, W_BYTES = CHANNELS * STEP, STAGE = W_BYTES + X_BYTES;
+// A whole warpgroup, of which one thread copies, gives up registers for the others. A block has those that its threads
+// begin with, a multiple of 8 each: one that asked for more than were given up would wait for ever.
+constexpr bool MOVE_REGISTERS = GROUPS > 1;  // else all threads begin with as many as there can be
+constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + (MOVE_REGISTERS ? 128 : 32);
 constexpr int REGISTERS = 65536 / THREADS / 8 * 8, FEW_REGISTERS = 24;
 constexpr int MANY_REGISTERS = (REGISTERS * (GROUPS + 1) - FEW_REGISTERS) / GROUPS / 8 * 8;
-static_assert(!MOVE_REGISTERS || (GROUPS == 2 && RESIDENT == 1 && MANY_REGISTERS <= 240), "registers were counted for two warpgroups");
-constexpr int W_BYTES = GROUPS * 64 * STEP, X_BYTES = ROWS * STEP, STAGE = W_BYTES + (OWN_X ? 0 : X_BYTES);
-constexpr int BAND = 8;       // tiles of rows that run side by side on the same channels, for the cache
-constexpr int QUANTIZERS = 512;  // threads of quantize_rows
-constexpr int KEPT = OWN_X ? 8 : 4;  // vectors of 8 inputs that a thread keeps between finding the largest number and rounding
-constexpr float LARGEST = 448.0f, TINY = 1e-12f;
-static_assert(OWN_X || NT % 4 == 0, "rows are stored 32 at a time");
+constexpr bool TWO_STEPS = BLOCKED && SUMS <= 64;  // one is multiplied while the one before it is added
+constexpr int SPANNED = (STORED + 126) / 128 + 1;           // blocks of 128 channels that a tile lies in, at most
+constexpr int BAND = 8;          // tiles of rows that run side by side on the same channels, for the cache
 
-// What the kernels take; kernels/cuda/fp8_linear.py has the same.
-struct Product {
-    Map w;                     // [channels / 16][2][8][inputs]; GATED: [channels / 16][two halves][8][inputs]
-    Map codes_map;             // of codes
-    const u16* x;              // [rows][inputs], rows x_stride elements apart
-    u8* codes;                 // x rounded to e4m3, [rows][inputs]
-    float* x_scales;           // [rows]; BLOCKED: [steps][scales_row]
-    const float* input_scale;  // for all rows, or null
-    const float* w_scales;     // [channels]; BLOCKED: [channels / 128][steps]
-    const u16* bias;           // [channels], or null
-    u16* out;                  // [rows][channels]; GATED: silu(first half) * second half
-    i64 x_stride;
-    int rows, channels, steps, chunk, scales_row, stages;  // chunk: steps of one
-};
+DEV int width_of(const Product& p) { return GATED ? p.channels / 2 : p.channels; }  // channels of the result
 
-DEV float low_number(u32 v) { return X_BF16 ? __uint_as_float(v << 16) : from_half(v & 0xFFFF); }
-DEV u32 rounded(float low, float high) { return X_BF16 ? to_bf16x2(low, high) : to_half2(low, high); }
-DEV void numbers_of(float (&f)[8], const uint4& v) {
-    const u32 words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) f[2 * i] = low_number(words[i]), f[2 * i + 1] = X_BF16 ? __uint_as_float(words[i] & 0xFFFF0000u) : low_number(words[i] >> 16);
-}
-DEV float largest_of(const uint4& v) {
-    float f[8], most = 0;
-    numbers_of(f, v);
-#pragma unroll
-    for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(f[i]));
-    return most;
-}
-// Of the 16 lanes that have a step of a row.
-DEV float largest_of_step(float most) {
-#pragma unroll
-    for (int far = 8; far > 0; far /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, far));
-    return most;
-}
-DEV uint2 rounded_codes(const uint4& v, float inverse) {
-    float f[8];
-    numbers_of(f, v);
-#pragma unroll
-    for (int i = 0; i < 8; i++) f[i] = __fmul_rn(f[i], inverse);
-    return make_uint2(to_fp8x2(f[0], f[1]) | to_fp8x2(f[2], f[3]) << 16, to_fp8x2(f[4], f[5]) | to_fp8x2(f[6], f[7]) << 16);
-}
+extern "C" __global__ void __launch_bounds__(QUANTIZERS) quantize_rows(const __grid_constant__ Product p) { round_rows(p); }
 
-// Rounds `span` steps, from `begin` on, of some rows. `most`: [rows] of zeros in shared memory, of which these threads make
-// the largest numbers of whole rows; they `meet` before these are read.
-template <int COUNT, class Meet, class PutScale, class PutCodes>
-DEV void quantize(const Product& p, int first_row, int rows, int begin, int span, float* most, Meet meet, PutScale put_scale, PutCodes put_codes) {
-    uint4 kept[KEPT];
-    auto load = [&](int base, int from, int vectors) {
+// Makes results of sums of 32 channels, from `channel` on, of which a thread has 2 of every 8 for its two rows.
+// `w`: the scale of the first, in shared memory.
+DEV void finish(const Product& p, float (&d)[16], int channel, int end, const float (&x)[2], const float* w) {
 #pragma unroll
-        for (int j = 0; j < KEPT; j++) {
-            int at = base + j * COUNT + (int)threadIdx.x;
-            kept[j] = make_uint4(0, 0, 0, 0);
-            if (at < rows * vectors) kept[j] = *(const uint4*)(p.x + (first_row + at / vectors) * p.x_stride + (from * 16 + at % vectors) * 8);
-        }
-    };
-    bool given = !BLOCKED && p.input_scale, finds = !BLOCKED && !given;
-    if (finds) {
-        const int whole = p.steps * 16;
-#pragma unroll 1
-        for (int base = 0; base < rows * whole; base += KEPT * COUNT) {
-            load(base, 0, whole);
+    for (int i = 0; i < 8; i++) {
+        const int at = channel + i / 2 * 8 + (threadIdx.x & 3) * 2 + i % 2;
+        const float scale = BLOCKED || at >= end ? 1.0f : w[at - channel], more = p.bias && at < end ? low_number(__ldg(p.bias + at)) : 0.0f;
 #pragma unroll
-            for (int j = 0; j < KEPT; j++) {
-                int at = base + j * COUNT + (int)threadIdx.x;
-                float found = largest_of_step(largest_of(kept[j]));
-                if (at < rows * whole && at % 16 == 0) atomicMax((int*)(most + at / whole), __float_as_int(found));
-            }
-        }
-        meet();
-    }
-    const int vectors = span * 16, all = rows * vectors;
-    const bool has_all = finds && span == p.steps && all <= KEPT * COUNT;
-#pragma unroll 1
-    for (int base = 0; base < all; base += KEPT * COUNT) {
-        if (!has_all) load(base, begin, vectors);
-#pragma unroll
-        for (int j = 0; j < KEPT; j++) {
-            int at = base + j * COUNT + (int)threadIdx.x;
-            float found = BLOCKED ? largest_of_step(largest_of(kept[j])) : 0;
-            if (at >= all) continue;
-            int row = at / vectors, vector = at % vectors;
-            if (finds) found = most[row];
-            found = fmaxf(found, TINY);
-            float scale = given ? *p.input_scale : __fdiv_rn(found, LARGEST);
-            put_codes(row, vector, rounded_codes(kept[j], given ? __fdiv_rn(1.0f, scale) : __fdiv_rn(LARGEST, found)));
-            if (vector % 16 == 0 && (BLOCKED || vector == 0)) put_scale(row, vector / 16, scale);
+        for (int half = 0; half < 2; half++) {
+            float& sum = d[i / 2 * 4 + 2 * half + i % 2];
+            sum = __fadd_rn(sum, 0.0f);
+            if (!BLOCKED) sum = __fmul_rn(__fmul_rn(sum, x[half]), scale);
+            if (p.bias) sum = __fadd_rn(sum, more);
         }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(QUANTIZERS) quantize_rows(const __grid_constant__ Product p) {
-    DYNAMIC_SHARED(room);
-    float* most = (float*)room;
-    int row = blockIdx.x;
-    if (threadIdx.x == 0) *most = 0;
-    __syncthreads();
-    launch_dependents();
-    wait_before();
-    quantize<QUANTIZERS>(
-        p, row, 1, 0, p.steps, most, [&] { __syncthreads(); },
-        [&](int, int step, float scale) { p.x_scales[(i64)step * p.scales_row + row] = scale; },
-        [&](int, int vector, uint2 codes) { *(uint2*)(p.codes + (i64)row * p.steps * STEP + vector * 8) = codes; });
-}
-
-DEV float gate(float first, float second) {  // rounded where products and activation are kernels of their own
-    first = low_number(rounded(first, 0)), second = low_number(rounded(second, 0));
-    return __fmul_rn(low_number(rounded(__fmul_rn(first, 1.0f / (1.0f + fast_exp(-first))), 0)), second);
-}
-
-// A lane's two channels: where they are, their scales and biases.
-struct Channels { float scale[2], bias[2]; };
-// Of a warp's 16 channels the first, or of its 8 pairs.
-DEV int first_channel(int unit, int warp) { return unit * (GATED ? 32 : 64) + warp * (GATED ? 8 : 16); }
-DEV Channels read_channels(const Product& p, int first) {
-    Channels r;
-    int lane = threadIdx.x & 31;
+// Stores 32 channels, the ones before `end`, of the two rows (8 apart) of which a thread has sums. Threads of a quad
+// exchange theirs so that each stores 8 channels at a time. `up`: with GATED, the second matrix's sums.
+DEV void store(const Product& p, float (&d)[16], float (&up)[16], int row, int channel, int end, const float (&x)[2],
+               const float* w) {
+    const int quarter = threadIdx.x & 3;
+    finish(p, d, channel, end, x, w);
+    if (GATED) {
+        finish(p, up, channel + width_of(p), end + width_of(p), x, w + STORED);
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        int at = first + lane / 4 + i * (GATED ? p.channels / 2 : 8);
-        bool there = first < (GATED ? p.channels / 2 : p.channels);
-        r.scale[i] = !BLOCKED && there ? __ldg(p.w_scales + at) : 1.0f;
-        r.bias[i] = p.bias && there ? low_number(__ldg(p.bias + at)) : 0.0f;
-    }
-    return r;
-}
-// Stores sums of up to 32 rows by a warp's channels, of which lane 4 g + t has rows 2 t and 2 t + 1 of each eight for
-// channel g, and for its second. Lanes exchange theirs so that each stores 8 channels of a row at a time.
-template <class Scales>
-DEV void store(const Product& p, const float (&v)[16], const Channels& c, int first, int row, Scales x_scales) {
-    constexpr int COUNT = NT < 4 ? NT : 4;
-    int lane = threadIdx.x & 31, g = lane / 4, t = lane & 3, width = GATED ? p.channels / 2 : p.channels;
-    u32 m[8] = {};
-#pragma unroll
-    for (int n = 0; n < COUNT; n++) {
-        float x[2] = {1.0f, 1.0f}, y[4];
-        if (!BLOCKED) x[0] = x_scales(row + n * 8 + 2 * t), x[1] = x_scales(row + n * 8 + 2 * t + 1);
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-            y[e] = __fadd_rn(v[4 * n + e], 0.0f);
-            if (!BLOCKED) y[e] = __fmul_rn(__fmul_rn(y[e], x[e & 1]), c.scale[e / 2]);
-            if (p.bias) y[e] = __fadd_rn(y[e], c.bias[e / 2]);
-        }
-        if (GATED) m[n] = transposed(rounded(gate(y[0], y[2]), gate(y[1], y[3])));
-        else m[2 * n] = transposed(rounded(y[0], y[1])), m[2 * n + 1] = transposed(rounded(y[2], y[3]));
+        for (int i = 0; i < 16; i++) d[i] = gate(d[i], up[i]);
     }
 #pragma unroll
-    for (int half = 0; half < (!GATED && COUNT > 2 ? 2 : 1); half++) {
-        u32* q = m + 4 * half;
+    for (int half = 0; half < 2; half++) {
+        u32 q[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) q[i] = rounded(d[4 * i + 2 * half], d[4 * i + 2 * half + 1]);
 #pragma unroll
         for (int i = 0; i < 4; i += 2) {
-            u32 other = __shfl_xor_sync(~0u, t & 1 ? q[i] : q[i + 1], 1);
-            if (t & 1) q[i] = other; else q[i + 1] = other;
+            u32 other = __shfl_xor_sync(~0u, quarter & 1 ? q[i] : q[i + 1], 1);
+            (quarter & 1 ? q[i] : q[i + 1]) = other;
         }
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            u32 other = __shfl_xor_sync(~0u, t & 2 ? q[i] : q[i + 2], 2);
-            if (t & 2) q[i] = other; else q[i + 2] = other;
+            u32 other = __shfl_xor_sync(~0u, quarter & 2 ? q[i] : q[i + 2], 2);
+            (quarter & 2 ? q[i] : q[i + 2]) = other;
         }
-        int n = GATED ? t : 2 * half + t / 2, to = row + n * 8 + g, at = first + (GATED ? 0 : t % 2 * 8);
-        if (n < COUNT && to < p.rows && first < width) *(uint4*)(p.out + (i64)to * width + at) = make_uint4(q[0], q[1], q[2], q[3]);
+        const int to = row + 8 * half, at = channel + 8 * quarter;
+        if (to < p.rows && at < end) *(uint4*)(p.out + (i64)to * width_of(p) + at) = make_uint4(q[0], q[1], q[2], q[3]);
     }
 }
 
-struct Ring {  // the stage whose turn it is
-    int stage = 0;
-    u32 phase = 0;
-    __device__ __forceinline__ void advance(int stages) {
-        if (++stage == stages) stage = 0, phase ^= 1;
-    }
-};
-struct Place { int row, tile; };  // the first row of a tile, and which channels
-DEV Place place(int tile, int row_tiles, int channel_tiles) {
+struct Place { int row, channel; };  // the first of a tile
+// Tiles of a band of rows come one after another, then the next channels. Scales of rows are copied four at a time.
+DEV Place place(const Product& p, int tile, int row_tiles, int channel_tiles) {
     int band = tile / (BAND * channel_tiles), within = tile % (BAND * channel_tiles), height = min(row_tiles - band * BAND, BAND);
-    return {(band * BAND + within % height) * ROWS, within / height};
+    const int row = (band * BAND + within % height) * ROWS, channel = within / height * STORED;
+    return {max(min(row, (p.rows - ROWS + 3) / 4 * 4), 0), max(min(channel, width_of(p) - STORED), 0)};
 }
 
-#if CLUSTER > 1
-#define IN_CLUSTERS __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define IN_CLUSTERS
-#endif
-extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, RESIDENT) fp8_linear(const __grid_constant__ Product p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_linear(const __grid_constant__ Product p) {
     DYNAMIC_SHARED(room);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, self = SPREAD ? blockIdx.x % CLUSTER : 0;
-    const int row_tiles = (p.rows + ROWS - 1) / ROWS, channel_tiles = (p.channels / 64 + GROUPS - 1) / GROUPS;
-    const int tiles = row_tiles * channel_tiles, first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
-    const int most_steps = SPREAD ? p.chunk : p.steps, begin = self * p.chunk, span = max(0, min(most_steps, p.steps - begin));
-    // Stages, own rows of x, barriers, scales of x (behind the largest numbers), scales of weights.
-    const u32 memory = shared_address(room), own = memory + p.stages * STAGE, full = own + (OWN_X ? most_steps * X_BYTES : 0);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+    const int row_tiles = (p.rows + ROWS - 1) / ROWS, channel_tiles = (width_of(p) + STORED - 1) / STORED;
+    const int tiles = row_tiles * channel_tiles, first = blockIdx.x, stride = gridDim.x;
+    // Stages, barriers, scales: BLOCKED of x, and totals of chunks, else of weights.
+    const u32 memory = shared_address(room), full = memory + p.stages * STAGE;
     const u32 empty = full + 8 * p.stages, scales = empty + 8 * p.stages;
     float* const x_scales = (float*)(room + (scales - memory));
-    float* const w_scales = x_scales + ROWS * (BLOCKED ? (OWN_X ? most_steps : p.stages) : OWN_X ? 2 : 0);
+    float4* const totals = (float4*)(x_scales + p.stages * ROWS) + threadIdx.x;
     if (threadIdx.x == 0) {
         for (int i = 0; i < p.stages; i++) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, CONSUMERS / 32);
         publish_barriers();
     }
-    if (OWN_X && !BLOCKED && threadIdx.x < ROWS) x_scales[threadIdx.x] = 0;
     __syncthreads();
     launch_dependents();
 
     if (warp >= CONSUMERS / 32) {
         if constexpr (MOVE_REGISTERS) give_registers<FEW_REGISTERS>();
         if (threadIdx.x != CONSUMERS) return;
-        auto copy_w = [&](int stage, int tile, int step) {
-            expect(full + 8 * stage, STAGE + (BLOCKED && !OWN_X ? ROWS * 4 : 0));
-            copy_groups(memory + stage * STAGE, p.w, (begin + step) * STEP, tile * GROUPS * 4, full + 8 * stage);
+        const int bytes = (min(width_of(p), STORED) * (1 + GATED) + min(p.rows, ROWS)) * STEP + (BLOCKED ? ROWS * 4 : 0);
+        auto copy_w = [&](int stage, int channel, int step) {
+            expect(full + 8 * stage, bytes);
+            copy_tile(memory + stage * STAGE, p.w, step * STEP, channel, full + 8 * stage);
+            if (GATED) copy_tile(memory + stage * STAGE + STORED * STEP, p.w, step * STEP, channel + width_of(p), full + 8 * stage);
         };
         // Weights are copied while the kernel that makes x still runs.
-        const int ahead = min(span, p.stages);
-        for (int i = 0; i < ahead; i++) copy_w(i, place(first, row_tiles, channel_tiles).tile, i);
-        if (!OWN_X) wait_before();
+        const int ahead = min(p.steps, p.stages);
+        for (int i = 0; i < ahead; i++) copy_w(i, place(p, first, row_tiles, channel_tiles).channel, i);
+        wait_before();
         Ring ring;
         for (int tile = first; tile < tiles; tile += stride) {
-            const Place at = place(tile, row_tiles, channel_tiles);
-            for (int i = 0; i < span; i++) {
+            const Place at = place(p, tile, row_tiles, channel_tiles);
+            for (int i = 0; i < p.steps; i++) {
                 if (tile > first || i >= ahead) {
                     await(empty + 8 * ring.stage, ring.phase ^ 1);
-                    copy_w(ring.stage, at.tile, i);
+                    copy_w(ring.stage, at.channel, i);
                 }
-                if (!OWN_X) {
-                    copy_tile(memory + ring.stage * STAGE + W_BYTES, p.codes_map, (begin + i) * STEP, at.row, full + 8 * ring.stage);
-                    if (BLOCKED)
-                        copy_range(scales + ring.stage * ROWS * 4, p.x_scales + (i64)(begin + i) * p.scales_row + at.row, ROWS * 4, full + 8 * ring.stage);
-                }
+                copy_tile(memory + ring.stage * STAGE + W_BYTES, p.codes_map, i * STEP, at.row, full + 8 * ring.stage);
+                if (BLOCKED)
+                    copy_range(scales + ring.stage * ROWS * 4, p.x_scales + (i64)i * p.scales_row + at.row, ROWS * 4, full + 8 * ring.stage);
                 ring.advance(p.stages);
             }
         }
@@ -265,138 +141,160 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, RESIDENT) fp8_
 
     if constexpr (MOVE_REGISTERS) take_registers<MANY_REGISTERS>();
     const int group = warp / 4;
-    float* const own_w_scales = w_scales + group * 2 * most_steps;
-    auto read_w_scales = [&](int tile) {  // of the two channels of each lane; the last tile may have fewer
-        int channel = min((tile * GROUPS + group) * (GATED ? 32 : 64), (GATED ? p.channels / 2 : p.channels) - 1);
-        for (int i = threadIdx.x % 128; i < (GATED ? 2 : 1) * span; i += 128) {
-            int which = i / span, step = i % span;
-            own_w_scales[which * most_steps + step] = __ldg(p.w_scales + (i64)((channel + which * (p.channels / 2)) / 128) * p.steps + begin + step);
-        }
+    auto release = [&](int stage) {
+        if (lane == 0) arrive(empty + 8 * stage);
     };
-    // What of weights is known before x is.
-    int at_first = place(first, row_tiles, channel_tiles).tile;
-    constexpr int QUADS = (NT + 3) / 4;  // of 8 rows, that a warp stores together
-    const int unit = SPREAD ? (self + CLUSTER * warp) / QUADS : warp;  // the warp whose sums this one stores first
-    Channels channels = read_channels(p, first_channel(at_first * GROUPS + unit / 4, unit % 4));
-    if (BLOCKED) read_w_scales(at_first);
-    wait_before();
-    if (OWN_X) {
-        quantize<CONSUMERS>(
-            p, 0, p.rows, begin, span, x_scales,
-            [&] { sync_first<CONSUMERS>(); },
-            [&](int row, int step, float scale) { x_scales[BLOCKED ? step * ROWS + row : ROWS + row] = scale; },
-            [&](int row, int vector, uint2 codes) {
-                int to = vector / 16 * X_BYTES + row * STEP + ((vector % 16 / 2) ^ (row & 7)) * 16 + vector % 2 * 8;
-                *(uint2*)(room + (own - memory) + to) = codes;
-            });
-        // A block without inputs of its own stores rows too, and so needs their scales.
-        if (!BLOCKED && SPREAD && threadIdx.x < ROWS)
-            x_scales[ROWS + threadIdx.x] = p.input_scale ? *p.input_scale : __fdiv_rn(fmaxf(x_scales[threadIdx.x], TINY), LARGEST);
-        shared_is_ready();
-        sync_first<CONSUMERS>();
-    } else if (BLOCKED) {
-        sync_warpgroup();
-    }
-    auto scale_of = [&](int row) { return OWN_X ? x_scales[ROWS + row] : row < p.rows ? p.x_scales[row] : 0.0f; };
-
+    const int row_of = group * 64 + warp % 4 * 16 + lane / 4;  // a tile's row that a thread's first sums are of
+    float* const w_scales = x_scales + group * CHANNELS;
     Ring ring, done;  // of steps that are multiplied, and of those that are added
+    auto multiply_step = [&](float (&d)[SUMS], bool more) {
+        await(full + 8 * ring.stage, ring.phase);
+        const u32 here = memory + ring.stage * STAGE;
+        const u64 left = tile_operand(here + W_BYTES + group * 64 * STEP), right = tile_operand(here);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 4; k++) multiply<E4M3>(d, left + 2 * k, right + 2 * k, more | (k > 0));
+        wgmma_commit();
+        ring.advance(p.stages);
+    };
     for (int tile = first; tile < tiles; tile += stride) {
-        const Place at = place(tile, row_tiles, channel_tiles);
-        if (tile > first) {
-            channels = read_channels(p, first_channel(at.tile * GROUPS + group, warp % 4));
-            if (BLOCKED) {
-                sync_warpgroup();
-                read_w_scales(at.tile);
-                sync_warpgroup();
-            }
+        const Place at = place(p, tile, row_tiles, channel_tiles);
+        float total[SUMS], sums[SUMS];
+#pragma unroll
+        for (int i = 0; i < SUMS; i++) total[i] = sums[i] = 0;
+        if (!BLOCKED) {
+            if (tile > first) sync_warpgroup();  // nothing reads those of the tile before any more
+            for (int i = threadIdx.x % 128; i < CHANNELS; i += 128)
+                w_scales[i] = __ldg(p.w_scales + min(at.channel + i % STORED, width_of(p) - 1) + (i < STORED ? 0 : width_of(p)));
         }
-        float sums[SUMS], others[SUMS], acc[SUMS], total[SUMS];  // of two steps, a chunk and all chunks before it
+        if constexpr (BLOCKED) {
+            float others[SUMS];
 #pragma unroll
-        for (int i = 0; i < SUMS; i++) sums[i] = others[i] = acc[i] = total[i] = 0;
-        int left = p.chunk;
-        auto begin_step = [&](float (&d)[SUMS], int step) {
-            await(full + 8 * ring.stage, ring.phase);
-            const u32 here = memory + ring.stage * STAGE;
-            const u64 a = tile_operand(here + group * 64 * STEP), b = tile_operand(OWN_X ? own + step * X_BYTES : here + W_BYTES);
-            wgmma_fence();
+            for (int i = 0; i < SUMS; i++) others[i] = 0;
+            struct Scales { float w[SPANNED * (1 + GATED)]; } of_sums, of_others;
+            const int block = at.channel / 128, last = (p.channels - 1) / 128;
+            const int second = 128 - at.channel % 128;  // the tile's first channel that lies in the next block
+            auto begin_step = [&](float (&d)[SUMS], Scales& s, int step) {
 #pragma unroll
-            for (int k = 0; k < 4; k++) multiply<E4M3>(d, a + 2 * k, b + 2 * k, k > 0);
-            wgmma_commit();
-            ring.advance(p.stages);
-        };
-        auto end_step = [&](float (&d)[SUMS], int step) {
-            settle(d);
-            if (BLOCKED) {
-                const float* x = x_scales + (OWN_X ? step : done.stage) * ROWS + (lane & 3) * 2;
-                const float w0 = own_w_scales[step], w1 = GATED ? own_w_scales[most_steps + step] : w0;
-#pragma unroll
-                for (int n = 0; n < NT; n++) {
-                    const float2 s = *(const float2*)(x + n * 8);
-                    acc[4 * n] = __fmaf_rn(d[4 * n], __fmul_rn(s.x, w0), acc[4 * n]);
-                    acc[4 * n + 1] = __fmaf_rn(d[4 * n + 1], __fmul_rn(s.y, w0), acc[4 * n + 1]);
-                    acc[4 * n + 2] = __fmaf_rn(d[4 * n + 2], __fmul_rn(s.x, w1), acc[4 * n + 2]);
-                    acc[4 * n + 3] = __fmaf_rn(d[4 * n + 3], __fmul_rn(s.y, w1), acc[4 * n + 3]);
+                for (int i = 0; i < SPANNED * (1 + GATED); i++) {
+                    const int from = block + i % SPANNED + (i < SPANNED ? 0 : width_of(p) / 128);
+                    s.w[i] = __ldg(p.w_scales + (i64)min(from, last) * p.steps + step);
                 }
+                multiply_step(d, false);
+            };
+            int left = p.chunk;
+            auto end_step = [&](float (&d)[SUMS], const Scales& s, int step) {
+                settle(d);
+                const float* x = x_scales + done.stage * ROWS + row_of;
+                const float x0 = x[0], x1 = x[8];
                 __syncwarp();
-            }
-            if (lane == 0) arrive(empty + 8 * done.stage);
-            done.advance(p.stages);
-            if (!BLOCKED)
+                release(done.stage);
+                done.advance(p.stages);
+                auto add = [&](int half, int n, float s0, float s1) {
+                    float *t = total + half * (STORED / 2) + 4 * n, *v = d + half * (STORED / 2) + 4 * n;
+                    t[0] = __fmaf_rn(v[0], s0, t[0]), t[1] = __fmaf_rn(v[1], s0, t[1]);
+                    t[2] = __fmaf_rn(v[2], s1, t[2]), t[3] = __fmaf_rn(v[3], s1, t[3]);
+                };
 #pragma unroll
-                for (int i = 0; i < SUMS; i++) acc[i] = __fadd_rn(acc[i], d[i]);
-            if (TOTALS && (--left == 0 || step + 1 == span)) {
+                for (int half = 0; half < 1 + GATED; half++)
+                    if (second >= STORED) {  // the tile lies in one block
+                        const float s0 = __fmul_rn(x0, s.w[half * SPANNED]), s1 = __fmul_rn(x1, s.w[half * SPANNED]);
+#pragma unroll
+                        for (int n = 0; n < STORED / 8; n++) add(half, n, s0, s1);
+                    } else {
+#pragma unroll
+                        for (int n = 0; n < STORED / 8; n++) {
+                            float w = s.w[half * SPANNED];
+#pragma unroll
+                            for (int part = 1; part < SPANNED; part++)
+                                if (8 * n >= second + (part - 1) * 128) w = s.w[half * SPANNED + part];
+                            add(half, n, __fmul_rn(x0, w), __fmul_rn(x1, w));
+                        }
+                    }
+                if (--left > 0 || step + 1 == p.steps) return;  // the last chunk's are added below
                 left = p.chunk;
 #pragma unroll
-                for (int i = 0; i < SUMS; i++) total[i] = __fadd_rn(total[i], acc[i]), acc[i] = 0;
-            }
-        };
-        int i = 0;
-        if (TWO_STEPS)
+                for (int n = 0; n < SUMS / 4; n++) {
+                    float4& slot = totals[n * CONSUMERS];
+                    const float4 t = step < p.chunk ? make_float4(0, 0, 0, 0) : slot;
+                    slot = make_float4(__fadd_rn(t.x, total[4 * n]), __fadd_rn(t.y, total[4 * n + 1]), __fadd_rn(t.z, total[4 * n + 2]), __fadd_rn(t.w, total[4 * n + 3]));
+                    total[4 * n] = total[4 * n + 1] = total[4 * n + 2] = total[4 * n + 3] = 0;
+                }
+            };
+            if constexpr (TWO_STEPS) {
+                begin_step(sums, of_sums, 0);
+                int i = 0;
 #pragma unroll 1
-            for (; i + 1 < span; i += 2) {
-                begin_step(sums, i);
-                begin_step(others, i + 1);
-                wgmma_wait<1>();
-                end_step(sums, i);
-                wgmma_wait<0>();
-                end_step(others, i + 1);
-            }
+                for (; i + 2 < p.steps; i += 2) {
+                    begin_step(others, of_others, i + 1);
+                    wgmma_wait<1>();
+                    end_step(sums, of_sums, i);
+                    begin_step(sums, of_sums, i + 2);
+                    wgmma_wait<1>();
+                    end_step(others, of_others, i + 1);
+                }
+                if (i + 1 < p.steps) {
+                    begin_step(others, of_others, i + 1);
+                    wgmma_wait<1>();
+                    end_step(sums, of_sums, i);
+                    wgmma_wait<0>();
+                    end_step(others, of_others, i + 1);
+                } else {
+                    wgmma_wait<0>();
+                    end_step(sums, of_sums, i);
+                }
+            } else {
 #pragma unroll 1
-        for (; i < span; i++) {
-            begin_step(sums, i);
-            wgmma_wait<0>();
-            end_step(sums, i);
-        }
-        if constexpr (SPREAD) {
-            sync_first<CONSUMERS>();  // nothing reads tiles any more
-#pragma unroll
-            for (int n = 0; n < NT; n++)
-                put(memory + ((warp * NT + n) * 32 + lane) * 16, acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3]);
-            meet_cluster();
-#pragma unroll 1
-            for (int i = self + CLUSTER * warp; i < GROUPS * 4 * QUADS; i += CLUSTER * (CONSUMERS / 32)) {
-                const int from = i / QUADS, n0 = i % QUADS * 4, to = first_channel(at.tile * GROUPS + from / 4, from % 4);
-                float v[16] = {};
-#pragma unroll
-                for (int part = 0; part < CLUSTER; part++)
-#pragma unroll
-                    for (int n = 0; n < (NT < 4 ? NT : 4); n++) {
-                        const float4 more = fetch(memory + ((from * NT + n0 + n) * 32 + lane) * 16, part);
-                        v[4 * n] = __fadd_rn(v[4 * n], more.x), v[4 * n + 1] = __fadd_rn(v[4 * n + 1], more.y);
-                        v[4 * n + 2] = __fadd_rn(v[4 * n + 2], more.z), v[4 * n + 3] = __fadd_rn(v[4 * n + 3], more.w);
-                    }
-                if (from != unit) channels = read_channels(p, to);
-                store(p, v, channels, to, at.row + n0 * 8, scale_of);
+                for (int i = 0; i < p.steps; i++) {
+                    begin_step(sums, of_sums, i);
+                    wgmma_wait<0>();
+                    end_step(sums, of_sums, i);
+                }
             }
-            meet_cluster();  // what others read stays until they have; a cluster has one tile
+            if (p.chunk < p.steps)
+#pragma unroll
+                for (int n = 0; n < SUMS / 4; n++) {
+                    const float4 t = totals[n * CONSUMERS];
+                    total[4 * n] = __fadd_rn(t.x, total[4 * n]), total[4 * n + 1] = __fadd_rn(t.y, total[4 * n + 1]);
+                    total[4 * n + 2] = __fadd_rn(t.z, total[4 * n + 2]), total[4 * n + 3] = __fadd_rn(t.w, total[4 * n + 3]);
+                }
         } else {
+#pragma unroll 1
+            for (int chunk = 0; chunk < p.steps; chunk += p.chunk) {
+                const int end = min(chunk + p.chunk, p.steps);
+                int before = 0;
+#pragma unroll 1
+                for (int i = chunk; i < end; i++) {
+                    const int stage = ring.stage;
+                    multiply_step(sums, i > chunk);
+                    if (i > chunk) {
+                        wgmma_wait<1>();
+                        release(before);
+                    }
+                    before = stage;
+                }
+                wgmma_wait<0>();
+                settle(sums);
+                release(before);
 #pragma unroll
-            for (int q = 0; q < QUADS; q++) {
-                float v[16];
-#pragma unroll
-                for (int i = 0; i < 16; i++) v[i] = 16 * q + i >= SUMS ? 0 : TOTALS ? total[16 * q + i] : acc[16 * q + i];
-                store(p, v, channels, first_channel(at.tile * GROUPS + group, warp % 4), at.row + q * 32, scale_of);
+                for (int i = 0; i < SUMS; i++) total[i] = __fadd_rn(total[i], sums[i]);
             }
+        }
+        const int end = min(at.channel + STORED, width_of(p)), row = at.row + row_of;
+        float x[2] = {1.0f, 1.0f};
+        if (!BLOCKED) {
+            sync_warpgroup();  // scales are there
+            for (int i = 0; i < 2; i++) x[i] = row + 8 * i < p.rows ? p.x_scales[row + 8 * i] : 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < STORED / 2; i += 16) {
+            float part[16], up[16];
+#pragma unroll
+            for (int j = 0; j < 16; j++) {
+                part[j] = i + j >= STORED / 2 ? 0 : total[i + j];
+                up[j] = !GATED || i + j >= STORED / 2 ? 0 : total[STORED / 2 + i + j];
+            }
+            store(p, part, up, row, at.channel + 2 * i, end, x, w_scales + 2 * i);
         }
     }
 }

@@ -1,4 +1,4 @@
-"""Products of FP8 weights and activations, in CUDA C++ for compute capability 9.0 (fp8_linear.cu).
+"""Products of FP8 weights and activations, in CUDA C++ for compute capability 9.0 (fp8_few.cu, fp8_linear.cu).
 
 Activations are rounded to e4m3 on the way: a row by its largest number, or by a scale that the checkpoint gives, or
 beside weights in blocks each 128 inputs of a row by theirs. Sums have one order for every number of rows.
@@ -22,19 +22,24 @@ from spillover.kernels.cuda.tensor_map import BYTES, TYPES, Map, capable, proces
 
 log = logging.getLogger("spillover.kernels")
 
-SOURCE = Path(__file__).parent / "fp8_linear.cu"
+FEW_SOURCE, SOURCE = (Path(__file__).parent / name for name in ("fp8_few.cu", "fp8_linear.cu"))
 STEP = 128  # inputs
-UNIT = 64  # channels that a warpgroup multiplies
+UNIT = 64  # channels or rows that a warpgroup multiplies
 CHUNKS = 4  # of the inputs
 SHORTEST = 2  # steps of a chunk
 QUANTIZERS = 512  # threads
 SHARED = 226 << 10  # bytes of a multiprocessor's shared memory
 OWN_SHARED = 1 << 10  # that a block takes besides what it asks for
-FEW_ROWS = {False: 1, True: 2}  # by `blocked`: up to which each block rounds rows of x itself
-TILE_ROWS = (32, 64, 96, 128)
+OWN_ROWS = {False: 0, True: 2}  # by `blocked`: up to which each block rounds rows of x itself
+FEW_ROWS = 64  # up to which weights are the left operand
 FILLED = 132  # multiprocessors that a block each keeps busy
 PIECE_ROWS = 4096  # that are rounded and multiplied at a time
 IN_FLIGHT = 96 << 10  # bytes of weights on their way to a multiprocessor
+MOST_STAGES = 16
+SMALL = 256  # rows up to which tiles are as narrow as fill the multiprocessors once, or a few times
+MOST_WAVES = 4
+LEAST_CHANNELS = 32
+MOST_CHANNELS = {False: 224, True: 128}  # by `blocked`, whose sums fit into registers
 MOST_PREPARED = 2048  # rows; those of more have cuts of these
 
 
@@ -72,9 +77,14 @@ class Shape(NamedTuple):
     def form(self) -> Form:
         return Form(self.blocked, self.gated, self.chunks)
 
+    @property
+    def stored(self) -> int:
+        """Channels of the result."""
+        return self.channels // 2 if self.gated else self.channels
 
-class Cut(NamedTuple):
-    """How a product is cut, in the words of fp8_linear.cu."""
+
+class FewCut(NamedTuple):
+    """How a product of up to FEW_ROWS rows is cut, in the words of fp8_few.cu."""
 
     rows: int
     groups: int = 1
@@ -82,10 +92,13 @@ class Cut(NamedTuple):
     own: bool = False  # blocks round rows themselves
     resident: int = 1  # blocks of a multiprocessor
 
-    def threads(self, shape: Shape) -> int:
-        """Return the threads of a block; a whole warpgroup that copies has registers to give."""
-        moves_registers = shape.chunks > 1 and not self.spread and self.rows > 64
-        return 128 * self.groups + (128 if moves_registers else 32)
+    @property
+    def source(self) -> Path:
+        return FEW_SOURCE
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.groups + 32
 
     def tiles(self, rows: int, shape: Shape) -> int:
         return -(-rows // self.rows) * -(-shape.channels // (UNIT * self.groups))
@@ -113,7 +126,7 @@ class Cut(NamedTuple):
         if self.own:
             beside = min(self.resident, -(-blocks // processors))
             most = min(most, max(4, -(-IN_FLIGHT // (beside * self.groups * UNIT * STEP))))
-        return min(most, shape.chunk if self.spread else 16)
+        return min(most, shape.chunk if self.spread else MOST_STAGES)
 
     def shared(self, shape: Shape, stages: int) -> int:
         """Return the bytes of shared memory of a block: of a tile's sums, if those of a cluster meet there."""
@@ -123,36 +136,119 @@ class Cut(NamedTuple):
     def fits(self, shape: Shape) -> bool:
         return self.stages(shape, 1, 1) >= min(3, shape.chunk) and (not self.spread or shape.chunks > 1)
 
+    def weights_map(self, values: Tensor, shape: Shape) -> ctypes.Array[ctypes.c_uint64]:
+        """Describe weights: [channels / 16][2][8][inputs], of two matrices with a gate."""
+        inner = shape.inner
+        apart = (shape.stored * inner, 8 * inner) if shape.gated else (8 * inner, 16 * inner)
+        return tensor_map(values.data_ptr(), BYTES, (inner, 8, 2, shape.channels // 16), (inner, *apart),
+                          (STEP, 8, 2, 4 * self.groups))
+
     def options(self, form: Form, dtype: torch.dtype) -> tuple[str, ...]:
-        defined = {"BLOCKED": int(form.blocked), "GATED": int(form.gated), "ROWS": self.rows, "GROUPS": self.groups,
-                   "CHUNKS": form.chunks, "CLUSTER": form.chunks if self.spread else 1, "OWN_X": int(self.own),
-                   "RESIDENT": self.resident, "X_BF16": int(dtype is torch.bfloat16), **sums_options(self.rows)}
-        return tuple(f"-D{name}={value}" for name, value in defined.items())
+        return _options(form, dtype, self.rows, ROWS=self.rows, GROUPS=self.groups, CHUNKS=form.chunks,
+                        CLUSTER=form.chunks if self.spread else 1, OWN_X=int(self.own), RESIDENT=self.resident)
 
 
-def few_cuts(shape: Shape) -> tuple[Cut, ...]:
-    """Return the cuts whose blocks round up to FEW_ROWS rows themselves, the preferred ones first."""
-    spread = tuple(Cut(8, 1, True, True, resident) for resident in (5, 3, 2))
-    wide = shape.channels >= 2 * UNIT * FILLED or shape.chunks == 1
-    return (Cut(8, 1, False, True, 2), *spread) if wide else (*spread, Cut(8, 1, False, True, 2))
+class Cut(NamedTuple):
+    """The tiles of a product of more rows, in the words of fp8_linear.cu; with a gate half of the channels are of each
+    matrix."""
+
+    channels: int
+    groups: int = 2
+
+    @property
+    def source(self) -> Path:
+        return SOURCE
+
+    @property
+    def rows(self) -> int:
+        return UNIT * self.groups
+
+    @property
+    def threads(self) -> int:
+        """Return the threads of a block; a whole warpgroup that copies has registers to give."""
+        return 128 * self.groups + (128 if self.groups > 1 else 32)
+
+    def tiles(self, rows: int, shape: Shape) -> int:
+        return -(-rows // self.rows) * -(-shape.channels // self.channels)
+
+    def blocks(self, rows: int, shape: Shape, processors: int) -> int:
+        return min(self.tiles(rows, shape), processors)
+
+    def stage_bytes(self, shape: Shape) -> int:
+        """Return the bytes of a stage, with its barriers and scales."""
+        return (self.channels + self.rows) * STEP + (self.rows * 4 if shape.blocked else 0) + 16
+
+    def fixed_bytes(self, shape: Shape) -> int:
+        """Return the bytes besides stages: totals of chunks, or scales of weights."""
+        return self.channels * 4 * (self.rows if shape.blocked else self.groups)
+
+    def stages(self, shape: Shape, blocks: int, processors: int) -> int:
+        """Return as many stages as fit."""
+        return min((SHARED - self.fixed_bytes(shape)) // self.stage_bytes(shape), MOST_STAGES)
+
+    def shared(self, shape: Shape, stages: int) -> int:
+        return stages * self.stage_bytes(shape) + self.fixed_bytes(shape)
+
+    def fits(self, shape: Shape) -> bool:
+        return self.stages(shape, 1, 1) >= 3
+
+    def clocks(self, rows: int, shape: Shape, processors: int) -> float:
+        """Estimate what the multiprocessor with most tiles takes: a step of 32 inputs is bound by the tensor cores, by
+        shared memory or by the cache, which x is read from again for each tile."""
+        box, multiply = min(rows, self.rows), self.groups * self.channels / 2
+        share = self.groups * (16 + self.channels / 4) + (box + self.channels) / 4
+        step = max(multiply, share, 0.46 * box + 0.82 * self.channels) + (box + self.channels) / 16
+        tile = shape.inner / 32 * step + 20 * multiply + 2800
+        return -(-self.tiles(rows, shape) // processors) * tile
+
+    def weights_map(self, values: Tensor, shape: Shape) -> ctypes.Array[ctypes.c_uint64]:
+        box = self.channels // 2 if shape.gated else self.channels
+        return tensor_map(values.data_ptr(), BYTES, (shape.inner, shape.channels), (shape.inner,),
+                          (STEP, min(box, shape.stored)))
+
+    def options(self, form: Form, dtype: torch.dtype) -> tuple[str, ...]:
+        return _options(form, dtype, self.channels, CHANNELS=self.channels, GROUPS=self.groups)
 
 
-def tiles_of(rows: int) -> int:
-    """Return the rows of a tile where a product has more than blocks round themselves."""
-    each = -(-rows // -(-rows // TILE_ROWS[-1]))
-    return next(width for width in TILE_ROWS if width >= each)
+def _options(form: Form, dtype: torch.dtype, width: int, **more: int) -> tuple[str, ...]:
+    defined = {"BLOCKED": int(form.blocked), "GATED": int(form.gated), "X_BF16": int(dtype is torch.bfloat16), **more,
+               **sums_options(width)}
+    return tuple(f"-D{name}={value}" for name, value in defined.items())
+
+
+def few_cuts(rows: int, shape: Shape, processors: int) -> tuple[FewCut, ...]:
+    """Return the cuts of a product of up to FEW_ROWS rows, the preferred ones first, by what was fastest on an H200
+    with the shapes of Llama-3.1-8B: the chunks of a tile over a cluster where tiles are few."""
+    found: list[FewCut] = []
+    if rows <= OWN_ROWS[shape.blocked]:
+        found = [FewCut(8, 1, True, True, resident) for resident in (5, 3, 2)]
+        wide = shape.channels >= 2 * UNIT * FILLED or shape.chunks == 1
+        found.insert(0 if wide else len(found), FewCut(8, 1, False, True, 2))
+    width = 32 if rows <= 32 else 64
+    whole = FewCut(width, 2)
+    if shape.chunks > 1 and 3 * whole.tiles(rows, shape) <= processors:
+        found.append(FewCut(width, 1, True, resident=3))
+    return tuple(cut for cut in (*found, whole) if cut.fits(shape))
+
+
+def cuts(rows: int, shape: Shape, processors: int) -> tuple[Cut, ...]:
+    """Return the cuts of a product of more rows: up to SMALL, tiles as narrow as fill one wave, two waves, and so
+    on."""
+    most, unit = MOST_CHANNELS[shape.blocked], 16 if shape.gated else 8
+    if rows > SMALL:
+        widths = list(range(32, most + 1, 32))
+    else:
+        across = [max(processors * waves // -(-rows // (2 * UNIT)), 1) for waves in range(1, MOST_WAVES + 1)]
+        widths = [min(max(-(-shape.channels // (unit * tiles)) * unit, LEAST_CHANNELS), most) for tiles in across]
+    return tuple(cut for width in dict.fromkeys(widths) if (cut := Cut(width)).fits(shape))
 
 
 @cache
-def chosen(rows: int, shape: Shape, processors: int) -> Cut:
-    """Choose how a product is cut, by what was fastest on an H200 with the shapes of Llama-3.1-8B: the chunks of a tile
-    over a cluster where tiles are few."""
-    cuts = few_cuts(shape) if rows <= FEW_ROWS[shape.blocked] else ()
-    width = tiles_of(rows)
-    whole = Cut(width, 2)
-    if shape.chunks > 1 and 3 * whole.tiles(rows, shape) <= processors:
-        cuts += (Cut(width, 1, True, resident=3) if width <= 64 else Cut(width, 2, True),)
-    return next(cut for cut in (*cuts, whole) if cut.fits(shape))
+def chosen(rows: int, shape: Shape, processors: int) -> FewCut | Cut:
+    """Choose how a product is cut."""
+    if rows <= FEW_ROWS:
+        return few_cuts(rows, shape, processors)[0]
+    return min(cuts(rows, shape, processors), key=lambda cut: cut.clocks(rows, shape, processors))
 
 
 def fits(channels: int, inner: int) -> bool:
@@ -171,12 +267,12 @@ class _Product(ctypes.Structure):
 
 
 def fp8_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None, gated: bool = False,
-               input_scale: Tensor | None = None, early: bool = False, cut: Cut | None = None) -> Tensor:
+               input_scale: Tensor | None = None, early: bool = False, cut: FewCut | Cut | None = None) -> Tensor:
     """Multiply x [T, K], values e4m3 [N, K] and bias [N] -> [T, N]; `gated`: -> silu(first half) * second half
     [T, N / 2]. scales: float32 [N], or [blocks of N, K / 128]. input_scale [1]: of x, instead of its own, beside scales
     [N]. `cut`: instead of the one that would be chosen."""
     shape = Shape(values.shape[0], values.shape[1], scales.dim() == 2, gated)
-    out = torch.empty(x.shape[0], shape.channels // 2 if gated else shape.channels, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape[0], shape.stored, dtype=x.dtype, device=x.device)
     if x.stride(1) != 1 or x.data_ptr() % 16 or x.stride(0) % 8:
         x = x.contiguous()
     for first in range(0, x.shape[0], PIECE_ROWS):
@@ -186,29 +282,28 @@ def fp8_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = 
 
 
 def _multiply(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, input_scale: Tensor | None, shape: Shape,
-              out: Tensor, early: bool, cut: Cut | None) -> None:
+              out: Tensor, early: bool, cut: FewCut | Cut | None) -> None:
     rows, count = x.shape[0], processors(x.device)
     cut = cut or chosen(rows, shape, count)
     found = kernels(cut, shape.form, x.dtype, x.device)
     assert found is not None, "there are kernels"
     blocks = cut.blocks(rows, shape, count)
     stages = cut.stages(shape, blocks, count)
-    groups, inner = shape.channels // 16, shape.inner
-    apart = (shape.channels // 2 * inner, 8 * inner) if shape.gated else (8 * inner, 16 * inner)
     product = _Product(
-        w=tensor_map(values.data_ptr(), BYTES, (inner, 8, 2, groups), (inner, *apart), (STEP, 8, 2, 4 * cut.groups)),
+        w=cut.weights_map(values, shape),
         x=x.data_ptr(), input_scale=None if input_scale is None else input_scale.data_ptr(),
         w_scales=scales.data_ptr(), bias=None if bias is None else bias.data_ptr(), out=out.data_ptr(),
         x_stride=x.stride(0), rows=rows, channels=shape.channels, steps=shape.steps, chunk=shape.chunk,
         scales_row=-(-rows // cut.rows) * cut.rows, stages=stages)
-    if not cut.own:
-        codes = torch.empty(rows, inner, dtype=torch.uint8, device=x.device)
+    if isinstance(cut, Cut) or not cut.own:
+        codes = torch.empty(rows, shape.inner, dtype=torch.uint8, device=x.device)
         x_scales = torch.empty((shape.steps, product.scales_row) if shape.blocked else (rows,), dtype=torch.float32,
                                device=x.device)
         product.codes, product.x_scales = codes.data_ptr(), x_scales.data_ptr()
-        product.codes_map = tensor_map(codes.data_ptr(), BYTES, (inner, rows), (inner,), (STEP, cut.rows))
+        box = cut.rows if isinstance(cut, FewCut) else min(rows, cut.rows)
+        product.codes_map = tensor_map(codes.data_ptr(), BYTES, (shape.inner, rows), (shape.inner,), (STEP, box))
         found.launch("quantize_rows", rows, QUANTIZERS, product, 1024, early)
-    found.launch("fp8_linear", blocks, cut.threads(shape), product, cut.shared(shape, stages), early)
+    found.launch("fp8_linear", blocks, cut.threads, product, cut.shared(shape, stages), early)
 
 
 def prepare(shapes: Iterable[Shape], dtype: torch.dtype, device: torch.device, most_rows: int) -> None:
@@ -216,25 +311,28 @@ def prepare(shapes: Iterable[Shape], dtype: torch.dtype, device: torch.device, m
     if dtype not in TYPES or not capable(device):
         return
     rows = (*range(1, min(most_rows, MOST_PREPARED) + 1, 8), most_rows)
-    wanted = {chosen(count, shape, processors(device)).options(shape.form, dtype) for shape in set(shapes)
-              for count in rows}
-    compile_ahead(SOURCE, wanted, device)
+    wanted: dict[Path, set[tuple[str, ...]]] = {}
+    for shape in set(shapes):
+        for cut in {chosen(count, shape, processors(device)) for count in rows}:
+            wanted.setdefault(cut.source, set()).add(cut.options(shape.form, dtype))
+    for source, options in wanted.items():
+        compile_ahead(source, options, device)
 
 
 def available(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether there are kernels; says so in the log where a CUDA device has none."""
-    return kernels(Cut(8, 1, True, True, 5), Form(False, False, CHUNKS), dtype, device) is not None
+    return kernels(FewCut(8, 1, True, True, 5), Form(False, False, CHUNKS), dtype, device) is not None
 
 
 @cache
-def kernels(cut: Cut, form: Form, dtype: torch.dtype, device: torch.device) -> Module | None:
+def kernels(cut: FewCut | Cut, form: Form, dtype: torch.dtype, device: torch.device) -> Module | None:
     """Return the kernels of a cut, None where there are none."""
     if device.type != "cuda" or torch.version.hip or dtype not in TYPES:
         return None
     try:
         if not capable(device):
             raise CudaError("compute capability {}.{}".format(*torch.cuda.get_device_capability(device)))
-        return Module(SOURCE, cut.options(form, dtype), device)
+        return Module(cut.source, cut.options(form, dtype), device)
     except CudaError as problem:
         _warn(str(problem).partition("\n")[0])
         return None

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from spillover.kernels.formats.gguf_codes import Codes
 
 DUMMY_STD = 0.02
-HOST_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # numbered so in native/host_experts.cpp
+HOST_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # numbered so in native/moe/host_experts.cpp
 
 _registered: dict[str, type[WeightFormat]] = {}
 _Format = TypeVar("_Format", bound="WeightFormat")
@@ -214,7 +214,7 @@ class WeightFormat(ABC):
         it has a bias."""
 
     def host_code(self, dtype: torch.dtype) -> int | None:
-        """Number the format as native/mixture.h does, beside biases of `dtype`; None: it knows no such one."""
+        """Number the format as native/moe/mixture.h does, beside biases of `dtype`; None: it knows no such one."""
         return None
 
 

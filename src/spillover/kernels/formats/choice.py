@@ -13,8 +13,8 @@ from torch import Tensor
 from spillover.errors import CheckpointError
 from spillover.kernels.fields import FLOATING, Field, LinearShape
 from spillover.kernels.formats.base import Linear, Target, TensorReader, WeightFormat
+from spillover.kernels.formats.checkpoints.settings import module_of
 from spillover.kernels.formats.dense import DENSE, Dense
-from spillover.kernels.formats.settings import module_of
 
 if TYPE_CHECKING:
     from spillover.kernels.formats.gguf_codes import Codes

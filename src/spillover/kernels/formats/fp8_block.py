@@ -9,8 +9,8 @@ from torch import Tensor
 
 from spillover.kernels.fields import FLOATING, Field, LinearShape
 from spillover.kernels.formats.base import DUMMY_STD, Linear, Target, TensorReader, WeightFormat
+from spillover.kernels.formats.checkpoints.settings import module_of
 from spillover.kernels.formats.grouped_gemm import GroupedGemm, Tile, invariant_tiles, tiles
-from spillover.kernels.formats.settings import module_of
 
 BLOCK = 128  # rows and columns that share a scale
 LARGEST = 448.0  # of e4m3

@@ -16,7 +16,7 @@ from spillover.kernels.cuda.fp8_linear import STEP, Shape
 from spillover.kernels.cuda.tensor_map import TYPES, capable
 from spillover.kernels.fields import FLOATING, Field, LinearShape
 from spillover.kernels.formats.base import Linear, Target, TensorReader, WeightFormat
-from spillover.kernels.formats.settings import module_of
+from spillover.kernels.formats.checkpoints.settings import module_of
 from spillover.kernels.quantize import round_to_fp8
 
 if TYPE_CHECKING:

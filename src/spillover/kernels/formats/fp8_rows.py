@@ -10,8 +10,8 @@ from torch import Tensor
 
 from spillover.kernels.fields import FLOATING, Field, LinearShape
 from spillover.kernels.formats.base import Linear, Target, TensorReader, WeightFormat
+from spillover.kernels.formats.checkpoints.settings import module_of
 from spillover.kernels.formats.fp8_block import FP8_TENSOR, SCALE_NAMES, dummy_fp8, read_scale
-from spillover.kernels.formats.settings import module_of
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Weights in the codes that a quantised file has, multiplied as they are: see native/coded.cpp."""
+"""Weights in the codes that a quantised file has, multiplied as they are: see native/coded/coded.cpp."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CodeForm:
     one of float16: w = head[0] * block[0] * code - head[1] * block[1]; of float32: w = head[0] * code + head[1]. Codes
     without an offset are counted from the middle."""
 
-    number: int  # in native/coded.cpp
+    number: int  # in native/coded/coded.cpp
     bits: int  # of a code; those of 8 are signed
     block: tuple[str, ...]  # types of what there is one of for every row and block of 32 columns
     head: tuple[str, ...] = ()  # the same for every `unit` columns
@@ -244,7 +244,7 @@ def _unpacked(form: CodeForm, panels: Tensor) -> Tensor:
 
 
 def _vectors(values: Tensor, bits: int, count: int) -> Tensor:
-    """Order values [channels, columns] as native/coded.h has them: bytes [panels, blocks, bytes]."""
+    """Order values [channels, columns] as native/coded/coded.h has them: bytes [panels, blocks, bytes]."""
     if bits == 8:
         # half, channel, block, vector, place, parity
         words = values.view(torch.uint8).reshape(count, 2, _HALF, -1, 8, 2, 2)

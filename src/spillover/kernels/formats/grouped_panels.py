@@ -1,4 +1,4 @@
-"""Integers in groups that share a scale, in the panels that native/coded.cpp multiplies with, for a CPU."""
+"""Integers in groups that share a scale, in the panels that native/coded/coded.cpp multiplies with, for a CPU."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ STEP = 128  # columns of a row are a multiple of it
 GROUPS = (32, 64, 128)  # columns of a group as it is kept; longer ones are kept as several
 FIRST_CODE = 3  # FORMAT of kernels/triton/moe/moe_product.py: 4 bits by groups, then 8 bits
 ZERO = 0xFF  # bits of a group's word that are its zero; the others are those of its scale in float32
-HOST_CODE = 5  # of 4 bits by groups, then 8 bits: native/mixture.h
+HOST_CODE = 5  # of 4 bits by groups, then 8 bits: native/moe/mixture.h
 
 
 @dataclass(frozen=True)

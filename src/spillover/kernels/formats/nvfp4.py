@@ -10,8 +10,8 @@ from torch import Tensor
 
 from spillover.kernels.fields import FLOATING, Field, LinearShape
 from spillover.kernels.formats.base import DUMMY_STD, Linear, Target, TensorReader, WeightFormat
+from spillover.kernels.formats.checkpoints.settings import module_of
 from spillover.kernels.formats.mxfp4 import byte_values
-from spillover.kernels.formats.settings import module_of
 
 GROUP = 16  # values a scale
 

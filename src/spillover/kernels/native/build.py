@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _FOLDER = Path(__file__).parent
-SOURCES = tuple(sorted(_FOLDER.glob("*.cpp")))
+SOURCES = tuple(sorted(_FOLDER.rglob("*.cpp")))
 # No -ffast-math: it would let the compiler reorder sums, and the kernels promise one order.
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-pthread", "-Wno-psabi")
 # A symbol that nothing defines fails the link, with its name, rather than the load.
@@ -90,7 +90,7 @@ def library_name(command: list[str]) -> str:
     """Return a file name that differs whenever anything differs that decides the library's code."""
     version = subprocess.run([command[0], "--version"], capture_output=True, check=False).stdout
     digest = hashlib.blake2b(version + "\0".join([*command, *LINK_FLAGS, _cpu()]).encode(), digest_size=10)
-    for source in (*SOURCES, *sorted(_FOLDER.glob("*.h"))):
+    for source in (*SOURCES, *sorted(_FOLDER.rglob("*.h"))):
         digest.update(source.read_bytes())
     return f"kernels-{digest.hexdigest()}.so"
 

@@ -19,7 +19,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, ClassVar, Self
 
 from spillover.errors import SpilloverError
-from spillover.lab.engines.metrics_text import counters_from, label_of, parse_metrics
+from spillover.lab.engines.metrics_text import bare, counters_from, label_of, parse_metrics
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -102,6 +102,7 @@ class Engine(ABC):
 
     kind: ClassVar[str]
     COUNTERS: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # our name -> those of the engine that add up to it
+    GAUGES: ClassVar[Mapping[str, str]] = {}  # our name -> the engine's, of what it tells as it stands only
 
     def __init__(self, spec: EngineSpec, log_folder: Path | None = None) -> None:
         self.spec = spec
@@ -147,6 +148,13 @@ class Engine(ABC):
 
     def counters(self) -> Mapping[str, float]:
         return counters_from(self.metrics(), self.COUNTERS)
+
+    def gauges(self) -> Mapping[str, float]:
+        """Return values as they stand, the mean over labels; 0 and what the engine lacks are left out."""
+        samples = self.metrics() if self.GAUGES else {}
+        found = {ours: [value for key, value in samples.items() if bare(key) == theirs]
+                 for ours, theirs in self.GAUGES.items()}
+        return {name: sum(values) / len(values) for name, values in found.items() if any(values)}
 
     def device_pool_tokens(self) -> int | None:
         """Return the tokens of KV that the device holds, where the engine tells."""

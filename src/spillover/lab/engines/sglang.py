@@ -26,6 +26,8 @@ class SglangEngine(OwnedEngine):
         "prefix_queries": ("sglang:prompt_tokens",),  # each prompt token is looked up once
         "prefix_hits": ("sglang:cached_tokens",),
     }
+    GAUGES: ClassVar[dict[str, str]] = {"spec_accept_length": "sglang:spec_accept_length",
+                                        "spec_accept_rate": "sglang:spec_accept_rate"}
 
     @classmethod
     def installed(cls, spec: EngineSpec) -> Missing | None:

@@ -24,6 +24,7 @@ from spillover.memory.tiers.recovery import FIXED_BYTES, Recovery, recover, segm
 from spillover.memory.tiers.seal import PLAIN, Seal
 from spillover.memory.tiers.segment import Segment, round_up
 from spillover.memory.tiers.slots import SlotTable
+from spillover.memory.tiers.token_log import TokenLog
 from spillover.units import format_bytes
 
 SEGMENT_BYTES = 128 << 20  # at least
@@ -116,6 +117,7 @@ class DiskTier:
         self._stores = self._loads = self._store_failures = self._load_failures = 0
         self._seconds_writing = self._seconds_reading = 0.0
         self._lock: FolderLock | None = None
+        self._tokens: TokenLog | None = None
         self._open = self._start(description)
 
     # The tier
@@ -230,9 +232,15 @@ class DiskTier:
             available=self._health.ok and self._usable(self._reading) and self._usable(self._writing),
         )
 
+    def keep_beside(self, tokens: TokenLog) -> None:
+        """Close a log of tokens with the tier, under whose lock it is written."""
+        self._tokens = tokens
+
     def close(self, deadline: float) -> None:
         if not self._open:
             return
+        if self._tokens is not None:
+            self._tokens.close(deadline - time.monotonic())
         for ticket, work in list(self._work.items()):
             if isinstance(work, _Load):
                 ticket.cancel()

@@ -4,6 +4,7 @@
     PATH/<identity in hex>/description.json    model, dtype, block size, layout: for people, and for nothing else
     PATH/<identity in hex>/<number>.kv         segments
     PATH/<identity in hex>/recency             when each record was last used; written when the tier is closed
+    PATH/<identity in hex>/tokens              what ended requests said, where drafts are made of it (token_log.py)
 
 Other files are nobody's here: neither counted nor touched.
 """
@@ -29,7 +30,9 @@ log = logging.getLogger("spillover.memory")
 LOCK = "lock"
 DESCRIPTION = "description.json"
 RECENCY = "recency"
+TOKENS = "tokens"
 TEMPORARY = ".tmp"
+BESIDE = (DESCRIPTION, RECENCY, TOKENS)  # the segments
 MAX_DESCRIPTION_BYTES = 4096
 RECENCY_BYTES = 16  # a record
 _RECENCY = struct.Struct("<Qd")  # sequence, last use
@@ -138,7 +141,7 @@ class CacheFolder:
     def small_bytes(self) -> int:
         """Return what the files beside the segments take."""
         total = 0
-        for name in (DESCRIPTION, RECENCY):
+        for name in BESIDE:
             with suppress(OSError):
                 total += (self.path / name).stat().st_size
         return total
@@ -146,7 +149,7 @@ class CacheFolder:
     def last_use(self) -> float:
         """Return the seconds since 1970: opened, closed or written."""
         times = [file.modified for file in self.segment_files()]
-        for name in (DESCRIPTION, RECENCY):
+        for name in BESIDE:
             with suppress(OSError):
                 times.append((self.path / name).stat().st_mtime)
         return max(times, default=0.0)
@@ -195,7 +198,7 @@ class CacheFolder:
         for path in self._files(TEMPORARY):
             path.unlink(missing_ok=True)
         if not any(self._files(SUFFIX)):
-            for name in (DESCRIPTION, RECENCY):
+            for name in BESIDE:
                 (self.path / name).unlink(missing_ok=True)
             with suppress(OSError):  # somebody else's file is in it
                 self.path.rmdir()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from spillover.errors import SpilloverError
-from spillover.memory.tiers.folder import DESCRIPTION, RECENCY_BYTES, CacheFolder, FolderLock
+from spillover.memory.tiers.folder import DESCRIPTION, RECENCY_BYTES, TOKENS, CacheFolder, FolderLock
 from spillover.memory.tiers.inspect import find_caches
 from spillover.memory.tiers.record import EMPTY_HEADER, RecordHeader, is_keyed
 from spillover.memory.tiers.seal import PLAIN
@@ -158,6 +158,8 @@ def _apply(cache: _Cache) -> None:
         else:
             segment.remove()
         segment.close()
+    if cache.dropped:  # what was said must not outlive its blocks
+        (cache.folder.path / TOKENS).unlink(missing_ok=True)
     for file in cache.folder.segment_files():
         if file.path not in {segment.path for segment in cache.segments}:
             os.unlink(file.path)  # no segment: cut off while it was made

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 
 from spillover.engine.output.output_processor import Answer
-from spillover.engine.request import Request
+from spillover.engine.requests.request import Request
 from spillover.server.api.errors import ApiError
 from spillover.server.front import Front
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from spillover.engine.output.outputs import PositionLogprobs, TokenSources
-from spillover.engine.request import Request
+from spillover.engine.requests.request import Request
 from spillover.server.api.generation import Job
 
 

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from spillover.engine.sampling_params import SamplingParams, StructuredOutputs
+from spillover.engine.requests.sampling_params import SamplingParams, StructuredOutputs
 from spillover.server.api.conversation import prompt_ids
 from spillover.server.api.documents import STREAMED, body_of, refusals
 from spillover.server.api.errors import ApiError, as_api_error

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from spillover.engine.sampling_params import SamplingParams, StructuredOutputs
+from spillover.engine.requests.sampling_params import SamplingParams, StructuredOutputs
 from spillover.server.api.errors import ApiError
 from spillover.server.schemas.schemas_common import JsonObjectFormat, JsonSchemaFormat, SamplingFields
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from spillover.engine.sampling_params import StructuredOutputs
+from spillover.engine.requests.sampling_params import StructuredOutputs
 from spillover.server.api.errors import ApiError
 from spillover.server.schemas.schemas_chat import NamedToolChoice, Tool
 

@@ -24,10 +24,10 @@ import msgspec
 from spillover.engine.config import EngineConfig
 from spillover.engine.output.output_processor import Answer
 from spillover.engine.output.outputs import RequestOutput
-from spillover.engine.prompts import Message, Prompt, conversation, params_for, prompt_parts
-from spillover.engine.request import Request
-from spillover.engine.request_factory import RequestFactory
-from spillover.engine.sampling_params import SamplingParams
+from spillover.engine.requests.prompts import Message, Prompt, conversation, params_for, prompt_parts
+from spillover.engine.requests.request import Request
+from spillover.engine.requests.request_factory import RequestFactory
+from spillover.engine.requests.sampling_params import SamplingParams
 from spillover.errors import EngineDead, QueueFull, RequestError, SpilloverError
 from spillover.models.generation_config import sampling_defaults
 from spillover.models.hub.store import resolve

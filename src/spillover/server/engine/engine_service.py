@@ -21,7 +21,7 @@ import zmq
 from spillover.engine.assemble import Assembly, assemble
 from spillover.engine.output.outputs import TokenSources
 from spillover.engine.profiling.profile_session import ProfileSession
-from spillover.engine.request import Request, Status
+from spillover.engine.requests.request import Request, Status
 from spillover.engine.speculation.speculator import SpeculationStats
 from spillover.engine.structured.structured import Grammar, GrammarCompiler, GrammarLimits, GrammarStats
 from spillover.errors import RequestError, SpilloverError
@@ -310,6 +310,8 @@ class EngineService:
             drafts=speculation.counts,
             simulated_drafts=speculation.simulated,
             draft_seconds=speculation.draft_seconds,
+            draft_proposed=speculation.proposed,
+            verify_seconds=speculation.verify_seconds,
             time=time.monotonic(),
             sleeping=self._sleeping,
             num_running=len(self._scheduler.running),

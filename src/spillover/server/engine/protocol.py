@@ -12,8 +12,8 @@ import msgspec
 
 from spillover.engine.config import EngineConfig
 from spillover.engine.output.outputs import NO_DRAFTS, DraftCounts, Logprob, TokenSources
-from spillover.engine.sampling_params import SamplingParams
-from spillover.engine.token_ids import TokenIds
+from spillover.engine.requests.sampling_params import SamplingParams
+from spillover.engine.requests.token_ids import TokenIds
 from spillover.memory.spill.report import TierReport
 from spillover.memory.transfer.link_queue import LinkReport
 from spillover.models.config import ModelConfig
@@ -171,6 +171,8 @@ class LiveStats(msgspec.Struct, array_like=True, frozen=True):
     drafts: DraftCounts = NO_DRAFTS
     simulated_drafts: bool = False  # acceptance is made up
     draft_seconds: float = 0.0  # that drafters took
+    draft_proposed: int = 0  # tokens that drafters offered, also those that were not verified
+    verify_seconds: float = 0.0  # of steps that verified drafts
     # Grammars of structured output.
     grammars_compiled: int = 0
     grammars_reused: int = 0  # requests whose grammar was there already

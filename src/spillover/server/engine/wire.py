@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import msgspec
 
 from spillover.engine.output.outputs import TokenSources
-from spillover.engine.request import Request, Status
-from spillover.engine.sampling_params import SamplingParams
-from spillover.engine.token_ids import from_bytes, to_bytes
+from spillover.engine.requests.request import Request, Status
+from spillover.engine.requests.sampling_params import SamplingParams
+from spillover.engine.requests.token_ids import from_bytes, to_bytes
 from spillover.errors import RequestError
 from spillover.server.engine.protocol import Add, FromEngine, ToEngine, Update, WireRequest
 

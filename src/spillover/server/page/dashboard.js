@@ -12,6 +12,7 @@ function show(live) {
   showThroughput(live.generation_rate);
   showTiers(live);
   showSources(live.sources);
+  showSpeculation(live.speculation);
   showRequests(live);
 }
 

@@ -16,13 +16,13 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from spillover.engine.request import Request
-from spillover.engine.speculation.config import MOST_TOKENS
+from spillover.engine.requests.request import Request
 from spillover.errors import GRAMMAR_REASONS
 from spillover.memory.spill.report import COUNTERS, TierReport
 from spillover.server.api.errors import REFUSALS
 from spillover.server.engine.protocol import LiveStats
 from spillover.server.telemetry.link_metrics import link_families
+from spillover.server.telemetry.speculation_metrics import SPECULATION, speculation_families, speculation_totals
 from spillover.server.telemetry.tier_metrics import PREFIX, tier_families
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 SOURCES = ("computed", "device", "host", "disk", "remote")
 FINISH_REASONS = ("stop", "length", "abort", "error")
 _REFUSED = "grammars_refused_"  # and the reason: names of totals
-_ACCEPTED = "draft_tokens_accepted_at_"  # and the position, likewise
 
 # vLLM's layouts, so that its dashboards and recording rules keep their meaning.
 FIRST_TOKEN_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -182,35 +181,10 @@ class Metrics:
                                 "request's gaps counts as their mean.", self._model)
         yield self._step_tokens.family("iteration_tokens_total", "Tokens computed in a step; steps of one second count "
                                        "as their mean.", self._model)
-        yield from self._speculation(info)
+        if info is not None and info.config.speculation is not None:
+            yield from speculation_families(self._model, info.config.speculation, totals)
         yield from self._grammars(stats)
         yield from self._memory(stats, info)
-
-    def _speculation(self, info: EngineInfo | None) -> Iterator[Metric]:
-        """Yield vLLM's counters; what is simulated says so in a label."""
-        speculation = info.config.speculation if info is not None else None
-        if speculation is None:
-            return
-        totals, simulated = self.engine.values, str(bool(speculation.simulated)).lower()
-        for name, key, text in (
-            ("num_drafts", "drafts", "Passes that verified a draft."),
-            ("num_draft_tokens", "draft_tokens", "Tokens that were drafted and verified."),
-            ("num_accepted_tokens", "draft_tokens_accepted", "Drafted tokens that the model sampled as well."),
-        ):
-            family = CounterMetricFamily(f"{PREFIX}spec_decode_{name}", text, labels=["model_name", "simulated"])
-            family.add_metric([self._model, simulated], totals[key])
-            yield family
-        by_position = CounterMetricFamily(PREFIX + "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by "
-                                          "their position in the draft.",
-                                          labels=["model_name", "simulated", "position"])
-        for position in range(speculation.num_tokens):
-            by_position.add_metric([self._model, simulated, str(position)], totals[_ACCEPTED + str(position)])
-        yield by_position
-        yield self._counter("spec_decode_draft_milliseconds", "Time that drafters took.", totals["draft_milliseconds"])
-        passes = GaugeMetricFamily(PREFIX + "spec_decode_tokens_per_pass", "Mean of tokens that a pass with a draft "
-                                   "brought.", labels=["model_name", "simulated"])
-        passes.add_metric([self._model, simulated], 1 + totals["draft_tokens_accepted"] / max(1, totals["drafts"]))
-        yield passes
 
     def _grammars(self, stats: LiveStats) -> Iterator[Metric]:
         totals = self.engine.values
@@ -314,8 +288,6 @@ class EngineTotals:
     }
     NAMES = ("steps", "preemptions", "prefix_queries", "prefix_hits", "evictions", "step_tokens", *WEIGHTS,
              "grammars_compiled", "grammars_reused", *(_REFUSED + reason for reason in GRAMMAR_REASONS))
-    SPECULATION = ("drafts", "draft_tokens", "draft_tokens_accepted", "draft_milliseconds",
-                   *(_ACCEPTED + str(position) for position in range(MOST_TOKENS)))
     NAMES += SPECULATION
 
     def __init__(self) -> None:
@@ -330,8 +302,8 @@ class EngineTotals:
     def update(self, stats: LiveStats, started: float) -> dict[str, int]:
         """Take in the engine's stats. `started`: when this engine was ready; older stats are of the one before it."""
         seen = {name: getattr(stats, name) for name in self.NAMES
-                if name != "step_tokens" and not name.startswith(_REFUSED) and name not in self.SPECULATION}
-        seen |= _drafts(stats)
+                if name != "step_tokens" and not name.startswith(_REFUSED) and name not in SPECULATION}
+        seen |= speculation_totals(stats)
         seen |= {_REFUSED + reason: stats.grammars_refused.get(reason, 0) for reason in GRAMMAR_REASONS}
         seen["step_tokens"] = stats.output_tokens + stats.sources.computed
         moved = {(tier.name, name): getattr(tier, name) for tier in stats.kv_tiers for name in COUNTERS}
@@ -348,15 +320,6 @@ class EngineTotals:
             replace(tier, **{name: getattr(tier, name) + self._tiers_before.get((tier.name, name), 0)
                              for name in COUNTERS}) for tier in stats.kv_tiers)
         return self.values
-
-
-def _drafts(stats: LiveStats) -> dict[str, int]:
-    """Return the totals of speculation."""
-    counts = stats.drafts
-    accepted = counts.by_position + (0,) * (MOST_TOKENS - len(counts.by_position))
-    return {"drafts": counts.drafts, "draft_tokens": counts.tokens, "draft_tokens_accepted": counts.accepted,
-            "draft_milliseconds": int(1000 * stats.draft_seconds),
-            **{_ACCEPTED + str(position): count for position, count in enumerate(accepted)}}
 
 
 class WeightedHistogram:

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import spillover
 from spillover.engine.output.output_processor import Answer
-from spillover.engine.request import Request
+from spillover.engine.requests.request import Request
 from spillover.memory.spill.report import TierReport
 from spillover.server.telemetry.metrics import Metrics, TokenCounts, finish_reason
+from spillover.server.telemetry.speculation_metrics import speculation_live
 
 if TYPE_CHECKING:
     from spillover.server.engine.async_llm import AsyncLLM
@@ -172,6 +173,7 @@ class Recorder:
             "preemptions": totals["preemptions"],
             "latency": _latency(self._latest),
             "tiers": [self._tier(name) for name in TIERS],
+            "speculation": speculation_live(info.config.speculation if info is not None else None, totals),
             "requests": [phases.row(now, phases.id in queued) for phases in shown[:SHOWN_REQUESTS]],
         }
 

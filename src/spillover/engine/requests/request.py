@@ -11,8 +11,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from spillover.engine.output.outputs import NO_DRAFTS, DraftCounts, PositionLogprobs, RequestTimings, TokenSources
-from spillover.engine.sampling_params import SamplingParams
-from spillover.engine.token_ids import TokenIds
+from spillover.engine.requests.sampling_params import SamplingParams
+from spillover.engine.requests.token_ids import TokenIds
 
 if TYPE_CHECKING:
     from spillover.engine.structured.structured import Grammar

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from spillover.kernels.fields import FLOATING, Field, LinearShape
 from spillover.kernels.formats.base import Linear, Target, TensorReader, WeightFormat, register
+from spillover.kernels.formats.checkpoints.settings import Settings, module_of
 from spillover.kernels.formats.choice import FormatChoice
 from spillover.kernels.formats.dense import DENSE
 from spillover.kernels.formats.fp8_block import BLOCK, Fp8Block
@@ -21,7 +22,6 @@ from spillover.kernels.formats.grouped_gemm import GroupedGemm
 from spillover.kernels.formats.grouped_int import GroupedInt, Matrix, unpack_nibbles, words_as_bytes
 from spillover.kernels.formats.mxfp4 import GROUP, Mxfp4, dequantize, padded
 from spillover.kernels.formats.nvfp4 import Nvfp4
-from spillover.kernels.formats.settings import Settings, module_of
 
 METHOD = "compressed-tensors"
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",

@@ -8,13 +8,13 @@ from fnmatch import fnmatchcase
 from typing import Any, Self
 
 from spillover.kernels.formats.base import WeightFormat, register
+from spillover.kernels.formats.checkpoints.settings import Settings
 from spillover.kernels.formats.choice import FormatChoice
 from spillover.kernels.formats.dense import DENSE
 from spillover.kernels.formats.fp8_block import Fp8Block
 from spillover.kernels.formats.fp8_rows import Fp8Rows
 from spillover.kernels.formats.grouped_gemm import GroupedGemm
 from spillover.kernels.formats.nvfp4 import GROUP, Nvfp4
-from spillover.kernels.formats.settings import Settings
 
 FORMS: dict[str, WeightFormat] = {  # by quant_algo
     "FP8": Fp8Rows(False, "static"), "FP8_PER_CHANNEL_PER_TOKEN": Fp8Rows(),

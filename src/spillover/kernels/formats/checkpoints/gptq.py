@@ -12,10 +12,10 @@ from torch import Tensor
 
 from spillover.kernels.fields import FLOATING, Field
 from spillover.kernels.formats.base import TensorReader, WeightFormat, register
+from spillover.kernels.formats.checkpoints.settings import Settings, module_of
 from spillover.kernels.formats.choice import FormatChoice
 from spillover.kernels.formats.dense import DENSE
 from spillover.kernels.formats.grouped_int import GroupedInt, Matrix, unpack_nibbles, words_as_bytes
-from spillover.kernels.formats.settings import Settings, module_of
 
 ONES = {4: 0x11111111, 8: 0x01010101}  # one in each of a word's codes
 

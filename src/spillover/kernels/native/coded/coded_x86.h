@@ -2,7 +2,7 @@
 // where the cores have them (AMX), as bfloat16, which holds codes and digits exactly. A vector's bytes of codes are unsigned, so its sums start
 // with what takes away that they are higher.
 #pragma once
-#include "amx.h"
+#include "../amx.h"
 #include "coded.h"
 
 namespace {

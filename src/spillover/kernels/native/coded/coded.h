@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <utility>
 
-#include "vector.h"
+#include "../vector.h"
 
 namespace {
 

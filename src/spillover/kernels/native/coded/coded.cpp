@@ -6,7 +6,7 @@
 // any order: by whichever instructions the cores have for few rows and for many. The sums of the three digits, then
 // those of the blocks, are added up in one order. So the bits of y[m, n] depend neither on M, nor on the way they were
 // made, nor on the kind of core.
-#include "team.h"
+#include "../team.h"
 
 #if defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #include "coded_x86.h"

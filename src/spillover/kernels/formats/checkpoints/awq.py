@@ -10,10 +10,10 @@ from torch import Tensor
 
 from spillover.kernels.fields import FLOATING, Field
 from spillover.kernels.formats.base import TensorReader, WeightFormat, register
+from spillover.kernels.formats.checkpoints.settings import Settings, is_listed, module_of
 from spillover.kernels.formats.choice import FormatChoice
 from spillover.kernels.formats.dense import DENSE
 from spillover.kernels.formats.grouped_int import GroupedInt, Matrix, unpack_nibbles, words_as_bytes
-from spillover.kernels.formats.settings import Settings, is_listed, module_of
 
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in a word of eight codes: where each column's is
 

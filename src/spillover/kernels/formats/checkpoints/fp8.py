@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from spillover.kernels.formats.base import WeightFormat, register
+from spillover.kernels.formats.checkpoints.settings import Settings, is_listed
 from spillover.kernels.formats.choice import FormatChoice
 from spillover.kernels.formats.dense import DENSE
 from spillover.kernels.formats.fp8_block import BLOCK, FP8_BLOCK
 from spillover.kernels.formats.fp8_rows import Fp8Rows
 from spillover.kernels.formats.grouped_gemm import GroupedGemm
-from spillover.kernels.formats.settings import Settings, is_listed
 
 
 @register

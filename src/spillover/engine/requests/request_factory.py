@@ -13,11 +13,11 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from spillover.engine.request import Request
-from spillover.engine.sampling_params import SamplingParams
+from spillover.engine.requests.request import Request
+from spillover.engine.requests.sampling_params import SamplingParams
+from spillover.engine.requests.token_ids import TokenIds, token_array
 from spillover.engine.structured.grammar_source import check_size, renamed
 from spillover.engine.structured.structured import Grammar, GrammarCompiler, GrammarLimits
-from spillover.engine.token_ids import TokenIds, token_array
 from spillover.errors import GrammarRefused, RequestError
 from spillover.models.config import ModelConfig
 from spillover.models.tokenizer import Tokenizer

@@ -1,0 +1,128 @@
+// What the kernels of FP8 products have in common: their arguments, rounding rows of x to e4m3, a gate, rings of stages.
+//
+// Defined when this is compiled: BLOCKED, X_BF16 (else x is float16), GATED, OWN_X, and the sums of instructions.cuh.
+#include "instructions.cuh"
+
+constexpr int STEP = 128;  // inputs, and bytes
+constexpr int QUANTIZERS = 512;  // threads of quantize_rows
+constexpr int KEPT = OWN_X ? 8 : 4;  // vectors of 8 inputs that a thread keeps between finding the largest number and rounding
+constexpr float LARGEST = 448.0f, TINY = 1e-12f;
+
+// What the kernels take; kernels/cuda/fp8_linear.py has the same.
+struct Product {
+    Map w;                     // of weights [channels][inputs]
+    Map codes_map;             // of codes
+    const u16* x;              // [rows][inputs], rows x_stride elements apart
+    u8* codes;                 // x rounded to e4m3, [rows][inputs]
+    float* x_scales;           // [rows]; BLOCKED: [steps][scales_row]
+    const float* input_scale;  // for all rows, or null
+    const float* w_scales;     // [channels]; BLOCKED: [channels / 128][steps]
+    const u16* bias;           // [channels], or null
+    u16* out;                  // [rows][channels]; GATED: silu(first half) * second half
+    i64 x_stride;
+    int rows, channels, steps, chunk, scales_row, stages;  // chunk: steps of one
+};
+
+DEV float low_number(u32 v) { return X_BF16 ? __uint_as_float(v << 16) : from_half(v & 0xFFFF); }
+DEV u32 rounded(float low, float high) { return X_BF16 ? to_bf16x2(low, high) : to_half2(low, high); }
+DEV void numbers_of(float (&f)[8], const uint4& v) {
+    const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) f[2 * i] = low_number(words[i]), f[2 * i + 1] = X_BF16 ? __uint_as_float(words[i] & 0xFFFF0000u) : low_number(words[i] >> 16);
+}
+DEV float largest_of(const uint4& v) {
+    float f[8], most = 0;
+    numbers_of(f, v);
+#pragma unroll
+    for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(f[i]));
+    return most;
+}
+// Of the 16 lanes that have a step of a row.
+DEV float largest_of_step(float most) {
+#pragma unroll
+    for (int far = 8; far > 0; far /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, far));
+    return most;
+}
+DEV uint2 rounded_codes(const uint4& v, float inverse) {
+    float f[8];
+    numbers_of(f, v);
+#pragma unroll
+    for (int i = 0; i < 8; i++) f[i] = __fmul_rn(f[i], inverse);
+    return make_uint2(to_fp8x2(f[0], f[1]) | to_fp8x2(f[2], f[3]) << 16, to_fp8x2(f[4], f[5]) | to_fp8x2(f[6], f[7]) << 16);
+}
+
+// Rounds `span` steps, from `begin` on, of some rows. `most`: [rows] of zeros in shared memory, of which these threads make
+// the largest numbers of whole rows; they `meet` before these are read.
+template <int COUNT, class Meet, class PutScale, class PutCodes>
+DEV void quantize(const Product& p, int first_row, int rows, int begin, int span, float* most, Meet meet, PutScale put_scale, PutCodes put_codes) {
+    uint4 kept[KEPT];
+    auto load = [&](int base, int from, int vectors) {
+#pragma unroll
+        for (int j = 0; j < KEPT; j++) {
+            int at = base + j * COUNT + (int)threadIdx.x;
+            kept[j] = make_uint4(0, 0, 0, 0);
+            if (at < rows * vectors) kept[j] = *(const uint4*)(p.x + (first_row + at / vectors) * p.x_stride + (from * 16 + at % vectors) * 8);
+        }
+    };
+    bool given = !BLOCKED && p.input_scale, finds = !BLOCKED && !given;
+    if (finds) {
+        const int whole = p.steps * 16;
+#pragma unroll 1
+        for (int base = 0; base < rows * whole; base += KEPT * COUNT) {
+            load(base, 0, whole);
+#pragma unroll
+            for (int j = 0; j < KEPT; j++) {
+                int at = base + j * COUNT + (int)threadIdx.x;
+                float found = largest_of_step(largest_of(kept[j]));
+                if (at < rows * whole && at % 16 == 0) atomicMax((int*)(most + at / whole), __float_as_int(found));
+            }
+        }
+        meet();
+    }
+    const int vectors = span * 16, all = rows * vectors;
+    const bool has_all = finds && span == p.steps && all <= KEPT * COUNT;
+#pragma unroll 1
+    for (int base = 0; base < all; base += KEPT * COUNT) {
+        if (!has_all) load(base, begin, vectors);
+#pragma unroll
+        for (int j = 0; j < KEPT; j++) {
+            int at = base + j * COUNT + (int)threadIdx.x;
+            float found = BLOCKED ? largest_of_step(largest_of(kept[j])) : 0;
+            if (at >= all) continue;
+            int row = at / vectors, vector = at % vectors;
+            if (finds) found = most[row];
+            found = fmaxf(found, TINY);
+            float scale = given ? *p.input_scale : __fdiv_rn(found, LARGEST);
+            put_codes(row, vector, rounded_codes(kept[j], given ? __fdiv_rn(1.0f, scale) : __fdiv_rn(LARGEST, found)));
+            if (vector % 16 == 0 && (BLOCKED || vector == 0)) put_scale(row, vector / 16, scale);
+        }
+    }
+}
+
+DEV float gate(float first, float second) {  // rounded where products and activation are kernels of their own
+    first = low_number(rounded(first, 0)), second = low_number(rounded(second, 0));
+    return __fmul_rn(low_number(rounded(__fmul_rn(first, 1.0f / (1.0f + fast_exp(-first))), 0)), second);
+}
+
+struct Ring {  // the stage whose turn it is
+    int stage = 0;
+    u32 phase = 0;
+    __device__ __forceinline__ void advance(int stages) {
+        if (++stage == stages) stage = 0, phase ^= 1;
+    }
+};
+
+// The rows of a product, a block each.
+DEV void round_rows(const Product& p) {
+    DYNAMIC_SHARED(room);
+    float* most = (float*)room;
+    int row = blockIdx.x;
+    if (threadIdx.x == 0) *most = 0;
+    __syncthreads();
+    launch_dependents();
+    wait_before();
+    quantize<QUANTIZERS>(
+        p, row, 1, 0, p.steps, most, [&] { __syncthreads(); },
+        [&](int, int step, float scale) { p.x_scales[(i64)step * p.scales_row + row] = scale; },
+        [&](int, int vector, uint2 codes) { *(uint2*)(p.codes + (i64)row * p.steps * STEP + vector * 8) = codes; });
+}
