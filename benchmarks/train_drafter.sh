@@ -1,5 +1,5 @@
 #!/bin/sh
-# Trains a draft model for the default model on its own answers, and measures it: about four minutes on an H200.
+# Trains a draft model for the default model on its own answers, and measures it. Sized for about four minutes of an H200; not timed there yet.
 #
 #   benchmarks/train_drafter.sh OUT [PROMPTS]
 #
@@ -13,4 +13,5 @@ model=${MODEL:-default}
 $spill draft train "$model" --out "$out" ${2:+--data "$2"} --layers "${LAYERS:-2}" --draft-vocab "${DRAFT_VOCAB:-8192}" \
     --answers "${ANSWERS:-6000}" --answer-tokens 256 --steps "${STEPS:-6000}" --batch-tokens "${BATCH_TOKENS:-16384}"
 ls -l "$out"
-python "$(dirname "$0")/speculation.py" ${MODEL:+--model "$MODEL"} --device "${DEVICE:-cuda}" --method "draft_model:$out"
+python "$(dirname "$0")/speculation.py" ${MODEL:+--model "$MODEL"} --device "${DEVICE:-cuda}" --gpu-memory "${BUDGET:-20GB}" \
+    --method "draft_model:$out"

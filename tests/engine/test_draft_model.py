@@ -127,8 +127,13 @@ def test_prefixes_are_drafted_from_within_one_salt_only(target: Path) -> None:
         for salt in ("a", "b", "a"):
             llm.generate([prompt], params, use_tqdm=False, cache_salt=salt)
             hits.append(draft_of(llm).blocks.kv.stats.hit_tokens)
+        llm.reset_prefix_cache()
+        llm.generate([prompt], params, use_tqdm=False, cache_salt="a")
+        hits.append(draft_of(llm).blocks.kv.stats.hit_tokens)
+        draft_of(llm).blocks.check()
     assert hits[0] == hits[1] == 0
     assert hits[2] > 0
+    assert hits[3] == hits[2], "what was forgotten is not found"
 
 
 def test_missing_kv_is_computed_some_rows_at_a_time(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

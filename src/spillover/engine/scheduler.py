@@ -189,6 +189,7 @@ class Scheduler:
         """Forget every prefix, on the device and in host memory; `external`: also on disk and in a remote store."""
         self.connector.clear(external)
         self.kv.reset_prefix_cache()
+        self.speculator.reset_prefix_cache()
 
     @property
     def has_work(self) -> bool:

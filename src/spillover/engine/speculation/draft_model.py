@@ -65,6 +65,9 @@ class DraftModel:
         self._drafter.end(self._vocabulary.side(request))
         self._vocabulary.end(request)
 
+    def reset_prefix_cache(self) -> None:
+        self.blocks.kv.reset_prefix_cache()
+
     def sleep(self) -> None:
         """Give device memory back: weights go to the host, and KV is forgotten."""
         self.blocks.forget()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from spillover.engine.speculation.config import SpeculativeConfig
 
@@ -46,6 +46,13 @@ class Drafter(Protocol):
     def end(self, request: Request) -> None:
         """Forget a request that has ended; its tokens may be kept, to draft for other requests of its salt."""
         ...
+
+
+@runtime_checkable
+class KeepsPrefixes(Protocol):
+    """A drafter that keeps the KV of prefixes."""
+
+    def reset_prefix_cache(self) -> None: ...
 
 
 def make_drafter(config: SpeculativeConfig, vocab_size: int, tokens: TokenLog | None = None) -> Drafter:

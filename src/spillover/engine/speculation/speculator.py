@@ -18,7 +18,7 @@ import numpy as np
 from spillover.engine.output.outputs import NO_DRAFTS, DraftCounts
 from spillover.engine.speculation.acceptance import Acceptance
 from spillover.engine.speculation.costs import Numbers, StepCosts, best_drafts
-from spillover.engine.speculation.drafter import NOTHING, Draft, Drafter
+from spillover.engine.speculation.drafter import NOTHING, Draft, Drafter, KeepsPrefixes
 from spillover.engine.speculation.expert_price import ExpertPrice, PricedCosts
 from spillover.engine.step import Phase, Step
 
@@ -80,6 +80,10 @@ class Speculator(Protocol):
 
     def end(self, request: Request) -> None: ...
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the KV of prefixes, where a drafter keeps any."""
+        ...
+
     def stats(self) -> SpeculationStats | None: ...
 
     @property
@@ -110,6 +114,9 @@ class NoSpeculation:
         pass
 
     def end(self, request: Request) -> None:
+        pass
+
+    def reset_prefix_cache(self) -> None:
         pass
 
     def stats(self) -> SpeculationStats | None:
@@ -409,6 +416,10 @@ class AdaptiveSpeculator:
             self._drafter.end(request)
         if not self._states:
             self._clock.ended = None  # what comes next is a new beginning, not a gap
+
+    def reset_prefix_cache(self) -> None:
+        if isinstance(self._drafter, KeepsPrefixes):
+            self._drafter.reset_prefix_cache()
 
     def stats(self) -> SpeculationStats | None:
         return SpeculationStats(self._counts, self._verify_steps, self._draft_seconds, self._simulated, self._proposed,
