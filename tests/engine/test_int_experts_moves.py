@@ -18,7 +18,7 @@ from support.quantized_files import gptq_tensors, quantized_model, rounded
 
 STRATEGIES = ["sequential", "experts", "host-experts"]
 PROMPTS = [[(11 * i + 7 * j) % VOCAB for j in range(4 + 9 * i)] for i in range(3)]
-TOKENS = 6
+TOKENS = 4
 
 
 def integer_mixture(folder: Path, bits: int, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[list[int]]]:

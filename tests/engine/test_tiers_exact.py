@@ -119,8 +119,9 @@ def test_conversations(model: str, resident: LLM, place: str, mode: str, tmp_pat
     wrapped: list[FaultyTier] = []
     make = engine_tiers._make_tiers
 
-    def make_faulty(config: Any, plan: Any, payload: int, identity: bytes, wake: Callable[[], None]) -> list[Tier]:
-        tiers = make(config, plan, payload, identity, wake)
+    def make_faulty(config: Any, plan: Any, payload: int, identity: bytes, wake: Callable[[], None],
+                    *more: Any) -> list[Tier]:
+        tiers = make(config, plan, payload, identity, wake, *more)
         wrapped.extend(FaultyTier(tier, 7, FAULTS, wake, slow_seconds=0.002, hang_seconds=0.05, deadline_seconds=0.1)
                        for tier in tiers)
         return list(wrapped)
