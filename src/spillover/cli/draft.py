@@ -12,7 +12,12 @@ from spillover.units import format_bytes
 
 @click.group()
 def draft() -> None:
-    """Train draft models, which guess what another model will say."""
+    """Train draft models, which guess what another model will say.
+
+    \b
+    Example:
+      spill draft train default --out ./SmolLM2-draft
+    """
 
 
 @draft.command()

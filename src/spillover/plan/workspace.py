@@ -26,7 +26,7 @@ CAPTURED_ROWS = 1024  # rows of the largest prefill step captured as a CUDA grap
 SMALLEST_BLOCK = 8  # tokens, of which a block table has an entry each
 
 
-DRAFTED_ROWS = 128  # of small batches are sampled from, where drafts are verified
+DRAFTED_ROWS = 320  # of small batches are sampled from, where drafts are verified: of 64 requests 4 draft tokens each
 
 
 def max_samples(max_num_seqs: int, max_num_batched_tokens: int, draft_tokens: int) -> int:
