@@ -28,7 +28,8 @@ MODELS["tiny"] = {
 
 
 def falling(tokens: int, tokens_per_pass: float) -> list[float]:
-    """Return how often a draft is right up to each position, for so many tokens a pass, the model's own included."""
+    """Return how often a draft is right up to each position if a pass brings `tokens_per_pass`, the model's own
+    token included."""
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2

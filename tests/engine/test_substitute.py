@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from spillover import LLM, SamplingParams
 from spillover.engine.cpu.cpu_runner import CpuRunner
@@ -162,6 +163,7 @@ def test_what_cannot_be_asked_for_is_refused(model: Path, flags: dict[str, Any],
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("rounded", ["int4", "int8"])
 def test_any_request_is_the_same_on_a_gpu(tmp_path: Path, rounded: str) -> None:
     write_text_model(tmp_path, spread=0.05, layers=6, hidden=(256, 512))

@@ -35,7 +35,7 @@ def kept(folder: Path, said: Said, capacity: int = 1 << 30, seal: Seal = PLAIN) 
     list(log.load())
     for index, (salt, tokens) in enumerate(said):
         log.append(salt, tokens)
-        if index % 100 == 99:  # so many may wait
+        if index % 100 == 99:  # 100 records may wait
             log.close(10.0)
             log = made(folder, capacity, seal)
             list(log.load())

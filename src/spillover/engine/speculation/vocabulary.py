@@ -83,8 +83,8 @@ class ReducedVocabulary:
 
 
 def draft_vocabulary(path: Path, vocab_size: int, tokenizer: Tokenizer | None, target_size: int) -> DraftVocabulary:
-    """Return how the tokens of the draft model at `path` stand for those of the model that verifies, of which there are
-    `target_size`."""
+    """Return how the tokens of the draft model at `path` stand for the `target_size` tokens of the model that
+    verifies."""
     reduced = path / DRAFT_VOCAB_FILE
     if path.is_dir() and reduced.is_file():
         return ReducedVocabulary(_read_ids(reduced, vocab_size, target_size), target_size)

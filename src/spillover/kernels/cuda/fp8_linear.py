@@ -321,7 +321,7 @@ def prepare(shapes: Iterable[Shape], dtype: torch.dtype, device: torch.device, m
 
 def available(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether there are kernels; says so in the log where a CUDA device has none."""
-    return kernels(FewCut(8, 1, True, True, 5), Form(False, False, CHUNKS), dtype, device) is not None
+    return kernels(FewCut(32, 2), Form(False, False, CHUNKS), dtype, device) is not None
 
 
 @cache

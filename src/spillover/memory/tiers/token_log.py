@@ -26,7 +26,7 @@ log = logging.getLogger("spillover.memory")
 
 MOST_BYTES = 1 << 20
 LEAST_BYTES = 1 << 14
-SHARE = 64  # of a disk's bytes, at most one in so many
+SHARE = 64  # a log takes at most 1 / SHARE of its disk's bytes
 MOST_TOKENS = 4096  # of a record
 MOST_WAITING = 256  # records for the disk, which may hang
 _MARK = b"SPTK"
