@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Qwen3MoeConfig
 
+from spillover.kernels.formats.gguf_experts import GgufExperts
 from spillover.kernels.formats.int_experts import IntExperts
 from support import hf_reference, starved
-from support.gguf_models import VOCAB
+from support.coded_weights import KINDS
+from support.gguf_models import VOCAB, write_tiled_mixture
 from support.quantized_files import gptq_tensors, quantized_model, rounded
 
 STRATEGIES = ["sequential", "experts", "host-experts"]
@@ -56,8 +59,10 @@ def assert_same_under_every_plan(model: str, wanted: list[list[int]] | None, **f
     return whole
 
 
-def test_integers_on_a_cpu_say_what_transformers_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_same_under_every_plan(*integer_mixture(tmp_path, 4, monkeypatch))
+@pytest.mark.parametrize("bits", [4, 8])
+def test_integers_on_a_cpu_say_what_transformers_says(
+        bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_same_under_every_plan(*integer_mixture(tmp_path, bits, monkeypatch))
 
 
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -72,6 +77,20 @@ def test_integers_on_a_card(bits: int, tmp_path: Path, monkeypatch: pytest.Monke
     assert expert_formats(whole) == {IntExperts}
 
 
+@pytest.mark.gpu
+@needs_card
+@pytest.mark.parametrize("kinds", [(kind, kind) for kind in KINDS] + [(Kind.Q4_K, Kind.Q6_K)],
+                         ids=lambda kinds: f"{kinds[0].name} {kinds[1].name}")
+def test_gguf_experts_on_a_card(kinds: tuple[Kind, Kind], tmp_path: Path) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no CUDA device of compute capability 9.0")
+    path = write_tiled_mixture(tmp_path / "m.gguf", lambda name: kinds["down" in name], layers=2)
+    whole = assert_same_under_every_plan(str(path), None, device="cuda", dtype="bfloat16")
+    assert expert_formats(whole) <= {IntExperts, GgufExperts}
+
+
 def expert_formats(found: starved.Answers) -> set[type]:
-    """The formats of the experts of a model that is resident."""
-    return {type(named["experts.down"].format) for named in found.weights.parts.values() if "experts.down" in named}
+    """The formats of the experts of a model that is resident; without what says that rows are summed in one order."""
+    formats = [named["experts.down"].format for named in found.weights.parts.values() if "experts.down" in named]
+    return {type(getattr(form, "base", form)) if not isinstance(form, IntExperts | GgufExperts) else type(form)
+            for form in formats}

@@ -19,10 +19,13 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
-FORMS = ["dense", "fp8", "mxfp4", "int4_128", "int4_32", "int8_64"]
+FORMS = ["dense", "fp8", "mxfp4", "int4_128", "int4_32", "int8_64", "gguf_Q4_K", "gguf_Q5_1", "gguf_Q6_K",
+         "gguf_Q6_K_and_Q4_K"]
 EXPERTS, K = 16, 4
 SIZES = {"dense": (320, 192), "fp8": (384, 320), "mxfp4": (352, 288),
-         "int4_128": (384, 256), "int4_32": (256, 128), "int8_64": (384, 128)}  # not all of them multiples of a tile
+         "int4_128": (384, 256), "int4_32": (256, 128), "int8_64": (384, 128),
+         "gguf_Q4_K": (512, 256), "gguf_Q5_1": (384, 128), "gguf_Q6_K": (256, 256),
+         "gguf_Q6_K_and_Q4_K": (256, 512)}  # not all of them multiples of a tile
 
 
 def stack(form: str, rows: int, columns: int, biased: bool, parts: int = 1, dtype: torch.dtype = torch.bfloat16,
@@ -32,7 +35,7 @@ def stack(form: str, rows: int, columns: int, biased: bool, parts: int = 1, dtyp
     shape = LinearShape((rows // parts,) * parts, columns)
     if form == "dense":
         return Experts(Linear(DENSE, shape, (weight.to(dtype),)), bias)
-    if form.startswith("int"):
+    if form.startswith(("int", "gguf")):
         return mixtures.stack(weight, form, bias, parts)
     if form == "mxfp4":
         blocks, scales = mxfp4.quantize(weight)

@@ -13,6 +13,7 @@ from spillover.kernels import native
 from spillover.kernels.activation import clamped_swiglu_reference, silu_and_mul_reference
 from spillover.kernels.formats.dense import DENSE
 from spillover.kernels.formats.fp8_block import FP8_BLOCK
+from spillover.kernels.formats.gguf_experts import KINDS, GgufExperts
 from spillover.kernels.formats.grouped_int import GroupedInt
 from spillover.kernels.formats.int_experts import IntExperts, words_of
 from spillover.kernels.formats.mxfp4 import MXFP4
@@ -35,6 +36,10 @@ LAYOUTS = {
     "int4": ExpertLayout.packed(IntExperts(GroupedInt(4, 32)), torch.bfloat16, 256, 128, EXPERTS),
     "int4, groups of 128": ExpertLayout.packed(IntExperts(GroupedInt(4, 128)), torch.float16, 128, 256, EXPERTS),
     "int8": ExpertLayout.packed(IntExperts(GroupedInt(8, 64)), torch.bfloat16, 128, 128, EXPERTS, 1.0, biased=True),
+    "GGUF, 4 bits": ExpertLayout.packed(GgufExperts(*KINDS[0]), torch.bfloat16, 256, 128, EXPERTS),
+    "GGUF, 8 bits": ExpertLayout.packed(GgufExperts(*KINDS[1]), torch.bfloat16, 128, 128, EXPERTS, 1.0, biased=True),
+    "GGUF, halves": ExpertLayout.packed(GgufExperts(*KINDS[2]), torch.float16, 128, 256, EXPERTS),
+    "GGUF, halves and offsets": ExpertLayout.packed(GgufExperts(*KINDS[3]), torch.bfloat16, 128, 128, EXPERTS),
     "float16": ExpertLayout.packed(DENSE, torch.float16, 47, 33, EXPERTS, biased=True),
     "float32": ExpertLayout.packed(DENSE, torch.float32, 31, 5, EXPERTS, biased=True),
 }
@@ -58,6 +63,10 @@ def random_records(layout: ExpertLayout, seed: int = 0) -> Tensor:
             stack.values.random_(0, 256, generator=generator)
             scales = torch.rand(stack.scales.shape, generator=generator) * 0.02
             stack.scales.copy_(words_of(scales, torch.randint(0, 16, scales.shape, generator=generator)))
+        elif isinstance(stack.weight.format, GgufExperts):
+            assert stack.scales is not None
+            stack.values.random_(0, 256, generator=generator)
+            stack.scales.copy_(torch.randn(stack.scales.shape, generator=generator) * 0.01)
         elif stack.weight.format == FP8_BLOCK:
             assert stack.scales is not None
             stack.values.copy_((noise * 20).to(torch.float8_e4m3fn))

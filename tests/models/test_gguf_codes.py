@@ -22,10 +22,12 @@ from spillover.kernels.formats.coded_cuda import GgufCuda, tile_form
 from spillover.kernels.formats.gguf_codes import FORMS, GgufCodes
 from spillover.kernels.linear import unpack
 from spillover.models.checkpoint import open_checkpoint
+from spillover.models.loader import PartReader
 from spillover.models.registry import architecture
-from spillover.models.weight_specs import WeightSpecs, in_codes, kept_on, part_nbytes
+from spillover.models.weight_specs import WeightSpecs, dequantized_experts, in_codes, kept_on, part_nbytes
+from support.coded_weights import KINDS, stored
 from support.gguf_cases import CASES, FIELDS, SHAPE, random_model
-from support.gguf_models import mixed, write_tiled_llama
+from support.gguf_models import mixed, write_tiled_llama, write_tiled_mixture
 from support.gguf_writing import write_like_llama_cpp
 from support.k_quants import quantize_more, write_q4_k_m
 from support.loading import load_weights
@@ -168,11 +170,39 @@ def test_a_plan_for_a_gpu_counts_codes(tmp_path: Path, monkeypatch: pytest.Monke
         tiles * 16 * 128 * 2 + norms, False)
 
 
-def test_experts_are_widened_for_a_gpu(tmp_path: Path) -> None:
+def test_experts_whose_sizes_no_grouped_product_takes_are_widened_for_a_gpu(tmp_path: Path) -> None:
     with open_checkpoint(quantised("qwen3moe", tmp_path, Kind.Q8_0)) as checkpoint:
         arch = architecture(checkpoint.config)
         specs = arch.weight_specs(arch.config(checkpoint.config))
         assert in_codes(specs, checkpoint.config["codes"], "cuda") == specs
+
+
+@pytest.mark.parametrize("kinds", [(kind,) for kind in KINDS] + [
+    (Kind.Q4_0, Kind.Q8_0), (Kind.Q4_K, Kind.Q6_K), (Kind.Q6_K, Kind.Q8_0), (Kind.Q4_1, Kind.Q4_0),
+    (Kind.IQ4_NL, Kind.Q5_1),
+], ids=lambda kinds: " and ".join(kind.name for kind in kinds))
+def test_experts_for_a_gpu_are_the_numbers_that_the_package_reads(kinds: tuple[Kind, ...], tmp_path: Path) -> None:
+    """Bit by bit, in one format for both products of a layer, all experts or one of them that is read by itself."""
+    path = write_tiled_mixture(tmp_path / "m.gguf", lambda name: kinds[-1] if "down" in name else kinds[0], experts=3,
+                               quantize=lambda values, kind: np.stack([stored(kind, *values.shape[1:], seed)
+                                                                       for seed in range(len(values))]))
+    with open_checkpoint(path) as checkpoint:
+        arch = architecture(checkpoint.config)
+        config = arch.config(checkpoint.config)
+        given = arch.weight_specs(config)
+        specs = kept_on(in_codes(given, checkpoint.config["codes"], "cuda"), "cuda", "bfloat16", batch_invariant=True)
+        stacks = [spec for spec in specs["layers.0"] if spec.experts]
+        assert len({spec.format for spec in stacks}) == 1
+        assert dequantized_experts(specs) is None
+        bits = 6 if {*kinds} <= {Kind.Q4_0, Kind.Q4_1, Kind.Q4_K} else 11  # of a weight, at the most
+        assert all(8 * spec.nbytes("bfloat16") <= bits * spec.params for spec in stacks)
+        listed = {"layers.0": stacks}
+        weights = load_weights(checkpoint, config, listed, torch.bfloat16, torch.device("cpu")).parts["layers.0"]
+        alone = PartReader(checkpoint, config, listed, torch.bfloat16).expert("layers.0", 2)
+        for name, names in (("experts.gate_up", ("gate_proj", "up_proj")), ("experts.down", ("down_proj",))):
+            wanted = torch.cat([checkpoint.read(f"model.layers.0.mlp.experts.2.{part}.weight") for part in names])
+            for one in (weights[name].expert(2), alone[name].expert(0)):
+                assert torch.equal(one.format.dequantize(one, torch.float32), wanted)
 
 
 @pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL])

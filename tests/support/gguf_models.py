@@ -33,6 +33,32 @@ def write_tiled_llama(path: Path, kind_of: Callable[[str], Kind], tied: bool = F
     return write_gguf(path, "llama", fields | {"vocab_size": VOCAB}, arrays)
 
 
+def write_tiled_mixture(path: Path, kind_of: Callable[[str], Kind], layers: int = 1, experts: int = 8,
+                        quantize: Callable[[np.ndarray, Kind], np.ndarray] = quantize_more) -> Path:
+    """Write a qwen3moe with 2 experts for a token; `kind_of` says the type of experts by their names."""
+    random, head = np.random.default_rng(0), HIDDEN // HEADS
+    kv, inner = head * KV_HEADS, 256
+    layer = {"attn_q": (HIDDEN, HIDDEN), "attn_k": (kv, HIDDEN), "attn_v": (kv, HIDDEN),
+             "attn_output": (HIDDEN, HIDDEN), "ffn_gate_inp": (experts, HIDDEN),
+             "ffn_gate_exps": (experts, inner, HIDDEN), "ffn_up_exps": (experts, inner, HIDDEN),
+             "ffn_down_exps": (experts, HIDDEN, inner)}
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (VOCAB, HIDDEN), "output.weight": (VOCAB, HIDDEN)}
+    arrays: Arrays = {"output_norm.weight": (np.ones(HIDDEN, np.float32), Kind.F32)}
+    for index in range(layers):
+        shapes |= {f"blk.{index}.{name}.weight": shape for name, shape in layer.items()}
+        arrays |= {f"blk.{index}.{name}.weight": (np.ones(size, np.float32), Kind.F32) for name, size in
+                   (("attn_norm", HIDDEN), ("ffn_norm", HIDDEN), ("attn_q_norm", head), ("attn_k_norm", head))}
+    for name, shape in shapes.items():
+        values = (random.standard_normal(shape) * (1 if "token" in name else shape[-1] ** -0.5)).astype(np.float32)
+        kind = kind_of(name) if "exps" in name else Kind.F32
+        arrays[name] = values if kind is Kind.F32 else quantize(values, kind), kind
+    fields = llama_fields(block_count=layers, context_length=256, embedding_length=HIDDEN, feed_forward_length=INNER)
+    fields |= {"vocab_size": VOCAB, "expert_count": experts, "expert_used_count": 2,
+               "expert_feed_forward_length": inner,
+               "attention.key_length": head, "attention.value_length": head}
+    return write_gguf(path, "qwen3moe", fields, arrays)
+
+
 def mixed(name: str) -> Kind:
     """Choose as llama.cpp's Q4_K_M does: some matrices in Q6_K, of the last layer v and the MLP's second."""
     return Kind.Q6_K if name == "output.weight" or name.startswith(("blk.1.attn_v", "blk.1.ffn_down")) else Kind.Q4_K

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import torch
+from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from spillover.kernels.fields import LinearShape
 from spillover.kernels.formats import fp8_block, mxfp4
 from spillover.kernels.formats.base import Linear
 from spillover.kernels.formats.dense import DENSE
+from spillover.kernels.formats.gguf_codes import FORMS
+from spillover.kernels.formats.gguf_experts import GgufExperts, experts_format
 from spillover.kernels.formats.grouped_int import GroupedInt
 from spillover.kernels.formats.int_experts import IntExperts
 from spillover.kernels.moe.experts import Experts
+from spillover.models.gguf.gguf_codes import codes_of
+from support.k_quants import quantize_more
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -27,6 +32,8 @@ def stack(weight: Tensor, form: str, bias: Tensor | None, parts: int = 1) -> Exp
         each = [int_tensors(one.float(), base) for one in weight]
         kept = [IntExperts(base).kept(shape, tensors) for tensors in each]
         return Experts(Linear(IntExperts(base), shape, tuple(map(torch.stack, zip(*kept, strict=True)))), bias)
+    if form.startswith("gguf_"):
+        return gguf_stack(weight, form.removeprefix("gguf_").split("_and_"), parts, bias)
     if form == "mxfp4":
         blocks, scales = mxfp4.quantize(weight)
         groups = scales.shape[-1]
@@ -36,6 +43,16 @@ def stack(weight: Tensor, form: str, bias: Tensor | None, parts: int = 1) -> Exp
     values = torch.stack([torch.cat([value for value, _ in each]) for each in pieces])
     scales = torch.stack([torch.cat([scale for _, scale in each]) for each in pieces])
     return Experts(Linear(fp8_block.FP8_BLOCK, shape, (values, scales)), bias)
+
+
+def gguf_stack(weight: Tensor, kinds: list[str], parts: int, bias: Tensor | None) -> Experts:
+    """A dense [E, N, K] stack in a GGUF file's types, in the format that layers with all of them have."""
+    shape = LinearShape((weight.shape[1] // parts,) * parts, weight.shape[2])
+    form = experts_format({FORMS[kind] for kind in kinds}, [LinearShape((128,), 128)])
+    assert isinstance(form, GgufExperts)
+    stored = [codes_of(quantize_more(one.float().cpu().numpy(), Kind[kinds[0]]), Kind[kinds[0]]) for one in weight]
+    kept = [form.kept(codes) for codes in stored]
+    return Experts(Linear(form, shape, tuple(torch.stack(t).to(weight.device) for t in zip(*kept, strict=True))), bias)
 
 
 def int_tensors(weight: Tensor, base: GroupedInt) -> tuple[Tensor, Tensor, Tensor]:

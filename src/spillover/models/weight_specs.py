@@ -94,32 +94,50 @@ def stored_in(specs: WeightSpecs, stored: Callable[[str], WeightFormat],
 
 
 def in_codes(specs: WeightSpecs, codes: Mapping[str, str], device: str = "cpu") -> WeightSpecs:
-    """Return the same, but linears all of whose matrices a GGUF file has in codes stay in them where a device can
-    multiply with them; `codes`: the types of its tensors that are in codes."""
+    """Return the same, but linears and experts all of whose matrices a GGUF file has in codes stay in them where a
+    device can multiply with them; `codes`: the types of its tensors that are in codes."""
     from spillover.kernels.formats.dense import DENSE, EMBEDDING
     from spillover.kernels.formats.gguf_codes import FORMS, GgufCodes
 
-    def kept(spec: WeightSpec, forms: tuple[CodeForm, ...]) -> WeightFormat | None:
+    def forms_of(spec: WeightSpec) -> tuple[CodeForm, ...]:
+        """List the forms of the matrices; none: not all are in codes, or those of experts differ."""
+        source = spec.sources[0]
+        if (spec.format not in (DENSE, EMBEDDING) or source.transposed
+                or source.per_expert != bool(spec.experts)):
+            return ()
+        experts = range(spec.experts or 1)
+        types = [{codes.get(name.format(expert=expert)) for expert in experts} for name in source.names]
+        forms = [FORMS[kinds.pop() or ""] for kinds in types if len(kinds) == 1 and None not in kinds]
+        return tuple(forms) if len(forms) == len(types) else ()
+
+    def kept(spec: WeightSpec, stacks: WeightFormat | None) -> WeightFormat | None:
+        if not (forms := forms_of(spec)):
+            return spec.format
         if device == "cpu":
             return GgufCodes(forms)
         from spillover.kernels.formats.coded_cuda import GgufCuda
 
-        return GgufCuda(forms) if not spec.experts and GgufCuda.serves(forms, spec.linear) else spec.format
+        if spec.experts:
+            return stacks or spec.format
+        return GgufCuda(forms) if GgufCuda.serves(forms, spec.linear) else spec.format
 
-    def taken(spec: WeightSpec) -> WeightSpec:
-        source = spec.sources[0]
-        if (spec.format not in (DENSE, EMBEDDING) or source.transposed
-                or source.per_expert != bool(spec.experts)):
-            return spec
-        experts = range(spec.experts or 1)
-        types = [{codes.get(name.format(expert=expert)) for expert in experts} for name in source.names]
-        forms = [FORMS[kinds.pop() or ""] for kinds in types if len(kinds) == 1 and None not in kinds]
-        if len(forms) < len(types):
-            return spec
-        found = kept(spec, tuple(forms))
-        return spec if found == spec.format else replace(spec, sources=(source,), format=found)
+    def stacks_of(listed: list[WeightSpec]) -> WeightFormat | None:
+        """Choose one format for all experts of a layer, as both products of a mixture have one."""
+        from spillover.kernels.formats.gguf_experts import experts_format
 
-    return {part: [taken(spec) for spec in listed] for part, listed in specs.items()}
+        stacks = [spec for spec in listed if spec.experts]
+        forms = [forms_of(spec) for spec in stacks]
+        if device == "cpu" or not stacks or not all(forms):
+            return None
+        return experts_format({form for some in forms for form in some}, [spec.linear for spec in stacks])
+
+    def taken(listed: list[WeightSpec]) -> list[WeightSpec]:
+        stacks = stacks_of(listed)
+        formats = [kept(spec, stacks) for spec in listed]
+        return [spec if form == spec.format else replace(spec, sources=spec.sources[:1], format=form)
+                for spec, form in zip(listed, formats, strict=True)]
+
+    return {part: taken(listed) for part, listed in specs.items()}
 
 
 def kept_on(specs: WeightSpecs, device: str, dtype: str, batch_invariant: bool = False) -> WeightSpecs:

@@ -34,8 +34,13 @@ SHAPES = [  # form, hidden, inner, clamped: sums of several chunks, the last of 
     ("int4_128", 256, 128, False),
     ("int4_32", 128, 128, True),
     ("int8_64", 256, 128, False),
+    ("gguf_Q4_1", 256, 128, False),
+    ("gguf_Q6_K", 256, 256, False),
 ]
-SMALL = [("mxfp4", 32, 32, True), ("fp8", 32, 32, False), ("int4_64", 128, 128, False), ("int8_128", 128, 128, False)]
+# What the sums of a few tokens are enough to tell.
+FEW = [("gguf_Q4_K", 256, 256, False), ("gguf_Q5_1", 128, 128, False), ("gguf_Q6_K_and_Q4_K", 256, 256, False)]
+SMALL = [("mxfp4", 32, 32, True), ("fp8", 32, 32, False), ("int4_64", 128, 128, False), ("int8_128", 128, 128, False),
+         ("gguf_Q8_0_and_Q6_K_and_Q4_1", 128, 128, False)]
 LONG = [("mxfp4", 3104, 32, True), ("fp8", 2080, 32, False)]  # more chunks than a block has warps
 
 
@@ -86,7 +91,7 @@ def same_but_for_the_last_bit(found: Tensor, expected: Tensor) -> bool:
     return bool(((found.view(torch.int16).int() - expected.view(torch.int16).int()).abs() <= 1).all())
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, *LONG], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *LONG, *FEW], ids=str)
 def test_a_few_tokens_and_tiles_are_near_the_reference_and_each_other(
         shape: tuple[str, int, int, bool], launched: list[str]) -> None:
     x, scores, first, second, limit = made(shape, 2)

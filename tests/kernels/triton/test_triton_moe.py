@@ -48,6 +48,10 @@ def batch_invariant(experts: Experts) -> Experts:
         ("int4_32", 128, 256, False, torch.bfloat16),
         ("int4_128", 128, 128, True, torch.float32),
         ("int8_64", 256, 128, False, torch.float32),
+        ("gguf_Q4_K", 256, 256, False, torch.bfloat16),
+        ("gguf_Q5_1", 128, 128, False, torch.float32),
+        ("gguf_Q6_K", 256, 256, False, torch.float32),
+        ("gguf_Q6_K_and_Q4_K", 256, 256, False, torch.float32),
     ],
 )
 def test_both_paths_match_the_reference(

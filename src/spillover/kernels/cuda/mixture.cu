@@ -1,5 +1,5 @@
-// The two products of a mixture's experts, whose weights are kept as codes: FORMAT is Mxfp4, Fp8, or Int with the bits
-// of a code and the inputs of a group.
+// The two products of a mixture's experts, whose weights are kept as codes: FORMAT is Mxfp4, Fp8, Int with the bits of a
+// code and the inputs of a group, or Gguf with the bits of a code and what there is for 32 inputs.
 //
 // A row of weights is read in steps of 128 inputs: lane t of four takes the 32 inputs that begin at 32 t, so its codes
 // are 16 bytes that share a scale (MXFP4) or 32 bytes (FP8), and are unpacked to what a tensor core takes as its left
@@ -8,7 +8,8 @@
 // some steps, each from nothing, and chunks in their order: whether they have warps of their own makes no difference
 // to the bits, nor does the number of tokens, nor whether the instruction is mma or wgmma. Integers of a step may be of
 // several groups, so the four lanes share every 32 inputs (4 bits) or 16 (8 bits), and groups are summed each from
-// nothing, as chunks are.
+// nothing, as chunks are. A group of Gguf has up to three sums, one after another: of its halves, and of the activations
+// alone (a product with ones), which its offset is multiplied by.
 //
 // Codes go through shared memory, where each lane finds its own: more bytes are on their way than registers would hold.
 #include "mixture_formats.cuh"
@@ -17,6 +18,9 @@ DEV float low_bf16(u32 v) { return __uint_as_float(v << 16); }
 DEV float high_bf16(u32 v) { return __uint_as_float(v & 0xFFFF0000u); }
 typedef FORMAT F;
 constexpr int PARTS = 4 / F::GROUPS;  // of 32 inputs, that a group has of a step
+constexpr int WORDS = 1 + F::HALVES + F::OFFSETS;  // of a group, each the factor of a sum
+constexpr int SUMS = F::GROUPS * WORDS;            // of a chunk
+constexpr u32 ONES = 0x3C003C00;                   // float16
 
 // What a kernel takes; kernels/cuda/mixture.py has the same.
 struct Product {
@@ -90,13 +94,13 @@ DEV Lines lines_of(const Matrix& m, int strip) {
             (const u8*)m.scales + (scales + ((lane & 1) ? m.apart : 0)) * (F::INTEGERS ? m.scale_row * 4 : m.scale_row),
             m.apart * m.row_bytes, (m.halves ? 4 : 8) * m.row_bytes, m.groups};
 }
-// The words of groups, [row of a pair][pair][group].
+// The words of groups, [row of a pair][pair][group][word].
 DEV void bring_words(u32 to, const Lines& lines, int step) {
     int lane = threadIdx.x & 31, row = (lane & 1) * 8 + lane / 4;
 #pragma unroll
-    for (int i = 0; i < F::GROUPS; i += 2) {
-        int group = i + (lane >> 1 & 1);
-        if (group < F::GROUPS) copy_word_async(to + (row * F::GROUPS + group) * 4, lines.scales + (step * F::GROUPS + group) * 4);
+    for (int i = 0; i < SUMS; i += 2) {
+        int word = i + (lane >> 1 & 1);
+        if (word < SUMS) copy_word_async(to + (row * SUMS + word) * 4, lines.scales + (step * SUMS + word) * 4);
     }
 }
 // Past the end the last group is brought again: every code is finite, and the activations there are zeros.
@@ -122,26 +126,26 @@ DEV void bring_codes(u32 to, const Lines& lines, int step) {
         if (F::INTEGERS) bring_words(to + 2048, lines, step);
     }
 }
-struct Codes { uint4 v[2][F::VECTORS]; u32 factor[2][F::GROUPS]; float2 sum[F::GROUPS]; };  // sum: factors of a group's sums
+struct Codes { uint4 v[2][F::VECTORS]; u32 factor[2][F::GROUPS]; float2 sum[SUMS]; };  // sum: factors of groups' sums
 DEV Codes read_codes(u32 from) {
     int lane = threadIdx.x & 31, t = lane & 3, g = lane / 4;
     Codes c;
     if constexpr (F::INTEGERS) {
         int row = lane & 7, unit = lane / 8;
         u32 at = F::VECTORS == 1 ? from + row * 64 + (unit ^ row / 2) * 16 : from + row * 128 + (unit ^ row) * 16;
-        u32 words[2][F::GROUPS];
+        u32 words[2][SUMS];
 #pragma unroll
         for (int r = 0; r < 2; r++) {
 #pragma unroll
             for (int i = 0; i < F::VECTORS; i++) c.v[r][i] = load_matrices((at ^ i * 64) + r * F::VECTORS * 512);
 #pragma unroll
-            for (int i = 0; i < F::GROUPS; i++) {
-                words[r][i] = load_shared_word(from + F::VECTORS * 1024 + ((r * 8 + g) * F::GROUPS + i) * 4);
-                c.factor[r][i] = F::factor(words[r][i]);
+            for (int i = 0; i < SUMS; i++) {
+                words[r][i] = load_shared_word(from + F::VECTORS * 1024 + ((r * 8 + g) * SUMS + i) * 4);
+                if (i % WORDS == 0) c.factor[r][i / WORDS] = F::factor(words[r][i]);
             }
         }
 #pragma unroll
-        for (int i = 0; i < F::GROUPS; i++) c.sum[i] = make_float2(F::group_factor(words[0][i]), F::group_factor(words[1][i]));
+        for (int i = 0; i < SUMS; i++) c.sum[i] = make_float2(F::group_factor(words[0][i]), F::group_factor(words[1][i]));
     } else {
         u32 at = F::VECTORS == 1 ? from + lane * 16 : from + g * 128 + (2 * t ^ g) * 16;
 #pragma unroll
@@ -169,8 +173,10 @@ DEV void bring_item_x(u32 to, const u16* x, int chunk, int steps) {
     for (int u = threadIdx.x & 31; u < units; u += 32) copy_async(to + F::CHUNK * SLOT + u * 16, x + (chunk * F::CHUNK * 128 + u * 8));
 }
 // The sums of a pair of rows over one chunk, or over each group of integers with their factors; in lanes whose t is 0.
-DEV void item_product(float2 (&sums)[F::GROUPS], float2 (&factors)[F::GROUPS], u32 from, const Matrix& m, int chunk) {
+DEV void item_product(float2 (&sums)[SUMS], float2 (&factors)[SUMS], u32 from, const Matrix& m, int chunk) {
     float acc[4] = {};
+    auto from_nothing = [&] { acc[0] = acc[1] = acc[2] = acc[3] = 0; };
+    auto ends = [&](const Codes& c, int i) { sums[i] = make_float2(acc[0], acc[2]), factors[i] = c.sum[i]; };
 #pragma unroll
     for (int i = 0; i < F::CHUNK; i++) {
         int step = chunk * F::CHUNK + i;
@@ -183,10 +189,18 @@ DEV void item_product(float2 (&sums)[F::GROUPS], float2 (&factors)[F::GROUPS], u
             F::unpack(low, c.v[0], j, c.factor[0][j / PARTS]);
             F::unpack(high, c.v[1], j, c.factor[1][j / PARTS]);
             uint4 b = load_matrices(x + j * 64);
-            if (F::INTEGERS && j % PARTS == 0) acc[0] = acc[1] = acc[2] = acc[3] = 0;
+            int first = j / PARTS * WORDS;  // of the group's sums
+            if (F::INTEGERS && j % PARTS == 0) from_nothing();
             mma<F::BF16>(acc, low[0], high[0], low[1], high[1], b.x, b.y);
+            if (F::HALVES) ends(c, first), from_nothing();
             mma<F::BF16>(acc, low[2], high[2], low[3], high[3], b.z, b.w);
-            if (F::INTEGERS && j % PARTS == PARTS - 1) sums[j / PARTS] = make_float2(acc[0], acc[2]), factors[j / PARTS] = c.sum[j / PARTS];
+            if (F::INTEGERS && j % PARTS == PARTS - 1) ends(c, first + F::HALVES);
+            if (F::OFFSETS) {
+                from_nothing();
+                mma<F::BF16>(acc, ONES, ONES, ONES, ONES, b.x, b.y);
+                mma<F::BF16>(acc, ONES, ONES, ONES, ONES, b.z, b.w);
+                ends(c, first + WORDS - 1);
+            }
         }
     }
     if (!F::INTEGERS) sums[0] = make_float2(acc[0], acc[2]);
@@ -210,7 +224,7 @@ KERNEL(128, 6) experts_gate_up_pairs(const __grid_constant__ Product p) {
     i64 row = first_row(m, strip, g);
     float2 total = make_float2(0, 0), b = biases(m, first_row(m, strip, threadIdx.x & 7));
     for (int base = 0; base < m.chunks; base += TURN) {
-        float2 f[EACH][F::GROUPS];
+        float2 f[EACH][SUMS];
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             int chunk = base + warp * EACH + i;
@@ -227,12 +241,12 @@ KERNEL(128, 6) experts_gate_up_pairs(const __grid_constant__ Product p) {
             switch (EACH - 1 - i) { case 3: copies_wait<3>(); break; case 2: copies_wait<2>(); break; case 1: copies_wait<1>(); break; default: copies_wait<0>(); }
             __syncwarp();
             if (chunk < m.chunks) {
-                float2 v[F::GROUPS];
+                float2 v[SUMS];
                 item_product(v, f[i], at + i * ITEM, m, chunk);
                 __syncwarp();
                 if (t == 0)
 #pragma unroll
-                    for (int e = 0; e < F::GROUPS; e++) ((float4*)(room + (warp * EACH + i) * ITEM))[e * 8 + g] = with_factors(v[e], f[i][e]);
+                    for (int e = 0; e < SUMS; e++) ((float4*)(room + (warp * EACH + i) * ITEM))[e * 8 + g] = with_factors(v[e], f[i][e]);
             }
         }
         __syncthreads();
@@ -241,7 +255,7 @@ KERNEL(128, 6) experts_gate_up_pairs(const __grid_constant__ Product p) {
             for (int c = 0; c < TURN; c++)
                 if (base + c < m.chunks)
 #pragma unroll
-                    for (int e = 0; e < F::GROUPS; e++) add_chunk(total, ((float4*)(room + c * ITEM))[e * 8 + threadIdx.x]);
+                    for (int e = 0; e < SUMS; e++) add_chunk(total, ((float4*)(room + c * ITEM))[e * 8 + threadIdx.x]);
         if (base + TURN < m.chunks) __syncthreads();
     }
     if (threadIdx.x < 8) store_activation(p, pair, strip * 8 + threadIdx.x, total.x + b.x, total.y + b.y);
@@ -252,7 +266,7 @@ KERNEL(128, 6) experts_gate_up_pairs(const __grid_constant__ Product p) {
 // of one token, all its experts' chunks. Codes are brought before the kernel that makes x has ended.
 KERNEL(512, 2) experts_down_pairs(const __grid_constant__ Product p) {
     constexpr int EACH = F::EACH_DOWN;
-    DYNAMIC_SHARED(room);  // [16 warps][EACH] items, then sums of chunks' groups [k][chunks][groups][8], of pairs [k][8]
+    DYNAMIC_SHARED(room);  // [16 warps][EACH] items, then sums of chunks [k][chunks][SUMS][8], of pairs [k][8]
     __shared__ int slots[64];
     __shared__ float shares[64];
     int strips = p.rows / 16, token = blockIdx.x / strips, strip = blockIdx.x % strips;
@@ -260,13 +274,13 @@ KERNEL(512, 2) experts_down_pairs(const __grid_constant__ Product p) {
     int chunks = matrix_of(p, 0, false).chunks, items = p.k * chunks;
     u32 at = shared_address(room) + warp * EACH * ITEM;
     float4* parts = (float4*)(room + 16 * EACH * ITEM);
-    float2* sums = (float2*)(parts + items * F::GROUPS * 8);
+    float2* sums = (float2*)(parts + items * SUMS * 8);
     if (threadIdx.x < p.k) {
         slots[threadIdx.x] = slot_of(p, load_fresh(p.ids + token * p.k + threadIdx.x));
         shares[threadIdx.x] = __int_as_float(load_fresh((const int*)p.shares + token * p.k + threadIdx.x));
     }
     __syncthreads();
-    float2 f[EACH][F::GROUPS];
+    float2 f[EACH][SUMS];
     auto bring = [&](int index, int i, bool codes, bool x) {
         int item = warp + index * 16;
         if (item >= items) return;
@@ -295,11 +309,11 @@ KERNEL(512, 2) experts_down_pairs(const __grid_constant__ Product p) {
             copies_wait<EACH - 1>();
             __syncwarp();
             if (item < items && slots[item / chunks] >= 0) {
-                float2 v[F::GROUPS];
+                float2 v[SUMS];
                 item_product(v, f[i], at + i * ITEM, matrix_of(p, 0, false), item % chunks);
                 if (t == 0)
 #pragma unroll
-                    for (int e = 0; e < F::GROUPS; e++) parts[(item * F::GROUPS + e) * 8 + g] = with_factors(v[e], f[i][e]);
+                    for (int e = 0; e < SUMS; e++) parts[(item * SUMS + e) * 8 + g] = with_factors(v[e], f[i][e]);
                 __syncwarp();
             }
             bring(base + i + EACH, i, true, true);
@@ -312,7 +326,7 @@ KERNEL(512, 2) experts_down_pairs(const __grid_constant__ Product p) {
             Matrix m = matrix_of(p, slots[e], false);
             float2 total = make_float2(0, 0), b = biases(m, first_row(m, strip, own));
 #pragma unroll 8
-            for (int c = 0; c < chunks * F::GROUPS; c++) add_chunk(total, parts[(e * chunks * F::GROUPS + c) * 8 + own]);
+            for (int c = 0; c < chunks * SUMS; c++) add_chunk(total, parts[(e * chunks * SUMS + c) * 8 + own]);
             u32 rounded = to_bf16x2(total.x + b.x, total.y + b.y);
             if (p.sum) sums[threadIdx.x] = make_float2(low_bf16(rounded), high_bf16(rounded));
             else ((u32*)(p.out + (i64)(token * p.k + e) * p.rows))[strip * 8 + own] = rounded;
@@ -376,12 +390,27 @@ DEV void tile_product(const Product& p, const Tile& tile, u8* shared) {
 #pragma unroll
         for (int n = 0; n < NT; n++) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0;
     };
+    auto add = [&](int n, const float (&sums)[4], float2 by) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) total[n][i] = fmaf(sums[i], i < 2 ? by.x : by.y, total[n][i]);
+    };
     auto add_sums = [&](float2 by) {
 #pragma unroll
-        for (int n = 0; n < NT; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) total[n][i] = fmaf(acc[n][i], i < 2 ? by.x : by.y, total[n][i]);
+        for (int n = 0; n < NT; n++) add(n, acc[n], by);
     };
+    // Adds offsets times the sums of 32 activations, which `at` has.
+    auto add_offsets = [&](u32 at, float2 by) {
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            float sums[4] = {};
+            uint4 v = load_matrices(at + n * 1024);
+            mma<F::BF16>(sums, ONES, ONES, ONES, ONES, v.x, v.y);
+            mma<F::BF16>(sums, ONES, ONES, ONES, ONES, v.z, v.w);
+            add(n, sums, by);
+        }
+    };
+    // Where this lane finds its part of 32 activations of eight positions.
+    auto x_at = [&](u32 x, int j) { return x + j / 2 * (T * 128) + (lane & 7) * 128 + ((j % 2 * 4 + lane / 8) ^ (lane & 7)) * 16; };
     float2 f = make_float2(1, 1), next_f = sum_factors(m, row, 0);
     for (int step = 0, stage = 0, into = STAGES - 1, left = 0; step < m.steps; step++) {
         copies_wait<STAGES - 2>();
@@ -412,13 +441,20 @@ DEV void tile_product(const Product& p, const Tile& tile, u8* shared) {
                 u64 at = table + (j / 2 * T * 128 + j % 2 * 64) / 16;
                 wgmma_fence();
                 wgmma<F::BF16, NT>(acc, a[0], b[0], a[1], b[1], at, j % PARTS > 0 || !begins);
-                wgmma<F::BF16, NT>(acc, a[2], b[2], a[3], b[3], at + 2, 1);
+                if constexpr (F::HALVES) {
+                    wgmma_commit();
+                    wgmma_ends<NT>(acc);
+                    add_sums(c.sum[j * WORDS]);
+                    wgmma_fence();
+                }
+                wgmma<F::BF16, NT>(acc, a[2], b[2], a[3], b[3], at + 2, !F::HALVES);
                 wgmma_commit();
                 if constexpr (F::GROUPS > 1)
                     if (j % PARTS == PARTS - 1) {
                         wgmma_ends<NT>(acc);
-                        add_sums(c.sum[j / PARTS]);
+                        add_sums(c.sum[j / PARTS * WORDS + F::HALVES]);
                     }
+                if constexpr (F::OFFSETS) add_offsets(x_at(x, j), c.sum[j * WORDS + WORDS - 1]);
             }
             if constexpr (F::GROUPS == 1) wgmma_ends<NT>(acc);
         } else {
@@ -428,18 +464,23 @@ DEV void tile_product(const Product& p, const Tile& tile, u8* shared) {
                 u32 a[4], b[4];
                 F::unpack(a, c.v[0], j, c.factor[0][j / PARTS]);
                 F::unpack(b, c.v[1], j, c.factor[1][j / PARTS]);
-                u32 at = x + j / 2 * (T * 128) + (lane & 7) * 128 + ((j % 2 * 4 + lane / 8) ^ (lane & 7)) * 16;
+                u32 at = x_at(x, j);
 #pragma unroll
                 for (int n = 0; n < NT; n++) {
                     uint4 v = load_matrices(at + n * 1024);
                     mma<F::BF16>(acc[n], a[0], b[0], a[1], b[1], v.x, v.y);
+                    if constexpr (F::HALVES) {
+                        add(n, acc[n], c.sum[j * WORDS]);
+                        acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0;
+                    }
                     mma<F::BF16>(acc[n], a[2], b[2], a[3], b[3], v.z, v.w);
                 }
                 if constexpr (F::GROUPS > 1)
                     if (j % PARTS == PARTS - 1) {
-                        add_sums(c.sum[j / PARTS]);
+                        add_sums(c.sum[j / PARTS * WORDS + F::HALVES]);
                         from_nothing();
                     }
+                if constexpr (F::OFFSETS) add_offsets(at, c.sum[j * WORDS + WORDS - 1]);
             }
         }
         if constexpr (F::GROUPS == 1)

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from spillover.kernels.cuda.compiled import CudaError, Module
-from spillover.kernels.extents import EXPERT_ROW
+from spillover.kernels.extents import CODE_BLOCK, EXPERT_ROW
 from spillover.kernels.formats.fp8_block import Fp8Block
+from spillover.kernels.formats.gguf_experts import KINDS, GgufExperts
 from spillover.kernels.formats.grouped_gemm import CUDA, GroupedGemm, Tile, Tiles
 from spillover.kernels.formats.grouped_int import GroupedInt
 from spillover.kernels.formats.int_experts import GROUPS, IntExperts
@@ -49,14 +50,14 @@ class Form:
     slot: int
     each: tuple[int, int]
     stages: Mapping[int, int]
-    groups: int = 1  # of a step, each summed by itself
+    sums: int = 1  # of a chunk, each with a factor of its own
 
     def few_shared(self, inner: int, k: int) -> tuple[int, int]:
         """Return the bytes that blocks of the two products share for a few tokens."""
         item = self.chunk * (self.slot + 2 * EXPERT_ROW)
         chunks = -(-inner // (self.chunk * EXPERT_ROW))
         up, down = (tile.warps * each for tile, each in zip(FEW, self.each, strict=True))
-        return up * item, down * item + k * (chunks * self.groups * 8 * 16 + 8 * 8)
+        return up * item, down * item + k * (chunks * self.sums * 8 * 16 + 8 * 8)
 
     def many_shared(self, tile: Tile) -> int:
         return self.stages[tile.tokens] * (tile.tokens * 2 * EXPERT_ROW + tile.warps * self.slot)
@@ -68,17 +69,19 @@ class Form:
                 for tokens, stages in self.stages.items()}
 
 
-def _int_form(bits: int, group: int) -> Form:
-    groups = EXPERT_ROW // group
+def _int_form(name: str, bits: int, sums: int) -> Form:
     stages = {16: 5, 64: 4, 128: 4} if bits == 4 else {16: 3, 64: 3, 128: 4}
-    slot = 256 * bits + max(64 * groups, 16 * bits)
-    return Form(f"Int{bits}_{group}", 1, slot, (4, 3 if bits == 4 else 2), stages, groups)
+    slot = 256 * bits + max(64 * sums, 16 * bits)
+    return Form(name, 1, slot, (4, 3 if bits == 4 else 2), stages, sums)
 
 
 FORMS = {Mxfp4.experts.code: Form("Mxfp4", 3, 1024 + 64, (2, 1), {16: 5, 64: 4, 128: 4}),
          Fp8Block.experts.code: Form("Fp8", 1, 2048, (4, 2), {16: 3, 64: 3, 128: 4}),
-         **{IntExperts(GroupedInt(bits, group)).experts.code: _int_form(bits, group)
-            for bits in (4, 8) for group in GROUPS}}
+         **{IntExperts(GroupedInt(bits, group)).experts.code: _int_form(f"Int{bits}_{group}", bits, EXPERT_ROW // group)
+            for bits in (4, 8) for group in GROUPS},
+         **{GgufExperts(*kind).experts.code: _int_form(
+                f"Gguf{kind[0]}{'_halves' * kind[1]}{'_offset' * kind[2]}", kind[0],
+                EXPERT_ROW // CODE_BLOCK * GgufExperts(*kind).numbers) for kind in KINDS}}
 
 
 class Product(ctypes.Structure):

@@ -8,7 +8,7 @@ DEV u32 word_of(const uint4& v, int j) { return j == 0 ? v.x : j == 1 ? v.y : j 
 // Codes move to where float16 has its sign, the low bits of its exponent and the top of its mantissa: 2**-14 of their
 // value. Activations carry 2**2, scales the rest.
 struct Mxfp4 {
-    static constexpr bool BF16 = false, INTEGERS = false;
+    static constexpr bool BF16 = false, INTEGERS = false, HALVES = false, OFFSETS = false;
     static constexpr int CHUNK = 3;    // steps summed from nothing
     static constexpr int GROUPS = 1;   // of a step, each summed from nothing where there are more
     static constexpr int VECTORS = 1;  // of 16 bytes, that a lane reads of a row in a step
@@ -41,7 +41,7 @@ struct Mxfp4 {
 };
 // Codes become float16, which holds all of their values. Activations carry 2**-4, sums the rest.
 struct Fp8 {
-    static constexpr bool BF16 = false, INTEGERS = false;
+    static constexpr bool BF16 = false, INTEGERS = false, HALVES = false, OFFSETS = false;
     static constexpr int CHUNK = 1;
     static constexpr int GROUPS = 1;
     static constexpr int VECTORS = 2;
@@ -70,6 +70,7 @@ struct Fp8 {
 template <int BITS, int GROUP>
 struct Int {
     static constexpr bool BF16 = false, INTEGERS = true;
+    static constexpr bool HALVES = false, OFFSETS = false;  // see Gguf
     static constexpr int CHUNK = 1;
     static constexpr int GROUPS = 128 / GROUP;
     static constexpr int VECTORS = BITS / 4;
@@ -112,4 +113,17 @@ typedef Int<4, 128> Int4_128;
 typedef Int<8, 32> Int8_32;
 typedef Int<8, 64> Int8_64;
 typedef Int<8, 128> Int8_128;
+// Codes of a GGUF file: float32 words for every 32 inputs, a scale, or with HALVES one for each 16, then with OFFSETS an
+// offset, which the sum of the activations is multiplied by. The zero is the middle of a byte, and of 4 bits 0.
+template <int BITS, bool TWO, bool ADDED>
+struct Gguf : Int<BITS, 32> {
+    static constexpr bool HALVES = TWO, OFFSETS = ADDED;
+    static constexpr int SLOT_SCALES = 4 * (1 + TWO + ADDED) * 64;
+    DEV float group_factor(u32 word) { return __uint_as_float(word) * 16.0f; }
+    DEV u32 factor(u32) { return BITS == 4 ? 0x64006400u : 0x64806480u; }
+};
+typedef Gguf<4, false, true> Gguf4_offset;
+typedef Gguf<8, false, true> Gguf8_offset;
+typedef Gguf<8, true, false> Gguf8_halves;
+typedef Gguf<8, true, true> Gguf8_halves_offset;
 #endif

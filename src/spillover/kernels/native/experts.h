@@ -243,11 +243,41 @@ struct IntForm {
     }
 };
 
+// Codes of a GGUF file: for every step a scale, or with kHalves one for each half, then with kOffsets an offset. The zero
+// is the middle of a byte, and of 4 bits 0. A step's scale is three floats: one for each half, and the offset.
+template <int64_t kCodeBits, bool kHalves, bool kOffsets>
+struct GgufForm : IntForm<kCodeBits, kStep> {
+    static constexpr int64_t kNumbers = 1 + kHalves + kOffsets;
+    static int64_t scale_bytes(int64_t columns) { return columns / kStep * kNumbers * 4; }
+    static void prepare(const uint8_t* numbers, float* out, int64_t columns) {
+        for (int64_t step = 0; step < columns / kStep; step++) {
+            float found[kNumbers];
+            std::memcpy(found, numbers + step * sizeof(found), sizeof(found));
+            out[3 * step] = found[0];
+            out[3 * step + 1] = found[kHalves];
+            out[3 * step + 2] = kOffsets ? found[kNumbers - 1] : 0.0f;
+        }
+    }
+    template <int W>
+    static void widen(const uint8_t* p, const float* scale, typename Vec<W>::F (&w)[kStep / W]) {
+        typename Vec<W>::F number;
+        for (int64_t i = 0; i < kStep / W; i++) {
+            for (int64_t j = 0; j < W; j++) {
+                const int64_t at = i * W + j;
+                number[j] = static_cast<float>(kCodeBits == 8 ? p[at] - 128 : at < 16 ? p[at] & 15 : p[at - 16] >> 4);
+            }
+            w[i] = number * splat<W>(scale[i * W / 16]) + splat<W>(scale[2]);
+        }
+    }
+};
+
 // Floats that `prepare` makes of a step's scale.
 template <class Form>
 constexpr int64_t kScaleFloats = 1;
 template <int64_t kCodeBits, int64_t kGroup>
 constexpr int64_t kScaleFloats<IntForm<kCodeBits, kGroup>> = 2;
+template <int64_t kCodeBits, bool kHalves, bool kOffsets>
+constexpr int64_t kScaleFloats<GgufForm<kCodeBits, kHalves, kOffsets>> = 3;
 
 struct Row {
     const uint8_t* weights;

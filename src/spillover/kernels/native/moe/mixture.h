@@ -399,7 +399,11 @@ std::unique_ptr<Mixture> make_mixture(const Layout& layout, float limit, int thr
         case 7: return std::make_unique<MixtureOf<IntForm<4, 128>>>(layout, limit, threads, grain);
         case 8: return std::make_unique<MixtureOf<IntForm<8, 32>>>(layout, limit, threads, grain);
         case 9: return std::make_unique<MixtureOf<IntForm<8, 64>>>(layout, limit, threads, grain);
-        default: return std::make_unique<MixtureOf<IntForm<8, 128>>>(layout, limit, threads, grain);
+        case 10: return std::make_unique<MixtureOf<IntForm<8, 128>>>(layout, limit, threads, grain);
+        case 11: return std::make_unique<MixtureOf<GgufForm<4, false, true>>>(layout, limit, threads, grain);
+        case 12: return std::make_unique<MixtureOf<GgufForm<8, false, true>>>(layout, limit, threads, grain);
+        case 13: return std::make_unique<MixtureOf<GgufForm<8, true, false>>>(layout, limit, threads, grain);
+        default: return std::make_unique<MixtureOf<GgufForm<8, true, true>>>(layout, limit, threads, grain);
     }
 }
 

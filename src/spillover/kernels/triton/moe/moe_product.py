@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from spillover.kernels.formats import fp8_block, grouped_gemm, int_experts, mxfp4
+from spillover.kernels.formats import fp8_block, gguf_experts, grouped_gemm, int_experts, mxfp4
 from spillover.kernels.formats.dense import Dense
 from spillover.kernels.formats.fp8_block import Fp8Block
 from spillover.kernels.formats.mxfp4 import Mxfp4
@@ -22,6 +22,10 @@ CUDA = tl.constexpr(grouped_gemm.CUDA)
 INT4 = tl.constexpr(int_experts.FIRST_CODE)  # in groups of 32, then of 64 and of 128
 INT8 = tl.constexpr(INT4.value + len(int_experts.GROUPS))
 INT_END = tl.constexpr(INT8.value + len(int_experts.GROUPS))
+GGUF4 = tl.constexpr(gguf_experts.FIRST_CODE)  # as gguf_experts.KINDS has them
+GGUF8 = tl.constexpr(GGUF4.value + 1)
+GGUF_HALVES = tl.constexpr(GGUF4.value + 2)
+GGUF_END = tl.constexpr(GGUF4.value + len(gguf_experts.KINDS))
 
 GROUP = tl.constexpr(mxfp4.GROUP)  # values a scale
 SCALE_PADDING = tl.constexpr(mxfp4.SCALE_PADDING)
@@ -90,9 +94,9 @@ lop3.b32 $1, high, 0x80008000, rest, 0xEA;
 def activation_columns(column, width, FORMAT: tl.constexpr):
     """Return where the input of a product keeps a column: for codes of 4 bits even ones first, as a byte holds two
     weights; for kernels/cuda/mixture.cu in the order of its instructions (`place` there)."""
-    if FORMAT == MXFP4 or (FORMAT >= INT4 and FORMAT < INT8):
+    if FORMAT == MXFP4 or (FORMAT >= INT4 and FORMAT < INT8) or FORMAT == GGUF4:  # noqa: SIM109
         return (column % 2) * (width // 2) + column // 2
-    if FORMAT >= CUDA + INT8:
+    if FORMAT >= CUDA + INT8 and FORMAT != CUDA + GGUF4:
         return column // 16 * 16 + column // 2 % 2 * 8 + column // 4 % 4 * 2 + column % 2
     if FORMAT >= CUDA + INT4:
         return column // 32 * 32 + column % 4 * 8 + column // 8 % 4 * 2 + column // 4 % 2
@@ -202,6 +206,36 @@ def product(
                 odd = tl.load(x_from + K // 2 + at[None, :], mask=x_mask[:, None], other=0.0)
                 total = multiply(((codes & 15).to(tl.int32) - zero) * scale, even, total)
                 total = multiply(((codes >> 4).to(tl.int32) - zero) * scale, odd, total)
+    elif FORMAT >= GGUF4 and FORMAT < GGUF_END:
+        # Numbers as GgufExperts.dequantize makes them, rounded to the type of x. K is a multiple of BLOCK_K.
+        halves: tl.constexpr = FORMAT >= GGUF_HALVES
+        offsets: tl.constexpr = FORMAT != GGUF_HALVES
+        codes_a_byte: tl.constexpr = 2 if FORMAT == GGUF4 else 1
+        words: tl.constexpr = 1 + halves + offsets
+        tl.static_assert(K % BLOCK_K == 0)
+        byte = tl.arange(0, BLOCK_K // codes_a_byte)
+        w_from = w_ptr + w_rows[:, None] * (K // codes_a_byte)
+        scale_from = scale_ptr + scale_rows[:, None] * (K // 32 * words)
+        for k in tl.range(0, k_end // codes_a_byte, BLOCK_K // codes_a_byte, num_stages=STAGES):
+            at = k + byte
+            codes = tl.load(w_from + at[None, :]).to(tl.int32)
+            block = at // (32 // codes_a_byte) * words
+            if halves:
+                scale = tl.load(scale_from + (block + at // 16 % 2)[None, :])
+            else:
+                scale = tl.load(scale_from + block[None, :])
+            if offsets:
+                offset = tl.load(scale_from + (block + words - 1)[None, :])
+            else:
+                offset = 0.0
+            if FORMAT != GGUF4:
+                x = tl.load(x_from + at[None, :], mask=x_mask[:, None], other=0.0)
+                total = multiply((codes - 128) * scale + offset, x, total)
+            else:
+                even = tl.load(x_from + at[None, :], mask=x_mask[:, None], other=0.0)
+                odd = tl.load(x_from + K // 2 + at[None, :], mask=x_mask[:, None], other=0.0)
+                total = multiply((codes & 15) * scale + offset, even, total)
+                total = multiply((codes >> 4) * scale + offset, odd, total)
     elif FORMAT == MXFP4:
         half: tl.constexpr = K // 2
         # Rows of scales are padded, so that a tile's share of one is whole words.
