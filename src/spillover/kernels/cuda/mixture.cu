@@ -224,14 +224,14 @@ KERNEL(128, 6) experts_gate_up_pairs(const __grid_constant__ Product p) {
     i64 row = first_row(m, strip, g);
     float2 total = make_float2(0, 0), b = biases(m, first_row(m, strip, threadIdx.x & 7));
     for (int base = 0; base < m.chunks; base += TURN) {
-        float2 f[EACH][SUMS];
+        float2 f[EACH];
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             int chunk = base + warp * EACH + i;
             if (chunk < m.chunks) {
                 bring_item_codes(at + i * ITEM, m, strip, chunk);
                 bring_item_x(at + i * ITEM, x, chunk, m.steps);
-                f[i][0] = sum_factors(m, row, chunk);
+                f[i] = sum_factors(m, row, chunk);
             }
             copies_commit();
         }
@@ -241,12 +241,12 @@ KERNEL(128, 6) experts_gate_up_pairs(const __grid_constant__ Product p) {
             switch (EACH - 1 - i) { case 3: copies_wait<3>(); break; case 2: copies_wait<2>(); break; case 1: copies_wait<1>(); break; default: copies_wait<0>(); }
             __syncwarp();
             if (chunk < m.chunks) {
-                float2 v[SUMS];
-                item_product(v, f[i], at + i * ITEM, m, chunk);
+                float2 v[SUMS], by[SUMS] = {f[i]};
+                item_product(v, by, at + i * ITEM, m, chunk);
                 __syncwarp();
                 if (t == 0)
 #pragma unroll
-                    for (int e = 0; e < SUMS; e++) ((float4*)(room + (warp * EACH + i) * ITEM))[e * 8 + g] = with_factors(v[e], f[i][e]);
+                    for (int e = 0; e < SUMS; e++) ((float4*)(room + (warp * EACH + i) * ITEM))[e * 8 + g] = with_factors(v[e], by[e]);
             }
         }
         __syncthreads();
@@ -280,7 +280,7 @@ KERNEL(512, 2) experts_down_pairs(const __grid_constant__ Product p) {
         shares[threadIdx.x] = __int_as_float(load_fresh((const int*)p.shares + token * p.k + threadIdx.x));
     }
     __syncthreads();
-    float2 f[EACH][SUMS];
+    float2 f[EACH];
     auto bring = [&](int index, int i, bool codes, bool x) {
         int item = warp + index * 16;
         if (item >= items) return;
@@ -289,7 +289,7 @@ KERNEL(512, 2) experts_down_pairs(const __grid_constant__ Product p) {
         Matrix m = matrix_of(p, slots[e], false);
         if (codes) {
             bring_item_codes(at + i * ITEM, m, strip, chunk);
-            f[i][0] = sum_factors(m, first_row(m, strip, g), chunk);
+            f[i] = sum_factors(m, first_row(m, strip, g), chunk);
         }
         if (x) bring_item_x(at + i * ITEM, p.x + (i64)(token * p.k + e) * padded(p.depth), chunk, m.steps);
     };
@@ -309,11 +309,11 @@ KERNEL(512, 2) experts_down_pairs(const __grid_constant__ Product p) {
             copies_wait<EACH - 1>();
             __syncwarp();
             if (item < items && slots[item / chunks] >= 0) {
-                float2 v[SUMS];
-                item_product(v, f[i], at + i * ITEM, matrix_of(p, 0, false), item % chunks);
+                float2 v[SUMS], by[SUMS] = {f[i]};
+                item_product(v, by, at + i * ITEM, matrix_of(p, 0, false), item % chunks);
                 if (t == 0)
 #pragma unroll
-                    for (int e = 0; e < SUMS; e++) parts[(item * SUMS + e) * 8 + g] = with_factors(v[e], f[i][e]);
+                    for (int e = 0; e < SUMS; e++) parts[(item * SUMS + e) * 8 + g] = with_factors(v[e], by[e]);
                 __syncwarp();
             }
             bring(base + i + EACH, i, true, true);
