@@ -30,8 +30,8 @@ def wanted() -> list[tuple[Path, tuple[str, ...]]]:
     listed += [(coded_linear.SOURCE, tile_form(FORMS[kind]).options(HALF)) for kind in ("Q4_K",)]
     listed += [(ordered_gemm.SOURCE, ordered_gemm.chosen(rows, 4096, 4096, PROCESSORS).options(
         ordered_gemm.product_chunks(4096, 4096)[0], HALF, False)) for rows in (64, 4096)]
-    listed += [(fp8_linear.SOURCE, fp8_linear.chosen(rows, shape, PROCESSORS).options(shape.form, HALF))
-               for rows in (1, 4096)]
+    listed += [(cut.source, cut.options(shape.form, HALF)) for cut in (fp8_linear.chosen(rows, shape, PROCESSORS)
+                                                                       for rows in (1, 4096))]
     listed += [(source, attention.Form(128, 4, 16, "fp8", HALF).options)
                for source in (attention.NEW_TOKENS, attention.PROMPTS)]
     return listed
