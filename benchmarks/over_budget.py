@@ -1,6 +1,7 @@
 """Many requests at once on a mixture larger than the memory allowed it: output tokens a second of all together.
 
     python benchmarks/over_budget.py --log gptoss.route.csv --requests 1,16,64 --output results
+    python benchmarks/over_budget.py --log gptoss.route.csv --requests 1 --simulate 0.7,0.5,0.3
 
 Weights are random, of the true shapes, and the choice of experts of steps that page is played back: "replayed" follows
 a log of a real model's routing, each request from its own place in it, widened to the model's experts a token by the
@@ -148,23 +149,26 @@ def measure(llm: LLM, replay: Replay, routing: str, requests: int, prompt: int, 
 @click.option("--repeats", default=3, show_default=True)
 @click.option("--seconds", default=95.0, show_default=True, help="Rows that would begin later are left out.")
 @click.option("--fast", is_flag=True)
+@click.option("--simulate", default=None, help="Speculate with this simulated acceptance by position; drafts are free.")
 @click.option("--output", default=None, metavar="FILE", help="Write the result; 'results' is benchmarks/results/.")
 def main(model: str, gpu_memory: str, requests: str, input_len: int, output_len: int, log: str | None, routing: str,
-         repeats: int, seconds: float, fast: bool, output: str | None) -> None:
+         repeats: int, seconds: float, fast: bool, simulate: str | None, output: str | None) -> None:
     end = time.monotonic() + seconds
     counts = [int(each) for each in requests.split(",")]
     roof = roofline(model)
     budget, before = parse_bytes(gpu_memory), torch.cuda.memory_allocated()
     figures: list[Figure] = []
-    name = f"over-budget-{model}-{gpu_memory.lower()}"
+    name = f"over-budget-{model}-{gpu_memory.lower()}{'' if simulate is None else '-speculation'}"
     with opened(model, gpu_memory=str(budget), weights="experts", max_num_seqs=max(counts), fast=fast,
-                max_model_len=2 * (input_len + output_len), enable_prefix_caching=False) as llm:
+                max_model_len=2 * (input_len + output_len), enable_prefix_caching=False,
+                speculative_simulate=simulate) as llm:
         torch.cuda.reset_peak_memory_stats()  # planning measured the machine with buffers of its own
         placement = llm.plan.placement
         assert placement is not None
         common = {"model": model, "budget": budget, "quota": placement.quota, "transit": placement.transit,
                   "paged_tokens": placement.paged_tokens, "input_len": input_len, "output_len": output_len,
-                  "max_num_batched_tokens": llm.plan.max_num_batched_tokens, "fast": fast}
+                  "max_num_batched_tokens": llm.plan.max_num_batched_tokens, "fast": fast,
+                  "simulated_acceptance": simulate}
         print(", ".join(f"{key} {value}" for key, value in common.items()), flush=True)
         replay, rng = Replay(llm, model, log), random.Random(0)
         replay.follow("uniform", 1)
