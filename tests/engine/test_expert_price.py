@@ -205,6 +205,34 @@ def test_nothing_is_learned_of_steps_that_ran_beside_others_or_of_prompts() -> N
     assert price.plain_experts == 3
 
 
+def test_plain_rows_are_priced_anew_where_routing_changes_while_steps_overlap() -> None:
+    """As where one request follows another: a prompt, steps beside others, then one that drafts."""
+    counts, reads = [0], [0]
+
+    def traffic() -> WeightTraffic:
+        reads[0] += 1
+        return WeightTraffic(0, 0, 0, 0, counts[0])
+
+    price = ExpertPrice(traffic)
+    rng = random.Random(7)
+    for experts in (80, 1, 30):
+        for _ in range(3):
+            for phase, count, misses in ((Phase.PREFILL, 1, 5000), (Phase.DECODE, rng.randint(40, 200), experts)):
+                for _ in range(count):
+                    counts[0] += misses
+                    price.observe(step_of(phase), 0.01, idle=False)
+            counts[0] += 2 * experts
+            price.observe(step_of(Phase.VERIFY, drafted=1), 0.01, idle=True)
+            price.verified(0)
+        assert price.plain_experts == pytest.approx(experts, rel=0.2, abs=1)
+    assert reads[0] == 1 + 2 * 9, "once behind each prompt, and once where nothing runs beside"
+
+
+def step_of(phase: Phase, drafted: int = 0) -> Step:
+    return Step((StepItem(id=0, phase=phase, start=0, count=1 + drafted, num_samples=1, first_block=0, new_blocks=(),
+                          draft=(1,) * drafted),))
+
+
 @pytest.mark.parametrize("strategy", ["experts", "host-experts", "demand"])
 def test_a_paged_mixture_says_the_same_and_its_misses_are_seen(strategy: str, tmp_path: Path) -> None:
     folder = starved.write_config(tmp_path, "qwen3-moe")

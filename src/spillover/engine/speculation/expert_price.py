@@ -20,15 +20,17 @@ FADE = 0.97  # what is left of sums after a step
 PRIOR_STEPS = 2.0  # that both kinds of rows are taken to have fetched as much as a decoded one
 PRIOR_EXPERTS = 64.0  # squared experts for which the link's word counts
 MOST_OF_LINK = 4.0  # times what the link says that an expert takes at most
+MOSTLY_PLAIN = 16  # decoded rows for each drafted one from which what all fetched is taken for that of decoded rows
 
 
 class ExpertPrice:
     def __init__(self, traffic: Callable[[], WeightTraffic], link_rate: float | None = None) -> None:
-        """`traffic`: counts so far, asked only while no step runs; `link_rate`: bytes a second."""
+        """`traffic`: counts so far, which wait for a step that runs; `link_rate`: bytes a second."""
         self._traffic = traffic
         self._link_rate = link_rate
         self._seen = traffic()
         self._rows = 0  # decoded since the counts were read, by steps without drafts
+        self._steps = 0  # that decoded them
         self._prefilled = False  # since then
         self._plain = [0.0, 0.0]  # experts and rows of steps without drafts, fading
         self._products = np.zeros((2, 2))  # of (accepted, wasted) rows of a step with itself, fading
@@ -42,21 +44,25 @@ class ExpertPrice:
         """Take in a step that has ended, and return how much of it its draft rows' experts took. `idle`: no other step
         runs."""
         self._settle()
+        begins = self._prefilled and not step.has_prefill  # what follows is read apart from what prompts fetched
         drafted = sum(len(item.draft) for item in step.items)
         decoded = sum(item.phase is not Phase.PREFILL for item in step.items)
         self._prefilled |= step.has_prefill
         if not drafted:
             self._rows += decoded
-        if not idle:
+            self._steps += 1
+        if not idle and not begins:
             return 0.0
         now = self._traffic()
         fetched = _missing(now) - _missing(self._seen)
-        self._seen, rows, prefilled = now, self._rows, self._prefilled
-        self._rows, self._prefilled = 0, False
+        self._seen, rows, steps, prefilled = now, self._rows, self._steps, self._prefilled
+        self._rows, self._steps, self._prefilled = 0, 0, False
         if prefilled:  # what prompts fetch says nothing of decoding
             return 0.0
-        if not drafted:
-            self._plain = [FADE * self._plain[0] + fetched, FADE * self._plain[1] + rows]
+        if rows >= MOSTLY_PLAIN * drafted:
+            # While steps overlap the counts are not read, so this may span hundreds of them, and routing have changed.
+            fade = FADE ** steps
+            self._plain = [fade * self._plain[0] + fetched, fade * self._plain[1] + rows]
             return 0.0
         if rows:  # steps without drafts were not read apart from this one
             return 0.0
