@@ -245,9 +245,9 @@ def attended_by_pieces(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     seen: set[int] = set()
     cut = ordered_splits.short_chunk_splits
 
-    def noted(rows: Any, slots: Any, seq_lens: Any, counts: Any, window: int | None) -> Any:
+    def noted(rows: Any, slots: Any, seq_lens: Any, counts: Any, window: int | None, whole: bool) -> Any:
         seen.update(counts.tolist())
-        return cut(rows, slots, seq_lens, counts, window)
+        return cut(rows, slots, seq_lens, counts, window, whole)
 
     monkeypatch.setattr(ordered_splits, "LONG", 2)
     monkeypatch.setattr(ordered_splits, "short_chunk_splits", noted)

@@ -37,6 +37,18 @@ def test_a_few_new_tokens_of_long_sequences(window: int | None) -> None:
     assert error(case.found(sinks=True), case.expected(sinks=True)) < 1e-5
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_few_new_tokens_of_many_sequences_are_attended_whole(window: int | None, kv_dtype: str,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(splits, "BUSY", 16)  # two key heads of four sequences are half of it
+    case = Case([5, 1, 16, 2, 3, 30], [300, 70, 130, 0, 255, 40], 4, 2, 32, window=window, kv_dtype=kv_dtype)
+    work = make_work(case.batch, 4, 2, 32, window)
+    assert work.short is not None
+    assert [(row[0], row[5]) for row in sorted(work.short.tolist())] == [(0, 1), (6, 1), (22, 1), (24, 1)]
+    assert error(case.found(sinks=True), case.expected(sinks=True)) < 1e-5
+
+
 @pytest.mark.parametrize("window", [1, 9, 64, 100])
 def test_a_sliding_window_with_sinks(window: int) -> None:
     case = Case([1, 1, 5, 140], [300, 2, 70, 0], 4, 2, 64, window=window)
@@ -50,14 +62,18 @@ def test_a_pool_of_codes(kv_dtype: str, dtype: torch.dtype) -> None:
     assert error(case.found(), case.expected()) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int8"])
+@pytest.mark.parametrize(("kv_dtype", "busy"), [
+    ("auto", splits.BUSY), ("fp8", splits.BUSY), ("int8", splits.BUSY), ("auto", 2)])
 @pytest.mark.parametrize("window", [None, 100])
-def test_a_row_has_the_same_bits_as_a_new_token_and_in_its_prompt(window: int | None, kv_dtype: str) -> None:
+def test_a_row_has_the_same_bits_as_a_new_token_and_in_its_prompt(busy: int, window: int | None, kv_dtype: str,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit on a card; the interpreter's products depend on how many rows there are."""
+    monkeypatch.setattr(splits, "BUSY", busy)
     for cached in (0, 1230):
         chunk = Case([70], [cached], 2, 1, 32, 64, dtype=DTYPES[1], kv_dtype=kv_dtype, window=window)
         expected, parts = chunk.found(sinks=True), [(0, 1), (50, 51), (60, 69), (69, 70)]
-        for first, last in parts:  # one row, and a few, which after 1,230 others are attended piece by piece
+        # One row, and a few: after 1,230 others piece by piece, or whole, where one is enough to keep a device busy.
+        for first, last in parts:
             found = chunk.attend(*chunk.part(0, first, last), sinks=True)
             exact = {"rtol": 0.0, "atol": 0.0} if DEVICE == "cuda" else {}
             torch.testing.assert_close(found, expected[first:last], **exact)
@@ -148,10 +164,12 @@ def test_a_few_rows_are_cut_as_many_are(lengths: list[int], kv_heads: int, windo
        st.none() | st.integers(1, 5000))
 def test_short_chunks_keep_within_their_room(requests: list[tuple[int, int]], window: int | None) -> None:
     counts, lengths = np.array(requests).T
-    for room in (0, 40, splits.MOST_ITEMS):
-        few = splits.short_chunks(counts, lengths, room)
-        items = splits.short_chunk_splits(np.flatnonzero(few), np.flatnonzero(few), lengths[few], counts[few], window)
-        assert len(items) <= room
+    for room, kv_heads in itertools.product((0, 40, splits.MOST_ITEMS), (1, 60)):
+        few, whole = splits.short_chunks(counts, lengths, kv_heads, room, room // 2)
+        items = splits.short_chunk_splits(np.flatnonzero(few), np.flatnonzero(few), lengths[few], counts[few], window,
+                                          whole)
+        assert len(items) <= (room if whole else room // 2)
+        assert not whole or (len(items) == few.sum() >= splits.BUSY // 2 / kv_heads and (items[:, 5] == 1).all())
         assert ((counts[few] > 1) & (counts[few] <= splits.QUERIES)).all()
         for row, count in zip(np.flatnonzero(few), counts[few], strict=True):
             mine = sorted(items[items[:, 0] == row].tolist(), key=lambda item: item[6])

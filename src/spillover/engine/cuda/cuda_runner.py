@@ -114,9 +114,10 @@ class CudaRunner:
         self._kv_dtype = kv_dtype
         self._stage = stage
         self._limits = limits
-        # Items of requests with a few rows: a row each of the scratch that serves single rows.
-        self._most_short = min(ordered_splits.MOST_ITEMS, ordered_splits.max_items(
+        # Pieces of requests with a few rows: a row each of the scratch that serves single rows. Whole ones need none.
+        self._most_pieces = min(ordered_splits.MOST_ITEMS, ordered_splits.max_items(
             limits.max_num_seqs + 1, limits.max_model_len, config.num_kv_heads) // ordered_splits.QUERIES)
+        self._most_short = max(self._most_pieces, limits.max_num_seqs + 1 if limits.draft_tokens else 0)
         self._windows = [group.window for group in model.groups]
         # Padding beside part of a prompt is cut into requests of its own, each of one tile, in the dummy block.
         self._padding_rows = min(TILE_QUERIES, limits.max_model_len)
@@ -406,10 +407,11 @@ class CudaRunner:
         pinned.array(buffer, offsets.result_row, 1)[0] = self._result_row
         starts, counts = into.query_start[:-1].astype(np.int64), np.diff(into.query_start).astype(np.int64)
         all_lengths = into.seq_lens.astype(np.int64)
-        few = ordered_splits.short_chunks(counts, all_lengths, shape.short)
+        few, whole = ordered_splits.short_chunks(counts, all_lengths, self.model.config.num_kv_heads, shape.short,
+                                                 self._most_pieces)
         for place, window in zip(offsets.short, self._windows, strict=True) if shape.short else ():
             short = ordered_splits.short_chunk_splits(starts[few], into.slots[few].astype(np.int64), all_lengths[few],
-                                                      counts[few], window)
+                                                      counts[few], window, whole)
             assert len(short) <= shape.short, "more items than there is room for"
             written = pinned.array(buffer, place, HEADER + short.size)
             written[:HEADER] = (len(short), 0, 0, 0)

@@ -91,7 +91,7 @@ class DraftCounts:
     def plus(self, drafted: int, accepted: int) -> DraftCounts:
         """Return the counts with one more draft."""
         before = self.by_position + (0,) * (accepted - len(self.by_position))
-        counted = tuple(count + (place < accepted) for place, count in enumerate(before))
+        counted = (*[count + 1 for count in before[:accepted]], *before[accepted:])
         return DraftCounts(self.drafts + 1, self.tokens + drafted, self.accepted + accepted, counted)
 
     def __add__(self, other: DraftCounts) -> DraftCounts:

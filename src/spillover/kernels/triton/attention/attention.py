@@ -36,12 +36,13 @@ def make_work(batch: AttentionBatch, heads: int, kv_heads: int, dim: int, window
     starts = batch.query_start.cpu().numpy().astype(np.int64)
     counts = np.diff(starts)
     lengths = batch.seq_lens.cpu().numpy().astype(np.int64)
-    few = ordered_splits.short_chunks(counts, lengths, ordered_splits.MOST_ITEMS)
+    most = max(len(counts), ordered_splits.MOST_ITEMS)
+    few, whole = ordered_splits.short_chunks(counts, lengths, kv_heads, most, ordered_splits.MOST_ITEMS)
     single, chosen, tiled = np.nonzero(counts == 1)[0], np.nonzero(few)[0], np.nonzero((counts > 1) & ~few)[0]
     splits = torch.from_numpy(ordered_splits.decode_splits(starts[single], single, lengths[single], kv_heads,
                                                            window)).to(device)
     short = torch.from_numpy(ordered_splits.short_chunk_splits(starts[chosen], chosen, lengths[chosen],
-                                                               counts[chosen], window)).to(device)
+                                                               counts[chosen], window, whole)).to(device)
     tiles = torch.from_numpy(ordered_splits.prefill_tiles(tiled, counts[tiled])).to(device)
     room = max(len(splits), ordered_splits.QUERIES * len(short))
     return DeviceWork(

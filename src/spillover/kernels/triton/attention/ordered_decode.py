@@ -2,8 +2,8 @@
 
 All query heads of a key head form one tile. Where the pieces of a sequence have programs of their own, each leaves its
 sums behind and the one that finishes last adds them up in their order. Requests with a few new tokens (the end of a
-prompt whose beginning is cached, tokens to verify) are attended likewise, all of their queries in the tile; a second
-kernel adds their pieces up.
+prompt whose beginning is cached, tokens to verify) are attended likewise, all of their queries in the tile; where
+their pieces have programs of their own, a second kernel adds these up.
 """
 
 from __future__ import annotations
@@ -179,7 +179,11 @@ def _ordered_decode(
 
         place = (((first + part) * KV_HEADS + kv_head) * (QUERIES * GROUP) + member).to(tl.int64)  # [ROWS]
         if QUERIES > 1:
-            _leave(highest, weight, acc, place, there, d, sums_ptr, stats_ptr, DIM)
+            if parts == 1:
+                _store(highest, weight, acc, head, query * HEADS + head, there, d, out_ptr + row * (HEADS * DIM),
+                       sinks_ptr, DIM, SINKS, CODES)
+            else:
+                _leave(highest, weight, acc, place, there, d, sums_ptr, stats_ptr, DIM)
         else:
             end_piece(highest, weight, acc, place, parts, finished_ptr + slot * KV_HEADS + kv_head,
                       (first * KV_HEADS + kv_head) * GROUP, kv_head, there, d, out_ptr + row * (HEADS * DIM), sums_ptr,
@@ -194,7 +198,7 @@ def end_piece(highest, weight, acc, place, parts, counter, first, kv_head, there
     pieces, which begin at `first`, if this one is the last of its key head to end."""
     if parts == 1:
         head = kv_head * GROUP + tl.arange(0, highest.shape[0]) % GROUP
-        _store(highest, weight, acc, head, there, d, out_ptr, sinks_ptr, DIM, SINKS, CODES)
+        _store(highest, weight, acc, head, head, there, d, out_ptr, sinks_ptr, DIM, SINKS, CODES)
     else:
         _leave(highest, weight, acc, place, there, d, sums_ptr, stats_ptr, DIM)
         tl.debug_barrier()  # all of this program's sums are written before it says so
@@ -218,8 +222,8 @@ def _fold_short_chunks(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
     QUERIES: tl.constexpr, SINKS: tl.constexpr, CODES: tl.constexpr, EARLY: tl.constexpr,
 ):
-    """Add up the pieces of queries, one query and key head after another; items that are no first piece have none to
-    add."""
+    """Add up the pieces of queries, one query and key head after another; items that are no first piece, or a whole
+    request, have none to add."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -229,7 +233,7 @@ def _fold_short_chunks(
         item = items_ptr + work // (KV_HEADS * QUERIES) * _FIELDS
         kv_head = work % KV_HEADS
         query = work // KV_HEADS % QUERIES
-        if (tl.load(item + 6) == 0) & (query < tl.load(item + 8)):
+        if (tl.load(item + 5) > 1) & (tl.load(item + 6) == 0) & (query < tl.load(item + 8)):
             row = (tl.load(item) + query).to(tl.int64)
             first = ((tl.load(item + 7) * KV_HEADS + kv_head) * QUERIES + query) * GROUP
             _add_up(sums_ptr, stats_ptr, first, tl.load(item + 5), kv_head, tl.arange(0, PADDED),
@@ -266,15 +270,17 @@ def _add_up(sums_ptr, stats_ptr, first, parts, kv_head, d, out_ptr, sinks_ptr, S
         highest, weight, acc = add_piece(highest, weight, acc, h6, w6, a6)
         highest, weight, acc = add_piece(highest, weight, acc, h7, w7, a7)
         place += 8 * STEP
-    _store(highest, weight, acc, kv_head * GROUP + member, there, d, out_ptr, sinks_ptr, DIM, SINKS, CODES)
+    head = kv_head * GROUP + member
+    _store(highest, weight, acc, head, head, there, d, out_ptr, sinks_ptr, DIM, SINKS, CODES)
 
 
 @triton.jit
-def _store(highest, weight, acc, head, there, d, out_ptr, sinks_ptr, DIM: tl.constexpr, SINKS: tl.constexpr,
+def _store(highest, weight, acc, head, place, there, d, out_ptr, sinks_ptr, DIM: tl.constexpr, SINKS: tl.constexpr,
            CODES: tl.constexpr):
+    """Store results of heads [ROWS] at `place` [ROWS], in numbers of DIM."""
     sink = tl.load(sinks_ptr + head, mask=there, other=0.0) if SINKS else None
     result = finish(highest, weight, acc, sink, SINKS, CODES)
-    tl.store(out_ptr + head[:, None] * DIM + d[None, :], result.to(out_ptr.dtype.element_ty),
+    tl.store(out_ptr + place[:, None] * DIM + d[None, :], result.to(out_ptr.dtype.element_ty),
              mask=there[:, None] & (d[None, :] < DIM))
 
 

@@ -2,8 +2,8 @@
 
 Plain arithmetic: the host does it for a step, the planner for its memory. Keys form pieces whose bounds are positions
 of a sequence. Requests with one new token have one program for the whole sequence, or, where that leaves the device
-idle, one for each piece; that changes no bit. Requests with more new tokens are cut into tiles of queries, those with
-a few into pieces as well.
+idle, one for each piece; that changes no bit. Requests with a few new tokens (drafts that are verified, the end of a
+prompt) likewise, all of these in one program; those with more are cut into tiles of queries.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ BUSY = 264  # programs that keep a device busy; below that, sequences are split 
 PROGRAMS = 132 * 16  # most of a launch; of n programs each takes every n-th item
 FIELDS = 10  # of an item
 TILE_QUERIES = 128  # of a tile of queries
-QUERIES = 16  # most new tokens of a request whose pieces have programs of their own
-LONG = 1024  # tokens from which that is worth it
-MOST_ITEMS = 256  # of such requests
+QUERIES = 16  # most new tokens of a request that is not cut into tiles of queries
+LONG = 1024  # tokens from which programs of their own for its pieces are worth it, where such requests are few
+MOST_ITEMS = 256  # of such requests, where pieces have programs of their own
 _LONGEST = 8192 << 10  # positions that a sequence may have
 
 
@@ -103,18 +103,25 @@ def short_chunk_splits(
     seq_lens: npt.NDArray[np.int64],
     counts: npt.NDArray[np.int64],
     window: int | None,
+    whole: bool = False,
 ) -> npt.NDArray[np.int32]:
-    """Return [items, FIELDS] for requests with a few new tokens each, an item a piece; `rows`: the first of each."""
-    return _items(rows, slots, seq_lens, counts, _origin(seq_lens - counts + 1, window), np.ones(len(rows), bool),
-                  window)
+    """Return [items, FIELDS] for requests with a few new tokens each, an item a piece, or with `whole` an item a
+    request; `rows`: the first of each."""
+    return _items(rows, slots, seq_lens, counts, _origin(seq_lens - counts + 1, window),
+                  np.full(len(rows), not whole), window)
 
 
-def short_chunks(counts: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64],
-                 most_items: int) -> npt.NDArray[np.bool_]:
-    """Choose the requests whose few new tokens are better attended piece by piece than as a tile of queries."""
-    chosen = (counts > 1) & (counts <= QUERIES) & (seq_lens >= LONG)
+def short_chunks(counts: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64], kv_heads: int, most_items: int,
+                 most_pieces: int) -> tuple[npt.NDArray[np.bool_], bool]:
+    """Choose the requests whose few new tokens are better attended together than as a tile of queries, and whether each
+    is one item: where they keep the device busy that way. `most_pieces`: that there is room for where they are cut."""
+    few = (counts > 1) & (counts <= QUERIES)
+    number = int(few.sum())
+    if BUSY // 2 <= number * kv_heads and number <= most_items:
+        return few, True
+    chosen = few & (seq_lens >= LONG)
     pieces = np.where(chosen, np.searchsorted(_bounds_array(None), seq_lens, "left"), 0)
-    return chosen & (pieces.cumsum() <= most_items)
+    return chosen & (pieces.cumsum() <= min(most_items, most_pieces)), False
 
 
 def _origin(seq_lens: npt.NDArray[np.int64], window: int | None) -> npt.NDArray[np.int64]:
