@@ -14,7 +14,14 @@ from spillover.plan.request import PlanRequest
 from spillover.plan.shapes import ModelShape
 from spillover.plan.strategies import largest
 from spillover.plan.tiers import TierPlan
-from spillover.plan.workspace import CAPTURED_ROWS, Workspace, max_samples, staging_bytes, workspace
+from spillover.plan.workspace import (
+    CAPTURED_MOVING_ROWS,
+    CAPTURED_ROWS,
+    Workspace,
+    max_samples,
+    staging_bytes,
+    workspace,
+)
 from spillover.units import format_bytes
 
 CPU_KV_BYTES = 1 << 30  # KV cache of a CPU plan that was given no budget, where memory allows
@@ -74,8 +81,15 @@ class Sizes:
         return tokens if self.request.enable_chunked_prefill else max(tokens, length)
 
     def captured_rows(self, length: int) -> int:
-        """Return the rows of the largest prefill step captured as a CUDA graph: 0 where weights come and go."""
-        return min(CAPTURED_ROWS, self.batched_tokens(length)) if self.device == "cuda" and self.resident else 0
+        """Return the rows of the largest prefill step captured as a CUDA graph: 0 where weights come and go, unless
+        drafts are verified."""
+        if self.device != "cuda":
+            return 0
+        tokens = self.batched_tokens(length)
+        if self.resident:
+            return min(CAPTURED_ROWS, tokens)
+        drafted = self.request.draft_tokens
+        return min(CAPTURED_MOVING_ROWS, max_samples(self.max_num_seqs, tokens, drafted)) if drafted else 0
 
     def workspace(self, length: int, long: bool = False) -> Workspace:
         """Return the workspace. `long`: some of that length's blocks wait in host memory."""

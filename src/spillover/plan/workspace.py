@@ -23,6 +23,7 @@ BLAS_BYTES = {"cpu": 0, "cuda": 32 << 20}  # cuBLAS keeps a workspace a handle
 SCORES_BYTES = 256 << 20
 ITEM_ROWS = 24  # most rows, beyond those there are, that native attention keeps totals of
 CAPTURED_ROWS = 1024  # rows of the largest prefill step captured as a CUDA graph
+CAPTURED_MOVING_ROWS = 64  # and of the largest step that verifies drafts, where weights come and go
 SMALLEST_BLOCK = 8  # tokens, of which a block table has an entry each
 
 

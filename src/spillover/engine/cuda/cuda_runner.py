@@ -355,6 +355,8 @@ class CudaRunner:
             shape = self._decode_shape(rows if rows <= self.weights.graphs.max_unpadded_rows else graphs.size(rows))
         elif graphs is not None and np.count_nonzero(items.counts > 1) <= self._most_several:
             padded = graphs.prompt_size(rows)
+            if padded is not None and rows <= self.weights.graphs.max_unpadded_rows:
+                padded = rows
             shape = None if padded is None else self._prompt_shape(padded)
         self.weights.graphs.begin_step(rows if shape is None else shape.rows)
         graph_version = None if shape is None else self.weights.graphs.graph_version(shape.rows)

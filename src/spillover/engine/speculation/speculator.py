@@ -30,6 +30,7 @@ STAY_GAIN = 1.01  # and down to which they go on doing so
 RECHECK_STEPS = 4  # between two such decisions
 TRIAL_STEPS = 512  # after which waiting is tried again for TRIAL_LENGTH steps, as costs may have changed
 TRIAL_LENGTH = 2
+FIRST_TRIAL = 64  # steps before the first of them
 TRIAL_TOKENS = 0.15  # expected of a draft and request at least for such a trial
 PROBE_SHARE = 0.01  # of the time, for drafts that nobody verifies
 SHADOW_TOKENS = 3  # of such a draft that must be right for it to count as right so far
@@ -171,7 +172,7 @@ class AdaptiveSpeculator:
         self._clock = _Clock()
         self._waiting = not adaptive
         self._steps = 0
-        self._since_tried = 0  # steps since the last one that waited
+        self._since_tried = TRIAL_STEPS - FIRST_TRIAL  # steps since the last one that waited
         self._trial = 0  # steps that are left of a trial
         self._recheck = False  # a trial has ended: decide anew
         self._prompt_rows = 0  # of the last step

@@ -117,7 +117,7 @@ def short_chunks(counts: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64],
     is one item: where they keep the device busy that way. `most_pieces`: that there is room for where they are cut."""
     few = (counts > 1) & (counts <= QUERIES)
     number = int(few.sum())
-    if BUSY // 2 <= number * kv_heads and number <= most_items:
+    if number * kv_heads >= BUSY // 2 and number <= most_items:
         return few, True
     chosen = few & (seq_lens >= LONG)
     pieces = np.where(chosen, np.searchsorted(_bounds_array(None), seq_lens, "left"), 0)
