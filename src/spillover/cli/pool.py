@@ -39,13 +39,13 @@ def serve(memory: str, socket: str) -> None:
 
     from spillover.memory.shared_pool.owner import PoolOwner
     from spillover.memory.shared_pool.wire import socket_path
-    from spillover.plan.hardware import probe
+    from spillover.plan.hardware import probe_memory
 
-    path, machine = socket_path(socket), probe()
-    capacity = parse_budget(memory, "--memory", machine.memory)
-    if capacity > machine.memory_available:
-        raise SpilloverError(f"--memory is {format_bytes(capacity)} but {format_bytes(machine.memory_available)} of "
-                             f"the {format_bytes(machine.memory)} of RAM are available; lower it")
+    path, (whole, available) = socket_path(socket), probe_memory()
+    capacity = parse_budget(memory, "--memory", whole)
+    if capacity > available:
+        raise SpilloverError(f"--memory is {format_bytes(capacity)} but {format_bytes(available)} of the "
+                             f"{format_bytes(whole)} of RAM are available; lower it")
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     with PoolOwner(capacity, path) as owner:
         for number in (signal.SIGTERM, signal.SIGINT):
