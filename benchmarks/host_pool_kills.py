@@ -99,7 +99,8 @@ def _rounds(rng: random.Random, arguments: argparse.Namespace, prompts: list[lis
         for number, (engine, chosen) in enumerate(zip(engines, asked, strict=True)):
             answer = engine.answer(PATIENCE)
             if answer is None:
-                assert number == victim and "engine" in fault, "an engine died by itself"
+                assert number == victim, "an engine died by itself"
+                assert "engine" in fault, "an engine died by itself"
                 lost += 1
                 engine.start()
                 engine.wait_ready()

@@ -1,11 +1,12 @@
 """Engines and a shared pool's owner as processes, for host_pool.py and host_pool_kills.py.
 
-Run as a program it is an engine: flags of `LLM` as JSON in its argument, one job a line on its standard input, one answer a
-line on its output; it ends when its input does, so that none is left behind when its parent is killed.
+Run as a program it is an engine: flags of `LLM` as JSON in its argument, one job a line on its standard input, one
+answer a line on its output; it ends when its input does, so that none is left behind when its parent is killed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -96,10 +97,8 @@ class EngineProcess:
     def _close(self) -> None:
         self.process.wait(30)
         assert self.process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
-        except BrokenPipeError:
-            pass
 
     @staticmethod
     def _read(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:

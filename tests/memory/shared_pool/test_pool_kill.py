@@ -1,5 +1,5 @@
-"""Processes that store and load all the time, and their owner, killed and stopped in random orders: no wrong byte is ever
-loaded, and nothing is left behind. benchmarks/host_pool_kills.py does the same with engines, and compares tokens."""
+"""Processes that store and load all the time, and their owner, killed and stopped in random orders: no wrong byte is
+ever loaded, and nothing is left behind. benchmarks/host_pool_kills.py does the same with engines, comparing tokens."""
 
 from __future__ import annotations
 
