@@ -40,7 +40,8 @@ def test_no_repeat_is_answered_from_the_cache_of_another() -> None:
         for other in prompts[index + 1:]:
             assert not one & other
     assert target.resets == 3
-    assert all(run.sources == {"computed": 96, "device": 0, "host": 0, "disk": 0, "remote": 0} for run in result.runs)
+    sources = {"computed": 96, "device": 0, "host": 0, "pool": 0, "disk": 0, "remote": 0}
+    assert all(run.sources == sources for run in result.runs)
 
 
 def test_a_target_that_compiles_for_shapes_meets_them_all_before_it_is_measured() -> None:

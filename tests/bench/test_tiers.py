@@ -140,7 +140,8 @@ def test_chats_hold_what_was_said_and_only_the_first_round_is_cold(together: boo
     assert len(host.warm) == 2 * 4
     assert agreement.compared == 2 * 4
     # Prompts of 60 and 72 tokens, of which the blocks that lie whole before the last question are stored.
-    assert host.sources == {"computed": 4 * (16 + 16), "device": 0, "host": 4 * (44 + 56), "disk": 0, "remote": 0}
+    assert host.sources == {"computed": 4 * (16 + 16), "device": 0, "host": 4 * (44 + 56), "pool": 0, "disk": 0,
+                            "remote": 0}
     assert host.hit_rate == pytest.approx(100 / 132)
     prompts = [request.prompt_token_ids for call in made.targets["host"][0].calls[1:] for request in call]
     for prompt in prompts:
@@ -210,7 +211,7 @@ def test_stages_of_a_restart_are_rows_against_the_cold_one() -> None:
     requests = [BenchRequest(tuple(range(start, start + 41)), 3) for start in (0, 100)]
     cold, warm = run_stage("cold", target, requests, ready=1.5), run_stage("warm", target, requests)
     assert cold.sources["computed"] == 82
-    assert warm.sources == {"computed": 2, "device": 0, "host": 80, "disk": 0, "remote": 0}
+    assert warm.sources == {"computed": 2, "device": 0, "host": 80, "pool": 0, "disk": 0, "remote": 0}
     assert cold.elapsed == pytest.approx(2 * (0.41 + 0.2))
     assert cold.token_rate == pytest.approx((82 + 6) / cold.elapsed)
     result = RestartResult(64, (cold, warm), blocks=20, disk_bytes=20 << 10)

@@ -47,11 +47,13 @@ def test_a_settled_config_can_be_settled_again() -> None:
     ({"kv_offloading_size": 1.0, "host_memory": "1GB"}, ["--kv-offloading-size", "--host-memory"]),
     ({"remote": "http://host:6379"}, ["redis://", "rediss://", "unix://", "http://host:6379"]),
     ({"remote": "redis://host?size=many"}, ["size", "'many'"]),
+    ({"host_pool": "/" + "x" * 200}, ["107 bytes"]),
+    ({"host_pool": "auto", "enable_prefix_caching": False}, ["--host-pool", "--enable-prefix-caching"]),
     ({"host_memory": "1GB", "spill_dtype": "int8", "kv_cache_dtype": "fp8"}, ["contradict"]),
     ({"host_memory": "1GB", "enable_prefix_caching": False}, ["--host-memory", "--enable-prefix-caching"]),
     ({"disk": "/a:1GB", "enable_prefix_caching": False}, ["--disk", "--enable-prefix-caching"]),
     ({"remote": "redis://a", "load_format": "null"}, ["--remote", "--load-format null"]),
-    ({"spill": "eager"}, ["--spill eager", "--host-memory, --disk or --remote"]),
+    ({"spill": "eager"}, ["--spill eager", "--host-memory, --host-pool, --disk or --remote"]),
     ({"restore": "never"}, ["--restore never"]),
     ({"spill_dtype": "fp8"}, ["--spill-dtype fp8"]),
     ({"host_memory": "1GB", "spill_admission": "sometimes"}, ["second-use", "'sometimes'"]),
@@ -73,6 +75,7 @@ def test_what_cannot_be_is_refused_in_one_sentence(flags: dict[str, Any], words:
     {"host_memory": "1GB", "spill_dtype": "int4", "kv_cache_dtype": "fp8"},
     {"host_memory": "1GB", "spill_admission": "my_package.policies:Rarely", "restore": "always", "spill": "eager"},
     {"remote": "unix:///run/valkey.sock", "spill_admission": "second-use"},
+    {"host_pool": "auto", "spill": "eager"},
     {"kv_cache_dtype": "fp8", "enable_prefix_caching": False},
 ], ids=lambda flags: "+".join(flags))
 def test_what_goes_together_is_taken(flags: dict[str, Any]) -> None:

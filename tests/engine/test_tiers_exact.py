@@ -17,6 +17,7 @@ from spillover.memory.spill.tiered_connector import TieredConnector
 from spillover.memory.tiers.base import Tier
 from support.faulty_tier import FaultRates, FaultyTier
 from support.hf_reference import VOCAB, save_checkpoint, tiny_model
+from support.pool_process import PoolProcess
 
 BLOCK = 8
 POOL = 40  # blocks, and a tenth of what the conversations come to
@@ -70,7 +71,7 @@ class Run:
                     histories[i] = histories[i] + request.output_token_ids + ids(rng, rng.randrange(1, 20))
                     assert request.sources is not None
                     assert request.sources.total == request.num_prompt
-                    for tier in ("computed", "device", "host", "disk", "remote"):
+                    for tier in ("computed", "device", "host", "pool", "disk", "remote"):
                         self.sources[tier] = self.sources.get(tier, 0) + getattr(request.sources, tier)
 
     def _add(self, prompt: list[int]) -> Request:
@@ -98,10 +99,18 @@ def check_tokens(run: Run, resident: LLM) -> None:
         assert output.outputs[0].token_ids == tokens, f"a prompt of {len(prompt)} tokens"
 
 
-def flags_for(place: str, tmp_path: Path, valkey_url: Callable[[], str]) -> dict[str, Any]:
+@pytest.fixture
+def pool() -> Iterator[PoolProcess]:
+    with PoolProcess(50 << 20) as process:
+        yield process
+
+
+def flags_for(place: str, tmp_path: Path, valkey_url: Callable[[], str], pool: Callable[[], Path]) -> dict[str, Any]:
     flags: dict[str, Any] = {}
     if place in ("host", "all"):
         flags["host_memory"] = "400kB" if place == "all" else "50MB"
+    if place in ("pool", "all"):
+        flags["host_pool"] = str(pool())
     if place in ("disk", "all"):
         flags["disk"] = (f"{tmp_path / 'kv'}:200MB",)
     if place in ("remote", "all"):
@@ -112,7 +121,7 @@ def flags_for(place: str, tmp_path: Path, valkey_url: Callable[[], str]) -> dict
 FAULTS = FaultRates(slow=0.05, fail=0.05, corrupt=0.05, vanish=0.05, hang=0.01)
 
 
-@pytest.mark.parametrize("place", ["host", "disk", "remote", "all"])
+@pytest.mark.parametrize("place", ["host", "pool", "disk", "remote", "all"])
 @pytest.mark.parametrize("mode", ["always", "auto", "faults"])
 def test_conversations(model: str, resident: LLM, place: str, mode: str, tmp_path: Path, request: pytest.FixtureRequest,
                        monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +137,8 @@ def test_conversations(model: str, resident: LLM, place: str, mode: str, tmp_pat
 
     if mode == "faults":
         monkeypatch.setattr(engine_tiers, "_make_tiers", make_faulty)
-    flags = flags_for(place, tmp_path, lambda: request.getfixturevalue("valkey").url)
+    flags = flags_for(place, tmp_path, lambda: request.getfixturevalue("valkey").url,
+                      lambda: request.getfixturevalue("pool").path)
     windows = 2 if "gpt_oss" in model else 1
     with LLM(model, skip_tokenizer_init=True, block_size=BLOCK, max_model_len=192, max_num_batched_tokens=64,
              num_gpu_blocks_override=POOL * windows, restore="auto" if mode == "auto" else "always",
@@ -139,10 +149,10 @@ def test_conversations(model: str, resident: LLM, place: str, mode: str, tmp_pat
         moved = {report.name: (report.bytes_in, report.bytes_out) for report in reports}
     check_tokens(run, resident)
     assert len(run.asked) > CONVERSATIONS // 4
-    for tier in ("host", "disk", "remote") if place == "all" else (place,):
+    for tier in ("host", "pool", "disk", "remote") if place == "all" else (place,):
         assert moved[tier][0] > 0, f"nothing went to {tier}"
     assert sum(out for _, out in moved.values()) > 0, "nothing came back"
-    assert sum(run.sources[tier] for tier in ("host", "disk", "remote")) > 0, run.sources
+    assert sum(run.sources[tier] for tier in ("host", "pool", "disk", "remote")) > 0, run.sources
     if mode == "faults" and place != "host":
         assert sum(faulty.injected.total() for faulty in wrapped) > 20
         assert all(faulty.touched_too_early == 0 for faulty in wrapped)

@@ -10,7 +10,7 @@ import pytest
 from spillover.errors import SpilloverError
 from spillover.plan import measure as measure_module
 from spillover.plan.cgroup import CgroupLimits, read_limits
-from spillover.plan.hardware import Machine, probe
+from spillover.plan.hardware import Machine, probe, probe_memory
 from spillover.plan.measure import measure_disk, measure_link, measure_rates, read_size
 from support.plan_shapes import CPU, GIB
 
@@ -25,6 +25,12 @@ def _write(root: Path, files: dict[str, str]) -> None:
 def _limits(tmp_path: Path, membership: str, files: dict[str, str]) -> CgroupLimits:
     _write(tmp_path, {"self": membership} | {f"fs/{name}": text for name, text in files.items()})
     return read_limits(tmp_path / "self", tmp_path / "fs")
+
+
+def test_memory_is_known_without_torch() -> None:
+    whole, available = probe_memory()
+    assert whole == probe().memory
+    assert 0 < available <= whole
 
 
 def test_cgroup_v2_takes_the_tightest_ancestor(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def made_up_run(chance: random.Random, arm: str, speed: float, rate: float, requ
         records.append(RequestRecord(
             index, clock, clock + 0.0003, tuple(chunks), chunks[-1][0], 256, 32, 32,
             sources={"computed": 256 * computed // 100, "device": 256 * device // 100, "host": 256 * host // 100,
-                     "disk": 0, "remote": 0} if told else None,
+                     "pool": 0, "disk": 0, "remote": 0} if told else None,
             timings={"queue": begin - clock, "restore": 0.02 * (host > 9), "prefill": first - begin,
                      "decode": chunks[-1][0] - first} if told else None))
     done = max(record.done for record in records)

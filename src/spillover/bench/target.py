@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 PHASES = ("queue", "restore", "prefill", "decode")  # of a request, as the server times them
-SOURCES = ("computed", "device", "host", "disk", "remote")
+SOURCES = ("computed", "device", "host", "pool", "disk", "remote")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class TierTraffic:
     """What one KV tier moved since the target was made. `in` is towards the tier, `out` from it; seconds are those
     that bytes were moving."""
 
-    name: str  # "host" | "disk" | "remote"
+    name: str  # "host" | "pool" | "disk" | "remote"
     blocks: int = 0  # blocks that it holds now
     bytes_in: int = 0
     bytes_out: int = 0

@@ -1,12 +1,12 @@
-"""`spill cache`: looks after the KV on a disk tier."""
+"""`spill cache`: looks after the KV on a disk tier and in a shared pool."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import click
 
+from spillover.cli.cache_pool import ago, kind, pool_socket, prune_pool, show_pool
 from spillover.cli.cache_warm import warm
 from spillover.errors import SpilloverError
 from spillover.units import format_bytes, parse_bytes, parse_seconds
@@ -16,11 +16,12 @@ DAMAGED = 1  # exit code of `verify` that found something
 
 @click.group()
 def cache() -> None:
-    """Inspect, check and prune the KV of a disk tier.
+    """Inspect, check and prune the KV of a disk tier or of a shared pool.
 
     \b
     Examples:
       spill cache ls /nvme/kv
+      spill cache ls auto
       spill cache verify /nvme/kv
       spill cache prune /nvme/kv --older-than 7d
       spill cache warm /nvme/kv:200GB --prompts prompts.jsonl
@@ -36,12 +37,17 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead
 @click.argument("path")
 @_JSON
 def ls(path: str, as_json: bool) -> None:
-    """Show what a disk tier holds: a row for each model, type and layout. Reads only; a server may be using it.
+    """Show what a disk tier or a shared pool holds: a row for each model, type and layout. Reads only; servers may be
+    using it. PATH is a folder, or the socket of `spill pool serve`; auto is the pool of --host-pool auto.
 
     \b
-    Example:
+    Examples:
       spill cache ls /nvme/kv
+      spill cache ls auto
     """
+    if (pool := pool_socket(path)) is not None:
+        show_pool(pool, as_json)
+        return
     from rich.console import Console
     from rich.table import Table
 
@@ -65,8 +71,8 @@ def ls(path: str, as_json: bool) -> None:
         table.add_column(heading, justify="right")
     for found in caches:
         about = found.description
-        table.add_row(found.identity[:8], about.get("model", "?"), _kind(about), f"{about.get('block_size', '?')} tok",
-                      f"{found.blocks:,}", format_bytes(found.nbytes), _ago(found.last_use))
+        table.add_row(found.identity[:8], about.get("model", "?"), kind(about), f"{about.get('block_size', '?')} tok",
+                      f"{found.blocks:,}", format_bytes(found.nbytes), ago(found.last_use))
     Console().print(table)
 
 
@@ -122,11 +128,13 @@ def verify(path: str, identity: str | None, kv_store_key_file: str | None, as_js
                                                "--older-than, drop all of it.")
 @_JSON
 def prune(path: str, size: str | None, older_than: str | None, identity: str | None, as_json: bool) -> None:
-    """Drop blocks and give their space back to the disk. Refused while a server uses the folder.
+    """Drop blocks and give their space back to the disk. Refused while a server uses the folder. Of a shared pool
+    (its socket, or auto), which servers may be using, the room is for other blocks.
 
     \b
     Examples:
       spill cache prune /nvme/kv --size 50GB
+      spill cache prune auto --older-than 1h
       spill cache prune /nvme/kv --identity 6001bb16
     """
     import json
@@ -135,8 +143,12 @@ def prune(path: str, size: str | None, older_than: str | None, identity: str | N
 
     if size is None and older_than is None and identity is None:
         raise SpilloverError("there is nothing to prune by; give --size, --older-than or --identity")
-    pruned = drop(_folder(path), size=None if size is None else parse_bytes(size),
-                  older_than=None if older_than is None else parse_seconds(older_than), identity=identity)
+    limit = None if size is None else parse_bytes(size)
+    age = None if older_than is None else parse_seconds(older_than)
+    if (pool := pool_socket(path)) is not None:
+        prune_pool(pool, limit, age, identity, as_json)
+        return
+    pruned = drop(_folder(path), size=limit, older_than=age, identity=identity)
     if as_json:
         click.echo(json.dumps({"blocks": pruned.blocks, "bytes": pruned.nbytes}))
     else:
@@ -151,16 +163,3 @@ def _folder(text: str) -> Path:
 
         return parse_disk(text).path
     return path
-
-
-def _kind(about: dict[str, str]) -> str:
-    stored = next((about[name] for name in ("spill_dtype", "kv_cache_dtype") if about.get(name, "auto") != "auto"), "")
-    return f"{about.get('dtype', '?')}{', ' + stored if stored else ''}"
-
-
-def _ago(moment: float) -> str:
-    seconds = max(0.0, time.time() - moment)
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit} ago"
-    return f"{seconds:.0f} s ago"

@@ -22,6 +22,7 @@ from spillover.cli.export import export
 from spillover.cli.generate import generate
 from spillover.cli.lab import lab
 from spillover.cli.plan.planning import doctor, plan
+from spillover.cli.pool import pool
 from spillover.cli.pull import pull
 from spillover.cli.quantize import quantize
 from spillover.cli.serve import serve
@@ -81,7 +82,8 @@ def main() -> None:
     """
 
 
-for command in (demo, serve, chat, generate, plan, doctor, pull, export, quantize, draft, cache, bench, lab, evaluate):
+for command in (demo, serve, chat, generate, plan, doctor, pull, export, quantize, draft, cache, pool, bench, lab,
+                evaluate):
     main.add_command(command)
 
 

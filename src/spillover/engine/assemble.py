@@ -49,6 +49,7 @@ from spillover.kernels.kv_quant import head_bytes, slot_layout
 from spillover.memory.budgets import parse_disk
 from spillover.memory.connector import KVConnector, NullConnector
 from spillover.memory.kv.kv_cache import KVCache
+from spillover.memory.shared_pool.wire import socket_path
 from spillover.memory.spill.tiered_connector import TieredConnector
 from spillover.memory.tiers.token_log import TokenLog
 from spillover.memory.transfer.cpu_transfers import CpuTransfers
@@ -153,6 +154,7 @@ def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, An
         spill_dtype=config.spill_dtype,
         host_memory=None if config.host_memory is None else parse_budget(str(config.host_memory), "--host-memory",
                                                                          machine.memory),
+        host_pool=None if config.host_pool is None else socket_path(config.host_pool),
         disks=tuple(parse_disk(text) for text in config.disk),
         remote=config.remote,
         weights="resident" if null else config.weights,

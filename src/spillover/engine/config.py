@@ -15,6 +15,7 @@ from spillover.engine.speculation.config import METHODS, SpeculativeConfig
 from spillover.engine.vllm_flags import may_be_left_out
 from spillover.errors import SpilloverError, did_you_mean
 from spillover.memory.budgets import parse_disk
+from spillover.memory.shared_pool.wire import socket_path
 from spillover.units import UNITS_HELP, parse_budget, parse_bytes
 
 
@@ -63,6 +64,8 @@ class EngineConfig:
                                            "slots by itself; larger steps stream experts past.")
     host_memory: str | None = _flag(None, "Memory budget of the host tier, e.g. 64GB or 50%, for weights and KV off "
                                           "the device; pinned on CUDA. Weights come first.")
+    host_pool: str | None = _flag(None, "Keep KV in the memory that `spill pool serve` owns, shared by all engines of "
+                                        "this machine: auto, or the path of its socket.")
     disk: tuple[str, ...] = _flag((), "PATH:SIZE, a folder for KV on disk and its maximum size, e.g. /nvme/kv:200GB; "
                                       "may be given more than once.")
     remote: str | None = _flag(None, "Redis or Valkey server that keeps KV for several engines, e.g. "
@@ -188,7 +191,7 @@ class EngineConfig:
     @property
     def has_tiers(self) -> bool:
         """Return whether KV has anywhere to go but the device."""
-        return self.host_memory is not None or bool(self.disk) or self.remote is not None
+        return any(getattr(self, name) for name in TIER_FLAGS)
 
     def shown(self) -> dict[str, Any]:
         """Return every flag by its name, without what is secret in --remote: for files and pages."""
@@ -282,19 +285,22 @@ class EngineConfig:
         if self.kv_store_key_file is not None and not self.disk and self.remote is None:
             raise SpilloverError("--kv-store-key-file is for KV on a disk or in a remote store: give --disk or "
                                  "--remote")
-        given = next((_option(name) for name in ("host_memory", "disk", "remote") if getattr(self, name)), None)
+        if self.host_pool is not None:
+            socket_path(self.host_pool)
+        given = next((_option(name) for name in TIER_FLAGS if getattr(self, name)), None)
         if given is None:
             for item in dataclasses.fields(self):
                 value = getattr(self, item.name)
                 if item.name in ("spill", "restore", "spill_dtype", "spill_admission") and value != item.default:
-                    raise SpilloverError(f"{_option(item.name)} {value} needs a lower tier; give --host-memory, --disk "
-                                         "or --remote")
+                    raise SpilloverError(f"{_option(item.name)} {value} needs a lower tier; give --host-memory, "
+                                         "--host-pool, --disk or --remote")
         elif not self.enable_prefix_caching:
             raise SpilloverError(f"{given} keeps the KV of prefixes, so it needs --enable-prefix-caching")
         elif self.load_format == "null":
             raise SpilloverError(f"{given} has nothing to keep: --load-format null has no KV")
 
 
+TIER_FLAGS = ("host_memory", "host_pool", "disk", "remote")  # nearest first
 WEIGHTS = ("auto", "resident", "demand", "sequential", "experts", "host-experts", "pinned")
 POLICIES = ("static", "lru", "lfru", "next-layer")
 ADMISSIONS = ("always", "second-use")

@@ -1,4 +1,4 @@
-"""Puts the lower KV tiers together: the link to the device, host memory, disks and a remote store."""
+"""Puts the lower KV tiers together: the link to the device, host memory, a shared pool, disks and a remote store."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from spillover.kernels.attention import KV_LAYOUT
 from spillover.kernels.kv_quant import slot_layout
 from spillover.memory.budgets import parse_disk
 from spillover.memory.policies.admission import admission_policy
+from spillover.memory.shared_pool.tier import SharedPoolTier
+from spillover.memory.shared_pool.wire import socket_path
 from spillover.memory.spill.store import SpillStore
 from spillover.memory.tiers.base import Tier
 from spillover.memory.tiers.disk import DiskTier
@@ -34,6 +36,7 @@ from spillover.plan.tiers import STAGING_BLOCKS, with_tier_rates
 
 SWITCH_SECONDS = 0.0002  # for which a thread may keep the interpreter while another wants it
 DISK_READ = REMOTE_READ = 1e9  # bytes a second, until a load has been seen
+POOL_READ = 4e9
 
 
 def token_log(config: EngineConfig, identity: bytes) -> TokenLog | None:
@@ -64,7 +67,7 @@ def make_store(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tenso
         staging_blocks=STAGING_BLOCKS,
         eager=config.spill == "eager",
         admission=admission_policy(config.spill_admission),
-        rates={"disk": DISK_READ, "remote": REMOTE_READ, **reads},
+        rates={"pool": POOL_READ, "disk": DISK_READ, "remote": REMOTE_READ, **reads},
         link_rates={name: (writes.get(name), reads.get(name)) for name in reads},
         wake=wake,
     )
@@ -88,6 +91,8 @@ def _make_tiers(config: EngineConfig, plan: Plan, payload: int, identity: bytes,
     seal = read_seal(config.kv_store_key_file)
     tiers: list[Tier] = []
     disks: list[DiskTier] = []
+    if config.host_pool is not None:
+        tiers.append(SharedPoolTier(socket_path(config.host_pool), payload, identity, description, wake))
     try:
         for text in config.disk:
             budget, kept = parse_disk(text), tokens if not disks else None
@@ -102,7 +107,7 @@ def _make_tiers(config: EngineConfig, plan: Plan, payload: int, identity: bytes,
 
             tiers.append(RemoteTier(config.remote, payload, identity, wake, seal=seal))
     except SpilloverError:
-        for disk in disks:
-            disk.close(0.0)
+        for opened in (*tiers, *disks):
+            opened.close(0.0)
         raise
     return tiers

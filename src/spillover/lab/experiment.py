@@ -44,8 +44,8 @@ RESTARTS = ("per-visit", "never")
 WINDOWS = ("whole", "steady")
 
 # A flag that lets KV live below the device: where arms differ in one, a working set that fits the device tests nothing.
-OFFLOAD_FLAGS = frozenset({"host-memory", "disk", "remote", "kv-offloading-size", "kv-transfer-config", "swap-space",
-                           "enable-hierarchical-cache", "enable-lmcache"})
+OFFLOAD_FLAGS = frozenset({"host-memory", "host-pool", "disk", "remote", "kv-offloading-size", "kv-transfer-config",
+                           "swap-space", "enable-hierarchical-cache", "enable-lmcache"})
 
 Value = TypeVar("Value")
 

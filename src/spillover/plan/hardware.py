@@ -90,6 +90,13 @@ def probe() -> Machine:
     )
 
 
+def probe_memory() -> tuple[int, int]:
+    """Return the bytes of RAM that this process could ever have, and those it could have now; without torch."""
+    memory, limits = psutil.virtual_memory(), read_limits()
+    return (min(memory.total, limits.memory if limits.memory is not None else memory.total),
+            min(memory.available, limits.memory_free if limits.memory_free is not None else memory.available))
+
+
 def trim_heap() -> None:
     """Hand back what the allocator keeps of freed memory: loading leaves holes between the weights that stay."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only

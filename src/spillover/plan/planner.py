@@ -157,7 +157,7 @@ def make_plan(
     slot_bytes = _slot_bytes(request, config, shape, dtype)
     check_host_memory(request.host_memory, machine, device, size_flag(request.host_memory or 0),
                       size_flag(machine.memory_available, up=False))
-    tiers = plan_tiers(request.host_memory, request.disks, request.remote, slot_bytes, device)
+    tiers = plan_tiers(request.host_memory, request.host_pool, request.disks, request.remote, slot_bytes, device)
     copies = None if substitutes is None else kept_on(substitutes, device, dtype)
     units = weight_units(config, kept, dtype, copies)
     check_model(request, units)
@@ -177,8 +177,8 @@ def make_plan(
         ask = Offload(request, config, shape, units, machine, device, native,
                       measured, least_resident(request, sizes, length), draft_scratch)
         placement, sizes = plan_weights(ask)
-        tiers = plan_tiers(_left_for_kv(request, placement, slot_bytes), request.disks, request.remote, slot_bytes,
-                           device)
+        tiers = plan_tiers(_left_for_kv(request, placement, slot_bytes), request.host_pool, request.disks,
+                           request.remote, slot_bytes, device)
         sizes.host_bytes = host_bytes(tiers, slot_bytes)
         if device == "cpu":
             available = machine.memory_available - sizes.host_bytes - placement.host_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from spillover.memory.budgets import DiskBudget
 
@@ -24,6 +25,7 @@ class PlanRequest:
     kv_cache_dtype: str = "auto"  # "auto" | "fp8" | "int8"
     spill_dtype: str = "auto"  # likewise, of blocks that leave the device
     host_memory: int | None = None  # bytes
+    host_pool: Path | None = None  # socket of a shared pool's owner
     disks: tuple[DiskBudget, ...] = ()
     remote: str | None = None  # URL
     weights: str = "resident"  # or "auto", or a strategy of plan.placement, or "host-experts:N"

@@ -10,6 +10,9 @@ from pathlib import Path
 
 from spillover.errors import PlanError, SpilloverError
 from spillover.memory.budgets import DiskBudget
+from spillover.memory.shared_pool.client import PoolUnavailableError, ask_owner
+from spillover.memory.shared_pool.index import LEAST_SLABS, slab_size
+from spillover.memory.shared_pool.wire import Ask, Report
 from spillover.memory.tiers.record import HEADER_BYTES
 from spillover.memory.tiers.recovery import FIXED_BYTES, segment_cost
 from spillover.memory.tiers.remote_address import RemoteAddress
@@ -17,12 +20,13 @@ from spillover.plan.hardware import Machine
 from spillover.units import format_bytes
 
 PAGE = 4096  # a slot of host memory begins at a page, so that a disk can read straight into it
-STAGING_BLOCKS = 32  # slots that blocks pass through on their way to a disk or a remote store, without a host tier
+STAGING_BLOCKS = 32  # slots that blocks pass through on their way to the tiers below, without a host tier
+POOL_SECONDS = 2.0  # to wait for a shared pool's owner
 
 
 @dataclass(frozen=True)
 class TierPlan:
-    name: str  # "host" | "disk" | "remote"
+    name: str  # "host" | "pool" | "disk" | "remote"
     place: str  # a folder, an address without its password, or what the memory is
     bytes: int | None  # None: as much as the store takes
     blocks: int | None
@@ -31,14 +35,16 @@ class TierPlan:
     note: str = ""
 
 
-def plan_tiers(host_memory: int | None, disks: tuple[DiskBudget, ...], remote: str | None, slot_bytes: int,
-               device: str) -> tuple[TierPlan, ...]:
+def plan_tiers(host_memory: int | None, host_pool: Path | None, disks: tuple[DiskBudget, ...], remote: str | None,
+               slot_bytes: int, device: str) -> tuple[TierPlan, ...]:
     """Plan the lower tiers, nearest first. `slot_bytes`: of a block once it has left the device."""
     tiers = []
     if host_memory is not None:
         blocks = host_memory // slot_stride(slot_bytes)
         _check_holds_one("--host-memory", host_memory, blocks, slot_stride(slot_bytes))
         tiers.append(TierPlan("host", "pinned RAM" if device == "cuda" else "RAM", host_memory, blocks))
+    if host_pool is not None:
+        tiers.append(_plan_pool(host_pool, slot_bytes))
     for disk in disks:
         least = FIXED_BYTES + segment_cost(1, slot_bytes)
         _check_usable(disk.path)
@@ -52,6 +58,18 @@ def plan_tiers(host_memory: int | None, disks: tuple[DiskBudget, ...], remote: s
             _check_holds_one(f"--remote {address.shown}", address.size or 0, held, value_bytes)
         tiers.append(TierPlan("remote", address.shown, address.size, held))
     return tuple(tiers)
+
+
+def _plan_pool(path: Path, slot_bytes: int) -> TierPlan:
+    """Ask a shared pool's owner what it has. One that is not there may come later; the engine goes on without it."""
+    try:
+        report = ask_owner(path, Ask(), Report, POOL_SECONDS)
+    except PoolUnavailableError as error:
+        return TierPlan("pool", str(path), None, None, note=f"{error}; `spill pool serve` starts one")
+    blocks = report.capacity // slab_size(report.capacity) * (slab_size(report.capacity) // slot_stride(slot_bytes))
+    _check_holds_one(f"--host-pool {path}", report.capacity, blocks, LEAST_SLABS * slot_stride(slot_bytes))
+    return TierPlan("pool", str(path), report.capacity, blocks,
+                    note=f"shared with {report.engines} other engines" if report.engines else "")
 
 
 def host_bytes(tiers: tuple[TierPlan, ...], slot_bytes: int) -> int:

@@ -20,17 +20,18 @@ PositionLogprobs = dict[int, Logprob]
 
 @dataclass(frozen=True)
 class TokenSources:
-    """Where the prompt's tokens came from. The five always add up to the prompt's length."""
+    """Where the prompt's tokens came from. The six always add up to the prompt's length."""
 
     computed: int = 0
     device: int = 0
     host: int = 0
+    pool: int = 0
     disk: int = 0
     remote: int = 0
 
     @property
     def cached(self) -> int:
-        return self.device + self.host + self.disk + self.remote
+        return self.device + self.host + self.pool + self.disk + self.remote
 
     @property
     def total(self) -> int:

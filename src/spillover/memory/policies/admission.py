@@ -11,7 +11,8 @@ log = logging.getLogger("spillover.memory")
 
 class AdmissionPolicy(Protocol):
     def admit(self, key: bytes, tier: str) -> bool:
-        """Return whether to store the block in that tier ("host", "disk", "remote"); asked each time it could be."""
+        """Return whether to store the block in that tier ("host", "pool", "disk", "remote"); asked whenever it could
+        be."""
 
 
 class Always:

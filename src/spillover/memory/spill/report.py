@@ -12,7 +12,7 @@ COUNTERS = ("bytes_in", "bytes_out", "seconds_in", "seconds_out", "hit_tokens", 
 class TierReport:
     """A tier's counters: `in` is towards the tier (a spill), `out` is from it (a restore); seconds of moving bytes."""
 
-    name: str  # "device" | "host" | "disk" | "remote", as token sources are named
+    name: str  # "device" | "host" | "pool" | "disk" | "remote", as token sources are named
     blocks: int  # blocks that hold KV now
     capacity_blocks: int | None  # None: not known, as of a remote store without a limit
     bytes_in: int

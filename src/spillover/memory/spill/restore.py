@@ -19,7 +19,7 @@ from spillover.memory.kv.windows import usable_blocks
 from spillover.memory.spill.loads import Load, LoadState, Search
 from spillover.memory.spill.store import SpillStore
 
-TIERS = ("host", "disk", "remote")  # nearest first
+TIERS = ("host", "pool", "disk", "remote")  # nearest first
 STARTED_AT_ONCE = 128  # blocks whose loads are started before the next are looked at
 ASKED_AT_ONCE = 32  # blocks whose keys are digested before host memory is asked for them
 

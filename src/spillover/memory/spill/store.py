@@ -384,7 +384,10 @@ class SpillStore:
                     self._below.ask(fetch.entry.key)  # a tier that is nearer had it: has the last one, too?
                     seconds = max(1e-6, fetch.ticket.at - fetch.started)  # not now: a step may have run meanwhile
                     self._observe(fetch.tier.name, fetch.place * self.link.slot_bytes / seconds)
-                self._arrived([fetch.entry], ok, safe=not self._below.doubted(fetch.entry.key))
+                safe = not self._below.doubted(fetch.entry.key)
+                if ok and safe:
+                    self._writes.promote(fetch.entry, fetch.tier)
+                self._arrived([fetch.entry], ok, safe)
                 continue
             if fetch.ticket.expired(now):  # those who wait stop waiting; the slot stays until the worker lets go of it
                 fetch.ticket.cancel()

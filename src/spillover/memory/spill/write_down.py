@@ -74,11 +74,21 @@ class WriteDown:
                     chosen.append(entry)
                 else:
                     self._offered(tier, entry.key, False)
-            tickets = tier.store([(entry.key, self._host.slots.view(entry.slot)) for entry in chosen])
-            for entry, ticket in zip(chosen, tickets, strict=True):
-                self._host.pin(entry)
-                entry.writes += 1
-                self._pending.append((entry, tier, ticket))
+            self._store(tier, chosen)
         for entry in entries:
             if entry.writes == 0:  # no tier is to have it
                 self._host.mark_safe(entry)
+
+    def promote(self, entry: Entry, source: Tier) -> None:
+        """Write a block that came from a tier further down to the memory above it, where it is found faster next time;
+        the tiers below have it in any case."""
+        for tier in self._tiers[: self._tiers.index(source)]:
+            if tier.name == "pool" and self._admission.admit(entry.key, tier.name):
+                self._store(tier, [entry])
+
+    def _store(self, tier: Tier, entries: Sequence[Entry]) -> None:
+        tickets = tier.store([(entry.key, self._host.slots.view(entry.slot)) for entry in entries])
+        for entry, ticket in zip(entries, tickets, strict=True):
+            self._host.pin(entry)
+            entry.writes += 1
+            self._pending.append((entry, tier, ticket))

@@ -259,7 +259,7 @@ class Tier(Protocol):
     Nothing here raises or waits because a disk or server is slow, full, broken or gone: tickets end False or None.
     """
 
-    name: str  # "host", "disk" or "remote": what metrics and token sources call it
+    name: str  # "host", "pool", "disk" or "remote": what metrics and token sources call it
 
     def lookup(self, keys: Sequence[bytes]) -> Ticket[list[bool]]:
         """Return which of these could be loaded now."""

@@ -129,7 +129,7 @@ class Update(msgspec.Struct, array_like=True, gc=False):
 class TierUse(msgspec.Struct, array_like=True, frozen=True):
     """One tier of memory, in bytes."""
 
-    name: str  # "device" | "host" | "disk" | "remote"
+    name: str  # "device" | "host" | "pool" | "disk" | "remote"
     weight_bytes: int
     kv_bytes: int  # all blocks; 0: none, or no limit
     kv_used_bytes: int  # blocks that sequences hold

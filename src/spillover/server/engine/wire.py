@@ -116,4 +116,4 @@ def mirror(request: Request, update: Update) -> None:
 
 def added(left: TokenSources, right: TokenSources) -> TokenSources:
     return TokenSources(left.computed + right.computed, left.device + right.device, left.host + right.host,
-                        left.disk + right.disk, left.remote + right.remote)
+                        left.pool + right.pool, left.disk + right.disk, left.remote + right.remote)

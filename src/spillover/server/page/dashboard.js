@@ -179,7 +179,7 @@ function segment(name, share) {
 
 // Sources of prompt tokens
 
-const SOURCES = ["computed", "device", "host", "disk", "remote"];
+const SOURCES = ["computed", "device", "host", "pool", "disk", "remote"];
 
 function showSources(sources) {
   const { total, cached } = fromCache(sources);

@@ -158,11 +158,12 @@ class Usage(AnswerModel):
 
 
 class Sources(AnswerModel):
-    """Where the prompt's tokens came from; the five add up to the prompt's length."""
+    """Where the prompt's tokens came from; the six add up to the prompt's length."""
 
     computed: int
     device: int
     host: int
+    pool: int
     disk: int
     remote: int
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from spillover.engine.output.output_processor import Answer
     from spillover.server.engine.engine_keeper import EngineInfo
 
-SOURCES = ("computed", "device", "host", "disk", "remote")
+SOURCES = ("computed", "device", "host", "pool", "disk", "remote")
 FINISH_REASONS = ("stop", "length", "abort", "error")
 _REFUSED = "grammars_refused_"  # and the reason: names of totals
 

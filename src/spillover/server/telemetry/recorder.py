@@ -31,7 +31,7 @@ HISTORY_SECONDS = 120
 SAMPLE_SECONDS = 1.0
 CLIENT_LEFT = 499  # counted for a request that ended before it had an answer
 UNAVAILABLE = 503
-TIERS = ("device", "host", "disk", "remote")
+TIERS = ("device", "host", "pool", "disk", "remote")
 
 
 @dataclass(frozen=True, slots=True)

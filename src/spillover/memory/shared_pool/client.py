@@ -1,0 +1,235 @@
+"""An engine's end of a shared pool: connections that never wait past a deadline, and the memory that they give.
+
+A connection is used by one thread at a time, which also does the copies that its leases and pins are for. So nothing is
+copied after the owner was told, by the connection's end, that its slots may be used by others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from spillover.memory.shared_pool import wire
+from spillover.memory.shared_pool.owner import map_memory
+
+T = TypeVar("T")
+
+
+class PoolUnavailableError(Exception):
+    """The owner is not there, does not answer in time, or does not let us."""
+
+
+class PoolMemory:
+    """The memory of one owner, mapped once by all connections to it; unmapped with the last of them."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.size = size
+        self.users = 0  # connections
+        self._map = map_memory(fd, size)
+        self._view = memoryview(self._map)
+
+    def view(self, place: int, nbytes: int) -> memoryview:
+        if not 0 <= place <= self.size - nbytes:
+            raise PoolUnavailableError(f"the owner names a place outside of the pool: {place}")
+        return self._view[place : place + nbytes]
+
+    def unmap(self) -> None:
+        """Give the memory back now: a traceback that somebody keeps would hold it for long."""
+        self._view.release()
+        with contextlib.suppress(BufferError):  # a view is left, and goes with whoever has it
+            self._map.close()
+
+
+class Connection:
+    """A connection to the owner; any failure closes it."""
+
+    def __init__(self, path: Path, seconds: float) -> None:
+        self.memory: PoolMemory | None = None
+        self._received = bytearray()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.settimeout(seconds)
+            self._socket.connect(str(path))
+            pid, uid = wire.peer(self._socket)
+        except OSError as error:
+            self.close()
+            raise PoolUnavailableError(_reason(error)) from None
+        if uid != os.getuid():
+            self.close()
+            raise PoolUnavailableError(f"it is served by another user, in process {pid}")
+
+    @property
+    def open(self) -> bool:
+        return self._socket.fileno() >= 0
+
+    def ask(self, request: wire.Request, answer: type[T], deadline: float) -> T:
+        """Send a request and return its answer; PoolUnavailableError where there is none in time."""
+        return self._talk(request, answer, deadline)[0]
+
+    def hello(self, request: wire.Hello, deadline: float) -> tuple[wire.Welcome, int]:
+        """Return the owner's welcome, and the memory as a file descriptor that is the caller's to close."""
+        welcome, descriptors = self._talk(request, wire.Welcome, deadline, descriptors=1)
+        if len(descriptors) != 1:
+            self.close()
+            raise PoolUnavailableError("the owner sent no memory")
+        return welcome, descriptors[0]
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _talk(self, request: wire.Request, answer: type[T], deadline: float,
+              descriptors: int = 0) -> tuple[T, list[int]]:
+        taken: list[int] = []
+        try:
+            self._patience(deadline)
+            self._socket.sendall(wire.encode(request))
+            reply = wire.decode_reply(self._receive(deadline, taken if descriptors else None))
+        except (OSError, EOFError, ValueError, msgspec.MsgspecError) as error:
+            self._give_up(taken)
+            raise PoolUnavailableError(_reason(error)) from None
+        if not isinstance(reply, answer):
+            self._give_up(taken)
+            raise PoolUnavailableError(reply.reason if isinstance(reply, wire.Refused) else "a wrong answer")
+        return reply, taken
+
+    def _give_up(self, descriptors: list[int]) -> None:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self.close()
+
+    def _patience(self, deadline: float) -> None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._socket.settimeout(left)
+
+    def _receive(self, deadline: float, descriptors: list[int] | None) -> bytes:
+        """Return one message; with `descriptors` those that come with it are added there."""
+        head = wire.LENGTH.size
+        wanted = head
+        while True:
+            if len(self._received) >= head:
+                (length,) = wire.LENGTH.unpack_from(self._received)
+                if length > wire.MOST_BYTES:
+                    raise ValueError(f"an answer of {length:,} bytes")
+                wanted = head + length
+            if len(self._received) >= wanted:
+                body = bytes(self._received[head:wanted])
+                del self._received[:wanted]
+                return body
+            self._patience(deadline)
+            if descriptors is None:
+                data = self._socket.recv(1 << 18)
+            else:
+                data, found, _, _ = socket.recv_fds(self._socket, 1 << 12, 1)
+                descriptors += found
+            if not data:
+                raise EOFError
+            self._received += data
+
+
+class Connections:
+    """Connections of one engine, each lent to one thread at a time."""
+
+    def __init__(self, path: Path, identity: bytes, payload_bytes: int, description: Mapping[str, str]) -> None:
+        self._path = path
+        self._hello = wire.Hello(wire.VERSION, identity, payload_bytes, dict(description), uuid.uuid4().hex,
+                                 os.getpid())
+        self._lock = threading.Lock()
+        self._idle: list[Connection] = []
+        self._memories: dict[bytes, PoolMemory] = {}  # by generation
+        self._closed = False
+
+    @contextlib.contextmanager
+    def use(self, deadline: float) -> Iterator[tuple[Connection, PoolMemory]]:
+        """Lend a connection and the memory it is to. One that was left in the middle of something is closed."""
+        with self._lock:
+            if self._closed:
+                raise PoolUnavailableError("the engine is closing")
+            connection = self._idle.pop() if self._idle else None
+        if connection is None:
+            connection = self._connect(deadline)
+        assert connection.memory is not None
+        try:
+            yield connection, connection.memory
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            with self._lock:
+                keep = connection.open and not self._closed
+                if keep:
+                    self._idle.append(connection)
+            if not keep:
+                self._let_go(connection)
+
+    def drop_idle(self) -> None:
+        """Close what nobody uses, and so unmap the memory of an owner that is gone."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            self._let_go(connection)
+
+    def close(self) -> None:
+        """Close all; a connection in use closes when its user is done."""
+        with self._lock:
+            self._closed = True
+        self.drop_idle()
+
+    def _connect(self, deadline: float) -> Connection:
+        connection = Connection(self._path, max(0.001, deadline - time.monotonic()))
+        try:
+            welcome, descriptor = connection.hello(self._hello, deadline)
+            try:
+                with self._lock:
+                    memory = self._memories.get(welcome.generation)
+                    if memory is None:
+                        memory = self._memories[welcome.generation] = PoolMemory(descriptor, welcome.size)
+                    memory.users += 1
+            finally:
+                os.close(descriptor)
+        except (OSError, ValueError) as error:
+            connection.close()
+            raise PoolUnavailableError(_reason(error)) from None
+        connection.memory = memory
+        return connection
+
+    def _let_go(self, connection: Connection) -> None:
+        """Close a connection, and unmap the memory with the last."""
+        connection.close()
+        memory, connection.memory = connection.memory, None
+        with self._lock:
+            if memory is not None:
+                memory.users -= 1
+                if memory.users == 0:
+                    self._memories = {name: other for name, other in self._memories.items() if other is not memory}
+                    memory.unmap()
+
+
+def ask_owner(path: Path, request: wire.Request, answer: type[T], seconds: float = 5.0) -> T:
+    """Ask the owner one thing; PoolUnavailableError where nobody answers."""
+    connection = Connection(path, seconds)
+    try:
+        return connection.ask(request, answer, time.monotonic() + seconds)
+    finally:
+        connection.close()
+
+
+def _reason(error: Exception) -> str:
+    match error:
+        case TimeoutError() | BlockingIOError():
+            return "no answer within the deadline"
+        case FileNotFoundError() | ConnectionRefusedError():
+            return "nobody serves it"
+        case EOFError() | ConnectionError():
+            return "the owner closed the connection"
+    return str(error) or type(error).__name__

@@ -1,0 +1,342 @@
+"""The process that owns a shared pool: one thread that keeps the books for whoever is connected.
+
+The memory is an anonymous file that clients map: it is gone when the owner and all of them are, in whatever order and
+however they end. What a client was reading or writing is free again as soon as its connection closes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import selectors
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from spillover.errors import SpilloverError
+from spillover.memory.shared_pool import wire
+from spillover.memory.shared_pool.index import Client, Model, PoolIndex
+from spillover.units import format_bytes
+
+log = logging.getLogger("spillover.memory")
+
+BACKLOG = 64
+READ_BYTES = 256 << 10
+POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: makes the pages, or says that there is no memory for them
+
+
+class PoolOwner:
+    def __init__(self, capacity: int, path: Path) -> None:
+        """Take the socket's place and make the memory; SpilloverError where that cannot be."""
+        self.path = path
+        self.generation = os.urandom(16)
+        self._started = time.monotonic()
+        self._connections: set[_Connection] = set()
+        self._stopping = False
+        with contextlib.ExitStack() as stack:
+            self._lock = stack.enter_context(_locked(path))
+            self._memory = stack.enter_context(_Memory())
+            self.index = PoolIndex(capacity, prepare=self._prepare)
+            self._memory.resize(self.index.capacity)
+            self._listening = stack.enter_context(_listen(path))
+            self._waking, self._woken = (stack.enter_context(end) for end in socket.socketpair())
+            self._selector = stack.enter_context(selectors.DefaultSelector())
+            self._resources = stack.pop_all()
+        self._waking.setblocking(False)
+        self._woken.setblocking(False)
+        self._selector.register(self._listening, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+
+    def run(self) -> None:
+        """Serve until stop()."""
+        while not self._stopping:
+            for key, events in self._selector.select():
+                if key.fileobj is self._listening:
+                    self._accept()
+                elif isinstance(key.data, _Connection):
+                    self._serve(key.data, events)
+
+    def stop(self) -> None:
+        """End run(); may be called by another thread or a signal's handler."""
+        self._stopping = True
+        with contextlib.suppress(OSError):
+            self._waking.send(b"\0")
+
+    def close(self) -> None:
+        """Let go of clients, memory and socket."""
+        for connection in list(self._connections):
+            self._drop(connection)
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()
+        self._resources.close()
+
+    def __enter__(self) -> PoolOwner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Connections
+
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listening.accept()
+        except OSError:  # it has gone again, or there are no more file descriptors
+            return
+        pid, uid = wire.peer(accepted)
+        if uid != os.getuid():
+            log.warning("shared pool: process %d of user %d was turned away", pid, uid)
+            accepted.close()
+            return
+        accepted.setblocking(False)
+        connection = _Connection(accepted)
+        self._connections.add(connection)
+        self._selector.register(accepted, selectors.EVENT_READ, connection)
+
+    def _serve(self, connection: _Connection, events: int) -> None:
+        try:
+            if events & selectors.EVENT_READ:
+                connection.receive()
+            # A client that does not read its answers is asked for no more.
+            while not connection.sending and (request := connection.next()) is not None:
+                connection.send(*self._answer(connection, request))
+            if connection.sending:
+                connection.flush()
+        except (OSError, EOFError):
+            self._drop(connection)
+            return
+        except (msgspec.MsgspecError, ValueError) as error:
+            log.warning("shared pool: a client says what nobody understands (%s) and was turned away", error)
+            self._drop(connection)
+            return
+        wanted = selectors.EVENT_WRITE if connection.sending else selectors.EVENT_READ
+        self._selector.modify(connection.socket, wanted, connection)
+
+    def _drop(self, connection: _Connection) -> None:
+        self._connections.discard(connection)
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+        if connection.client is not None:
+            self.index.leave(connection.client)
+            connection.client = None
+
+    # Messages
+
+    def _answer(self, connection: _Connection, request: wire.Request) -> tuple[wire.Reply, int | None]:
+        """Return the answer, and the memory's descriptor where it goes with it."""
+        if isinstance(request, wire.Hello):
+            return self._welcome(connection, request)
+        if isinstance(request, wire.Ask):
+            return self.report(connection.client.model if connection.client is not None else None), None
+        if isinstance(request, wire.Evict):
+            return self._evict(connection.client, request), None
+        client = connection.client
+        if client is None:
+            raise ValueError("blocks before a greeting")
+        return self._use(client, request), None
+
+    def _welcome(self, connection: _Connection, hello: wire.Hello) -> tuple[wire.Reply, int | None]:
+        if hello.version != wire.VERSION:
+            return wire.Refused(f"the pool's owner speaks version {wire.VERSION} and not {hello.version}; start it "
+                                "again with the same release"), None
+        if connection.client is not None:
+            raise ValueError("a second greeting")
+        try:
+            connection.client = self.index.join(hello.identity, hello.payload_bytes, hello.description)
+        except SpilloverError as error:
+            return wire.Refused(str(error)), None
+        connection.engine = hello.engine
+        return wire.Welcome(self.generation, self._memory.size), self._memory.fd
+
+    def _use(self, client: Client, request: wire.Request) -> wire.Reply:
+        index = self.index
+        match request:
+            case wire.Find(keys):
+                return wire.Found(index.find(client, keys))
+            case wire.Take(keys):
+                return wire.Places(index.take(client, keys))
+            case wire.Publish(places, checksums):
+                return wire.Found(index.publish(client, places, checksums))
+            case wire.Pin(keys):
+                return wire.Pinned(index.pin(client, keys))
+            case wire.Release(places, damaged):
+                index.release(client, places)
+                return wire.Count(index.drop(client, damaged))
+            case wire.Clear():
+                return wire.Count(index.clear(client.model))
+        raise ValueError(f"no answer to {request}")
+
+    def _evict(self, client: Client | None, request: wire.Evict) -> wire.Reply:
+        chosen: list[Model | None] = [client.model if client is not None else None]
+        if client is None and request.identity is not None:
+            wanted = request.identity
+            chosen = [model for model in self.index.models.values() if model.identity.hex().startswith(wanted)]
+            if len(chosen) != 1:
+                return wire.Refused(f"{len(chosen) or 'no'} models have an identity that begins with "
+                                    f"{request.identity}; `spill cache ls` shows those there are")
+        return wire.Count(self.index.evict(max(0, request.count), chosen[0], request.older_than))
+
+    def report(self, only: Model | None = None) -> wire.Report:
+        """Return what the pool holds and has done, of all models or of one."""
+        engines: dict[Model, set[str]] = {}
+        for connection in self._connections:
+            if connection.client is not None:
+                engines.setdefault(connection.client.model, set()).add(connection.engine)
+        listed = [only] if only is not None else list(self.index.models.values())
+        models = [wire.ModelReport(
+            identity=model.identity.hex(), description=dict(model.description), payload_bytes=model.payload_bytes,
+            blocks=len(model.blocks), bytes=len(model.blocks) * model.payload_bytes,
+            engines=len(engines.get(model, ())), hits=model.hits, misses=model.misses, stores=model.stores,
+            evictions=model.evictions, last_use=model.last_use) for model in listed]
+        return wire.Report(pid=os.getpid(), capacity=self.index.capacity, used=self.index.used_bytes,
+                           prepared=self.index.prepared_bytes, engines=len(set().union(*engines.values())),
+                           uptime=time.monotonic() - self._started, models=models)
+
+    def _prepare(self, slab: int) -> bool:
+        done = self._memory.prepare(slab * self.index.slab_bytes, self.index.slab_bytes)
+        if not done:
+            log.warning("shared pool: the system has no more memory for it; it stays at %s",
+                        format_bytes(self.index.prepared_bytes))
+        return done
+
+
+class _Connection:
+    """A client's socket, with what has arrived of a request and what is left of an answer."""
+
+    def __init__(self, accepted: socket.socket) -> None:
+        self.socket = accepted
+        self.client: Client | None = None
+        self.engine = ""
+        self.sending = b""
+        self._received = bytearray()
+
+    def receive(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            data = self.socket.recv(READ_BYTES)
+            if not data:
+                raise EOFError
+            self._received += data
+
+    def next(self) -> wire.Request | None:
+        """Return the next request, if all of it has arrived."""
+        head = wire.LENGTH.size
+        if len(self._received) < head:
+            return None
+        (length,) = wire.LENGTH.unpack_from(self._received)
+        if length > wire.MOST_BYTES:
+            raise ValueError(f"a message of {length:,} bytes")
+        if len(self._received) < head + length:
+            return None
+        body = bytes(self._received[head : head + length])
+        del self._received[: head + length]
+        return wire.decode_request(body)
+
+    def send(self, reply: wire.Reply, descriptor: int | None) -> None:
+        self.sending = wire.encode(reply)
+        if descriptor is not None:  # goes with the first byte
+            socket.send_fds(self.socket, [self.sending[:1]], [descriptor])
+            self.sending = self.sending[1:]
+        self.flush()
+
+    def flush(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self.sending = self.sending[self.socket.send(self.sending) :]
+
+
+class _Memory:
+    """An anonymous file that lies in memory; nobody can make it shorter under those who have it mapped."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.fd = os.memfd_create("spillover-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._map: mmap.mmap | None = None
+
+    def resize(self, size: int) -> None:
+        os.ftruncate(self.fd, size)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        self.size = size
+        self._map = map_memory(self.fd, size)
+
+    def prepare(self, start: int, length: int) -> bool:
+        """Make the pages now, huge ones where the system has them: a page that cannot be had later would end whoever
+        touches it."""
+        assert self._map is not None
+        with contextlib.suppress(OSError):
+            self._map.madvise(POPULATE_WRITE, start, length)
+            return True
+        with contextlib.suppress(OSError):  # an older kernel
+            os.posix_fallocate(self.fd, start, length)
+            return True
+        return False
+
+    def __enter__(self) -> _Memory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._map is not None:
+            self._map.close()
+        os.close(self.fd)
+
+
+def map_memory(fd: int, size: int) -> mmap.mmap:
+    """Map the pool's memory."""
+    mapped = mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
+    with contextlib.suppress(OSError):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return mapped
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[int]:
+    """Hold the right to listen at this path; another owner has it until it ends, however it does."""
+    _private_folder(path.parent)
+    lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip()
+            raise SpilloverError(f"a pool is served at {path} already{f', by process {holder}' if holder else ''}; "
+                                 "stop that, or give another --socket") from None
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
+        yield lock
+    finally:
+        os.close(lock)
+
+
+def _private_folder(folder: Path) -> None:
+    """Make sure that nobody else can reach the folder: who can connect can read prompts, and answer for the pool."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except OSError as error:
+        raise SpilloverError(f"{folder} cannot be used for the pool's socket: {error.strerror}; give another "
+                             "--socket") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise SpilloverError(f"{folder} cannot be used for the pool's socket, since others can reach it; type `chmod "
+                             f"700 {folder}` or give a --socket in a folder of your own")
+
+
+@contextlib.contextmanager
+def _listen(path: Path) -> Iterator[socket.socket]:
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise SpilloverError(f"{path} is a file, and no socket; give another --socket")
+        path.unlink()  # left by an owner that was killed: this one holds the lock
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
+        try:
+            listening.bind(str(path))
+            path.chmod(0o600)
+            listening.listen(BACKLOG)
+        except OSError as error:
+            raise SpilloverError(f"cannot listen at {path}: {error.strerror}; give another --socket") from None
+        listening.setblocking(False)
+        yield listening
