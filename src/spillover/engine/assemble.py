@@ -79,6 +79,7 @@ from spillover.units import parse_budget
 log = logging.getLogger("spillover.engine")
 
 Progress = Callable[[int, int, str], None]  # done, in all, the stage; 0 in all: nobody knows
+Share = Callable[[ModelConfig, WeightSpecs], tuple[ModelConfig, WeightSpecs]]  # makes of a model what one rank has
 
 
 @dataclass(frozen=True)
@@ -123,9 +124,10 @@ def plan_model(config: EngineConfig, rates: Rates | None = None, progress: Progr
     return plan_checkpoint(config, path, read_config(path), rates)
 
 
-def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, Any],
-                    rates: Rates | None = None) -> PlannedModel:
-    """Plan a model whose checkpoint has this configuration, which may be another than the one at `path`."""
+def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, Any], rates: Rates | None = None,
+                    machine: Machine | None = None, share: Share | None = None) -> PlannedModel:
+    """Plan a model whose checkpoint has this configuration, which may be another than the one at `path`. `machine`:
+    another than this one; `share`: makes of the model the rank's part that is planned for."""
     arch, model_config = read_architecture(hf_config, path)
     null = config.load_format == "null"
     scheme = None
@@ -135,7 +137,7 @@ def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, An
         arch, model_config = read_architecture(hf_config, path)
     speculation = config.speculation
     rounded = speculation.substitute_dtype if speculation is not None and speculation.method == "substitute" else None
-    machine = probe()
+    machine = machine or probe()
     on_card = bool(machine.cuda) and not null and config.device in ("auto", "cuda")
     whole = machine.cuda[0].total if on_card else machine.memory
     request = PlanRequest(
@@ -168,6 +170,8 @@ def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, An
     if rounded is not None:
         substitutes = choose_substitutes(rounded, config, hf_config, path, specs)
     specs = _kept_in_codes(config, specs, model_config, hf_config, request, machine)
+    if share is not None:
+        model_config, specs = share(model_config, specs)
     draft = look_at_draft(config, request, machine)
 
     def plan_model(asked: PlanRequest, found: Machine) -> Plan:

@@ -5,6 +5,7 @@ Routing is taken to be uniform: real routing repeats itself and hits more often.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spillover.plan.placement import SLOTTED, Predicted, WeightPlan
@@ -59,6 +60,17 @@ def predict_pass(plan: WeightPlan, units: Units, shape: ModelShape, rates: Rates
     """Return the seconds of a step that computes `rows` tokens of one request behind `context` others."""
     moves = _moves(plan, units, shape, hit_rate(plan, units) or 0.0, rows, rates)
     return _time(plan, step_limit(shape, [(rows, context)]), moves, rates, shared=False)[1]
+
+
+def predict_batch(plan: WeightPlan, units: Units, shape: ModelShape, rates: Rates,
+                  batch: Sequence[tuple[int, int]]) -> tuple[float, str]:
+    """Return (seconds, what binds) of a step of (new tokens, tokens cached before) of each request."""
+    tokens = sum(new for new, _ in batch)
+    moves = _moves(plan, units, shape, hit_rate(plan, units) or 0.0, tokens, rates)
+    device = step_limit(shape, batch)
+    device = Limit(max(0.0, device.bytes - moves.hosted), device.flops, device.dtype)
+    _, seconds, bound = _time(plan, device, moves, rates, shared=tokens_fetched(plan, tokens))
+    return seconds, bound
 
 
 def hit_rate(plan: WeightPlan, units: Units) -> float | None:

@@ -29,7 +29,7 @@ class ModelShape:
     head_bytes: int  # read by a step that makes logits; a tied head is the embedding
     head_params: int
     num_experts: int
-    experts_per_token: int
+    experts_per_token: float  # on average, of a rank that has some of them
     expert_layers: int
     expert_bytes: int  # one expert of one layer
     expert_params: int

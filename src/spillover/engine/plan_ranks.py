@@ -1,0 +1,146 @@
+"""Plans for several cards, or for a card that is not here: flags and a table of rates in, a plan a layout out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from spillover.engine.assemble import plan_checkpoint
+from spillover.engine.config import EngineConfig
+from spillover.errors import PlanError, SpilloverError
+from spillover.memory.budgets import parse_disk
+from spillover.models.checkpoint import read_config
+from spillover.models.config import ModelConfig
+from spillover.models.registry import read_architecture
+from spillover.models.weight_specs import WeightSpecs, kept_on
+from spillover.plan.hardware import Machine
+from spillover.plan.ranks.cards import (
+    CARDS,
+    DEFAULT_CARD,
+    HOSTS,
+    SHARES_SOURCE,
+    Card,
+    Host,
+    Link,
+    card_here,
+    find_card,
+    find_link,
+)
+from spillover.plan.ranks.shard import Share, check_ranks
+from spillover.plan.ranks.steps import RankPlan, make_rank_plan, rank_rates
+from spillover.plan.rates import Rates
+from spillover.plan.shapes import model_shape
+from spillover.units import parse_budget
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The cards that are planned for."""
+
+    card: Card
+    link: Link
+    host: Host
+    machine: Machine
+    rates: Rates
+    measured_now: bool  # the card is here
+    notes: tuple[str, ...] = ()
+
+    @property
+    def sources(self) -> tuple[tuple[str, str], ...]:
+        """Return where the numbers are from: what, source."""
+        card = "timed on this machine now" if self.measured_now else self.card.source
+        if not self.measured_now and self.card.measured is None:
+            card += f"; {SHARES_SOURCE}"
+        return ((self.card.title, card), (self.link.name, self.link.source), (self.host.name, self.host.source))
+
+
+@dataclass(frozen=True)
+class RanksPlan:
+    """One card beside several. `refused`: why one card, or experts apart, cannot be had."""
+
+    setting: Setting
+    layouts: tuple[RankPlan, ...]
+    refused: tuple[tuple[str, str], ...] = ()
+
+
+def choose_setting(card: str | None, link: str | None, device: str, machine: Machine,
+                   measure: Callable[[], Rates]) -> Setting:
+    """Return the cards to plan for: those named, else the one here, else the table's default with a note. `measure`
+    times the card here."""
+    if device == "cpu":
+        raise SpilloverError("--tensor-parallel-size, --card and --link plan for GPUs: leave --device cpu out")
+    if card is None and machine.cuda:
+        here = card_here(machine.cuda[0])
+        if here is None:
+            if link is None:
+                raise SpilloverError(f"how {machine.cuda[0].name} cards are connected is not known: give --link pcie4 "
+                                     f"or pcie5, or plan for one of the table with --card ({', '.join(CARDS)})")
+            here = replace(CARDS["rtx-4090"], title=machine.cuda[0].name, links=("pcie5", "pcie4"))
+        return Setting(here, find_link(link, here), HOSTS[here.host], machine, measure(), True)
+    named = find_card(card or DEFAULT_CARD)
+    said = (f"there is no GPU here, so the plan is for {named.title}; --card names another",) if card is None else ()
+    return Setting(named, find_link(link, named), HOSTS[named.host], named.machine(), named.rates, False, said)
+
+
+def plan_ranks(config: EngineConfig, path: Path, setting: Setting, ranks: int) -> RanksPlan:
+    """Plan a model on one card and on `ranks` of them; experts also apart, where it has some."""
+    hf_config = read_config(path)
+    _, model_config = read_architecture(hf_config, path)
+    check_ranks(ranks, config.model or path.name, model_config)
+    _check(config, setting)
+    layouts: list[RankPlan] = []
+    refused: list[tuple[str, str]] = []
+    for share in _layouts(ranks, model_config.num_experts):
+        try:
+            layouts.append(_layout(config, path, setting, share))
+        except PlanError as error:
+            if share == Share(ranks):  # what was asked for; the others stand beside it
+                raise
+            refused.append(("1 card" if share.ranks == 1 else "experts apart", str(error)))
+    if ranks > 1 and model_config.num_experts % ranks:
+        refused.append(("experts apart", f"{ranks} ranks do not divide {model_config.num_experts} experts"))
+    return RanksPlan(setting, tuple(layouts), tuple(refused))
+
+
+def _layouts(ranks: int, experts: int) -> list[Share]:
+    if ranks == 1:
+        return [Share()]
+    apart = [Share(ranks, expert_parallel=True)] if experts and experts % ranks == 0 else []
+    return [Share(), Share(ranks), *apart]
+
+
+def _layout(config: EngineConfig, path: Path, setting: Setting, share: Share) -> RankPlan:
+    """Plan one rank's share: budgets of the device are each card's, those below it are all ranks' together."""
+    rates = rank_rates(setting.rates, setting.host, share.ranks)
+    flags = replace(
+        config, device="cuda",
+        host_memory=None if config.host_memory is None else str(_host_bytes(config, setting) // share.ranks),
+        disk=tuple(f"{disk.path}:{disk.capacity_bytes // share.ranks}" for disk in map(parse_disk, config.disk)))
+    whole: list[tuple[ModelConfig, WeightSpecs]] = []
+
+    def shared(model_config: ModelConfig, specs: WeightSpecs) -> tuple[ModelConfig, WeightSpecs]:
+        whole.append((model_config, specs))
+        return share.of(model_config, specs)
+
+    planned = plan_checkpoint(flags, path, read_config(path), rates, setting.machine, shared)
+    plan, (whole_config, whole_specs) = planned.plan, whole[0]
+    shape = model_shape(whole_config, kept_on(whole_specs, plan.device, plan.dtype), plan.dtype)
+    return make_rank_plan(share, plan, shape.weight_bytes, planned.model_config, planned.specs, rates, setting.link,
+                          whole_config)
+
+
+def _host_bytes(config: EngineConfig, setting: Setting) -> int:
+    return parse_budget(str(config.host_memory), "--host-memory", setting.machine.memory)
+
+
+def _check(config: EngineConfig, setting: Setting) -> None:
+    if config.load_format == "null":
+        raise SpilloverError("--load-format null has no weights to share: leave it out of a plan for several cards")
+    speculation = config.speculation
+    if speculation is not None and (speculation.model is not None or speculation.method == "substitute"):
+        raise SpilloverError("a plan for several cards, or for one that is not here, counts no draft model and no "
+                             "substitutes yet: leave speculation out of it")
+    if not setting.measured_now and "%" in str(config.host_memory):
+        raise SpilloverError(f"--host-memory {config.host_memory} is a share of a machine that is not here: give a "
+                             "size such as 256GB")
