@@ -138,27 +138,67 @@ def turned(x: Tensor) -> Tensor:
     return torch.cat((low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()), dim=-1)
 
 
-def train_head(target: PreTrainedModel, tensors: dict[str, Tensor], texts: list[list[int]], steps: int) -> None:
-    """Teach a head to say what follows in texts of the model, one and two tokens ahead."""
-    head = ReferenceHead(target, head_config(target, tensors), tensors)
-    learned = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
-    for tensor in learned:
-        tensor.requires_grad_()
-    own = torch.full((target.config.vocab_size,), -100)
-    draft = torch.arange(len(tensors["d2t"]))
-    own[draft + tensors["d2t"]] = draft
-    kept = [(torch.tensor(text), head.features(text)) for text in texts]
-    optimizer = torch.optim.Adam(learned, lr=3e-3)
-    for step in range(steps):
-        loss = torch.zeros(())
-        for tokens, features in kept[step % 4::4]:
-            before = F.pad(head.fused(features)[:-1], (0, 0, 1, 0))
-            for ahead in range(2):
-                logits, stands_in = head.rows(tokens, before)
-                loss = loss + F.cross_entropy(logits[ahead:-1], own[tokens[1 + ahead:]])
-                before = F.pad(stands_in[:-1], (0, 0, 1, 0))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    for tensor in learned:
-        tensor.requires_grad_(False)
+DISTANCE = 12  # of the older token that decides, with the newest, what a predictable model says
+_SHARP = 300.0  # score of the position that is looked for, over that of one where nothing agrees
+
+
+def predictable(target: PreTrainedModel, spread: float = 0.02) -> dict[str, Tensor]:
+    """Change a Llama of 64 dimensions, with 4 heads and 2 key/value heads, so that its next token depends on the newest
+    token and on the one DISTANCE before it, and a little on all others; return a head that knows the first two.
+
+    The first dimension of embeddings is 1: keys and queries are made of it alone, and rotate to agree at a distance.
+    The head finds the older token in its KV, and nowhere else.
+    """
+    made, config = torch.Generator().manual_seed(1), target.config
+    hidden, dim, vocab = config.hidden_size, config.hidden_size // config.num_attention_heads, config.vocab_size
+    tokens = torch.randn(vocab, 31, generator=made)
+    embedded = torch.zeros(vocab, hidden)
+    embedded[:, 0] = 1.0
+    embedded[:, 1:32] = tokens * ((hidden - 1) / tokens.square().sum(1, keepdim=True)).sqrt()  # of mean square 1
+    mixed = torch.randn(32, 32, generator=made) / 4  # what the older token says
+    said = torch.randn(vocab, hidden, generator=made)
+    layer = target.model.layers[0]
+    with torch.no_grad():
+        for name, weight in target.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight.mul_(spread)
+            elif "norm" in name:
+                weight.fill_(1.0)
+        target.model.embed_tokens.weight.copy_(embedded)
+        target.lm_head.weight.copy_(said)
+        distances = [DISTANCE] * 4
+        layer.self_attn.q_proj.weight.copy_(torch.cat([_query(hidden, dim, each) for each in distances]))
+        layer.self_attn.k_proj.weight.copy_(_query(hidden, dim, 0).repeat(2, 1))
+        layer.self_attn.v_proj.weight.copy_(torch.eye(32, hidden))
+        # Heads 0 and 1 have the first half of the older token, 2 and 3 the second.
+        layer.self_attn.o_proj.weight.copy_(torch.zeros(hidden, hidden))
+        layer.self_attn.o_proj.weight[:32, :dim] = mixed[:, :16]
+        layer.self_attn.o_proj.weight[:32, 2 * dim:3 * dim] = mixed[:, 16:]
+    head = head_tensors(target, vocab - 20)
+    twice, out = torch.zeros(32, hidden), torch.zeros(hidden, hidden)
+    # Heads 0 and 2 look at the newest token, 1 and 3 at the older one.
+    out[:32, :dim], out[:32, 2 * dim:3 * dim] = torch.eye(32)[:, :16], torch.eye(32)[:, 16:]
+    out[:32, dim:2 * dim], out[:32, 3 * dim:] = mixed[:, :16], mixed[:, 16:]
+    for name, weight in head.items():
+        if "norm" in name:
+            weight.fill_(1.0)
+    head["midlayer.hidden_norm.weight"].fill_(1e-3)  # what comes before is next to nothing
+    head["midlayer.self_attn.q_proj.weight"] = torch.cat(
+        [torch.cat((_query(hidden, dim, each), twice[:dim]), 1) for each in (0, DISTANCE, 0, DISTANCE)])
+    head["midlayer.self_attn.k_proj.weight"] = torch.cat((_query(hidden, dim, 0).repeat(2, 1), twice), 1)
+    head["midlayer.self_attn.v_proj.weight"] = torch.cat((torch.eye(32, hidden), twice), 1)
+    head["midlayer.self_attn.o_proj.weight"] = out
+    head["midlayer.mlp.down_proj.weight"] *= spread
+    head["lm_head.weight"] = said[torch.arange(vocab - 20) + head["d2t"]].clone()
+    return head
+
+
+def _query(hidden: int, dim: int, distance: int) -> Tensor:
+    """Return [dim, hidden]: what the first dimension becomes to agree with what lies `distance` positions before."""
+    turns = distance * THETA ** (-torch.arange(0, dim, 2).float() / dim)
+    size = (_SHARP * dim**0.5 / 4) ** 0.5
+    made = torch.zeros(dim, hidden)
+    for index in range(4):  # slower dimensions tell positions apart too little
+        made[index, 0] = size * turns[index].cos()
+        made[index + dim // 2, 0] = -size * turns[index].sin()
+    return made

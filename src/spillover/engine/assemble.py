@@ -228,16 +228,23 @@ def look_at_draft(config: EngineConfig, target: PlanRequest, machine: Machine) -
     if speculation is None or speculation.method != "draft_model" or speculation.model is None:
         return None
     name = speculation.model
+    path = None
     try:
         path = resolve(name)
         hf_config = read_config(path)
         arch, model_config = read_architecture(hf_config, path)
     except SpilloverError as error:
-        raise type(error)(f"the draft model cannot be used: {error}") from error
+        raise type(error)(f"the draft model cannot be used: {error}{_head_hint(path)}") from error
     dtype = "bfloat16" if target.device != "cpu" and machine.cuda and hf_config.get("codes") else "auto"
     specs = _kept_in_codes(config, arch.weight_specs(model_config), model_config, hf_config,
                            replace(target, dtype=dtype), machine)
     return _Draft(name, path, arch, model_config, specs, dtype)
+
+
+def _head_hint(path: Path | None) -> str:
+    """Return what to do where the checkpoint of a draft model is a head."""
+    found = str(read_config(path).get("architectures")).lower() if path is not None else ""
+    return "; it seems to be a head, for which there is the method eagle3" if "eagle3" in found else ""
 
 
 def _planned_draft(config: EngineConfig, draft: _Draft, plan: Plan) -> PlannedModel:
