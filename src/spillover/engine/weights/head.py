@@ -67,9 +67,6 @@ def look_at_head(config: EngineConfig, model: ModelConfig) -> PlannedHead | None
     speculation = config.speculation
     if speculation is None or speculation.method != "eagle3" or speculation.model is None:
         return None
-    if config.load_format == "null":
-        raise SpilloverError("the speculative method eagle3 reads the model's hidden states, and --load-format null "
-                             "has none; leave one of them out")
     path = resolve(speculation.model)
     if config.load_format == "dummy":
         head = read_head(read_config(path), path, model, None)
