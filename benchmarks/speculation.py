@@ -6,7 +6,7 @@ last, random tokens that are answered at temperature 1, is the worst for a draft
     python benchmarks/speculation.py --weight-codes widen --method substitute-int4 --method substitute-int8 \
         --workload ordinary --tokens 6                # the model as float32, drafted for by rounded copies
     python benchmarks/speculation.py --model llama-3.1-8b --device cuda --gpu-memory 45GB --length 256 \
-        --simulate 0.8,0.6,0.4,0.28 --requests 1      # a model of gpu_workload.py, of random weights
+        --simulate 0.8,0.6,0.4,0.28 --requests 1 --head   # a model of gpu_workload.py, of random weights
 
 Every way of running has an engine of its own, and all are loaded at once; in each repeat every workload runs once by
 each of them, in an order that turns. The texts must be equal, or the run fails. With --simulate acceptance is made up,
@@ -79,7 +79,7 @@ def run(llm: LLM, asked: list[list[int]], length: int, temperature: float) -> tu
 @click.option("--device", default="cpu")
 @click.option("--gpu-memory", default=None, help="Of each of the engines.")
 @click.option("--method", "methods", multiple=True, default=("ngram", "suffix"),
-              help="ngram, suffix, substitute-int4, substitute-int8, draft_model:PATH.")
+              help="ngram, suffix, substitute-int4, substitute-int8, draft_model:PATH, eagle3:PATH.")
 @click.option("--weight-codes", default="keep", help="What becomes of weights in codes, as `spill serve` has it.")
 @click.option("--workload", "workloads", multiple=True, default=("repetitive", "ordinary", "random"))
 @click.option("--tokens", default=None, type=int, help="Most tokens of a draft.")
@@ -87,6 +87,8 @@ def run(llm: LLM, asked: list[list[int]], length: int, temperature: float) -> tu
 @click.option("--simulate", default=None, help="Simulated acceptance by position, for random weights.")
 @click.option("--draft-passes", is_flag=True,
               help="With --simulate: also with a draft model of the size of an EAGLE-3 head, whose passes are real.")
+@click.option("--head", is_flag=True,
+              help="With --simulate: also with an EAGLE-3 head of random weights, whose passes are real.")
 @click.option("--requests", default=1)
 @click.option("--length", default=96, help="Tokens of an answer.")
 @click.option("--temperature", default=0.0)
@@ -94,7 +96,7 @@ def run(llm: LLM, asked: list[list[int]], length: int, temperature: float) -> tu
 @click.option("--output", default=None, type=click.Path(path_type=Path), help="A file for the results, as JSON.")
 def main(model: str | None, device: str, gpu_memory: str | None, methods: tuple[str, ...], weight_codes: str,
          workloads: tuple[str, ...], tokens: int | None, always: bool, simulate: str | None, draft_passes: bool,
-         requests: int, length: int, temperature: float, repeats: int, output: Path | None) -> None:
+         head: bool, requests: int, length: int, temperature: float, repeats: int, output: Path | None) -> None:
     flags: dict[str, Any] = {"device": device, "gpu_memory": gpu_memory, "max_model_len": 1024,
                              "max_num_seqs": max(requests, 1), "weight_codes": weight_codes}
     if device == "cuda":
@@ -104,6 +106,8 @@ def main(model: str | None, device: str, gpu_memory: str | None, methods: tuple[
         ways["simulated"], workloads = {"speculative_simulate": simulate}, ("random",)
         if draft_passes:
             ways["passes"] = {"speculative_simulate": simulate}
+        if head:
+            ways["head"] = {"speculative_simulate": simulate}
     else:
         ways |= {method: speculating(method, tokens) for method in methods}
     for way in ways.values():
@@ -115,6 +119,11 @@ def main(model: str | None, device: str, gpu_memory: str | None, methods: tuple[
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             ways["passes"] |= {"speculative_model": head_sized(MODELS[str(model)], Path(folder)),
                                "num_speculative_tokens": simulate.count(",") + 1 if simulate else 1}
+        if "head" in ways:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            ways["head"]["speculative_config"] = {
+                "method": "eagle3", "model": eagle_head(MODELS[str(model)], Path(folder)),
+                "num_speculative_tokens": simulate.count(",") + 1 if simulate else 1}
         engines = {name: stack.enter_context(opened(model, **flags, **way) if model in MODELS
                                              else LLM(model, **flags, **way)) for name, way in ways.items()}
         for workload in workloads:
@@ -148,8 +157,16 @@ def head_sized(target: dict[str, Any], folder: Path) -> str:
     return str(folder)
 
 
+def eagle_head(target: dict[str, Any], folder: Path) -> str:
+    """Write the configuration of an EAGLE-3 head as published: a layer as those of the model, 32,000 tokens."""
+    config = {**target, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": KNOWN}
+    folder.joinpath("config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
 def speculating(method: str, tokens: int | None) -> dict[str, Any]:
-    """Return the flags of a method; "substitute-int8" has what copies are rounded to, "draft_model:PATH" a model."""
+    """Return the flags of a method; "substitute-int8" has what copies are rounded to, "draft_model:PATH" a model and
+    "eagle3:PATH" a head."""
     kind, _, drafting = method.partition(":")
     name, _, rounded = kind.partition("-")
     config = {"method": name, "substitute_dtype": rounded} if rounded else {"method": name}

@@ -26,6 +26,7 @@ from spillover.engine.cuda.cuda_runner import CudaRunner
 from spillover.engine.cuda.decode_inputs import DecodeInputs
 from spillover.engine.cuda.step_inputs import HEADER, InputOffsets, StepInputs, StepShape
 from spillover.engine.output.outputs import RequestOutput
+from spillover.engine.speculation.head_drafter import HeadDrafter
 from spillover.kernels.triton.attention import ordered_splits
 from spillover.kernels.triton.cuda_kernels import CudaKernels
 from support.tiny_configs import WINDOWED as MODEL
@@ -77,6 +78,10 @@ def use_the_device(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             super().__init__(model, weights, kv, block_size, torch.device("cpu"),
                              replace(limits, captured_rows=16), transfers, decode, kv_dtype, stage, graphs=False)
             self._graphs = PaddedSteps()
+
+        def add_head(self, head: Any) -> None:
+            head.head.kernels = CudaKernels(head.head.shape, head.head.cos, head.head.sin)
+            super().add_head(head)
 
         def lay_out(self, step: Any) -> Any:
             work = super().lay_out(step)
@@ -222,6 +227,44 @@ def test_drafts_of_a_draft_model_are_those_of_the_plain_runner(tmp_path: Path,
     assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in plain]
     assert all(one.drafts.accepted == one.drafts.tokens > 2 for one in found), "it is the same model"
     assert any(step.decodes for step in steps)
+
+
+def test_drafts_of_a_head_are_those_of_the_plain_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head drafts in a layer of the model's blocks: behind a chunked prompt and a prefix that was found, and for some
+    requests fewer tokens than for others."""
+    head = {**MODEL, "num_hidden_layers": 1, "use_sliding_window": False, "draft_vocab_size": 61, "num_attention_heads":
+            4, "eagle_aux_hidden_state_layer_ids": [0, 1, 1]}
+    for name, config in (("model", MODEL), ("head", head)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    rng = random.Random(4)
+    prompts = [[rng.randrange(97) for _ in range(count)] for count in (17, 2)]
+    prompts.append(prompts[0])
+    params = [SamplingParams(temperature=index % 2 * 0.8, max_tokens=3 + index, ignore_eos=True, seed=index)
+              for index in range(3)]
+    drafts: list[tuple[int, ...]] = []
+    propose = HeadDrafter.propose
+
+    def noted(drafter: HeadDrafter, asked: Any) -> Any:
+        found = propose(drafter, asked)
+        drafts.extend(draft.tokens for draft in found)
+        return found
+
+    monkeypatch.setattr(HeadDrafter, "propose", noted)
+    flags: dict[str, Any] = {"speculative_adaptive": False, "async_scheduling": False,
+                             "speculative_config": {"method": "eagle3", "model": str(tmp_path / "head"),
+                                                    "num_speculative_tokens": 2}}
+    plain = generate(tmp_path / "model", prompts, params, **flags)
+    expected, drafts[:] = list(drafts), []
+    steps = use_the_device(monkeypatch)
+    rows = check_templates(monkeypatch)
+    found = generate(tmp_path / "model", prompts, params, **flags)
+    assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in plain]
+    assert drafts == expected
+    assert {len(draft) for draft in drafts} >= {1, 2}
+    assert len(set(drafts)) > 3
+    assert rows
+    assert any(step.key is not None and step.key.prompts for step in steps)
 
 
 def test_a_few_new_tokens_are_attended_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,7 +175,8 @@ def test_simulated_acceptance_is_counted_and_labelled(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("flags", "words"), [
     ({"speculative_method": "ngrams"}, "did you mean"),
-    ({"speculative_config": {"method": "eagle3"}}, "hidden states"),
+    ({"speculative_config": {"method": "eagle3"}}, "the folder of a head"),
+    ({"speculative_config": {"method": "mtp"}}, "not supported"),
     ({"speculative_config": {"method": "magic"}}, "no speculative method 'magic'"),
     ({"speculative_config": {"method": "ngram", "num_speculative_token": 2}}, "num_speculative_tokens"),
     ({"speculative_config": {"num_speculative_tokens": 2}}, "needs a method"),

@@ -24,6 +24,7 @@ from spillover.engine.scheduler import Scheduler, SchedulerConfig
 from spillover.engine.speculation.draft_model import DraftModel
 from spillover.engine.speculation.drafter import Drafter, make_drafter
 from spillover.engine.speculation.expert_price import ExpertPrice
+from spillover.engine.speculation.head_drafter import HeadDrafter
 from spillover.engine.speculation.model_speculator import make_speculator
 from spillover.engine.speculation.own_blocks import OwnBlocks
 from spillover.engine.speculation.runner_drafter import RunnerDrafter, SharedBlocks
@@ -31,6 +32,7 @@ from spillover.engine.speculation.speculator import Speculator
 from spillover.engine.speculation.vocabulary import DraftVocabulary, draft_vocabulary
 from spillover.engine.tiers import make_store, token_log
 from spillover.engine.weights.elastic import ElasticMemory, SlotLender
+from spillover.engine.weights.head import PlannedHead, load_head, look_at_head
 from spillover.engine.weights.load import load
 from spillover.engine.weights.substitutes import (
     Parts,
@@ -67,7 +69,7 @@ from spillover.models.quantize.view import choose_scheme, quantized_config
 from spillover.models.registry import Architecture, read_architecture
 from spillover.models.tokenizer import Tokenizer, load_tokenizer
 from spillover.models.weight_specs import WeightSpecs, in_codes, kept_on, prepare_products
-from spillover.plan.drafting import DraftSpecs, plan_beside
+from spillover.plan.drafting import DraftSpecs, plan_beside, plan_with_head
 from spillover.plan.hardware import Machine, probe, trim_heap
 from spillover.plan.measure import quick_rates
 from spillover.plan.planner import Plan, PlanRequest, make_plan, where
@@ -95,6 +97,7 @@ class PlannedModel:
     scheme: Scheme | None = None  # that weights are quantised by while they load
     substitutes: Substitutes | None = None  # copies of layers that draft
     draft: PlannedModel | None = None  # the model that drafts
+    head: PlannedHead | None = None  # that drafts from the model's hidden states
 
     @property
     def in_codes(self) -> bool:
@@ -135,6 +138,9 @@ def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, An
         scheme = choose_scheme(config.quantization, hf_config, path, arch.weight_specs(model_config))
         hf_config = quantized_config(hf_config, scheme)
         arch, model_config = read_architecture(hf_config, path)
+    head = look_at_head(config, model_config)
+    if head is not None:
+        model_config = replace(model_config, head_layers=1)
     speculation = config.speculation
     rounded = speculation.substitute_dtype if speculation is not None and speculation.method == "substitute" else None
     machine = machine or probe()
@@ -178,8 +184,14 @@ def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, An
         return make_plan(asked, model_config, specs, found, rates, measure=functools.cache(quick_rates),
                          substitutes=None if substitutes is None else substitutes.specs)
 
-    plan = plan_model(request, machine) if draft is None else plan_beside(request, machine, plan_model, DraftSpecs(
-        draft.name, draft.dtype, draft.model_config, draft.specs))
+    if draft is not None:
+        plan = plan_beside(request, machine, plan_model, DraftSpecs(draft.name, draft.dtype, draft.model_config,
+                                                                    draft.specs))
+    elif head is not None:
+        plan = plan_with_head(request, machine, plan_model, head.for_plan())
+        head.check_plan(plan)
+    else:
+        plan = plan_model(request, machine)
     if plan.device == "cuda" and plan.block_size & (plan.block_size - 1):
         raise SpilloverError(f"--block-size on CUDA is a power of two, such as 16, 32 or 64; got {plan.block_size}")
     if null:  # the planned blocks are counted but never held
@@ -190,7 +202,8 @@ def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, An
                      max_num_batched_tokens=plan.max_num_batched_tokens)
     plan = replace(plan, notes=flag_notes(config, model_config, plan))
     return PlannedModel(chosen, path, arch, model_config, specs, plan, scheme, substitutes,
-                        None if draft is None or plan.draft is None else _planned_draft(chosen, draft, plan.draft))
+                        None if draft is None or plan.draft is None else _planned_draft(chosen, draft, plan.draft),
+                        head)
 
 
 def _kept_in_codes(config: EngineConfig, specs: WeightSpecs, model_config: ModelConfig, hf_config: Mapping[str, Any],
@@ -217,19 +230,27 @@ class _Draft:
 
 def look_at_draft(config: EngineConfig, target: PlanRequest, machine: Machine) -> _Draft | None:
     """Find the model that drafts; None: none does."""
-    name = config.speculation.model if config.speculation is not None else None
-    if name is None:
+    speculation = config.speculation
+    if speculation is None or speculation.method != "draft_model" or speculation.model is None:
         return None
+    name = speculation.model
+    path = None
     try:
         path = resolve(name)
         hf_config = read_config(path)
         arch, model_config = read_architecture(hf_config, path)
     except SpilloverError as error:
-        raise type(error)(f"the draft model cannot be used: {error}") from error
+        raise type(error)(f"the draft model cannot be used: {error}{_head_hint(path)}") from error
     dtype = "bfloat16" if target.device != "cpu" and machine.cuda and hf_config.get("codes") else "auto"
     specs = _kept_in_codes(config, arch.weight_specs(model_config), model_config, hf_config,
                            replace(target, dtype=dtype), machine)
     return _Draft(name, path, arch, model_config, specs, dtype)
+
+
+def _head_hint(path: Path | None) -> str:
+    """Return what to do where the checkpoint of a draft model is a head."""
+    found = str(read_config(path).get("architectures")).lower() if path is not None else ""
+    return "; it seems to be a head, for which there is the method eagle3" if "eagle3" in found else ""
 
 
 def _planned_draft(config: EngineConfig, draft: _Draft, plan: Plan) -> PlannedModel:
@@ -294,7 +315,7 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
         policy=config.schedule_policy,
         watermark=config.watermark,
         max_samples=step_limits(planned).max_samples,
-        drafts_in_kv=planned.substitutes is not None,
+        drafts_in_kv=planned.substitutes is not None or planned.head is not None,
     ), kv, connector, _speculator(planned, runner, kv, draft, tokens))
     return Assembly(config, planned.path, planned.model_config, planned.specs, plan,
                     Engine(scheduler, runner, config.async_scheduling, draft), tokenizer)
@@ -308,6 +329,8 @@ def _speculator(planned: PlannedModel, runner: NullRunner | ModelRunner, kv: KVC
     drafter: Drafter
     if draft is not None:
         drafter = draft
+    elif planned.head is not None and not isinstance(runner, NullRunner):
+        drafter = HeadDrafter(runner, kv, speculation.simulated or None)
     elif isinstance(runner, NullRunner) or runner.drafting is None:
         drafter = make_drafter(speculation, planned.model_config.vocab_size, tokens)
     else:
@@ -373,7 +396,8 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None, show:
     views = KVViews(pool, model.groups)
     stage = None
     if plan.offloaded_blocks:
-        stage = OffloadStage(pool, plan.block_size, transfers, spill_codec(config, model_config, pool, plan.block_size))
+        own = pool[:, :model_config.num_layers]  # no step reads a head's layer of such blocks
+        stage = OffloadStage(own, plan.block_size, transfers, spill_codec(config, model_config, pool, plan.block_size))
     limits = step_limits(planned)
     if beside is not None:  # the first step of a draft has a few rows of each request
         limits = replace(limits, draft_tokens=1)
@@ -383,6 +407,8 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None, show:
         runner = CudaRunner(model, weights, views, plan.block_size, device, limits, transfers, decode,
                             plan.kv_cache_dtype, stage, not config.enforce_eager,
                             beside if isinstance(beside, CudaRunner) else None)
+        if planned.head is not None:
+            runner.add_head(load_head(config, plan, planned.head, model, weights, views))
         if config.graph_capture == "start":
             show(0, 0, CAPTURING)
             kept = kept_on(planned.specs, plan.device, plan.dtype, not config.fast)
@@ -397,6 +423,8 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None, show:
         return runner
     cpu = CpuRunner(model, weights, views, plan.block_size, limits, transfers, decode, plan.kv_cache_dtype, stage,
                     beside if isinstance(beside, CpuRunner) else None)
+    if planned.head is not None:
+        cpu.add_head(load_head(config, plan, planned.head, model, weights, views))
     if copies is not None:
         cpu.drafting = CpuRunner(model, SubstituteWeights(weights, copies), views, plan.block_size, draft_limits(plan),
                                  transfers, kv_dtype=plan.kv_cache_dtype, beside=cpu)
@@ -450,6 +478,8 @@ def _identity(planned: PlannedModel) -> bytes:
                                 device=plan.device, seed=config.seed)
     parts: list[Any] = [weights, plan.dtype, config.kv_cache_dtype, config.spill_dtype, plan.block_size, KV_LAYOUT,
                         slot_layout(config.spill_dtype), plan.windows, planned.in_codes]
+    if planned.head is not None:  # a layer of every block is its own
+        parts.append(planned.head.fingerprint(config, plan))
     if config.speculative_simulate is not None:  # its KV is of made-up tokens
         parts.append("simulated")
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()

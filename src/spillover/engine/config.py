@@ -113,7 +113,7 @@ class EngineConfig:
     speculative_method: str | None = _flag(None, "The same as a plain flag: ngram drafts what followed the last tokens "
                                            "before in the request; suffix also what ended requests said; substitute "
                                            "by copies in int4 of the layers that stream; draft_model asks "
-                                           "--speculative-model.", METHODS)
+                                           "--speculative-model; eagle3 takes that for an EAGLE-3 head.", METHODS)
     speculative_model: str | None = _flag(None, "Draft with this smaller model: a name from `spill pull`, a folder, a "
                                           "GGUF file, or what `spill draft train` wrote. Its weights and KV are part "
                                           "of the budget.")
@@ -252,8 +252,8 @@ class EngineConfig:
                                      "--speculative-method ngram or suffix")
             return
         if speculation.model is not None and self.load_format == "null":
-            raise SpilloverError("--load-format null has no model, and so nothing that a draft model could guess: "
-                                 "leave the draft model out")
+            raise SpilloverError("--load-format null has no model, and so nothing that a draft model or a head could "
+                                 "guess: leave it out")
         if speculation.simulated and self.load_format == "auto":
             raise SpilloverError("--speculative-simulate makes the text meaningless, so it is for random weights: give "
                                  "--load-format dummy too, or --speculative-method for a real model")

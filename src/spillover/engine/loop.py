@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 from spillover.engine.batch.step_result import PromptObserver
 from spillover.engine.requests.request import Request
 from spillover.engine.scheduler import Scheduler
-from spillover.engine.step import Step, StepResult
+from spillover.engine.step import DraftItem, Step, StepResult
 from spillover.engine.weights.placed import EngineWeights
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.errors import SpilloverError
@@ -59,6 +59,10 @@ class ModelRunner(StepRunner, Protocol):
     @property
     def drafting(self) -> StepRunner | None:
         """Return what runs a model that drafts, beside this one; None: there is none."""
+        ...
+
+    def draft(self, items: Sequence[DraftItem]) -> list[tuple[int, ...]]:
+        """Let a head draft, where there is one; returns the tokens for each item."""
         ...
 
     @property

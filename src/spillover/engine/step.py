@@ -55,6 +55,16 @@ class StepItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return self.start + self.count
 
 
+class DraftItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a head is asked for: up to `count` tokens behind the newest one of a request, at position `start`."""
+
+    id: int
+    start: int
+    count: int
+    first_block: int  # the first layer group's table from this entry on ...
+    blocks: tuple[int, ...]  # ... with room for the draft
+
+
 def scored_positions(item: StepItem, request: NewRequest) -> slice:
     """Return the prompt positions whose tokens an item with `score_prompt` scores; row p - 1 predicts position p."""
     return slice(max(item.start + 1, request.params.prompt_logprobs_start), min(item.end + 1, request.num_prompt))

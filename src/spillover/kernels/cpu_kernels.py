@@ -15,6 +15,7 @@ from spillover.kernels import native
 from spillover.kernels.activation import silu_and_mul
 from spillover.kernels.attention import POOL_KINDS, attention, native_block_stride, store_kv
 from spillover.kernels.batch import AttentionBatch, LayerShape, LayerWeights
+from spillover.kernels.features import KeptRows, keep_rows, rows_before
 from spillover.kernels.formats.base import Linear
 from spillover.kernels.linear import linear
 from spillover.kernels.norm import add_rms_norm, rms_norm
@@ -71,8 +72,24 @@ class CpuKernels:
     def attention_block_unfused(self, x: Tensor, residual: Tensor, w: LayerWeights, kv_layer: Tensor,
                                 batch: AttentionBatch, window: int | None, layer: int) -> tuple[Tensor, Tensor]:
         """Compute `attention_block` operation by operation: for any format, and for a cold prefix."""
+        x, residual = add_rms_norm(x, residual, w["input_norm"], self.shape.eps)
+        return self.attend(x, w, kv_layer, batch, window, layer), residual
+
+    def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, self.shape.eps)
+
+    def attend(self, x: Tensor, w: LayerWeights, kv_layer: Tensor, batch: AttentionBatch, window: int | None,
+               layer: int) -> Tensor:
+        q = self._stored(x, w, kv_layer, batch)
+        out = attention(q, kv_layer, batch, self.shape.scale, window, w.get("sinks"), layer)
+        return linear(out.view(len(x), -1), w["o"], w.get("o_bias"))
+
+    def store(self, x: Tensor, w: LayerWeights, kv_layer: Tensor, batch: AttentionBatch) -> None:
+        self._stored(x, w, kv_layer, batch)
+
+    def _stored(self, x: Tensor, w: LayerWeights, kv_layer: Tensor, batch: AttentionBatch) -> Tensor:
+        """Store the keys and values of x [T, any width]; returns its queries [T, heads, head_dim]."""
         rows, shape = x.shape[0], self.shape
-        x, residual = add_rms_norm(x, residual, w["input_norm"], shape.eps)
         product = linear(x, w["qkv"], w.get("qkv_bias")).view(rows, -1, shape.head_dim)
         counts = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
         q, k, v = product.split_with_sizes(counts, dim=1)  # [T, heads, head_dim]
@@ -80,14 +97,19 @@ class CpuKernels:
             q, k = rms_norm(q, w["q_norm"], shape.eps), rms_norm(k, w["k_norm"], shape.eps)
         q, k = rope(q, k, self.cos, self.sin, batch.positions)
         store_kv(k, v, kv_layer, batch)
-        out = attention(q, kv_layer, batch, shape.scale, window, w.get("sinks"), layer)
-        return linear(out.view(rows, -1), w["o"], w.get("o_bias")), residual
+        return q
 
     def mlp_block_unfused(self, x: Tensor, residual: Tensor, w: LayerWeights) -> tuple[Tensor, Tensor]:
         """Compute `mlp_block` operation by operation, for any format."""
         x, residual = add_rms_norm(x, residual, w["mlp_norm"], self.shape.eps)
         inner = silu_and_mul(linear(x, w["gate_up"], w.get("gate_up_bias")))
         return linear(inner, w["down"], w.get("down_bias")), residual
+
+    def rows_before(self, x: Tensor, kept: KeptRows, batch: AttentionBatch, slots: Tensor, follows: Tensor) -> Tensor:
+        return rows_before(x, kept, batch, slots, follows)
+
+    def keep_rows(self, x: Tensor, kept: KeptRows, batch: AttentionBatch, slots: Tensor) -> None:
+        keep_rows(x, kept, batch, slots)
 
 
 class LayerStack:
@@ -116,11 +138,11 @@ class LayerStack:
                    for matrix in (w["qkv"], w["o"], w["gate_up"], w["down"]))
 
     def run(self, x: Tensor, residual: Tensor, batches: Sequence[AttentionBatch],
-            on_layers: Callable[[], None]) -> bool:
+            on_layers: Callable[[], None], taps: Sequence[tuple[int, Tensor]] = ()) -> bool:
         """Run the layers, or return False and do nothing where the native kernels do not apply to this step.
 
         x and residual are overwritten as `mlp_block` returns them. `batches`: one a group; `on_layers` is called just
-        before the native call.
+        before the native call, which is one more for each of `taps`: a layer, and where the sum that it gets goes.
         """
         library, shape, first = native.fused(), self._shape, batches[0]
         heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
@@ -133,12 +155,18 @@ class LayerStack:
         places = torch.tensor([[batch.positions.data_ptr(), batch.rows.data_ptr(), *batch.query_arguments]
                                for batch in batches], dtype=torch.int64)
         arguments = (
-            *(self._records.data_ptr(), len(self._records), places.data_ptr(), x.data_ptr(), residual.data_ptr()),
+            *(places.data_ptr(), x.data_ptr(), residual.data_ptr()),
             *(shape.eps, self._cos.data_ptr(), self._sin.data_ptr(), stride, shape.scale, rows, hidden, self._inner),
             *(heads, kv_heads, dim, first.block_size, POOL_KINDS[first.kv_dtype], scratch.data_ptr()),
         )
         on_layers()
-        library.dense_layers(*arguments)
+        first_layer = 0
+        for layer, total in (*sorted(taps, key=lambda tap: tap[0]), (len(self._records), None)):
+            if layer > first_layer:
+                library.dense_layers(self._records[first_layer].data_ptr(), layer - first_layer, *arguments)
+                first_layer = layer
+            if total is not None:
+                torch.add(x, residual, out=total)
         return True
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from spillover.kernels.batch import AttentionBatch, LayerShape, LayerWeights
 from spillover.kernels.cpu_kernels import CpuKernels
+from spillover.kernels.features import KeptRows
 
 
 class LayerKernels(Protocol):
@@ -25,6 +26,22 @@ class LayerKernels(Protocol):
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """x and residual [T, hidden] -> (rms_norm(x + residual), x + residual)."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [T, width] -> [T, width]; x stays as it is."""
+
+    def attend(self, x: Tensor, w: LayerWeights, kv_layer: Tensor, batch: AttentionBatch, window: int | None,
+               layer: int) -> Tensor:
+        """x [T, any width], normed -> the attention's output [T, hidden]."""
+
+    def store(self, x: Tensor, w: LayerWeights, kv_layer: Tensor, batch: AttentionBatch) -> None:
+        """Store the keys and values that `attend` would, and compute nothing else."""
+
+    def rows_before(self, x: Tensor, kept: KeptRows, batch: AttentionBatch, slots: Tensor, follows: Tensor) -> Tensor:
+        """Return what each row of a step follows, as kernels.features."""
+
+    def keep_rows(self, x: Tensor, kept: KeptRows, batch: AttentionBatch, slots: Tensor) -> None:
+        """Keep the newest rows of each request, as kernels.features."""
 
 
 def kernels_on(device: torch.device, shape: LayerShape, cos: Tensor, sin: Tensor) -> LayerKernels:

@@ -64,6 +64,8 @@ class ModelConfig:
     dtype: str = "float32"  # as stored
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    # Layers of a head that drafts, whose KV lies in the model's blocks; not part of what the model is.
+    head_layers: int = field(default=0, repr=False)
 
     def __post_init__(self) -> None:
         if not self.windows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spillover.models.config import ModelConfig
 
@@ -15,13 +15,16 @@ class LayerGroup:
 
 
 def layer_groups(config: ModelConfig) -> tuple[LayerGroup, ...]:
-    """Return groups of equally many layers: full attention first, then windows from small to large."""
+    """Return groups of equally many layers: full attention first, then windows from small to large. Layers of a head
+    are numbered behind those of the model and belong to the first group, which says how many a block has room for."""
     kinds: dict[int | None, list[int]] = {}
     for layer, window in enumerate(config.windows):
         kinds.setdefault(window, []).append(layer)
     size = math.gcd(*(len(layers) for layers in kinds.values()))
-    return tuple(
+    first, *others = [
         LayerGroup(tuple(layers[start : start + size]), window)
         for window, layers in sorted(kinds.items(), key=lambda kind: kind[0] or 0)
         for start in range(0, len(layers), size)
-    )
+    ]
+    head = range(config.num_layers, config.num_layers + config.head_layers)
+    return replace(first, layers=(*first.layers, *head)), *others

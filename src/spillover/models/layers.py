@@ -34,6 +34,9 @@ class ModelStep:
     attention: tuple[AttentionBatch, ...]  # one a layer group
 
 
+Tap = tuple[int, Tensor]  # a layer, and where the hidden states [T, hidden] that it gets are written
+
+
 class KVViews:
     """Each layer's view of the pool [num_blocks, group_layers, 2, kv_heads, block_size * head_dim], made once."""
 
@@ -67,10 +70,11 @@ class Decoder:
         )
         self.kernels = kernels_on(device, self.shape, self.cos, self.sin)
 
-    def forward(self, step: ModelStep, weights: Weights, kv: KVViews) -> Tensor:
-        """Return hidden states [T, hidden] after the final norm; the step's keys and values are stored on the way."""
+    def forward(self, step: ModelStep, weights: Weights, kv: KVViews, taps: Sequence[Tap] = ()) -> Tensor:
+        """Return hidden states [T, hidden] after the final norm; the step's keys and values are stored on the way, and
+        what some layers get is written to `taps`."""
         x, residual = self._embed(step, weights)
-        x, residual = self._layers(x, residual, step, weights, kv)
+        x, residual = self._layers(x, residual, step, weights, kv, taps)
         return self._final_norm(x, residual, weights)
 
     def stack(self, weights: ResidentWeights, kv: KVViews) -> LayerStack | None:
@@ -82,26 +86,33 @@ class Decoder:
         return LayerStack(self.shape, self.cos, self.sin, layers, places, self.config.windows)
 
     def forward_stacked(self, step: ModelStep, weights: Weights, kv: KVViews, stack: LayerStack | None,
-                        on_layers: Callable[[], None]) -> Tensor:
+                        on_layers: Callable[[], None], taps: Sequence[Tap] = ()) -> Tensor:
         """Compute `forward` with all layers in one native call, where there is a stack and the step allows it.
 
         `on_layers` is called when they are about to run.
         """
         x, residual = self._embed(step, weights)
-        if stack is None or not stack.run(x, residual, step.attention, on_layers):
+        if stack is None or not stack.run(x, residual, step.attention, on_layers, taps):
             on_layers()
-            x, residual = self._layers(x, residual, step, weights, kv)
+            x, residual = self._layers(x, residual, step, weights, kv, taps)
         return self._final_norm(x, residual, weights)
+
+    def embed(self, token_ids: Tensor, weights: Weights) -> Tensor:
+        """token_ids [T] -> [T, hidden]."""
+        with weights.part("embed") as w:
+            return embedding(token_ids, w["embedding"], self.dtype)
 
     def _embed(self, step: ModelStep, weights: Weights) -> tuple[Tensor, Tensor]:
         """Return what the half layer before the first adds to the residual, nothing, and the residual."""
-        with weights.part("embed") as w:
-            residual = embedding(step.token_ids, w["embedding"], self.dtype)
+        residual = self.embed(step.token_ids, weights)
         return torch.zeros_like(residual), residual
 
-    def _layers(self, x: Tensor, residual: Tensor, step: ModelStep, weights: Weights,
-                kv: KVViews) -> tuple[Tensor, Tensor]:
+    def _layers(self, x: Tensor, residual: Tensor, step: ModelStep, weights: Weights, kv: KVViews,
+                taps: Sequence[Tap]) -> tuple[Tensor, Tensor]:
         for layer, part in enumerate(self._parts):
+            for tapped, total in taps:
+                if tapped == layer:
+                    torch.add(x, residual, out=total)
             kv_layer, group = kv.layer(layer)
             batch, window = step.attention[group], self.config.windows[layer]
             with weights.part(part) as w:

@@ -1,4 +1,4 @@
-"""How a draft model shares the device with the model that verifies: KV of as many tokens for both."""
+"""How a draft model, with KV of as many tokens, or a head shares the device with the model that verifies."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from spillover.errors import PlanError
+from spillover.kernels.fields import ITEMSIZE
 from spillover.models.config import ModelConfig
 from spillover.models.groups import layer_groups
-from spillover.models.weight_specs import WeightSpecs
+from spillover.models.weight_specs import WeightSpecs, kept_on, part_nbytes
 from spillover.plan.fit import MIN_MODEL_LEN
 from spillover.plan.hardware import Machine
-from spillover.plan.planner import Plan, make_plan
+from spillover.plan.planner import HeadPlan, Plan, make_plan
 from spillover.plan.request import PlanRequest
+from spillover.plan.workspace import workspace
 from spillover.units import format_bytes
 
 CATCH_UP_ROWS = 256  # of KV that the draft model lacks, computed at a time
@@ -66,6 +68,47 @@ def plan_beside(request: PlanRequest, machine: Machine, plan_model: Callable[[Pl
     except PlanError as error:
         raise PlanError(f"beside the draft model {draft.name}, which takes {format_bytes(taken)}: {error}") from None
     return replace(plan, draft=planned, budget_bytes=request.gpu_memory, available_bytes=alone.available_bytes)
+
+
+@dataclass(frozen=True)
+class HeadSpecs:
+    """A head that has been looked at."""
+
+    name: str
+    config: ModelConfig  # of its layer, with the tokens that it drafts
+    taps: int  # hidden states of the model that a row of it reads
+    draft_tokens: int
+    specs: WeightSpecs
+    more_bytes: int  # besides those, which tokens it drafts
+
+
+def plan_with_head(request: PlanRequest, machine: Machine, plan_model: Callable[[PlanRequest, Machine], Plan],
+                   head: HeadSpecs) -> Plan:
+    """Return the plan of a model whose blocks have a layer for a head, with the head itself, within one budget."""
+    alone = plan_model(request, machine)
+    weights = sum(part_nbytes(listed, alone.dtype) for listed in kept_on(head.specs, alone.device,
+                                                                         alone.dtype).values())
+    planned = HeadPlan(head.name, weights + head.more_bytes, _head_workspace(head, alone))
+    taken = planned.weight_bytes + planned.workspace_bytes
+    try:
+        plan = plan_model(
+            replace(request, gpu_memory=None if request.gpu_memory is None else request.gpu_memory - taken,
+                    max_num_seqs=alone.max_num_seqs, max_num_batched_tokens=alone.max_num_batched_tokens),
+            _without(machine, alone.device, taken))
+    except PlanError as error:
+        raise PlanError(f"beside the head {head.name}, which takes {format_bytes(taken)}: {error}") from None
+    return replace(plan, head=planned, budget_bytes=request.gpu_memory, available_bytes=alone.available_bytes)
+
+
+def _head_workspace(head: HeadSpecs, plan: Plan) -> int:
+    """Return what a head takes in the largest step, in passes that draft, and for hidden states between steps."""
+    config, rows, size = head.config, plan.max_num_seqs, ITEMSIZE[plan.dtype]
+    passes = workspace(config, plan.dtype, plan.device, True, rows, rows, plan.max_model_len)
+    hidden, heads = config.hidden_size, config.num_heads + 2 * config.num_kv_heads
+    # Hidden states, fused ones, those before, embedded tokens, both normed and beside each other, and the product.
+    row = ((head.taps + 7) * hidden + heads * config.head_dim) * size
+    kept = (rows + 1) * (head.draft_tokens + 1) * hidden * size
+    return passes.total + (plan.max_num_batched_tokens + plan.captured_rows) * row + kept
 
 
 def _token_bytes(plan: Plan) -> int:

@@ -56,6 +56,15 @@ class Costs:
 
 
 @dataclass(frozen=True)
+class HeadPlan:
+    """What a head that drafts takes of the device, besides its layer of the KV blocks."""
+
+    name: str
+    weight_bytes: int
+    workspace_bytes: int
+
+
+@dataclass(frozen=True)
 class Plan:
     model: str
     device: str  # "cpu" | "cuda"
@@ -87,14 +96,16 @@ class Plan:
     captured_rows: int = 0  # rows of the largest prefill step captured as a CUDA graph
     draft: Plan | None = None  # of the draft model, which is part of the same budget
     substitutes: SubstitutePlan | None = None  # copies of layers, which draft
+    head: HeadPlan | None = None  # of the same budget, which drafts from hidden states
     notes: tuple[str, ...] = ()  # flags that were given and change nothing under this plan, a sentence each
 
     @property
     def device_weight_bytes(self) -> int:
-        """Return the bytes of weights on the device, copies of those kept elsewhere included."""
+        """Return the bytes of weights on the device, copies of those kept elsewhere and a head's included."""
+        head = 0 if self.head is None else self.head.weight_bytes
         if self.placement is not None:
-            return self.placement.device_bytes
-        return self.weight_bytes + (0 if self.substitutes is None else self.substitutes.nbytes)
+            return self.placement.device_bytes + head
+        return self.weight_bytes + (0 if self.substitutes is None else self.substitutes.nbytes) + head
 
     @property
     def host_weight_bytes(self) -> int:
@@ -104,6 +115,7 @@ class Plan:
     def device_bytes(self) -> int:
         """Return what a --gpu-memory budget is held against."""
         own = self.device_weight_bytes + self.kv_bytes + self.workspace_bytes
+        own += 0 if self.head is None else self.head.workspace_bytes
         return own + (0 if self.draft is None else self.draft.device_bytes)
 
     @property

@@ -91,7 +91,9 @@ def _memory_table(plan: Plan) -> Table:
         table.add_row(name, format_bytes(count), f"{100 * count / plan.total_bytes:.1f}%", detail, style=style)
 
     away = plan.host_weight_bytes + (0 if plan.placement is None else plan.placement.disk_bytes)
-    row("Weights", plan.device_weight_bytes, f"of {format_bytes(plan.weight_bytes)}; see below" if away else
+    head = plan.head
+    own = plan.device_weight_bytes - (0 if head is None else head.weight_bytes)
+    row("Weights", own, f"of {format_bytes(plan.weight_bytes)}; see below" if away else
         _listed(plan.weights))
     blocks = f"{plan.num_blocks:,} blocks of {plan.block_size} tokens, {format_bytes(plan.block_bytes)} each, 1 dummy"
     if plan.kv_cache_dtype != "auto":
@@ -100,6 +102,10 @@ def _memory_table(plan: Plan) -> Table:
     row("Workspace", plan.workspace_bytes, _listed(tuple(asdict(plan.workspace).items())))
     if plan.draft is not None:
         row("Draft model", plan.draft.device_bytes, _draft_detail(plan.draft))
+    if head is not None:
+        row("Head that drafts", head.weight_bytes + head.workspace_bytes, f"{escape(head.name)}: weights "
+            f"{format_bytes(head.weight_bytes)}, workspace {format_bytes(head.workspace_bytes)}; its KV is a layer of "
+            "the blocks")
     given = "" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)} (--gpu-memory)"
     row("Device tier", plan.device_bytes, given, "bold")
     if plan.device == "cpu":

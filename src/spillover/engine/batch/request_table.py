@@ -6,6 +6,7 @@ Steps say which requests are new and which have ended, and which entries of the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import torch
 
 from spillover.engine.batch.sampler import seed_stream, temperature_only
 from spillover.engine.requests.token_ids import TokenIds
-from spillover.engine.step import NewRequest, Step, StepResult
+from spillover.engine.step import DraftItem, NewRequest, Step, StepResult
 from spillover.plan.workspace import max_samples
 
 
@@ -70,6 +71,9 @@ class RequestTable:
         self.plain = np.zeros(count, dtype=bool)  # sampled by temperature alone
         self.temperature = np.zeros(count, dtype=np.float32)  # 0: greedy
         self.stream = np.zeros(count, dtype=np.uint64)  # where the request's random numbers begin
+        self.tracks_rows = False  # for a head that drafts: rows [first, end) of each request's last step
+        self.first_row = np.zeros(count, dtype=np.int64)
+        self.end_row = np.zeros(count, dtype=np.int64)
         self._rows: dict[int, Row] = {}
         self._free = list(range(count - 1, -1, -1))
         self._group_stride = (count + 1) * width
@@ -107,6 +111,32 @@ class RequestTable:
             self.draw[slots] = -1
         self.draw[drawn] = np.arange(len(drawn), dtype=np.int32)
 
+    def follows(self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return whether the position before each was computed in the last step of its request, as far as is noted."""
+        return (self.first_row[slots] < positions) & (positions <= self.end_row[slots])
+
+    def set_rows(self, slots: npt.NDArray[np.int64], starts: npt.NDArray[np.int64],
+                 counts: npt.NDArray[np.int64]) -> None:
+        """Note which rows of its requests a step computes, if anybody asks for that."""
+        if not self.tracks_rows:
+            return
+        self.first_row[slots] = starts
+        self.end_row[slots] = starts + counts
+
+    def begin_drafts(self, items: Sequence[DraftItem]) -> tuple[list[int], npt.NDArray[np.int64], BlockUpdates]:
+        """Return the items that can be drafted for, those whose last step computed the position before, with their
+        slots and the entries to write."""
+        rows = [self._rows.get(item.id) for item in items]
+        found = [index for index, (item, row) in enumerate(zip(items, rows, strict=True))
+                 if row is not None and self.first_row[row.slot] < item.start <= self.end_row[row.slot]]
+        slots = np.array([row.slot for index in found if (row := rows[index]) is not None], dtype=np.int64)
+        counts = [len(items[index].blocks) for index in found]
+        blocks = np.array([block for index in found for block in items[index].blocks], dtype=np.int32)
+        firsts = slots * self._width + np.array([items[index].first_block for index in found], dtype=np.int64)
+        ends = np.cumsum(counts, dtype=np.int64)
+        places = np.arange(len(blocks)) + np.repeat(firsts - ends + counts, counts)
+        return found, slots, BlockUpdates(places, blocks)
+
     def end(self, step: Step, result: StepResult) -> None:
         """Take in the tokens that a step sampled."""
         for item, tokens in zip(step.items, result.token_ids, strict=True):
@@ -121,6 +151,7 @@ class RequestTable:
         self.num_prompt[slot] = request.num_prompt
         self.num_known[slot] = len(request.token_ids)
         self.draw[slot] = -1
+        self.first_row[slot] = self.end_row[slot] = 0
         self.plain[slot] = temperature_only(params) and not request.masked
         self.temperature[slot] = 0.0 if params.greedy else params.temperature
         self.stream[slot] = seed_stream(request.seed)

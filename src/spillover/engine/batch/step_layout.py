@@ -77,6 +77,7 @@ class StepArrays:
     query_start: npt.NDArray[np.int32]  # [B + 1], the first row of each request
     seq_lens: npt.NDArray[np.int32]  # [B], tokens in the cache after the step
     slots: npt.NDArray[np.int32]  # [B], rows of the block tables
+    follows: npt.NDArray[np.int32]  # [B], 1: the row before its first was computed in the request's last step
     sample_rows: npt.NDArray[np.int64]  # [R]
     temperature: npt.NDArray[np.float32]  # [R]
     uniform: npt.NDArray[np.float64]  # [R], random numbers in [0, 1)
@@ -93,7 +94,7 @@ class StepArrays:
         return StepArrays(
             token_ids=np.empty(count, np.int64), sources=np.empty(count, np.int32), positions=np.empty(count, np.int64),
             row_of=constant.row_of, query_start=constant.query_start, seq_lens=np.empty(count, np.int32),
-            slots=np.empty(count, np.int32), sample_rows=constant.sample_rows,
+            slots=np.empty(count, np.int32), follows=np.empty(count, np.int32), sample_rows=constant.sample_rows,
             temperature=np.empty(count, np.float32), uniform=np.empty(count, np.float64))
 
 
@@ -102,7 +103,7 @@ ARRAYS: dict[str, tuple[Any, str]] = {
     "token_ids": (np.int64, "T"), "positions": (np.int64, "T"), "uniform": (np.float64, "R"),
     "sample_rows": (np.int64, "R"), "sources": (np.int32, "T"), "row_of": (np.int32, "T"),
     "query_start": (np.int32, "B+1"), "seq_lens": (np.int32, "B"), "slots": (np.int32, "B"),
-    "temperature": (np.float32, "R"),
+    "follows": (np.int32, "B"), "temperature": (np.float32, "R"),
 }
 
 
@@ -135,6 +136,8 @@ def write_step(into: StepArrays, items: ItemArrays, table: RequestTable, piece: 
     into.seq_lens[:] = starts + counts
     into.slots[:n] = items.slots
     into.slots[n:] = table.padding
+    into.follows[:n] = table.follows(items.slots, items.starts)
+    into.follows[n:] = 0
     into.token_ids[rows:] = 0
     into.sources[rows:] = -1
     _write_tokens(into, items, table)
@@ -153,6 +156,8 @@ def write_decodes(into: StepArrays, items: ItemArrays, table: RequestTable) -> N
     into.positions[:n] = items.starts
     into.seq_lens[:n] = ends
     into.slots[:n] = slots
+    if table.tracks_rows:
+        into.follows[:n] = table.follows(slots, items.starts)
     _write_tokens(into, items, table)
     _write_sampling(into, slots, ends - table.num_prompt[slots], table)
 
@@ -162,6 +167,7 @@ def write_padding(into: StepArrays, rows: slice, table: RequestTable) -> None:
     into.positions[rows] = 0
     into.seq_lens[rows] = 1
     into.slots[rows] = table.padding
+    into.follows[rows] = 0
     into.temperature[rows] = 0
     into.token_ids[rows] = 0
     into.sources[rows] = -1

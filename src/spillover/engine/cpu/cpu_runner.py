@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from spillover.engine.batch.draft_head import DraftHead
 from spillover.engine.batch.offloaded_prefix import OffloadStage
 from spillover.engine.batch.request_table import StepLimits
 from spillover.engine.batch.sampler import SampledLogprobs, SamplingBatch, sample
@@ -30,7 +31,7 @@ from spillover.engine.batch.step_result import (
     score,
     to_result,
 )
-from spillover.engine.step import Step, StepResult
+from spillover.engine.step import DraftItem, Step, StepResult
 from spillover.engine.weights.placed import EngineWeights, FixedWeights
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.kernels import native
@@ -95,6 +96,7 @@ class CpuRunner:
         self.observe: PromptObserver | None = None
         self.transfers = transfers
         self.drafting: CpuRunner | None = None  # runs a model that drafts
+        self.head: DraftHead | None = None  # drafts from this model's hidden states
         self.table = limits.request_table(len(model.groups), block_size, torch.device("cpu"))
         self._block_tables: npt.NDArray[np.int32] = self.table.block_tables.numpy()  # [groups, slots, width]
         self._block_size = block_size
@@ -114,6 +116,24 @@ class CpuRunner:
         self._num_launched += 1
         return LaunchedStep(step, work, outcome, self)
 
+    def add_head(self, head: DraftHead) -> None:
+        self.head = head
+        self.table.tracks_rows = True
+
+    def draft(self, items: Sequence[DraftItem]) -> list[tuple[int, ...]]:
+        """Let the head draft, one pass for each token of the longest draft."""
+        found, slots, updates = self.table.begin_drafts(items)
+        if not found:
+            return [()] * len(items)
+        self._block_tables[0].reshape(-1)[updates.places] = updates.blocks
+        asked = [items[index] for index in found]
+        tokens = [self.table[item.id].token_ids[item.start] for item in asked]
+        drafts: list[tuple[int, ...]] = [()] * len(items)
+        drafted = self._stream.submit(self._draft, asked, slots, tokens, self._block_tables[0, slots]).result()
+        for index, draft in zip(found, drafted, strict=True):
+            drafts[index] = draft
+        return drafts
+
     def in_order(self, change: Callable[[], Changed]) -> Changed:
         """Make a change to the device's memory after all steps that were launched, and before those to come."""
         return self._stream.submit(change).result()
@@ -126,7 +146,8 @@ class CpuRunner:
 
     @property
     def weight_bytes(self) -> int:
-        return self.weights.nbytes + (self.drafting.weights.nbytes if self.drafting is not None else 0)
+        drafting = sum(each.weights.nbytes for each in (self.drafting, self.head) if each is not None)
+        return self.weights.nbytes + drafting
 
     def weight_traffic(self) -> WeightTraffic:
         return self.weights.traffic()
@@ -152,6 +173,7 @@ class CpuRunner:
             write_step(arrays, items, self.table)
         drawn = slots if decodes else np.repeat(slots, items.samples)
         self.table.set_draws(slots, drawn)
+        self.table.set_rows(slots, items.starts, items.counts)
         tensor = torch.from_numpy
         query_start, seq_lens = tensor(arrays.query_start), tensor(arrays.seq_lens)
         positions, rows = tensor(arrays.positions), tensor(arrays.row_of)
@@ -215,7 +237,7 @@ class CpuRunner:
         pending = (arrays.sources >= 0).nonzero()[0]
         if len(pending):
             arrays.token_ids[pending] = self._drawn[arrays.sources[pending]]
-        hidden = self.model.forward_stacked(work.step, self.weights, self.kv, self._stack, self._tell)  # [T, H]
+        hidden = self._forward(work)  # [T, H]
         drawn, logprobs = NOTHING, None
         if work.sampling is not None:
             every = len(arrays.sample_rows) == len(hidden)
@@ -227,3 +249,42 @@ class CpuRunner:
             logprobs = sampled.logprobs
         prompt = tuple(score(self.model, self.weights, hidden, rows, self.observe) for rows in work.prompt_rows)
         return _Outcome(drawn, logprobs, prompt)
+
+    def _forward(self, work: _Work) -> torch.Tensor:
+        head, step = self.head, work.step
+        if head is None:
+            return self.model.forward_stacked(step, self.weights, self.kv, self._stack, self._tell)
+        features, taps = head.taps(len(step.token_ids))
+        hidden = self.model.forward_stacked(step, self.weights, self.kv, self._stack, self._tell, taps)
+        head.observe(step.token_ids, features, step.attention[0], torch.from_numpy(work.arrays.slots),
+                     torch.from_numpy(work.arrays.follows))
+        return hidden
+
+    @torch.inference_mode()
+    def _draft(self, items: Sequence[DraftItem], slots: npt.NDArray[np.int64], tokens: Sequence[int],
+               block_table: npt.NDArray[np.int32]) -> list[tuple[int, ...]]:
+        """Run the head's passes, each over the requests whose draft is not complete. `tokens`: the newest of each."""
+        head = self.head
+        assert head is not None
+        order = sorted(range(len(items)), key=lambda index: -items[index].count)  # who is complete leaves from the end
+        starts = np.array([items[index].start for index in order], dtype=np.int64)
+        table = block_table[order]
+        ids = torch.tensor([tokens[index] for index in order])
+        before = head.first(torch.tensor([head.kept.place(int(slots[index]), items[index].start - 1)
+                                          for index in order]))
+        drafts: list[list[int]] = [[] for _ in items]
+        for done in range(items[order[0]].count):
+            going = sum(items[index].count > done for index in order)
+            positions = starts[:going] + done
+            numbers = torch.arange(going + 1, dtype=torch.int32)
+            longest = int(positions.max()) + 1
+            batch = AttentionBatch(
+                query_start=numbers, seq_lens=torch.from_numpy((positions + 1).astype(np.int32)),
+                block_table=torch.from_numpy(np.ascontiguousarray(table[:going, :-(-longest // self._block_size)])),
+                positions=torch.from_numpy(positions), rows=numbers[:going], block_size=self._block_size, max_query=1,
+                max_seq=longest, kv_dtype=self._kv_dtype)
+            logits, before = head.draft(ids[:going], before[:going], batch)
+            ids = head.tokens(logits.argmax(-1))
+            for index, token in zip(order, ids.tolist(), strict=False):
+                drafts[index].append(token)
+        return [tuple(draft) for draft in drafts]

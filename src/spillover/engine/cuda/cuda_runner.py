@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from spillover.engine.batch.draft_head import DraftHead
 from spillover.engine.batch.offloaded_prefix import OffloadStage
 from spillover.engine.batch.request_table import BlockUpdates, StepLimits
 from spillover.engine.batch.sampler import SampledLogprobs, SamplingBatch, sample
@@ -32,10 +33,11 @@ from spillover.engine.batch.step_result import (
     to_result,
 )
 from spillover.engine.cuda.decode_inputs import UPDATE_BYTES, DecodeInputs
+from spillover.engine.cuda.draft_passes import DraftPasses
 from spillover.engine.cuda.graphs import Graphs, GraphStats, Key
 from spillover.engine.cuda.sleeping_kv import SleepingKV
 from spillover.engine.cuda.step_inputs import HEADER, InputOffsets, StepInputs, StepShape
-from spillover.engine.step import Step, StepItem, StepResult
+from spillover.engine.step import DraftItem, Step, StepItem, StepResult
 from spillover.engine.weights.placed import EngineWeights
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.kernels.batch import AttentionBatch, DecodeScratch, DeviceWork
@@ -108,6 +110,8 @@ class CudaRunner:
         self.transfers = transfers
         self.table = limits.request_table(groups, block_size, device)
         self.drafting: CudaRunner | None = None  # runs a model that drafts, and sleeps when this one does
+        self.head: DraftHead | None = None  # drafts from this model's hidden states
+        self._passes: DraftPasses | None = None  # of the head
         self._asleep: SleepingKV | None = None
         self._block_size = block_size
         self._device = device
@@ -153,6 +157,31 @@ class CudaRunner:
         with torch.inference_mode(), torch.cuda.stream(self._queue):
             return self._launch(step)
 
+    def add_head(self, head: DraftHead) -> None:
+        self.head = head
+        self.table.tracks_rows = True
+        self._passes = DraftPasses(head, self.table, self._limits, self._block_size, self._kv_dtype, self._device)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # it is made on the default stream
+
+    def draft(self, items: Sequence[DraftItem]) -> list[tuple[int, ...]]:
+        """Let the head draft, one pass for each token of the longest draft."""
+        found, slots, updates = self.table.begin_drafts(items)
+        drafts: list[tuple[int, ...]] = [()] * len(items)
+        if not found or self._passes is None:
+            return drafts
+        asked = [items[index] for index in found]
+        starts, counts = np.array([(item.start, item.count) for item in asked], dtype=np.int64).T
+        tokens = [self.table[item.id].token_ids[item.start] for item in asked]
+        with torch.inference_mode(), torch.cuda.stream(self._queue):
+            if len(updates.blocks):
+                sent = to_device(torch.from_numpy(_updates(updates)), self._device)
+                update_tables(self.table.block_tables, sent, len(updates.blocks))
+            drafted = self._passes.run(slots, starts, counts, tokens, self._graphs)
+        for index, draft in zip(found, drafted, strict=True):
+            drafts[index] = draft
+        return drafts
+
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Capture the graphs of plain steps now, on padding alone; the largest first, whose memory all share."""
         if self._graphs is None:
@@ -175,6 +204,8 @@ class CudaRunner:
                 offsets, end = self._write(nothing, shape)
                 self._inputs.send(self._inputs.pinned, end)
                 self._graphs.run(key, partial(self._captured, offsets, key), at_once=True)
+            if self._passes is not None:
+                self._passes.capture(self._graphs)
 
     @property
     def graph_stats(self) -> GraphStats | None:
@@ -199,20 +230,24 @@ class CudaRunner:
         self.weights.move(self.transfers.to_host, asleep=True)
         if self.drafting is not None:
             self.drafting.forget_graphs()
-            self.drafting.weights.move(self.transfers.to_host, asleep=True)
+        for each in (self.drafting, self.head):
+            if each is not None:
+                each.weights.move(self.transfers.to_host, asleep=True)
         torch.cuda.empty_cache()
 
     def wake_up(self) -> None:
         if self._asleep is not None and isinstance(self.transfers, CudaTransfers):
             self.weights.move(self.transfers.to_device, asleep=False)
-            if self.drafting is not None:
-                self.drafting.weights.move(self.transfers.to_device, asleep=False)
+            for each in (self.drafting, self.head):
+                if each is not None:
+                    each.weights.move(self.transfers.to_device, asleep=False)
             self._asleep.wake_up()
             self._asleep = None
 
     @property
     def weight_bytes(self) -> int:
-        return self.weights.nbytes + (self.drafting.weights.nbytes if self.drafting is not None else 0)
+        drafting = sum(each.weights.nbytes for each in (self.drafting, self.head) if each is not None)
+        return self.weights.nbytes + drafting
 
     def weight_traffic(self) -> WeightTraffic:
         return self.weights.traffic()
@@ -270,7 +305,14 @@ class CudaRunner:
         model_step = self._model_step(offsets, token_ids)
         if item is not None and item.host_blocks:
             model_step = self._cold_step(model_step, item)
-        return self.model.forward(model_step, self.weights, self.kv)
+        head = self.head
+        if head is None:
+            return self.model.forward(model_step, self.weights, self.kv)
+        features, taps = head.taps(len(token_ids))
+        hidden = self.model.forward(model_step, self.weights, self.kv, taps)
+        head.observe(token_ids, features, model_step.attention[0], self._inputs.array(offsets, "slots"),
+                     self._inputs.array(offsets, "follows"))
+        return hidden
 
     def _model_step(self, offsets: InputOffsets, token_ids: Tensor) -> ModelStep:
         inputs, shape = self._inputs, offsets.shape
@@ -337,6 +379,7 @@ class CudaRunner:
                 self._inputs.pinned.array(self._inputs.buffer, place, len(few))[:] = few
             self._inputs.send(self._inputs.pinned, end)
         table.set_draws(slots, drawn)
+        table.set_rows(slots, items.starts, items.counts)
         if place is not None:
             sent = self._inputs.view(place, i32, 2 + 2 * len(updates.blocks))
             update_tables(table.block_tables, sent, len(updates.blocks))

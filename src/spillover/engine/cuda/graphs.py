@@ -29,6 +29,7 @@ class Key(NamedTuple):
     draws: bool  # sampling is part of the captured graph
     prompts: bool = False  # it has prefill
     graph_version: int = 0  # of where weights lie that move; graphs of earlier versions are dropped
+    drafts: bool = False  # a pass of a head, and no step
 
 
 def prompt_ladder(most: int, drafts: bool = False) -> list[int]:
@@ -123,8 +124,8 @@ class Graphs:
         grown = torch.cuda.memory_reserved(self._device) - before
         self.stats = GraphStats(self.stats.graphs + 1, self.stats.seconds + time.perf_counter() - start,
                                 self.stats.nbytes + grown)
-        log.info("captured a CUDA graph of the %s step of %d rows; %s", "prompt" if key.prompts else "decode",
-                 key.rows, self.stats)
+        kind = "draft" if key.drafts else "prompt" if key.prompts else "decode"
+        log.info("captured a CUDA graph of the %s step of %d rows; %s", kind, key.rows, self.stats)
         return _Captured(graph, None if key.draws else hidden)
 
 

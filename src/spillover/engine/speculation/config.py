@@ -10,15 +10,17 @@ from typing import Any
 
 from spillover.errors import SpilloverError, did_you_mean
 
-METHODS = ("ngram", "suffix", "substitute", "draft_model")
-MODEL_METHODS = ("substitute", "draft_model")  # a model drafts, so that drafts are real where acceptance is simulated
-DEFAULT_TOKENS = {"ngram": 8, "suffix": 16, "substitute": 20, "draft_model": 4}
+METHODS = ("ngram", "suffix", "substitute", "draft_model", "eagle3")
+WITH_MODEL = ("draft_model", "eagle3")  # methods that read a checkpoint of their own
+# A model drafts, so that drafts are real where acceptance is simulated.
+MODEL_METHODS = ("substitute", "draft_model", "eagle3")
+DEFAULT_TOKENS = {"ngram": 8, "suffix": 16, "substitute": 20, "draft_model": 4, "eagle3": 4}
 SUBSTITUTE_DTYPES = ("int4", "int8")
 MOST_TOKENS = 64  # of one draft
 LONGEST_MATCH = 64  # of n-gram look-up
 KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "adaptive",
         "substitute_dtype")
-_OTHER_DRAFTERS = ("eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "dflash")
+_OTHER_DRAFTERS = ("eagle", "medusa", "mlp_speculator", "mtp", "dflash")
 
 
 @dataclass(frozen=True)
@@ -30,19 +32,20 @@ class SpeculativeConfig:
     adaptive: bool = True  # False: always as many as there are, whatever they cost
     simulated: tuple[float, ...] = ()  # share of drafts whose token at each position counts as accepted
     substitute_dtype: str = "int4"  # substitute: what the copies of layers are rounded to
-    model: str | None = None  # draft_model: a path or a name
+    model: str | None = None  # draft_model, eagle3: a path or a name
 
     def __post_init__(self) -> None:
         if self.method not in METHODS and not self.simulated:
             if self.method in _OTHER_DRAFTERS:
-                raise SpilloverError(f"the speculative method {self.method!r} needs a drafter that reads the model's "
-                                     f"hidden states, which is not supported; use one of {', '.join(METHODS)}")
+                raise SpilloverError(f"the speculative method {self.method!r} needs a drafter of a kind that is not "
+                                     f"supported; use one of {', '.join(METHODS)}")
             raise SpilloverError(f"there is no speculative method {self.method!r}; use one of {', '.join(METHODS)}"
                                  + did_you_mean(self.method, METHODS))
-        if self.method == "draft_model" and not self.model:
-            raise SpilloverError("the speculative method draft_model needs a model that drafts: give "
+        if self.method in WITH_MODEL and not self.model:
+            what = "a model that drafts" if self.method == "draft_model" else "the folder of a head"
+            raise SpilloverError(f"the speculative method {self.method} needs {what}: give "
                                  "--speculative-model, or model in --speculative-config")
-        if self.method != "draft_model" and self.model:
+        if self.method not in WITH_MODEL and self.model:
             raise SpilloverError(f"the speculative method {self.method} needs no model: leave {self.model!r} out, or "
                                  "give the method draft_model")
         if not 1 <= self.num_tokens <= MOST_TOKENS:

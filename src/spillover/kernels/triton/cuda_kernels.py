@@ -6,10 +6,12 @@ from torch import Tensor
 
 from spillover.kernels.attention import cold_attention_reference
 from spillover.kernels.batch import AttentionBatch, LayerShape, LayerWeights
+from spillover.kernels.features import KeptRows
 from spillover.kernels.linear import linear
 from spillover.kernels.triton.attention import decode_few
 from spillover.kernels.triton.attention.attention import attention
-from spillover.kernels.triton.norm import add_rms_norm
+from spillover.kernels.triton.features import keep_rows, rows_before
+from spillover.kernels.triton.norm import add_rms_norm, rms_norm
 from spillover.kernels.triton.rope_store import norm_rope_store
 
 
@@ -19,24 +21,42 @@ class CudaKernels:
 
     def attention_block(self, x: Tensor, residual: Tensor, w: LayerWeights, kv_layer: Tensor, batch: AttentionBatch,
                         window: int | None, layer: int) -> tuple[Tensor, Tensor]:
-        rows, shape = x.shape[0], self.shape
-        qkv, residual = w["qkv"].format.add_norm_linear(x, residual, w["input_norm"], shape.eps, w["qkv"],
+        qkv, residual = w["qkv"].format.add_norm_linear(x, residual, w["input_norm"], self.shape.eps, w["qkv"],
                                                         w.get("qkv_bias"))
-        qkv, sinks = qkv.view(rows, -1, shape.head_dim), w.get("sinks")
+        return self._attend(qkv, w, kv_layer, batch, window, layer), residual
+
+    def attend(self, x: Tensor, w: LayerWeights, kv_layer: Tensor, batch: AttentionBatch, window: int | None,
+               layer: int) -> Tensor:
+        return self._attend(linear(x, w["qkv"], w.get("qkv_bias")), w, kv_layer, batch, window, layer)
+
+    def store(self, x: Tensor, w: LayerWeights, kv_layer: Tensor, batch: AttentionBatch) -> None:
+        self._store(linear(x, w["qkv"], w.get("qkv_bias")).view(len(x), -1, self.shape.head_dim), w, kv_layer, batch)
+
+    def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, self.shape.eps)
+
+    def _attend(self, product: Tensor, w: LayerWeights, kv_layer: Tensor, batch: AttentionBatch, window: int | None,
+                layer: int) -> Tensor:
+        rows, shape = len(product), self.shape
+        qkv, sinks = product.view(rows, -1, shape.head_dim), w.get("sinks")
         if decode_few.serves(qkv, batch, shape.num_kv_heads):
             out = decode_few.decode_few(qkv, w.get("q_norm"), w.get("k_norm"), shape.eps, self.cos, self.sin, kv_layer,
                                         batch, shape.num_heads, shape.scale, window, sinks)
-            return linear(out.view(rows, -1), w["o"], w.get("o_bias")), residual
-        work = batch.work
-        norm_rope_store(qkv, w.get("q_norm"), w.get("k_norm"), shape.eps, self.cos, self.sin, batch.positions,
-                        batch.rows, None if work is None else work.slots, batch.block_table, kv_layer,
-                        batch.block_size, shape.num_heads, batch.kv_dtype, work is None or work.tiles is not None)
+            return linear(out.view(rows, -1), w["o"], w.get("o_bias"))
+        self._store(qkv, w, kv_layer, batch)
         q = qkv[:, : shape.num_heads]
         if batch.cold is None:
             out = attention(q, kv_layer, batch, shape.scale, window, sinks)
         else:  # segment by segment, as the prefix passes through its stage
             out = cold_attention_reference(q, kv_layer, batch, batch.cold, layer, shape.scale, sinks)
-        return linear(out.view(rows, -1), w["o"], w.get("o_bias")), residual
+        return linear(out.view(rows, -1), w["o"], w.get("o_bias"))
+
+    def _store(self, qkv: Tensor, w: LayerWeights, kv_layer: Tensor, batch: AttentionBatch) -> None:
+        """Turn the queries of qkv [T, heads, head_dim] in place, and store its keys and values."""
+        work, shape = batch.work, self.shape
+        norm_rope_store(qkv, w.get("q_norm"), w.get("k_norm"), shape.eps, self.cos, self.sin, batch.positions,
+                        batch.rows, None if work is None else work.slots, batch.block_table, kv_layer,
+                        batch.block_size, shape.num_heads, batch.kv_dtype, work is None or work.tiles is not None)
 
     def mlp_block(self, x: Tensor, residual: Tensor, w: LayerWeights) -> tuple[Tensor, Tensor]:
         gate_up = w["gate_up"]
@@ -46,3 +66,9 @@ class CudaKernels:
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return add_rms_norm(x, residual, weight, self.shape.eps)
+
+    def rows_before(self, x: Tensor, kept: KeptRows, batch: AttentionBatch, slots: Tensor, follows: Tensor) -> Tensor:
+        return rows_before(x, kept, batch, slots, follows)
+
+    def keep_rows(self, x: Tensor, kept: KeptRows, batch: AttentionBatch, slots: Tensor) -> None:
+        keep_rows(x, kept, batch, slots)

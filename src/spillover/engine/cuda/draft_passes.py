@@ -1,0 +1,146 @@
+"""Passes of a head on a CUDA device: a row of every request each, launched one after another without waiting.
+
+The tokens of a pass and what they follow stay on the device, where the next pass reads them; while one runs the host
+writes where the next one's rows lie. A pass is one CUDA graph, the same for every pass of as many requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from spillover.engine.batch.draft_head import DraftHead
+from spillover.engine.batch.request_table import RequestTable, StepLimits
+from spillover.engine.batch.step_layout import StepArrays
+from spillover.engine.batch.step_result import to_device
+from spillover.engine.cuda.graphs import Graphs, Key, ladder
+from spillover.engine.cuda.step_inputs import HEADER, InputOffsets, PinnedPair, StepInputs, StepShape
+from spillover.kernels.batch import AttentionBatch, DecodeScratch, DeviceWork
+from spillover.kernels.triton.attention import ordered_splits
+from spillover.kernels.triton.draw import draw
+
+i32, i64 = torch.int32, torch.int64
+
+
+class DraftPasses:
+    def __init__(self, head: DraftHead, table: RequestTable, limits: StepLimits, block_size: int, kv_dtype: str,
+                 device: torch.device) -> None:
+        layer, most = head.head.config.layer, limits.max_num_seqs
+        self._head = head
+        self._table = table
+        self._block_size = block_size
+        self._kv_dtype = kv_dtype
+        self._kv_heads = layer.num_kv_heads
+        self._longest = limits.max_model_len
+        self._device = device
+        self._sizes = ladder(most)
+        self._places: dict[int, _Places] = {}  # by rows
+        self._inputs = StepInputs(self._offsets(most).end, device)
+        items = ordered_splits.max_items(most + 1, self._longest, layer.num_kv_heads)
+        self._scratch = DecodeScratch.make(items, most + 1, layer.num_heads, layer.num_kv_heads, layer.head_dim, device)
+        self._ids = torch.zeros(most, dtype=i64, device=device)  # of the next pass
+        self._before = torch.zeros(most, layer.hidden_size, dtype=head.kept.rows.dtype, device=device)
+        self._drawn = torch.zeros(most, dtype=i64, device=device)
+        self._greedy = torch.zeros(most, dtype=torch.float32, device=device)
+        self._unused = torch.zeros(most, dtype=torch.float64, device=device)
+        self._results = torch.zeros(limits.draft_tokens, most, dtype=i64, pin_memory=device.type == "cuda")
+
+    def run(self, slots: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64],
+            tokens: Sequence[int], graphs: Graphs | None) -> list[tuple[int, ...]]:
+        """Draft behind the newest token of each request, and wait for the drafts. `starts`: its position; `counts`:
+        tokens to draft."""
+        rows, passes = len(slots), int(counts.max())
+        size = self._size(rows, graphs)
+        kept = self._head.kept
+        first = np.array([tokens, slots * kept.per_slot + (starts - 1) % kept.per_slot], dtype=np.int64)
+        sent = to_device(torch.from_numpy(first), self._device)
+        self._ids[:rows].copy_(sent[0])
+        self._before[:rows].copy_(self._head.first(sent[1]))
+        for done in range(passes):
+            going = counts > done
+            offsets = self._send(size, np.where(going, slots, self._table.padding),
+                                 np.where(going, starts + done, 0))
+            key = Key(size, True, drafts=True)
+            run = partial(self._pass, offsets, key)
+            if graphs is None:
+                run()
+            else:
+                graphs.run(key, run)
+            self._results[done, :rows].copy_(self._ids[:rows], non_blocking=True)
+        if self._device.type == "cuda":
+            ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ended.record()
+            ended.synchronize()
+        drafted = self._results[:passes, :rows].T.tolist()
+        return [tuple(draft[:count]) for draft, count in zip(drafted, counts.tolist(), strict=True)]
+
+    def capture(self, graphs: Graphs) -> None:
+        """Capture the graphs of all sizes now, on padding alone."""
+        for size in reversed(self._sizes):
+            nothing = np.zeros(0, dtype=np.int64)
+            offsets, key = self._send(size, nothing, nothing), Key(size, True, drafts=True)
+            graphs.run(key, partial(self._pass, offsets, key), at_once=True)
+
+    def _size(self, rows: int, graphs: Graphs | None) -> int:
+        return rows if graphs is None else graphs.size(rows)
+
+    def _offsets(self, size: int) -> InputOffsets:
+        return InputOffsets.of(StepShape(size, size, size), 1, self._longest, self._kv_heads)
+
+    def _send(self, size: int, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> InputOffsets:
+        """Write where the rows of a pass lie, and send it."""
+        if size not in self._places:
+            self._places[size] = _Places(self._offsets(size), self._inputs.cuda)
+        places, rows = self._places[size], len(slots)
+        self._inputs.begin()
+        arrays = places.arrays[self._inputs.buffer]
+        for into, values, padding in ((arrays.positions, positions, 0), (arrays.seq_lens, positions + 1, 1),
+                                      (arrays.slots, slots, self._table.padding)):
+            into[:rows], into[rows:] = values, padding
+        work = ordered_splits.decode_splits(np.arange(size), arrays.slots.astype(np.int64),
+                                            arrays.seq_lens.astype(np.int64), self._kv_heads, self._head.window)
+        offsets = places.offsets
+        written = places.pair.array(self._inputs.buffer, offsets.work[0], HEADER + work.size)
+        written[:HEADER] = (len(work), 0, 0, 0)
+        written[HEADER:] = work.ravel()
+        self._inputs.send(places.pair, offsets.work[0] + written.nbytes)
+        return offsets
+
+    def _pass(self, offsets: InputOffsets, key: Key) -> Tensor:
+        """Run a pass as its graph has it; returns the tokens."""
+        size = key.rows
+        ids, before = self._ids[:size], self._before[:size]
+        logits, after = self._head.draft(ids, before, self._batch(offsets))
+        draw(logits, self._greedy[:size], self._unused[:size], self._drawn)
+        before.copy_(after)
+        return ids.copy_(self._head.tokens(self._drawn[:size]))
+
+    def _batch(self, offsets: InputOffsets) -> AttentionBatch:
+        inputs, fields = self._inputs, ordered_splits.FIELDS
+        start = offsets.work[0]
+        work = DeviceWork(
+            splits=inputs.view(start + 4 * HEADER, i32, (offsets.work_size - HEADER) // fields, fields),
+            num_splits=inputs.view(start, i32, 1), tiles=None, slots=inputs.array(offsets, "slots"),
+            scratch=self._scratch)
+        return AttentionBatch(
+            query_start=inputs.array(offsets, "query_start"), seq_lens=inputs.array(offsets, "seq_lens"),
+            block_table=self._table.block_tables[0], positions=inputs.array(offsets, "positions"),
+            rows=inputs.array(offsets, "row_of"), block_size=self._block_size, max_query=0, max_seq=0,
+            kv_dtype=self._kv_dtype, work=work)
+
+
+class _Places:
+    """Pinned inputs of passes with as many rows, of which row numbers never change."""
+
+    def __init__(self, offsets: InputOffsets, cuda: bool) -> None:
+        self.offsets = offsets
+        self.pair = PinnedPair(offsets.end, cuda)
+        self.arrays: list[StepArrays] = [self.pair.arrays(buffer, offsets) for buffer in range(2)]
+        for arrays in self.arrays:
+            arrays.row_of[:] = np.arange(offsets.shape.rows)
+            arrays.query_start[:] = np.arange(offsets.shape.rows + 1)

@@ -1,0 +1,72 @@
+"""Watches a runner with a head: what it drafted, behind which tokens, and which rows of the head followed zeros."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from spillover.engine.cpu.cpu_runner import CpuRunner
+from spillover.engine.loop import LaunchedStep
+from spillover.engine.step import DraftItem, Step
+from support.eagle_heads import ReferenceHead
+
+Tokens = tuple[int, ...]
+
+
+@dataclass
+class WatchedDrafts:
+    """Every step must have ended when the next is launched: `--no-async-scheduling`."""
+
+    runner: CpuRunner
+    # All tokens before, the draft, and which rows followed zeros; None where that cannot be told.
+    drafts: list[tuple[Tokens, Tokens, set[int] | None]] = field(default_factory=list)
+    zeros: defaultdict[Tokens, set[bool]] = field(default_factory=lambda: defaultdict(set))  # of all rows, by tokens
+    _own: defaultdict[int, dict[int, bool]] = field(default_factory=lambda: defaultdict(dict))  # by request, position
+    _last: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(runner: object) -> WatchedDrafts:
+        assert isinstance(runner, CpuRunner)
+        watched, launch, draft = WatchedDrafts(runner), runner.launch, runner.draft
+
+        def watched_launch(step: Step) -> LaunchedStep:
+            launched = launch(step)
+            for item in step.items:
+                tokens = (*runner.table[item.id].token_ids[:item.end], *item.draft)
+                first, end = watched._last.get(item.id, (0, 0))
+                watched._last[item.id] = item.start, item.end
+                for position in range(item.start, item.end):
+                    follows = position > item.start or first < position <= end
+                    watched.zeros[tokens[:position + 1]].add(not follows)
+                    watched._own[item.id][position] = not follows
+            return launched
+
+        def watched_draft(items: Sequence[DraftItem]) -> list[Tokens]:
+            found = draft(items)
+            for item, tokens in zip(items, found, strict=True):
+                assert len(tokens) in (0, item.count)
+                if tokens:
+                    before = tuple(runner.table[item.id].token_ids[:item.start + 1])
+                    watched.drafts.append((before, tokens, watched._without(item.id, before)))
+            return found
+
+        runner.launch = watched_launch  # type: ignore[method-assign, assignment]
+        runner.draft = watched_draft  # type: ignore[method-assign]
+        return watched
+
+    def _without(self, id: int, tokens: Tokens) -> set[int] | None:
+        """Return the rows that followed zeros; None where one from the cache was computed behind hidden states too."""
+        own = self._own[id]
+        rows = [{own[position]} if position in own else self.zeros[tokens[:position + 1]]
+                for position in range(len(tokens) - 1)]
+        if any(len(row) != 1 for row in rows):
+            return None
+        return {position for position, row in enumerate(rows) if True in row}
+
+    def check(self, reference: ReferenceHead) -> int:
+        """Hold every second draft against the definition; returns how many could be."""
+        known = [(tokens, found, without) for tokens, found, without in self.drafts if without is not None]
+        for tokens, found, without in known[::2]:
+            assert list(found) == reference.draft(list(tokens), len(found), without), f"behind {len(tokens)} tokens"
+        return len(known)
