@@ -14,7 +14,10 @@ from torch import Tensor
 from spillover.kernels.batch import AttentionBatch
 from spillover.models.checkpoint import Checkpoint
 from spillover.models.layers import KVViews, ModelStep
+from spillover.models.ranks import ONE_RANK, Ranks
 from spillover.models.registry import architecture
+from spillover.models.shard import Shard, shard_specs
+from spillover.models.shard_view import open_shard
 from support.loading import load_weights
 
 TOLERANCE = 1e-4
@@ -42,8 +45,11 @@ class StateDict:
     def file(self, name: str) -> Path:
         return self.path
 
-    def read(self, name: str) -> Tensor:
-        return self.tensors[name].detach().clone()
+    def read(self, name: str, row: int | None = None) -> Tensor:
+        return self.read_part(name, () if row is None else (row,))
+
+    def read_part(self, name: str, index: tuple[slice | int, ...]) -> Tensor:
+        return self.tensors[name].detach()[index].clone()
 
     def close(self) -> None: ...
 
@@ -56,11 +62,14 @@ class StateDict:
 class PagedModel:
     """A model with its pool; sequences grow by chunks, blocks lie anywhere, those behind a window are given up."""
 
-    def __init__(self, checkpoint: Checkpoint, block_size: int = 8, num_blocks: int = 256) -> None:
+    def __init__(self, checkpoint: Checkpoint, block_size: int = 8, num_blocks: int = 256, shard: Shard | None = None,
+                 ranks: Ranks = ONE_RANK) -> None:
         arch = architecture(checkpoint.config)
-        config = arch.config(checkpoint.config)
-        self.model = arch.build(config, CPU, torch.float32)
-        self.weights = load_weights(checkpoint, config, arch.weight_specs(config), torch.float32, CPU)
+        config, shard = arch.config(checkpoint.config), shard or Shard()
+        self.model = arch.build(config, CPU, torch.float32, None, shard, ranks)
+        specs, cuts = shard_specs(arch.weight_specs(config), config, shard)
+        self.weights = load_weights(open_shard(checkpoint, cuts), config, specs, torch.float32, CPU)
+        config = self.model.config
         self.block_size = block_size
         groups = self.model.groups
         shape = (num_blocks, len(groups[0].layers), 2, config.num_kv_heads, block_size * config.head_dim)
