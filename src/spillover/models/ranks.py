@@ -1,4 +1,4 @@
-"""The ranks of a sharded model as its decoder sees them: partial sums are added, logits gathered, tokens told to all."""
+"""The ranks of a sharded model as its decoder sees them: sums are added up, logits gathered, tokens told to all."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
 """What one rank of a sharded model holds: its heads, its rows of the vocabulary, its experts or its part of each.
 
-Plain arithmetic over shapes. `Cut` says where a rank's part lies in a checkpoint tensor; `models/shard_view.py` reads it.
+Plain arithmetic over shapes. `Cut` says where a rank's part lies in a checkpoint tensor; `shard_view.py` reads it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from spillover.errors import SpilloverError
@@ -52,7 +53,7 @@ class Shard:
     def vocabulary_width(self, size: int) -> int:
         """Return the rows of the largest part of the vocabulary."""
         bounds = [self._bound(size, rank) for rank in range(self.size + 1)]
-        return max(stop - start for start, stop in zip(bounds, bounds[1:], strict=False))
+        return max(stop - start for start, stop in pairwise(bounds))
 
     def _bound(self, size: int, rank: int) -> int:
         unit = VOCABULARY_UNIT if size >= VOCABULARY_UNIT * self.size else 1
@@ -91,6 +92,12 @@ class Cut:
 
 
 Cuts = dict[str, Cut | None]  # by the name that the rank knows; None: a tensor that the rank is not to see
+
+
+def is_cut(name: str) -> bool:
+    """Return whether ranks have different parts of a weight; the others are the same in all of them."""
+    return is_expert(name) or name.removesuffix("_bias") in ("qkv", "o", "sinks", "embedding", "lm_head", "gate_up",
+                                                             "down")
 
 
 def check_shard(config: ModelConfig, size: int, expert_parallel: bool) -> None:

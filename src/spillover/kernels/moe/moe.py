@@ -18,7 +18,6 @@ from spillover.kernels.activation import (
 from spillover.kernels.linear import linear, linear_reference
 from spillover.kernels.moe.experts import Experts
 
-
 NOT_HERE = -1  # an expert that another rank computes
 
 
