@@ -46,34 +46,30 @@ def assert_gone(pids: list[int]) -> None:
         time.sleep(0.05)
 
 
-def test_tokens_are_those_of_hugging_face_and_nothing_is_left(folder: str) -> None:
-    model, _ = tiny_model("mixtral", seed=3)
-    rng = random.Random(1)
-    prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (1, 17, 40)]
-    with LLM(folder, tensor_parallel_size=4, max_num_batched_tokens=16, **OPTIONS) as llm:
-        pids = rank_pids(llm)
-        assert len(pids) == 3
-        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), use_tqdm=False)
-        held = llm.engine.runner.weight_bytes
-    assert [output.outputs[0].token_ids for output in outputs] == [greedy(model, prompt, 16) for prompt in prompts]
-    stored = sum(parameter.nbytes for parameter in model.parameters())
-    assert stored <= held < 1.5 * stored  # norms, routers and KV heads that there are too few of, and padded panels
-    assert_gone(pids)
-
-
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_dies_or_hangs_ends_the_step_in_time(folder: str, fault: signal.Signals) -> None:
-    with LLM(folder, tensor_parallel_size=2, enable_expert_parallel=True, **OPTIONS) as llm:
+def test_tokens_are_those_of_hugging_face_and_a_lost_rank_is_told_in_time(folder: str, fault: signal.Signals) -> None:
+    """One that dies, and one that hangs; afterwards nothing is left."""
+    model, _ = tiny_model("mixtral", seed=3)
+    rng = random.Random(str(fault))
+    prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (1, 17, 40)]
+    killed = fault == signal.SIGKILL
+    with LLM(folder, tensor_parallel_size=2, enable_expert_parallel=killed, max_num_batched_tokens=16,
+             **OPTIONS) as llm:
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == [greedy(model, prompt, 16) for prompt in prompts]
+        held, stored = llm.engine.runner.weight_bytes, sum(parameter.nbytes for parameter in model.parameters())
+        assert stored <= held < 1.2 * stored  # norms and routers twice, and panels are padded
         pids = rank_pids(llm)
+        assert len(pids) == 1
         sent: list[float] = []
 
         def strike() -> None:
             sent.append(time.monotonic())
-            psutil.Process(random.Random(0).choice(pids)).send_signal(fault)
+            psutil.Process(pids[0]).send_signal(fault)
 
-        timer = threading.Timer(random.Random(str(fault)).uniform(0.05, 0.4), strike)
+        timer = threading.Timer(rng.uniform(0.05, 0.4), strike)
         timer.start()
-        with pytest.raises(SpilloverError, match="rank 1" if fault == signal.SIGKILL else "hangs"):
+        with pytest.raises(SpilloverError, match="rank 1 .* was killed by SIGKILL" if killed else "rank 1 is stopped"):
             while True:
                 llm.generate([[5, 6, 7], [8, 9]], LONG, use_tqdm=False)
         assert time.monotonic() - sent[0] < SECONDS
@@ -85,7 +81,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_step_in_time(folder: str, fault: sig
 PARENT = """
 import sys, time
 from spillover import LLM, SamplingParams
-with LLM(sys.argv[1], tensor_parallel_size=4, skip_tokenizer_init=True, block_size=8, max_model_len=256,
+with LLM(sys.argv[1], tensor_parallel_size=2, skip_tokenizer_init=True, block_size=8, max_model_len=256,
          num_gpu_blocks_override=200, host_memory="4MB") as llm:
     print(*llm.engine.runner._others.pids, flush=True)
     while True:
@@ -93,13 +89,12 @@ with LLM(sys.argv[1], tensor_parallel_size=4, skip_tokenizer_init=True, block_si
 """
 
 
-def test_ranks_end_with_rank_0_in_any_order_of_kills(folder: str) -> None:
-    """Also those that are stopped; and their shared memory has no name that could be left."""
+def test_ranks_end_with_rank_0(folder: str) -> None:
+    """Also one that is stopped; and their shared memory has no name that could be left."""
     names = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").is_dir() else set()
     with subprocess.Popen([sys.executable, "-c", PARENT, folder], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 3
         psutil.Process(pids[0]).suspend()
         parent.kill()
     assert_gone(pids)
