@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
 from torch import Tensor
 
+from spillover.errors import CheckpointError
 from spillover.kernels.batch import AttentionBatch
+from spillover.kernels.formats.gguf_codes import Codes
 from spillover.models.checkpoint import Checkpoint
 from spillover.models.layers import KVViews, ModelStep
 from spillover.models.ranks import ONE_RANK, Ranks
@@ -51,9 +53,12 @@ class StateDict:
     def read_part(self, name: str, index: tuple[slice | int, ...]) -> Tensor:
         return self.tensors[name].detach()[index].clone()
 
+    def read_codes(self, name: str) -> Codes:
+        raise CheckpointError(f"tensor {name} is not stored in codes")
+
     def close(self) -> None: ...
 
-    def __enter__(self) -> StateDict:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None: ...

@@ -1,5 +1,4 @@
-"""An engine whose ranks are threads: what the scheduler, the tiers and the steps of a sharded model do, started at once.
-"""
+"""An engine whose ranks are threads: scheduler, tiers and steps of a sharded model, without processes."""
 
 from __future__ import annotations
 

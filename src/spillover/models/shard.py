@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from spillover.kernels.formats.base import WeightFormat
 
 Ranges = tuple[tuple[int, int], ...]  # [start, stop) each, one after another
-VOCABULARY_UNIT = 64  # rows of the vocabulary that stay together, where there are enough of them
+VOCABULARY_UNIT = 128  # rows of the vocabulary that stay together, where there are enough of them: as FP8's blocks
 _MANY = 1 << 20  # more columns than any group has
 ONCE = ("o_bias", "down_bias", "experts.down_bias")  # added to a sum of all ranks' products, so by rank 0 alone
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,7 +20,7 @@ from spillover.engine.parallel.rank_processes import RankProcesses
 from spillover.errors import SpilloverError
 from support.hf_reference import VOCAB, greedy, save_checkpoint, tiny_model
 
-OPTIONS = {"skip_tokenizer_init": True, "block_size": 8, "max_model_len": 256, "num_gpu_blocks_override": 200}
+OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "block_size": 8, "max_model_len": 256, "num_gpu_blocks_override": 200}
 SECONDS = 5.0  # in which a lost rank is to be told
 GONE_SECONDS = 10.0  # for processes that were killed to be gone
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -36,6 +37,11 @@ def rank_pids(llm: LLM) -> list[int]:
     others = runner._others
     assert isinstance(others, RankProcesses)
     return others.pids
+
+
+def generate_for_ever(llm: LLM) -> None:
+    while True:
+        llm.generate([[5, 6, 7], [8, 9]], LONG, use_tqdm=False)
 
 
 def assert_gone(pids: list[int]) -> None:
@@ -70,8 +76,7 @@ def test_tokens_are_those_of_hugging_face_and_a_lost_rank_is_told_in_time(folder
         timer = threading.Timer(rng.uniform(0.05, 0.4), strike)
         timer.start()
         with pytest.raises(SpilloverError, match="rank 1 .* was killed by SIGKILL" if killed else "rank 1 is stopped"):
-            while True:
-                llm.generate([[5, 6, 7], [8, 9]], LONG, use_tqdm=False)
+            generate_for_ever(llm)
         assert time.monotonic() - sent[0] < SECONDS
         with pytest.raises(SpilloverError, match="make a new LLM"):
             llm.generate([[5, 6, 7]], LONG, use_tqdm=False)
@@ -107,7 +112,7 @@ def test_ranks_end_with_rank_0(folder: str) -> None:
     ({"tensor_parallel_size": 2, "load_format": "null"}, "has no model to divide"),
     ({"tensor_parallel_size": 2, "speculative_method": "substitute"}, "substitute is for one rank"),
 ])
-def test_what_cannot_be_is_said_before_anything_is_loaded(folder: str, flags: dict[str, object],
+def test_what_cannot_be_is_said_before_anything_is_loaded(folder: str, flags: dict[str, Any],
                                                           sentence: str) -> None:
     with pytest.raises(SpilloverError, match=sentence) as refused:
         LLM(folder, **OPTIONS, **flags)
