@@ -74,7 +74,8 @@ def test_what_is_a_prompt_is_taken(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(("flags", "words"), [
-    ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported here: more than one device"),
+    ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported here: layers are not divided"),
+    ({"tensor_parallel_size": 0}, "--tensor-parallel-size must be at least 1; got 0"),
     ({"gpu_memory_utilization": 0.9}, "use gpu_memory='20GB'"),
     ({"swap_space": 4}, "use host_memory='8GB'"),
     ({"trust_remote_code": True}, "no code of a checkpoint is ever run"),

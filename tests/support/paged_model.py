@@ -5,16 +5,21 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
 from torch import Tensor
 
+from spillover.errors import CheckpointError
 from spillover.kernels.batch import AttentionBatch
+from spillover.kernels.formats.gguf_codes import Codes
 from spillover.models.checkpoint import Checkpoint
 from spillover.models.layers import KVViews, ModelStep
+from spillover.models.ranks import ONE_RANK, Ranks
 from spillover.models.registry import architecture
+from spillover.models.shard import Shard, shard_specs
+from spillover.models.shard_view import open_shard
 from support.loading import load_weights
 
 TOLERANCE = 1e-4
@@ -42,12 +47,18 @@ class StateDict:
     def file(self, name: str) -> Path:
         return self.path
 
-    def read(self, name: str) -> Tensor:
-        return self.tensors[name].detach().clone()
+    def read(self, name: str, row: int | None = None) -> Tensor:
+        return self.read_part(name, () if row is None else (row,))
+
+    def read_part(self, name: str, index: tuple[slice | int, ...]) -> Tensor:
+        return self.tensors[name].detach()[index].clone()
+
+    def read_codes(self, name: str) -> Codes:
+        raise CheckpointError(f"tensor {name} is not stored in codes")
 
     def close(self) -> None: ...
 
-    def __enter__(self) -> StateDict:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None: ...
@@ -56,11 +67,14 @@ class StateDict:
 class PagedModel:
     """A model with its pool; sequences grow by chunks, blocks lie anywhere, those behind a window are given up."""
 
-    def __init__(self, checkpoint: Checkpoint, block_size: int = 8, num_blocks: int = 256) -> None:
+    def __init__(self, checkpoint: Checkpoint, block_size: int = 8, num_blocks: int = 256, shard: Shard | None = None,
+                 ranks: Ranks = ONE_RANK) -> None:
         arch = architecture(checkpoint.config)
-        config = arch.config(checkpoint.config)
-        self.model = arch.build(config, CPU, torch.float32)
-        self.weights = load_weights(checkpoint, config, arch.weight_specs(config), torch.float32, CPU)
+        config, shard = arch.config(checkpoint.config), shard or Shard()
+        self.model = arch.build(config, CPU, torch.float32, None, shard, ranks)
+        specs, cuts = shard_specs(arch.weight_specs(config), config, shard)
+        self.weights = load_weights(open_shard(checkpoint, cuts), config, specs, torch.float32, CPU)
+        config = self.model.config
         self.block_size = block_size
         groups = self.model.groups
         shape = (num_blocks, len(groups[0].layers), 2, config.num_kv_heads, block_size * config.head_dim)

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ from spillover.engine.cpu.cpu_runner import CpuRunner
 from spillover.engine.effects import check_policies, flag_notes
 from spillover.engine.loop import Engine, ModelRunner
 from spillover.engine.null_runner import NullRunner, ordinary_tokens
+from spillover.engine.parallel.parallel_runner import ParallelRunner
+from spillover.engine.parallel.rank_plan import make_shard, rank_machine, rank_request, with_whole_blocks
+from spillover.engine.parallel.start import start_ranks
 from spillover.engine.scheduler import Scheduler, SchedulerConfig
 from spillover.engine.speculation.draft_model import DraftModel
 from spillover.engine.speculation.drafter import Drafter, make_drafter
@@ -66,7 +69,9 @@ from spillover.models.hub.store import DEFAULT_MODEL, resolve
 from spillover.models.layers import KVViews
 from spillover.models.quantize.scheme import Scheme
 from spillover.models.quantize.view import choose_scheme, quantized_config
+from spillover.models.ranks import ONE_RANK, Ranks
 from spillover.models.registry import Architecture, read_architecture
+from spillover.models.shard import Cuts, Shard, shard_specs
 from spillover.models.tokenizer import Tokenizer, load_tokenizer
 from spillover.models.weight_specs import WeightSpecs, in_codes, kept_on, prepare_products
 from spillover.plan.drafting import DraftSpecs, plan_beside, plan_with_head
@@ -91,10 +96,12 @@ class PlannedModel:
     config: EngineConfig
     path: Path
     architecture: Architecture
-    model_config: ModelConfig
-    specs: WeightSpecs
+    model_config: ModelConfig  # of the whole model
+    specs: WeightSpecs  # of the rank's part
     plan: Plan
     scheme: Scheme | None = None  # that weights are quantised by while they load
+    shard: Shard = field(default_factory=Shard)
+    cuts: Cuts = field(default_factory=dict)  # where the rank's part lies in the checkpoint
     substitutes: Substitutes | None = None  # copies of layers that draft
     draft: PlannedModel | None = None  # the model that drafts
     head: PlannedHead | None = None  # that drafts from the model's hidden states
@@ -127,10 +134,19 @@ def plan_model(config: EngineConfig, rates: Rates | None = None, progress: Progr
     return plan_checkpoint(config, path, read_config(path), rates)
 
 
+def planned_rank(config: EngineConfig, plan: Plan, rank: int) -> PlannedModel:
+    """Return the part of a rank but the first, which has the plan of rank 0. `config`: as rank 0 has it after planning;
+    it was given the same."""
+    path = resolve(config.model)
+    return plan_checkpoint(config, path, read_config(path), rank=rank, given=plan)
+
+
 def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, Any], rates: Rates | None = None,
-                    machine: Machine | None = None, share: Share | None = None) -> PlannedModel:
-    """Plan a model whose checkpoint has this configuration, which may be another than the one at `path`. `machine`:
-    another than this one; `share`: makes of the model the rank's part that is planned for."""
+                    rank: int = 0, given: Plan | None = None, machine: Machine | None = None,
+                    share: Share | None = None) -> PlannedModel:
+    """Plan a model whose checkpoint has this configuration, which may be another than the one at `path`. `given`: the
+    plan, which is kept as it is. `machine`: another than this one; `share`: makes of the model the rank's part that is
+    planned for there."""
     arch, model_config = read_architecture(hf_config, path)
     null = config.load_format == "null"
     scheme = None
@@ -178,10 +194,16 @@ def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, An
     specs = _kept_in_codes(config, specs, model_config, hf_config, request, machine)
     if share is not None:
         model_config, specs = share(model_config, specs)
+    shard = make_shard(config, model_config, request, machine, rank) if share is None else Shard()
+    request, machine = rank_request(request, shard), rank_machine(machine, shard)
+    specs, cuts = shard_specs(specs, model_config, shard)
+    if given is not None:
+        return PlannedModel(config, path, arch, model_config, specs, given, scheme, shard, cuts)
+    local = shard.planned(model_config)
     draft = look_at_draft(config, request, machine)
 
     def plan_model(asked: PlanRequest, found: Machine) -> Plan:
-        return make_plan(asked, model_config, specs, found, rates, measure=functools.cache(quick_rates),
+        return make_plan(asked, local, specs, found, rates, measure=functools.cache(quick_rates),
                          substitutes=None if substitutes is None else substitutes.specs)
 
     if draft is not None:
@@ -192,6 +214,7 @@ def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, An
         head.check_plan(plan)
     else:
         plan = plan_model(request, machine)
+    plan = with_whole_blocks(plan, request, model_config, shard)
     if plan.device == "cuda" and plan.block_size & (plan.block_size - 1):
         raise SpilloverError(f"--block-size on CUDA is a power of two, such as 16, 32 or 64; got {plan.block_size}")
     if null:  # the planned blocks are counted but never held
@@ -201,7 +224,7 @@ def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, An
                      max_model_len=plan.max_model_len, max_num_seqs=plan.max_num_seqs,
                      max_num_batched_tokens=plan.max_num_batched_tokens)
     plan = replace(plan, notes=flag_notes(config, model_config, plan))
-    return PlannedModel(chosen, path, arch, model_config, specs, plan, scheme, substitutes,
+    return PlannedModel(chosen, path, arch, model_config, specs, plan, scheme, shard, cuts, substitutes,
                         None if draft is None or plan.draft is None else _planned_draft(chosen, draft, plan.draft),
                         head)
 
@@ -288,7 +311,11 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
     if planned.draft is not None:
         vocabulary = draft_vocabulary(planned.draft.path, planned.draft.model_config.vocab_size, tokenizer,
                                       planned.model_config.vocab_size)
-    runner = make_runner(planned, tokenizer, show)
+    runner: NullRunner | ModelRunner
+    if planned.shard.size > 1:
+        runner = start_ranks(planned.config, plan, functools.partial(make_runner, planned, tokenizer, show))
+    else:
+        runner = make_runner(planned, tokenizer, show)
     draft = None
     if planned.draft is not None and vocabulary is not None:
         speculation = config.speculation
@@ -302,7 +329,8 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
     tokens = None
     if plan.tiers and not isinstance(runner, NullRunner):
         tokens = token_log(config, identity)
-        store = make_store(config, plan, planned.model_config, runner.kv.pool, identity, runner.transfers, tokens)
+        store = make_store(config, plan, planned.model_config, runner.kv.pool, identity, runner.transfers, tokens,
+                           runner.pools if isinstance(runner, ParallelRunner) else ())
         margin = 2 * -(-plan.max_num_batched_tokens // plan.block_size) * len(plan.windows)
         connector = TieredConnector(kv, store, margin, config.restore)
     scheduler = Scheduler(SchedulerConfig(
@@ -344,7 +372,7 @@ def _draft_model(draft: PlannedModel, vocabulary: DraftVocabulary, runner: NullR
                  expected: tuple[float, ...] | None, show: Progress) -> DraftModel:
     """Load the model that drafts."""
     plan = draft.plan
-    second = make_runner(draft, None, show, beside=runner)
+    second = make_runner(draft, None, show, beside=runner.inner if isinstance(runner, ParallelRunner) else runner)
     kv = KVCache(plan.num_blocks, plan.block_size, plan.windows)
     return DraftModel(second, OwnBlocks(kv, plan.max_model_len), vocabulary, plan.max_num_batched_tokens, expected)
 
@@ -359,8 +387,8 @@ def _expert_price(runner: NullRunner | ModelRunner) -> ExpertPrice | None:
 def _lender(runner: NullRunner | ModelRunner, plan: Plan) -> SlotLender | None:
     """Return the slots of experts that KV may take as contexts grow."""
     placement = plan.placement
-    if isinstance(runner, NullRunner) or placement is None or not placement.spare_slots:
-        return None
+    if isinstance(runner, NullRunner | ParallelRunner) or placement is None or not placement.spare_slots:
+        return None  # ranks would have to lend the same slots at the same step
     weights = runner.weights
     if weights.memory is None or weights.experts is None:
         return None
@@ -373,18 +401,21 @@ def _quiet(done: int, total: int, stage: str) -> None:
 
 
 def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None, show: Progress = _quiet,
-                beside: NullRunner | ModelRunner | None = None) -> NullRunner | ModelRunner:
-    """Load the weights and make room for the KV cache. `beside`: a runner that this one drafts for."""
+                beside: NullRunner | ModelRunner | None = None, ranks: Ranks = ONE_RANK,
+                allocate: Callable[[int], torch.Tensor] | None = None) -> NullRunner | ModelRunner:
+    """Load the weights and make room for the KV cache. `beside`: a runner that this one drafts for. `ranks`: those that
+    compute beside this one. `allocate`: makes a run of zero bytes for the pool."""
     config, plan, model_config = planned.config, planned.plan, planned.model_config
+    shard, local = planned.shard, planned.shard.decoder(model_config)
     decode = (lambda token: tokenizer.decode([token], False)) if tokenizer is not None else None
     if config.load_format == "null":
         return NullRunner(ordinary_tokens(model_config.vocab_size, tokenizer, model_config.eos_token_ids), decode,
                           step_limits(planned).simulated)
     device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
-    model = planned.architecture.build(model_config, device, dtype, plan.max_model_len)
+    model = planned.architecture.build(model_config, device, dtype, plan.max_model_len, shard, ranks)
     transfers = make_transfers(plan)
     weights = load(config, plan, model_config, planned.specs, planned.path, transfers,
-                   lambda done, total, _: show(done, total, WEIGHTS), planned.scheme)
+                   lambda done, total, _: show(done, total, WEIGHTS), planned.scheme, planned.cuts, shard.rank)
     copies: Parts | None = None
     if planned.substitutes is not None:
         copies = load_substitutes(config, plan, planned.substitutes, planned.path,
@@ -392,7 +423,8 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None, show:
     trim_heap()  # what loading left behind
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    pool = _make_pool(plan, model_config, len(model.groups[0].layers), dtype, device, weights.memory)
+    memory = weights.memory if shard.size == 1 else None
+    pool = _make_pool(plan, local, len(model.groups[0].layers), dtype, device, memory, allocate)
     views = KVViews(pool, model.groups)
     stage = None
     if plan.offloaded_blocks:
@@ -452,13 +484,15 @@ def make_transfers(plan: Plan) -> Transfers:
 
 
 def _make_pool(plan: Plan, config: ModelConfig, layers: int, dtype: torch.dtype, device: torch.device,
-               memory: ElasticMemory | None) -> torch.Tensor:
+               memory: ElasticMemory | None, allocate: Callable[[int], torch.Tensor] | None = None) -> torch.Tensor:
     """Allocate all blocks, and block 0 which padding points at. Written once here, so that the memory is really there.
-    `memory`: shared with slots of experts, over which the pool reaches too."""
+    `memory`: shared with slots of experts, over which the pool reaches too. `allocate`: makes a run of zero bytes."""
     size = plan.block_size * config.head_dim
     if plan.kv_cache_dtype != "auto":
         dtype, size = torch.uint8, head_bytes(plan.block_size, config.head_dim)
     shape = (plan.num_blocks + 1, layers, 2, config.num_kv_heads, size)
+    if allocate is not None:
+        return allocate(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
     if memory is not None:
         return memory.pool(math.prod(shape[1:]) * dtype.itemsize).view(dtype).view(-1, *shape[1:])
     try:
@@ -482,4 +516,6 @@ def _identity(planned: PlannedModel) -> bytes:
         parts.append(planned.head.fingerprint(config, plan))
     if config.speculative_simulate is not None:  # its KV is of made-up tokens
         parts.append("simulated")
+    if config.load_format == "dummy" and planned.shard.size > 1:  # made up rank by rank
+        parts.append(planned.shard)
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()

@@ -48,6 +48,10 @@ class EngineConfig:
                                            "folder, and can calibrate it. Quantised files are recognised without it.",
                                      ("fp8", "int8", "int4"))
     device: str = _flag("auto", "Device to compute on.", ("auto", "cpu", "cuda"))
+    tensor_parallel_size: int = _flag(1, "Ranks: processes that each hold a part of every layer and compute each step "
+                                         "together. --gpu-memory is each rank's. On CPUs so far.")
+    enable_expert_parallel: bool = _flag(False, "With several ranks: deal out whole experts to them instead of a part "
+                                                "of each.")
     gpu_memory: str | None = _flag(None, "Memory budget of the device tier for weights, KV cache and workspace: a size "
                                          f"such as 8GB ({UNITS_HELP}), or a share of the tier such as 90%.")
     weights: str = _flag("auto", "How to hold weights that do not fit on the device: auto keeps all of them there if "
@@ -158,7 +162,7 @@ class EngineConfig:
                 raise SpilloverError(f"{_option(item.name)} takes one of {', '.join(choices)}; got {value!r}"
                                      + did_you_mean(str(value), choices))
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override",
-                     "paged_tokens"):
+                     "paged_tokens", "tensor_parallel_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise SpilloverError(f"{_option(name)} must be at least 1; got {value}")
@@ -174,6 +178,7 @@ class EngineConfig:
             raise SpilloverError("--gpu-memory and --num-gpu-blocks-override contradict each other: give one of them")
         if self.enforce_eager and self.graph_capture == "start":
             raise SpilloverError("--enforce-eager and --graph-capture start contradict each other: give one of them")
+        self._check_ranks()
         self._check_weights()
         self._check_tiers()
         self._check_speculation()
@@ -220,6 +225,16 @@ class EngineConfig:
                 raise SpilloverError(f"--kv-offloading-size must be above 0 GiB; got {self.kv_offloading_size}")
             object.__setattr__(self, "host_memory", f"{self.kv_offloading_size:f}GiB")
             object.__setattr__(self, "kv_offloading_size", None)
+
+    def _check_ranks(self) -> None:
+        if self.tensor_parallel_size == 1:
+            return
+        asked = f"--tensor-parallel-size {self.tensor_parallel_size}"
+        if self.load_format == "null":
+            raise SpilloverError(f"--load-format null has no model to divide: leave {asked} out")
+        if self.speculation is not None and self.speculation.method == "substitute":
+            raise SpilloverError(f"--speculative-method substitute is for one rank: leave {asked} out, or draft with "
+                                 "ngram, suffix or --speculative-model")
 
     def _check_weights(self) -> None:
         strategy, _, count = self.weights.partition(":")

@@ -123,7 +123,7 @@ def _layout(config: EngineConfig, path: Path, setting: Setting, share: Share) ->
         whole.append((model_config, specs))
         return share.of(model_config, specs)
 
-    planned = plan_checkpoint(flags, path, read_config(path), rates, setting.machine, shared)
+    planned = plan_checkpoint(flags, path, read_config(path), rates, machine=setting.machine, share=shared)
     plan, (whole_config, whole_specs) = planned.plan, whole[0]
     shape = model_shape(whole_config, kept_on(whole_specs, plan.device, plan.dtype), plan.dtype)
     return make_rank_plan(share, plan, shape.weight_bytes, planned.model_config, planned.specs, rates, setting.link,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,8 +29,10 @@ from spillover.memory.transfer.cuda_transfers import CudaTransfers
 from spillover.memory.transfer.link import DeviceLink
 from spillover.memory.transfer.link_cpu import CpuLink
 from spillover.memory.transfer.link_cuda import CudaLink
+from spillover.memory.transfer.link_ranks import RankPool, RanksLink
 from spillover.memory.transfer.transfers import Transfers
 from spillover.models.config import ModelConfig
+from spillover.models.shard import Shard
 from spillover.plan.planner import Plan
 from spillover.plan.tiers import STAGING_BLOCKS, with_tier_rates
 
@@ -49,12 +51,12 @@ def token_log(config: EngineConfig, identity: bytes) -> TokenLog | None:
 
 
 def make_store(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tensor, identity: bytes,
-               transfers: Transfers, tokens: TokenLog | None = None) -> SpillStore:
+               transfers: Transfers, tokens: TokenLog | None = None, others: Sequence[memoryview] = ()) -> SpillStore:
     """What lies below the device, as the plan has it. Disks and links are timed, which takes a moment. `tokens`: a log
-    to be kept beside the first disk's blocks."""
+    to be kept beside the first disk's blocks. `others`: pools of the other ranks, where `pool` is that of rank 0."""
     # Copies begin and end in Python on threads of their own; the engine's must not wait 5 ms whenever one of them runs.
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
-    link = _make_link(config, plan, model, pool, transfers)
+    link = _make_link(config, plan, model, pool, transfers, others)
     wake = threading.Event()
     timed = with_tier_rates(plan.tiers, plan.device, link.slot_bytes)
     reads = {tier.name: tier.read for tier in reversed(timed) if tier.read is not None}
@@ -73,14 +75,19 @@ def make_store(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tenso
     )
 
 
-def _make_link(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tensor,
-               transfers: Transfers) -> DeviceLink:
+def _make_link(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tensor, transfers: Transfers,
+               others: Sequence[memoryview] = ()) -> DeviceLink:
     codec = spill_codec(config, model, pool, plan.block_size)
     block_bytes = pool.stride(0) * pool.itemsize
     if isinstance(transfers, CudaTransfers):
         return CudaLink(pool, transfers, codec)
     assert isinstance(transfers, CpuTransfers)
-    return CpuLink(pool.view(-1).view(torch.uint8).numpy().data, block_bytes, transfers, codec)
+    memory = pool.view(-1).view(torch.uint8).numpy().data
+    if not others:
+        return CpuLink(memory, block_bytes, transfers, codec)
+    pools = [RankPool(each, range(*Shard(rank, 1 + len(others)).kv_heads(model.num_kv_heads)))
+             for rank, each in enumerate((memory, *others))]
+    return RanksLink(pools, 2 * pool.shape[1], model.num_kv_heads, pool.shape[-1] * pool.itemsize, transfers, codec)
 
 
 def _make_tiers(config: EngineConfig, plan: Plan, payload: int, identity: bytes,

@@ -8,7 +8,9 @@ from typing import Any
 
 from spillover.errors import SpilloverError
 
-_ONE_DEVICE = "more than one device is not supported yet; leave it out"
+_STAGES = "layers are not divided among devices; use tensor_parallel_size, which divides every layer"
+_REPLICAS = "an engine is one replica; start a server for each"
+_BY_RANKS = "ranks are processes of this machine, and find each other; leave it out"
 _ADAPTERS = "LoRA adapters are not supported yet; leave it out, or give a model with the adapter merged"
 _TEXT = "models of text alone are supported; leave it out"
 _COMPILED = "kernels are compiled and captured by themselves; leave it out, or turn graphs off with enforce_eager=True"
@@ -19,12 +21,10 @@ _BY_ITSELF = "there is no such switch; leave it out"
 
 # Keyword -> the values that change nothing here, and what to say of others. None is always taken.
 _KNOWN: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "tensor_parallel_size": ((1,), _ONE_DEVICE),
-    "pipeline_parallel_size": ((1,), _ONE_DEVICE),
-    "data_parallel_size": ((1,), _ONE_DEVICE),
-    "enable_expert_parallel": ((False,), _ONE_DEVICE),
-    "distributed_executor_backend": (("uni",), _ONE_DEVICE),
-    "disable_custom_all_reduce": ((False, True), _ONE_DEVICE),
+    "pipeline_parallel_size": ((1,), _STAGES),
+    "data_parallel_size": ((1,), _REPLICAS),
+    "distributed_executor_backend": (("uni", "mp"), _BY_RANKS),
+    "disable_custom_all_reduce": ((False, True), _BY_RANKS),
     "gpu_memory_utilization": ((), "the budget is in bytes: use gpu_memory='20GB'"),
     "kv_cache_memory_bytes": ((), "one budget holds weights and KV: use gpu_memory='20GB', or num_gpu_blocks_override"),
     "swap_space": ((0,), "KV that leaves the device goes to host memory: use host_memory='8GB'"),

@@ -33,6 +33,9 @@ class Checkpoint(Protocol):
     def read(self, name: str, row: int | None = None) -> Tensor:
         """Return the tensor, or one entry of its first dimension."""
 
+    def read_part(self, name: str, index: tuple[slice | int, ...]) -> Tensor:
+        """Return a part of the tensor, and read little else where that can be."""
+
     def read_codes(self, name: str) -> Codes:
         """Return a matrix as it is stored."""
 

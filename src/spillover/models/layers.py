@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from spillover.kernels.batch import AttentionBatch, LayerShape
@@ -20,7 +21,9 @@ from spillover.kernels.layer_kernels import kernels_on
 from spillover.kernels.linear import embedding, linear
 from spillover.models.config import ModelConfig
 from spillover.models.groups import LayerGroup, layer_groups
+from spillover.models.ranks import ONE_RANK, Ranks
 from spillover.models.rope import rope_tables
+from spillover.models.shard import Shard
 from spillover.models.weight_specs import Source, WeightSpec, WeightSpecs, layer_part, stored_in
 from spillover.models.weights import PartWeights, ResidentWeights, Weights
 
@@ -54,12 +57,24 @@ class KVViews:
 
 
 class Decoder:
-    """Attention and a gated MLP a layer, each before a norm and added to the residual."""
+    """Attention and a gated MLP a layer, each before a norm and added to the residual.
+
+    One of several ranks computes its part of each half; what it returns is added up over the ranks before the next.
+    """
 
     def __init__(
-        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, num_positions: int | None = None
+        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, num_positions: int | None = None,
+        shard: Shard | None = None, ranks: Ranks = ONE_RANK,
     ) -> None:
-        """`num_positions`: how far requests may reach, where that is less than the model allows."""
+        """`config`: of the whole model. `num_positions`: how far requests may reach, where that is less than the model
+        allows. `shard`: the part that this rank of `ranks` computes; None: all."""
+        shard = shard or Shard()
+        assert (shard.rank, shard.size) == (ranks.rank, ranks.size)
+        self.whole, self.ranks = config, ranks
+        self.vocabulary, self._vocabulary_width = (shard.vocabulary(config.vocab_size),
+                                                   shard.vocabulary_width(config.vocab_size))
+        self.own_experts = shard.experts(config.num_experts)
+        config = shard.decoder(config)
         self.config = config
         self.dtype = dtype
         self.groups = layer_groups(config)
@@ -78,7 +93,10 @@ class Decoder:
         return self._final_norm(x, residual, weights)
 
     def stack(self, weights: ResidentWeights, kv: KVViews) -> LayerStack | None:
-        """Bind all layers to weights and KV that never move, on a CPU; None if one is not dense, or not in panels."""
+        """Bind all layers to weights and KV that never move, on a CPU; None if one is not dense, or not in panels, or
+        if ranks add up what each half returns."""
+        if self.ranks.size > 1:
+            return None
         layers = [weights.whole(part) for part in self._parts]
         if self.config.is_moe or not LayerStack.serves(layers):
             return None
@@ -100,7 +118,13 @@ class Decoder:
     def embed(self, token_ids: Tensor, weights: Weights) -> Tensor:
         """token_ids [T] -> [T, hidden]."""
         with weights.part("embed") as w:
-            return embedding(token_ids, w["embedding"], self.dtype)
+            if self.ranks.size == 1:
+                return embedding(token_ids, w["embedding"], self.dtype)
+            first, stop = self.vocabulary
+            here = (token_ids >= first) & (token_ids < stop)
+            part = embedding(torch.where(here, token_ids - first, 0), w["embedding"], self.dtype)
+        # All ranks but one add zeros to a row, so the sum is exact.
+        return self.ranks.all_reduce(part * here.unsqueeze(1))
 
     def _embed(self, step: ModelStep, weights: Weights) -> tuple[Tensor, Tensor]:
         """Return what the half layer before the first adds to the residual, nothing, and the residual."""
@@ -117,7 +141,9 @@ class Decoder:
             batch, window = step.attention[group], self.config.windows[layer]
             with weights.part(part) as w:
                 x, residual = self.kernels.attention_block(x, residual, w, kv_layer, batch, window, layer)
+                x = self.ranks.all_reduce(x)
                 x, residual = self.mlp(layer, x, residual, w)
+                x = self.ranks.all_reduce(x)
         return x, residual
 
     def _final_norm(self, x: Tensor, residual: Tensor, weights: Weights) -> Tensor:
@@ -125,10 +151,20 @@ class Decoder:
             return self.kernels.add_rms_norm(x, residual, w["norm"])[0]
 
     def logits(self, hidden: Tensor, weights: Weights) -> Tensor:
-        """hidden [R, hidden] -> [R, vocab]."""
+        """hidden [R, hidden] -> [R, vocab]; at ranks but the first, nothing of use."""
         tied = self.config.tie_embeddings
         with weights.part("embed" if tied else "head") as w:
-            return linear(hidden, w["embedding"] if tied else w["lm_head"])
+            logits = linear(hidden, w["embedding"] if tied else w["lm_head"])
+        return logits if self.ranks.size == 1 else self._gathered(logits)
+
+    def _gathered(self, logits: Tensor) -> Tensor:
+        """Put the parts of all ranks beside each other; they are sent at one width, and some are less wide."""
+        width = self._vocabulary_width
+        parts = self.ranks.gather(F.pad(logits, (0, width - logits.shape[1])) if logits.shape[1] < width else logits)
+        if not parts:
+            return logits
+        bounds = [Shard(rank, self.ranks.size).vocabulary(self.config.vocab_size) for rank in range(self.ranks.size)]
+        return torch.cat([part[:, : stop - start] for part, (start, stop) in zip(parts, bounds, strict=True)], dim=1)
 
     def mlp(self, layer: int, x: Tensor, residual: Tensor, w: PartWeights) -> tuple[Tensor, Tensor]:
         """x and residual [T, hidden] -> (what the MLP adds, residual + x)."""
@@ -144,7 +180,8 @@ class MixtureDecoder(Decoder):
         x, residual = self.kernels.add_rms_norm(x, residual, w["mlp_norm"])
         scores = linear(x, w["router"], w.get("router_bias"))  # [T, experts]
         config = self.config
-        mixed = w["experts"].mixture(x, scores, config.experts_per_token, config.norm_topk_prob, config.swiglu_limit)
+        mixed = w["experts"].mixture(x, scores, config.experts_per_token, config.norm_topk_prob, config.swiglu_limit,
+                                     self.own_experts)
         return mixed, residual
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from spillover.kernels.arena import Arena
 from spillover.kernels.fields import FLOATING, Field
 from spillover.kernels.formats.base import DUMMY_STD, Linear, Target, Weight
 from spillover.models.config import ModelConfig
+from spillover.models.shard import is_cut
 from spillover.models.weight_specs import Source, WeightSpec, WeightSpecs, is_expert, part_nbytes
 
 if TYPE_CHECKING:
@@ -47,19 +49,25 @@ def load_parts(
         yield part, weights
 
 
-def dummy_parts(specs: WeightSpecs, dtype: torch.dtype, device: torch.device,
-                seed: int = 0) -> Iterator[tuple[str, dict[str, Weight]]]:
-    """Yield random weights of the true shapes, part after part, made where they will lie; equal for equal seeds."""
+def dummy_parts(specs: WeightSpecs, dtype: torch.dtype, device: torch.device, seed: int = 0,
+                rank: int | None = None) -> Iterator[tuple[str, dict[str, Weight]]]:
+    """Yield random weights of the true shapes, part after part, made where they will lie; equal for equal seeds.
+
+    `rank`: of several, which have the same weights where these are not cut, and others where they are; None: of one.
+    """
     random, target = torch.Generator(device).manual_seed(seed), Target(_named(dtype), device, Arena())
 
-    def make(spec: WeightSpec) -> Weight:
+    def make(part: str, spec: WeightSpec) -> Weight:
+        if rank is not None:  # ranks need not make the same weights in the same order
+            what = repr((seed, part, spec.name, rank if is_cut(spec.name) else -1))
+            random.manual_seed(int.from_bytes(hashlib.blake2b(what.encode(), digest_size=7).digest()))
         if spec.format is not None:
             return Linear(spec.format, spec.linear, spec.format.dummy(spec.linear, spec.experts, target, random))
         made = torch.empty(spec.shape, dtype=dtype, device=device)
         return made.fill_(1) if spec.name.endswith("norm") else made.normal_(std=DUMMY_STD, generator=random)
 
     for part, listed in specs.items():
-        yield part, {spec.name: make(spec) for spec in listed}
+        yield part, {spec.name: make(part, spec) for spec in listed}
 
 
 def checkpoint_tensors(checkpoint: Checkpoint, config: ModelConfig, specs: WeightSpecs) -> list[str]:

@@ -13,6 +13,8 @@ import torch
 from spillover.errors import CheckpointError, shown
 from spillover.models.config import ModelConfig
 from spillover.models.layers import Decoder
+from spillover.models.ranks import ONE_RANK, Ranks
+from spillover.models.shard import Shard
 from spillover.models.weight_specs import WeightSpecs
 
 ARCHITECTURES = {
@@ -34,9 +36,10 @@ class Architecture:
     model: type[Decoder]
 
     def build(
-        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, num_positions: int | None = None
+        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, num_positions: int | None = None,
+        shard: Shard | None = None, ranks: Ranks = ONE_RANK,
     ) -> Decoder:
-        return self.model(config, device, dtype, num_positions)
+        return self.model(config, device, dtype, num_positions, shard, ranks)
 
 
 def read_architecture(hf_config: Mapping[str, Any], path: Path) -> tuple[Architecture, ModelConfig]:

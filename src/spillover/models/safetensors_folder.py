@@ -61,11 +61,14 @@ class SafetensorsCheckpoint:
         return self._entry(name).file
 
     def read(self, name: str, row: int | None = None) -> Tensor:
+        return self.read_part(name, () if row is None else (row,))
+
+    def read_part(self, name: str, index: tuple[slice | int, ...]) -> Tensor:
         file = self._entry(name).file
         try:
             # safe_open hands out views of a mapped file; the copy lets the mapping go at once.
             with safe_open(file, framework="pt") as tensors:
-                view = tensors.get_tensor(name) if row is None else tensors.get_slice(name)[row]
+                view = tensors.get_slice(name)[index] if index else tensors.get_tensor(name)
                 return view.clone()  # type: ignore[no-any-return]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file}: tensor {name} cannot be read ({error})") from error

@@ -53,9 +53,9 @@ class Sizes:
         self.weight_bytes = shape.weight_bytes  # on the device
         self.resident = True  # all weights are there in every step
         # Blocks of a sequence that may wait in host memory: attention streams them only where every layer sees all,
-        # and only as they lay on the device.
+        # and only as they lay on the device, which is one rank's.
         host_blocks = next((tier.blocks or 0 for tier in tiers if tier.name == "host"), 0)
-        as_is = request.spill_dtype in ("auto", request.kv_cache_dtype)
+        as_is = request.spill_dtype in ("auto", request.kv_cache_dtype) and request.ranks == 1
         unit = split_blocks(request.block_size)  # blocks that move there together
         self.offloaded_blocks = host_blocks // unit * unit if shape.group_windows == (None,) and as_is else 0
         self.block_bytes = shape.block_bytes(request.block_size)

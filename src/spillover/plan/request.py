@@ -33,3 +33,4 @@ class PlanRequest:
     paged_tokens: int | None = None
     draft_tokens: int = 0  # of one request, verified in a step; 0: none
     substitutes: str | None = None  # "int4" | "int8": of layers that stream, copies on the device that draft
+    ranks: int = 1  # that hold a part of the model each; this is the plan of one of them

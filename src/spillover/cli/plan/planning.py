@@ -15,21 +15,21 @@ from spillover.errors import SpilloverError
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @click.option("--quantizations", is_flag=True,
               help="Show instead one row per weight format: bytes, whether it fits, what is left for KV, and how fast.")
-@click.option("--tensor-parallel-size", type=click.INT, default=None, metavar="N",
-              help="Predict instead for N cards that share the model: memory of each, step times, and the all-reduces' "
-                   "part of them, beside one card. A mixture also with whole experts apart.")
 @click.option("--card", default=None, metavar="NAME",
               help="Predict for this card rather than the one here: h200, h100, b200, a100, l40s, l4, rtx-4090 or "
                    "rtx-5090, by a table of measured and published rates that is printed with its sources.")
 @click.option("--link", default=None, metavar="NAME",
               help="How those cards are connected: nvlink, pcie4 or pcie5. Default: the card's fastest.")
 @engine_options()
-def plan(config: EngineConfig, as_json: bool, quantizations: bool, tensor_parallel_size: int | None, card: str | None,
-         link: str | None) -> None:
+def plan(config: EngineConfig, as_json: bool, quantizations: bool, card: str | None, link: str | None) -> None:
     """Show the memory plan, and how fast the model could run.
 
     Splits the given budget between weights, KV cache and workspace, or says what would fit. A model larger than the
     budget is placed by --weights: what stays, what moves, and how fast that would be. Loads nothing.
+
+    With --tensor-parallel-size N, predicts for N cards that share the model, here or not: memory of each, step times,
+    and the all-reduces' part of them, beside one card; a mixture also with whole experts apart. With --device cpu, it
+    plans for ranks on this machine's cores.
 
     \b
     Examples:
@@ -40,13 +40,14 @@ def plan(config: EngineConfig, as_json: bool, quantizations: bool, tensor_parall
     """
     from rich.console import Console
 
-    if tensor_parallel_size is not None or card is not None or link is not None:
+    ranks = config.tensor_parallel_size
+    if card is not None or link is not None or (ranks > 1 and config.device != "cpu"):
         if quantizations:
             raise SpilloverError("--quantizations is for this machine: leave it out, or --tensor-parallel-size, --card "
                                  "and --link")
         from spillover.cli.plan.plan_ranks import run_plan_ranks
 
-        run_plan_ranks(Console(), config, tensor_parallel_size or 1, card, link, as_json)
+        run_plan_ranks(Console(), config, ranks, card, link, as_json)
         return
     if quantizations:
         from spillover.cli.plan.plan_quantizations import run_quantizations

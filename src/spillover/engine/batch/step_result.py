@@ -98,12 +98,15 @@ def prompt_rows(step: Step, table: RequestTable, device: torch.device) -> tuple[
 
 def score(model: Decoder, weights: Weights, hidden: Tensor, rows: PromptRows,
           observe: PromptObserver | None = None) -> list[SampledLogprobs]:
-    """Return the log probabilities of a prompt's tokens, a few rows of logits at a time."""
+    """Return the log probabilities of a prompt's tokens, a few rows of logits at a time; at ranks but the first, which
+    have a part of the logits, nothing."""
     parts = []
     for start in range(0, len(rows.next_ids), PROMPT_LOGITS_ROWS):
         ids = rows.next_ids[start:start + PROMPT_LOGITS_ROWS]
         first = rows.first_row + start
         logits = model.logits(hidden[first:first + len(ids)], weights)
+        if model.ranks.rank:
+            continue
         parts.append(prompt_logprobs(logits, ids, rows.alternatives))
         if observe is not None:
             observe(rows.prompt, rows.first_position + start, logits)

@@ -14,7 +14,7 @@ from spillover.engine.weights.traffic import WeightTraffic
 from spillover.kernels.formats.base import Linear
 from spillover.kernels.linear import linear
 from spillover.kernels.moe.experts import Experts, ExpertWeights, expert_stacks
-from spillover.kernels.moe.moe import expert_mlp, moe, route
+from spillover.kernels.moe.moe import NOT_HERE, expert_mlp, here, moe, route
 from spillover.kernels.moe.records import Record
 from spillover.memory.experts import ExpertCache
 from spillover.memory.transfer.link_queue import Priority
@@ -124,13 +124,14 @@ class SlotExperts:
         self._layer = layer
         self._next_router = next_router
 
-    def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None) -> Tensor:
-        ids, shares = route(scores, k, renormalize, limit)
-        wanted: list[int] = torch.unique(ids).tolist()
-        self._prepare(x, wanted, k)
+    def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
+                own: range | None = None) -> Tensor:
+        ids, shares = route(scores, k, renormalize, limit, own)
+        wanted = _different(ids)
+        self._prepare(x, wanted, k, own)
         return moe(x, ids, shares, lambda index, rows: expert_mlp(rows, *self._fetch(index, wanted), 0, limit))
 
-    def _prepare(self, x: Tensor, wanted: list[int], k: int) -> None:
+    def _prepare(self, x: Tensor, wanted: list[int], k: int, own: range | None) -> None:
         """Tell the policy which experts this layer wants, and fetch what it expects of the next."""
         cache, layer = self._slots.cache, self._layer
         step = self._slots.next_step() if layer == 0 else self._slots.step
@@ -141,7 +142,7 @@ class SlotExperts:
         if self._next_router is not None:
             weight, bias = self._next_router()
             chosen = linear(x, weight, bias).topk(k).indices
-            cache.policy.on_guess(layer + 1, torch.unique(chosen).tolist())  # type: ignore[attr-defined]
+            cache.policy.on_guess(layer + 1, _different(here(chosen, own)))  # type: ignore[attr-defined]
         for expert in cache.policy.prefetch(layer + 1):
             if cache.slot(layer + 1, expert) is None:
                 self._slots.fetch(layer + 1, expert, (), asked=False)
@@ -171,12 +172,18 @@ class InPlaceExperts:
         self._source = source
         self.computed = 0  # experts, over all steps
 
-    def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None) -> Tensor:
+    def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
+                own: range | None = None) -> Tensor:
         def expert(index: int, rows: Tensor) -> Tensor:
             self.computed += 1
             return expert_mlp(rows, *_stacks_of_one(self._record, self._source(index)), 0, limit)
 
-        return moe(x, *route(scores, k, renormalize, limit), expert)
+        return moe(x, *route(scores, k, renormalize, limit, own), expert)
+
+
+def _different(ids: Tensor) -> list[int]:
+    """List the experts among ids, each once."""
+    return [expert for expert in torch.unique(ids).tolist() if expert != NOT_HERE]
 
 
 def _stacks_of_one(record: Record, run: Tensor) -> tuple[Experts, Experts]:

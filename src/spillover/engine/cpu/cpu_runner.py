@@ -79,6 +79,8 @@ class LaunchedStep:
         drawn: list[int] = outcome.drawn.tolist()
         if self._work.decodes and outcome.logprobs is None:
             return decode_result(self.step, table, drawn)
+        if self._runner.model.ranks.rank:  # it is told the tokens and nothing else
+            return to_result(self.step, table, drawn, None, (), (), None)
         return to_result(self.step, table, drawn, outcome.logprobs, self._work.prompt_rows, outcome.prompt,
                          self._runner.decode)
 
@@ -207,6 +209,8 @@ class CpuRunner:
         """Return what the sampler needs to know; `drawn`: the slot of each row that is sampled from."""
         if not len(drawn):
             return None
+        if self.model.ranks.rank:  # rank 0 samples for all
+            return GREEDY
         if not self.table.plain[drawn].all():
             return sampling_batch(step.items, self.table, self.model.config.vocab_size, torch.device("cpu"))
         if not arrays.temperature.any():
@@ -243,10 +247,15 @@ class CpuRunner:
             every = len(arrays.sample_rows) == len(hidden)
             rows = hidden if every else hidden[torch.from_numpy(arrays.sample_rows)]  # [R, H]
             logits = self.model.logits(rows, self.weights)  # [R, V]
-            with native.record("sampling"):
-                sampled = sample(logits, work.sampling)
-            self._drawn = drawn = sampled.token_ids.numpy()
-            logprobs = sampled.logprobs
+            ranks = self.model.ranks
+            if ranks.rank == 0:
+                with native.record("sampling"):
+                    sampled = sample(logits, work.sampling)
+                token_ids, logprobs = sampled.token_ids, sampled.logprobs
+            else:
+                token_ids = torch.empty(len(rows), dtype=torch.int64)
+            ranks.broadcast(token_ids)
+            self._drawn = drawn = token_ids.numpy()
         prompt = tuple(score(self.model, self.weights, hidden, rows, self.observe) for rows in work.prompt_rows)
         return _Outcome(drawn, logprobs, prompt)
 

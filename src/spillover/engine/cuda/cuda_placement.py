@@ -48,7 +48,9 @@ class CudaLayerExperts:
     experts: CudaExperts
     layer: int
 
-    def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None) -> Tensor:
+    def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
+                own: range | None = None) -> Tensor:
+        assert own is None, "a CUDA device pages all experts of a layer"
         return self.experts.mixture(self.layer, x, scores, k, renormalize, limit)
 
 

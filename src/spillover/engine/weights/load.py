@@ -21,6 +21,8 @@ from spillover.models.config import ModelConfig
 from spillover.models.loader import PartReader, Progress, dummy_parts, load_parts
 from spillover.models.quantize.scheme import Scheme
 from spillover.models.quantize.view import open_quantized
+from spillover.models.shard import Cuts
+from spillover.models.shard_view import open_shard
 from spillover.models.weight_specs import WeightSpec, WeightSpecs, dequantized_experts, is_expert, kept_on
 from spillover.plan.planner import Plan
 
@@ -28,29 +30,33 @@ log = logging.getLogger("spillover.engine")
 
 
 def load(config: EngineConfig, plan: Plan, model: ModelConfig, specs: WeightSpecs, path: Path, transfers: Transfers,
-         progress: Progress | None = None, scheme: Scheme | None = None) -> EngineWeights:
-    """`scheme`: what weights are quantised to while they load; None: they stay as the checkpoint has them."""
+         progress: Progress | None = None, scheme: Scheme | None = None, cuts: Cuts | None = None,
+         rank: int = 0) -> EngineWeights:
+    """Load a model's weights. `scheme`: what they are quantised to while they load; None: they stay as the checkpoint
+    has them. `cuts`: where the parts of a rank lie, of which `specs` are; None: all is read."""
     device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
     specs = kept_on(specs, plan.device, plan.dtype, not config.fast)
     if (found := dequantized_experts(specs)) is not None:
         log.warning("experts in %s are dequantised to %s: no kernel of this device multiplies with them as they are",
                     found.quant_method, plan.dtype)
     if config.load_format == "dummy":
-        return _placed(config, plan, model, dummy_parts(specs, dtype, device, config.seed), specs, None,
-                       transfers)
+        parts = dummy_parts(specs, dtype, device, config.seed, rank if cuts else None)
+        return _placed(config, plan, model, parts, specs, None, transfers)
     if scheme is not None and _on_disk(plan):
         raise SpilloverError(f"--quantization {scheme.kind} quantises weights while they load, and host memory has no "
                              "room for all of them; raise --host-memory, or write them once with `spill quantize`")
-    with open_checkpoint(path) if scheme is None else open_quantized(path, scheme, device) as checkpoint:
+    with open_checkpoint(path) if scheme is None else open_quantized(path, scheme, device) as whole:
+        checkpoint = open_shard(whole, cuts or {})
+
         def where(part: str, spec: WeightSpec) -> torch.device:
             return device if _stays(plan, part, spec) else torch.device("cpu")
 
         parts = load_parts(checkpoint, model, specs, dtype, where, progress=progress)
-        return _placed(config, plan, model, parts, specs, None if not _on_disk(plan) else path, transfers)
+        return _placed(config, plan, model, parts, specs, None if not _on_disk(plan) else path, transfers, cuts)
 
 
 def _placed(config: EngineConfig, plan: Plan, model: ModelConfig, parts: Iterator[tuple[str, dict[str, Weight]]],
-            specs: WeightSpecs, path: Path | None, transfers: Transfers) -> EngineWeights:
+            specs: WeightSpecs, path: Path | None, transfers: Transfers, cuts: Cuts | None = None) -> EngineWeights:
     """`path`: the checkpoint, where some weights stay on disk."""
     placement = plan.placement
     if placement is None:
@@ -61,12 +67,15 @@ def _placed(config: EngineConfig, plan: Plan, model: ModelConfig, parts: Iterato
     disk = None
     if path is not None:
         # Held open for as long as the engine runs.
-        disk = DiskWeights(PartReader(open_checkpoint(path), model, specs, getattr(torch, plan.dtype)))
+        checkpoint = open_shard(open_checkpoint(path), cuts or {})
+        disk = DiskWeights(PartReader(checkpoint, model, specs, getattr(torch, plan.dtype)))
     if isinstance(transfers, CudaTransfers):
         from spillover.engine.cuda.cuda_placement import place_on_cuda  # needs Triton
 
         return place_on_cuda(parts, plan, config, model, disk, transfers)
-    return place_on_cpu(parts, placement, config.policy, transfers, disk, plan.kv_bytes)
+    # Ranks lend no slots to KV, so that their pools lie elsewhere.
+    beside = plan.kv_bytes if config.tensor_parallel_size == 1 else 0
+    return place_on_cpu(parts, placement, config.policy, transfers, disk, beside)
 
 
 def _on_disk(plan: Plan) -> bool:

@@ -112,6 +112,11 @@ class WeightFormat(ABC):
         """List the checkpoint's tensors of one matrix, which is `name` where it is not quantised; as many as fields."""
         return (Field(name, FLOATING, (rows, columns)),)
 
+    def readable(self, name: str, rows: int, columns: int) -> tuple[Field, ...]:
+        """List all of the checkpoint's tensors of one matrix that `load` may read, where there are more than `stored`
+        needs: a rank of a sharded model reads a part of each."""
+        return self.stored(name, rows, columns)
+
     @abstractmethod
     def dequantize(self, w: Linear, dtype: torch.dtype) -> Tensor:
         """Make [out, in] numbers of one linear; numbers that are kept as such keep their type."""

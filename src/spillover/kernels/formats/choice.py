@@ -59,6 +59,11 @@ class Dequantized(Dense):
         """List the first tensor alone, as the others may not be there."""
         return self.base.stored_as(module_of(name)).stored(name, rows, columns)[:1]
 
+    def readable(self, name: str, rows: int, columns: int) -> tuple[Field, ...]:
+        listed = self.base.stored_as(module_of(name)).readable(name, rows, columns)
+        plain = Field(name, FLOATING, (rows, columns))
+        return listed if any(tensor.name == name for tensor in listed) else (*listed, plain)
+
     def load(self, reader: TensorReader, shape: LinearShape, target: Target) -> tuple[Tensor, ...]:
         (field,) = self.fields(shape, target.dtype)
         whole = torch.empty(field.shape, dtype=getattr(torch, field.dtype), device=target.device)

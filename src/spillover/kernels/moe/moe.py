@@ -18,11 +18,14 @@ from spillover.kernels.activation import (
 from spillover.kernels.linear import linear, linear_reference
 from spillover.kernels.moe.experts import Experts
 
+NOT_HERE = -1  # an expert that another rank computes
+
 
 class LayerExperts(Protocol):
     """The experts of one layer, wherever they are."""
 
-    def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None) -> Tensor:
+    def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
+                own: range | None = None) -> Tensor:
         """Return the mixture [T, H] of x [T, H] by the router's scores [T, E], as `mixture` of this module does."""
         ...
 
@@ -34,37 +37,52 @@ class ResidentExperts:
     first: Experts
     second: Experts
 
-    def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None) -> Tensor:
-        return mixture(x, scores, self.first, self.second, k, renormalize, limit)
+    def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
+                own: range | None = None) -> Tensor:
+        return mixture(x, scores, self.first, self.second, k, renormalize, limit, own)
 
 
 def mixture(
-    x: Tensor, scores: Tensor, first: Experts, second: Experts, k: int, renormalize: bool, limit: float | None = None
+    x: Tensor, scores: Tensor, first: Experts, second: Experts, k: int, renormalize: bool, limit: float | None = None,
+    own: range | None = None,
 ) -> Tensor:
     """x [T, H], scores [T, E] -> [T, H]: every token through the k experts it scores highest.
 
     `first` [E, 2I, H] and `second` [E, H, I] are the experts' two products. With a `limit` the activation is the
-    clamped SwiGLU over rows of gate and up in turn, without it SiLU-mul over gate rows and then up rows.
+    clamped SwiGLU over rows of gate and up in turn, without it SiLU-mul over gate rows and then up rows. `own`: the
+    experts that the stacks hold, whose share of the sum is returned; None: all.
     """
     if x.is_cuda:
+        if own is not None:
+            raise NotImplementedError("a CUDA device computes with all experts of a layer")
         from spillover.kernels.triton.moe import moe as on_cuda
 
         return on_cuda.mixture(x, scores, first, second, k, renormalize, limit)
-    ids, shares = route(scores, k, renormalize, limit)
+    ids, shares = route(scores, k, renormalize, limit, own)
     return moe(x, ids, shares, lambda index, rows: expert_mlp(rows, first, second, index, limit))
 
 
-def route(scores: Tensor, k: int, renormalize: bool, limit: float | None) -> tuple[Tensor, Tensor]:
-    """scores [T, E] -> (ids, shares) [T, k] of the experts that each token goes to, on the CPU.
+def route(scores: Tensor, k: int, renormalize: bool, limit: float | None,
+          own: range | None = None) -> tuple[Tensor, Tensor]:
+    """scores [T, E] -> (ids, shares) [T, k] of the experts that each token goes to, on the CPU. `own`: the experts that
+    are numbered from 0 on; others are NOT_HERE. None: all are here.
 
     Shares are rounded as the models' own implementations round them: those with a `limit` (gpt-oss) take the softmax of
     the chosen scores, the others choose from the softmax of all.
     """
     if limit is not None and renormalize:
         best, ids = scores.topk(k)
-        return ids, best.softmax(-1)
-    shares, ids = scores.float().softmax(-1).topk(k)
-    return ids, shares / shares.sum(-1, keepdim=True) if renormalize else shares
+        shares = best.softmax(-1)
+    else:
+        shares, ids = scores.float().softmax(-1).topk(k)
+        if renormalize:
+            shares = shares / shares.sum(-1, keepdim=True)
+    return here(ids, own), shares
+
+
+def here(ids: Tensor, own: range | None) -> Tensor:
+    """Return experts' ids as they are numbered here, those of other ranks NOT_HERE."""
+    return ids if own is None else torch.where((ids >= own.start) & (ids < own.stop), ids - own.start, NOT_HERE)
 
 
 def expert_mlp(x: Tensor, first: Experts, second: Experts, index: int, limit: float | None) -> Tensor:
@@ -93,7 +111,8 @@ def expert_mlp_reference(x: Tensor, first: Experts, second: Experts, index: int,
 def moe(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
     """x [T, H], topk_ids and topk_weights [T, k] -> sum over k of weight * expert(id, row) [T, H].
 
-    A row's experts are added in ascending id, so its sum does not depend on the rows beside it.
+    A row's experts are added in ascending id, so its sum does not depend on the rows beside it. Ids that are NOT_HERE
+    are left out.
     """
     out = torch.zeros_like(x)
     if x.shape[0] == 0:
@@ -101,8 +120,8 @@ def moe(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, expert: Callable[[int
     ids, order = topk_ids.flatten().sort(stable=True)
     rows = order // topk_ids.shape[1]
     weights = topk_weights.flatten()[order, None].to(x.dtype)
-    start = 0
-    for expert_id, count in enumerate(torch.bincount(ids).tolist()):
+    start = int((ids == NOT_HERE).sum())  # they come first
+    for expert_id, count in enumerate(torch.bincount(ids[start:]).tolist()):
         if count == 0:
             continue
         group = rows[start : start + count]

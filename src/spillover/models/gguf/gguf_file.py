@@ -88,6 +88,9 @@ class GGUFCheckpoint:
         whole = self._view(name).read()
         return whole if row is None else whole[row].clone()
 
+    def read_part(self, name: str, index: tuple[slice | int, ...]) -> Tensor:
+        return self.read(name)[index].clone()
+
     def read_codes(self, name: str) -> Codes:
         read = self._view(name).read_codes
         if read is None:

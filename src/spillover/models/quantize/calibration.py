@@ -134,8 +134,9 @@ class _EachExpert:
     first: Experts
     second: Experts
 
-    def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None) -> Tensor:
-        ids, shares = route(scores, k, renormalize, limit)
+    def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
+                own: range | None = None) -> Tensor:
+        ids, shares = route(scores, k, renormalize, limit, own)
         return moe(x, ids, shares, lambda index, rows: expert_mlp(rows, self.first, self.second, index, limit))
 
 

@@ -78,6 +78,11 @@ class QuantizedView:
         whole = self._last[name]
         return (whole if row is None else whole[row]).clone()
 
+    def read_part(self, name: str, index: tuple[slice | int, ...]) -> Tensor:
+        if name in self._made:
+            return self.read(name)[index]
+        return self._source.read_part(name, index).to(self.dtype(name))
+
     def read_codes(self, name: str) -> Codes:
         return self._source.read_codes(name)
 

@@ -20,6 +20,7 @@ import zmq
 
 from spillover.engine.assemble import Assembly, assemble
 from spillover.engine.output.outputs import TokenSources
+from spillover.engine.parallel.parallel_runner import ParallelRunner
 from spillover.engine.profiling.profile_session import ProfileSession
 from spillover.engine.requests.request import Request, Status
 from spillover.engine.speculation.speculator import SpeculationStats
@@ -104,6 +105,10 @@ class EngineService:
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(self._grammars.fileno(), zmq.POLLIN)
+        runner = parts.engine.runner
+        self._ranks = runner if isinstance(runner, ParallelRunner) else None
+        if self._ranks is not None and self._ranks.lost_descriptor is not None:  # an idle engine hears of it too
+            self._poller.register(self._ranks.lost_descriptor, zmq.POLLIN)
         self._stopped = False
         self._sleeping = False
         self._stalled = False
@@ -144,6 +149,8 @@ class EngineService:
             self._pulse.at(IDLE)
             self._poller.poll(IDLE_TIERS_MS if self._scheduler.connector.tiers else None)
             self._current = False
+            if self._ranks is not None:
+                self._ranks.check()
         elif self._stalled:
             self._poller.poll(COPYING_MS if self._scheduler.connector.busy else STALLED_MS)
         while not self._stopped:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from torch import Tensor
@@ -31,6 +31,9 @@ class AwqInt(GroupedInt):
                   Field(f"{module}.scales", FLOATING, (groups, rows)),
                   Field(f"{module}.qzeros", "int32", (groups, -(-rows // 8))))
         return listed if self.has_zeros else listed[:2]
+
+    def readable(self, name: str, rows: int, columns: int) -> tuple[Field, ...]:
+        return replace(self, has_zeros=True).stored(name, rows, columns)
 
     def read_matrix(self, reader: TensorReader, name: str, rows: int, columns: int) -> Matrix:
         weight, scales, zeros = AwqInt(group=self.group).stored(name, rows, columns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -33,6 +33,9 @@ class GptqInt(GroupedInt):
                   Field(f"{module}.scales", FLOATING, (groups, rows)),
                   Field(f"{module}.qzeros", "int32", (groups, -(-rows * self.bits // 32))))
         return (*listed, self._g_idx(module, columns)) if self.ordered else listed
+
+    def readable(self, name: str, rows: int, columns: int) -> tuple[Field, ...]:
+        return replace(self, ordered=True).stored(name, rows, columns)
 
     def read_matrix(self, reader: TensorReader, name: str, rows: int, columns: int) -> Matrix:
         weight, scales, qzeros, *_ = self.stored(name, rows, columns)

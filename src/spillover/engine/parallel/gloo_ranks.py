@@ -1,0 +1,72 @@
+"""Ranks over gloo: processes of one machine whose tensors lie in main memory.
+
+A sum is a gather of all parts and additions in the order of ranks, so that its bits depend on neither the batch nor the
+message size; gloo's own ring would add pieces in other orders.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore, PrefixStore
+from torch.distributed import BroadcastOptions, GatherOptions, ProcessGroupGloo
+
+from spillover.models.ranks import sum_in_order
+
+MEETING_SECONDS = 60.0  # for all ranks to find each other, once each has said that it is there
+# For a call to end. Ranks that die or hang are noticed long before (rank_processes); this ends one that computes for
+# ever.
+CALL_SECONDS = 120.0
+
+
+class GlooRanks:
+    def __init__(self, rank: int, size: int, folder: Path) -> None:
+        """Meet the other ranks, which name the same folder."""
+        self.rank = rank
+        self.size = size
+        self.waiting_since: float | None = None  # monotonic; None: no call is under way
+        store = FileStore(str(folder / "ranks"), size)
+        store.set_timeout(timedelta(seconds=MEETING_SECONDS))
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = timedelta(seconds=CALL_SECONDS)
+        self._group: Any = ProcessGroupGloo(PrefixStore("layers", store), rank, size, options)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return sum_in_order(self._all_gather(x))
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        given = _bytes(x)
+        parts = [torch.empty_like(given) for _ in range(self.size)] if self.rank == 0 else []
+        options = GatherOptions()
+        options.rootRank = 0
+        self._wait(self._group.gather([parts] if parts else [], [given], options))
+        return [part.view(x.dtype).view(x.shape) for part in parts]
+
+    def broadcast(self, x: Tensor) -> None:
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        self._wait(self._group.broadcast([x], options))
+
+    def _all_gather(self, x: Tensor) -> list[Tensor]:
+        given = _bytes(x)
+        parts = [torch.empty_like(given) for _ in range(self.size)]
+        self._wait(self._group.allgather([parts], [given]))
+        return [part.view(x.dtype).view(x.shape) for part in parts]
+
+    def _wait(self, work: torch.distributed.Work) -> None:
+        self.waiting_since = time.monotonic()
+        try:
+            work.wait()
+        finally:
+            self.waiting_since = None
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """Return a tensor as bytes [n], which gloo moves whatever they mean."""
+    return x.contiguous().view(-1).view(torch.uint8)

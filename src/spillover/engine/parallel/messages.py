@@ -1,0 +1,54 @@
+"""What rank 0 and the processes of the other ranks say to each other, beside the steps themselves."""
+
+from __future__ import annotations
+
+import msgspec
+
+from spillover.engine.config import EngineConfig
+from spillover.plan.planner import Plan
+
+
+class Launch(msgspec.Struct):
+    """The first message to a rank."""
+
+    config: EngineConfig  # as planned
+    plan: Plan  # of the rank
+    rank: int
+    parent: int  # process that the rank ends with
+    folder: str  # where ranks meet
+    threads: int
+    pool: int | None = None  # descriptor of shared memory for the KV pool; None: its own
+
+
+class Started(msgspec.Struct, tag=True):
+    """The rank is there, and about to meet the others."""
+
+
+class Loaded(msgspec.Struct, tag=True):
+    """The rank waits for steps."""
+
+    weight_bytes: int
+
+
+class Lost(msgspec.Struct, tag=True):
+    """The rank has failed and ends."""
+
+    why: str
+    expected: bool  # a sentence for the user; else a traceback
+
+
+FromRank = Started | Loaded | Lost
+STOP = b""  # to a rank, in place of a step
+
+
+def encode(message: Launch | FromRank) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def decode_launch(message: bytes) -> Launch:
+    return msgspec.msgpack.decode(message, type=Launch)
+
+
+def decode_from_rank(message: bytes) -> FromRank:
+    found: FromRank = msgspec.msgpack.decode(message, type=FromRank)
+    return found

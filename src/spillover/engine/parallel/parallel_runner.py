@@ -1,0 +1,128 @@
+"""Rank 0's runner behind the face of any other: every step it is given goes to the other ranks first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from spillover.engine.batch.step_result import PromptObserver
+from spillover.engine.loop import LaunchedStep, ModelRunner, StepRunner
+from spillover.engine.step import Step, StepResult, encode_step
+from spillover.engine.weights.placed import EngineWeights
+from spillover.engine.weights.traffic import WeightTraffic
+from spillover.memory.transfer.transfers import Transfers
+from spillover.models.layers import KVViews
+
+Changed = TypeVar("Changed")
+
+
+class OtherRanks(Protocol):
+    """The ranks but the first."""
+
+    weight_bytes: int
+
+    def send(self, message: bytes) -> None:
+        """Hand a step to all of them."""
+
+    def check(self) -> None:
+        """Raise what ended one of them, if one has ended."""
+
+    def lost(self) -> Exception:
+        """Return why a step failed that they were to compute together."""
+
+    def close(self) -> None: ...
+
+
+class ParallelStep:
+    """A step that all ranks compute."""
+
+    def __init__(self, launched: LaunchedStep, others: OtherRanks) -> None:
+        self._launched = launched
+        self._others = others
+
+    @property
+    def step(self) -> Step:
+        return self._launched.step
+
+    def wait(self) -> None:
+        self._ended(self._launched.wait)
+
+    def result(self) -> StepResult:
+        return self._ended(self._launched.result)
+
+    def _ended(self, wait: Callable[[], Changed]) -> Changed:
+        try:
+            return wait()
+        except RuntimeError as error:  # gloo's, of a connection that was closed; or the step's own
+            self._others.check()
+            lost = self._others.lost() if "gloo" in str(error).lower() else None
+            raise lost or error from error
+
+
+class ParallelRunner:
+    def __init__(self, inner: ModelRunner, others: OtherRanks, pools: Sequence[memoryview] = (),
+                 lost_descriptor: int | None = None, on_close: Callable[[], None] = lambda: None) -> None:
+        """Run steps on all ranks. `inner`: rank 0's. `pools`: KV of the other ranks, where rank 0 can reach it.
+        `lost_descriptor`: readable once a rank is lost."""
+        self.inner = inner
+        self.pools = pools
+        self.lost_descriptor = lost_descriptor
+        self._others = others
+        self._on_close = on_close
+
+    def launch(self, step: Step) -> ParallelStep:
+        self._others.send(encode_step(step))
+        return ParallelStep(self.inner.launch(step), self._others)
+
+    def check(self) -> None:
+        """Raise what ended a rank, if one has ended."""
+        self._others.check()
+
+    @property
+    def observe(self) -> PromptObserver | None:
+        return self.inner.observe
+
+    @observe.setter
+    def observe(self, observe: PromptObserver | None) -> None:
+        self.inner.observe = observe
+
+    @property
+    def drafting(self) -> StepRunner | None:
+        return self.inner.drafting
+
+    @property
+    def weights(self) -> EngineWeights:
+        return self.inner.weights
+
+    @property
+    def kv(self) -> KVViews:
+        return self.inner.kv
+
+    @property
+    def transfers(self) -> Transfers:
+        return self.inner.transfers
+
+    def in_order(self, change: Callable[[], Changed]) -> Changed:
+        return self.inner.in_order(change)
+
+    def sleep(self, blocks: Sequence[int]) -> None:
+        self.inner.sleep(blocks)
+
+    def wake_up(self) -> None:
+        self.inner.wake_up()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Return the bytes of all ranks."""
+        return self.inner.weight_bytes + self._others.weight_bytes
+
+    def weight_traffic(self) -> WeightTraffic:
+        """Return what rank 0 has moved; the others move as much."""
+        return self.inner.weight_traffic()
+
+    def close(self) -> None:
+        try:
+            self._others.close()
+        finally:
+            self.inner.close()
+            self._on_close()

@@ -1,0 +1,59 @@
+"""The plan of one rank: budgets of the machine are divided among ranks, and KV tiers hold whole blocks again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spillover.engine.config import EngineConfig
+from spillover.errors import SpilloverError
+from spillover.models.config import ModelConfig
+from spillover.models.shard import Shard, check_shard
+from spillover.plan.hardware import Machine
+from spillover.plan.planner import Plan, PlanRequest, where
+from spillover.plan.tiers import host_bytes, plan_tiers
+
+
+def make_shard(config: EngineConfig, model: ModelConfig, request: PlanRequest, machine: Machine, rank: int) -> Shard:
+    """Return a rank's part of a model; SpilloverError, a sentence, if there cannot be so many ranks."""
+    size = config.tensor_parallel_size
+    if size == 1:
+        return Shard()
+    check_shard(model, size, config.enable_expert_parallel)
+    if where(request, model, machine)[0] == "cuda":
+        raise SpilloverError(f"--tensor-parallel-size {size} is for ranks on CPUs so far, and the device is cuda; use "
+                             "--device cpu, or leave it out")
+    return Shard(rank, size, config.enable_expert_parallel)
+
+
+def rank_request(request: PlanRequest, shard: Shard) -> PlanRequest:
+    """Return what a rank's plan is asked for: --gpu-memory is each rank's, --host-memory is for all of them."""
+    if shard.size == 1:
+        return request
+    host = None if request.host_memory is None else request.host_memory // shard.size
+    return replace(request, host_memory=host, ranks=shard.size)
+
+
+def rank_machine(machine: Machine, shard: Shard) -> Machine:
+    """Return a rank's share of the machine."""
+    if shard.size == 1:
+        return machine
+    limit = machine.memory_limit
+    return replace(machine, memory_available=machine.memory_available // shard.size,
+                   memory_total=machine.memory_total // shard.size,
+                   memory_limit=None if limit is None else limit // shard.size,
+                   cores=max(1, machine.cores // shard.size))
+
+
+def with_whole_blocks(plan: Plan, request: PlanRequest, model: ModelConfig, shard: Shard) -> Plan:
+    """Return rank 0's plan with tiers for whole blocks, the parts of all ranks together; `request`: the rank's."""
+    if shard.size == 1 or not plan.tiers:
+        return plan
+    slot = plan.slot_bytes // shard.decoder(model).num_kv_heads * model.num_kv_heads
+    host = next((tier.bytes for tier in plan.tiers if tier.name == "host"), None)
+    tiers = plan_tiers(None if host is None else host * shard.size, request.disks, request.remote, slot, plan.device)
+    return replace(plan, tiers=tiers, slot_bytes=slot, host_bytes=host_bytes(tiers, slot))
+
+
+def without_tiers(plan: Plan) -> Plan:
+    """Return the plan of a rank but the first: blocks leave it by rank 0's link."""
+    return replace(plan, tiers=(), host_bytes=0, draft=None)

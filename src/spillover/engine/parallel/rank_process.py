@@ -1,0 +1,86 @@
+"""The process of a rank but the first: `python -m spillover.engine.parallel.rank_process FD`, started by rank 0.
+
+It builds its part of the model and then runs every step that rank 0 sends. It ends with rank 0, however that ends: the
+kernel kills it where it can, and its socket closes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from spillover.errors import SpilloverError
+
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+
+
+def main(descriptor: int) -> int:
+    for each in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a terminal; rank 0 decides
+        signal.signal(each, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    rank_0 = Connection(descriptor)
+    try:
+        line = rank_0.recv_bytes()
+    except EOFError:
+        return 1
+    from spillover.engine.parallel.messages import Lost, decode_launch, encode
+
+    launch = decode_launch(line)
+    if os.getppid() != launch.parent:  # it died before we asked to be told
+        return 1
+    try:
+        _serve(rank_0, line)
+        return 0
+    except EOFError:  # rank 0 is gone
+        return 1
+    except SpilloverError as error:
+        lost = Lost(str(error), True)
+    except BaseException:
+        lost = Lost(traceback.format_exc(), False)
+    with contextlib.suppress(OSError):
+        rank_0.send_bytes(encode(lost))
+    return 1
+
+
+def _serve(rank_0: Connection, line: bytes) -> None:
+    import torch
+
+    from spillover.engine.assemble import make_runner, planned_rank
+    from spillover.engine.parallel.gloo_ranks import GlooRanks
+    from spillover.engine.parallel.messages import STOP, Loaded, Started, decode_launch, encode
+    from spillover.engine.step import decode_step
+
+    launch = decode_launch(line)
+    torch.set_num_threads(launch.threads)
+    planned = planned_rank(launch.config, launch.plan, launch.rank)
+    rank_0.send_bytes(encode(Started()))
+    ranks = GlooRanks(launch.rank, planned.shard.size, Path(launch.folder))
+
+    def shared(nbytes: int) -> torch.Tensor:
+        assert launch.pool is not None
+        memory = mmap.mmap(launch.pool, nbytes)
+        os.close(launch.pool)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    runner = make_runner(planned, ranks=ranks, allocate=None if launch.pool is None else shared)
+    try:
+        rank_0.send_bytes(encode(Loaded(runner.weight_bytes)))
+        while (message := rank_0.recv_bytes()) != STOP:
+            runner.launch(decode_step(message)).result()
+    finally:
+        runner.close()
+
+
+if __name__ == "__main__":
+    code = main(int(sys.argv[1]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # what gloo or a step still waits for has no meaning any more

@@ -1,0 +1,235 @@
+"""The processes of all ranks but the first: started, watched, and ended with nothing left of them.
+
+One thread does all of it. It is also the parent that the kernel knows, so that ranks end when this process does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+
+import psutil
+
+from spillover.engine.parallel.messages import STOP, Launch, Lost, Started, decode_from_rank, encode
+from spillover.errors import SpilloverError
+
+log = logging.getLogger("spillover.engine")
+
+LOOK_SECONDS = 0.5  # between looks for a rank that hangs
+# For which a rank may neither compute nor answer while rank 0 waits for it: it is stopped, or waits for ever.
+HANG_SECONDS = 3.0
+QUIET_CPU_SECONDS = 0.05  # of CPU time in that long, which a rank that only waits may take
+STOP_SECONDS = 5.0  # for ranks that were told to stop; then they are killed
+LAST_WORDS_SECONDS = 0.5  # for what a failing rank said to arrive after it has gone
+START_SECONDS = 600.0  # for a rank to load its part, after rank 0 has loaded its own
+
+
+class RankLostError(RuntimeError):
+    """A rank has died, hangs or has failed, and with it the step that all of them were computing."""
+
+
+class RankProcesses:
+    def __init__(self, launches: Sequence[Launch], waiting_since: Callable[[], float | None] = lambda: None) -> None:
+        """Start a process for each. `waiting_since`: when rank 0 began to wait for others; None: it does not."""
+        self.waiting_since = waiting_since
+        self.weight_bytes = 0  # of the ranks that have loaded their parts
+        self._started = self._loaded = 0
+        self._why: str | None = None  # why the group is no more
+        self._expected = False
+        self._closing = self._over = False
+        self._quiet: tuple[float, list[float]] | None = None  # since when no rank has computed; CPU seconds by then
+        self._news = threading.Condition()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._ranks: list[Connection] = []
+        self._open: list[Connection] = []  # those that may still say something
+        self._alarm, self._ring = os.pipe()  # readable once the group is no more
+        self._waker, self._wake = os.pipe()
+        self._thread = threading.Thread(target=self._run, args=(list(launches),), name="spillover-ranks", daemon=True)
+        self._thread.start()
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    @property
+    def lost_descriptor(self) -> int:
+        """Return a descriptor that is readable once a rank is lost."""
+        return self._alarm
+
+    def send(self, message: bytes) -> None:
+        """Send a message to every rank."""
+        self.check()
+        try:
+            for rank in self._ranks:
+                rank.send_bytes(message)
+        except OSError as error:
+            raise self.lost() from error
+
+    def check(self) -> None:
+        """Raise RankLostError if the group is no more."""
+        if self._why is not None:
+            raise RankLostError(self._why)
+
+    def lost(self) -> RankLostError:
+        """Return why rank 0 cannot reach another, as soon as that is known."""
+        with self._news:
+            self._news.wait_for(lambda: self._why is not None, LAST_WORDS_SECONDS + LOOK_SECONDS)
+        return RankLostError(self._why or "a rank closed its connection")
+
+    def wait_started(self) -> None:
+        self._wait(lambda: self._started == len(self._ranks) > 0)
+
+    def wait_loaded(self) -> None:
+        self._wait(lambda: self._loaded == len(self._ranks))
+
+    def close(self) -> None:
+        """Tell ranks to stop, then kill them; afterwards nothing of them is left."""
+        with self._news:
+            if self._closing:
+                return
+            self._closing = True
+        for rank in self._ranks:
+            with contextlib.suppress(OSError):
+                rank.send_bytes(STOP)
+        deadline = time.monotonic() + (STOP_SECONDS if self._why is None else 0.0)
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        self._kill()
+        self._over = True
+        os.write(self._wake, b"x")
+        self._thread.join()
+        for rank in self._ranks:
+            rank.close()
+        for descriptor in (self._alarm, self._ring, self._waker, self._wake):
+            os.close(descriptor)
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        with self._news:
+            ended = self._news.wait_for(lambda: done() or self._why is not None, START_SECONDS)
+        if self._why is not None and self._expected:
+            raise SpilloverError(self._why)
+        self.check()
+        if not ended:
+            raise SpilloverError(f"a rank has not loaded its part within {START_SECONDS:.0f} s")
+
+    # The thread
+
+    def _run(self, launches: list[Launch]) -> None:
+        try:
+            for launch in launches:
+                self._spawn(launch)
+        except OSError as error:
+            self._fail(f"the process of a rank could not be started ({error})", True)
+        while not self._over and self._why is None:
+            found = wait([*self._open, self._waker], LOOK_SECONDS)
+            for rank in found:
+                if isinstance(rank, Connection):
+                    self._hear(rank)
+            if not self._closing and self._is_stuck():
+                self._fail(f"a rank hangs: for {HANG_SECONDS:g} s none of them has computed, and rank 0 waits"
+                           + "".join(f"; rank {number} is stopped" for number, process in enumerate(self._processes, 1)
+                                     if _is_in(process.pid, psutil.STATUS_STOPPED)))
+
+    def _spawn(self, launch: Launch) -> None:
+        ours, theirs = socket.socketpair()
+        passed = [theirs.fileno()] + ([launch.pool] if launch.pool is not None else [])
+        environment = {**os.environ, "OMP_NUM_THREADS": str(launch.threads)}
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "spillover.engine.parallel.rank_process", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL, pass_fds=passed, env=environment)
+        rank = Connection(ours.detach())
+        with self._news:
+            self._processes.append(process)
+            self._ranks.append(rank)
+            self._open.append(rank)
+        with contextlib.suppress(OSError):  # it died at once, which is heard
+            rank.send_bytes(encode(launch))
+
+    def _hear(self, rank: Connection) -> None:
+        number = self._ranks.index(rank) + 1
+        try:
+            message = decode_from_rank(rank.recv_bytes())
+        except (EOFError, OSError):
+            self._open.remove(rank)
+            if not self._closing:
+                process = self._processes[number - 1]
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(LAST_WORDS_SECONDS)
+                self._fail(f"rank {number} (process {process.pid}) {_described(process.poll())}")
+            return
+        if isinstance(message, Lost):
+            self._fail(message.why if message.expected else f"rank {number} failed:\n{message.why}", message.expected)
+            return
+        with self._news:
+            if isinstance(message, Started):
+                self._started += 1
+            else:
+                self._loaded += 1
+                self.weight_bytes += message.weight_bytes
+            self._news.notify_all()
+
+    def _is_stuck(self) -> bool:
+        """Tell whether rank 0 waits and no other rank has computed or read for long: one of them is stopped, or waits
+        for ever. A slow one is not stuck."""
+        since, now = self.waiting_since(), time.monotonic()
+        if since is None:
+            self._quiet = None
+            return False
+        seconds = [_cpu_seconds(process.pid) for process in self._processes]
+        quiet = self._quiet
+        reads = any(_is_in(process.pid, psutil.STATUS_DISK_SLEEP) for process in self._processes)
+        if quiet is None or since > quiet[0] or reads or any(
+                ran - before > QUIET_CPU_SECONDS for ran, before in zip(seconds, quiet[1], strict=True)):
+            self._quiet = now, seconds
+            return False
+        return now - quiet[0] > HANG_SECONDS
+
+    def _fail(self, why: str, expected: bool = False) -> None:
+        """Note the first reason, and end all ranks: whoever waits for one of them is told by its socket."""
+        with self._news:
+            if self._why is None:
+                self._why, self._expected = why, expected
+                os.write(self._ring, b"x")
+            self._news.notify_all()
+        self._kill()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+
+
+def _cpu_seconds(pid: int) -> float:
+    with contextlib.suppress(psutil.Error):
+        times = psutil.Process(pid).cpu_times()
+        return float(times.user + times.system)
+    return 0.0
+
+
+def _is_in(pid: int, status: str) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return bool(psutil.Process(pid).status() == status)
+    return False
+
+
+def _described(code: int | None) -> str:
+    if code is None:
+        return "closed its connection"
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"

@@ -1,0 +1,71 @@
+"""From a plan to ranks that wait for steps: processes for all but the first, which is this one."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+
+from spillover.engine.config import EngineConfig
+from spillover.engine.loop import ModelRunner, StepRunner
+from spillover.engine.parallel.gloo_ranks import GlooRanks
+from spillover.engine.parallel.messages import Launch
+from spillover.engine.parallel.parallel_runner import ParallelRunner
+from spillover.engine.parallel.rank_plan import without_tiers
+from spillover.engine.parallel.rank_processes import RankProcesses
+from spillover.models.ranks import Ranks
+from spillover.plan.hardware import probe
+from spillover.plan.planner import Plan
+
+
+class MakeRunner(Protocol):
+    def __call__(self, *, ranks: Ranks) -> StepRunner: ...
+
+
+def start_ranks(config: EngineConfig, plan: Plan, make: MakeRunner) -> ParallelRunner:
+    """Start the other ranks, make rank 0's runner while they load, and return what runs steps on all of them."""
+    size, threads = config.tensor_parallel_size, torch.get_num_threads()
+    share = max(1, min(threads, probe().cores // size))
+    folder = Path(tempfile.mkdtemp(prefix="spillover-ranks-"))
+    pools = [_shared_pool(plan.kv_bytes) for _ in range(1, size)] if plan.tiers else []
+    others: RankProcesses | None = None
+    inner: StepRunner | None = None
+    try:
+        others = RankProcesses([
+            Launch(config, without_tiers(plan), rank, os.getpid(), str(folder), share,
+                   pools[rank - 1][0] if pools else None)
+            for rank in range(1, size)])
+        others.wait_started()
+        ranks = GlooRanks(0, size, folder)
+        torch.set_num_threads(share)
+        inner = make(ranks=ranks)
+        others.wait_loaded()
+    except BaseException:
+        torch.set_num_threads(threads)
+        if others is not None:
+            others.close()
+        if inner is not None:
+            inner.close()
+        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        for descriptor, _ in pools:
+            os.close(descriptor)
+    others.waiting_since = lambda: ranks.waiting_since
+    runner = ParallelRunner(cast(ModelRunner, inner), others, [memoryview(memory) for _, memory in pools],
+                            others.lost_descriptor, lambda: torch.set_num_threads(threads))
+    weakref.finalize(runner, others.close)
+    return runner
+
+
+def _shared_pool(nbytes: int) -> tuple[int, mmap.mmap]:
+    """Make memory without a name, gone once nobody has it mapped: (descriptor, our view)."""
+    descriptor = os.memfd_create("spillover-kv")
+    os.ftruncate(descriptor, nbytes)
+    return descriptor, mmap.mmap(descriptor, nbytes)

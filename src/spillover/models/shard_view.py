@@ -1,0 +1,148 @@
+"""A checkpoint as one rank of a sharded model sees it: every tensor is the rank's part of the whole one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from spillover.kernels.extents import CODE_BLOCK
+from spillover.kernels.formats.gguf_codes import Codes
+from spillover.models.checkpoint import Checkpoint
+from spillover.models.shard import Cut, Cuts, Ranges
+
+_Dims = list[Ranges | None]
+
+
+class ShardView:
+    """A Checkpoint of the rank's part. What a file holds in another shape than expected is shown as it is, for who
+    reads it to refuse."""
+
+    def __init__(self, checkpoint: Checkpoint, cuts: Cuts) -> None:
+        self.path: Path = checkpoint.path
+        self.config: dict[str, Any] = checkpoint.config
+        self._source = checkpoint
+        self._cuts = cuts
+        names = checkpoint.names()
+        self._names = {name for name in names | set(cuts) if self._stored(name) in names}
+
+    def names(self) -> set[str]:
+        return set(self._names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        whole = tuple(self._source.shape(self._found(name)))
+        dims = self._dims(name)
+        if dims is None:
+            return whole
+        return tuple(size if ranges is None else sum(stop - start for start, stop in ranges)
+                     for size, ranges in zip(whole, dims, strict=True))
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._source.dtype(self._found(name))
+
+    def file(self, name: str) -> Path:
+        return self._source.file(self._found(name))
+
+    def read(self, name: str, row: int | None = None) -> Tensor:
+        return self.read_part(name, () if row is None else (row,))
+
+    def read_part(self, name: str, index: tuple[slice | int, ...]) -> Tensor:
+        dims = self._dims(name)
+        if dims is None:
+            found = self._found(name)
+            return self._source.read_part(found, index) if index else self._source.read(found)
+        row = index[0] if index else None
+        if len(index) > 1 or not isinstance(row, int | None):
+            return self.read_part(name, ())[index].clone()
+        first: slice | int = _slice(dims[0])
+        if row is not None:
+            first = row if dims[0] is None else _nth(dims[0], row)
+            dims = [((0, 0),), *dims[1:]]
+        several = next((dim for dim, ranges in enumerate(dims) if ranges is not None and len(ranges) > 1), None)
+        rest = [_slice(ranges) for ranges in dims[1:]]
+        if several is None:
+            return self._source.read_part(self._found(name), (first, *rest))
+        ranges = dims[several]
+        assert ranges is not None
+        parts = []
+        for start, stop in ranges:
+            place: list[slice | int] = [first, *rest]
+            place[several] = slice(start, stop)
+            parts.append(self._source.read_part(self._found(name), tuple(place)))
+        return torch.cat(parts, dim=several - (row is not None))
+
+    def read_codes(self, name: str) -> Codes:
+        codes, dims = self._source.read_codes(self._found(name)), self._dims(name)
+        if dims is None:
+            return codes
+        rows, columns = dims
+
+        def cut(part: Tensor, unit: int) -> Tensor:
+            if rows is not None:
+                part = torch.cat([part[start:stop] for start, stop in rows])
+            if columns is not None:
+                ((start, stop),) = columns
+                part = part[:, start // unit : stop // unit]
+            return part.contiguous()
+
+        return Codes(codes.form, cut(codes.values, 1), tuple(cut(part, CODE_BLOCK) for part in codes.block),
+                     tuple(cut(part, codes.form.unit) for part in codes.head))
+
+    def close(self) -> None:
+        self._source.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _stored(self, name: str) -> str | None:
+        """Return a tensor's name in the checkpoint; None: the rank is not to see it."""
+        if name not in self._cuts:
+            return name
+        cut = self._cuts[name]
+        return None if cut is None else cut.name
+
+    def _found(self, name: str) -> str:
+        return self._stored(name) or name
+
+    def _dims(self, name: str) -> _Dims | None:
+        """Return where a tensor is cut, by the dimensions that the checkpoint has; None: it is read as it is."""
+        cut = self._cuts.get(name)
+        if cut is None:
+            return None
+        return _aligned(cut, tuple(self._source.shape(cut.name)))
+
+
+def open_shard(checkpoint: Checkpoint, cuts: Cuts) -> Checkpoint:
+    """Return a rank's view of a checkpoint; itself, where nothing is cut."""
+    return ShardView(checkpoint, cuts) if cuts else checkpoint
+
+
+def _aligned(cut: Cut, shape: tuple[int, ...]) -> _Dims | None:
+    """Match the dimensions of a cut with those of a file, which may have more or fewer dimensions of 1."""
+    if shape == cut.whole:
+        dims: _Dims = list(cut.ranges)
+    else:
+        expected = [(size, ranges) for size, ranges in zip(cut.whole, cut.ranges, strict=True) if size != 1]
+        if [size for size, _ in expected] != [size for size in shape if size != 1]:
+            return None
+        left = iter(expected)
+        dims = [None if size == 1 else next(left)[1] for size in shape]
+    return None if all(ranges is None for ranges in dims) else dims
+
+
+def _slice(ranges: Ranges | None) -> slice:
+    return slice(None) if ranges is None else slice(*ranges[0])
+
+
+def _nth(ranges: Ranges, index: int) -> int:
+    """Return the index-th of all that the ranges hold."""
+    for start, stop in ranges:
+        if index < stop - start:
+            return start + index
+        index -= stop - start
+    raise IndexError(index)

@@ -1,0 +1,119 @@
+"""Ranks in processes of their own: the same tokens, and an end in time, with nothing left, whoever is killed when."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from spillover import LLM, SamplingParams
+from spillover.engine.parallel.parallel_runner import ParallelRunner
+from spillover.engine.parallel.rank_processes import RankProcesses
+from spillover.errors import SpilloverError
+from support.hf_reference import VOCAB, greedy, save_checkpoint, tiny_model
+
+OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "block_size": 8, "max_model_len": 256, "num_gpu_blocks_override": 200}
+SECONDS = 5.0  # in which a lost rank is to be told
+GONE_SECONDS = 10.0  # for processes that were killed to be gone
+LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_checkpoint(tiny_model("mixtral", seed=3)[0], tmp_path_factory.mktemp("mixtral")))
+
+
+def rank_pids(llm: LLM) -> list[int]:
+    runner = llm.engine.runner
+    assert isinstance(runner, ParallelRunner)
+    others = runner._others
+    assert isinstance(others, RankProcesses)
+    return others.pids
+
+
+def generate_for_ever(llm: LLM) -> None:
+    while True:
+        llm.generate([[5, 6, 7], [8, 9]], LONG, use_tqdm=False)
+
+
+def assert_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + GONE_SECONDS
+    while left := [pid for pid in pids if psutil.pid_exists(pid)
+                   and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_tokens_are_those_of_hugging_face_and_a_lost_rank_is_told_in_time(folder: str, fault: signal.Signals) -> None:
+    """One that dies, and one that hangs; afterwards nothing is left."""
+    model, _ = tiny_model("mixtral", seed=3)
+    rng = random.Random(str(fault))
+    prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (1, 17, 40)]
+    killed = fault == signal.SIGKILL
+    with LLM(folder, tensor_parallel_size=2, enable_expert_parallel=killed, max_num_batched_tokens=16,
+             **OPTIONS) as llm:
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == [greedy(model, prompt, 16) for prompt in prompts]
+        held, stored = llm.engine.runner.weight_bytes, sum(parameter.nbytes for parameter in model.parameters())
+        assert stored <= held < 1.2 * stored  # norms and routers twice, and panels are padded
+        pids = rank_pids(llm)
+        assert len(pids) == 1
+        sent: list[float] = []
+
+        def strike() -> None:
+            sent.append(time.monotonic())
+            psutil.Process(pids[0]).send_signal(fault)
+
+        timer = threading.Timer(rng.uniform(0.05, 0.4), strike)
+        timer.start()
+        with pytest.raises(SpilloverError, match="rank 1 .* was killed by SIGKILL" if killed else "rank 1 is stopped"):
+            generate_for_ever(llm)
+        assert time.monotonic() - sent[0] < SECONDS
+        with pytest.raises(SpilloverError, match="make a new LLM"):
+            llm.generate([[5, 6, 7]], LONG, use_tqdm=False)
+    assert_gone(pids)
+
+
+PARENT = """
+import sys, time
+from spillover import LLM, SamplingParams
+with LLM(sys.argv[1], tensor_parallel_size=2, skip_tokenizer_init=True, block_size=8, max_model_len=256,
+         num_gpu_blocks_override=200, host_memory="4MB") as llm:
+    print(*llm.engine.runner._others.pids, flush=True)
+    while True:
+        llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True), use_tqdm=False)
+"""
+
+
+def test_ranks_end_with_rank_0(folder: str) -> None:
+    """Also one that is stopped; and their shared memory has no name that could be left."""
+    names = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").is_dir() else set()
+    with subprocess.Popen([sys.executable, "-c", PARENT, folder], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        psutil.Process(pids[0]).suspend()
+        parent.kill()
+    assert_gone(pids)
+    assert names == (set(Path("/dev/shm").iterdir()) if Path("/dev/shm").is_dir() else set())
+
+
+@pytest.mark.parametrize(("flags", "sentence"), [
+    ({"tensor_parallel_size": 3}, "3 does not divide the model's 4 attention heads; it can be 1, 2, 4"),
+    ({"tensor_parallel_size": 4, "enable_expert_parallel": True}, "does not divide the model's 6 experts"),
+    ({"tensor_parallel_size": 2, "load_format": "null"}, "has no model to divide"),
+    ({"tensor_parallel_size": 2, "speculative_method": "substitute"}, "substitute is for one rank"),
+])
+def test_what_cannot_be_is_said_before_anything_is_loaded(folder: str, flags: dict[str, Any],
+                                                          sentence: str) -> None:
+    with pytest.raises(SpilloverError, match=sentence) as refused:
+        LLM(folder, **OPTIONS, **flags)
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,104 @@
+"""Tokens of a sharded model are those of Hugging Face transformers, and its bits those of any other schedule."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spillover import LLM, SamplingParams
+from spillover.engine.requests.request import Request
+from support import starved
+from support.hf_reference import VOCAB, all_architectures, greedy, save_checkpoint, tiny_model
+from support.mixed_requests import facts, params_of, prompts_of
+from support.thread_engine import thread_llm, threads_for_ranks
+
+MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss")
+OPTIONS = {"skip_tokenizer_init": True, "block_size": 8, "max_model_len": 128, "num_gpu_blocks_override": 200}
+
+
+@dataclass(frozen=True)
+class Case:
+    folder: str
+    prompts: list[list[int]]
+    expected: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @lru_cache
+    def case(name: str) -> Case:
+        model, _ = tiny_model(name, seed=3)
+        folder: Path = save_checkpoint(model, tmp_path_factory.mktemp(name))
+        rng = random.Random(name)
+        shared = [rng.randrange(VOCAB) for _ in range(30)]
+        prompts = [shared[:rng.randint(0, 30)] + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))]
+                   for _ in range(6)]
+        return Case(str(folder), prompts, [greedy(model, prompt, 12) for prompt in prompts])
+    return case
+
+
+def tokens(llm: LLM, prompts: list[list[int]], count: int = 12) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+@pytest.mark.parametrize(("name", "size", "experts"), [
+    *((name, size, False) for name in all_architectures() for size in (2, 4)), *((name, 2, True) for name in MIXTURES)])
+def test_tokens_are_those_of_hugging_face(cases: Any, name: str, size: int, experts: bool) -> None:
+    """In a mixed batch with chunks, a shared prefix, and preemption at random."""
+    case = cases(name)
+    rng = random.Random(f"{name}{size}")
+    with thread_llm(case.folder, tensor_parallel_size=size, enable_expert_parallel=experts, max_num_batched_tokens=23,
+                    **OPTIONS) as llm:
+        scheduler, step = llm.engine.scheduler, llm.engine.step
+
+        def step_and_preempt() -> list[Request]:
+            if scheduler.running and rng.random() < 0.25:
+                scheduler.preempt(rng.choice(scheduler.running))
+            return step()
+
+        llm.engine.step = step_and_preempt  # type: ignore[method-assign]
+        assert tokens(llm, case.prompts) == case.expected
+        assert scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize(("name", "size"), [("llama_biases_linear_rope", 4), ("gpt_oss", 2)])
+def test_every_schedule_has_the_same_bits(cases: Any, name: str, size: int) -> None:
+    """Sampled tokens, log probabilities of answers and of prompts, with overlap, chunks and drafts, or without."""
+    rng = random.Random(size)
+    asked = [(prompt, params) for prompt in prompts_of(rng) if not (params := params_of(rng)).stop
+             and params.structured_outputs is None][:10]
+    found = []
+    for flags in ({}, {"max_num_batched_tokens": 11, "max_num_seqs": 3, "async_scheduling": False},
+                  {"speculative_method": "ngram", "num_speculative_tokens": 3, "speculative_adaptive": False,
+                   "enable_prefix_caching": False}):
+        with thread_llm(cases(name).folder, tensor_parallel_size=size, **OPTIONS, **flags) as llm:
+            found.append([facts(llm.generate([prompt], [params], use_tqdm=False)[0]) for prompt, params in asked[:2]]
+                         + [facts(output) for output in llm.generate([prompt for prompt, _ in asked[2:]],
+                                                                     [params for _, params in asked[2:]],
+                                                                     use_tqdm=False)])
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize(("name", "weights", "experts"), [
+    ("llama", "sequential", False), ("llama", "demand", False), ("qwen3-moe", "experts", False),
+    ("qwen3-moe", "experts", True), ("mixtral", "host-experts", True), ("gpt-oss", "pinned", True),
+    ("qwen3-moe-fp8", "experts", True)])
+def test_weights_that_move_change_no_token(tmp_path: Path, name: str, weights: str, experts: bool) -> None:
+    folder, asked = starved.write_config(tmp_path, name), starved.prompts(3)
+    flags: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": experts}
+    with threads_for_ranks():
+        wanted = starved.answer(folder, asked, tokens=6, **flags)
+        low = starved.least(folder, weights=weights, **flags)
+        budget = (low + wanted.plan.weight_bytes + wanted.plan.workspace_bytes) // 2
+        moved = starved.answer(folder, asked, tokens=6, weights=weights, gpu_memory=str(budget), **flags)
+    assert moved.plan.placement is not None
+    assert moved.tokens == wanted.tokens
+    assert len(set(map(tuple, wanted.tokens))) == len(asked)
+    assert moved.traffic.bytes_moved + moved.traffic.expert_hosted > 0
+    assert moved.plan.device_bytes <= budget
