@@ -232,9 +232,9 @@ class EngineConfig:
         asked = f"--tensor-parallel-size {self.tensor_parallel_size}"
         if self.load_format == "null":
             raise SpilloverError(f"--load-format null has no model to divide: leave {asked} out")
-        if self.speculation is not None and self.speculation.method == "substitute":
-            raise SpilloverError(f"--speculative-method substitute is for one rank: leave {asked} out, or draft with "
-                                 "ngram, suffix or --speculative-model")
+        if self.speculation is not None and self.speculation.method in ("substitute", "eagle3"):
+            raise SpilloverError(f"--speculative-method {self.speculation.method} is for one rank: leave {asked} out, "
+                                 "or draft with ngram, suffix or a draft model")
 
     def _check_weights(self) -> None:
         strategy, _, count = self.weights.partition(":")

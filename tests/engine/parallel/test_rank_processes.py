@@ -20,7 +20,8 @@ from spillover.engine.parallel.rank_processes import RankProcesses
 from spillover.errors import SpilloverError
 from support.hf_reference import VOCAB, greedy, save_checkpoint, tiny_model
 
-OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "block_size": 8, "max_model_len": 256, "num_gpu_blocks_override": 200}
+OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "block_size": 8, "max_model_len": 256,
+                           "num_gpu_blocks_override": 200}
 SECONDS = 5.0  # in which a lost rank is to be told
 GONE_SECONDS = 10.0  # for processes that were killed to be gone
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)

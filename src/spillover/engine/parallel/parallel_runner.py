@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 from spillover.engine.batch.step_result import PromptObserver
 from spillover.engine.loop import LaunchedStep, ModelRunner, StepRunner
-from spillover.engine.step import Step, StepResult, encode_step
+from spillover.engine.step import DraftItem, Step, StepResult, encode_step
 from spillover.engine.weights.placed import EngineWeights
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.memory.transfer.transfers import Transfers
@@ -89,6 +89,9 @@ class ParallelRunner:
     @property
     def drafting(self) -> StepRunner | None:
         return self.inner.drafting
+
+    def draft(self, items: Sequence[DraftItem]) -> list[tuple[int, ...]]:
+        return self.inner.draft(items)
 
     @property
     def weights(self) -> EngineWeights:

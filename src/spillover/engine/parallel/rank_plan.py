@@ -50,7 +50,8 @@ def with_whole_blocks(plan: Plan, request: PlanRequest, model: ModelConfig, shar
         return plan
     slot = plan.slot_bytes // shard.decoder(model).num_kv_heads * model.num_kv_heads
     host = next((tier.bytes for tier in plan.tiers if tier.name == "host"), None)
-    tiers = plan_tiers(None if host is None else host * shard.size, request.disks, request.remote, slot, plan.device)
+    tiers = plan_tiers(None if host is None else host * shard.size, request.host_pool, request.disks, request.remote,
+                       slot, plan.device)
     return replace(plan, tiers=tiers, slot_bytes=slot, host_bytes=host_bytes(tiers, slot))
 
 
