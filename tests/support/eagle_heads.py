@@ -127,7 +127,7 @@ class ReferenceHead:
         return normed @ w["lm_head.weight"].T, normed if self.config.get("norm_output") else total
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * self.w[name]
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]) * self.w[name]
 
 
 def turned(x: Tensor) -> Tensor:

@@ -27,6 +27,8 @@ def draft() -> None:
 @click.option("--data", type=click.Path(path_type=Path), metavar="FILE",
               help="Prompts that the model answers: one a line, or .json and .jsonl with texts or conversations, of "
                    "which the first message counts. Without it the model is asked for prompts.")
+@click.option("--method", type=NearestChoice(("draft_model", "eagle3")), default="draft_model", show_default=True,
+              help="A small model that drafts by itself, or an EAGLE-3 head, which reads the model's hidden states.")
 @click.option("--layers", type=click.IntRange(1), default=2, show_default=True, metavar="N",
               help="Layers of the draft model, which begin as the model's first and last ones.")
 @click.option("--draft-vocab", type=click.IntRange(0), default=8192, show_default=True, metavar="N",
@@ -44,18 +46,21 @@ def draft() -> None:
 @click.option("--device", type=NearestChoice(("auto", "cpu", "cuda")), default="auto", show_default=True,
               help="Device to answer and to train on.")
 @click.option("--resume", is_flag=True, help="Go on with the training in DIR, with the answers that are there.")
-def train(model: str, folder: Path, data: Path | None, layers: int, draft_vocab: int, answers: int, answer_tokens: int,
-          steps: int, batch_tokens: int, learning_rate: float, seed: int, device: str, resume: bool) -> None:
+def train(model: str, folder: Path, data: Path | None, method: str, layers: int, draft_vocab: int, answers: int,
+          answer_tokens: int, steps: int, batch_tokens: int, learning_rate: float, seed: int, device: str,
+          resume: bool) -> None:
     """Train a small draft model for MODEL on its own answers.
 
     The model answers prompts; a decoder of a few layers learns to give its tokens the same probabilities. The folder
     holds a Llama of those layers in bfloat16, and which of the model's tokens it knows. Serve with it by
-    --speculative-model.
+    --speculative-model. With --method eagle3 it is an EAGLE-3 head in the published format, for the method eagle3.
 
     \b
     Examples:
       spill draft train default --out ./SmolLM2-draft --data prompts.txt
       spill serve --speculative-model ./SmolLM2-draft
+      spill draft train default --out ./SmolLM2-eagle3 --method eagle3
+      spill serve --speculative-method eagle3 --speculative-model ./SmolLM2-eagle3
     """
     from spillover.progress import IMPORTING, stages
 
@@ -64,9 +69,9 @@ def train(model: str, folder: Path, data: Path | None, layers: int, draft_vocab:
         from spillover.training.train import TrainOptions
         from spillover.training.train import train as run
 
-        options = TrainOptions(layers=layers, draft_vocab=draft_vocab, steps=steps, batch_tokens=batch_tokens,
-                               learning_rate=learning_rate, answers=answers, answer_tokens=answer_tokens, seed=seed,
-                               device=device)
+        options = TrainOptions(method=method, layers=layers, draft_vocab=draft_vocab, steps=steps,
+                               batch_tokens=batch_tokens, learning_rate=learning_rate, answers=answers,
+                               answer_tokens=answer_tokens, seed=seed, device=device)
         trained = run(model, folder, options, data, resume, show)
     click.echo(f"{format_bytes(trained.nbytes)}; loss {trained.first_loss:.2f} -> {trained.last_loss:.2f}; likeliest "
                f"token agrees in {trained.agreement:.1%} of answers kept aside; knows {trained.covered:.1%} of the "

@@ -61,8 +61,8 @@ class Layer(nn.Module):
         k = self.k_proj(normed).view(count, length, self.kv_heads, self.head).transpose(1, 2)
         v = self.v_proj(normed).view(count, length, self.kv_heads, self.head).transpose(1, 2)
         repeats = self.heads // self.kv_heads
-        k, v = _turned(k, cos, sin).repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-        attended = F.scaled_dot_product_attention(_turned(q, cos, sin), k, v, is_causal=True)
+        k, v = turned(k, cos, sin).repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+        attended = F.scaled_dot_product_attention(turned(q, cos, sin), k, v, is_causal=True)
         x = x + self.o_proj(attended.transpose(1, 2).reshape(count, length, -1))
         normed = self.post_attention_layernorm(x)
         mixed: Tensor = x + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
@@ -102,11 +102,12 @@ class Student(nn.Module):
         for weight in self.parameters():
             if weight.dim() > 1:
                 weight.copy_(torch.randn(weight.shape, generator=generator) * SPREAD)
-        _copy(self.embed_tokens.weight, _rows(checkpoint.read("model.embed_tokens.weight"), target_ids,
-                                              self.config.vocab_size))
+        copy_weight(self.embed_tokens.weight, _rows(checkpoint.read("model.embed_tokens.weight"), target_ids,
+                                                    self.config.vocab_size))
         if self.lm_head is not None:
-            _copy(self.lm_head.weight, _rows(checkpoint.read("lm_head.weight"), target_ids, self.config.vocab_size))
-        _copy(self.norm.weight, checkpoint.read("model.norm.weight"))
+            copy_weight(self.lm_head.weight, _rows(checkpoint.read("lm_head.weight"), target_ids,
+                                                   self.config.vocab_size))
+        copy_weight(self.norm.weight, checkpoint.read("model.norm.weight"))
         names, count = checkpoint.names(), len(self.layers)
         for index, layer in enumerate(self.layers):
             source = round(index * (target_layers - 1) / max(1, count - 1))
@@ -115,7 +116,7 @@ class Student(nn.Module):
                 part = f"{_MATRICES[short]}.{short}" if short in _MATRICES else short
                 full = f"model.layers.{source}.{part}.weight"
                 if full in names:
-                    _copy(weight, checkpoint.read(full))
+                    copy_weight(weight, checkpoint.read(full))
 
     def save(self, folder: Path, target_ids: Tensor | None) -> None:
         """Write the folder, in bfloat16; `target_ids`: of the model's tokens, where not all of them are known here."""
@@ -133,7 +134,7 @@ class Student(nn.Module):
             (folder / DRAFT_VOCAB_FILE).write_text(json.dumps({"target_ids": target_ids.tolist()}) + "\n")
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate pairs (i, i + head_dim / 2), as the engine does."""
     low, high = x.float().chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
@@ -144,6 +145,6 @@ def _rows(matrix: Tensor, ids: Tensor, count: int) -> Tensor:
     return torch.cat((rows, rows.mean(0, keepdim=True).expand(count - len(ids), -1))) if count > len(ids) else rows
 
 
-def _copy(weight: Tensor, value: Tensor) -> None:
+def copy_weight(weight: Tensor, value: Tensor) -> None:
     if weight.shape == value.shape:
         weight.copy_(value.float())

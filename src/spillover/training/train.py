@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,11 +22,15 @@ from torch import Tensor
 from spillover.engine.llm import LLM
 from spillover.errors import SpilloverError
 from spillover.models.checkpoint import open_checkpoint, read_config
+from spillover.models.config import ModelConfig
 from spillover.models.hub.store import resolve
 from spillover.models.registry import read_architecture
 from spillover.progress import ANSWERING, ASKING, TRAINING
 from spillover.training.answers import Answers, answer, note, own_prompts, read_prompts
 from spillover.training.student import Student, student_config
+
+if TYPE_CHECKING:
+    from spillover.training.head_student import HeadStudent
 
 WARMUP = 0.05  # share of the steps in which the learning rate rises
 LEAST_RATE = 0.05  # share of the learning rate that is left at the end
@@ -40,6 +45,7 @@ Show = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class TrainOptions:
+    method: str = "draft_model"  # or "eagle3": a head that reads the model's hidden states
     layers: int = 2
     draft_vocab: int = 8192  # 0: all of the model's tokens
     steps: int = 2000
@@ -57,6 +63,8 @@ class TrainOptions:
                 raise SpilloverError(f"--{name.replace('_', '-')} must be at least 1; got {getattr(self, name)}")
         if self.draft_vocab < 0 or not self.learning_rate > 0:
             raise SpilloverError("--draft-vocab is 0 or more, and --learning-rate above 0")
+        if self.method == "eagle3" and self.layers != type(self).layers:
+            raise SpilloverError("an EAGLE-3 head has one layer: leave --layers out")
 
 
 @dataclass(frozen=True)
@@ -88,14 +96,19 @@ def train(model: str, folder: Path, options: TrainOptions, data: Path | None = N
         gc.collect()
         if options.device == "cuda":
             torch.cuda.empty_cache()  # what the engine gave back
-    return _Training(path, folder, options, Answers.load(file), resume).run(show)
+    if options.method == "eagle3":
+        from spillover.training.train_head import HeadTraining
+
+        with HeadTraining(model, path, folder, options, Answers.load(file), resume) as head:
+            return head.run(show)
+    return Training(path, folder, options, Answers.load(file), resume).run(show)
 
 
 def _check_settings(file: Path, path: Path, options: TrainOptions, resume: bool) -> None:
     settings = {"model": path.name, **{name: value for name, value in asdict(options).items()
                                        if name not in ("steps", "device")}}
     if resume and file.is_file():
-        before = json.loads(file.read_text())
+        before = {"method": "draft_model", **json.loads(file.read_text())}
         changed = [name for name, value in settings.items() if before.get(name) != value]
         if changed:
             raise SpilloverError(f"{file.parent.parent} was begun with another {', '.join(changed)}; give the same "
@@ -120,7 +133,19 @@ def _answers(model: str, path: Path, options: TrainOptions, data: Path | None, s
                       lambda done, total: show(ANSWERING, done, total))
 
 
-class _Training:
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of a step, and of each of their N answer tokens where it is."""
+
+    places: Tensor  # [B, width], of tokens among all
+    rows: Tensor  # [N], of B
+    ends: Tensor  # [N], of width
+    scores: Tensor  # [N], of what the model found likeliest there
+
+
+class Training:
+    """Trains a draft model."""
+
     def __init__(self, path: Path, folder: Path, options: TrainOptions, answers: Answers, resume: bool) -> None:
         self.folder, self.options = folder, options
         self.device = torch.device(options.device)
@@ -133,7 +158,6 @@ class _Training:
             :options.draft_vocab])
         self.target_ids = torch.from_numpy(kept)
         self.whole = whole
-        vocab = target.vocab_size if whole else len(kept) + 1
         draft_ids = np.full(target.vocab_size, len(kept), dtype=np.int64)
         draft_ids[kept] = np.arange(len(kept))
         said = np.concatenate([part[prompt:] for part, prompt in zip(
@@ -150,8 +174,7 @@ class _Training:
         order = rng.permutation(len(self.lengths))
         aside = min(SCORED, len(order) // 10)
         self.aside, self.trained = order[:aside] if aside else order, order[aside:]
-        self.student = Student(student_config(target, hf, options.layers, vocab),
-                               int(self.lengths.max()), self.device)
+        self.student = self._student(target, hf)
         with open_checkpoint(path) as checkpoint:
             self.student.begin(checkpoint, target.num_layers, self.target_ids)
         self.optimizer = torch.optim.AdamW(self.student.parameters(), lr=options.learning_rate, betas=(0.9, 0.95),
@@ -160,6 +183,11 @@ class _Training:
         self.file = folder / "training" / "checkpoint.pt"
         if resume and self.file.is_file():
             self._load()
+
+    def _student(self, target: ModelConfig, hf: dict[str, Any]) -> Student | HeadStudent:
+        """Make what is trained; of tokens an id more stands for all that it does not know."""
+        vocab = target.vocab_size if self.whole else len(self.target_ids) + 1
+        return Student(student_config(target, hf, self.options.layers, vocab), int(self.lengths.max()), self.device)
 
     def run(self, show: Show) -> Trained:
         options = self.options
@@ -192,28 +220,31 @@ class _Training:
 
     def _loss(self, some: np.ndarray[tuple[int], np.dtype[np.int64]]) -> tuple[Tensor, Tensor]:
         """Return the loss over the answers of these sequences, and the share of tokens found likeliest by both."""
+        batch = self._batch(some)
+        ids = self.tokens[batch.places]  # [B, width]
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            hidden = self.student(ids)[batch.rows, batch.ends - 1]  # [N, hidden], each predicts its answer token
+            logits = self.student.logits(hidden)
+        logprobs = logits.float().log_softmax(-1)
+        probs, likely = self.top_probs[batch.scores], self.top_ids[batch.scores]  # [N, TOP]
+        probs = probs / probs.sum(-1, keepdim=True)
+        # Cross entropy with the model's probabilities is the divergence and a constant.
+        soft = -(probs * logprobs.gather(-1, likely)).sum(-1)
+        constant = (probs * probs.clamp_min(1e-9).log()).sum(-1)
+        hard = F.nll_loss(logprobs, ids[batch.rows, batch.ends], reduction="none")
+        best = likely.gather(-1, probs.argmax(-1, keepdim=True))[:, 0]
+        agreed = ((logprobs.argmax(-1) == best) & ((best < self.unknown) | self.whole)).float().mean()
+        return (soft + constant).mean() + 0.1 * hard.mean(), agreed
+
+    def _batch(self, some: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Batch:
         lengths, prompts = self.lengths[some], self.prompts[some]
         width = int(lengths.max())
         columns = np.arange(width)
         inside = columns < lengths[:, None]
         places = np.where(inside, self.starts[some][:, None] + columns, 0)
-        ids = self.tokens[torch.from_numpy(places).to(self.device)]  # [B, width]
-        rows, ends = np.nonzero(inside & (columns >= prompts[:, None]))  # of each answer token
-        scores = torch.from_numpy(self.scores[some][rows] + ends - prompts[rows]).to(self.device)
-        rows_at, ends_at = torch.from_numpy(rows).to(self.device), torch.from_numpy(ends).to(self.device)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            hidden = self.student(ids)[rows_at, ends_at - 1]  # [N, hidden], each predicts its answer token
-            logits = self.student.logits(hidden)
-        logprobs = logits.float().log_softmax(-1)
-        probs, likely = self.top_probs[scores], self.top_ids[scores]  # [N, TOP]
-        probs = probs / probs.sum(-1, keepdim=True)
-        # Cross entropy with the model's probabilities is the divergence and a constant.
-        soft = -(probs * logprobs.gather(-1, likely)).sum(-1)
-        constant = (probs * probs.clamp_min(1e-9).log()).sum(-1)
-        hard = F.nll_loss(logprobs, ids[rows_at, ends_at], reduction="none")
-        best = likely.gather(-1, probs.argmax(-1, keepdim=True))[:, 0]
-        agreed = ((logprobs.argmax(-1) == best) & ((best < self.unknown) | self.whole)).float().mean()
-        return (soft + constant).mean() + 0.1 * hard.mean(), agreed
+        rows, ends = np.nonzero(inside & (columns >= prompts[:, None]))
+        scores = self.scores[some][rows] + ends - prompts[rows]
+        return Batch(*(torch.from_numpy(array).to(self.device) for array in (places, rows, ends, scores)))
 
     def _log(self, loss: float) -> None:
         with (self.file.parent / "loss.csv").open("a") as file:

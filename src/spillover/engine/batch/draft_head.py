@@ -7,7 +7,8 @@ blocks are there (after a prefix hit, a restore or a preemption), the first row 
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Sequence
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +19,27 @@ from spillover.kernels.features import KeptRows
 from spillover.kernels.linear import embedding
 from spillover.models.eagle3 import PART, EagleHead, HeadWeights
 from spillover.models.layers import Decoder, KVViews, Tap
+
+
+class ReadsFeatures(Protocol):
+    """What reads the hidden states of a runner's steps."""
+
+    def taps(self, rows: int) -> tuple[Tensor, list[Tap]]:
+        """Return room for the model's hidden states of a step [rows, taps * hidden], and which go where."""
+        ...
+
+    def observe(self, token_ids: Tensor, features: Tensor, batch: AttentionBatch, slots: Tensor,
+                follows: Tensor) -> None:
+        """Take in a step that the model has computed: `features` as `taps` made room for them, `slots` and `follows`
+        [B] of its requests, `batch` of the first layer group."""
+        ...
+
+
+def feature_taps(layers: Sequence[int], rows: int, model: Decoder, device: torch.device) -> tuple[Tensor, list[Tap]]:
+    """Make room for hidden states [rows, layers * hidden] of a model."""
+    hidden = model.config.hidden_size
+    features = torch.empty(rows, len(layers) * hidden, dtype=model.dtype, device=device)
+    return features, [(layer, features.narrow(1, index * hidden, hidden)) for index, layer in enumerate(layers)]
 
 
 class DraftHead:
@@ -39,15 +61,10 @@ class DraftHead:
             return cast(HeadWeights, w)
 
     def taps(self, rows: int) -> tuple[Tensor, list[Tap]]:
-        """Return room for the model's hidden states of a step [rows, taps * hidden], and which go where."""
-        layers, hidden = self.head.config.taps, self._model.config.hidden_size
-        features = torch.empty(rows, len(layers) * hidden, dtype=self._model.dtype, device=self._kv.pool.device)
-        return features, [(layer, features.narrow(1, index * hidden, hidden)) for index, layer in enumerate(layers)]
+        return feature_taps(self.head.config.taps, rows, self._model, self._kv.pool.device)
 
     def observe(self, token_ids: Tensor, features: Tensor, batch: AttentionBatch, slots: Tensor,
                 follows: Tensor) -> None:
-        """Take in a step that the model has computed: `features` as `taps` made room for them, `slots` and `follows`
-        [B] of its requests, `batch` of the first layer group."""
         kernels = self.head.kernels
         fused = self.head.fuse(features, self.w)
         before = kernels.rows_before(fused, self.kept, batch, slots, follows)

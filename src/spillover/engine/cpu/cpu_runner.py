@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from spillover.engine.batch.draft_head import DraftHead
+from spillover.engine.batch.draft_head import DraftHead, ReadsFeatures
 from spillover.engine.batch.offloaded_prefix import OffloadStage
 from spillover.engine.batch.request_table import StepLimits
 from spillover.engine.batch.sampler import SampledLogprobs, SamplingBatch, sample
@@ -99,6 +99,7 @@ class CpuRunner:
         self.transfers = transfers
         self.drafting: CpuRunner | None = None  # runs a model that drafts
         self.head: DraftHead | None = None  # drafts from this model's hidden states
+        self.reads: ReadsFeatures | None = None  # what is shown those: the head, or one who wants to learn
         self.table = limits.request_table(len(model.groups), block_size, torch.device("cpu"))
         self._block_tables: npt.NDArray[np.int32] = self.table.block_tables.numpy()  # [groups, slots, width]
         self._block_size = block_size
@@ -119,7 +120,7 @@ class CpuRunner:
         return LaunchedStep(step, work, outcome, self)
 
     def add_head(self, head: DraftHead) -> None:
-        self.head = head
+        self.head = self.reads = head
         self.table.tracks_rows = True
 
     def draft(self, items: Sequence[DraftItem]) -> list[tuple[int, ...]]:
@@ -260,13 +261,13 @@ class CpuRunner:
         return _Outcome(drawn, logprobs, prompt)
 
     def _forward(self, work: _Work) -> torch.Tensor:
-        head, step = self.head, work.step
-        if head is None:
+        reads, step = self.reads, work.step
+        if reads is None:
             return self.model.forward_stacked(step, self.weights, self.kv, self._stack, self._tell)
-        features, taps = head.taps(len(step.token_ids))
+        features, taps = reads.taps(len(step.token_ids))
         hidden = self.model.forward_stacked(step, self.weights, self.kv, self._stack, self._tell, taps)
-        head.observe(step.token_ids, features, step.attention[0], torch.from_numpy(work.arrays.slots),
-                     torch.from_numpy(work.arrays.follows))
+        reads.observe(step.token_ids, features, step.attention[0], torch.from_numpy(work.arrays.slots),
+                      torch.from_numpy(work.arrays.follows))
         return hidden
 
     @torch.inference_mode()

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from spillover.engine.batch.draft_head import DraftHead
+from spillover.engine.batch.draft_head import DraftHead, ReadsFeatures
 from spillover.engine.batch.offloaded_prefix import OffloadStage
 from spillover.engine.batch.request_table import BlockUpdates, StepLimits
 from spillover.engine.batch.sampler import SampledLogprobs, SamplingBatch, sample
@@ -111,6 +111,7 @@ class CudaRunner:
         self.table = limits.request_table(groups, block_size, device)
         self.drafting: CudaRunner | None = None  # runs a model that drafts, and sleeps when this one does
         self.head: DraftHead | None = None  # drafts from this model's hidden states
+        self.reads: ReadsFeatures | None = None  # what is shown those: the head, or one who wants to learn
         self._passes: DraftPasses | None = None  # of the head
         self._asleep: SleepingKV | None = None
         self._block_size = block_size
@@ -158,7 +159,7 @@ class CudaRunner:
             return self._launch(step)
 
     def add_head(self, head: DraftHead) -> None:
-        self.head = head
+        self.head = self.reads = head
         self.table.tracks_rows = True
         self._passes = DraftPasses(head, self.table, self._limits, self._block_size, self._kv_dtype, self._device)
         if self._device.type == "cuda":
@@ -305,13 +306,13 @@ class CudaRunner:
         model_step = self._model_step(offsets, token_ids)
         if item is not None and item.host_blocks:
             model_step = self._cold_step(model_step, item)
-        head = self.head
-        if head is None:
+        reads = self.reads
+        if reads is None:
             return self.model.forward(model_step, self.weights, self.kv)
-        features, taps = head.taps(len(token_ids))
+        features, taps = reads.taps(len(token_ids))
         hidden = self.model.forward(model_step, self.weights, self.kv, taps)
-        head.observe(token_ids, features, model_step.attention[0], self._inputs.array(offsets, "slots"),
-                     self._inputs.array(offsets, "follows"))
+        reads.observe(token_ids, features, model_step.attention[0], self._inputs.array(offsets, "slots"),
+                      self._inputs.array(offsets, "follows"))
         return hidden
 
     def _model_step(self, offsets: InputOffsets, token_ids: Tensor) -> ModelStep:
