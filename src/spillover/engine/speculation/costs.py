@@ -74,7 +74,9 @@ class StepCosts:
         if self._curve is None:
             sizes = sorted(self._measured)
             costs = [median_low(self._measured[size]) for size in sizes]
-            self._curve = np.array(sizes, dtype=np.float64), np.maximum.accumulate(np.array(costs))
+            # A step costs no more than a larger one: what says otherwise was measured long ago, or disturbed.
+            falling = np.minimum.accumulate(np.array(costs)[::-1])
+            self._curve = np.array(sizes, dtype=np.float64), falling[::-1]
         return self._curve
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from spillover.engine.speculation.costs import Numbers, StepCosts
+from spillover.engine.speculation.costs import DOUBTED, Numbers, StepCosts
 from spillover.engine.step import Phase, Step
 from spillover.engine.weights.traffic import WeightTraffic
 
@@ -115,6 +115,8 @@ class ExpertPrice:
     def _learn_seconds(self, rows: int, fetched: float, seconds: float) -> None:
         """Compare a step with others of as many rows."""
         mean = self._means.get(rows)
+        if mean is not None and mean[1] > DOUBTED * seconds:  # one that compiled a kernel or captured a graph
+            mean = None
         if mean is not None:
             apart, longer = fetched - mean[0], seconds - mean[1]
             self._spread = [FADE * self._spread[0] + apart * apart, FADE * self._spread[1] + apart * longer]
