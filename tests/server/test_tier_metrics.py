@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from support.hf_reference import VOCAB, save_checkpoint, tiny_model
+from support.pool_process import PoolProcess
 from support.running_server import SPILL, Server, running, until
 from support.valkey import Valkey
 
@@ -81,6 +84,39 @@ def test_a_remote_store_that_dies_while_nobody_asks_is_told(valkey: Valkey) -> N
         until(lambda: tier_values(server, "kv_tier_available") == {"remote": 0}, seconds=60)
         valkey.start()
         until(lambda: tier_values(server, "kv_tier_available") == {"remote": 1}, seconds=60)
+
+
+def test_an_engine_that_is_killed_finds_its_kv_in_the_shared_pool(tmp_path: Path) -> None:
+    model = save_checkpoint(tiny_model("llama", seed=3)[0], tmp_path)
+    prompt = [number % VOCAB for number in range(7, 137)]
+    with PoolProcess(16 << 20) as pool, running(
+            str(model), "--skip-tokenizer-init", "--served-model-name", "default", "--max-model-len", "256",
+            "--host-pool", str(pool.path), "--spill", "eager", "--restore", "always") as server:
+
+        def tokens() -> tuple[list[int], dict[str, int]]:
+            body = {"model": "default", "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True,
+                    "return_token_ids": True, "return_timings": True}
+            answer = server.http().post("/v1/completions", json=body)
+            assert answer.is_success, answer.text
+            return answer.json()["choices"][0]["token_ids"], answer.json()["timings"][0]["tokens"]
+
+        first, sources = tokens()
+        assert sources["computed"] == 130
+        until(lambda: sum(model.blocks for model in pool.report().models) == 8)
+        [engine] = psutil.Process(server.process.pid).children()
+        engine.kill()
+        until(lambda: server.metrics_total("engine_restarts_total") > 0
+              and httpx.get(f"{server.url}/health").is_success, seconds=120)
+        again, sources = tokens()
+        assert again == first
+        assert sources == {"computed": 2, "device": 0, "host": 0, "pool": 128, "disk": 0, "remote": 0}
+        until(lambda: tier_values(server, "kv_tier_hit_tokens_total") == {"pool": 128})
+        assert tier_values(server, "kv_transfer_bytes_total")["pool out"] > 0
+        pool.kill()
+        until(lambda: tier_values(server, "kv_tier_available") == {"pool": 0}, seconds=60)
+        assert tokens()[0] == first
+        pool.start()
+        until(lambda: tier_values(server, "kv_tier_available") == {"pool": 1}, seconds=60)
 
 
 def test_a_disk_that_the_engine_cannot_use_is_refused_at_the_start() -> None:
