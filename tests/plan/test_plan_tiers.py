@@ -24,6 +24,7 @@ from spillover.plan.shapes import model_shape
 from spillover.plan.tiers import STAGING_BLOCKS, slot_stride, with_tier_rates
 from spillover.units import parse_bytes
 from support.plan_shapes import CPU, GIB, GPT_OSS, GPT_OSS_SPECS, GPU, RATES, SMOLLM2, SMOLLM2_SPECS
+from support.pool_process import PoolProcess
 
 MB = 10**6
 LONG = replace(SMOLLM2, max_position=1 << 20)
@@ -51,6 +52,22 @@ def test_blocks_of_every_tier(tmp_path: Path) -> None:
         ("disk", 100 * plan.slot_bytes, 99), ("remote", None, None)]  # its headers take room too
     assert plan.host_blocks == GIB // plan.slot_bytes
     assert not (tmp_path / "not yet").exists()
+
+
+def test_a_shared_pool_is_asked_for_its_size() -> None:
+    with PoolProcess(100 * MB) as pool:
+        plan = planned(host_pool=pool.path, remote="redis://host:6379/0")
+        tier, remote = plan.tiers
+        assert (tier.name, tier.place, remote.name) == ("pool", str(pool.path), "remote")
+        assert tier.bytes == pool.report().capacity
+        assert tier.blocks is not None
+        assert 0.8 * tier.bytes <= tier.blocks * plan.slot_bytes <= tier.bytes
+        assert plan.host_blocks == 0
+    (tier,) = planned(host_pool=pool.path).tiers
+    assert (tier.bytes, tier.blocks) == (None, None)
+    assert "`spill pool serve` starts one" in tier.note
+    with PoolProcess(4 * MB) as pool:
+        assert "holds no KV block; give it at least 11.2 MiB" in refusal(host_pool=pool.path)
 
 
 def test_slots_begin_at_a_page() -> None:

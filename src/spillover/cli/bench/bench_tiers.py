@@ -148,7 +148,7 @@ class Setup:
         config = bare(self._config)
         blocks = -(-tokens // config.block_size)
         groups = len(look_at(config).plan.windows)
-        return look_at(dataclasses.replace(self._config, disk=(), remote=None, max_model_len=tokens,
+        return look_at(dataclasses.replace(self._config, host_pool=None, disk=(), remote=None, max_model_len=tokens,
                                            num_gpu_blocks_override=blocks * groups + SPARE_BLOCKS))
 
     def arms(self, pool_blocks: int, tokens: int, host_blocks: int, host_blocks_above: int, stored_blocks: int,
@@ -162,8 +162,8 @@ class Setup:
         from spillover.plan.tiers import slot_stride
 
         stride = slot_stride(self.plan(tokens).plan.slot_bytes)
-        base = dataclasses.replace(self._config, num_gpu_blocks_override=pool_blocks, max_model_len=tokens, disk=(),
-                                   remote=None)
+        base = dataclasses.replace(self._config, num_gpu_blocks_override=pool_blocks, max_model_len=tokens,
+                                   host_pool=None, disk=(), remote=None)
         arms: list[Arm] = []
         needed = 0
         for name in self._names:
@@ -215,8 +215,8 @@ class Setup:
 def bare(config: EngineConfig) -> EngineConfig:
     """Return the flags without any tier below the device, nor what only they read."""
     default = EngineConfig()
-    return dataclasses.replace(config, host_memory=None, disk=(), remote=None, spill=default.spill,
-                               restore=default.restore, spill_dtype=default.spill_dtype,
+    return dataclasses.replace(config, host_memory=None, host_pool=None, disk=(), remote=None,
+                               spill=default.spill, restore=default.restore, spill_dtype=default.spill_dtype,
                                spill_admission=default.spill_admission)
 
 

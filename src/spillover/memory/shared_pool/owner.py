@@ -7,6 +7,7 @@ however they end. What a client was reading or writing is free again as soon as 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import mmap
@@ -88,7 +89,9 @@ class PoolOwner:
     def _accept(self) -> None:
         try:
             accepted, _ = self._listening.accept()
-        except OSError:  # it has gone again, or there are no more file descriptors
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # it stays readable until a descriptor is free
+                time.sleep(0.01)
             return
         pid, uid = wire.peer(accepted)
         if uid != os.getuid():

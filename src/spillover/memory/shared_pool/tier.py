@@ -17,7 +17,7 @@ from typing import Any
 
 from spillover.kernels.huge_pages import address_of
 from spillover.memory.shared_pool import wire
-from spillover.memory.shared_pool.client import Connections, PoolUnavailableError
+from spillover.memory.shared_pool.client import Connection, Connections, PoolUnavailableError
 from spillover.memory.shared_pool.index import THERE
 from spillover.memory.tiers.base import CorruptRecordError, Lane, Ticket, TierStats, checksum
 from spillover.memory.tiers.health import Health
@@ -53,6 +53,7 @@ class SharedPoolTier:
         self._connections = Connections(path, identity, payload_bytes, description)
         self._batch = max(1, BATCH_BYTES // payload_bytes)
         self._seconds, self._lookup_seconds, self._retry_seconds = timeout, lookup_timeout, retry_seconds
+        self._probe_seconds = probe_seconds
         self._lookups = Lane("pool-lookup", 1, wake, (probe_seconds, self._probe_idle))
         self._reading = Lane("pool-read", threads, wake)
         self._writing = Lane("pool-write", threads, wake)
@@ -60,6 +61,7 @@ class SharedPoolTier:
         self._probes: deque[wire.Report | Exception] = deque(maxlen=1)  # from an idle worker
         self._health = Health(f"shared pool at {path}")
         self._report: wire.Report | None = None
+        self._report_at = 0.0  # when the next is wanted; only the worker of look-ups reads and writes it
         self._down = True  # until the owner has answered once
         self._down_until = math.inf  # the owner is not asked before; meaningful while _down
         self._clear_wanted = False
@@ -84,7 +86,10 @@ class SharedPoolTier:
 
         def ask() -> list[bool]:
             with self._connections.use(deadline) as (connection, _):
-                return connection.ask(wire.Find(asked), wire.Found, deadline).there
+                there = connection.ask(wire.Find(asked), wire.Found, deadline).there
+                if time.monotonic() >= self._report_at:
+                    self._probes.append(self._ask_report(connection, deadline))
+                return there
 
         return self._submit(self._lookups, "lookup", ask, deadline)
 
@@ -230,7 +235,11 @@ class SharedPoolTier:
     def _probe(self) -> wire.Report:
         deadline = time.monotonic() + self._lookup_seconds
         with self._connections.use(deadline) as (connection, _):
-            return connection.ask(wire.Ask(), wire.Report, deadline)
+            return self._ask_report(connection, deadline)
+
+    def _ask_report(self, connection: Connection, deadline: float) -> wire.Report:
+        self._report_at = time.monotonic() + self._probe_seconds
+        return connection.ask(wire.Ask(), wire.Report, deadline)
 
     def _probe_idle(self) -> None:
         """Probe the owner, by a worker that nobody has asked for a while; poll() takes it in."""

@@ -1,0 +1,52 @@
+"""On a CUDA device, two engines over one shared pool: what one computed the other restores, and tokens are the same."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spillover import LLM, SamplingParams
+from support import starved
+from support.pool_process import PoolProcess
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+FLAGS: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "block_size": 16, "load_format": "dummy",
+                         "skip_tokenizer_init": True, "max_model_len": 160, "max_num_seqs": 6,
+                         "max_num_batched_tokens": 64, "gpu_memory": "2GB"}
+PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+def settle(llm: LLM) -> None:
+    deadline = time.monotonic() + 30
+    while llm.engine.scheduler.connector.busy:
+        llm.engine.step()
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("spill_dtype", ["auto", "int8"])
+def test_two_engines_share(tmp_path: Path, spill_dtype: str) -> None:
+    folder = starved.write_config(tmp_path, "llama")
+    rng = random.Random(3)
+    prompts = [[rng.randrange(starved.VOCABULARY) for _ in range(100)] for _ in range(8)]
+    with LLM(folder, **FLAGS) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, PARAMS, use_tqdm=False)]
+    with PoolProcess(64 << 20) as pool:
+        flags = {**FLAGS, "host_pool": str(pool.path), "spill": "eager", "restore": "always",
+                 "spill_dtype": spill_dtype}
+        with LLM(folder, **flags) as one, LLM(folder, **flags) as two:
+            computed = [output.outputs[0].token_ids for output in one.generate(prompts, PARAMS, use_tqdm=False)]
+            settle(one)
+            outputs = two.generate(prompts, PARAMS, use_tqdm=False)
+        assert computed == expected
+        assert sum(output.sources.pool for output in outputs) == 8 * 96
+        if spill_dtype == "auto":
+            assert [output.outputs[0].token_ids for output in outputs] == expected
