@@ -18,6 +18,7 @@ from spillover.engine.batch.request_table import StepLimits
 from spillover.engine.config import EngineConfig
 from spillover.engine.cpu.cpu_runner import CpuRunner
 from spillover.engine.effects import check_policies, flag_notes
+from spillover.engine.events.publisher import check_addresses, start_events
 from spillover.engine.loop import Engine, ModelRunner
 from spillover.engine.null_runner import NullRunner, ordinary_tokens
 from spillover.engine.parallel.parallel_runner import ParallelRunner
@@ -307,6 +308,7 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
         for note in planned.plan.notes:
             log.warning("%s", note)
     config, plan = planned.config, planned.plan
+    check_addresses(config.kv_events)
     vocabulary = None
     if planned.draft is not None:
         vocabulary = draft_vocabulary(planned.draft.path, planned.draft.model_config.vocab_size, tokenizer,
@@ -346,7 +348,8 @@ def assemble(config: EngineConfig, on_plan: Callable[[Plan], None] | None = None
         drafts_in_kv=planned.substitutes is not None or planned.head is not None,
     ), kv, connector, _speculator(planned, runner, kv, draft, tokens))
     return Assembly(config, planned.path, planned.model_config, planned.specs, plan,
-                    Engine(scheduler, runner, config.async_scheduling, draft), tokenizer)
+                    Engine(scheduler, runner, config.async_scheduling, draft,
+                           start_events(config.kv_events, kv, connector)), tokenizer)
 
 
 def _speculator(planned: PlannedModel, runner: NullRunner | ModelRunner, kv: KVCache, draft: DraftModel | None,

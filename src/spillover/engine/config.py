@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin, get_type_hints
 
+from spillover.engine.events.config import KVEventsConfig
 from spillover.engine.speculation.config import METHODS, SpeculativeConfig
 from spillover.engine.vllm_flags import may_be_left_out
 from spillover.errors import SpilloverError, did_you_mean
@@ -127,6 +128,10 @@ class EngineConfig:
     speculative_simulate: str | None = _flag(None, "For random weights: count made-up drafts as accepted, in this "
                                              "share of cases up to each position, e.g. 0.8,0.65,0.5. The text means "
                                              "nothing.")
+    kv_events_config: str | None = _flag(None, "Publish which KV blocks each tier holds, for routers, as JSON like "
+                                         'vLLM\'s: {"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": '
+                                         '"tcp://*:5557"}; with replay_endpoint, topic, buffer_steps and hwm. Default '
+                                         "endpoint: tcp://127.0.0.1:5557.")
     watermark: float = _flag(0.01, "Fraction of KV blocks to keep free when a request is admitted, against thrashing.")
     generation_config: str = _flag("auto", "Sampling of requests that leave it out: auto is the model's own "
                                    "generation_config.json, none is vLLM's neutral defaults; or a folder that has one.",
@@ -144,7 +149,7 @@ class EngineConfig:
         hints, kept = get_type_hints(cls), {}
         for name, value in flags.items():
             if name in hints:
-                if name == "speculative_config" and isinstance(value, Mapping):  # as vLLM's LLM takes it
+                if name in _JSON_FLAGS and isinstance(value, Mapping):  # as vLLM's LLM takes it
                     value = json.dumps(dict(value), default=str)
                 kept[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
                 _check_type(name, kept[name], hints[name])
@@ -182,6 +187,8 @@ class EngineConfig:
         self._check_weights()
         self._check_tiers()
         self._check_speculation()
+        if self.kv_events is not None and not self.enable_prefix_caching:
+            raise SpilloverError("--kv-events-config tells of the KV of prefixes, so it needs --enable-prefix-caching")
         if (not self.enable_chunked_prefill and self.max_num_batched_tokens is not None
                 and self.max_model_len is not None and self.max_num_batched_tokens < self.max_model_len):
             raise SpilloverError(f"--no-enable-chunked-prefill needs --max-num-batched-tokens of at least "
@@ -192,6 +199,11 @@ class EngineConfig:
         """Return how to speculate; None: not at all."""
         return SpeculativeConfig.of(self.speculative_config, self.speculative_method, self.num_speculative_tokens,
                                     self.speculative_adaptive, self.speculative_simulate, self.speculative_model)
+
+    @property
+    def kv_events(self) -> KVEventsConfig | None:
+        """Return how to publish KV events; None: not at all."""
+        return KVEventsConfig.of(self.kv_events_config)
 
     @property
     def has_tiers(self) -> bool:
@@ -319,6 +331,7 @@ TIER_FLAGS = ("host_memory", "host_pool", "disk", "remote")  # nearest first
 WEIGHTS = ("auto", "resident", "demand", "sequential", "experts", "host-experts", "pinned")
 POLICIES = ("static", "lru", "lfru", "next-layer")
 ADMISSIONS = ("always", "second-use")
+_JSON_FLAGS = ("speculative_config", "kv_events_config")
 _CLASS_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from spillover.engine.batch.step_result import PromptObserver
+from spillover.engine.events.publisher import NoStepEvents, StepEvents
 from spillover.engine.requests.request import Request
 from spillover.engine.scheduler import Scheduler
 from spillover.engine.step import DraftItem, Step, StepResult
@@ -89,10 +90,11 @@ class DraftingModel(Protocol):
 
 class Engine:
     def __init__(self, scheduler: Scheduler, runner: StepRunner, overlap: bool = True,
-                 drafting: DraftingModel | None = None) -> None:
+                 drafting: DraftingModel | None = None, events: StepEvents | None = None) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.drafting = drafting
+        self.events = events or NoStepEvents()
         self.failed = False  # a step has raised: what was scheduled for it will never end
         self.num_steps = 0
         self.slots_held = 0  # token slots in running requests' blocks, summed over steps ...
@@ -115,7 +117,9 @@ class Engine:
         started, self._launched_at = (self._launched_at, now) if self._overlap else (now, now)
         if launched is not None:
             self._count()
-        return self.scheduler.pop_ended() + self._finish(ended, started)
+        changed = self.scheduler.pop_ended() + self._finish(ended, started)
+        self.events.flush()
+        return changed
 
     def drain(self) -> list[Request]:
         """Take in the step that still runs, and launch none; returns as `step` does."""
@@ -192,6 +196,7 @@ class Engine:
         try:
             self.scheduler.connector.close(time.monotonic() + FLUSH_SECONDS)
         finally:
+            self.events.close()
             if self.drafting is not None:
                 self.drafting.close()
             self.runner.close()

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from spillover.memory.kv.events import BlockEvents
 from spillover.memory.spill.report import TierReport
 from spillover.memory.tiers.base import Tier
 
@@ -89,6 +90,9 @@ class KVConnector(Protocol):
     def tiers(self) -> Sequence[Tier]:
         """Return the tiers below host memory, which may change without the engine's doing."""
 
+    def tell(self, events: BlockEvents) -> None:
+        """Tell of every block that the tiers hold now, and from now on of each that comes or goes."""
+
     def reports(self) -> list[TierReport]: ...
 
     def clear(self, external: bool = False) -> None:
@@ -124,6 +128,9 @@ class NullConnector:
 
     def host_blocks(self, seq: str) -> tuple[int, ...]:
         return ()
+
+    def tell(self, events: BlockEvents) -> None:
+        """Tell nothing: there is nothing."""
 
     def reports(self) -> list[TierReport]:
         return []

@@ -58,7 +58,7 @@ class Root(Node):
 
 
 class Listener(Protocol):
-    """An observer of the tree's blocks; whoever spills them to other tiers is one."""
+    """An observer of the tree's blocks: whoever spills them to other tiers, or publishes what is where."""
 
     def on_cached(self, blocks: Sequence[int]) -> None: ...  # entered the tree, held by who computed them
 
@@ -87,7 +87,7 @@ class PrefixTree:
     ) -> None:
         self.num_nodes = 0  # roots not counted
         self.num_evictions = 0  # blocks
-        self.listener: Listener | None = None
+        self.listeners: list[Listener] = []
         self._pool = pool
         self._windows = tuple(windows)
         # A node leaves as a whole; the block of its first full-attention group stands for it before the policy.
@@ -160,8 +160,8 @@ class PrefixTree:
         self._pool.cache(cached)
         for blocks_held in held.values():
             self.ref(blocks_held)
-        if self.listener is not None:
-            self.listener.on_cached(cached)
+        for listener in self.listeners:
+            listener.on_cached(cached)
         for each in known:
             self._offer(each)
         return node, held
@@ -182,6 +182,11 @@ class PrefixTree:
         """Return the name under which other tiers keep this block of the tree."""
         node = self._home[block]
         return node.key(0 if self._plain else node.blocks.index(block))
+
+    def home(self, block: int) -> tuple[Node, int]:
+        """Return the node of a block of the tree, and the layer group that it is of."""
+        node = self._home[block]
+        return node, 0 if self._plain else node.blocks.index(block)
 
     def make_room(self, blocks: int, urgent: bool) -> bool:
         """Evict until n blocks are free; False if what is left lies above a block in flight."""
@@ -291,8 +296,8 @@ class PrefixTree:
         self._pool.uncache(self._home)
         for block in list(self._offered):
             self._withdraw(block)
-        if self.listener is not None:
-            self.listener.on_gone(list(self._home))
+        for listener in self.listeners:
+            listener.on_gone(list(self._home))
         self._home.clear()
         self._roots.clear()
         self.num_nodes = 0
@@ -340,12 +345,12 @@ class PrefixTree:
             return
         self._policy.on_access(inside)
         self._offer_nodes(inside)
-        if self.listener is not None:
+        for listener in self.listeners:
             idle = [block for block in inside if self._pool.state(block) is EVICTABLE]
             if idle:
-                self.listener.on_idle(idle)
+                listener.on_idle(idle)
             if len(idle) < len(inside):
-                self.listener.on_busy([block for block in inside if self._pool.state(block) is not EVICTABLE])
+                listener.on_busy([block for block in inside if self._pool.state(block) is not EVICTABLE])
 
     def _offer_nodes(self, blocks: Sequence[int]) -> None:
         """Offer the nodes of those blocks that are in the tree; of a plain tree only leaves can have news."""
@@ -395,8 +400,8 @@ class PrefixTree:
         if gone:
             self._pool.evict(gone)
             self.num_evictions += len(gone)
-            if self.listener is not None:
-                self.listener.on_gone(gone)
+            for listener in self.listeners:
+                listener.on_gone(gone)
 
     def _prune(self, node: Node) -> None:
         """Remove the node, and then its ancestors, where nothing hangs on them any more."""

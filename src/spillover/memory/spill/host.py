@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spillover.kernels.huge_pages import address_of
+from spillover.memory.kv.events import NO_BLOCK_EVENTS, BlockEvents
 from spillover.memory.transfer.link import SlotViews
 
 # Host memory is taken from the system in at most this many slabs, of at least this size each. Pinning a slab holds
@@ -93,6 +94,11 @@ class Entry:
         self.safe = False  # losing it loses nothing: the tiers below have it, or there are none
         self.writes = 0  # pins of writes to a tier below
 
+    @property
+    def found(self) -> bool:
+        """Return whether a search finds it."""
+        return self.ready and not self.private and not self.forgotten
+
 
 class HostCache:
     """Entries by key, least recently used first. Never holds more than the slots do."""
@@ -105,6 +111,7 @@ class HostCache:
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
         self._unsafe: OrderedDict[bytes, Entry] = OrderedDict()  # ready, and nowhere below; same order
         self._renamed = 0
+        self.events: BlockEvents = NO_BLOCK_EVENTS
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -149,6 +156,8 @@ class HostCache:
             entry.safe = True
         else:
             self._unsafe[entry.key] = entry
+        if entry.found:
+            self.events.stored("host", entry.key)
 
     def mark_safe(self, entry: Entry) -> None:
         self._idle += entry.pins == 0 and not entry.safe
@@ -174,6 +183,8 @@ class HostCache:
     def drop(self, entry: Entry) -> None:
         """Forget an entry that nobody relies on."""
         assert entry.pins == 0, "a slot is freed under a copy"
+        if entry.found:
+            self.events.removed("host", entry.key)
         self._idle -= entry.safe
         del self._entries[entry.key]
         self._unsafe.pop(entry.key, None)
@@ -185,6 +196,13 @@ class HostCache:
         """Return the slots that can be had now without losing a block: free, or safe in a tier below."""
         return self.slots.free + self._idle
 
+    def tell(self, events: BlockEvents) -> None:
+        """Tell of every block that is here now, and from now on of each that comes or goes."""
+        self.events = events
+        for entry in self._entries.values():
+            if entry.found:
+                events.stored("host", entry.key)
+
     def unsafe(self) -> Iterator[Entry]:
         """Yield unsafe entries, least recently used first; those that are being written are among them."""
         return iter(self._unsafe.values())
@@ -195,6 +213,8 @@ class HostCache:
             if entry.pins == 0:
                 self.drop(entry)
             else:
+                if entry.found:
+                    self.events.removed("host", entry.key)
                 entry.forgotten = not entry.private
 
     def check(self) -> None:

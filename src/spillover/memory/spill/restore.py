@@ -40,6 +40,7 @@ class Restore:
         self._kv = kv
         self._store = store
         self._first = first
+        self._tiers = stored.tiers
         self._windowed = any(window is not None for window in kv.windows)
         self._failed = False
         self._left = 0  # loads that have not ended
@@ -88,13 +89,14 @@ class Restore:
         counts: dict[str, int] = {}
         if index < self._first or (self._windowed and (self._left or self._failed)):
             return counts
-        for row, run in groupby(self._rows(index)):
+        for (row, found), run in groupby(zip(self._rows(index), self._tiers[index - self._first :], strict=True)):
             tier = ""
             for load in row:
                 if load is not None:
                     if load.state is not LoadState.DONE:
                         return counts
                     tier = load.tier if tier in ("", load.tier) else max(tier, load.tier, key=TIERS.index)
+            tier = tier or found  # behind every layer's window, so that nothing of it had to be loaded
             counts[tier] = counts.get(tier, 0) + sum(1 for _ in run)
         return counts
 

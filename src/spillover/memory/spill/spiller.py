@@ -38,7 +38,7 @@ class Spiller:
         self._failed: set[int] = set()  # their copy failed: likewise, until they are used again
         self._copying: set[int] = set()
         self._impatient_at: float | None = None
-        tree.listener = self
+        tree.listeners.append(self)
 
     # What the tree tells
 

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+from spillover.memory.kv.events import BlockEvents, TellingTier
 from spillover.memory.policies.admission import AdmissionPolicy, Always
 from spillover.memory.spill.below import Below
 from spillover.memory.spill.host import Entry, HostCache, Slots
@@ -267,6 +268,14 @@ class SpillStore:
         self._in.close(deadline)
         if all(copy.ticket.done() for copies in (self._copies_out, self._copies_in) for copy in copies):
             self.link.close()
+
+    def tell(self, events: BlockEvents) -> None:
+        """Tell what host memory and the tiers that know what they hold have now, and whatever comes and goes."""
+        if self.keeps:
+            self._host.tell(events)
+        for tier in self.tiers:
+            if isinstance(tier, TellingTier):
+                tier.tell(events)
 
     def reports(self) -> list[TierReport]:
         host = HostReport(len(self._host), self._host.slots.limit, self._to_host, self._to_device, self._failures,

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from spillover.memory.connector import Progress
+from spillover.memory.kv.events import BlockEvents
 from spillover.memory.kv.kv_cache import KVCache
 from spillover.memory.spill.offload import Offload
 from spillover.memory.spill.report import TierReport
@@ -128,6 +129,9 @@ class TieredConnector:
         return self.store.busy
 
     # All that is stored
+
+    def tell(self, events: BlockEvents) -> None:
+        self.store.tell(events)
 
     def reports(self) -> list[TierReport]:
         return self.store.reports()

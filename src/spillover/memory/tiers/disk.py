@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from spillover.errors import SpilloverError
+from spillover.memory.kv.events import BlockEvents
 from spillover.memory.policies import LRU, EvictionPolicy
 from spillover.memory.tiers.base import CorruptRecordError, Lane, Ticket, TierStats
 from spillover.memory.tiers.folder import CacheFolder, FolderLock, SegmentFile
@@ -231,6 +232,10 @@ class DiskTier:
             seconds_reading=self._seconds_reading,
             available=self._health.ok and self._usable(self._reading) and self._usable(self._writing),
         )
+
+    def tell(self, events: BlockEvents) -> None:
+        """Tell of every block that is here now, and from now on of each that comes or goes."""
+        self._table.tell(events)
 
     def keep_beside(self, tokens: TokenLog) -> None:
         """Close a log of tokens with the tier, under whose lock it is written."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import xxhash
 
 from spillover.errors import SpilloverError
+from spillover.memory.kv.events import BlockEvents
 from spillover.memory.tiers.base import Ticket, TierStats
 from spillover.memory.tiers.disk import DiskTier
 
@@ -66,6 +67,11 @@ class Disks:
         for disk in self.disks:
             disk.clear()
 
+    def tell(self, events: BlockEvents) -> None:
+        """Tell of every block that is found here; a disk may still have some that now belong to another."""
+        for index, disk in enumerate(self.disks):
+            disk.tell(_OwnKeys(events, self, index))
+
     def stats(self) -> TierStats:
         """Return sums over the disks; available while any disk is."""
         each = [disk.stats() for disk in self.disks]
@@ -114,3 +120,18 @@ class Disks:
         for disk, indices in self._by_disk([key for key, _ in items]):
             tickets.update(zip(indices, do(disk, [items[i] for i in indices]), strict=True))
         return [tickets[i] for i in range(len(items))]
+
+
+class _OwnKeys:
+    """A listener to one disk, which passes on what is told of keys that belong to it."""
+
+    def __init__(self, events: BlockEvents, disks: Disks, index: int) -> None:
+        self._events, self._disks, self._index = events, disks, index
+
+    def stored(self, tier: str, key: bytes) -> None:
+        if self._disks.disk_of(key) == self._index:
+            self._events.stored(tier, key)
+
+    def removed(self, tier: str, key: bytes) -> None:
+        if self._disks.disk_of(key) == self._index:
+            self._events.removed(tier, key)

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from spillover.memory.kv.events import NO_BLOCK_EVENTS, BlockEvents
 from spillover.memory.policies import EvictionPolicy
 from spillover.memory.tiers.record import RecordHeader
 from spillover.memory.tiers.segment import Segment
@@ -33,6 +34,7 @@ class SlotTable:
         self._resting: deque[tuple[float, int]] = deque()  # failed; (when to try again, slot)
         self.fresh_from = 0.0  # a full disk: no fresh slot before this time
         self.evictions = 0
+        self.events: BlockEvents = NO_BLOCK_EVENTS
 
     def __len__(self) -> int:
         """Return the number of live records."""
@@ -43,6 +45,11 @@ class SlotTable:
 
     def live(self) -> Iterator[int]:
         yield from self._live.values()
+
+    def tell(self, events: BlockEvents) -> None:
+        self.events = events
+        for key in self._live:
+            events.stored("disk", key)
 
     def find(self, key: bytes) -> int | None:
         return self._live.get(key)
@@ -120,6 +127,7 @@ class SlotTable:
         found.record = record
         found.backed = True
         self._live[record.key] = slot
+        self.events.stored("disk", record.key)
         self.release(slot)
 
     def drop(self, slot: int) -> None:
@@ -129,6 +137,7 @@ class SlotTable:
         if found.holds == 0:
             self._policy.on_remove(slot)
         del self._live[found.record.key]
+        self.events.removed("disk", found.record.key)
         found.record = None
         found.holds += 1
         self.release(slot)
