@@ -1,7 +1,7 @@
 """Passes of a head on a CUDA device: a row of every request each, launched one after another without waiting.
 
-The tokens of a pass and what they follow stay on the device, where the next pass reads them; while one runs the host
-writes where the next one's rows lie. A pass is one CUDA graph, the same for every pass of as many requests.
+The host says once where the rows lie. What a pass leaves is where the next one reads it: its tokens, what they follow,
+and its rows moved on by one. So a pass is one CUDA graph, the same for every pass of as many requests.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 from spillover.engine.batch.draft_head import DraftHead
 from spillover.engine.batch.request_table import RequestTable, StepLimits
 from spillover.engine.batch.step_layout import StepArrays
-from spillover.engine.batch.step_result import to_device
 from spillover.engine.cuda.graphs import Graphs, Key, ladder
 from spillover.engine.cuda.step_inputs import HEADER, InputOffsets, PinnedPair, StepInputs, StepShape
 from spillover.kernels.batch import AttentionBatch, DecodeScratch, DeviceWork
 from spillover.kernels.triton.attention import ordered_splits
+from spillover.kernels.triton.draft_pass import end_pass
 from spillover.kernels.triton.draw import draw
 
 i32, i64 = torch.int32, torch.int64
@@ -48,6 +48,8 @@ class DraftPasses:
         self._drawn = torch.zeros(most, dtype=i64, device=device)
         self._greedy = torch.zeros(most, dtype=torch.float32, device=device)
         self._unused = torch.zeros(most, dtype=torch.float64, device=device)
+        self._drafted = torch.zeros(limits.draft_tokens, most, dtype=i64, device=device)
+        self._done = torch.zeros(1, dtype=i32, device=device)  # passes
         self._results = torch.zeros(limits.draft_tokens, most, dtype=i64, pin_memory=device.type == "cuda")
 
     def run(self, slots: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64],
@@ -55,23 +57,18 @@ class DraftPasses:
         """Draft behind the newest token of each request, and wait for the drafts. `starts`: its position; `counts`:
         tokens to draft."""
         rows, passes = len(slots), int(counts.max())
-        size = self._size(rows, graphs)
-        kept = self._head.kept
-        first = np.array([tokens, slots * kept.per_slot + (starts - 1) % kept.per_slot], dtype=np.int64)
-        sent = to_device(torch.from_numpy(first), self._device)
-        self._ids[:rows].copy_(sent[0])
-        self._before[:rows].copy_(self._head.first(sent[1]))
-        for done in range(passes):
-            going = counts > done
-            offsets = self._send(size, np.where(going, slots, self._table.padding),
-                                 np.where(going, starts + done, 0))
-            key = Key(size, True, drafts=True)
-            run = partial(self._pass, offsets, key)
+        size, kept = self._size(rows, graphs), self._head.kept
+        offsets = self._send(size, slots, starts, counts, tokens, slots * kept.per_slot + (starts - 1) % kept.per_slot)
+        self._ids[:size].copy_(self._inputs.array(offsets, "token_ids"))
+        self._before[:size].copy_(self._head.first(self._inputs.array(offsets, "sample_rows")))
+        self._done.zero_()
+        key = Key(size, True, drafts=True)
+        for _ in range(passes):
             if graphs is None:
-                run()
+                self._pass(offsets, key)
             else:
-                graphs.run(key, run)
-            self._results[done, :rows].copy_(self._ids[:rows], non_blocking=True)
+                graphs.run(key, partial(self._pass, offsets, key))
+        self._results[:passes].copy_(self._drafted[:passes], non_blocking=True)
         if self._device.type == "cuda":
             ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ended.record()
@@ -83,7 +80,8 @@ class DraftPasses:
         """Capture the graphs of all sizes now, on padding alone."""
         for size in reversed(self._sizes):
             nothing = np.zeros(0, dtype=np.int64)
-            offsets, key = self._send(size, nothing, nothing), Key(size, True, drafts=True)
+            offsets, key = self._send(size, nothing, nothing, nothing, (), nothing), Key(size, True, drafts=True)
+            self._done.zero_()
             graphs.run(key, partial(self._pass, offsets, key), at_once=True)
 
     def _size(self, rows: int, graphs: Graphs | None) -> int:
@@ -92,15 +90,19 @@ class DraftPasses:
     def _offsets(self, size: int) -> InputOffsets:
         return InputOffsets.of(StepShape(size, size, size), 1, self._longest, self._kv_heads)
 
-    def _send(self, size: int, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> InputOffsets:
-        """Write where the rows of a pass lie, and send it."""
+    def _send(self, size: int, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64],
+              counts: npt.NDArray[np.int64], tokens: Sequence[int], kept: npt.NDArray[np.int64]) -> InputOffsets:
+        """Write where the rows of the first pass lie, and send it. `counts`: passes of each row, which lie where a step
+        has its sources; `kept`: places of what its token follows, where a step has its samples."""
         if size not in self._places:
             self._places[size] = _Places(self._offsets(size), self._inputs.cuda)
         places, rows = self._places[size], len(slots)
         self._inputs.begin()
         arrays = places.arrays[self._inputs.buffer]
-        for into, values, padding in ((arrays.positions, positions, 0), (arrays.seq_lens, positions + 1, 1),
-                                      (arrays.slots, slots, self._table.padding)):
+        for into, values, padding in (
+                (arrays.positions, positions, 0), (arrays.seq_lens, positions + 1, 1),
+                (arrays.slots, slots, self._table.padding), (arrays.sources, counts, 0), (arrays.token_ids, tokens, 0),
+                (arrays.sample_rows, kept, 0)):
             into[:rows], into[rows:] = values, padding
         work = ordered_splits.decode_splits(np.arange(size), arrays.slots.astype(np.int64),
                                             arrays.seq_lens.astype(np.int64), self._kv_heads, self._head.window)
@@ -118,20 +120,27 @@ class DraftPasses:
         logits, after = self._head.draft(ids, before, self._batch(offsets))
         draw(logits, self._greedy[:size], self._unused[:size], self._drawn)
         before.copy_(after)
-        return ids.copy_(self._head.tokens(self._drawn[:size]))
+        ids.copy_(self._head.tokens(self._drawn[:size]))
+        inputs, start = self._inputs, offsets.work[0]
+        end_pass(ids, self._drafted, self._done, inputs.array(offsets, "sources"), inputs.array(offsets, "positions"),
+                 inputs.array(offsets, "slots"), self._table.padding, self._items(offsets),
+                 inputs.view(start, i32, 1), self._head.window is not None)
+        return ids
 
     def _batch(self, offsets: InputOffsets) -> AttentionBatch:
-        inputs, fields = self._inputs, ordered_splits.FIELDS
-        start = offsets.work[0]
-        work = DeviceWork(
-            splits=inputs.view(start + 4 * HEADER, i32, (offsets.work_size - HEADER) // fields, fields),
-            num_splits=inputs.view(start, i32, 1), tiles=None, slots=inputs.array(offsets, "slots"),
-            scratch=self._scratch)
+        inputs = self._inputs
+        work = DeviceWork(splits=self._items(offsets), num_splits=inputs.view(offsets.work[0], i32, 1), tiles=None,
+                          slots=inputs.array(offsets, "slots"), scratch=self._scratch)
         return AttentionBatch(
             query_start=inputs.array(offsets, "query_start"), seq_lens=inputs.array(offsets, "seq_lens"),
             block_table=self._table.block_tables[0], positions=inputs.array(offsets, "positions"),
             rows=inputs.array(offsets, "row_of"), block_size=self._block_size, max_query=0, max_seq=0,
             kv_dtype=self._kv_dtype, work=work)
+
+
+    def _items(self, offsets: InputOffsets) -> Tensor:
+        fields = ordered_splits.FIELDS
+        return self._inputs.view(offsets.work[0] + 4 * HEADER, i32, (offsets.work_size - HEADER) // fields, fields)
 
 
 class _Places:
