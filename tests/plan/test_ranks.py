@@ -179,7 +179,7 @@ def test_one_card_is_what_is_planned_for_one_card(tmp_path: Path, flags: dict[st
     found = planned(tmp_path, LLAMA_8B, 1, "h100", **flags)
     card = find_card("h100")
     alone = plan_checkpoint(EngineConfig(model=str(tmp_path), device="cuda", **flags), tmp_path, LLAMA_8B, card.rates,
-                            card.machine()).plan
+                            machine=card.machine()).plan
     (layout,) = found.layouts
     assert layout.plan == alone
     assert layout.replicated_bytes == 0
