@@ -65,7 +65,7 @@ def test_tiers_side_by_side(model: list[str], tmp_path: Path) -> None:
     assert len(arms) == 6
     for arm in ("host", "host+disk"):
         cold, warm = arms["no-reuse", arm], arms["multi-turn", arm]
-        assert cold["tokens_by_source"] == {"computed": 160, "device": 0, "host": 0, "disk": 0, "remote": 0}
+        assert cold["tokens_by_source"] == {"computed": 160, "device": 0, "host": 0, "pool": 0, "disk": 0, "remote": 0}
         assert cold["traffic"][0]["in"]["bytes"] > 0
         assert warm["num_warm_requests"] == 28
         assert warm["hit_rate"] > 0
@@ -152,7 +152,7 @@ def test_blocks_are_found_again_after_a_restart(model: list[str], tmp_path: Path
     for size, each in zip((16, 64), document["results"], strict=True):
         cold, warm, restart = (stage["tokens_by_source"] for stage in each["stages"])
         stored = 133 // size * size  # of 134 tokens the last is always computed
-        assert cold == {"computed": 268 - 64, "device": 64, "host": 0, "disk": 0, "remote": 0}
+        assert cold == {"computed": 268 - 64, "device": 64, "host": 0, "pool": 0, "disk": 0, "remote": 0}
         assert warm["device"] == 2 * stored
         assert restart["disk"] + restart["device"] == 2 * stored
         assert restart["disk"] >= stored

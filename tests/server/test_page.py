@@ -102,7 +102,8 @@ def test_an_idle_server_has_friendly_empty_places(browser: Chromium) -> None:
         assert "No requests yet" in browser.text("#requests-empty")
         assert url in browser.text("#example")
         assert browser.evaluate("[...document.querySelectorAll('#tiers li')].map((li) => li.textContent)") == [
-            "device10% in use, 20% kept, of 1 kB", "hostnot configured", "disknot configured", "remotenot configured"]
+            "device10% in use, 20% kept, of 1 kB", "hostnot configured", "poolnot configured", "disknot configured",
+            "remotenot configured"]
     assert browser.problems == []
 
 
@@ -115,7 +116,7 @@ def test_tiers_say_what_they_hold_and_what_moved(browser: Chromium) -> None:
     with stub_server(client) as url:
         browser.open(url)
         browser.wait("document.getElementById('state').textContent === 'ready'")
-        _, host_row, disk_row, remote_row = browser.evaluate(
+        _, host_row, _, disk_row, remote_row = browser.evaluate(
             "[...document.querySelectorAll('#tiers li')].map((li) => li.textContent)")
         assert host_row == ("host0% in use, 75% kept, of 400 Bin 5.0 MB at 2.5 MB/s (25% of link) · "
                             "out 2.0 MB at 4.0 MB/s · 64 tokens hit · 3 dropped")
