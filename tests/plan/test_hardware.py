@@ -11,7 +11,7 @@ from spillover.errors import SpilloverError
 from spillover.plan import measure as measure_module
 from spillover.plan.cgroup import CgroupLimits, read_limits
 from spillover.plan.hardware import Machine, probe, probe_memory
-from spillover.plan.measure import measure_disk, measure_link, measure_rates, read_size
+from spillover.plan.measure import measure_disk, measure_link, measure_pool, measure_rates, read_size
 from support.plan_shapes import CPU, GIB
 
 
@@ -25,6 +25,12 @@ def _write(root: Path, files: dict[str, str]) -> None:
 def _limits(tmp_path: Path, membership: str, files: dict[str, str]) -> CgroupLimits:
     _write(tmp_path, {"self": membership} | {f"fs/{name}": text for name, text in files.items()})
     return read_limits(tmp_path / "self", tmp_path / "fs")
+
+
+def test_a_pool_is_no_faster_than_copies_and_checksums() -> None:
+    rates = measure_pool(1 << 20, seconds=0.02)
+    assert rates.to_host == rates.to_device
+    assert 1e7 < rates.to_device < 1e12
 
 
 def test_memory_is_known_without_torch() -> None:

@@ -63,6 +63,8 @@ def test_a_shared_pool_is_asked_for_its_size() -> None:
         assert tier.blocks is not None
         assert 0.8 * tier.bytes <= tier.blocks * plan.slot_bytes <= tier.bytes
         assert plan.host_blocks == 0
+        timed, _ = with_tier_rates(plan.tiers, "cpu", plan.slot_bytes)
+        assert timed.read is not None
     (tier,) = planned(host_pool=pool.path).tiers
     assert (tier.bytes, tier.blocks) == (None, None)
     assert "`spill pool serve` starts one" in tier.note

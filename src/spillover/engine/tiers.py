@@ -33,12 +33,12 @@ from spillover.memory.transfer.link_ranks import RankPool, RanksLink
 from spillover.memory.transfer.transfers import Transfers
 from spillover.models.config import ModelConfig
 from spillover.models.shard import Shard
+from spillover.plan.measure import measure_link
 from spillover.plan.planner import Plan
 from spillover.plan.tiers import STAGING_BLOCKS, with_tier_rates
 
 SWITCH_SECONDS = 0.0002  # for which a thread may keep the interpreter while another wants it
 DISK_READ = REMOTE_READ = 1e9  # bytes a second, until a load has been seen
-POOL_READ = 4e9
 
 
 def token_log(config: EngineConfig, identity: bytes) -> TokenLog | None:
@@ -61,6 +61,9 @@ def make_store(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tenso
     timed = with_tier_rates(plan.tiers, plan.device, link.slot_bytes)
     reads = {tier.name: tier.read for tier in reversed(timed) if tier.read is not None}
     writes = {tier.name: tier.write for tier in reversed(timed) if tier.write is not None}
+    links = {name: (writes.get(name), reads.get(name)) for name in reads}
+    if "pool" in reads and "host" not in reads:  # what is fast to fetch is not to be computed for want of this
+        reads["host"] = measure_link(plan.device, link.slot_bytes).to_device
     tiers = _make_tiers(config, plan, link.slot_bytes, identity, wake.set, tokens)
     return SpillStore(
         link,
@@ -69,8 +72,8 @@ def make_store(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tenso
         staging_blocks=STAGING_BLOCKS,
         eager=config.spill == "eager",
         admission=admission_policy(config.spill_admission),
-        rates={"pool": POOL_READ, "disk": DISK_READ, "remote": REMOTE_READ, **reads},
-        link_rates={name: (writes.get(name), reads.get(name)) for name in reads},
+        rates={"disk": DISK_READ, "remote": REMOTE_READ, **reads},
+        link_rates=links,
         wake=wake,
     )
 

@@ -102,13 +102,16 @@ def with_tier_rates(tiers: tuple[TierPlan, ...], device: str, slot_bytes: int) -
 
     A disk that is full or cannot be written has no rate: it may hold blocks all the same.
     """
-    from spillover.plan.measure import measure_disk, measure_link
+    from spillover.plan.measure import measure_disk, measure_link, measure_pool
 
     timed = []
     for tier in tiers:
         if tier.name == "host":
             link = measure_link(device, slot_bytes)
             tier = replace(tier, write=link.to_host, read=link.to_device)
+        elif tier.name == "pool":
+            pool = measure_pool(slot_bytes)
+            tier = replace(tier, write=pool.to_host, read=pool.to_device)
         elif tier.name == "disk":
             with contextlib.suppress(SpilloverError):
                 disk = measure_disk(_existing(Path(tier.place)))
