@@ -19,7 +19,7 @@ from torch import Tensor
 
 from spillover.engine.batch.draft_head import DraftHead, ReadsFeatures
 from spillover.engine.batch.offloaded_prefix import OffloadStage
-from spillover.engine.batch.request_table import BlockUpdates, StepLimits
+from spillover.engine.batch.request_table import StepLimits
 from spillover.engine.batch.sampler import SampledLogprobs, SamplingBatch, sample
 from spillover.engine.batch.step_layout import ItemArrays, write_step
 from spillover.engine.batch.step_result import (
@@ -36,7 +36,7 @@ from spillover.engine.cuda.decode_inputs import UPDATE_BYTES, DecodeInputs
 from spillover.engine.cuda.draft_passes import DraftPasses
 from spillover.engine.cuda.graphs import Graphs, GraphStats, Key
 from spillover.engine.cuda.sleeping_kv import SleepingKV
-from spillover.engine.cuda.step_inputs import HEADER, InputOffsets, StepInputs, StepShape
+from spillover.engine.cuda.step_inputs import HEADER, InputOffsets, StepInputs, StepShape, table_updates
 from spillover.engine.step import DraftItem, Step, StepItem, StepResult
 from spillover.engine.weights.placed import EngineWeights
 from spillover.engine.weights.traffic import WeightTraffic
@@ -167,21 +167,9 @@ class CudaRunner:
 
     def draft(self, items: Sequence[DraftItem]) -> list[tuple[int, ...]]:
         """Let the head draft, one pass for each token of the longest draft."""
-        found, slots, updates = self.table.begin_drafts(items)
-        drafts: list[tuple[int, ...]] = [()] * len(items)
-        if not found or self._passes is None:
-            return drafts
-        asked = [items[index] for index in found]
-        starts, counts = np.array([(item.start, item.count) for item in asked], dtype=np.int64).T
-        tokens = [self.table[item.id].token_ids[item.start] for item in asked]
+        assert self._passes is not None, "there is no head"
         with torch.inference_mode(), torch.cuda.stream(self._queue):
-            if len(updates.blocks):
-                sent = to_device(torch.from_numpy(_updates(updates)), self._device)
-                update_tables(self.table.block_tables, sent, len(updates.blocks))
-            drafted = self._passes.run(slots, starts, counts, tokens, self._graphs)
-        for index, draft in zip(found, drafted, strict=True):
-            drafts[index] = draft
-        return drafts
+            return self._passes.draft(items, self._graphs)
 
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Capture the graphs of plain steps now, on padding alone; the largest first, whose memory all share."""
@@ -367,7 +355,7 @@ class CudaRunner:
         drawn = slots if decodes else np.repeat(slots, items.samples)
         plain = bool(table.plain[drawn].all())
         key, shape = self._choose_graph(items, decodes, plain, not prompts and not cold)
-        few = _updates(updates) if 0 < len(updates.blocks) <= FEW_UPDATES else None
+        few = table_updates(updates) if 0 < len(updates.blocks) <= FEW_UPDATES else None
         self._inputs.begin()
         place = None
         if decodes and shape is not None:
@@ -385,7 +373,7 @@ class CudaRunner:
             sent = self._inputs.view(place, i32, 2 + 2 * len(updates.blocks))
             update_tables(table.block_tables, sent, len(updates.blocks))
         elif len(updates.blocks):
-            many = to_device(torch.from_numpy(_updates(updates)), self._device)
+            many = to_device(torch.from_numpy(table_updates(updates)), self._device)
             update_tables(table.block_tables, many, len(updates.blocks))
         sampling = None if plain else sampling_batch(step.items, table, self.model.config.vocab_size, self._device)
         return _Work(offsets, len(drawn), sampling, decodes, key, prompts)
@@ -500,12 +488,3 @@ class CudaRunner:
             ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ended.record()
         return CudaStep(step, work, self._read[self._result_row], logprobs, scored, ended, self)
-
-
-def _updates(updates: BlockUpdates) -> npt.NDArray[np.int32]:
-    """Return table entries as kernels.triton.step_upload.update_tables reads them."""
-    count = len(updates.blocks)
-    numbers = np.empty(2 + 2 * count, dtype=np.int32)
-    numbers[0], numbers[1] = count, 0
-    numbers[2::2], numbers[3::2] = updates.places, updates.blocks
-    return numbers

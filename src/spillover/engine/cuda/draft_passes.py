@@ -18,11 +18,20 @@ from spillover.engine.batch.draft_head import DraftHead
 from spillover.engine.batch.request_table import RequestTable, StepLimits
 from spillover.engine.batch.step_layout import StepArrays
 from spillover.engine.cuda.graphs import Graphs, Key, ladder
-from spillover.engine.cuda.step_inputs import HEADER, InputOffsets, PinnedPair, StepInputs, StepShape
+from spillover.engine.cuda.step_inputs import (
+    HEADER,
+    InputOffsets,
+    PinnedPair,
+    StepInputs,
+    StepShape,
+    table_updates,
+)
+from spillover.engine.step import DraftItem
 from spillover.kernels.batch import AttentionBatch, DecodeScratch, DeviceWork
 from spillover.kernels.triton.attention import ordered_splits
 from spillover.kernels.triton.draft_pass import end_pass
 from spillover.kernels.triton.draw import draw
+from spillover.kernels.triton.step_upload import update_tables
 
 i32, i64 = torch.int32, torch.int64
 
@@ -52,10 +61,25 @@ class DraftPasses:
         self._done = torch.zeros(1, dtype=i32, device=device)  # passes
         self._results = torch.zeros(limits.draft_tokens, most, dtype=i64, pin_memory=device.type == "cuda")
 
-    def run(self, slots: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64],
-            tokens: Sequence[int], graphs: Graphs | None) -> list[tuple[int, ...]]:
-        """Draft behind the newest token of each request, and wait for the drafts. `starts`: its position; `counts`:
-        tokens to draft."""
+    def draft(self, items: Sequence[DraftItem], graphs: Graphs | None) -> list[tuple[int, ...]]:
+        """Draft for the requests that can be drafted for, and wait for the drafts."""
+        found, slots, updates = self._table.begin_drafts(items)
+        drafts: list[tuple[int, ...]] = [()] * len(items)
+        if not found:
+            return drafts
+        if len(updates.blocks):
+            sent = to_device(torch.from_numpy(table_updates(updates)), self._device)
+            update_tables(self._table.block_tables, sent, len(updates.blocks))
+        asked = [items[index] for index in found]
+        starts, counts = np.array([(item.start, item.count) for item in asked], dtype=np.int64).T
+        tokens = [self._table[item.id].token_ids[item.start] for item in asked]
+        for index, draft in zip(found, self._run(slots, starts, counts, tokens, graphs), strict=True):
+            drafts[index] = draft
+        return drafts
+
+    def _run(self, slots: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64],
+             tokens: Sequence[int], graphs: Graphs | None) -> list[tuple[int, ...]]:
+        """Draft behind the newest token of each request. `starts`: its position; `counts`: tokens to draft."""
         rows, passes = len(slots), int(counts.max())
         size, kept = self._size(rows, graphs), self._head.kept
         offsets = self._send(size, slots, starts, counts, tokens, slots * kept.per_slot + (starts - 1) % kept.per_slot)

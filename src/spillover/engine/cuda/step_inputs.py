@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from spillover.engine.batch.request_table import BlockUpdates
 from spillover.engine.batch.step_layout import ARRAYS, StepArrays
 from spillover.kernels.triton.attention import ordered_splits
 from spillover.kernels.triton.step_upload import bring
@@ -119,6 +120,15 @@ class StepInputs:
     def array(self, offsets: InputOffsets, name: str) -> Tensor:
         """Return one of the StepArrays on the device."""
         return self.view(offsets.arrays[name], _TORCH[ARRAYS[name][0]], offsets.size(name))
+
+
+def table_updates(updates: BlockUpdates) -> npt.NDArray[np.int32]:
+    """Return table entries as kernels.triton.step_upload.update_tables reads them."""
+    count = len(updates.blocks)
+    numbers = np.empty(2 + 2 * count, dtype=np.int32)
+    numbers[0], numbers[1] = count, 0
+    numbers[2::2], numbers[3::2] = updates.places, updates.blocks
+    return numbers
 
 
 def _aligned(size: int) -> int:
