@@ -81,17 +81,33 @@ def asked(rng: random.Random, count: int, shared: int = 0, vocab: int = 256) -> 
             for _ in range(count)]
 
 
-@pytest.mark.parametrize(("name", "count", "flags"), [
+SCHEDULES: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("llama", 1, {"max_num_batched_tokens": 16}),
     ("llama", 5, {"max_num_batched_tokens": 23, "num_gpu_blocks_override": 13, "enable_prefix_caching": False}),
     ("qwen3", 2, {"max_num_batched_tokens": 512}),
     ("qwen3", 4, {"max_num_batched_tokens": 17, "host_memory": "1MB", "num_gpu_blocks_override": 13}),
     ("mistral_sliding", 3, {"max_num_batched_tokens": 19}),
-])
+)
+
+
+@pytest.mark.parametrize(("name", "count", "flags"), SCHEDULES)
 def test_drafts_are_those_of_the_definition(pairs: dict[str, Pair], name: str, count: int,
                                             flags: dict[str, Any]) -> None:
     """Over chunks of prompts, preemptions, prefixes from the cache and from a tier; greedy and sampled."""
-    pair, rng = pairs[name], random.Random(count)
+    watch(pairs[name], count, {**flags, "device": "cpu"})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("name", "count", "flags"), SCHEDULES)
+@pytest.mark.parametrize("eager", [False, True])
+def test_drafts_are_those_of_the_definition_on_a_gpu(pairs: dict[str, Pair], name: str, count: int,
+                                                     flags: dict[str, Any], eager: bool) -> None:
+    watch(pairs[name], count, {**flags, "device": "cuda", "enforce_eager": eager}, others=0.03)
+
+
+def watch(pair: Pair, count: int, flags: dict[str, Any], others: float = 0.0) -> None:
+    rng = random.Random(count)
     prompts = asked(rng, 5) + asked(rng, 3, shared=24)
     params = [SamplingParams(temperature=index % 2 * 0.7, seed=index, max_tokens=14, ignore_eos=True)
               for index in range(8)]
@@ -100,7 +116,7 @@ def test_drafts_are_those_of_the_definition(pairs: dict[str, Pair], name: str, c
         outputs = [output for _ in range(2) for output in llm.generate(prompts, params, use_tqdm=False)]
         llm.engine.scheduler.check()
         sources = [output.sources for output in outputs]
-    assert watched.check(pair.reference) > len(watched.drafts) / 2 > 40
+    assert watched.check(pair.reference, others) > len(watched.drafts) / 2 > 40
     assert {len(found) for _, found, _ in watched.drafts} == set(range(1, count + 1))
     if "num_gpu_blocks_override" in flags:
         assert sum(output.num_preemptions for output in outputs) > 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from spillover.engine.cpu.cpu_runner import CpuRunner
 from spillover.engine.loop import LaunchedStep
 from spillover.engine.step import DraftItem, Step
 from support.eagle_heads import ReferenceHead
@@ -18,7 +18,6 @@ Tokens = tuple[int, ...]
 class WatchedDrafts:
     """Every step must have ended when the next is launched: `--no-async-scheduling`."""
 
-    runner: CpuRunner
     # All tokens before, the draft, and which rows followed zeros; None where that cannot be told.
     drafts: list[tuple[Tokens, Tokens, set[int] | None]] = field(default_factory=list)
     zeros: defaultdict[Tokens, set[bool]] = field(default_factory=lambda: defaultdict(set))  # of all rows, by tokens
@@ -26,12 +25,12 @@ class WatchedDrafts:
     _last: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     @staticmethod
-    def of(runner: object) -> WatchedDrafts:
-        assert isinstance(runner, CpuRunner)
-        watched, launch, draft = WatchedDrafts(runner), runner.launch, runner.draft
+    def of(runner: Any) -> WatchedDrafts:
+        """Watch the runner of an engine, of any device."""
+        watched, launch, draft = WatchedDrafts(), runner.launch, runner.draft
 
         def watched_launch(step: Step) -> LaunchedStep:
-            launched = launch(step)
+            launched: LaunchedStep = launch(step)
             for item in step.items:
                 tokens = (*runner.table[item.id].token_ids[:item.end], *item.draft)
                 first, end = watched._last.get(item.id, (0, 0))
@@ -43,7 +42,7 @@ class WatchedDrafts:
             return launched
 
         def watched_draft(items: Sequence[DraftItem]) -> list[Tokens]:
-            found = draft(items)
+            found: list[Tokens] = draft(items)
             for item, tokens in zip(items, found, strict=True):
                 assert len(tokens) in (0, item.count)
                 if tokens:
@@ -51,8 +50,8 @@ class WatchedDrafts:
                     watched.drafts.append((before, tokens, watched._without(item.id, before)))
             return found
 
-        runner.launch = watched_launch  # type: ignore[method-assign, assignment]
-        runner.draft = watched_draft  # type: ignore[method-assign]
+        runner.launch = watched_launch
+        runner.draft = watched_draft
         return watched
 
     def _without(self, id: int, tokens: Tokens) -> set[int] | None:
@@ -64,9 +63,11 @@ class WatchedDrafts:
             return None
         return {position for position, row in enumerate(rows) if True in row}
 
-    def check(self, reference: ReferenceHead) -> int:
-        """Hold every second draft against the definition; returns how many could be."""
+    def check(self, reference: ReferenceHead, others: float = 0.0) -> int:
+        """Hold every second draft against the definition; returns how many could be. `others`: share that may differ,
+        because sums in another order can make another token the likeliest."""
         known = [(tokens, found, without) for tokens, found, without in self.drafts if without is not None]
-        for tokens, found, without in known[::2]:
-            assert list(found) == reference.draft(list(tokens), len(found), without), f"behind {len(tokens)} tokens"
+        wrong = [len(tokens) for tokens, found, without in known[::2]
+                 if list(found) != reference.draft(list(tokens), len(found), without)]
+        assert len(wrong) <= others * len(known[::2]), f"other drafts behind {wrong} tokens"
         return len(known)
