@@ -34,6 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"norm_before_residual": True, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 0, 2]}},
     "mistral_sliding": {"norm_before_fc": True, "norm_output": True},
+    "gpt_oss": {},  # experts, and two kinds of layers, each with blocks of its own
 }
 
 
@@ -87,6 +88,7 @@ SCHEDULES: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("qwen3", 2, {"max_num_batched_tokens": 512}),
     ("qwen3", 4, {"max_num_batched_tokens": 17, "host_memory": "1MB", "num_gpu_blocks_override": 13}),
     ("mistral_sliding", 3, {"max_num_batched_tokens": 19}),
+    ("gpt_oss", 3, {"max_num_batched_tokens": 21}),
 )
 
 

@@ -74,7 +74,9 @@ class ReferenceHead:
     def __init__(self, target: PreTrainedModel, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         self.target, self.config, self.w = target, config, tensors
         layers = target.config.num_hidden_layers
-        self.window = getattr(target.config, "sliding_window", None)  # of a model all of whose layers have it
+        kinds = getattr(target.config, "layer_types", None) or []
+        # The head sees what the first kind of layers sees: everything, if one does.
+        self.window = None if "full_attention" in kinds else getattr(target.config, "sliding_window", None)
         self.taps = config.get("eagle_aux_hidden_state_layer_ids") or [2, layers // 2, layers - 3]
 
     @torch.no_grad()
