@@ -45,7 +45,12 @@ def test_logits_are_those_of_hugging_face_and_of_one_rank(name: str, size: int, 
     found = sharded.step({"a": prompt})["a"]
     assert_close(found, expected)
     assert (found - PagedModel(checkpoint).step({"a": prompt})["a"]).abs().max() < TOLERANCE
-    assert sharded.ranks[0].calls == 1 + 2 * sharded.models[0].model.config.num_layers
+    model = sharded.models[0].model
+    assert sharded.ranks[0].calls == 1 + 2 * model.config.num_layers
+    layers = model.config.num_layers - len(model.config.dense_layers)
+    rows = len(prompt) * layers * model.config.experts_per_token if expert_parallel else 0
+    assert sum(sharded.ranks[0].expert_rows) == rows
+    assert all(sharded.ranks[0].expert_rows) == expert_parallel
 
 
 @pytest.mark.parametrize("name", ["llama_biases_linear_rope", "qwen2_sliding", "mixtral", "gpt_oss"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spillover.engine.loop import Engine
+from spillover.engine.parallel.parallel_runner import ranks_report
+from spillover.engine.parallel.report import ONE, RanksReport
 from spillover.engine.speculation.speculator import SpeculationStats
 from spillover.memory.kv.sequence import CacheStats
 from spillover.memory.spill.report import TierReport, by_name
@@ -23,6 +25,7 @@ class EngineStats:
     slots_wasted: int  # slots of held blocks without a token
     tiers: tuple[TierReport, ...] = ()  # below the device, nearest first
     speculation: SpeculationStats | None = None  # None: off
+    ranks: RanksReport = ONE
 
     @classmethod
     def of(cls, engine: Engine) -> EngineStats:
@@ -38,4 +41,5 @@ class EngineStats:
             slots_wasted=engine.slots_wasted,
             tiers=by_name(scheduler.connector.reports()),
             speculation=scheduler.speculator.stats(),
+            ranks=ranks_report(engine.runner),
         )

@@ -21,7 +21,7 @@ from spillover.kernels.layer_kernels import kernels_on
 from spillover.kernels.linear import embedding, linear
 from spillover.models.config import ModelConfig
 from spillover.models.groups import LayerGroup, layer_groups
-from spillover.models.ranks import ONE_RANK, Ranks
+from spillover.models.ranks import ONE_RANK, Ranks, count_expert_rows
 from spillover.models.rope import rope_tables
 from spillover.models.shard import Shard
 from spillover.models.weight_specs import Source, WeightSpec, WeightSpecs, layer_part, stored_in
@@ -180,6 +180,8 @@ class MixtureDecoder(Decoder):
         x, residual = self.kernels.add_rms_norm(x, residual, w["mlp_norm"])
         scores = linear(x, w["router"], w.get("router_bias"))  # [T, experts]
         config = self.config
+        if self.own_experts is not None and self.ranks.rank == 0:
+            count_expert_rows(self.ranks, scores, config.experts_per_token, len(self.own_experts))
         mixed = w["experts"].mixture(x, scores, config.experts_per_token, config.norm_topk_prob, config.swiglu_limit,
                                      self.own_experts)
         return mixed, residual

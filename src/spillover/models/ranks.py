@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -16,6 +17,7 @@ class Ranks(Protocol):
 
     rank: int
     size: int
+    expert_rows: list[int]  # by rank: rows that its experts were asked for, where ranks have experts of their own
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' x, added up in float32 from rank 0 on; x may be overwritten."""
@@ -33,6 +35,9 @@ class OneRank:
     rank = 0
     size = 1
 
+    def __init__(self) -> None:
+        self.expert_rows = [0]
+
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
@@ -44,6 +49,12 @@ class OneRank:
 
 
 ONE_RANK = OneRank()
+
+
+def count_expert_rows(ranks: Ranks, scores: Tensor, k: int, experts: int) -> None:
+    """Note how many rows go to each rank's `experts` by the router's scores [T, E]."""
+    asked = torch.bincount(scores.topk(k).indices.flatten() // experts, minlength=ranks.size)
+    ranks.expert_rows = [total + new for total, new in zip(ranks.expert_rows, asked.tolist(), strict=True)]
 
 
 def sum_in_order(parts: list[Tensor]) -> Tensor:

@@ -66,6 +66,11 @@ def test_tokens_are_those_of_hugging_face_and_a_lost_rank_is_told_in_time(folder
         assert [output.outputs[0].token_ids for output in outputs] == [greedy(model, prompt, 16) for prompt in prompts]
         held, stored = llm.engine.runner.weight_bytes, sum(parameter.nbytes for parameter in model.parameters())
         assert stored <= held < 1.2 * stored  # norms and routers twice, and panels are padded
+        ranks, layers = llm.stats().ranks, model.config.num_hidden_layers
+        assert ranks.size == 2
+        assert ranks.calls > 16 * (1 + 2 * layers)
+        assert min(ranks.bytes, ranks.seconds) > 0
+        assert sum(ranks.expert_rows) == (layers * 2 * (1 + 17 + 40 + 3 * 15) if killed else 0)
         pids = rank_pids(llm)
         assert len(pids) == 1
         sent: list[float] = []

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore
 from torch.distributed import BroadcastOptions, GatherOptions, ProcessGroupGloo
 
+from spillover.engine.parallel.report import RanksReport
 from spillover.models.ranks import sum_in_order
 
 MEETING_SECONDS = 60.0  # for all ranks to find each other, once each has said that it is there
@@ -29,6 +30,10 @@ class GlooRanks:
         """Meet the other ranks, which name the same folder."""
         self.rank = rank
         self.size = size
+        self.expert_rows = [0] * size
+        self.calls = 0
+        self.bytes = 0  # that this rank has given
+        self.seconds = 0.0  # in calls
         self.waiting_since: float | None = None  # monotonic; None: no call is under way
         store = FileStore(str(folder / "ranks"), size)
         store.set_timeout(timedelta(seconds=MEETING_SECONDS))
@@ -45,26 +50,32 @@ class GlooRanks:
         parts = [torch.empty_like(given) for _ in range(self.size)] if self.rank == 0 else []
         options = GatherOptions()
         options.rootRank = 0
-        self._wait(self._group.gather([parts] if parts else [], [given], options))
+        self._wait(self._group.gather([parts] if parts else [], [given], options), given.nbytes)
         return [part.view(x.dtype).view(x.shape) for part in parts]
 
     def broadcast(self, x: Tensor) -> None:
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        self._wait(self._group.broadcast([x], options))
+        self._wait(self._group.broadcast([x], options), x.nbytes)
 
     def _all_gather(self, x: Tensor) -> list[Tensor]:
         given = _bytes(x)
         parts = [torch.empty_like(given) for _ in range(self.size)]
-        self._wait(self._group.allgather([parts], [given]))
+        self._wait(self._group.allgather([parts], [given]), given.nbytes)
         return [part.view(x.dtype).view(x.shape) for part in parts]
 
-    def _wait(self, work: torch.distributed.Work) -> None:
-        self.waiting_since = time.monotonic()
+    def report(self) -> RanksReport:
+        rows = tuple(self.expert_rows) if any(self.expert_rows) else ()
+        return RanksReport(self.size, self.calls, self.bytes, self.seconds, rows)
+
+    def _wait(self, work: torch.distributed.Work, nbytes: int) -> None:
+        begun = self.waiting_since = time.monotonic()
         try:
             work.wait()
         finally:
             self.waiting_since = None
+            self.calls, self.bytes = self.calls + 1, self.bytes + nbytes
+            self.seconds += time.monotonic() - begun
 
 
 def _bytes(x: Tensor) -> Tensor:

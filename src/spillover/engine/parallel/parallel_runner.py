@@ -7,6 +7,7 @@ from typing import Protocol, TypeVar
 
 from spillover.engine.batch.step_result import PromptObserver
 from spillover.engine.loop import LaunchedStep, ModelRunner, StepRunner
+from spillover.engine.parallel.report import ONE, RanksReport
 from spillover.engine.step import DraftItem, Step, StepResult, encode_step
 from spillover.engine.weights.placed import EngineWeights
 from spillover.engine.weights.traffic import WeightTraffic
@@ -61,9 +62,11 @@ class ParallelStep:
 
 class ParallelRunner:
     def __init__(self, inner: ModelRunner, others: OtherRanks, pools: Sequence[memoryview] = (),
-                 lost_descriptor: int | None = None, on_close: Callable[[], None] = lambda: None) -> None:
+                 lost_descriptor: int | None = None, report: Callable[[], RanksReport] = lambda: ONE,
+                 on_close: Callable[[], None] = lambda: None) -> None:
         """Run steps on all ranks. `inner`: rank 0's. `pools`: KV of the other ranks, where rank 0 can reach it.
         `lost_descriptor`: readable once a rank is lost."""
+        self.report = report
         self.inner = inner
         self.pools = pools
         self.lost_descriptor = lost_descriptor
@@ -129,3 +132,8 @@ class ParallelRunner:
         finally:
             self.inner.close()
             self._on_close()
+
+
+def ranks_report(runner: StepRunner) -> RanksReport:
+    """Return what a runner's ranks have done together; ONE where there is one."""
+    return runner.report() if isinstance(runner, ParallelRunner) else ONE

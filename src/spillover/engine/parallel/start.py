@@ -59,7 +59,7 @@ def start_ranks(config: EngineConfig, plan: Plan, make: MakeRunner) -> ParallelR
             os.close(descriptor)
     others.waiting_since = lambda: ranks.waiting_since
     runner = ParallelRunner(cast(ModelRunner, inner), others, [memoryview(memory) for _, memory in pools],
-                            others.lost_descriptor, lambda: torch.set_num_threads(threads))
+                            others.lost_descriptor, ranks.report, lambda: torch.set_num_threads(threads))
     weakref.finalize(runner, others.close)
     return runner
 

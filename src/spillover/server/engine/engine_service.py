@@ -20,7 +20,7 @@ import zmq
 
 from spillover.engine.assemble import Assembly, assemble
 from spillover.engine.output.outputs import TokenSources
-from spillover.engine.parallel.parallel_runner import ParallelRunner
+from spillover.engine.parallel.parallel_runner import ParallelRunner, ranks_report
 from spillover.engine.profiling.profile_session import ProfileSession
 from spillover.engine.requests.request import Request, Status
 from spillover.engine.speculation.speculator import SpeculationStats
@@ -343,6 +343,7 @@ class EngineService:
             kv_tiers=reports,
             link=engine.runner.transfers.queue.report(),
             host_pool=engine.runner.transfers.pool.bytes_by_use,
+            ranks=ranks_report(engine.runner),
         )
 
     def _send(self, message: FromEngine) -> None:

@@ -12,6 +12,7 @@ import msgspec
 
 from spillover.engine.config import EngineConfig
 from spillover.engine.output.outputs import NO_DRAFTS, DraftCounts, Logprob, TokenSources
+from spillover.engine.parallel.report import ONE, RanksReport
 from spillover.engine.requests.sampling_params import SamplingParams
 from spillover.engine.requests.token_ids import TokenIds
 from spillover.memory.spill.report import TierReport
@@ -182,6 +183,7 @@ class LiveStats(msgspec.Struct, array_like=True, frozen=True):
     kv_tiers: tuple[TierReport, ...] = ()  # below the device, one a name
     link: LinkReport = LinkReport()  # between the device and host memory
     host_pool: dict[str, int] = {}  # bytes of host memory by use
+    ranks: RanksReport = ONE
 
     @property
     def kv_usage(self) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import Metric
 
+from spillover.engine.parallel.report import RanksReport
 from spillover.memory.transfer.link_queue import LinkReport
 from spillover.server.telemetry.tier_metrics import Families
 
@@ -30,3 +31,18 @@ def link_families(model: str, link: LinkReport, host_pool: Mapping[str, int]) ->
     yield from copies
     yield from ways
     yield from pool
+
+
+def rank_families(model: str, ranks: RanksReport) -> Iterator[Metric]:
+    """Yield what ranks have done together; nothing of one rank."""
+    if ranks.size == 1:
+        return
+    group, each = Families(model, "ranks", ()), Families(model, "rank", ("rank",))
+    group.gauge("size", "Ranks, each with a part of the model.", (), ranks.size)
+    group.counter("calls", "Times that ranks have met: for sums, logits and sampled tokens.", (), ranks.calls)
+    group.counter("bytes", "Bytes that rank 0 gave to the others.", (), ranks.bytes)
+    group.counter("seconds", "Time in which rank 0 waited for the others.", (), ranks.seconds)
+    for rank, rows in enumerate(ranks.expert_rows):
+        each.counter("expert_rows", "Rows that went to the rank's experts, with expert parallel.", (str(rank),), rows)
+    yield from group
+    yield from each

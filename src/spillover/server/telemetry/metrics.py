@@ -21,7 +21,7 @@ from spillover.errors import GRAMMAR_REASONS
 from spillover.memory.spill.report import COUNTERS, TierReport
 from spillover.server.api.errors import REFUSALS
 from spillover.server.engine.protocol import LiveStats
-from spillover.server.telemetry.link_metrics import link_families
+from spillover.server.telemetry.link_metrics import link_families, rank_families
 from spillover.server.telemetry.speculation_metrics import SPECULATION, speculation_families, speculation_totals
 from spillover.server.telemetry.tier_metrics import PREFIX, tier_families
 
@@ -169,6 +169,7 @@ class Metrics:
         yield from tier_families(self._model, self.engine.tiers, info.plan.slot_bytes if info is not None else 0,
                                  totals["prefix_queries"], totals["prefix_hits"])
         yield from link_families(self._model, stats.link, stats.host_pool)
+        yield from rank_families(self._model, stats.ranks)
         yield self._counter("num_preemptions", "Times a running request lost its blocks.", totals["preemptions"])
         yield self._counter("kv_evictions", "Cached blocks given up for others.", totals["evictions"])
         yield self._counter("engine_steps", "Steps of the engine.", totals["steps"])
