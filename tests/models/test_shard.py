@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+from collections import Counter
 from functools import lru_cache
 from typing import Any
 
@@ -74,6 +76,33 @@ def test_greedy_tokens_are_those_of_generate(name: str) -> None:
     while len(tokens) < 24:
         tokens.append(int(sharded.step({"a": tokens[-1:]})["a"][-1].argmax()))
     assert tokens == greedy(model, prompt, 24)
+
+
+class Counted(StateDict):
+    """Counts what is read of each tensor."""
+
+    def __init__(self, checkpoint: StateDict) -> None:
+        super().__init__(checkpoint.config, checkpoint.tensors)
+        self.counts: Counter[str] = Counter()
+
+    def read_part(self, name: str, index: tuple[slice | int, ...]) -> Tensor:
+        found = super().read_part(name, index)
+        self.counts[name] += found.numel()
+        return found
+
+
+@pytest.mark.parametrize("name", ["llama_biases_linear_rope", "qwen2", "qwen3_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_ranks_together_read_each_number_once(name: str, expert_parallel: bool) -> None:
+    """But for norms, routers and their biases, which all of them have."""
+    counted = Counted(reference(name)[1])
+    if expert_parallel and not is_mixture(counted):
+        return
+    ShardedPagedModel(counted, 2, expert_parallel)
+    shared = re.compile(r"norm|mlp\.gate\.weight|router")
+    expected = {key: tensor.numel() * (2 if shared.search(key) else 1) for key, tensor in counted.tensors.items()
+                if key != "lm_head.weight" or not counted.config.get("tie_word_embeddings")}
+    assert counted.counts == expected
 
 
 def shape(heads: int, kv_heads: int, inner: int, experts: int = 0) -> ModelConfig:

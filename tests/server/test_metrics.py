@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from spillover.engine.config import EngineConfig
 from spillover.engine.output.output_processor import Answer
 from spillover.engine.output.outputs import DraftCounts, TokenSources
+from spillover.engine.parallel.report import RanksReport
 from spillover.engine.requests.request import Request
 from spillover.engine.requests.sampling_params import SamplingParams
 from spillover.memory.spill.report import TierReport, by_name
@@ -69,6 +70,15 @@ def samples(text: bytes) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
 def test_every_name_of_vllm_is_there_before_the_first_request() -> None:
     found = samples(Metrics("m").render(LiveStats(), StubClient().info, TokenCounts()))  # type: ignore[arg-type]
     assert [name for name in VLLM_NAMES.split() if name not in found] == []
+
+
+def test_ranks_and_the_load_of_their_experts() -> None:
+    ranks = RanksReport(2, calls=7, bytes=800, seconds=0.5, expert_rows=(30, 10))
+    found = samples(Metrics("m").render(LiveStats(ranks=ranks), None, TokenCounts()))
+    assert [found[f"ranks_{name}"][()] for name in ("size", "calls_total", "bytes_total", "seconds_total")] == [
+        2, 7, 800, 0.5]
+    assert found["rank_expert_rows_total"] == {(("rank", "0"),): 30, (("rank", "1"),): 10}
+    assert "ranks_size" not in samples(Metrics("m").render(LiveStats(), None, TokenCounts()))
 
 
 def test_a_request_that_ended_is_counted_with_its_phases_and_sources() -> None:

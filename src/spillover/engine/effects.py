@@ -42,6 +42,9 @@ def flag_notes(config: EngineConfig, model: ModelConfig, plan: Plan) -> tuple[st
     if config.schedule_policy in ("lpm", "dfs-weight") and not config.enable_prefix_caching:
         notes.append(f"--schedule-policy {config.schedule_policy} orders requests as fcfs does: without "
                      "--enable-prefix-caching there are no prefixes to match")
+    if config.enable_expert_parallel and config.tensor_parallel_size == 1:
+        notes.append("--enable-expert-parallel has no effect: it deals out experts to several ranks, and there is one; "
+                     "--tensor-parallel-size gives more")
     if config.graph_capture == "start" and plan.device != "cuda":
         notes.append(f"--graph-capture start has no effect: CUDA graphs need a GPU, and the device is {plan.device}")
     return tuple(notes)

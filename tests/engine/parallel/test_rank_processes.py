@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import subprocess
@@ -87,6 +88,28 @@ def test_tokens_are_those_of_hugging_face_and_a_lost_rank_is_told_in_time(folder
         with pytest.raises(SpilloverError, match="make a new LLM"):
             llm.generate([[5, 6, 7]], LONG, use_tqdm=False)
     assert_gone(pids)
+
+
+def test_a_rank_that_dies_while_it_starts_is_a_sentence(folder: str) -> None:
+    killed: list[int] = []
+
+    def strike() -> None:
+        deadline = time.monotonic() + GONE_SECONDS
+        while not killed and time.monotonic() < deadline:
+            for child in psutil.Process().children():
+                with contextlib.suppress(psutil.Error):
+                    if any("rank_process" in word for word in child.cmdline()):
+                        killed.append(child.pid)
+                        child.kill()
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=strike)
+    thread.start()
+    with pytest.raises(SpilloverError, match=r"rank 1 \(process \d+\) was killed by SIGKILL") as refused:
+        LLM(folder, tensor_parallel_size=2, **OPTIONS)
+    thread.join()
+    assert "\n" not in str(refused.value)
+    assert_gone(killed)
 
 
 PARENT = """

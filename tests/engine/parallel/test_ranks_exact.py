@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass
 from functools import lru_cache
@@ -9,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 
 from spillover import LLM, SamplingParams
 from spillover.engine.requests.request import Request
 from support import starved
 from support.hf_reference import VOCAB, all_architectures, greedy, save_checkpoint, tiny_model
+from support.made_up_checkpoint import made_up
 from support.mixed_requests import facts, params_of, prompts_of
 from support.thread_engine import thread_llm, threads_for_ranks
 
@@ -102,3 +105,20 @@ def test_weights_that_move_change_no_token(tmp_path: Path, name: str, weights: s
     assert len(set(map(tuple, wanted.tokens))) == len(asked)
     assert moved.traffic.bytes_moved + moved.traffic.expert_hosted > 0
     assert moved.plan.device_bytes <= budget
+
+
+def test_what_host_memory_has_no_room_for_is_read_from_disk_part_by_part(tmp_path: Path) -> None:
+    checkpoint = made_up("mixtral")
+    (tmp_path / "config.json").write_text(json.dumps(checkpoint.config))
+    save_file(dict(checkpoint.tensors), tmp_path / "model.safetensors")
+    flags: dict[str, Any] = {"tensor_parallel_size": 2, "load_format": "auto", "max_model_len": 96}
+    asked = [prompt[:60] for prompt in starved.prompts(2)]
+    asked = [[token % 384 for token in prompt] for prompt in asked]
+    with threads_for_ranks():
+        wanted = starved.answer(str(tmp_path), asked, tokens=4, **flags)
+        low = starved.least(str(tmp_path), weights="experts", **flags)
+        budget = (low + wanted.plan.weight_bytes + wanted.plan.workspace_bytes) // 2
+        moved = starved.answer(str(tmp_path), asked, tokens=4, weights="experts", gpu_memory=str(budget),
+                               host_memory="1MB", **flags)
+    assert moved.tokens == wanted.tokens
+    assert moved.traffic.disk_bytes > 0

@@ -43,6 +43,7 @@ class RankProcesses:
         self.waiting_since = waiting_since
         self.weight_bytes = 0  # of the ranks that have loaded their parts
         self._started = self._loaded = 0
+        self._sending_since: float | None = None
         self._why: str | None = None  # why the group is no more
         self._expected = False
         self._closing = self._over = False
@@ -68,11 +69,14 @@ class RankProcesses:
     def send(self, message: bytes) -> None:
         """Send a message to every rank."""
         self.check()
+        self._sending_since = time.monotonic()  # a rank that hangs takes in no more than its socket holds
         try:
             for rank in self._ranks:
                 rank.send_bytes(message)
         except OSError as error:
             raise self.lost() from error
+        finally:
+            self._sending_since = None
 
     def check(self) -> None:
         """Raise RankLostError if the group is no more."""
@@ -116,9 +120,8 @@ class RankProcesses:
     def _wait(self, done: Callable[[], bool]) -> None:
         with self._news:
             ended = self._news.wait_for(lambda: done() or self._why is not None, START_SECONDS)
-        if self._why is not None and self._expected:
-            raise SpilloverError(self._why)
-        self.check()
+        if self._why is not None:
+            raise SpilloverError(self._why if self._expected else f"{self._why}, while it was loading its part")
         if not ended:
             raise SpilloverError(f"a rank has not loaded its part within {START_SECONDS:.0f} s")
 
@@ -182,7 +185,7 @@ class RankProcesses:
     def _is_stuck(self) -> bool:
         """Tell whether rank 0 waits and no other rank has computed or read for long: one of them is stopped, or waits
         for ever. A slow one is not stuck."""
-        since, now = self.waiting_since(), time.monotonic()
+        since, now = self.waiting_since() or self._sending_since, time.monotonic()
         if since is None:
             self._quiet = None
             return False

@@ -19,6 +19,7 @@ from spillover.engine.parallel.messages import Launch
 from spillover.engine.parallel.parallel_runner import ParallelRunner
 from spillover.engine.parallel.rank_plan import without_tiers
 from spillover.engine.parallel.rank_processes import RankProcesses
+from spillover.errors import SpilloverError
 from spillover.models.ranks import Ranks
 from spillover.plan.hardware import probe
 from spillover.plan.planner import Plan
@@ -42,7 +43,10 @@ def start_ranks(config: EngineConfig, plan: Plan, make: MakeRunner) -> ParallelR
                    pools[rank - 1][0] if pools else None)
             for rank in range(1, size)])
         others.wait_started()
-        ranks = GlooRanks(0, size, folder)
+        try:
+            ranks = GlooRanks(0, size, folder)
+        except RuntimeError as error:  # gloo's
+            raise SpilloverError(f"ranks could not meet ({others.lost()})") from error
         torch.set_num_threads(share)
         inner = make(ranks=ranks)
         others.wait_loaded()
