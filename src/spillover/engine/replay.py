@@ -40,7 +40,10 @@ def recorded(engine: Engine, config: EngineConfig, plan: Plan, path: Path | str)
     runner = engine.runner
     launch = runner.launch
     with Path(path).open("wb") as log:
-        _write(log, msgspec.json.encode(replace(config, num_gpu_blocks_override=plan.num_blocks, gpu_memory=None)))
+        # Played by one rank, whatever computed the run: the steps are the same.
+        kept = replace(config, num_gpu_blocks_override=plan.num_blocks, gpu_memory=None, tensor_parallel_size=1,
+                       enable_expert_parallel=False)
+        _write(log, msgspec.json.encode(kept))
 
         def recording(step: Step) -> LaunchedStep:
             _write(log, encode_step(step))

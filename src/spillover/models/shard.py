@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from spillover.errors import SpilloverError
@@ -51,13 +50,12 @@ class Shard:
         return self._bound(size, self.rank), self._bound(size, self.rank + 1)
 
     def vocabulary_width(self, size: int) -> int:
-        """Return the rows of the largest part of the vocabulary."""
-        bounds = [self._bound(size, rank) for rank in range(self.size + 1)]
-        return max(stop - start for start, stop in pairwise(bounds))
+        """Return the rows of the largest part of the vocabulary, which is the first."""
+        return self._bound(size, 1)
 
     def _bound(self, size: int, rank: int) -> int:
         unit = VOCABULARY_UNIT if size >= VOCABULARY_UNIT * self.size else 1
-        return size if rank == self.size else size * rank // self.size // unit * unit
+        return size if rank == self.size else -(-size * rank // (self.size * unit)) * unit
 
     def experts(self, count: int) -> range | None:
         """Return the rank's own experts; None: it has a part of every expert."""

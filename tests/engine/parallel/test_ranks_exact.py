@@ -13,6 +13,8 @@ import pytest
 from safetensors.torch import save_file
 
 from spillover import LLM, SamplingParams
+from spillover.engine.assemble import make_runner, plan_model
+from spillover.engine.replay import play, read, recorded
 from spillover.engine.requests.request import Request
 from support import starved
 from support.hf_reference import VOCAB, all_architectures, greedy, save_checkpoint, tiny_model
@@ -86,6 +88,27 @@ def test_every_schedule_has_the_same_bits(cases: Any, name: str, size: int) -> N
                                                                      [params for _, params in asked[2:]],
                                                                      use_tqdm=False)])
     assert found[0] == found[1] == found[2]
+
+
+def test_a_model_that_drafts_changes_no_bit_and_steps_can_be_played_to_one_rank(cases: Any, tmp_path: Path) -> None:
+    """The draft model is rank 0's alone."""
+    case, drafting = cases("llama"), cases("qwen2").folder
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+    found = []
+    for flags in ({}, {"speculative_model": drafting, "num_speculative_tokens": 2, "speculative_adaptive": False}):
+        with thread_llm(case.folder, tensor_parallel_size=2, **OPTIONS, **flags) as llm:
+            with recorded(llm.engine, llm.config, llm.plan, tmp_path / f"{len(found)}.steps"):
+                outputs = llm.generate(case.prompts, params, use_tqdm=False)
+            found.append([facts(output) for output in outputs])
+            drafted = llm.stats().speculation
+            assert (drafted is not None and drafted.counts.drafts > 0) == bool(flags)
+    assert found[0] == found[1]
+    config, steps = read(tmp_path / "0.steps")
+    runner = make_runner(plan_model(config))
+    try:
+        assert sum(len(tokens) for result in play(runner, steps) for tokens in result.token_ids) == 12 * len(outputs)
+    finally:
+        runner.close()
 
 
 @pytest.mark.parametrize(("name", "weights", "experts"), [
