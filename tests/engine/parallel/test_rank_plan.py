@@ -39,7 +39,8 @@ def test_ranks_hold_the_model_once(name: str, size: int, experts: bool, tmp_path
         return
     whole, first = weight_bytes(planned(tmp_path, name)), planned(tmp_path, name, **flags)
     ranks = [first, *(planned_rank(first.config, without_tiers(first.plan), rank) for rank in range(1, size))]
-    assert whole <= sum(map(weight_bytes, ranks)) < 1.2 * whole  # all have norms and routers, and four ranks two KV heads twice
+    # All have norms and routers, and of four ranks two have each KV head.
+    assert whole <= sum(map(weight_bytes, ranks)) < 1.2 * whole
     assert max(map(weight_bytes, ranks)) == first.plan.weight_bytes
     assert {rank.plan.num_blocks for rank in ranks} == {first.plan.num_blocks}
 

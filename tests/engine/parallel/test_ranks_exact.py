@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import save_file
 
 from spillover import LLM, SamplingParams
 from spillover.engine.assemble import make_runner, plan_model
 from spillover.engine.replay import play, read, recorded
 from spillover.engine.requests.request import Request
+from spillover.kernels import native
+from spillover.kernels.formats.gguf_codes import GgufCodes
 from support import starved
+from support.gguf_models import write_tiled_mixture
 from support.hf_reference import VOCAB, all_architectures, greedy, save_checkpoint, tiny_model
 from support.made_up_checkpoint import made_up
 from support.mixed_requests import facts, params_of, prompts_of
@@ -145,3 +149,18 @@ def test_what_host_memory_has_no_room_for_is_read_from_disk_part_by_part(tmp_pat
                                host_memory="1MB", **flags)
     assert moved.tokens == wanted.tokens
     assert moved.traffic.disk_bytes > 0
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q8_0])
+@pytest.mark.parametrize("experts", [False, True])
+def test_experts_of_a_gguf_file_say_the_same(kind: Kind, experts: bool, tmp_path: Path) -> None:
+    """Dealt out whole they stay in codes; cut, those are dequantised whose blocks would be cut."""
+    model = str(write_tiled_mixture(tmp_path / "model.gguf", lambda name: kind, layers=2))
+    rng = random.Random(2)
+    prompts = [[rng.randrange(96) for _ in range(length)] for length in (3, 20, 31)]
+    with LLM(model, **OPTIONS) as llm:
+        expected = tokens(llm, prompts, 4)
+    with thread_llm(model, tensor_parallel_size=2, enable_expert_parallel=experts, **OPTIONS) as llm:
+        assert tokens(llm, prompts, 4) == expected
+        down = llm.engine.runner.weights.resident_parts["layers.0"]["experts.down"]
+        assert isinstance(down.format, GgufCodes) == (native.multiplies_codes() and (experts or kind is Kind.Q8_0))
