@@ -112,6 +112,14 @@ def test_conversations(place: str, mode: str) -> None:
     world.close()
 
 
+def test_conversations_of_a_model_that_has_windows_alone() -> None:
+    """Of a restored prefix the blocks behind every window need not be loaded, and count as found where they lie."""
+    world = World(windows=(6,), host=400)
+    assert conversations(world, random.Random(3), 12, 4, 0.01) > 30
+    assert world.link.copied_in > 0
+    world.close()
+
+
 @pytest.mark.parametrize("windows", [(None,), (None, 10)], ids=["full", "window"])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_conversations_with_a_failing_link(windows: tuple[int | None, ...], overlap: bool) -> None:

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
 from spillover.cli.plan.plan_ranks import run_plan_ranks
+from spillover.cli.plan.planning import plan
 from spillover.engine.assemble import plan_checkpoint
 from spillover.engine.config import EngineConfig
 from spillover.engine.plan_ranks import RanksPlan, Setting, choose_setting, plan_ranks
@@ -353,3 +355,13 @@ def test_ranks_are_planned_though_one_card_cannot_be(tmp_path: Path) -> None:
     assert found.refused[0][0] == "1 card"
     with pytest.raises(PlanError):
         planned(tmp_path, LLAMA_70B, 4, "l4", weights="resident")
+
+
+def test_the_command_takes_ranks_a_card_and_a_link(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    called = [str(tmp_path), "--tensor-parallel-size", "4", "--card", "h100", "--link", "nvlink", "--json"]
+    result = CliRunner().invoke(plan, called)
+    assert result.exit_code == 0, result.output
+    assert [layout["tensor_parallel_size"] for layout in json.loads(result.output)["layouts"]] == [1, 4]
+    refused = CliRunner().invoke(plan, [str(tmp_path), "--quantizations", "--card", "h100"])
+    assert isinstance(refused.exception, SpilloverError)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -26,6 +26,10 @@ def run_plan_ranks(console: Console, config: EngineConfig, ranks: int, card: str
     from spillover.plan.hardware import probe
     from spillover.plan.measure import measure_rates
 
+    own: dict[str, Any] = {
+        name: default for name, default in (("tensor_parallel_size", 1), ("enable_expert_parallel", False))
+        if hasattr(config, name)}  # each layout is one rank's plan by itself
+    config = replace(config, **own)
     setting = choose_setting(card, link, config.device, probe(), lambda: measure_rates("cuda"))
     found = plan_ranks(config, fetch(config.model), setting, ranks)
     if as_json:

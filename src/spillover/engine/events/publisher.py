@@ -67,7 +67,7 @@ class EventPublisher:
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
-        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="spillover-kv-events", daemon=True)
         self._thread.start()
 
     # Called by the engine's thread
