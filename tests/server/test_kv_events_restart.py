@@ -1,0 +1,62 @@
+"""KV events of an engine in a process of its own, which is killed: whoever follows them knows at once what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from spillover import SamplingParams
+from spillover.server.engine.async_llm import AsyncLLM
+from support.hf_reference import save_checkpoint, tiny_model
+from support.kv_mirror import Subscriber
+
+PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+
+async def ask(client: AsyncLLM, prompt: list[int]) -> None:
+    async for _ in client.answers(client.factory.make(None, prompt, PARAMS), None):
+        pass
+
+
+def test_a_killed_engine_holds_what_its_disk_kept(tmp_path: Path) -> None:
+    hf, _ = tiny_model("llama", seed=11)
+    addresses: dict[str, Any] = {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": f"ipc://{tmp_path}/replay"}
+    flags: dict[str, Any] = {
+        "skip_tokenizer_init": True, "block_size": 8, "max_model_len": 192, "num_gpu_blocks_override": 60,
+        "disk": (f"{tmp_path}/kv:8MB",), "spill": "eager",
+        "kv_events_config": {"enable_kv_cache_events": True, **addresses}}
+
+    async def killed_and_started_again() -> None:
+        client = AsyncLLM(str(save_checkpoint(hf, tmp_path / "model")), **flags)
+        subscriber = None
+        try:
+            await client.start()
+            subscriber = Subscriber(**addresses)
+            await ask(client, list(range(60)))
+            deadline = time.monotonic() + 20
+            while not any(medium == "STORAGE" for medium, _, _ in subscriber.mirror.held):
+                assert time.monotonic() < deadline
+                subscriber.heal()
+            stored = {each for medium, _, each in subscriber.mirror.held if medium == "STORAGE"}
+            first, before = client.info.pid, subscriber.mirror.sequence
+            os.kill(first, signal.SIGKILL)
+            while client.info.pid == first or not client.ready:
+                assert time.monotonic() < deadline + 40
+                await asyncio.sleep(0.01)
+            subscriber.receive()
+            subscriber.heal()
+            assert {medium for medium, _, _ in subscriber.mirror.held} == {"STORAGE"}
+            assert stored <= {each for _, _, each in subscriber.mirror.held}
+            assert before is not None
+            assert subscriber.mirror.sequence is not None
+            assert subscriber.mirror.sequence > before + 1
+        finally:
+            if subscriber is not None:
+                subscriber.close()
+            await client.close()
+
+    asyncio.run(killed_and_started_again())
