@@ -17,6 +17,7 @@ from torch import Tensor
 from spillover.engine.batch.draft_head import DraftHead
 from spillover.engine.batch.request_table import RequestTable, StepLimits
 from spillover.engine.batch.step_layout import StepArrays
+from spillover.engine.batch.step_result import to_device
 from spillover.engine.cuda.graphs import Graphs, Key, ladder
 from spillover.engine.cuda.step_inputs import (
     HEADER,
