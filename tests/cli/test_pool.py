@@ -52,7 +52,8 @@ def served(runtime: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def fill(runtime: Path, identity: bytes = IDENTITY, count: int = 6) -> SharedPoolTier:
-    tier = SharedPoolTier(runtime / "spillover" / "pool.sock", PAYLOAD, identity, ABOUT, no_wake)
+    tier = SharedPoolTier(runtime / "spillover" / "pool.sock", PAYLOAD, identity, ABOUT, no_wake,
+                          timeout=20.0, lookup_timeout=20.0)
     assert all(put(tier, {block_key(number): block_bytes(number, PAYLOAD) for number in range(count)}))
     return tier
 

@@ -12,6 +12,8 @@ import pytest
 
 from spillover import LLM, SamplingParams
 from spillover.errors import SpilloverError
+from spillover.memory.shared_pool import tier
+from spillover.memory.spill import spiller
 from spillover.memory.spill.report import TierReport
 from support.hf_reference import VOCAB, greedy, save_checkpoint, tiny_model
 from support.pool_process import PoolProcess, mapped_pools
@@ -52,6 +54,14 @@ def pool() -> Iterator[PoolProcess]:
         yield process
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine must not lose a block because the owner took a moment."""
+    monkeypatch.setattr(tier, "TIMEOUT_SECONDS", 20.0)
+    monkeypatch.setattr(tier, "LOOKUP_SECONDS", 20.0)
+    monkeypatch.setattr(spiller, "PATIENCE_SECONDS", 30.0)
+
+
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(VOCAB) for _ in range(120)] for _ in range(count)]
@@ -69,7 +79,7 @@ def until(done: Callable[[], bool]) -> None:
 
 
 def report(llm: LLM) -> TierReport:
-    (found,) = (tier for tier in llm.engine.scheduler.connector.reports() if tier.name == "pool")
+    (found,) = (each for each in llm.engine.scheduler.connector.reports() if each.name == "pool")
     return found
 
 
@@ -117,7 +127,9 @@ def test_an_owner_killed_and_started_again(tiny: Tiny, pool: PoolProcess) -> Non
             until(lambda: available(llm))
 
 
-def test_a_stopped_owner_holds_nobody_up(tiny: Tiny, pool: PoolProcess) -> None:
+def test_a_stopped_owner_holds_nobody_up(tiny: Tiny, pool: PoolProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier, "TIMEOUT_SECONDS", 1.0)
+    monkeypatch.setattr(tier, "LOOKUP_SECONDS", 0.5)
     asked = prompts(6, seed=3)
     with tiny.open(pool, num_gpu_blocks_override=40) as llm:
         for prompt in asked:

@@ -142,8 +142,7 @@ class Connections:
 
     def __init__(self, path: Path, identity: bytes, payload_bytes: int, description: Mapping[str, str]) -> None:
         self._path = path
-        self._hello = wire.Hello(wire.VERSION, identity, payload_bytes, dict(description), uuid.uuid4().hex,
-                                 os.getpid())
+        self._hello = wire.Hello(wire.VERSION, identity, payload_bytes, dict(description), uuid.uuid4().hex)
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
         self._memories: dict[bytes, PoolMemory] = {}  # by generation

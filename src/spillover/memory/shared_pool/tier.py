@@ -23,7 +23,7 @@ from spillover.memory.tiers.base import CorruptRecordError, Lane, Ticket, TierSt
 from spillover.memory.tiers.health import Health
 
 TIMEOUT_SECONDS = 1.0
-LOOKUP_SECONDS = 0.25
+LOOKUP_SECONDS = 0.5
 RETRY_SECONDS = 1.0
 PROBE_SECONDS = 2.0  # without a look-up, after which the owner is asked whether it is there
 BATCH_BYTES = 4 << 20  # for one worker at a time
@@ -42,8 +42,8 @@ class SharedPoolTier:
         description: Mapping[str, str],
         wake: Callable[[], None],
         *,
-        timeout: float = TIMEOUT_SECONDS,
-        lookup_timeout: float = LOOKUP_SECONDS,
+        timeout: float | None = None,
+        lookup_timeout: float | None = None,
         retry_seconds: float = RETRY_SECONDS,
         probe_seconds: float = PROBE_SECONDS,
         threads: int = 2,
@@ -52,7 +52,9 @@ class SharedPoolTier:
         self.payload_bytes = payload_bytes
         self._connections = Connections(path, identity, payload_bytes, description)
         self._batch = max(1, BATCH_BYTES // payload_bytes)
-        self._seconds, self._lookup_seconds, self._retry_seconds = timeout, lookup_timeout, retry_seconds
+        self._seconds = TIMEOUT_SECONDS if timeout is None else timeout
+        self._lookup_seconds = LOOKUP_SECONDS if lookup_timeout is None else lookup_timeout
+        self._retry_seconds = retry_seconds
         self._probe_seconds = probe_seconds
         self._lookups = Lane("pool-lookup", 1, wake, (probe_seconds, self._probe_idle))
         self._reading = Lane("pool-read", threads, wake)
@@ -71,7 +73,7 @@ class SharedPoolTier:
         self._written: deque[int] = deque()  # from workers: blocks that the pool did not have
         self._seconds_writing = self._seconds_reading = 0.0
         first = self._submit_probe()  # the first prompt may be in the pool already, and the log hears of a wrong path
-        give_up = time.monotonic() + timeout
+        give_up = time.monotonic() + self._seconds
         while not first.done() and time.monotonic() < give_up:
             time.sleep(0.001)
         self.poll()

@@ -10,7 +10,6 @@ import os
 import socket
 import struct
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
@@ -22,8 +21,6 @@ MOST_BYTES = 16 << 20  # of a message: a quarter of a million keys
 NAME = "pool.sock"
 LONGEST_PATH = 107  # bytes of a socket's path
 
-T = TypeVar("T")
-
 
 class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
     """First message of an engine; the answer is Welcome, with the memory's file descriptor beside it."""
@@ -33,7 +30,6 @@ class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
     payload_bytes: int
     description: dict[str, str]
     engine: str  # the same for all connections of an engine
-    pid: int
 
 
 class Find(msgspec.Struct, tag="find", array_like=True, frozen=True):
