@@ -53,7 +53,7 @@ class StateDict:
     def read_part(self, name: str, index: tuple[slice | int, ...]) -> Tensor:
         return self.tensors[name].detach()[index].clone()
 
-    def read_codes(self, name: str) -> Codes:
+    def read_codes(self, name: str, rows: tuple[int, int] | None = None) -> Codes:
         raise CheckpointError(f"tensor {name} is not stored in codes")
 
     def close(self) -> None: ...

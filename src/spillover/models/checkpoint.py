@@ -36,8 +36,8 @@ class Checkpoint(Protocol):
     def read_part(self, name: str, index: tuple[slice | int, ...]) -> Tensor:
         """Return a part of the tensor, and read little else where that can be."""
 
-    def read_codes(self, name: str) -> Codes:
-        """Return a matrix as it is stored."""
+    def read_codes(self, name: str, rows: tuple[int, int] | None = None) -> Codes:
+        """Return a matrix as it is stored, or [start, stop) of its rows."""
 
     def close(self) -> None: ...
 

@@ -73,7 +73,7 @@ class SafetensorsCheckpoint:
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file}: tensor {name} cannot be read ({error})") from error
 
-    def read_codes(self, name: str) -> Codes:
+    def read_codes(self, name: str, rows: tuple[int, int] | None = None) -> Codes:
         raise CheckpointError(f"{self._entry(name).file}: tensor {name} is not stored in codes")
 
     def close(self) -> None:

@@ -73,19 +73,19 @@ class ShardView:
             parts.append(self._source.read_part(self._found(name), tuple(place)))
         return torch.cat(parts, dim=several - (row is not None))
 
-    def read_codes(self, name: str) -> Codes:
-        codes, dims = self._source.read_codes(self._found(name)), self._dims(name)
-        if dims is None:
+    def read_codes(self, name: str, rows: tuple[int, int] | None = None) -> Codes:
+        found, dims = self._found(name), self._dims(name)
+        own, columns = dims if dims is not None else (None, None)
+        if own is not None:
+            assert rows is None, "a part of a part"
+            (rows,) = own  # matrices in codes are never two in one tensor
+        codes = self._source.read_codes(found, rows)
+        if columns is None:
             return codes
-        rows, columns = dims
+        ((start, stop),) = columns
 
         def cut(part: Tensor, unit: int) -> Tensor:
-            if rows is not None:
-                part = torch.cat([part[start:stop] for start, stop in rows])
-            if columns is not None:
-                ((start, stop),) = columns
-                part = part[:, start // unit : stop // unit]
-            return part.contiguous()
+            return part[:, start // unit : stop // unit].contiguous()
 
         return Codes(codes.form, cut(codes.values, 1), tuple(cut(part, CODE_BLOCK) for part in codes.block),
                      tuple(cut(part, codes.form.unit) for part in codes.head))

@@ -49,6 +49,9 @@ class _View:
     dtype: torch.dtype
     read_codes: Callable[[], Codes] | None = None  # None: it cannot be read as codes
     code_type: str = ""
+    # Rows [first, stop) alone, as numbers and as codes; None: only all of it can be read.
+    read_rows: Callable[[int, int], Tensor] | None = None
+    read_code_rows: Callable[[int, int], Codes] | None = None
 
 
 class GGUFCheckpoint:
@@ -89,13 +92,20 @@ class GGUFCheckpoint:
         return whole if row is None else whole[row].clone()
 
     def read_part(self, name: str, index: tuple[slice | int, ...]) -> Tensor:
-        return self.read(name)[index].clone()
+        view, first = self._view(name), index[0] if index else slice(None)
+        if view.read_rows is None or not isinstance(first, slice) or first.start is None:
+            return view.read()[index].clone()
+        return view.read_rows(first.start, first.stop)[(slice(None), *index[1:])].clone()
 
-    def read_codes(self, name: str) -> Codes:
-        read = self._view(name).read_codes
-        if read is None:
+    def read_codes(self, name: str, rows: tuple[int, int] | None = None) -> Codes:
+        view = self._view(name)
+        if view.read_codes is None:
             raise CheckpointError(f"{self.path}: tensor {name} is not stored in codes")
-        return read()
+        if rows is None:
+            return view.read_codes()
+        if view.read_code_rows is not None:
+            return view.read_code_rows(*rows)
+        return view.read_codes().map(lambda part: part[slice(*rows)].contiguous())
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -148,14 +158,17 @@ class GGUFCheckpoint:
 
     def _plain(self, tensor: GGUFTensor) -> _View:
         plain = _View(tensor.shape, lambda: self._load(tensor), self._dtype(tensor))
-        return self._coded(plain, tensor, 0, tensor.rows) if len(tensor.shape) == 2 else plain
+        return self._by_rows(plain, tensor, 0, tensor.rows) if len(tensor.shape) == 2 else plain
 
-    def _coded(self, plain: _View, tensor: GGUFTensor, first: int, count: int) -> _View:
-        """Let rows of a tensor be read as codes too, if it is stored in such."""
+    def _by_rows(self, plain: _View, tensor: GGUFTensor, first: int, count: int) -> _View:
+        """Let rows of a tensor be read alone, and as codes too, if it is stored in such."""
+        def codes(begin: int, stop: int) -> Codes:
+            return codes_of(self._raw(tensor, first + begin, stop - begin), tensor.kind)
+
+        plain = replace(plain, read_rows=lambda begin, stop: self._load_rows(tensor, first + begin, stop - begin))
         if not has_codes(tensor.kind):
             return plain
-        return replace(plain, read_codes=lambda: codes_of(self._raw(tensor, first, count), tensor.kind),
-                       code_type=tensor.kind.name)
+        return replace(plain, read_codes=lambda: codes(0, count), code_type=tensor.kind.name, read_code_rows=codes)
 
     def _rotary(self, tensor: GGUFTensor, kind: str) -> _View:
         """Put rows back into HF's order: llama.cpp rotates neighbours (0, 1) where HF rotates halves (0, D/2)."""
@@ -167,7 +180,7 @@ class GGUFCheckpoint:
             return pairs.transpose(1, 2).reshape(stored.shape)
 
         plain = self._plain(tensor)
-        view = replace(plain, read=lambda: ordered(plain.read()))
+        view = replace(plain, read=lambda: ordered(plain.read()), read_rows=None, read_code_rows=None)
         read_codes = plain.read_codes
         return view if read_codes is None else replace(view, read_codes=lambda: read_codes().map(ordered))
 
@@ -216,7 +229,7 @@ class GGUFCheckpoint:
         rows = tensor.shape[1]
         plain = _View(tensor.shape[1:], lambda: self._load_rows(tensor, expert * rows, rows).reshape(tensor.shape[1:]),
                       self._dtype(tensor))
-        return self._coded(plain, tensor, expert * rows, rows)
+        return self._by_rows(plain, tensor, expert * rows, rows)
 
     def _gpt_oss_experts(self, tensors: dict[str, GGUFTensor]) -> dict[str, _View]:
         """Interleave the rows as HF does: gate 0, up 0, gate 1, up 1 and so on."""

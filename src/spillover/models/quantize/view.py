@@ -83,8 +83,8 @@ class QuantizedView:
             return self.read(name)[index]
         return self._source.read_part(name, index).to(self.dtype(name))
 
-    def read_codes(self, name: str) -> Codes:
-        return self._source.read_codes(name)
+    def read_codes(self, name: str, rows: tuple[int, int] | None = None) -> Codes:
+        return self._source.read_codes(name, rows)
 
     def close(self) -> None:
         self._source.close()
