@@ -36,6 +36,7 @@ def ranks_of(llm: AsyncLLM) -> list[psutil.Process]:
             if any("rank_process" in word for word in child.cmdline())]
 
 
+@pytest.mark.alone  # a lost rank is to be told within seconds
 def test_a_server_starts_its_ranks_again(tmp_path: Path) -> None:
     model, _ = tiny_model("llama", seed=3)
     folder = str(save_checkpoint(model, tmp_path))

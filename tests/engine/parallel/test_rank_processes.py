@@ -54,6 +54,7 @@ def assert_gone(pids: list[int]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.alone  # a lost rank is to be told within seconds
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_tokens_are_those_of_hugging_face_and_a_lost_rank_is_told_in_time(folder: str, fault: signal.Signals) -> None:
     """One that dies, and one that hangs; afterwards nothing is left."""

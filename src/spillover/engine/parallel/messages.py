@@ -24,6 +24,10 @@ class Started(msgspec.Struct, tag=True):
     """The rank is there, and about to meet the others."""
 
 
+class Met(msgspec.Struct, tag=True):
+    """The rank has met the others."""
+
+
 class Loaded(msgspec.Struct, tag=True):
     """The rank waits for steps."""
 
@@ -37,7 +41,7 @@ class Lost(msgspec.Struct, tag=True):
     expected: bool  # a sentence for the user; else a traceback
 
 
-FromRank = Started | Loaded | Lost
+FromRank = Started | Met | Loaded | Lost
 STOP = b""  # to a rank, in place of a step
 
 

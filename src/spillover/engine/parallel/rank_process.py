@@ -55,7 +55,7 @@ def _serve(rank_0: Connection, line: bytes) -> None:
 
     from spillover.engine.assemble import make_runner, planned_rank
     from spillover.engine.parallel.gloo_ranks import GlooRanks
-    from spillover.engine.parallel.messages import STOP, Loaded, Started, decode_launch, encode
+    from spillover.engine.parallel.messages import STOP, Loaded, Met, Started, decode_launch, encode
     from spillover.engine.step import decode_step
 
     launch = decode_launch(line)
@@ -63,6 +63,7 @@ def _serve(rank_0: Connection, line: bytes) -> None:
     planned = planned_rank(launch.config, launch.plan, launch.rank)
     rank_0.send_bytes(encode(Started()))
     ranks = GlooRanks(launch.rank, planned.shard.size, Path(launch.folder))
+    rank_0.send_bytes(encode(Met()))
 
     def shared(nbytes: int) -> torch.Tensor:
         assert launch.pool is not None

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 
 import psutil
 
-from spillover.engine.parallel.messages import STOP, Launch, Lost, Started, decode_from_rank, encode
+from spillover.engine.parallel.messages import STOP, Launch, Lost, Met, Started, decode_from_rank, encode
 from spillover.errors import SpilloverError
 
 log = logging.getLogger("spillover.engine")
@@ -42,7 +42,7 @@ class RankProcesses:
         """Start a process for each. `waiting_since`: when rank 0 began to wait for others; None: it does not."""
         self.waiting_since = waiting_since
         self.weight_bytes = 0  # of the ranks that have loaded their parts
-        self._started = self._loaded = 0
+        self._started = self._met = self._loaded = 0
         self._sending_since: float | None = None
         self._why: str | None = None  # why the group is no more
         self._expected = False
@@ -91,6 +91,9 @@ class RankProcesses:
 
     def wait_started(self) -> None:
         self._wait(lambda: self._started == len(self._ranks) > 0)
+
+    def wait_met(self) -> None:
+        self._wait(lambda: self._met == len(self._ranks))
 
     def wait_loaded(self) -> None:
         self._wait(lambda: self._loaded == len(self._ranks))
@@ -177,6 +180,8 @@ class RankProcesses:
         with self._news:
             if isinstance(message, Started):
                 self._started += 1
+            elif isinstance(message, Met):
+                self._met += 1
             else:
                 self._loaded += 1
                 self.weight_bytes += message.weight_bytes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import shutil
 import tempfile
 import weakref
 from pathlib import Path
@@ -33,20 +32,21 @@ def start_ranks(config: EngineConfig, plan: Plan, make: MakeRunner) -> ParallelR
     """Start the other ranks, make rank 0's runner while they load, and return what runs steps on all of them."""
     size, threads = config.tensor_parallel_size, torch.get_num_threads()
     share = max(1, min(threads, probe().cores // size))
-    folder = Path(tempfile.mkdtemp(prefix="spillover-ranks-"))
     pools = [_shared_pool(plan.kv_bytes) for _ in range(1, size)] if plan.tiers else []
     others: RankProcesses | None = None
     inner: StepRunner | None = None
     try:
-        others = RankProcesses([
-            Launch(config, without_tiers(plan), rank, os.getpid(), str(folder), share,
-                   pools[rank - 1][0] if pools else None)
-            for rank in range(1, size)])
-        others.wait_started()
-        try:
-            ranks = GlooRanks(0, size, folder)
-        except RuntimeError as error:  # gloo's
-            raise SpilloverError(f"ranks could not meet ({others.lost()})") from error
+        with tempfile.TemporaryDirectory(prefix="spillover-ranks-") as folder:
+            others = RankProcesses([
+                Launch(config, without_tiers(plan), rank, os.getpid(), folder, share,
+                       pools[rank - 1][0] if pools else None)
+                for rank in range(1, size)])
+            others.wait_started()
+            try:
+                ranks = GlooRanks(0, size, Path(folder))
+            except RuntimeError as error:  # gloo's
+                raise SpilloverError(f"ranks could not meet ({others.lost()})") from error
+            others.wait_met()
         torch.set_num_threads(share)
         inner = make(ranks=ranks)
         others.wait_loaded()
@@ -58,7 +58,6 @@ def start_ranks(config: EngineConfig, plan: Plan, make: MakeRunner) -> ParallelR
             inner.close()
         raise
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
         for descriptor, _ in pools:
             os.close(descriptor)
     others.waiting_since = lambda: ranks.waiting_since
