@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
@@ -33,12 +34,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_checkpoint(tiny_model("mixtral", seed=3)[0], tmp_path_factory.mktemp("mixtral")))
 
 
-def rank_pids(llm: LLM) -> list[int]:
+def others_of(llm: LLM) -> RankProcesses:
     runner = llm.engine.runner
     assert isinstance(runner, ParallelRunner)
     others = runner._others
     assert isinstance(others, RankProcesses)
-    return others.pids
+    return others
 
 
 def generate_for_ever(llm: LLM) -> None:
@@ -55,9 +56,12 @@ def assert_gone(pids: list[int]) -> None:
 
 
 @pytest.mark.alone  # a lost rank is to be told within seconds
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-def test_tokens_are_those_of_hugging_face_and_a_lost_rank_is_told_in_time(folder: str, fault: signal.Signals) -> None:
-    """One that dies, and one that hangs; afterwards nothing is left."""
+@pytest.mark.parametrize(("fault", "words"), [
+    (signal.SIGKILL, r"rank 1 \(process \d+\) was killed by SIGKILL"), (signal.SIGSTOP, "rank 1 is stopped"),
+    (None, r"rank 1 failed \(msgspec.ValidationError")])
+def test_tokens_are_those_of_hugging_face_and_a_lost_rank_is_told_in_time(folder: str, fault: signal.Signals | None,
+                                                                          words: str) -> None:
+    """One that dies, one that hangs, and one that fails; afterwards nothing is left."""
     model, _ = tiny_model("mixtral", seed=3)
     rng = random.Random(str(fault))
     prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (1, 17, 40)]
@@ -73,17 +77,21 @@ def test_tokens_are_those_of_hugging_face_and_a_lost_rank_is_told_in_time(folder
         assert ranks.calls > 16 * (1 + 2 * layers)
         assert min(ranks.bytes, ranks.seconds) > 0
         assert sum(ranks.expert_rows) == (layers * 2 * (1 + 17 + 40 + 3 * 15) if killed else 0)
-        pids = rank_pids(llm)
+        pids = others_of(llm).pids
         assert len(pids) == 1
         sent: list[float] = []
+        send = others_of(llm).send
 
         def strike() -> None:
             sent.append(time.monotonic())
-            psutil.Process(pids[0]).send_signal(fault)
+            if fault is None:
+                send(msgspec.msgpack.encode("no step"))
+            else:
+                psutil.Process(pids[0]).send_signal(fault)
 
         timer = threading.Timer(rng.uniform(0.05, 0.4), strike)
         timer.start()
-        with pytest.raises(SpilloverError, match="rank 1 .* was killed by SIGKILL" if killed else "rank 1 is stopped"):
+        with pytest.raises(SpilloverError, match=words):
             generate_for_ever(llm)
         assert time.monotonic() - sent[0] < SECONDS
         with pytest.raises(SpilloverError, match="make a new LLM"):

@@ -175,7 +175,10 @@ class RankProcesses:
                 self._fail(f"rank {number} (process {process.pid}) {_described(process.poll())}")
             return
         if isinstance(message, Lost):
-            self._fail(message.why if message.expected else f"rank {number} failed:\n{message.why}", message.expected)
+            if not message.expected:
+                log.error("Rank %d failed:\n%s", number, message.why.rstrip())
+            said = message.why.strip().splitlines()[-1]
+            self._fail(message.why if message.expected else f"rank {number} failed ({said})", message.expected)
             return
         with self._news:
             if isinstance(message, Started):
