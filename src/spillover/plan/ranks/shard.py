@@ -14,7 +14,7 @@ from spillover.models.config import ModelConfig
 from spillover.models.weight_specs import WeightSpec, WeightSpecs, is_expert
 
 MOST_RANKS = 64  # that are proposed where a number does not work
-GROUP = 256  # columns: a rank's share of a quantised linear is padded to a multiple; no format's group is longer
+GROUP = 32  # columns: a rank's share of a quantised linear is padded to a multiple, the shortest group of a format
 
 
 @dataclass(frozen=True)
