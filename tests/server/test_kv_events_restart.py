@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -11,9 +12,11 @@ from typing import Any
 
 from spillover import SamplingParams
 from spillover.server.engine.async_llm import AsyncLLM
-from support.hf_reference import save_checkpoint, tiny_model
 from support.kv_mirror import Subscriber
 
+MODEL = {"architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 64, "intermediate_size": 64,
+         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+         "rms_norm_eps": 1e-5, "torch_dtype": "float32"}
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
@@ -23,15 +26,16 @@ async def ask(client: AsyncLLM, prompt: list[int]) -> None:
 
 
 def test_a_killed_engine_holds_what_its_disk_kept(tmp_path: Path) -> None:
-    hf, _ = tiny_model("llama", seed=11)
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
     addresses: dict[str, Any] = {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": f"ipc://{tmp_path}/replay"}
     flags: dict[str, Any] = {
-        "skip_tokenizer_init": True, "block_size": 8, "max_model_len": 192, "num_gpu_blocks_override": 60,
+        "skip_tokenizer_init": True, "load_format": "dummy", "device": "cpu",
+        "block_size": 8, "max_model_len": 192, "num_gpu_blocks_override": 60,
         "disk": (f"{tmp_path}/kv:8MB",), "spill": "eager",
         "kv_events_config": {"enable_kv_cache_events": True, **addresses}}
 
     async def killed_and_started_again() -> None:
-        client = AsyncLLM(str(save_checkpoint(hf, tmp_path / "model")), **flags)
+        client = AsyncLLM(str(tmp_path), **flags)
         subscriber = None
         try:
             await client.start()
