@@ -32,8 +32,8 @@ import click
 import torch
 from fuzz_seeds import ARRAY, BOOL, FLOAT32, STRING, UINT32, UINT64, Gguf, folder_configs, gguf_models, write_folder
 
-from spillover.engine.assemble import plan_model
 from spillover.engine.config import EngineConfig
+from spillover.engine.planned import plan_model
 from spillover.errors import RequestError, SpilloverError
 from spillover.kernels.fields import FLOATING
 from spillover.kernels.formats.base import WeightFormat

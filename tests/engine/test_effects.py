@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spillover.engine.assemble import assemble, plan_model
+from spillover.engine.assemble import assemble
 from spillover.engine.config import ADMISSIONS, POLICIES, WEIGHTS, EngineConfig
+from spillover.engine.planned import plan_model
 from spillover.errors import SpilloverError
 from support import starved
 

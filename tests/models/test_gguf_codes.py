@@ -14,8 +14,8 @@ from gguf import GGMLQuantizationType as Kind
 from transformers import LlamaConfig
 
 from spillover import LLM, SamplingParams
-from spillover.engine.assemble import plan_model
 from spillover.engine.config import EngineConfig
+from spillover.engine.planned import plan_model
 from spillover.errors import CheckpointError
 from spillover.kernels import native
 from spillover.kernels.formats.coded_cuda import GgufCuda, tile_form
@@ -150,7 +150,7 @@ def test_a_plan_for_a_gpu_counts_codes(tmp_path: Path, monkeypatch: pytest.Monke
     plans = {}
     for capability in ((9, 0), (8, 0)):
         device = replace(GPU.cuda[0], capability=capability)
-        monkeypatch.setattr("spillover.engine.assemble.probe", lambda device=device: replace(GPU, cuda=(device,)))
+        monkeypatch.setattr("spillover.engine.planned.probe", lambda device=device: replace(GPU, cuda=(device,)))
         for codes in ("keep", "widen"):
             planned = plan_model(EngineConfig(model=path, device="cuda", gpu_memory="2GB", weight_codes=codes))
             kept = kept_on(planned.specs, "cuda", "bfloat16", batch_invariant=True)

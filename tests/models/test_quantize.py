@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from spillover import LLM, SamplingParams
 from spillover.cli.main import main
-from spillover.engine.assemble import plan_model
 from spillover.engine.config import EngineConfig
+from spillover.engine.planned import plan_model
 from spillover.errors import SpilloverError
 from spillover.kernels.formats.base import Linear
 from spillover.kernels.quantize import round_to_fp8, round_to_int

@@ -17,9 +17,9 @@ from rich.console import Console
 
 from spillover.cli.plan.plan_ranks import run_plan_ranks
 from spillover.cli.plan.planning import plan
-from spillover.engine.assemble import plan_checkpoint
 from spillover.engine.config import EngineConfig
 from spillover.engine.plan_ranks import RanksPlan, Setting, choose_setting, plan_ranks
+from spillover.engine.planned import plan_checkpoint
 from spillover.errors import PlanError, SpilloverError
 from spillover.models.architectures import llama, qwen3_moe
 from spillover.models.config import ModelConfig

@@ -13,8 +13,8 @@ from spillover.plan.planner import Plan
 from spillover.progress import IMPORTING, MEASURING, Show, stages
 
 if TYPE_CHECKING:
-    from spillover.engine.assemble import PlannedModel
     from spillover.engine.llm import LLM
+    from spillover.engine.planned import PlannedModel
     from spillover.plan.rates import Rates
 
 
@@ -23,7 +23,7 @@ def look_at(config: EngineConfig) -> PlannedModel:
     with stages() as show:
         resolve(config.model, show)
         show(IMPORTING, 0, 0)
-        from spillover.engine.assemble import plan_model
+        from spillover.engine.planned import plan_model
 
         return plan_model(config, progress=_stage_last(show))
 

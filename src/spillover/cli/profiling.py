@@ -19,8 +19,8 @@ from spillover.plan.part_limits import PartLimits
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from spillover.engine.assemble import PlannedModel
     from spillover.engine.loop import Engine
+    from spillover.engine.planned import PlannedModel
 
 SLOWEST = 8  # kernels that are listed by name
 WARM_UP_TOKENS = 3

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from spillover.engine.assemble import PlannedModel, plan_checkpoint
 from spillover.engine.config import EngineConfig
+from spillover.engine.planned import PlannedModel, plan_checkpoint
 from spillover.errors import PlanError, SpilloverError
 from spillover.models.quantize.scheme import KINDS
 from spillover.models.quantize.view import matrices

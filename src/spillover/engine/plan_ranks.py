@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from spillover.engine.assemble import plan_checkpoint
 from spillover.engine.config import EngineConfig
+from spillover.engine.planned import plan_checkpoint
 from spillover.errors import PlanError, SpilloverError
 from spillover.memory.budgets import parse_disk
 from spillover.models.checkpoint import read_config

@@ -21,9 +21,10 @@ from typing import BinaryIO
 
 import msgspec
 
-from spillover.engine.assemble import make_runner, plan_model
+from spillover.engine.assemble import make_runner
 from spillover.engine.config import EngineConfig
 from spillover.engine.loop import Engine, LaunchedStep, StepRunner
+from spillover.engine.planned import plan_model
 from spillover.engine.step import Step, StepResult, decode_step, encode_step
 from spillover.errors import SpilloverError
 from spillover.plan.planner import Plan

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from spillover.engine.assemble import PlannedModel, plan_model, planned_rank
 from spillover.engine.config import EngineConfig
 from spillover.engine.parallel.rank_plan import make_shard, rank_machine, without_tiers
+from spillover.engine.planned import PlannedModel, plan_model, planned_rank
 from spillover.errors import SpilloverError
 from spillover.models.weight_specs import kept_on, part_nbytes
 from spillover.plan.hardware import CudaDevice, probe

@@ -14,7 +14,8 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import save_file
 
 from spillover import LLM, SamplingParams
-from spillover.engine.assemble import make_runner, plan_model
+from spillover.engine.assemble import make_runner
+from spillover.engine.planned import plan_model
 from spillover.engine.replay import play, read, recorded
 from spillover.engine.requests.request import Request
 from spillover.kernels import native

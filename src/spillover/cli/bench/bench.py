@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from spillover.bench.serving.serve_request import ServeWorkload
     from spillover.bench.target import Generates, Limits
     from spillover.bench.throughput import Setting
-    from spillover.engine.assemble import PlannedModel
+    from spillover.engine.planned import PlannedModel
 
 
 @click.group()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from spillover.bench.workloads.workloads import Conversations
     from spillover.bench.workloads.workloads_synthetic import SyntheticWorkload
     from spillover.cli.bench.targets import RooflineLimits
-    from spillover.engine.assemble import PlannedModel
+    from spillover.engine.planned import PlannedModel
 
 ARMS = ("off", "host", "host+disk", "host+remote")
 WORKLOADS = ("no-reuse", "multi-turn")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from spillover.bench.workloads.workloads import Vocabulary
     from spillover.cli.bench.targets import RooflineLimits
-    from spillover.engine.assemble import PlannedModel
+    from spillover.engine.planned import PlannedModel
 
 
 CODES_NOTE = ("Weights stay in their file's codes: bytes are those of codes, and products with codes can be faster "

@@ -53,9 +53,10 @@ def main(descriptor: int) -> int:
 def _serve(rank_0: Connection, line: bytes) -> None:
     import torch
 
-    from spillover.engine.assemble import make_runner, planned_rank
+    from spillover.engine.assemble import make_runner
     from spillover.engine.parallel.gloo_ranks import GlooRanks
     from spillover.engine.parallel.messages import STOP, Loaded, Met, Started, decode_launch, encode
+    from spillover.engine.planned import planned_rank
     from spillover.engine.step import decode_step
 
     launch = decode_launch(line)
