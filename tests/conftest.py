@@ -50,6 +50,29 @@ STARTED = time.monotonic()
 ALLOWED_SKIPS = [line for line in (TESTS / "allowed_skips.txt").read_text().splitlines() if line and line[0] != "#"]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--failures-to", metavar="FILE", default=None,
+                     help="Append every failure to a file as it happens, for a run that may be cut off.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--failures-to")
+    if path is not None and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(_Failures(Path(path)))
+
+
+class _Failures:
+    """Writes failures down at once, in the process that reports."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            with self._path.open("a") as written:
+                written.write(f"== {report.nodeid} ({report.when})\n{report.longreprtext}\n")
+
+
 def _skips(config: pytest.Config) -> Counter[str]:
     """How many tests, or whole modules, were skipped for each reason; in the process that reports."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
