@@ -72,6 +72,8 @@ def test_seeds_have_the_arms_that_their_documents_compare() -> None:
     assert [workload.sweep for workload in week11.workloads] == [{}, *({"request-rate": rate} for rate in (1, 4, 10))]
     drafting = {f"{engine}draft-{tokens}" for engine in ("", "vllm-") for tokens in (1, 3, 5, 7)}
     assert {"draft", "vllm-ngram", *drafting} < set(arms(load_experiment("seed-003-week11", "gpu")))
+    assert arms(made["seed-003-week13"]) == ["one", "three"]
+    assert {f"vllm-tp{count}" for count in (1, 2, 4)} < set(arms(load_experiment("seed-003-week13", "gpu")))
     assert made["seed-004"].warmups > 0
     assert made["seed-004-cold"].warmups == 0
 

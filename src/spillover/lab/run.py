@@ -18,6 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from spillover.bench.serving.rank_counters import rank_metrics
 from spillover.bench.serving.speculation_counters import speculation_metrics
 from spillover.bench.target import PHASES
 from spillover.errors import SpilloverError
@@ -368,7 +369,7 @@ def _not_forgotten(forgot: CacheReset) -> Iterator[Fault]:
 
 def _told_by_server(measured: Measured) -> dict[str, float]:
     """Return means over requests of what the server says of itself, the share of prompt tokens it found cached, and
-    what it drafted."""
+    what it drafted, and what its ranks waited."""
     told: dict[str, float] = {}
     timings = [record.timings for record in measured.run.completed if record.timings]
     for name in PHASES:
@@ -378,7 +379,8 @@ def _told_by_server(measured: Measured) -> dict[str, float]:
     hits, prompt = cache_hits(measured.run)
     if hits is not None and prompt > 0:
         told["hit_rate"] = hits / prompt
-    return told | speculation_metrics(measured.run.counters)
+    run = measured.run
+    return told | speculation_metrics(run.counters) | rank_metrics(run.counters, run.duration)
 
 
 def _sources(measured: Measured) -> dict[str, int] | None:

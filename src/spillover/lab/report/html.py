@@ -17,6 +17,7 @@ from spillover.lab.report.data import Report
 from spillover.lab.report.figures import Figure, as_json
 from spillover.lab.report.forest import TONES, forest
 from spillover.lab.report.metric import metric
+from spillover.lab.report.ranks_table import ranks
 from spillover.lab.report.speculation_table import speculation
 from spillover.lab.report.tables import accuracy, measured, secondary, sweeps
 
@@ -48,7 +49,8 @@ def render(report: Report, figures: Sequence[Figure]) -> str:
                 if count],
         forest=forest(report),
         method=wording.method(report),
-        sweep_tables=[table for table in (accuracy(report), speculation(report), *sweeps(report)) if table is not None],
+        sweep_tables=[table for table in (accuracy(report), speculation(report), ranks(report), *sweeps(report))
+                      if table is not None],
         measured=[{"name": name, "facts": wording.short_facts(workloads[0]),
                    "tables": [measured(report, workload) for workload in workloads]}
                   for name, workloads in groups.items()],

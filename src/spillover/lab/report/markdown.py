@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from spillover.lab.report import wording
 from spillover.lab.report.data import Report
 from spillover.lab.report.metric import metric
+from spillover.lab.report.ranks_table import ranks
 from spillover.lab.report.speculation_table import speculation
 from spillover.lab.report.tables import Table, TableCell, accuracy, gain_text, measured, secondary, sweeps
 
@@ -18,7 +19,7 @@ def markdown(report: Report, plots: Sequence[str]) -> str:
     parts += [_facts(wording.top_facts(report)), "## Verdict", *_verdicts(report)]
     parts += _pictures(plots, ("benchmark_results",))
     parts.append("## Measured")
-    for table in filter(None, (accuracy(report), speculation(report), *sweeps(report))):
+    for table in filter(None, (accuracy(report), speculation(report), ranks(report), *sweeps(report))):
         parts += [f"### {table.title}", _table(table), table.about]
     for name, workloads in report.groups().items():
         facts = wording.short_facts(workloads[0])

@@ -1,0 +1,19 @@
+"""What the ranks of a sharded model did together during a run, by the server's own counters: spillover's `ranks_*`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+def rank_metrics(counters: Mapping[str, float], duration: float) -> dict[str, float]:
+    """Return metrics by name; none of a server with one rank. `counters`: of one run, as `server_facts` names them;
+    `duration`: of the run, in seconds."""
+    calls, steps, seconds = (counters.get(name, 0.0) for name in ("ranks_calls", "engine_steps", "ranks_seconds"))
+    if not calls or not steps or duration <= 0:
+        return {}
+    told = {"ranks_calls_per_step": calls / steps, "ranks_wait_us_per_step": 1e6 * seconds / steps,
+            "ranks_wait_share": seconds / duration}
+    rows = [value for name, value in counters.items() if name.startswith("rank_expert_rows/")]
+    if sum(rows):
+        told["ranks_busiest_share"] = max(rows) / sum(rows)
+    return told
