@@ -72,8 +72,10 @@ def similar(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def load(pair: Pair, count: int | None = 4, **flags: Any) -> LLM:
     config = None if count is None else {"method": "eagle3", "model": str(pair.head), "num_speculative_tokens": count,
                                          "adaptive": flags.pop("adaptive", False)}
+    # A GPU is shared with other tests: without a budget an engine takes all that is free.
+    budget = {"gpu_memory": "2GB"} if flags.get("device") == "cuda" else {}
     return LLM(pair.target, **{"device": "cpu", "block_size": 8, "max_model_len": 96, "watermark": 0.0, "seed": 3,
-                               "speculative_config": config, **flags})
+                               "speculative_config": config, **budget, **flags})
 
 
 def asked(rng: random.Random, count: int, shared: int = 0, vocab: int = 256) -> list[dict[str, list[int]]]:
