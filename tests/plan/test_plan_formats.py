@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from spillover.cli.plan.plan_quantizations import notes
-from spillover.engine import assemble
+from spillover.engine import planned as planning
 from spillover.engine.config import EngineConfig
 from spillover.engine.plan_formats import SHARES, FormatPlan, plan_formats
 from support.plan_shapes import CPU, GIB, RATES
@@ -23,8 +23,8 @@ MODEL: dict[str, Any] = {
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr(assemble, "probe", lambda: CPU)
-    monkeypatch.setattr(assemble, "quick_rates", lambda device: RATES)
+    monkeypatch.setattr(planning, "probe", lambda: CPU)
+    monkeypatch.setattr(planning, "quick_rates", lambda device: RATES)
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     return tmp_path
 
@@ -93,7 +93,7 @@ def test_a_gguf_file_has_a_row_for_k_quants(here: Path) -> None:
 
 def test_more_memory_leaves_more_for_kv(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     little = rows_of(here, gpu_memory="300MiB")["float32"].kv_tokens
-    monkeypatch.setattr(assemble, "probe", lambda: replace(CPU, memory_available=8 * GIB))
+    monkeypatch.setattr(planning, "probe", lambda: replace(CPU, memory_available=8 * GIB))
     more = rows_of(here, gpu_memory="500MiB")["float32"].kv_tokens
     assert little is not None
     assert more is not None

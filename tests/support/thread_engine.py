@@ -19,6 +19,7 @@ from spillover.engine.parallel.messages import STOP
 from spillover.engine.parallel.parallel_runner import ParallelRunner
 from spillover.engine.parallel.rank_plan import without_tiers
 from spillover.engine.parallel.start import MakeRunner
+from spillover.engine.planned import planned_rank
 from spillover.engine.step import decode_step
 from spillover.plan.planner import Plan
 from support.rank_threads import DEADLINE, ThreadRanks, thread_ranks
@@ -34,7 +35,7 @@ class RankThreads:
         self._error: BaseException | None = None
         self._inboxes: list[queue.SimpleQueue[bytes]] = [queue.SimpleQueue() for _ in ranks]
         for each in ranks:
-            planned = assemble.planned_rank(config, without_tiers(plan), each.rank)
+            planned = planned_rank(config, without_tiers(plan), each.rank)
             self.runners.append(assemble.make_runner(planned, ranks=each, allocate=self._pool if plan.tiers else None))
             self.weight_bytes += self.runners[-1].weight_bytes
         self._threads = [threading.Thread(target=self._run, args=(index,)) for index in range(len(ranks))]

@@ -41,7 +41,7 @@ _NAMES = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in (
     (EXPERTS, r"expert|moe|mixture|_widen"),
     (SAMPLING, r"^_(peaks|sums|pick|keep_likely)\b|sampling"),
     (_REDUCTION, r"splitk.*reduce"),
-    (ROWS, r"embedding|look_up|indexselect|gather|aten::index"),
+    (ROWS, r"embedding|look_up|indexselect|gather|_rows_before|_keep_rows|_end_pass|aten::index"),
     (_PRODUCT, r"linear|gemm|gemv|(few|some|many)_rows|_described|cutlass|cublas|nvjet|wgmma|aten::(mm|addmm|matmul)|"
                r"^sm\d"),
     (ACTIVATION, r"^_gate\b|silu|swiglu|group_sums|quantize_rows"),

@@ -16,7 +16,7 @@ from spillover.lab.report.wording import judged
 BASE = "#55554f"
 COLORS = ("#0d9488", "#3b6fd4", "#c2780c", "#8b5cf6", "#c0437a", "#5f8a1f", "#b3492e", "#0e7fae")
 PARTS = {"split": ("#a19a92", "#c2780c", "#3b6fd4", "#0d9488", "#9db7ea", "#86cac3"),
-         "sources": ("#a19a92", "#0d9488", "#3b6fd4", "#8b5cf6", "#c0437a", "#86cac3")}
+         "sources": ("#a19a92", "#0d9488", "#3b6fd4", "#0e9fc4", "#8b5cf6", "#c0437a", "#86cac3")}
 TONES = {"faster": "#0b7a52", "slower": "#b3261e", "same": "#2f5fb3"}
 STYLE: Any = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#ececea",
          "axes.edgecolor": "#c9c9c4", "axes.labelcolor": "#5f5f5a", "xtick.color": "#5f5f5a", "ytick.color": "#5f5f5a",
