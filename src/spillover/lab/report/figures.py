@@ -178,7 +178,8 @@ def hit_rates(report: Report) -> StackFigure | None:
             rows.append(StackRow(workload, arm,
                                  (*(cell.sources.get(source, 0) / total for source in SOURCES), 0.0)))
         elif cell.hit_rate is not None:
-            rows.append(StackRow(workload, arm, (1 - cell.hit_rate, 0.0, 0.0, 0.0, 0.0, cell.hit_rate),
+            none = [0.0] * (len(SOURCES) - 1)
+            rows.append(StackRow(workload, arm, (1 - cell.hit_rate, *none, cell.hit_rate),
                                  "by the engine's hit counter; it does not name the tier"))
     if not rows:
         return None
