@@ -9,8 +9,6 @@ OLDEST := .oldest
 PYTHON ?= $(shell for python in python3.12 python3.11 python3.13 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 
-# One more than there are cores: many tests wait for servers, disks and deadlines.
-WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 GPU_WORKERS ?= 4  # of test-gpu, each with less than 5 GB of the device
 TOLD := -rs --durations=25  # what was skipped, and why; which tests took longest
 
@@ -40,7 +38,7 @@ test: venv browser valkey cross
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	-$(BIN)/python tests/clients/install.py lm_eval
-	$(BIN)/pytest $(TOLD) -n $(WORKERS) --dist loadfile -m "not gpu and not clients and not wheel and not alone"
+	$(BIN)/pytest $(TOLD) -n auto --dist loadfile -m "not gpu and not clients and not wheel and not alone"
 	$(BIN)/pytest $(TOLD) -m "alone and not gpu and not clients"
 
 test-gpu: venv

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from spillover.engine.config import EngineConfig
 from spillover.engine.planned import plan_checkpoint
-from spillover.errors import PlanError, SpilloverError
+from spillover.errors import SpilloverError
 from spillover.memory.budgets import parse_disk
 from spillover.models.checkpoint import read_config
 from spillover.models.config import ModelConfig
 from spillover.models.registry import read_architecture
+from spillover.models.shard import Shard, check_shard, shard_specs
 from spillover.models.weight_specs import WeightSpecs, kept_on
 from spillover.plan.hardware import Machine
 from spillover.plan.ranks.cards import (
@@ -27,8 +28,7 @@ from spillover.plan.ranks.cards import (
     find_card,
     find_link,
 )
-from spillover.plan.ranks.shard import Share, check_ranks
-from spillover.plan.ranks.steps import RankPlan, make_rank_plan, rank_rates
+from spillover.plan.ranks.steps import RankPlan, layout_name, make_rank_plan, rank_rates
 from spillover.plan.rates import Rates
 from spillover.plan.shapes import model_shape
 from spillover.units import parse_budget
@@ -83,50 +83,47 @@ def choose_setting(card: str | None, link: str | None, device: str, machine: Mac
     return Setting(named, find_link(link, named), HOSTS[named.host], named.machine(), named.rates, False, said)
 
 
-def plan_ranks(config: EngineConfig, path: Path, setting: Setting, ranks: int) -> RanksPlan:
-    """Plan a model on one card and on `ranks` of them; experts also apart, where it has some."""
-    hf_config = read_config(path)
-    _, model_config = read_architecture(hf_config, path)
-    check_ranks(ranks, config.model or path.name, model_config)
+def plan_ranks(config: EngineConfig, path: Path, setting: Setting) -> RanksPlan:
+    """Plan a model on one card and on --tensor-parallel-size of them; experts also apart, where it has some."""
+    _, model_config = read_architecture(read_config(path), path)
     _check(config, setting)
+    size = config.tensor_parallel_size
+    check_shard(model_config, size, expert_parallel=False)
     layouts: list[RankPlan] = []
-    refused: list[tuple[str, str]] = []
-    for share in _layouts(ranks, model_config.num_experts):
+    refused: dict[str, SpilloverError] = {}
+    for shard in _layouts(size, model_config):
         try:
-            layouts.append(_layout(config, path, setting, share))
-        except PlanError as error:
-            if share == Share(ranks):  # what was asked for; the others stand beside it
-                raise
-            refused.append(("1 card" if share.ranks == 1 else "experts apart", str(error)))
-    if ranks > 1 and model_config.num_experts % ranks:
-        refused.append(("experts apart", f"{ranks} ranks do not divide {model_config.num_experts} experts"))
-    return RanksPlan(setting, tuple(layouts), tuple(refused))
+            layouts.append(_layout(config, path, setting, shard))
+        except SpilloverError as error:
+            refused[layout_name(shard)] = error
+    if all(layout.shard.size != size for layout in layouts):  # what was asked for; one card stands beside it
+        raise refused[layout_name(Shard(0, size))]
+    return RanksPlan(setting, tuple(layouts), tuple((name, str(why)) for name, why in refused.items()))
 
 
-def _layouts(ranks: int, experts: int) -> list[Share]:
-    if ranks == 1:
-        return [Share()]
-    apart = [Share(ranks, expert_parallel=True)] if experts and experts % ranks == 0 else []
-    return [Share(), Share(ranks), *apart]
+def _layouts(size: int, model: ModelConfig) -> list[Shard]:
+    return [Shard(), *([Shard(0, size)] if size > 1 else []),
+            *([Shard(0, size, expert_parallel=True)] if size > 1 and model.is_moe else [])]
 
 
-def _layout(config: EngineConfig, path: Path, setting: Setting, share: Share) -> RankPlan:
-    """Plan one rank's share: budgets of the device are each card's, those below it are all ranks' together."""
-    rates = rank_rates(setting.rates, setting.host, share.ranks)
-    flags = replace(
-        config, device="cuda",
-        host_memory=None if config.host_memory is None else str(_host_bytes(config, setting) // share.ranks),
-        disk=tuple(f"{disk.path}:{disk.capacity_bytes // share.ranks}" for disk in map(parse_disk, config.disk)))
+def _layout(config: EngineConfig, path: Path, setting: Setting, shard: Shard) -> RankPlan:
+    """Plan the first rank: budgets of the device are each card's, those below it are all ranks' together."""
+    rates = rank_rates(setting.rates, setting.host, shard.size)
+    flags = replace(  # of a rank that is planned by itself
+        config, device="cuda", tensor_parallel_size=1, enable_expert_parallel=False,
+        host_memory=None if config.host_memory is None else str(_host_bytes(config, setting) // shard.size),
+        disk=tuple(f"{disk.path}:{disk.capacity_bytes // shard.size}" for disk in map(parse_disk, config.disk)))
     whole: list[tuple[ModelConfig, WeightSpecs]] = []
 
-    def shared(model_config: ModelConfig, specs: WeightSpecs) -> tuple[ModelConfig, WeightSpecs]:
-        whole.append((model_config, specs))
-        return share.of(model_config, specs)
+    def first_rank(model: ModelConfig, specs: WeightSpecs) -> tuple[ModelConfig, WeightSpecs]:
+        check_shard(model, shard.size, shard.expert_parallel)
+        whole.append((model, specs))
+        return shard.planned(model), shard_specs(specs, model, shard)[0]
 
-    planned = plan_checkpoint(flags, path, read_config(path), rates, machine=setting.machine, share=shared)
+    planned = plan_checkpoint(flags, path, read_config(path), rates, machine=setting.machine, share=first_rank)
     plan, (whole_config, whole_specs) = planned.plan, whole[0]
     shape = model_shape(whole_config, kept_on(whole_specs, plan.device, plan.dtype), plan.dtype)
-    return make_rank_plan(share, plan, shape.weight_bytes, planned.model_config, planned.specs, rates, setting.link,
+    return make_rank_plan(shard, plan, shape.weight_bytes, planned.model_config, planned.specs, rates, setting.link,
                           whole_config)
 
 

@@ -18,6 +18,7 @@ from spillover.plan.workspace import workspace
 from spillover.units import format_bytes
 
 CATCH_UP_ROWS = 256  # of KV that the draft model lacks, computed at a time
+PlanModel = Callable[[PlanRequest, Machine], Plan]
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,7 @@ class DraftSpecs:
     specs: WeightSpecs
 
 
-def plan_beside(request: PlanRequest, machine: Machine, plan_model: Callable[[PlanRequest, Machine], Plan],
-                draft: DraftSpecs) -> Plan:
+def plan_beside(request: PlanRequest, machine: Machine, plan_model: PlanModel, draft: DraftSpecs) -> Plan:
     """Return the plan of a model, with that of its draft model, within one budget."""
     alone = plan_model(request, machine)
     groups, size = len(layer_groups(draft.config)), request.block_size
@@ -59,15 +59,8 @@ def plan_beside(request: PlanRequest, machine: Machine, plan_model: Callable[[Pl
             f"and {format_bytes(alone.kv_bytes)} are left for the KV of both beside {request.model}; choose a smaller "
             "draft model, lower --max-model-len or raise --gpu-memory")
     planned = plan_draft(tokens, min(most_len, tokens))
-    taken = planned.device_bytes
-    try:
-        plan = plan_model(
-            replace(request, gpu_memory=None if request.gpu_memory is None else request.gpu_memory - taken,
-                    max_num_seqs=alone.max_num_seqs, max_num_batched_tokens=alone.max_num_batched_tokens),
-            _without(machine, alone.device, taken))
-    except PlanError as error:
-        raise PlanError(f"beside the draft model {draft.name}, which takes {format_bytes(taken)}: {error}") from None
-    return replace(plan, draft=planned, budget_bytes=request.gpu_memory, available_bytes=alone.available_bytes)
+    plan = _plan_rest(request, machine, plan_model, alone, f"the draft model {draft.name}", planned.device_bytes)
+    return replace(plan, draft=planned)
 
 
 @dataclass(frozen=True)
@@ -82,22 +75,28 @@ class HeadSpecs:
     more_bytes: int  # besides those, which tokens it drafts
 
 
-def plan_with_head(request: PlanRequest, machine: Machine, plan_model: Callable[[PlanRequest, Machine], Plan],
-                   head: HeadSpecs) -> Plan:
+def plan_with_head(request: PlanRequest, machine: Machine, plan_model: PlanModel, head: HeadSpecs) -> Plan:
     """Return the plan of a model whose blocks have a layer for a head, with the head itself, within one budget."""
     alone = plan_model(request, machine)
     weights = sum(part_nbytes(listed, alone.dtype) for listed in kept_on(head.specs, alone.device,
                                                                          alone.dtype).values())
     planned = HeadPlan(head.name, weights + head.more_bytes, _head_workspace(head, alone))
-    taken = planned.weight_bytes + planned.workspace_bytes
+    plan = _plan_rest(request, machine, plan_model, alone, f"the head {head.name}",
+                      planned.weight_bytes + planned.workspace_bytes)
+    return replace(plan, head=planned)
+
+
+def _plan_rest(request: PlanRequest, machine: Machine, plan_model: PlanModel, alone: Plan, other: str,
+               taken: int) -> Plan:
+    """Plan a model in what `other`, which takes `taken` bytes, leaves of its budget. `alone`: its plan without that."""
     try:
         plan = plan_model(
             replace(request, gpu_memory=None if request.gpu_memory is None else request.gpu_memory - taken,
                     max_num_seqs=alone.max_num_seqs, max_num_batched_tokens=alone.max_num_batched_tokens),
             _without(machine, alone.device, taken))
     except PlanError as error:
-        raise PlanError(f"beside the head {head.name}, which takes {format_bytes(taken)}: {error}") from None
-    return replace(plan, head=planned, budget_bytes=request.gpu_memory, available_bytes=alone.available_bytes)
+        raise PlanError(f"beside {other}, which takes {format_bytes(taken)}: {error}") from None
+    return replace(plan, budget_bytes=request.gpu_memory, available_bytes=alone.available_bytes)
 
 
 def _head_workspace(head: HeadSpecs, plan: Plan) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -19,19 +19,14 @@ if TYPE_CHECKING:
     from spillover.plan.ranks.steps import RankPlan
 
 
-def run_plan_ranks(console: Console, config: EngineConfig, ranks: int, card: str | None, link: str | None,
-                   as_json: bool) -> None:
+def run_plan_ranks(console: Console, config: EngineConfig, card: str | None, link: str | None, as_json: bool) -> None:
     from spillover.cli.loading import fetch
     from spillover.engine.plan_ranks import choose_setting, plan_ranks
     from spillover.plan.hardware import probe
     from spillover.plan.measure import measure_rates
 
-    own: dict[str, Any] = {
-        name: default for name, default in (("tensor_parallel_size", 1), ("enable_expert_parallel", False))
-        if hasattr(config, name)}  # each layout is one rank's plan by itself
-    config = replace(config, **own)
     setting = choose_setting(card, link, config.device, probe(), lambda: measure_rates("cuda"))
-    found = plan_ranks(config, fetch(config.model), setting, ranks)
+    found = plan_ranks(config, fetch(config.model), setting)
     if as_json:
         console.print_json(data=ranks_json(found))
     else:
@@ -72,8 +67,8 @@ def _layout_json(layout: RankPlan) -> dict[str, Any]:
     plan = layout.plan
     return {
         "name": layout.name,
-        "tensor_parallel_size": layout.share.ranks,
-        "expert_parallel": layout.share.expert_parallel,
+        "tensor_parallel_size": layout.shard.size,
+        "expert_parallel": layout.shard.expert_parallel,
         "weight_bytes_of_all": layout.weight_bytes,
         "replicated_bytes_of_all": layout.replicated_bytes,
         "weight_bytes": plan.weight_bytes,
@@ -111,7 +106,7 @@ def _memory_table(found: RanksPlan) -> Table:
     row("KV tokens", *(f"{plan.token_capacity:,}" for plan in plans))
     row("--max-model-len", *(f"{plan.max_model_len:,}" for plan in plans))
     row("Streamed at most, all cards", *("" if layout.stream_rate is None else
-                                         format_rate(layout.stream_rate * layout.share.ranks, "B/s")
+                                         format_rate(layout.stream_rate * layout.shard.size, "B/s")
                                          for layout in layouts))
     return table
 
@@ -127,12 +122,12 @@ def _steps_table(found: RanksPlan) -> Table:
         for place, (layout, step) in enumerate(shown):
             table.add_row("" if place else name, layout.name, format_seconds(step.seconds),
                           format_rate(step.tokens_per_second, "tok/s"), step.bound,
-                          f"{step.share:.0%}" if layout.share.ranks > 1 else "", end_section=place == len(shown) - 1)
+                          f"{step.share:.0%}" if layout.shard.size > 1 else "", end_section=place == len(shown) - 1)
     return table
 
 
 def _rates_table(found: RanksPlan) -> Table:
-    setting, ranks = found.setting, found.layouts[-1].share.ranks
+    setting, ranks = found.setting, found.layouts[-1].shard.size
     rates, link = setting.rates, setting.link
     table = make_table("Planned with", "What", "Rates", "Source", text=("Rates", "Source"))
     values = {

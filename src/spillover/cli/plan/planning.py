@@ -40,14 +40,13 @@ def plan(config: EngineConfig, as_json: bool, quantizations: bool, card: str | N
     """
     from rich.console import Console
 
-    ranks = config.tensor_parallel_size
-    if card is not None or link is not None or (ranks > 1 and config.device != "cpu"):
+    if card is not None or link is not None or (config.tensor_parallel_size > 1 and config.device != "cpu"):
         if quantizations:
             raise SpilloverError("--quantizations is for this machine: leave it out, or --tensor-parallel-size, --card "
                                  "and --link")
         from spillover.cli.plan.plan_ranks import run_plan_ranks
 
-        run_plan_ranks(Console(), config, ranks, card, link, as_json)
+        run_plan_ranks(Console(), config, card, link, as_json)
         return
     if quantizations:
         from spillover.cli.plan.plan_quantizations import run_quantizations

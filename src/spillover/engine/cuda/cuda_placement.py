@@ -50,7 +50,7 @@ class CudaLayerExperts:
 
     def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
                 own: range | None = None) -> Tensor:
-        assert own is None, "a CUDA device pages all experts of a layer"
+        assert own is None, "ranks that deal out experts are refused on CUDA before a model is loaded"
         return self.experts.mixture(self.layer, x, scores, k, renormalize, limit)
 
 

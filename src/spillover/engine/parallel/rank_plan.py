@@ -14,7 +14,7 @@ from spillover.plan.tiers import host_bytes, plan_tiers
 
 
 def make_shard(config: EngineConfig, model: ModelConfig, request: PlanRequest, machine: Machine, rank: int) -> Shard:
-    """Return a rank's part of a model; SpilloverError, a sentence, if there cannot be so many ranks."""
+    """Return a rank's part of a model; raises SpilloverError where the model cannot be divided among the ranks."""
     size = config.tensor_parallel_size
     if size == 1:
         return Shard()

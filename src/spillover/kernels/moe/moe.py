@@ -53,8 +53,7 @@ def mixture(
     experts that the stacks hold, whose share of the sum is returned; None: all.
     """
     if x.is_cuda:
-        if own is not None:
-            raise NotImplementedError("a CUDA device computes with all experts of a layer")
+        assert own is None, "ranks that deal out experts are refused on CUDA before a model is loaded"
         from spillover.kernels.triton.moe import moe as on_cuda
 
         return on_cuda.mixture(x, scores, first, second, k, renormalize, limit)

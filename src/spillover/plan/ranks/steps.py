@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from spillover.models.config import ModelConfig
+from spillover.models.shard import Shard
 from spillover.models.weight_specs import WeightSpecs
 from spillover.plan.planner import Plan
 from spillover.plan.predict import predict_batch
 from spillover.plan.ranks.cards import Host, Link
-from spillover.plan.ranks.shard import Share
 from spillover.plan.rates import Rates
 from spillover.plan.roofline import Roofline
 from spillover.plan.shapes import ModelShape, model_shape
@@ -54,7 +54,7 @@ class StepTime:
 class RankPlan:
     """The plan of one rank, and what steps of the whole group take."""
 
-    share: Share
+    shard: Shard
     plan: Plan
     weight_bytes: int  # on all ranks together
     replicated_bytes: int  # of them what is there more than once, padding included
@@ -63,9 +63,14 @@ class RankPlan:
 
     @property
     def name(self) -> str:
-        if self.share.ranks == 1:
-            return "1 card"
-        return f"{self.share.ranks} cards" + (", experts apart" if self.share.expert_parallel else "")
+        return layout_name(self.shard)
+
+
+def layout_name(shard: Shard) -> str:
+    """Name what is planned for, as tables head it."""
+    if shard.size == 1:
+        return "1 card"
+    return f"{shard.size} cards" + (", experts apart" if shard.expert_parallel else "")
 
 
 def rank_rates(rates: Rates, host: Host, ranks: int) -> Rates:
@@ -85,15 +90,15 @@ def rank_rates(rates: Rates, host: Host, ranks: int) -> Rates:
                    disk_read=divided(rates.disk_read), disk_write=divided(rates.disk_write))
 
 
-def make_rank_plan(share: Share, plan: Plan, whole_bytes: int, config: ModelConfig, specs: WeightSpecs, rates: Rates,
+def make_rank_plan(shard: Shard, plan: Plan, whole_bytes: int, config: ModelConfig, specs: WeightSpecs, rates: Rates,
                    link: Link, whole: ModelConfig) -> RankPlan:
     """Predict the steps of a group. `config`, `specs` and `rates` are a rank's, `whole` the model's."""
     times = []
     for name, batch, tokens in _batches(plan):
-        seconds, bound = _rank_seconds(share, plan, config, specs, rates, batch, whole)
-        times.append(StepTime(name, tokens, seconds, bound, _all_reduces(share, plan, link, batch, whole)))
-    total = share.ranks * plan.weight_bytes
-    return RankPlan(share, plan, total, total - whole_bytes, rates.host_to_device, tuple(times))
+        seconds, bound = _rank_seconds(shard, plan, config, specs, rates, batch, whole)
+        times.append(StepTime(name, tokens, seconds, bound, _all_reduces(shard, plan, link, batch, whole)))
+    total = shard.size * plan.weight_bytes
+    return RankPlan(shard, plan, total, total - whole_bytes, rates.host_to_device, tuple(times))
 
 
 def all_reduces(layers: int) -> int:
@@ -119,26 +124,26 @@ def _batches(plan: Plan) -> list[tuple[str, list[tuple[int, int]], int]]:
     return shown + [(f"Prefill, {tokens:,} tokens", [(tokens, 0)], tokens) for tokens in prompts]
 
 
-def _rank_seconds(share: Share, plan: Plan, config: ModelConfig, specs: WeightSpecs, rates: Rates,
+def _rank_seconds(shard: Shard, plan: Plan, config: ModelConfig, specs: WeightSpecs, rates: Rates,
                   batch: Sequence[tuple[int, int]], whole: ModelConfig) -> tuple[float, str]:
-    shape = _loaded(share, model_shape(config, specs, plan.dtype, plan.kv_cache_dtype), batch, whole)
+    shape = _loaded(shard, model_shape(config, specs, plan.dtype, plan.kv_cache_dtype), batch, whole)
     if plan.placement is None:
         roof = Roofline(shape, rates).step(batch)
         return roof.seconds, roof.bound
     return predict_batch(plan.placement, weight_units(config, specs, plan.dtype), shape, rates, batch)
 
 
-def _loaded(share: Share, shape: ModelShape, batch: Sequence[tuple[int, int]], whole: ModelConfig) -> ModelShape:
+def _loaded(shard: Shard, shape: ModelShape, batch: Sequence[tuple[int, int]], whole: ModelConfig) -> ModelShape:
     """Return the shape of the busiest rank: of whole experts it has as many as chance gives the least lucky."""
-    if not share.expert_parallel or share.ranks == 1:
+    if not shard.expert_parallel or shard.size == 1:
         return shape
     tokens = sum(new for new, _ in batch)
-    load = busiest(whole.num_experts, whole.experts_per_token, share.ranks, tokens)
+    load = busiest(whole.num_experts, whole.experts_per_token, shard.size, tokens)
     return replace(shape, experts_per_token=min(load, float(shape.num_experts)))
 
 
-def _all_reduces(share: Share, plan: Plan, link: Link, batch: Sequence[tuple[int, int]], whole: ModelConfig) -> float:
+def _all_reduces(shard: Shard, plan: Plan, link: Link, batch: Sequence[tuple[int, int]], whole: ModelConfig) -> float:
     itemsize = 4 if plan.dtype == "float32" else 2
     tokens, rows = sum(new for new, _ in batch), len(batch)
-    adding = all_reduces(whole.num_layers) * link.all_reduce(tokens * whole.hidden_size * itemsize, share.ranks)
-    return adding + link.gather(rows * whole.vocab_size * itemsize, share.ranks)
+    adding = all_reduces(whole.num_layers) * link.all_reduce(tokens * whole.hidden_size * itemsize, shard.size)
+    return adding + link.gather(rows * whole.vocab_size * itemsize, shard.size)
