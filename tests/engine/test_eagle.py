@@ -73,7 +73,8 @@ def load(pair: Pair, count: int | None = 4, **flags: Any) -> LLM:
     config = None if count is None else {"method": "eagle3", "model": str(pair.head), "num_speculative_tokens": count,
                                          "adaptive": flags.pop("adaptive", False)}
     # A GPU is shared with other tests: without a budget an engine takes all that is free.
-    budget = {"gpu_memory": "2GB"} if flags.get("device") == "cuda" else {}
+    bounded = flags.get("device") != "cuda" or "num_gpu_blocks_override" in flags
+    budget = {} if bounded else {"gpu_memory": "2GB"}
     return LLM(pair.target, **{"device": "cpu", "block_size": 8, "max_model_len": 96, "watermark": 0.0, "seed": 3,
                                "speculative_config": config, **budget, **flags})
 
