@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from spillover.kernels.cuda import attention, coded_linear, compiled, fp8_linear, mixture, ordered_gemm
+from spillover.kernels.cuda.peers import exchange
 from spillover.kernels.formats.coded_cuda import tile_form
 from spillover.kernels.formats.gguf_codes import FORMS
 
@@ -34,7 +35,7 @@ def wanted() -> list[tuple[Path, tuple[str, ...]]]:
                                                                        for rows in (1, 4096))]
     listed += [(source, attention.Form(128, 4, 16, "fp8", HALF).options)
                for source in (attention.NEW_TOKENS, attention.PROMPTS)]
-    return listed
+    return [*listed, (exchange.SOURCE, ())]
 
 
 def nvrtc() -> ctypes.CDLL | None:
@@ -52,7 +53,7 @@ def test_every_source_compiles_for_an_h200() -> None:
     if library is None:
         pytest.skip("nvidia-cuda-nvrtc is not installed")
     listed = wanted()
-    assert {source for source, _ in listed} == set(Path(mixture.__file__).parent.glob("*.cu"))
+    assert {source for source, _ in listed} == set(Path(mixture.__file__).parent.rglob("*.cu"))
 
     def binary(source: Path, options: tuple[str, ...]) -> bytes:
         beside = f"--include-path={source.parent}"

@@ -16,11 +16,10 @@ from spillover.engine import assemble
 from spillover.engine.config import EngineConfig
 from spillover.engine.loop import StepRunner
 from spillover.engine.parallel.messages import STOP
-from spillover.engine.parallel.parallel_runner import ParallelRunner
+from spillover.engine.parallel.parallel_runner import Follower, ParallelRunner
 from spillover.engine.parallel.rank_plan import without_tiers
 from spillover.engine.parallel.start import MakeRunner
 from spillover.engine.planned import planned_rank
-from spillover.engine.step import decode_step
 from spillover.plan.planner import Plan
 from support.rank_threads import DEADLINE, ThreadRanks, thread_ranks
 
@@ -63,8 +62,9 @@ class RankThreads:
 
     def _run(self, index: int) -> None:
         try:
+            follower = Follower(self.runners[index], ahead=False)
             while (message := self._inboxes[index].get()) != STOP:
-                self.runners[index].launch(decode_step(message)).result()
+                follower.take(message)
         except BaseException as error:
             self._error = error
 

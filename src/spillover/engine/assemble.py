@@ -268,7 +268,7 @@ def make_transfers(plan: Plan) -> Transfers:
     """Make what copies between the device and host memory, of which the plan says how much there is."""
     limit = plan.host_bytes + plan.host_weight_bytes
     if plan.device == "cuda":
-        return CudaTransfers(torch.device("cuda"), HostPool(CudaPinner(0), limit))
+        return CudaTransfers(torch.device("cuda"), HostPool(CudaPinner(torch.cuda.current_device()), limit))
     return CpuTransfers(HostPool(limit=limit))
 
 

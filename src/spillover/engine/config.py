@@ -50,7 +50,10 @@ class EngineConfig:
                                      ("fp8", "int8", "int4"))
     device: str = _flag("auto", "Device to compute on.", ("auto", "cpu", "cuda"))
     tensor_parallel_size: int = _flag(1, "Ranks: processes that each hold a part of every layer and compute each step "
-                                         "together. --gpu-memory is each rank's. On CPUs so far.")
+                                         "together: on CUDA one per device, else on the CPU. --gpu-memory is each "
+                                         "rank's.")
+    ranks_share_device: bool = _flag(False, "Let several ranks share a CUDA device, which is slower than one rank and "
+                                            "of use for tests.")
     enable_expert_parallel: bool = _flag(False, "With several ranks: deal out whole experts to them instead of a part "
                                                 "of each.")
     gpu_memory: str | None = _flag(None, "Memory budget of the device tier for weights, KV cache and workspace: a size "

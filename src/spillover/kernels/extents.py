@@ -22,6 +22,7 @@ CHUNKS = 4
 SHORTEST_CHUNK = 256
 CHUNK_UNIT = 128
 SPREAD_ROWS = 512
+MOST_RANKS = 8  # that CUDA devices meet with
 
 
 def dequantizes(experts: int, k: int, expert_bytes: int, tokens: int) -> bool:

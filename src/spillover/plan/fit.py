@@ -17,6 +17,7 @@ from spillover.plan.tiers import TierPlan
 from spillover.plan.workspace import (
     CAPTURED_MOVING_ROWS,
     CAPTURED_ROWS,
+    RANK_CALL_BYTES,
     Workspace,
     max_samples,
     staging_bytes,
@@ -97,7 +98,9 @@ class Sizes:
         space = workspace(self.config, self.shape.dtype, self.device, self.native, tokens, self.max_num_seqs, length,
                           self.captured_rows(length),
                           max_samples(self.max_num_seqs, tokens, self.request.draft_tokens))
-        space = replace(space, kernels=space.kernels + self.shape.scratch_bytes, drafting=self._drafting(length))
+        ranks = 2 * RANK_CALL_BYTES if self.request.ranks > 1 and self.device == "cuda" else 0
+        space = replace(space, kernels=space.kernels + self.shape.scratch_bytes + ranks,
+                        drafting=self._drafting(length))
         if not long:
             return space
         request = self.request

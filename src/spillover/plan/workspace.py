@@ -24,6 +24,7 @@ SCORES_BYTES = 256 << 20
 ITEM_ROWS = 24  # most rows, beyond those there are, that native attention keeps totals of
 CAPTURED_ROWS = 1024  # rows of the largest prefill step captured as a CUDA graph
 CAPTURED_MOVING_ROWS = 64  # and of the largest step that verifies drafts, where weights come and go
+RANK_CALL_BYTES = 16 << 20  # that ranks on CUDA devices give each other in one call; more takes several
 SMALLEST_BLOCK = 8  # tokens, of which a block table has an entry each
 
 

@@ -59,12 +59,26 @@ def test_tiers_hold_whole_blocks_within_one_budget(size: int, flags: dict[str, A
     assert without_tiers(several.plan).tiers == ()
 
 
-def test_ranks_share_the_machine_and_a_gpu_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    model, machine = planned(tmp_path, "llama", tensor_parallel_size=2), probe()
-    assert rank_machine(machine, model.shard).memory_available == machine.memory_available // 2
-    gpu = replace(machine, cuda=(CudaDevice(0, "card", 2**30, 2**30, (9, 0)),))
-    with pytest.raises(SpilloverError, match="is for ranks on CPUs so far") as refused:
-        make_shard(model.config, model.model_config, PlanRequest(device="cuda"), gpu, 0)
+@pytest.mark.parametrize(("flags", "words"), [
+    ({}, "needs 2 CUDA devices, and there is 1; --ranks-share-device puts"),
+    ({"ranks_share_device": True, "enable_expert_parallel": True}, "--enable-expert-parallel is for ranks on CPUs"),
+    ({"ranks_share_device": True, "host_memory": "1GB"}, "KV tiers below the device are for one rank on CUDA"),
+])
+def test_what_ranks_on_cuda_devices_cannot_do_is_refused_in_a_sentence(flags: dict[str, Any], words: str,
+                                                                       tmp_path: Path) -> None:
+    model = planned(tmp_path, "llama", tensor_parallel_size=2)
+    gpu = replace(probe(), cuda=(CudaDevice(0, "card", 2**30, 2**30, (9, 0)),))
+    with pytest.raises(SpilloverError, match=words) as refused:
+        make_shard(replace(model.config, **flags), model.model_config, PlanRequest(device="cuda"), gpu, 0)
     assert "\n" not in str(refused.value)
+
+
+def test_ranks_share_the_machine(tmp_path: Path) -> None:
+    model = planned(tmp_path, "llama", tensor_parallel_size=2)
+    machine = replace(probe(), cuda=(CudaDevice(0, "card", 2**31, 2**30, (9, 0)),))
+    part = rank_machine(machine, model.shard)
+    assert part.memory_available == machine.memory_available // 2
+    assert part.cuda[0].free == 2**29
+    assert rank_machine(replace(machine, cuda=machine.cuda * 2), model.shard).cuda[0].free == 2**30
     assert any("--enable-expert-parallel has no effect" in note
                for note in planned(tmp_path, "llama", enable_expert_parallel=True).plan.notes)

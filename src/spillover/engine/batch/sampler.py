@@ -55,6 +55,9 @@ class SamplingBatch:
     logprobs: int | None = None  # alternatives, the most any row asks for
 
 
+GREEDY = SamplingBatch(all_greedy=True)
+
+
 class LogprobRow(NamedTuple):
     """One row of SampledLogprobs on the host."""
 

@@ -20,7 +20,7 @@ import torch
 from spillover.engine.batch.draft_head import DraftHead, ReadsFeatures
 from spillover.engine.batch.offloaded_prefix import OffloadStage
 from spillover.engine.batch.request_table import StepLimits
-from spillover.engine.batch.sampler import SampledLogprobs, SamplingBatch, sample
+from spillover.engine.batch.sampler import GREEDY, SampledLogprobs, SamplingBatch, sample
 from spillover.engine.batch.step_layout import ItemArrays, StepArrays, write_decodes, write_step
 from spillover.engine.batch.step_result import (
     PromptObserver,
@@ -40,7 +40,6 @@ from spillover.memory.transfer.transfers import Transfers
 from spillover.models.layers import Decoder, KVViews, ModelStep
 
 Changed = TypeVar("Changed")
-GREEDY = SamplingBatch(all_greedy=True)
 NOTHING = np.empty(0, dtype=np.int64)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from spillover.engine.batch.draft_head import DraftHead, ReadsFeatures
 from spillover.engine.batch.offloaded_prefix import OffloadStage
 from spillover.engine.batch.request_table import StepLimits
-from spillover.engine.batch.sampler import SampledLogprobs, SamplingBatch, sample
+from spillover.engine.batch.sampler import GREEDY, SampledLogprobs, SamplingBatch, sample
 from spillover.engine.batch.step_layout import ItemArrays, write_step
 from spillover.engine.batch.step_result import (
     PromptObserver,
@@ -91,6 +91,8 @@ class CudaStep:
         drawn: list[int] = self._drawn[:work.num_samples].tolist()
         if work.decodes and self._logprobs is None:
             return decode_result(self.step, table, drawn)
+        if self._runner.model.ranks.rank:  # it is told the tokens and nothing else
+            return to_result(self.step, table, drawn, None, (), (), None)
         return to_result(self.step, table, drawn, self._logprobs, work.prompts, self._scored, self._runner.decode)
 
 
@@ -262,9 +264,12 @@ class CudaRunner:
             rows = hidden[self._inputs.array(work.offsets, "sample_rows")]
         if work.sampling is not None:
             assert rows is not None
-            sampled = sample(self.model.logits(rows[:work.num_samples], self.weights), work.sampling)
-            self._draws[:work.num_samples].copy_(sampled.token_ids)
-            logprobs = sampled.logprobs
+            logits, draws = self.model.logits(rows[:work.num_samples], self.weights), self._draws[:work.num_samples]
+            if self.model.ranks.rank == 0:
+                sampled = sample(logits, work.sampling)
+                draws.copy_(sampled.token_ids)
+                logprobs = sampled.logprobs
+            self.model.ranks.broadcast(draws)
         elif (work.key is None or not work.key.draws) and work.num_samples:
             assert rows is not None
             self._draw(work.offsets, rows, work.num_samples)
@@ -282,10 +287,11 @@ class CudaRunner:
 
     def _draw(self, offsets: InputOffsets, rows: Tensor, count: int) -> None:
         """Sample by temperature alone."""
-        inputs = self._inputs
-        draw(self.model.logits(rows[:count], self.weights), inputs.array(offsets, "temperature")[:count],
-             inputs.array(offsets, "uniform")[:count], self._draws, self._results,
-             inputs.view(offsets.result_row, i32, 1))
+        inputs, logits = self._inputs, self.model.logits(rows[:count], self.weights)
+        if self.model.ranks.rank == 0:
+            draw(logits, inputs.array(offsets, "temperature")[:count], inputs.array(offsets, "uniform")[:count],
+                 self._draws, self._results, inputs.view(offsets.result_row, i32, 1))
+        self.model.ranks.broadcast(self._draws[:count])
 
     def _forward(self, offsets: InputOffsets, item: StepItem | None = None) -> Tensor:
         """Run the model on what lies at `offsets`; `item` is looked at only if it is longer than the pool."""
@@ -375,6 +381,8 @@ class CudaRunner:
         elif len(updates.blocks):
             many = to_device(torch.from_numpy(table_updates(updates)), self._device)
             update_tables(table.block_tables, many, len(updates.blocks))
+        if self.model.ranks.rank:  # rank 0 samples for all
+            return _Work(offsets, len(drawn), None if plain else GREEDY, decodes, key, prompts)
         sampling = None if plain else sampling_batch(step.items, table, self.model.config.vocab_size, self._device)
         return _Work(offsets, len(drawn), sampling, decodes, key, prompts)
 
@@ -478,7 +486,7 @@ class CudaRunner:
     def _send_back(self, step: Step, work: _Work, logprobs: SampledLogprobs | None,
                    scored: tuple[list[SampledLogprobs], ...]) -> CudaStep:
         count = work.num_samples
-        if work.sampling is not None:  # else they are there
+        if work.sampling is not None or self.model.ranks.rank:  # else they are there
             self._results[self._result_row, :count].copy_(self._draws[:count], non_blocking=True)
         if logprobs is not None:
             logprobs = logprobs.to_pinned()

@@ -64,6 +64,12 @@ class GlooRanks:
         self._wait(self._group.allgather([parts], [given]), given.nbytes)
         return [part.view(x.dtype).view(x.shape) for part in parts]
 
+    def stop(self) -> None:
+        """Do nothing: calls fail by themselves once a rank has closed its connections."""
+
+    def check(self) -> None:
+        """Do nothing: calls that have failed have raised."""
+
     def report(self) -> RanksReport:
         rows = tuple(self.expert_rows) if any(self.expert_rows) else ()
         return RanksReport(self.size, self.calls, self.bytes, self.seconds, rows)

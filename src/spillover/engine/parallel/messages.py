@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from spillover.engine.config import EngineConfig
+from spillover.engine.step import Step, decode_step, encode_step
 from spillover.plan.planner import Plan
 
 
@@ -47,6 +48,15 @@ STOP = b""  # to a rank, in place of a step
 
 def encode(message: Launch | FromRank) -> bytes:
     return msgspec.msgpack.encode(message)
+
+
+def encode_turn(step: Step, running: int) -> bytes:
+    """Make the message of a step. `running`: earlier steps whose results rank 0 has not taken yet."""
+    return bytes([running]) + encode_step(step)
+
+
+def decode_turn(message: bytes) -> tuple[Step, int]:
+    return decode_step(message[1:]), message[0]
 
 
 def decode_launch(message: bytes) -> Launch:

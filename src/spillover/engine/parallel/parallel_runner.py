@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from spillover.engine.batch.step_result import PromptObserver
 from spillover.engine.loop import LaunchedStep, ModelRunner, StepRunner
+from spillover.engine.parallel.messages import decode_turn, encode_turn
 from spillover.engine.parallel.report import ONE, RanksReport
-from spillover.engine.step import DraftItem, Step, StepResult, encode_step
+from spillover.engine.step import DraftItem, Step, StepResult
 from spillover.engine.weights.placed import EngineWeights
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.memory.transfer.transfers import Transfers
@@ -37,9 +40,10 @@ class OtherRanks(Protocol):
 class ParallelStep:
     """A step that all ranks compute."""
 
-    def __init__(self, launched: LaunchedStep, others: OtherRanks) -> None:
+    def __init__(self, launched: LaunchedStep, others: OtherRanks, runner: ParallelRunner) -> None:
         self._launched = launched
         self._others = others
+        self._runner = runner
 
     @property
     def step(self) -> Step:
@@ -49,37 +53,48 @@ class ParallelStep:
         self._ended(self._launched.wait)
 
     def result(self) -> StepResult:
-        return self._ended(self._launched.result)
+        found = self._ended(self._launched.result)
+        self._runner.check()  # a CUDA step ends also where another rank never came
+        self._runner.running -= 1
+        return found
 
     def _ended(self, wait: Callable[[], Changed]) -> Changed:
+        self._runner.waiting_since = time.monotonic()
         try:
             return wait()
         except RuntimeError as error:  # gloo's, of a connection that was closed; or the step's own
             self._others.check()
             lost = self._others.lost() if "gloo" in str(error).lower() else None
             raise lost or error from error
+        finally:
+            self._runner.waiting_since = None
 
 
 class ParallelRunner:
     def __init__(self, inner: ModelRunner, others: OtherRanks, pools: Sequence[memoryview] = (),
                  lost_descriptor: int | None = None, report: Callable[[], RanksReport] = lambda: ONE,
-                 on_close: Callable[[], None] = lambda: None) -> None:
+                 on_close: Callable[[], None] = lambda: None, check: Callable[[], None] = lambda: None) -> None:
         """Run steps on all ranks. `inner`: rank 0's. `pools`: KV of the other ranks, where rank 0 can reach it.
-        `lost_descriptor`: readable once a rank is lost."""
+        `lost_descriptor`: readable once a rank is lost. `check`: raises if ranks have not met in a step."""
         self.report = report
         self.inner = inner
         self.pools = pools
         self.lost_descriptor = lost_descriptor
         self._others = others
         self._on_close = on_close
+        self._check = check
+        self.running = 0  # steps whose results were not taken yet
+        self.waiting_since: float | None = None  # monotonic; None: nobody waits for a step
 
     def launch(self, step: Step) -> ParallelStep:
-        self._others.send(encode_step(step))
-        return ParallelStep(self.inner.launch(step), self._others)
+        self._others.send(encode_turn(step, self.running))
+        self.running += 1
+        return ParallelStep(self.inner.launch(step), self._others, self)
 
     def check(self) -> None:
         """Raise what ended a rank, if one has ended."""
         self._others.check()
+        self._check()
 
     @property
     def observe(self) -> PromptObserver | None:
@@ -132,6 +147,28 @@ class ParallelRunner:
         finally:
             self.inner.close()
             self._on_close()
+
+
+class Follower:
+    """Runs what rank 0 sends, at another rank."""
+
+    def __init__(self, runner: StepRunner, ahead: bool) -> None:
+        """`ahead`: launch a step while earlier ones run, as many as at rank 0; else wait for each."""
+        self._runner = runner
+        self._ahead = ahead
+        self._launched: deque[LaunchedStep] = deque()
+
+    def take(self, message: bytes) -> None:
+        """Launch a step. Results that rank 0 has taken by now are taken before."""
+        step, running = decode_turn(message)
+        self._take_results(running)
+        self._launched.append(self._runner.launch(step))
+        if not self._ahead:
+            self._take_results(0)
+
+    def _take_results(self, left: int) -> None:
+        while len(self._launched) > left:
+            self._launched.popleft().result()
 
 
 def ranks_report(runner: StepRunner) -> RanksReport:

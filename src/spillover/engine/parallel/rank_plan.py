@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from spillover.engine.config import EngineConfig
 from spillover.errors import SpilloverError
+from spillover.kernels.extents import MOST_RANKS
 from spillover.models.config import ModelConfig
 from spillover.models.shard import Shard, check_shard
 from spillover.plan.hardware import Machine
@@ -20,9 +21,25 @@ def make_shard(config: EngineConfig, model: ModelConfig, request: PlanRequest, m
         return Shard()
     check_shard(model, size, config.enable_expert_parallel)
     if where(request, model, machine)[0] == "cuda":
-        raise SpilloverError(f"--tensor-parallel-size {size} is for ranks on CPUs so far, and the device is cuda; use "
-                             "--device cpu, or leave it out")
+        _check_devices(config, size, len(machine.cuda))
     return Shard(rank, size, config.enable_expert_parallel)
+
+
+def _check_devices(config: EngineConfig, size: int, devices: int) -> None:
+    """Raise SpilloverError where CUDA devices cannot serve the ranks."""
+    asked = f"--tensor-parallel-size {size}"
+    if size > MOST_RANKS:
+        raise SpilloverError(f"{asked} is more than the {MOST_RANKS} ranks that CUDA devices meet with")
+    if size > devices and not config.ranks_share_device:
+        raise SpilloverError(f"{asked} needs {size} CUDA devices, and there {'is' if devices == 1 else 'are'} {devices}"
+                             "; --ranks-share-device puts several ranks on one, which is slower than one rank and of "
+                             "use for tests")
+    if config.enable_expert_parallel:
+        raise SpilloverError("--enable-expert-parallel is for ranks on CPUs so far: leave it out, and each rank has a "
+                             "part of every expert")
+    if config.host_memory is not None or config.host_pool is not None or config.disk or config.remote is not None:
+        raise SpilloverError(f"KV tiers below the device are for one rank on CUDA so far: leave {asked} out, or "
+                             "--host-memory, --host-pool, --disk and --remote")
 
 
 def rank_request(request: PlanRequest, shard: Shard) -> PlanRequest:
@@ -37,8 +54,10 @@ def rank_machine(machine: Machine, shard: Shard) -> Machine:
     """Return a rank's share of the machine."""
     if shard.size == 1:
         return machine
-    limit = machine.memory_limit
-    return replace(machine, memory_available=machine.memory_available // shard.size,
+    limit, cards = machine.memory_limit, machine.cuda
+    sharing = -(-shard.size // max(1, len(cards)))  # ranks of one device
+    cards = tuple(replace(card, free=card.free // sharing) for card in cards)
+    return replace(machine, cuda=cards, memory_available=machine.memory_available // shard.size,
                    memory_total=machine.memory_total // shard.size,
                    memory_limit=None if limit is None else limit // shard.size,
                    cores=max(1, machine.cores // shard.size))

@@ -54,16 +54,16 @@ def _serve(rank_0: Connection, line: bytes) -> None:
     import torch
 
     from spillover.engine.assemble import make_runner
-    from spillover.engine.parallel.gloo_ranks import GlooRanks
     from spillover.engine.parallel.messages import STOP, Loaded, Met, Started, decode_launch, encode
+    from spillover.engine.parallel.parallel_runner import Follower
+    from spillover.engine.parallel.start import meet
     from spillover.engine.planned import planned_rank
-    from spillover.engine.step import decode_step
 
     launch = decode_launch(line)
     torch.set_num_threads(launch.threads)
     planned = planned_rank(launch.config, launch.plan, launch.rank)
     rank_0.send_bytes(encode(Started()))
-    ranks = GlooRanks(launch.rank, planned.shard.size, Path(launch.folder))
+    ranks = meet(launch.plan.device, launch.rank, planned.shard.size, Path(launch.folder))
     rank_0.send_bytes(encode(Met()))
 
     def shared(nbytes: int) -> torch.Tensor:
@@ -75,8 +75,9 @@ def _serve(rank_0: Connection, line: bytes) -> None:
     runner = make_runner(planned, ranks=ranks, allocate=None if launch.pool is None else shared)
     try:
         rank_0.send_bytes(encode(Loaded(runner.weight_bytes)))
+        follower = Follower(runner, launch.plan.device == "cuda")
         while (message := rank_0.recv_bytes()) != STOP:
-            runner.launch(decode_step(message)).result()
+            follower.take(message)
     finally:
         runner.close()
 

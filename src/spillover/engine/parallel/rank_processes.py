@@ -40,7 +40,9 @@ class RankLostError(RuntimeError):
 class RankProcesses:
     def __init__(self, launches: Sequence[Launch], waiting_since: Callable[[], float | None] = lambda: None) -> None:
         """Start a process for each. `waiting_since`: when rank 0 began to wait for others; None: it does not."""
-        self.waiting_since = waiting_since
+        self._waiting_since = waiting_since
+        self._only_stopped = False
+        self.on_lost: Callable[[], None] = lambda: None  # called once the group is no more
         self.weight_bytes = 0  # of the ranks that have loaded their parts
         self._started = self._met = self._loaded = 0
         self._sending_since: float | None = None
@@ -60,6 +62,11 @@ class RankProcesses:
     @property
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
+
+    def watch(self, waiting_since: Callable[[], float | None], only_stopped: bool = False) -> None:
+        """Look for ranks that hang while rank 0 waits. `only_stopped`: those that use no CPU time do not hang unless
+        their process is stopped."""
+        self._waiting_since, self._only_stopped = waiting_since, only_stopped
 
     @property
     def lost_descriptor(self) -> int:
@@ -143,8 +150,7 @@ class RankProcesses:
                     self._hear(rank)
             if not self._closing and self._is_stuck():
                 self._fail(f"a rank hangs: for {HANG_SECONDS:g} s none of them has computed, and rank 0 waits"
-                           + "".join(f"; rank {number} is stopped" for number, process in enumerate(self._processes, 1)
-                                     if _is_in(process.pid, psutil.STATUS_STOPPED)))
+                           + "".join(f"; rank {number} is stopped" for number in self._stopped()))
 
     def _spawn(self, launch: Launch) -> None:
         ours, theirs = socket.socketpair()
@@ -193,7 +199,7 @@ class RankProcesses:
     def _is_stuck(self) -> bool:
         """Tell whether rank 0 waits and no other rank has computed or read for long: one of them is stopped, or waits
         for ever. A slow one is not stuck."""
-        since, now = self.waiting_since() or self._sending_since, time.monotonic()
+        since, now = self._waiting_since() or self._sending_since, time.monotonic()
         if since is None:
             self._quiet = None
             return False
@@ -201,10 +207,16 @@ class RankProcesses:
         quiet = self._quiet
         reads = any(_is_in(process.pid, psutil.STATUS_DISK_SLEEP) for process in self._processes)
         if quiet is None or since > quiet[0] or reads or any(
-                ran - before > QUIET_CPU_SECONDS for ran, before in zip(seconds, quiet[1], strict=True)):
+                ran - before > QUIET_CPU_SECONDS for ran, before in zip(seconds, quiet[1], strict=True)) or (
+                self._only_stopped and not self._stopped()):
             self._quiet = now, seconds
             return False
         return now - quiet[0] > HANG_SECONDS
+
+    def _stopped(self) -> list[int]:
+        """List the ranks whose processes are stopped."""
+        return [number for number, process in enumerate(self._processes, 1)
+                if _is_in(process.pid, psutil.STATUS_STOPPED)]
 
     def _fail(self, why: str, expected: bool = False) -> None:
         """Note the first reason, and end all ranks: whoever waits for one of them is told by its socket."""
@@ -214,6 +226,7 @@ class RankProcesses:
                 os.write(self._ring, b"x")
             self._news.notify_all()
         self._kill()
+        self.on_lost()
 
     def _kill(self) -> None:
         for process in self._processes:

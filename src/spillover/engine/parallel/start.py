@@ -7,7 +7,7 @@ import os
 import tempfile
 import weakref
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
@@ -23,9 +23,22 @@ from spillover.models.ranks import Ranks
 from spillover.plan.hardware import probe
 from spillover.plan.planner import Plan
 
+if TYPE_CHECKING:
+    from spillover.engine.parallel.cuda_ranks import CudaRanks
+
 
 class MakeRunner(Protocol):
     def __call__(self, *, ranks: Ranks) -> StepRunner: ...
+
+
+def meet(device: str, rank: int, size: int, folder: Path) -> GlooRanks | CudaRanks:
+    """Meet the other ranks, which name the same folder; on CUDA each takes its device before."""
+    if device != "cuda":
+        return GlooRanks(rank, size, folder)
+    from spillover.engine.parallel.cuda_ranks import CudaRanks
+
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    return CudaRanks(rank, size, folder)
 
 
 def start_ranks(config: EngineConfig, plan: Plan, make: MakeRunner) -> ParallelRunner:
@@ -43,9 +56,10 @@ def start_ranks(config: EngineConfig, plan: Plan, make: MakeRunner) -> ParallelR
                 for rank in range(1, size)])
             others.wait_started()
             try:
-                ranks = GlooRanks(0, size, Path(folder))
-            except RuntimeError as error:  # gloo's
+                ranks = meet(plan.device, 0, size, Path(folder))
+            except RuntimeError as error:  # gloo's, or CUDA's
                 raise SpilloverError(f"ranks could not meet ({others.lost()})") from error
+            others.on_lost = ranks.stop
             others.wait_met()
         torch.set_num_threads(share)
         inner = make(ranks=ranks)
@@ -60,9 +74,12 @@ def start_ranks(config: EngineConfig, plan: Plan, make: MakeRunner) -> ParallelR
     finally:
         for descriptor, _ in pools:
             os.close(descriptor)
-    others.waiting_since = lambda: ranks.waiting_since
     runner = ParallelRunner(cast(ModelRunner, inner), others, [memoryview(memory) for _, memory in pools],
-                            others.lost_descriptor, ranks.report, lambda: torch.set_num_threads(threads))
+                            others.lost_descriptor, ranks.report, lambda: torch.set_num_threads(threads), ranks.check)
+    if plan.device == "cuda":  # what ranks compute there takes no time of their processes
+        others.watch(lambda: runner.waiting_since, only_stopped=True)
+    else:
+        others.watch(lambda: ranks.waiting_since)
     weakref.finalize(runner, others.close)
     return runner
 

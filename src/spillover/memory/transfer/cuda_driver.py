@@ -8,7 +8,7 @@ more thing to install and save ten declarations: kernels/native/cuda_copy.cpp ne
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, byref, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_char, c_int, c_size_t, c_ubyte, c_uint, c_uint32, c_uint64, c_void_p
 from functools import cache
 
 import numpy as np
@@ -21,6 +21,7 @@ _STREAM_ORDER = 1  # sources are read when the stream gets there
 _BLOCKING_SYNC, _DISABLE_TIMING = 1, 2
 _UNSUPPORTED = 801
 _EQUAL = 1
+_ENABLE_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _POPULATE_WRITE = 23  # Linux 5.14; older ones refuse, which does no harm
 
 
@@ -45,6 +46,12 @@ class _CopyAttributes(ctypes.Structure):
     )
 
 
+class _SharedMemory(ctypes.Structure):
+    """CUipcMemHandle."""
+
+    _fields_ = (("reserved", c_char * 64),)
+
+
 class CudaDriver:
     """Calls that act on a device need its context, which set_context makes the calling thread's."""
 
@@ -61,6 +68,10 @@ class CudaDriver:
             "cuEventCreate": (POINTER(c_void_p), c_uint),
             "cuEventRecord": (c_void_p, c_void_p),
             "cuEventSynchronize": (c_void_p,),
+            "cuMemAlloc_v2": (POINTER(c_uint64), c_size_t),
+            "cuMemsetD8_v2": (c_uint64, c_ubyte, c_size_t),
+            "cuIpcGetMemHandle": (POINTER(_SharedMemory), c_uint64),
+            "cuIpcOpenMemHandle_v2": (POINTER(c_uint64), _SharedMemory, c_uint),
         }.items():
             getattr(library, name).argtypes = arguments
         self._batch = getattr(library, "cuMemcpyBatchAsync", None)  # from CUDA 12.8 on
@@ -112,6 +123,32 @@ class CudaDriver:
     def write_value(self, stream: int, address: int, value: int) -> None:
         """Write 32 bits to a device address once the stream gets there, after all that it did before."""
         _check("cuStreamWriteValue32", self._library.cuStreamWriteValue32_v2(stream, address, value, 0))
+
+    def allocate(self, nbytes: int) -> int:
+        """Return the address of zeros on the current device that other processes can map. Kept until the process
+        ends."""
+        address = c_uint64()
+        _check("cuMemAlloc", self._library.cuMemAlloc_v2(byref(address), nbytes))
+        _check("cuMemsetD8", self._library.cuMemsetD8_v2(address, 0, nbytes))
+        self.synchronize()
+        return address.value
+
+    def synchronize(self) -> None:
+        """Wait for all that the current context has begun."""
+        _check("cuCtxSynchronize", self._library.cuCtxSynchronize())
+
+    def share(self, address: int) -> bytes:
+        """Return what another process opens this memory with; it was allocated here."""
+        shared = _SharedMemory()
+        _check("cuIpcGetMemHandle", self._library.cuIpcGetMemHandle(byref(shared), address))
+        return bytes(shared)
+
+    def open_shared(self, handle: bytes) -> int:
+        """Map what another process shares, of this device or of one that it can reach; returns its address here."""
+        address = c_uint64()
+        _check("cuIpcOpenMemHandle", self._library.cuIpcOpenMemHandle_v2(
+            byref(address), _SharedMemory.from_buffer_copy(handle), _ENABLE_PEERS))
+        return address.value
 
     def populate(self, address: int, nbytes: int) -> None:
         self._madvise(address, nbytes, _POPULATE_WRITE)

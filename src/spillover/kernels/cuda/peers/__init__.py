@@ -1,0 +1,1 @@
+"""Ranks on CUDA devices meet in each other's memory."""
