@@ -2,9 +2,9 @@
 
     python benchmarks/gpu_ranks.py --model llama-3.1-8b [--share-device]
 
-Random weights. With --share-device all ranks are on one card, without NVLink between them and taking its processors from
-each other: sums then show what a meeting costs, and steps nothing of what several cards would gain. Ranks that share a
-card take turns on it unless the Multi-Process Service (nvidia-cuda-mps-control -d) runs.
+Random weights. With --share-device all ranks are on one card, without NVLink between them and taking its processors
+from each other: sums then show what a meeting costs, and steps nothing of what several cards would gain. Ranks that
+share a card take turns of 2 ms on it unless the Multi-Process Service (nvidia-cuda-mps-control -d) runs.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def main(model: str, ranks: int, share_device: bool, gpu_memory: str, length: in
         entries.append({"metric": "sum over ranks", "ranks": ranks, "bytes": nbytes, "unit": "us", "value": us})
     several = {"tensor_parallel_size": ranks, "ranks_share_device": share_device}
     for requests in (1, 16):
-        for flags in ({}, several, {**several, "enforce_eager": True}):
+        for flags in ({}, several, *([{**several, "enforce_eager": True}] if requests == 1 else [])):
             found = decode(model, requests, length, repeats, {"gpu_memory": gpu_memory, **flags})
             found["cuda_graphs"] = "enforce_eager" not in flags
             print(f"{model}, {requests} requests, {found['ranks']} ranks{'' if found['cuda_graphs'] else ', eager'}: "

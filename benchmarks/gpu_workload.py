@@ -109,7 +109,7 @@ def opened(name: str, **flags: Any) -> Iterator[LLM]:
 
 
 def graph_line(llm: LLM) -> str:
-    stats = getattr(llm.engine.runner, "graph_stats", None)
+    stats = getattr(getattr(llm.engine.runner, "inner", llm.engine.runner), "graph_stats", None)
     if stats is None:
         return "no CUDA graphs"
     return f"{stats.graphs} CUDA graphs captured in {stats.seconds:.2f} s, {stats.nbytes / 1e6:.0f} MB"

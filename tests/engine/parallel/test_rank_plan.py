@@ -66,7 +66,7 @@ def test_tiers_hold_whole_blocks_within_one_budget(size: int, flags: dict[str, A
 ])
 def test_what_ranks_on_cuda_devices_cannot_do_is_refused_in_a_sentence(flags: dict[str, Any], words: str,
                                                                        tmp_path: Path) -> None:
-    model = planned(tmp_path, "llama", tensor_parallel_size=2)
+    model = planned(tmp_path, "mixtral", tensor_parallel_size=2)
     gpu = replace(probe(), cuda=(CudaDevice(0, "card", 2**30, 2**30, (9, 0)),))
     with pytest.raises(SpilloverError, match=words) as refused:
         make_shard(replace(model.config, **flags), model.model_config, PlanRequest(device="cuda"), gpu, 0)

@@ -59,16 +59,22 @@ class Module:
                 byref(shared), _DEVICE_SHARED, torch.cuda.current_device()))
             self.shared = shared.value - _OWN_SHARED
 
+    def load(self, kernel: str) -> c_void_p:
+        """Load a kernel now. At its first launch the driver might wait for those that run."""
+        function = self._kernels[kernel] = c_void_p()
+        self._checked(kernel, self._driver.cuModuleGetFunction(byref(function), self._module, kernel.encode()))
+        for setting, value in ((_MOST_SHARED, self.shared), (_SHARED_SHARE, 100)):
+            self._checked(kernel, self._driver.cuFuncSetAttribute(function, setting, value))
+        now = getattr(self._driver, "cuFuncLoad", None)  # from CUDA 12.4 on
+        if now is not None:
+            self._checked(kernel, now(function))
+        return function
+
     def launch(self, kernel: str, grid: int, threads: int, arguments: ctypes.Structure, shared: int = 0,
                early: bool = False, cluster: int = 1) -> None:
         """Launch on PyTorch's current stream; `early`: before the kernel ahead of it has ended (triton/launch.py);
         `cluster`: blocks that run side by side and see each other's shared memory."""
-        function = self._kernels.get(kernel)
-        if function is None:
-            function = self._kernels[kernel] = c_void_p()
-            self._checked(kernel, self._driver.cuModuleGetFunction(byref(function), self._module, kernel.encode()))
-            for setting, value in ((_MOST_SHARED, self.shared), (_SHARED_SHARE, 100)):
-                self._checked(kernel, self._driver.cuFuncSetAttribute(function, setting, value))
+        function = self._kernels.get(kernel) or self.load(kernel)
         wanted = [_Attribute(_BEGIN_EARLY, 0, (c_int * 16)(1))] if early else []
         if cluster > 1:
             wanted.append(_Attribute(_CLUSTER, 0, (c_int * 16)(cluster, 1, 1)))

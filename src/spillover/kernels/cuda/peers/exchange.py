@@ -39,6 +39,8 @@ class Exchange:
         """Make calls with all ranks. `buffers`: addresses of theirs, as this process sees them; `capacity`: the bytes
         of a call, a multiple of 16. All ranks make the same calls, in one order."""
         self._module = Module(SOURCE, (), device)
+        for kernel in (*SUMS.values(), "gather", "broadcast"):  # a call of another rank may be waiting by then
+            self._module.load(kernel)
         self._state = torch.zeros(4, dtype=torch.int64, device=device)  # calls and blocks, nanoseconds, bytes
         self._host = torch.zeros(4, dtype=torch.int64, pin_memory=True)  # calls, nanoseconds, bytes, stop
         self._capacity = capacity
