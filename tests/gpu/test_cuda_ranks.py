@@ -17,8 +17,10 @@ from spillover import LLM, SamplingParams
 from spillover.engine.output.outputs import RequestOutput
 from spillover.engine.parallel.parallel_runner import ParallelRunner
 from spillover.engine.parallel.rank_processes import RankProcesses
+from spillover.errors import SpilloverError
 from spillover.kernels.cuda.peers.exchange import Exchange, buffer_bytes
 from spillover.models.ranks import sum_in_order
+from support import starved
 from support.hf_reference import VOCAB, greedy, save_checkpoint, tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -142,8 +144,7 @@ def test_tokens_are_those_of_hugging_face(name: str, prompts: list[list[int]], t
         assert tokens(found) == wanted
 
 
-@pytest.mark.parametrize("more", [{}, {"weights": "sequential", "num_gpu_blocks_override": None, "gpu_memory": "80MB"}])
-def test_bits_do_not_depend_on_the_schedule(more: dict[str, Any], prompts: list[list[int]], tmp_path: Path) -> None:
+def test_bits_do_not_depend_on_the_schedule(prompts: list[list[int]], tmp_path: Path) -> None:
     """In bfloat16, sampled in several ways, with drafts, one by one and together."""
     folder = save_checkpoint(tiny_model("llama", seed=3)[0], tmp_path)
     params = [SamplingParams(temperature=index % 3 * 0.4, seed=index, max_tokens=20, ignore_eos=True, logprobs=1,
@@ -152,11 +153,23 @@ def test_bits_do_not_depend_on_the_schedule(more: dict[str, Any], prompts: list[
     for flags in ({}, {"max_num_seqs": 1}, {"enforce_eager": True, "max_num_batched_tokens": 16},
                   {"async_scheduling": False},
                   {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}):
-        with LLM(folder, **{**OPTIONS, "dtype": "bfloat16", **more, **flags, **TWO}) as llm:
+        with LLM(folder, **{**OPTIONS, "dtype": "bfloat16", **flags, **TWO}) as llm:
             found = llm.generate(prompts, params, use_tqdm=False)
         scheduled.append([(output.outputs[0].token_ids, output.outputs[0].logprobs, output.prompt_logprobs)
                           for output in found])
     assert all(each == scheduled[0] for each in scheduled)
+
+
+@pytest.mark.parametrize(("name", "strategy"), [
+    ("llama", "sequential"), ("qwen3-moe", "demand"), ("gpt-oss", "experts"), ("mixtral", "sequential")])
+def test_ranks_stream_and_page_weights_that_do_not_fit(name: str, strategy: str, tmp_path: Path) -> None:
+    """Each its own part; random weights, which are the same at the same number of ranks."""
+    folder, flags = starved.write_config(tmp_path, name), {"device": "cuda", "dtype": "bfloat16", **TWO}
+    whole = starved.answer(folder, starved.prompts(4), gpu_memory="2GB", weights="resident", **flags)
+    smallest = starved.least(folder, weights=strategy, **flags)
+    found = starved.answer(folder, starved.prompts(4), gpu_memory=str(smallest), weights=strategy, **flags)
+    assert found.tokens == whole.tokens
+    assert found.traffic.bytes_moved > 0
 
 
 def generate_for_ever(llm: LLM, params: SamplingParams) -> None:
@@ -177,7 +190,7 @@ def test_a_lost_rank_is_told_in_time(fault: signal.Signals, tmp_path: Path) -> N
         llm.generate([[5, 6, 7]], params, use_tqdm=False)
         psutil.Process(others.pids[0]).send_signal(fault)
         begun = time.monotonic()
-        with pytest.raises(RuntimeError, match="rank"):
+        with pytest.raises(SpilloverError, match="rank 1"):
             generate_for_ever(llm, params)
         assert time.monotonic() - begun < SECONDS
     finally:

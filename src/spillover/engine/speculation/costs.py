@@ -57,7 +57,7 @@ class StepCosts:
             return self._below.seconds(rows) if self._below is not None else np.zeros_like(rows)
         sizes, costs = self._points()
         inside = np.interp(rows, sizes, costs)
-        if self._below is not None and self._below:
+        if self._below and rows.max(initial=0.0) > sizes[-1]:
             growth = self._below.seconds(rows) - self._below.seconds(np.full_like(rows, sizes[-1]))
             inside += np.where(rows > sizes[-1], np.maximum(growth, 0.0), 0.0)
         return inside
@@ -65,10 +65,13 @@ class StepCosts:
     def at(self, rows: int) -> float:
         return float(self.seconds(np.array([float(rows)]))[0])
 
-    def with_drafts(self, rows: int, chances: Numbers) -> Numbers:
-        """Return what steps of `rows` and the first 0, 1, 2, ... of draft rows cost that are accepted by these
-        chances."""
-        return self.seconds(rows + np.arange(len(chances) + 1.0))
+    def with_drafts(self, rows: int, most: int) -> Numbers:
+        """Return what steps of `rows` and 0, 1, 2, ... up to `most` draft rows cost, but for their price."""
+        return self.seconds(rows + np.arange(most + 1.0))
+
+    def price(self, chances: Numbers) -> Numbers | float:
+        """Return what the first 0, 1, 2, ... of draft rows cost besides that are accepted by these chances."""
+        return 0.0
 
     def _points(self) -> tuple[Numbers, Numbers]:
         if self._curve is None:
@@ -98,14 +101,26 @@ def best_drafts(chances: Numbers, decodes: int, rows: int, speculating: StepCost
     speculation makes it cheaper.
     """
     count = min(len(chances), most)
-    tokens = np.concatenate(([0.0], np.cumsum(chances[:count])))
-    seconds = speculating.with_drafts(rows, chances[:count])
+    seconds = speculating.with_drafts(rows, count) + speculating.price(chances[:count])
     if drafting is not None:
         seconds = seconds + drafting[:count + 1]
+    return best_count(chances[:count], seconds, decodes, plain_seconds(plain, decodes, rows))
+
+
+def plain_seconds(plain: StepCosts, decodes: int, rows: int) -> tuple[float, float]:
+    """Return what a plain step of `rows` costs, and one of `decodes` alone; 0 where nothing is known yet."""
     usual = plain.at(rows)
-    if usual <= 0.0:  # nothing is known yet
+    return usual, usual if decodes == rows else plain.at(decodes) or usual
+
+
+def best_count(chances: Numbers, seconds: Numbers, decodes: int, plain: tuple[float, float]) -> tuple[int, float]:
+    """Do what `best_drafts` does, with what steps of 0, 1, 2, ... draft rows cost, their drafting included, and
+    `plain_seconds`."""
+    usual, alone = plain
+    if usual <= 0.0:
         return 0, 1.0
-    alone = plain.at(decodes) or usual
+    tokens = np.zeros(len(chances) + 1)
+    np.cumsum(chances, out=tokens[1:])
     worth = alone / decodes
     chosen = 0
     for _ in range(ROUNDS):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from spillover.engine.speculation.costs import Numbers, StepCosts, best_drafts
+from spillover.engine.speculation.costs import Numbers, StepCosts, best_count, plain_seconds
 
 _DEPTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)  # longest drafts that are weighed against each other
 
@@ -37,6 +37,9 @@ class DraftCosts:
         if len(passes) < 2:
             return
         rest = max(0.0, seconds - float(self._first.seconds(passes[:1])[0]))
+        if passes[1] == passes[-1]:  # they serve as many each
+            self._more.note(int(passes[1]), rest / (len(passes) - 1))
+            return
         expected = self._more.seconds(passes[1:])
         shares = expected / expected.sum() if expected.sum() > 0 else np.full(len(passes) - 1, 1 / (len(passes) - 1))
         for served in np.unique(passes[1:]):
@@ -52,7 +55,9 @@ class DraftCosts:
     def steps(self, positions: npt.NDArray[np.int64], requests: int) -> Numbers:
         """Return what each token adds to the cost, if tokens at these positions of a draft are taken one by one."""
         served = np.arange(requests + 1.0)
-        added = np.diff(np.where(served > 0, [self._first.seconds(served), self._more.seconds(served)], 0.0), axis=1)
+        added: Numbers = np.diff(np.where(served > 0, [self._first.seconds(served), self._more.seconds(served)], 0.0), axis=1)
+        if requests == 1:
+            return np.take(added[:, 0], np.minimum(positions, 1))
         costs = np.zeros(len(positions))
         for position in np.unique(positions):
             places = np.flatnonzero(positions == position)
@@ -72,11 +77,13 @@ def best_counts(chances: Numbers, decodes: int, rows: int, speculating: StepCost
     order = np.argsort(-flat, kind="stable")[:int(np.count_nonzero(flat))]
     positions = order % width
     added = drafting.steps(positions, requests)
-    counts, gain = np.zeros(requests, dtype=np.int64), 0.0
+    counts, gain, usual = np.zeros(requests, dtype=np.int64), 0.0, plain_seconds(plain, decodes, rows)
+    verifying = speculating.with_drafts(rows, min(len(order), most))
     for depth in (*(depth for depth in _DEPTHS if depth < width), width):
-        taken = np.flatnonzero(positions < depth)
-        chosen, speed = best_drafts(flat[order[taken]], decodes, rows, speculating, plain, most,
-                                    np.concatenate(([0.0], np.cumsum(added[taken]))))
+        taken = np.flatnonzero(positions < depth)[:most]
+        likely, seconds = flat[order[taken]], verifying[:len(taken) + 1].copy()
+        seconds[1:] += np.cumsum(added[taken])
+        chosen, speed = best_count(likely, seconds + speculating.price(likely), decodes, usual)
         if chosen and speed > gain:
             counts = np.bincount(order[taken[:chosen]] // width, minlength=requests)
             gain = speed

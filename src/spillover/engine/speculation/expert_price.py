@@ -131,8 +131,8 @@ class PricedCosts(StepCosts):
         super().__init__(below)
         self._price = price
 
-    def with_drafts(self, rows: int, chances: Numbers) -> Numbers:
-        return super().with_drafts(rows, chances) + self._price.cumulative(chances)
+    def price(self, chances: Numbers) -> Numbers:
+        return self._price.cumulative(chances)
 
 
 def _missing(traffic: WeightTraffic) -> int:
