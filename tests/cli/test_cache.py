@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from spillover import LLM, SamplingParams
-from spillover.cli.cache_warm import read_prompts
+from spillover.cli.cache.cache_warm import read_prompts
 from spillover.cli.main import main
 from spillover.errors import SpilloverError
 from spillover.memory.tiers.disk import DiskTier

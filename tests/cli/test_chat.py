@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from spillover.cli.chat import answering, timing_line
-from spillover.cli.conversation import COMMANDS, Conversation
+from spillover.cli.chat.chat import answering, timing_line
+from spillover.cli.chat.conversation import COMMANDS, Conversation
 from spillover.engine.output.outputs import CompletionOutput, RequestOutput, RequestTimings, TokenSources
 from spillover.engine.requests.sampling_params import SamplingParams
 from spillover.errors import RequestError

@@ -20,8 +20,8 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spillover.cli.chat.terminal import WordWrap
 from spillover.cli.main import main
-from spillover.cli.terminal import WordWrap
 
 SPILL = [sys.executable, "-c", "from spillover.cli.main import main; main()"]
 

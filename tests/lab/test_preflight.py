@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spillover.cli.lab_run import duration
+from spillover.cli.lab.lab_run import duration
 from spillover.cli.main import main
 from spillover.errors import SpilloverError
 from spillover.lab.experiment import Arm, Experiment, parse_experiment

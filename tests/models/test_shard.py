@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spillover.errors import SpilloverError
 from spillover.models.config import ModelConfig
-from spillover.models.shard import Shard, check_shard
+from spillover.models.sharding.shard import Shard, check_shard
 from support.hf_reference import VOCAB, all_architectures, greedy, reference_logits, tiny_model
 from support.paged_model import PagedModel, StateDict, assert_close, one_thread  # noqa: F401
 from support.rank_threads import ShardedPagedModel

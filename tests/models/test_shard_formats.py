@@ -18,8 +18,8 @@ from spillover.kernels.linear import unpack
 from spillover.models.checkpoint import open_checkpoint
 from spillover.models.quantize.view import QuantizedView, choose_scheme, quantized_config
 from spillover.models.registry import architecture
-from spillover.models.shard import Shard, shard_specs
-from spillover.models.shard_view import open_shard
+from spillover.models.sharding.shard import Shard, shard_specs
+from spillover.models.sharding.shard_view import open_shard
 from spillover.models.weight_specs import in_codes
 from support.gguf_models import HEADS, HIDDEN, INNER, KV_HEADS, VOCAB, mixed, write_tiled_llama
 from support.loading import load_weights

@@ -23,7 +23,7 @@ from spillover.engine.planned import plan_checkpoint
 from spillover.errors import PlanError, SpilloverError
 from spillover.models.architectures import llama, qwen3_moe
 from spillover.models.config import ModelConfig
-from spillover.models.shard import Shard, check_shard, shard_specs
+from spillover.models.sharding.shard import Shard, check_shard, shard_specs
 from spillover.models.weight_specs import WeightSpecs
 from spillover.plan.ranks.cards import CARDS, HOSTS, LINKS, find_card
 from spillover.plan.ranks.steps import RankPlan, all_reduces, busiest, rank_rates

@@ -16,10 +16,10 @@ from spillover.kernels.batch import AttentionBatch
 from spillover.kernels.formats.gguf_codes import Codes
 from spillover.models.checkpoint import Checkpoint
 from spillover.models.layers import KVViews, ModelStep
-from spillover.models.ranks import ONE_RANK, Ranks
 from spillover.models.registry import architecture
-from spillover.models.shard import Shard, shard_specs
-from spillover.models.shard_view import open_shard
+from spillover.models.sharding.ranks import ONE_RANK, Ranks
+from spillover.models.sharding.shard import Shard, shard_specs
+from spillover.models.sharding.shard_view import open_shard
 from support.loading import load_weights
 
 TOLERANCE = 1e-4

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from spillover.models.checkpoint import Checkpoint
-from spillover.models.ranks import sum_in_order
-from spillover.models.shard import Shard
+from spillover.models.sharding.ranks import sum_in_order
+from spillover.models.sharding.shard import Shard
 from support.paged_model import PagedModel
 
 Made = TypeVar("Made")

@@ -13,14 +13,14 @@ from typing import Any, NoReturn
 import click
 
 from spillover.cli.bench.bench import bench
-from spillover.cli.cache import cache
-from spillover.cli.chat import chat
+from spillover.cli.cache.cache import cache
+from spillover.cli.chat.chat import chat
 from spillover.cli.demo.demo import demo
 from spillover.cli.draft import draft
 from spillover.cli.eval import evaluate
 from spillover.cli.export import export
 from spillover.cli.generate import generate
-from spillover.cli.lab import lab
+from spillover.cli.lab.lab import lab
 from spillover.cli.plan.planning import doctor, plan
 from spillover.cli.pool import pool
 from spillover.cli.pull import pull

@@ -60,7 +60,7 @@ from spillover.models.config import ModelConfig
 from spillover.models.fingerprint import model_fingerprint
 from spillover.models.hub.store import resolve
 from spillover.models.layers import KVViews
-from spillover.models.ranks import ONE_RANK, Ranks
+from spillover.models.sharding.ranks import ONE_RANK, Ranks
 from spillover.models.tokenizer import Tokenizer, load_tokenizer
 from spillover.models.weight_specs import WeightSpecs, kept_on, prepare_products
 from spillover.plan.hardware import trim_heap

@@ -13,7 +13,7 @@ from spillover.memory.budgets import parse_disk
 from spillover.models.checkpoint import read_config
 from spillover.models.config import ModelConfig
 from spillover.models.registry import read_architecture
-from spillover.models.shard import Shard, check_shard, shard_specs
+from spillover.models.sharding.shard import Shard, check_shard, shard_specs
 from spillover.models.weight_specs import WeightSpecs, kept_on
 from spillover.plan.hardware import Machine
 from spillover.plan.ranks.cards import (

@@ -30,7 +30,7 @@ from spillover.models.hub.store import DEFAULT_MODEL, resolve
 from spillover.models.quantize.scheme import Scheme
 from spillover.models.quantize.view import choose_scheme, quantized_config
 from spillover.models.registry import Architecture, read_architecture
-from spillover.models.shard import Cuts, Shard, shard_specs
+from spillover.models.sharding.shard import Cuts, Shard, shard_specs
 from spillover.models.weight_specs import WeightSpecs, in_codes
 from spillover.plan.drafting import DraftSpecs, plan_beside, plan_with_head
 from spillover.plan.hardware import Machine, probe

@@ -32,7 +32,7 @@ from spillover.memory.transfer.link_cuda import CudaLink
 from spillover.memory.transfer.link_ranks import RankPool, RanksLink
 from spillover.memory.transfer.transfers import Transfers
 from spillover.models.config import ModelConfig
-from spillover.models.shard import Shard
+from spillover.models.sharding.shard import Shard
 from spillover.plan.measure import measure_link
 from spillover.plan.planner import Plan
 from spillover.plan.tiers import STAGING_BLOCKS, with_tier_rates

@@ -21,9 +21,9 @@ from spillover.kernels.layer_kernels import kernels_on
 from spillover.kernels.linear import embedding, linear
 from spillover.models.config import ModelConfig
 from spillover.models.groups import LayerGroup, layer_groups
-from spillover.models.ranks import ONE_RANK, Ranks, count_expert_rows
 from spillover.models.rope import rope_tables
-from spillover.models.shard import Shard
+from spillover.models.sharding.ranks import ONE_RANK, Ranks, count_expert_rows
+from spillover.models.sharding.shard import Shard
 from spillover.models.weight_specs import Source, WeightSpec, WeightSpecs, layer_part, stored_in
 from spillover.models.weights import PartWeights, ResidentWeights, Weights
 

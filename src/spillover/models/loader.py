@@ -15,7 +15,7 @@ from spillover.kernels.arena import Arena
 from spillover.kernels.fields import FLOATING, Field
 from spillover.kernels.formats.base import DUMMY_STD, Linear, Target, Weight
 from spillover.models.config import ModelConfig
-from spillover.models.shard import is_cut
+from spillover.models.sharding.shard import is_cut
 from spillover.models.weight_specs import Source, WeightSpec, WeightSpecs, is_expert, part_nbytes
 
 if TYPE_CHECKING:

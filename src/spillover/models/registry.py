@@ -13,8 +13,8 @@ import torch
 from spillover.errors import CheckpointError, shown
 from spillover.models.config import ModelConfig
 from spillover.models.layers import Decoder
-from spillover.models.ranks import ONE_RANK, Ranks
-from spillover.models.shard import Shard
+from spillover.models.sharding.ranks import ONE_RANK, Ranks
+from spillover.models.sharding.shard import Shard
 from spillover.models.weight_specs import WeightSpecs
 
 ARCHITECTURES = {

@@ -17,7 +17,7 @@ from spillover.memory.transfer.cpu_transfers import CpuTransfers
 from spillover.memory.transfer.host_pool import HostPool
 from spillover.memory.transfer.link_cpu import CpuLink
 from spillover.memory.transfer.link_ranks import RankPool, RanksLink
-from spillover.models.shard import Shard
+from spillover.models.sharding.shard import Shard
 from support.hf_reference import VOCAB, greedy, save_checkpoint, tiny_model
 from support.thread_engine import threads_for_ranks
 

@@ -117,7 +117,7 @@ def _print_machine(console: Console, machine: Machine, rates: Rates) -> None:
 
 
 def _answer(console: Console, llm: LLM) -> None:
-    from spillover.cli.chat import timing_line
+    from spillover.cli.chat.chat import timing_line
     from spillover.engine.requests.sampling_params import SamplingParams
 
     console.print(f"> {QUESTION}", style="bold", highlight=False)

@@ -19,8 +19,8 @@ def show_comparison(console: Console, config: EngineConfig) -> None:
     if missing:
         console.print(f"left out: the lab needs {', '.join(missing)}; pip install 'spillover\\[lab]'", highlight=False)
         return
-    from spillover.cli.lab import results_folder
-    from spillover.cli.lab_run import run_in_terminal
+    from spillover.cli.lab.lab import results_folder
+    from spillover.cli.lab.lab_run import run_in_terminal
     from spillover.lab.experiment import load_experiment
     from spillover.lab.report import write_report
 

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore
 from torch.distributed import BroadcastOptions, GatherOptions, ProcessGroupGloo
 
 from spillover.engine.parallel.report import RanksReport
-from spillover.models.ranks import sum_in_order
+from spillover.models.sharding.ranks import sum_in_order
 
 MEETING_SECONDS = 60.0  # for all ranks to find each other, once each has said that it is there
 # For a call to end. Ranks that die or hang are noticed long before (rank_processes); this ends one that computes for

@@ -8,7 +8,7 @@ from spillover.engine.config import EngineConfig
 from spillover.errors import SpilloverError
 from spillover.kernels.extents import MOST_RANKS
 from spillover.models.config import ModelConfig
-from spillover.models.shard import Shard, check_shard
+from spillover.models.sharding.shard import Shard, check_shard
 from spillover.plan.hardware import Machine
 from spillover.plan.planner import Plan, PlanRequest, where
 from spillover.plan.tiers import host_bytes, plan_tiers

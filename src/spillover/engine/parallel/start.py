@@ -19,7 +19,7 @@ from spillover.engine.parallel.parallel_runner import ParallelRunner
 from spillover.engine.parallel.rank_plan import without_tiers
 from spillover.engine.parallel.rank_processes import RankProcesses
 from spillover.errors import SpilloverError
-from spillover.models.ranks import Ranks
+from spillover.models.sharding.ranks import Ranks
 from spillover.plan.hardware import probe
 from spillover.plan.planner import Plan
 

@@ -21,8 +21,8 @@ from spillover.models.config import ModelConfig
 from spillover.models.loader import PartReader, Progress, dummy_parts, load_parts
 from spillover.models.quantize.scheme import Scheme
 from spillover.models.quantize.view import open_quantized
-from spillover.models.shard import Cuts
-from spillover.models.shard_view import open_shard
+from spillover.models.sharding.shard import Cuts
+from spillover.models.sharding.shard_view import open_shard
 from spillover.models.weight_specs import WeightSpec, WeightSpecs, dequantized_experts, is_expert, kept_on
 from spillover.plan.planner import Plan
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from spillover.models.config import ModelConfig
-from spillover.models.shard import Shard
+from spillover.models.sharding.shard import Shard
 from spillover.models.weight_specs import WeightSpecs
 from spillover.plan.planner import Plan
 from spillover.plan.predict import predict_batch

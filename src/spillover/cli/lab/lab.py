@@ -65,7 +65,7 @@ def list_experiments(presets: bool) -> None:
                           preset.about)
         console.print(table)
         return
-    from spillover.cli.lab_run import duration
+    from spillover.cli.lab.lab_run import duration
     from spillover.lab.document import read_document, shipped
     from spillover.lab.experiment import load_experiment
 
@@ -112,7 +112,7 @@ def run(experiment: str, scale: str | None, out: str | None, fresh: bool, dry_ru
     arms whose runs are valid are judged. It ends when every comparison is decided (faster, slower or the same within
     2%), or at a limit.
     """
-    from spillover.cli.lab_run import run_in_terminal, show_plan
+    from spillover.cli.lab.lab_run import run_in_terminal, show_plan
     from spillover.lab.experiment import load_experiment
 
     made = load_experiment(experiment, scale, model, max_blocks, arms or (), workloads or (), time_limit)
@@ -130,7 +130,7 @@ def run(experiment: str, scale: str | None, out: str | None, fresh: bool, dry_ru
 @click.argument("folder", type=click.Path(path_type=Path))
 def report(folder: Path) -> None:
     """Write the report of FOLDER again, from the results that lie there."""
-    from spillover.cli.lab_run import show_verdicts
+    from spillover.cli.lab.lab_run import show_verdicts
     from spillover.lab.analysis import analyse, analysis_of
     from spillover.lab.store import Results, write_json
 

@@ -41,9 +41,9 @@ def chat(config: EngineConfig, sampling: dict[str, Any], system: str | None, by_
       spill chat ./Llama-3.1-8B-Instruct --temperature 0
       spill chat --system "Sum up the text." --temperature 0 < article.txt
     """
-    from spillover.cli.conversation import Conversation
+    from spillover.cli.chat.conversation import Conversation
+    from spillover.cli.chat.terminal import LeaveError, WordWrap, typed_messages
     from spillover.cli.loading import open_llm
-    from spillover.cli.terminal import LeaveError, WordWrap, typed_messages
     from spillover.engine.requests.sampling_params import SamplingParams
 
     typed = sys.stdin.isatty()
@@ -75,7 +75,7 @@ def chat(config: EngineConfig, sampling: dict[str, Any], system: str | None, by_
 def answering() -> Iterator[Callable[[], bool]]:
     """Hide keys while an answer is written, and let Ctrl-C ask for its end, so that a step is never cut in half. A
     second Ctrl-C is raised as usual."""
-    from spillover.cli.terminal import keys_unseen
+    from spillover.cli.chat.terminal import keys_unseen
 
     interrupted = threading.Event()
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from spillover.kernels.extents import CODE_BLOCK
 from spillover.kernels.formats.gguf_codes import Codes
 from spillover.models.checkpoint import Checkpoint
-from spillover.models.shard import Cut, Cuts, Ranges
+from spillover.models.sharding.shard import Cut, Cuts, Ranges
 
 _Dims = list[Ranges | None]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from spillover.cli.cache_pool import ago, kind, pool_socket, prune_pool, show_pool
-from spillover.cli.cache_warm import warm
+from spillover.cli.cache.cache_pool import ago, kind, pool_socket, prune_pool, show_pool
+from spillover.cli.cache.cache_warm import warm
 from spillover.errors import SpilloverError
 from spillover.units import format_bytes, parse_bytes, parse_seconds
 

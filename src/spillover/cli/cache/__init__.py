@@ -1,0 +1,1 @@
+"""`spill cache`."""
