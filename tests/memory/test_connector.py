@@ -296,7 +296,7 @@ def test_loads_that_nobody_waits_for_any_more_give_their_blocks_back(world) -> N
 
 def test_what_was_loaded_before_and_behind_a_copy_that_failed_counts(world) -> None:  # type: ignore[no-untyped-def]
     made, place = world(host=400)
-    made.store.batch = 2
+    made.store.copies.batch = 2
     tokens = prompt(1, 41)
     push_out(place, tokens)
     copy_in, failing = made.link.copy_in, [3]
@@ -350,7 +350,7 @@ def test_a_block_that_host_memory_loses_before_it_is_loaded_is_computed(world) -
 def test_a_tier_is_asked_for_many_blocks_at_once_however_few_one_copy_takes(world) -> None:  # type: ignore[no-untyped-def]
     """So that a disk knows which of them begin the prefix, and a remote store needs few round trips."""
     made, place = world(tiers=[DictTier], staging=64, rates={"host": 1.0})
-    assert made.store.batch == 1
+    assert made.store.copies.batch == 1
     tokens = prompt(1, 41)
     push_out(place, tokens)
     tier, asked = made.tiers[0], []

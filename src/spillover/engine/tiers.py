@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -39,6 +40,18 @@ from spillover.plan.tiers import STAGING_BLOCKS, with_tier_rates
 
 SWITCH_SECONDS = 0.0002  # for which a thread may keep the interpreter while another wants it
 DISK_READ = REMOTE_READ = 1e9  # bytes a second, until a load has been seen
+
+
+class LoggedDisk(DiskTier):
+    """A disk that may have a log of tokens beside its blocks, which is written under the tier's lock."""
+
+    tokens: TokenLog | None = None
+
+    def close(self, deadline: float) -> None:
+        """Close the log first: nothing is written to a folder that is not locked."""
+        if self.tokens is not None:
+            self.tokens.close(deadline - time.monotonic())
+        super().close(deadline)
 
 
 def token_log(config: EngineConfig, identity: bytes) -> TokenLog | None:
@@ -107,9 +120,9 @@ def _make_tiers(config: EngineConfig, plan: Plan, payload: int, identity: bytes,
         for text in config.disk:
             budget, kept = parse_disk(text), tokens if not disks else None
             room = budget.capacity_bytes - (kept.most_bytes if kept is not None else 0)
-            disks.append(DiskTier(budget.path, room, payload, identity, description, wake, seal=seal))
-            if kept is not None:
-                disks[-1].keep_beside(kept)
+            disk = LoggedDisk(budget.path, room, payload, identity, description, wake, seal=seal)
+            disk.tokens = kept
+            disks.append(disk)
         if disks:
             tiers.append(disks[0] if len(disks) == 1 else Disks(disks))
         if config.remote is not None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from spillover.engine.tiers import LoggedDisk
 from spillover.memory.kv.digest import root_digest
-from spillover.memory.tiers.disk import DiskTier
 from spillover.memory.tiers.folder import CacheFolder
 from spillover.memory.tiers.prune import prune
 from spillover.memory.tiers.seal import PLAIN, KeyedSeal, Seal
@@ -129,8 +129,8 @@ def test_a_record_of_another_seal_or_a_link_is_not_read(tmp_path: Path, caplog: 
 def test_it_goes_with_its_blocks(tmp_path: Path) -> None:
     said = records(random.Random(3), 5)
     log = TokenLog(tmp_path, 1 << 30, IDENTITY)
-    disk = DiskTier(tmp_path, 1 << 20, 4096, IDENTITY, {"model": "m"}, no_wake)
-    disk.keep_beside(log)
+    disk = LoggedDisk(tmp_path, 1 << 20, 4096, IDENTITY, {"model": "m"}, no_wake)
+    disk.tokens = log
     for salt, tokens in said:
         log.append(salt, tokens)
     put(disk, {block_key(1): block_bytes(1, 4096)})

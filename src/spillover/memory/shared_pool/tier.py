@@ -1,26 +1,25 @@
 """Blocks in a shared pool: host memory of the machine, that its owner keeps for all engines.
 
-An owner that is gone, stopped or full is a tier without blocks: after the first failure nothing waits for it, and it is
-asked now and then whether it is back. What is read is compared with its checksum after it was copied.
+An owner that is gone, stopped or full is a tier without blocks (see `tiers/served.py`). What is read is compared with
+its checksum after it was copied.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from spillover.kernels.huge_pages import address_of
 from spillover.memory.shared_pool import wire
 from spillover.memory.shared_pool.client import Connection, Connections, PoolUnavailableError
 from spillover.memory.shared_pool.index import THERE
-from spillover.memory.tiers.base import CorruptRecordError, Lane, Ticket, TierStats, checksum
-from spillover.memory.tiers.health import Health
+from spillover.memory.tiers.base import CorruptRecordError, Ticket, TierStats, checksum
+from spillover.memory.tiers.served import Items, ServedTier
 
 TIMEOUT_SECONDS = 1.0
 LOOKUP_SECONDS = 0.5
@@ -29,7 +28,7 @@ PROBE_SECONDS = 2.0  # without a look-up, after which the owner is asked whether
 BATCH_BYTES = 4 << 20  # for one worker at a time
 
 
-class SharedPoolTier:
+class SharedPoolTier(ServedTier):
     """A tier in the memory of a pool's owner, shared by all engines of this machine that have the same identity."""
 
     name = "pool"
@@ -49,29 +48,16 @@ class SharedPoolTier:
         threads: int = 2,
     ) -> None:
         """Connect lazily: an owner may come later. `threads` work in each direction."""
-        self.payload_bytes = payload_bytes
+        super().__init__(f"shared pool at {path}", payload_bytes, wake, batch=max(1, BATCH_BYTES // payload_bytes),
+                         seconds=TIMEOUT_SECONDS if timeout is None else timeout,
+                         lookup_seconds=LOOKUP_SECONDS if lookup_timeout is None else lookup_timeout,
+                         retry_seconds=retry_seconds, probe_seconds=probe_seconds, threads=threads, down=True)
         self._connections = Connections(path, identity, payload_bytes, description)
-        self._batch = max(1, BATCH_BYTES // payload_bytes)
-        self._seconds = TIMEOUT_SECONDS if timeout is None else timeout
-        self._lookup_seconds = LOOKUP_SECONDS if lookup_timeout is None else lookup_timeout
-        self._retry_seconds = retry_seconds
         self._probe_seconds = probe_seconds
-        self._lookups = Lane("pool-lookup", 1, wake, (probe_seconds, self._probe_idle))
-        self._reading = Lane("pool-read", threads, wake)
-        self._writing = Lane("pool-write", threads, wake)
-        self._work: dict[Ticket[Any], str] = {}
-        self._probes: deque[wire.Report | Exception] = deque(maxlen=1)  # from an idle worker
-        self._health = Health(f"shared pool at {path}")
         self._report: wire.Report | None = None
         self._report_at = 0.0  # when the next is wanted; only the worker of look-ups reads and writes it
-        self._down = True  # until the owner has answered once
-        self._down_until = math.inf  # the owner is not asked before; meaningful while _down
-        self._clear_wanted = False
-        self._open = True
-        self._stores = self._loads = self._store_failures = self._load_failures = 0
         self._blocks_written = 0
         self._written: deque[int] = deque()  # from workers: blocks that the pool did not have
-        self._seconds_writing = self._seconds_reading = 0.0
         first = self._submit_probe()  # the first prompt may be in the pool already, and the log hears of a wrong path
         give_up = time.monotonic() + self._seconds
         while not first.done() and time.monotonic() < give_up:
@@ -95,22 +81,6 @@ class SharedPoolTier:
 
         return self._submit(self._lookups, "lookup", ask, deadline)
 
-    def has(self, key: bytes) -> None:
-        """Return None: only the owner knows."""
-
-    def store(self, items: Sequence[tuple[bytes, memoryview]]) -> list[Ticket[bool]]:
-        self.poll()
-        if not self._usable():
-            self._store_failures += len(items)
-            return [Ticket.ended(False) for _ in items]
-        return self._submit_batches(self._writing, "store", items, self._store)
-
-    def load(self, items: Sequence[tuple[bytes, memoryview]]) -> list[Ticket[bool]]:
-        self.poll()
-        if not self._usable():
-            return [Ticket.ended(False) for _ in items]
-        return self._submit_batches(self._reading, "load", items, self._load)
-
     def evict(self, count: int) -> Ticket[int]:
         self.poll()
         if count < 1 or not self._usable():
@@ -123,64 +93,19 @@ class SharedPoolTier:
 
         return self._submit(self._writing, "evict", drop, deadline)
 
-    def poll(self) -> None:
-        for lane in (self._lookups, self._reading, self._writing):
-            for ticket in lane.drain():
-                self._end(self._work.pop(ticket), ticket)
-        while self._written:
-            self._blocks_written += self._written.popleft()
-        waiting = self._work.values()
-        if self._probes and "probe" not in waiting:
-            self._take_probe(self._probes.popleft())
-        if self._open and self._down and time.monotonic() >= self._down_until and "probe" not in waiting:
-            self._submit_probe()
-        if self._open and self._clear_wanted and not self._down and not {"store", "clear"} & set(waiting):
-            self._submit(self._writing, "clear", self._forget, math.inf)
-
-    def clear(self) -> None:
-        """Forget all blocks: this tier has none until the owner, asked again and again, has forgotten them."""
-        self._clear_wanted = True
-        for ticket, kind in list(self._work.items()):
-            if kind == "store":
-                ticket.cancel()
-        self.poll()
-
     def stats(self) -> TierStats:
         """Return statistics; blocks are those of all engines, as far as known, and the capacity is for all models."""
         self.poll()
         report = self._report
         blocks = sum(model.blocks for model in report.models) if report is not None else 0
-        return TierStats(
+        return replace(
+            self._counters(),
             blocks=blocks,
             bytes=blocks * self.payload_bytes,
             capacity_bytes=report.capacity if report is not None else None,
-            stores=self._stores,
-            loads=self._loads,
-            load_failures=self._load_failures,
-            store_failures=self._store_failures,
             evictions=sum(model.evictions for model in report.models) if report is not None else 0,
             bytes_written=self._blocks_written * self.payload_bytes,
-            bytes_read=self._loads * self.payload_bytes,
-            seconds_writing=self._seconds_writing,
-            seconds_reading=self._seconds_reading,
-            available=self._usable(),
         )
-
-    def close(self, deadline: float) -> None:
-        if not self._open:
-            return
-        for ticket, kind in list(self._work.items()):
-            if kind not in ("store", "clear"):
-                ticket.cancel()
-        while self._clear_wanted and not self._down and time.monotonic() < deadline:
-            self.poll()
-            time.sleep(0.001)
-        self._open = False
-        self._writing.close(deadline)
-        for lane in (self._reading, self._lookups):
-            lane.close(min(deadline, time.monotonic() + 0.1))
-        self.poll()
-        self._connections.close()
 
     def damage(self, key: bytes, bit: int) -> bool:
         """Flip one bit of a stored payload where it lies, for tests of what notices; False if there is no such block.
@@ -198,7 +123,7 @@ class SharedPoolTier:
 
     # The workers' side
 
-    def _store(self, items: Sequence[tuple[bytes, memoryview]], deadline: float) -> list[bool | Exception]:
+    def _store(self, items: Items, deadline: float) -> list[bool | Exception]:
         with self._connections.use(deadline) as (connection, memory):
             places = connection.ask(wire.Take([key for key, _ in items]), wire.Places, deadline).places
             written = [(place, payload) for (_, payload), place in zip(items, places, strict=True) if place >= 0]
@@ -210,7 +135,7 @@ class SharedPoolTier:
             self._written.append(len(written))
             return [next(published) if place >= 0 else place == THERE for place in places]
 
-    def _load(self, items: Sequence[tuple[bytes, memoryview]], deadline: float) -> list[bool | Exception]:
+    def _load(self, items: Items, deadline: float) -> list[bool | Exception]:
         with self._connections.use(deadline) as (connection, memory):
             pinned = connection.ask(wire.Pin([key for key, _ in items]), wire.Pinned, deadline).blocks
             results: list[bool | Exception] = []
@@ -243,79 +168,21 @@ class SharedPoolTier:
         self._report_at = time.monotonic() + self._probe_seconds
         return connection.ask(wire.Ask(), wire.Report, deadline)
 
-    def _probe_idle(self) -> None:
-        """Probe the owner, by a worker that nobody has asked for a while; poll() takes it in."""
-        try:
-            self._probes.append(self._probe())
-        except Exception as error:
-            self._connections.drop_idle()  # so that the memory of an owner that died is given back at once
-            self._probes.append(error)
+    # What the answers mean
 
-    # The owner's side
+    def _answered(self, answer: wire.Report) -> None:
+        self._report = answer
 
-    def _usable(self) -> bool:
-        return self._open and not self._down and not self._clear_wanted
+    def _count(self) -> None:
+        while self._written:
+            self._blocks_written += self._written.popleft()
 
-    def _submit(self, lane: Lane, kind: str, work: Callable[[], Any], deadline: float) -> Ticket[Any]:
-        ticket = lane.submit(work, deadline)
-        self._work[ticket] = kind
-        return ticket
-
-    def _submit_probe(self) -> Ticket[Any]:
-        return self._submit(self._lookups, "probe", self._probe, time.monotonic() + self._seconds)
-
-    def _submit_batches(
-        self,
-        lane: Lane,
-        kind: str,
-        items: Sequence[tuple[bytes, memoryview]],
-        do: Callable[[Sequence[tuple[bytes, memoryview]], float], list[bool | Exception]],
-    ) -> list[Ticket[bool]]:
-        tickets: list[Ticket[bool]] = []
-        deadline = time.monotonic() + self._seconds
-        for start in range(0, len(items), self._batch):
-            part = items[start : start + self._batch]
-            assert all(payload.nbytes == self.payload_bytes for _, payload in part), "a payload of another size"
-
-            def work(wanted: Sequence[int], part: Sequence[tuple[bytes, memoryview]] = part) -> list[bool | Exception]:
-                return do([part[i] for i in wanted], deadline)
-
-            batch = lane.submit_batch(work, len(part), deadline)
-            self._work.update(dict.fromkeys(batch, kind))
-            tickets.extend(batch)
-        return tickets
-
-    def _end(self, kind: str, ticket: Ticket[Any]) -> None:
-        result, error = ticket.result(), ticket.error
-        if kind == "store":
-            self._seconds_writing += ticket.seconds
-            self._stores += result is True
-            self._store_failures += result is not True
-        elif kind == "load":
-            self._seconds_reading += ticket.seconds
-            self._loads += result is True
-            self._load_failures += error is not None
-        elif kind == "clear" and result:
-            self._clear_wanted = False
-        elif kind == "probe":
-            self._take_probe(error or result or TimeoutError("no answer within the deadline"))
-            return
-        if error is not None and not isinstance(error, CorruptRecordError | TimeoutError):
-            self._fail(str(error))
-
-    def _take_probe(self, answer: wire.Report | Exception) -> None:
-        if isinstance(answer, Exception):
-            self._fail(str(answer))
-        else:
-            self._report = answer
-            self._down = False
-            self._health.succeeded()
-
-    def _fail(self, error: str) -> None:
-        self._health.failed(error)
+    def _let_go(self) -> None:
+        """Unmap the memory of an owner that died at once."""
         self._connections.drop_idle()
-        self._down = True
-        self._down_until = time.monotonic() + self._retry_seconds
+
+    def _disconnect(self) -> None:
+        self._connections.close()
 
 
 def _copy(to: memoryview, source: memoryview) -> None:

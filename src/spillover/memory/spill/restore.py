@@ -53,7 +53,8 @@ class Restore:
         wanted = [place for place, block in enumerate(to) if block]
         if backwards:
             wanted.reverse()
-        at_once = STARTED_AT_ONCE // store.batch * store.batch or STARTED_AT_ONCE  # whole copies, if one is not more
+        batch = store.copies.batch
+        at_once = STARTED_AT_ONCE // batch * batch or STARTED_AT_ONCE  # whole copies, if one is not more
         for start in range(0, len(wanted), at_once):  # the link is busy with some while the next are started
             places = wanted[start : start + at_once]
             self._start(places, [to[place] for place in places], [stored.keys[place] for place in places],

@@ -11,22 +11,21 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from spillover.memory.kv.events import BlockEvents, TellingTier
 from spillover.memory.policies.admission import AdmissionPolicy, Always
 from spillover.memory.spill.below import Below
+from spillover.memory.spill.copies import LinkCopies
 from spillover.memory.spill.host import Entry, HostCache, Slots
-from spillover.memory.spill.loads import CopyEnd, CopyIn, CopyOut, Fetch, Load, LoadState, Search, batches
+from spillover.memory.spill.loads import CopyEnd, Fetch, Load, LoadState, Search
 from spillover.memory.spill.report import TierReport
-from spillover.memory.spill.store_report import HostReport, Meter, tier_reports
+from spillover.memory.spill.store_report import HostReport, tier_reports
 from spillover.memory.spill.write_down import WriteDown
-from spillover.memory.tiers.base import Lane, Ticket, Tier
+from spillover.memory.tiers.base import Tier
 from spillover.memory.transfer.link import DeviceLink
 
-COPY_SECONDS = 0.003  # one copy over the link takes about this long, so that others get their turn
 LINK_RATE = 10e9  # bytes a second, where the link was not measured
-LINK_SECONDS = 10.0  # deadline of a copy over the link
 LOAD_SECONDS = 15.0  # deadline of a load, waiting for a slot included
 LOAD_PATIENCE = 0.1  # seconds that it waits for a slot before a block that no tier below has goes for it
 
@@ -57,22 +56,16 @@ class SpillStore:
         self._admission = admission or Always()
         self._link_rates = link_rates or {}
         self._wake = wake or threading.Event()
-        self._out = Lane("spill", 1, self._wake.set)
-        self._in = Lane("restore", 2, self._wake.set)  # one hands over a copy while the other waits for its own
-        self._copies_out: list[CopyOut] = []
-        self._copies_in: list[CopyIn] = []
+        self.copies = LinkCopies(link, self._host.slots, self.rates.get("host", LINK_RATE), self._wake.set)
         self._fetches: list[Fetch] = []
         self._below = Below(self.tiers, self._found_below)
         self._writes = WriteDown(self._host, self.tiers, self._admission, self._below.offered, self._unpin)
         self._queue: deque[Load] = deque()  # without a slot yet
         self._copyable: list[Load] = []  # held, with a block to go to
         self._waiters: dict[bytes, list[Load]] = {}  # loads of an entry that is still arriving
-        self._to_host, self._to_device = Meter(), Meter()
         self._hits: dict[str, int] = {}
-        self._failures = 0
         self._offloaded = 0
         self._short = 0  # blocks that lately found no slot
-        self.batch = max(1, int(COPY_SECONDS * self.rates.get("host", LINK_RATE) / link.slot_bytes))  # blocks a copy
 
     # Spilling
 
@@ -101,7 +94,7 @@ class SpillStore:
                 break
             entries.append(entry)
         self._short = len(items) - len(entries)
-        self._copy_out([block for _, block in items[: len(entries)]], entries, on_end)
+        self.copies.start_out([block for _, block in items[: len(entries)]], entries, on_end)
         return len(entries)
 
     def wanted(self, key: bytes) -> bool:
@@ -132,7 +125,7 @@ class SpillStore:
         loads: list[Load] = []
         for key, tier in zip(keys, tiers, strict=True):
             entry, last = self._ready(key), loads[-1] if loads else None
-            if entry and last and last.entries and last.tier == tier and len(last.keys) < self.batch:
+            if entry and last and last.entries and last.tier == tier and len(last.keys) < self.copies.batch:
                 last.keys.append(key)
             else:
                 loads.append(last := Load([key], tier, deadline))
@@ -188,7 +181,7 @@ class SpillStore:
             entry.private = True
             self._host.pin(entry)  # beside the copy's own
             entries.append(entry)
-        self._copy_out(blocks, entries, on_end)
+        self.copies.start_out(blocks, entries, on_end)
         return entries
 
     def release(self, entries: Sequence[Entry]) -> None:
@@ -206,7 +199,7 @@ class SpillStore:
     def busy(self) -> bool:
         """Return whether something is under way that poll() would take further. A tier that hangs keeps nobody waiting:
         what is past its deadline does not count."""
-        if self._copies_out or self._copies_in or self._queue or self._copyable or self._below.busy:
+        if self.copies.busy or self._queue or self._copyable or self._below.busy:
             return True
         now = time.monotonic()
         tickets = itertools.chain((fetch.ticket for fetch in self._fetches), self._writes.tickets())
@@ -222,7 +215,7 @@ class SpillStore:
         for tier in self.tiers:
             tier.poll()
         self.take_spilled()
-        loaded = any(copy.ticket.done() for copy in self._copies_in)
+        loaded = self.copies.loaded
         self._go_on()
         if loaded:  # whose request can go on at once
             self._wake.set()
@@ -232,16 +225,17 @@ class SpillStore:
 
     def poll_loads(self) -> None:
         """Do the part of poll() that requests wait for."""
-        if self._copies_in or self._fetches or self._queue or self._copyable:
+        if self.copies.loading or self._fetches or self._queue or self._copyable:
             for tier in self.tiers:
                 tier.poll()
             self._go_on()
 
     def take_spilled(self) -> None:
         """Do the part of poll() that gives device blocks back."""
-        self._out.drain()
-        if self._copies_out:
-            self._copies_out = [copy for copy in self._copies_out if not self._take_out(copy)]
+        for copy, seconds in self.copies.take_out():
+            self.spilled_blocks += len(copy.blocks) if seconds is not None else 0
+            self._arrived(copy.entries, seconds is not None, safe=not self.tiers)
+            copy.on_end(copy.blocks, copy.entries)
 
     def flush(self, deadline: float) -> None:
         """Write what only host memory has to the tiers below, as far as the deadline allows."""
@@ -264,9 +258,7 @@ class SpillStore:
         """End every thread; the link's memory is freed only when no copy can touch it any more."""
         for tier in self.tiers:
             tier.close(deadline)
-        self._out.close(deadline)
-        self._in.close(deadline)
-        if all(copy.ticket.done() for copies in (self._copies_out, self._copies_in) for copy in copies):
+        if self.copies.close(deadline):
             self.link.close()
 
     def tell(self, events: BlockEvents) -> None:
@@ -278,16 +270,14 @@ class SpillStore:
                 tier.tell(events)
 
     def reports(self) -> list[TierReport]:
-        host = HostReport(len(self._host), self._host.slots.limit, self._to_host, self._to_device, self._failures,
-                          self._host.dropped) if self.keeps else None
+        host = HostReport(len(self._host), self._host.slots.limit, self.copies.to_host, self.copies.to_device,
+                          self.copies.failures, self._host.dropped) if self.keeps else None
         return tier_reports(host, self.tiers, self._hits, self._link_rates, self.link.slot_bytes, self.dropped)
 
     def check(self) -> None:
         self._host.check()
         pins: dict[int, int] = {}
-        copied = [entry for copy in self._copies_out for entry in copy.entries]
-        copied += [entry for copy in self._copies_in for load in copy.loads for entry in load.entries]
-        for entry in (*copied, *(fetch.entry for fetch in self._fetches), *self._writes.entries()):
+        for entry in (*self.copies.entries(), *(fetch.entry for fetch in self._fetches), *self._writes.entries()):
             pins[entry.slot] = pins.get(entry.slot, 0) + 1
         for slot, count in pins.items():
             found = next(entry.pins for entry in self._host if entry.slot == slot)
@@ -311,74 +301,24 @@ class SpillStore:
         load.tier = found or "host"
         return found is not None
 
-    def _submit(self, lane: Lane, copy: Callable[..., None], blocks: Sequence[int],
-                entries: Sequence[Entry]) -> Ticket[float]:
-        slots = self._host.slots.views([entry.slot for entry in entries])
-        arguments = (blocks, slots) if lane is self._out else (slots, blocks)
-
-        def work() -> float:
-            started = time.perf_counter()
-            copy(*arguments)
-            return time.perf_counter() - started
-
-        return lane.submit(work, time.monotonic() + LINK_SECONDS)
-
-    def _copy_out(self, blocks: Sequence[int], entries: Sequence[Entry], on_end: CopyEnd) -> None:
-        for start in range(0, len(entries), self.batch):
-            part, to = list(blocks[start : start + self.batch]), list(entries[start : start + self.batch])
-            self._copies_out.append(CopyOut(self._submit(self._out, self.link.copy_out, part, to), part, to, on_end))
-
     def _flush_copies(self) -> None:
         """Hand to the link what can be copied now."""
-        for loads in batches(self._copyable, self.batch):
-            entries = [entry for load in loads for entry in load.entries]
-            blocks = [block for load in loads for block in load.blocks]
-            for load in loads:
-                load.state = LoadState.COPYING
-            self._copies_in.append(CopyIn(self._submit(self._in, self.link.copy_in, blocks, entries), blocks, loads))
+        self.copies.start_in(self._copyable)
         self._copyable.clear()
 
     def _go_on(self) -> None:
         """Take loads as far as they can go."""
-        self._in.drain()
+        for copy, seconds in self.copies.take_in():
+            if seconds:
+                self._observe("host", len(copy.blocks) * self.link.slot_bytes / seconds)
+            self._end(copy.loads, LoadState.FAILED if seconds is None else LoadState.DONE)
         now = time.monotonic()
-        if self._copies_in:
-            self._copies_in = [copy for copy in self._copies_in if not self._take_in(copy)]
         if self._fetches:
             self._take_fetches(now)
         if self._queue:
             self._expire_queue(now)
             self._start_loads()
         self._flush_copies()
-
-    def _take_in(self, copy: CopyIn) -> bool:
-        """Return whether a copy to the device has ended; then it is taken note of."""
-        if not copy.ticket.done():
-            return False
-        seconds = self._count_copy(copy, self._to_device)
-        if seconds:
-            self._observe("host", len(copy.blocks) * self.link.slot_bytes / seconds)
-        self._end(copy.loads, LoadState.FAILED if seconds is None else LoadState.DONE)
-        return True
-
-    def _take_out(self, copy: CopyOut) -> bool:
-        """Take in copies from the device that have ended."""
-        if not copy.ticket.done():
-            return False
-        ok = self._count_copy(copy, self._to_host) is not None
-        self.spilled_blocks += len(copy.blocks) if ok else 0
-        self._arrived(copy.entries, ok, safe=not self.tiers)
-        copy.on_end(copy.blocks, copy.entries)
-        return True
-
-    def _count_copy(self, copy: CopyIn | CopyOut, meter: Meter) -> float | None:
-        seconds = copy.ticket.result()
-        if seconds is None:
-            self._failures += len(copy.blocks)
-        else:
-            meter.bytes += len(copy.blocks) * self.link.slot_bytes
-            meter.seconds += seconds
-        return seconds
 
     def _take_fetches(self, now: float) -> None:
         pending = []
@@ -491,7 +431,7 @@ class SpillStore:
 
     def _margin(self) -> int:
         """Return the slots kept ready for what the device spills next, and for loads that wait for one."""
-        wanted = max(2 * self.batch, self._short) + len(self._queue)
+        wanted = max(2 * self.copies.batch, self._short) + len(self._queue)
         return min(wanted, self._host.slots.limit // 2) if self.keeps else 0
 
     def _found_below(self, key: bytes, there: bool) -> None:

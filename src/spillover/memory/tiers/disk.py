@@ -19,13 +19,12 @@ from spillover.memory.kv.events import BlockEvents
 from spillover.memory.policies import LRU, EvictionPolicy
 from spillover.memory.tiers.base import CorruptRecordError, Lane, Ticket, TierStats
 from spillover.memory.tiers.folder import CacheFolder, FolderLock, SegmentFile
-from spillover.memory.tiers.health import Health
+from spillover.memory.tiers.health import Health, disk_error
 from spillover.memory.tiers.record import RecordHeader
 from spillover.memory.tiers.recovery import FIXED_BYTES, Recovery, recover, segment_cost, slots_that_fit
 from spillover.memory.tiers.seal import PLAIN, Seal
 from spillover.memory.tiers.segment import Segment, round_up
 from spillover.memory.tiers.slots import SlotTable
-from spillover.memory.tiers.token_log import TokenLog
 from spillover.units import format_bytes
 
 SEGMENT_BYTES = 128 << 20  # at least
@@ -118,7 +117,6 @@ class DiskTier:
         self._stores = self._loads = self._store_failures = self._load_failures = 0
         self._seconds_writing = self._seconds_reading = 0.0
         self._lock: FolderLock | None = None
-        self._tokens: TokenLog | None = None
         self._open = self._start(description)
 
     # The tier
@@ -237,15 +235,9 @@ class DiskTier:
         """Tell of every block that is here now, and from now on of each that comes or goes."""
         self._table.tell(events)
 
-    def keep_beside(self, tokens: TokenLog) -> None:
-        """Close a log of tokens with the tier, under whose lock it is written."""
-        self._tokens = tokens
-
     def close(self, deadline: float) -> None:
         if not self._open:
             return
-        if self._tokens is not None:
-            self._tokens.close(deadline - time.monotonic())
         for ticket, work in list(self._work.items()):
             if isinstance(work, _Load):
                 ticket.cancel()
@@ -274,10 +266,7 @@ class DiskTier:
         return blocks
 
     def damage(self, key: bytes, bit: int) -> bool:
-        """Flip one bit of a stored payload where it lies, for tests of what notices; False if there is no such block.
-
-        Blocks on the disk.
-        """
+        """Flip one bit of a stored payload where it lies, for tests of what notices; False if it is not here."""
         slot = self._table.find(key)
         if slot is None:
             return False
@@ -411,7 +400,7 @@ class DiskTier:
                 self._submit_erasure(place.segment, [store.slot], [place.index])
             return
         self._store_failures += store.wanted
-        if (error := _disk_error(ticket)) is not None:
+        if (error := disk_error(ticket)) is not None:
             now = time.monotonic()
             self._health.failed(str(error))
             if error.errno in FULL or not self._table[store.slot].backed:
@@ -436,7 +425,7 @@ class DiskTier:
                 self._submit_erasure(place.segment, [load.slot], [place.index])
             else:
                 self._table.release(load.slot)
-        elif (error := _disk_error(ticket)) is not None:
+        elif (error := disk_error(ticket)) is not None:
             self._load_failures += 1
             self._health.failed(str(error))
             self._table.rest(load.slot, time.monotonic() + self._rest_seconds)
@@ -504,8 +493,3 @@ class DiskTier:
             self._health.failed(f"forgotten blocks may be found after a restart ({ticket.error or 'no time left'})")
         for slot in erasure.slots:
             self._table.release(slot)
-
-
-def _disk_error(ticket: Ticket[Any]) -> OSError | None:
-    """Return what the disk said; a deadline that passed in the queue says nothing about the disk, and has no errno."""
-    return ticket.error if isinstance(ticket.error, OSError) and ticket.error.errno is not None else None

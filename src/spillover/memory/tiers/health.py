@@ -2,6 +2,9 @@
 
 import logging
 import time
+from typing import Any
+
+from spillover.memory.tiers.base import Ticket
 
 log = logging.getLogger("spillover.memory")
 
@@ -35,3 +38,8 @@ class Health:
             self._warned = False
             log.warning("%s works again", self._what)
         self.error = None
+
+
+def disk_error(ticket: Ticket[Any]) -> OSError | None:
+    """Return what the disk said; a deadline that passed in the queue says nothing about the disk, and has no errno."""
+    return ticket.error if isinstance(ticket.error, OSError) and ticket.error.errno is not None else None

@@ -1,7 +1,7 @@
 """Blocks in a remote store that speaks the Redis protocol (Valkey, Redis), shared by all servers of one identity.
 
 A value is a record header and the payload. A server that is dead, slow, full, or no such server at all is a tier
-without blocks: after the first failure nothing waits for it, and it is asked now and then whether it is back.
+without blocks (see `served.py`).
 """
 
 import math
@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import redis
@@ -18,11 +19,12 @@ from redis.exceptions import RedisError, ResponseError
 from redis.retry import Retry
 
 from spillover.errors import SpilloverError
-from spillover.memory.tiers.base import CorruptRecordError, Lane, Ticket, TierStats
+from spillover.memory.tiers.base import CorruptRecordError, Ticket, TierStats
 from spillover.memory.tiers.health import Health
 from spillover.memory.tiers.record import HEADER_BYTES, RecordHeader
 from spillover.memory.tiers.remote_address import RemoteAddress
 from spillover.memory.tiers.seal import PLAIN, Seal
+from spillover.memory.tiers.served import Items, ServedTier
 from spillover.units import format_bytes
 
 TIMEOUT_SECONDS = 1.0
@@ -90,7 +92,7 @@ class RemoteRefusedError(Exception):
     """The server answers, but takes no blocks: it is full, read-only, or does not let us."""
 
 
-class RemoteTier:
+class RemoteTier(ServedTier):
     """A tier in a Redis server; `ttl=` and `size=` bound it, the latter over all servers that share the identity.
 
     Where servers give different sizes, the smallest holds. Without `size=` the server's own memory policy decides, and
@@ -98,6 +100,7 @@ class RemoteTier:
     """
 
     name = "remote"
+    _harmless = (*ServedTier._harmless, RemoteRefusedError)
 
     def __init__(
         self,
@@ -115,7 +118,6 @@ class RemoteTier:
     ) -> None:
         """Connect lazily. `timeout=` in the address goes before the argument; `threads` work in each direction."""
         address = RemoteAddress.parse(url)
-        self.payload_bytes = payload_bytes
         self._address = address
         self._seal = seal
         self._identity = identity = seal.identity(identity)
@@ -129,30 +131,19 @@ class RemoteTier:
                 f"a remote cache of {format_bytes(address.size or 0)} at {address.shown} cannot hold one block; "
                 f"give it at least size={value_bytes}"
             )
-        self._batch = max(1, BATCH_BYTES // value_bytes)
+        batch = max(1, BATCH_BYTES // value_bytes)
         if self._max_blocks is not None:
-            self._batch = min(self._batch, self._max_blocks)  # a batch must not evict its own blocks
-        self._seconds = address.timeout if address.timeout is not None else timeout
-        self._lookup_seconds = lookup_timeout if lookup_timeout is not None else self._seconds * LOOKUP_SHARE
-        self._retry_seconds = retry_seconds
+            batch = min(batch, self._max_blocks)  # a batch must not evict its own blocks
+        seconds = address.timeout if address.timeout is not None else timeout
+        super().__init__(f"remote cache at {address.shown}", payload_bytes, wake, batch=batch, seconds=seconds,
+                         lookup_seconds=lookup_timeout if lookup_timeout is not None else seconds * LOOKUP_SHARE,
+                         retry_seconds=retry_seconds, probe_seconds=probe_seconds, threads=threads, down=False)
         self._client = self._connect(self._seconds)
         self._asking = self._connect(self._lookup_seconds)
-        self._lookups = Lane("remote-lookup", 1, wake, (probe_seconds, self._probe_idle))
-        self._probes: deque[Exception | None] = deque(maxlen=1)  # from an idle worker: how the last one ended
-        self._reading = Lane("remote-read", threads, wake)
-        self._writing = Lane("remote-write", threads, wake)
-        self._work: dict[Ticket[Any], str] = {}
-        self._health = Health(f"remote cache at {address.shown}")
         self._write_health = Health(f"remote cache at {address.shown} takes no blocks")
-        self._down_until = 0.0  # the server is not asked before; meaningful while _down
-        self._down = False
         self._writes_from = 0.0  # after a refusal
-        self._clear_wanted = False
-        self._open = True
         self._accounts: deque[tuple[int, int]] = deque()  # from workers: blocks there are, blocks evicted for others
         self._blocks = self._evictions = 0
-        self._stores = self._loads = self._store_failures = self._load_failures = 0
-        self._seconds_writing = self._seconds_reading = 0.0
         self._submit_probe()  # so that the log hears of a wrong address at the start
 
     # The tier
@@ -176,23 +167,6 @@ class RemoteTier:
 
         return self._submit(self._lookups, "lookup", ask, time.monotonic() + self._lookup_seconds)
 
-    def has(self, key: bytes) -> None:
-        """Return None: only the server knows."""
-
-    def store(self, items: Sequence[tuple[bytes, memoryview]]) -> list[Ticket[bool]]:
-        self.poll()
-        now = time.monotonic()
-        if not self._usable() or now < self._writes_from:
-            self._store_failures += len(items)
-            return [Ticket.ended(False) for _ in items]
-        return self._submit_batches(self._writing, "store", items, self._store, now + self._seconds)
-
-    def load(self, items: Sequence[tuple[bytes, memoryview]]) -> list[Ticket[bool]]:
-        self.poll()
-        if not self._usable():
-            return [Ticket.ended(False) for _ in items]
-        return self._submit_batches(self._reading, "load", items, self._load, time.monotonic() + self._seconds)
-
     def evict(self, count: int) -> Ticket[int]:
         self.poll()
         if self._max_blocks is None or count < 1 or not self._usable():
@@ -206,69 +180,17 @@ class RemoteTier:
 
         return self._submit(self._writing, "evict", drop, time.monotonic() + self._seconds)
 
-    def poll(self) -> None:
-        for lane in (self._lookups, self._reading, self._writing):
-            for ticket in lane.drain():
-                self._end(self._work.pop(ticket), ticket)
-            if self._open and lane.stuck(time.monotonic()):
-                # Cutting the connections frees the workers; a server that trickles would hold them for ever.
-                self._fail("no answer within the deadline")
-                self._disconnect()
-        if self._probes and "probe" not in self._work.values():
-            self._take_probe(self._probes.popleft())
-        while self._accounts:
-            self._blocks, evicted = self._accounts.popleft()
-            self._evictions += evicted
-        waiting = self._work.values()
-        if self._open and self._down and time.monotonic() >= self._down_until and "probe" not in waiting:
-            self._submit_probe()
-        if self._open and self._clear_wanted and not self._down and not {"store", "clear"} & set(waiting):
-            self._submit(self._writing, "clear", self._forget, math.inf)
-
-    def clear(self) -> None:
-        """Forget all blocks: this tier has none until the server, asked again and again, has forgotten them."""
-        self._clear_wanted = True
-        for ticket, kind in list(self._work.items()):
-            if kind == "store":
-                ticket.cancel()
-        self.poll()
-
     def stats(self) -> TierStats:
         """Return statistics; `blocks` counts those of all engines, as far as known, which takes `size=`."""
         self.poll()
-        return TierStats(
+        return replace(
+            self._counters(),
             blocks=self._blocks,
             bytes=self._blocks * self.payload_bytes,
             capacity_bytes=self._address.size,
-            stores=self._stores,
-            loads=self._loads,
-            load_failures=self._load_failures,
-            store_failures=self._store_failures,
             evictions=self._evictions,
-            bytes_written=self._stores * self.payload_bytes,
-            bytes_read=self._loads * self.payload_bytes,
-            seconds_writing=self._seconds_writing,
-            seconds_reading=self._seconds_reading,
             available=self._usable() and self._write_health.ok,
         )
-
-    def close(self, deadline: float) -> None:
-        if not self._open:
-            return
-        for ticket, kind in list(self._work.items()):
-            if kind not in ("store", "clear"):
-                ticket.cancel()
-        while self._clear_wanted and not self._down and time.monotonic() < deadline:
-            self.poll()
-            time.sleep(0.001)
-        self._open = False
-        ended = self._writing.close(deadline)
-        if not ended:
-            self._disconnect()
-        for lane in (self._writing, self._reading, self._lookups):
-            lane.close(min(deadline, time.monotonic() + 0.1))
-        self.poll()
-        self._disconnect()
 
     def damage(self, key: bytes, bit: int) -> bool:
         """Flip one bit of a stored payload where it lies, for tests of what notices; False if there is no such block.
@@ -286,7 +208,7 @@ class RemoteTier:
 
     # The workers' side
 
-    def _store(self, items: Sequence[tuple[bytes, memoryview]]) -> list[bool | Exception]:
+    def _store(self, items: Items, deadline: float) -> list[bool | Exception]:
         names = [self._name(key) for key, _ in items]
         pipe = self._client.pipeline(transaction=False)
         for name in names:
@@ -299,7 +221,7 @@ class RemoteTier:
             self._set([names[i] for i in new], [items[i] for i in new])
         return [True] * len(items)
 
-    def _set(self, names: Sequence[bytes], items: Sequence[tuple[bytes, memoryview]]) -> None:
+    def _set(self, names: Sequence[bytes], items: Items) -> None:
         # In one transaction with the account of them, so that no value is ever stored that is in no account.
         pipe = self._client.pipeline(transaction=self._max_blocks is not None)
         if self._max_blocks is not None:
@@ -318,7 +240,7 @@ class RemoteTier:
         if self._max_blocks is not None:
             self._accounts.append((int(replies[0][0]), int(replies[0][1])))
 
-    def _load(self, items: Sequence[tuple[bytes, memoryview]]) -> list[bool | Exception]:
+    def _load(self, items: Items, deadline: float) -> list[bool | Exception]:
         names = [self._name(key) for key, _ in items]
         pipe = self._client.pipeline(transaction=False)
         for name in names:
@@ -388,13 +310,43 @@ class RemoteTier:
     def _unavailable(self, error: Exception) -> RemoteUnavailableError:
         return RemoteUnavailableError(self._address.hide(str(error)) or type(error).__name__)
 
+    def _probe(self) -> bool:
+        try:
+            return bool(self._asking.ping())
+        except RedisError as error:
+            raise self._unavailable(error) from None
+
+    # What the answers mean
+
+    def _ended(self, kind: str, result: Any, error: Exception | None) -> None:
+        if kind == "evict":
+            self._evictions += result or 0
+        elif kind == "clear" and result:
+            self._blocks = 0
+        if isinstance(error, RemoteRefusedError):
+            self._write_health.failed(str(error))
+            self._writes_from = time.monotonic() + self._retry_seconds
+        elif error is None and result is not None:
+            if not self._down:
+                self._health.succeeded()
+            if kind == "store":
+                self._write_health.succeeded()
+
+    def _count(self) -> None:
+        while self._accounts:
+            self._blocks, evicted = self._accounts.popleft()
+            self._evictions += evicted
+
+    def _takes_blocks(self) -> bool:
+        return self._usable() and time.monotonic() >= self._writes_from
+
+    def _said(self, error: Exception) -> str:
+        return self._address.hide(str(error))
+
     # The owner's side
 
     def _name(self, key: bytes) -> bytes:
         return self._prefix + key.hex().encode()
-
-    def _usable(self) -> bool:
-        return self._open and not self._down and not self._clear_wanted
 
     def _connect(self, seconds: float) -> "redis.Redis":
         try:
@@ -412,88 +364,10 @@ class RemoteTier:
             raise SpilloverError(f"the remote store {self._address.shown} cannot be used: {problem}") from None
         return client
 
-    def _submit(self, lane: Lane, kind: str, work: Callable[[], Any], deadline: float) -> Ticket[Any]:
-        ticket = lane.submit(work, deadline)
-        self._work[ticket] = kind
-        return ticket
-
-    def _submit_probe(self) -> None:
-        self._submit(self._lookups, "probe", self._ping, time.monotonic() + self._seconds)
-
-    def _ping(self) -> bool:
-        try:
-            return bool(self._asking.ping())
-        except RedisError as error:
-            raise self._unavailable(error) from None
-
-    def _probe_idle(self) -> None:
-        """Probe the server, by a worker that nobody has asked for a while; poll() takes it in."""
-        try:
-            self._ping()
-        except Exception as error:
-            self._probes.append(error)
-        else:
-            self._probes.append(None)
-
-    def _take_probe(self, error: Exception | None) -> None:
-        if error is not None:
-            self._fail(self._address.hide(str(error)))
-        else:
-            self._down = False
-            self._health.succeeded()
-
-    def _submit_batches(
-        self,
-        lane: Lane,
-        kind: str,
-        items: Sequence[tuple[bytes, memoryview]],
-        do: Callable[[Sequence[tuple[bytes, memoryview]]], list[bool | Exception]],
-        deadline: float,
-    ) -> list[Ticket[bool]]:
-        tickets: list[Ticket[bool]] = []
-        for start in range(0, len(items), self._batch):
-            part = items[start : start + self._batch]
-            assert all(payload.nbytes == self.payload_bytes for _, payload in part), "a payload of another size"
-
-            def work(wanted: Sequence[int], part: Sequence[tuple[bytes, memoryview]] = part) -> list[bool | Exception]:
-                return do([part[i] for i in wanted])
-
-            batch = lane.submit_batch(work, len(part), deadline)
-            self._work.update(dict.fromkeys(batch, kind))
-            tickets.extend(batch)
-        return tickets
-
-    def _end(self, kind: str, ticket: Ticket[Any]) -> None:
-        result, error = ticket.result(), ticket.error
-        if kind == "store":
-            self._seconds_writing += ticket.seconds
-            self._stores += result is True
-            self._store_failures += error is not None
-        elif kind == "load":
-            self._seconds_reading += ticket.seconds
-            self._loads += result is True
-            self._load_failures += error is not None
-        elif kind == "evict":
-            self._evictions += result or 0
-        elif kind == "clear" and result:
-            self._clear_wanted = False
-            self._blocks = 0
-        if isinstance(error, RemoteRefusedError):
-            self._write_health.failed(str(error))
-            self._writes_from = time.monotonic() + self._retry_seconds
-        elif error is not None and not isinstance(error, CorruptRecordError | TimeoutError):
-            self._fail(self._address.hide(str(error)))
-        elif error is None and result is not None:
-            if kind == "probe" or not self._down:
-                self._down = False
-                self._health.succeeded()
-            if kind == "store":
-                self._write_health.succeeded()
-
-    def _fail(self, error: str) -> None:
-        self._health.failed(error)
-        self._down = True
-        self._down_until = time.monotonic() + self._retry_seconds
+    def _cut_off(self) -> None:
+        """Free the workers, which a server that trickles would hold for ever."""
+        self._fail("no answer within the deadline")
+        self._disconnect()
 
     def _disconnect(self) -> None:
         for client in (self._client, self._asking):

@@ -1,0 +1,109 @@
+"""Copies over the link between the device and host memory: handed to threads of their own, metered when they end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from spillover.memory.spill.host import Entry, Slots
+from spillover.memory.spill.loads import CopyEnd, CopyIn, CopyOut, Load, LoadState, batches
+from spillover.memory.spill.store_report import Meter
+from spillover.memory.tiers.base import Lane, Ticket
+from spillover.memory.transfer.link import DeviceLink
+
+COPY_SECONDS = 0.003  # one copy over the link takes about this long, so that others get their turn
+LINK_SECONDS = 10.0  # deadline of a copy over the link
+
+
+class LinkCopies:
+    """The copies on their way, each way. An entry stays pinned by its copy until that was taken."""
+
+    def __init__(self, link: DeviceLink, slots: Slots, rate: float, wake: Callable[[], None]) -> None:
+        """Make the lanes. `rate`: bytes a second of the link, which decides how many blocks one copy has."""
+        self.batch = max(1, int(COPY_SECONDS * rate / link.slot_bytes))  # blocks a copy
+        self.to_host, self.to_device = Meter(), Meter()
+        self.failures = 0  # blocks
+        self._link = link
+        self._slots = slots
+        self._out = Lane("spill", 1, wake)
+        self._in = Lane("restore", 2, wake)  # one hands over a copy while the other waits for its own
+        self._outgoing: list[CopyOut] = []
+        self._incoming: list[CopyIn] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._outgoing or self._incoming)
+
+    @property
+    def loading(self) -> bool:
+        return bool(self._incoming)
+
+    @property
+    def loaded(self) -> bool:
+        """Return whether a copy to the device has ended and was not taken yet."""
+        return any(copy.ticket.done() for copy in self._incoming)
+
+    def start_out(self, blocks: Sequence[int], entries: Sequence[Entry], on_end: CopyEnd) -> None:
+        for start in range(0, len(entries), self.batch):
+            part, to = list(blocks[start : start + self.batch]), list(entries[start : start + self.batch])
+            self._outgoing.append(CopyOut(self._submit(self._out, self._link.copy_out, part, to), part, to, on_end))
+
+    def start_in(self, held: Sequence[Load]) -> None:
+        """Copy loads whose blocks are in host memory to the blocks of the device that they are to go to."""
+        for loads in batches(held, self.batch):
+            entries = [entry for load in loads for entry in load.entries]
+            blocks = [block for load in loads for block in load.blocks]
+            for load in loads:
+                load.state = LoadState.COPYING
+            self._incoming.append(CopyIn(self._submit(self._in, self._link.copy_in, blocks, entries), blocks, loads))
+
+    def take_out(self) -> list[tuple[CopyOut, float | None]]:
+        """Return copies from the device that have ended, with the seconds each took; None: it failed."""
+        self._out.drain()
+        ended = [copy for copy in self._outgoing if copy.ticket.done()]
+        if ended:
+            self._outgoing = [copy for copy in self._outgoing if copy not in ended]
+        return [(copy, self._count(copy, self.to_host)) for copy in ended]
+
+    def take_in(self) -> list[tuple[CopyIn, float | None]]:
+        """Return copies to the device that have ended, with the seconds each took; None: it failed."""
+        self._in.drain()
+        ended = [copy for copy in self._incoming if copy.ticket.done()]
+        if ended:
+            self._incoming = [copy for copy in self._incoming if copy not in ended]
+        return [(copy, self._count(copy, self.to_device)) for copy in ended]
+
+    def entries(self) -> Iterator[Entry]:
+        for copy in self._outgoing:
+            yield from copy.entries
+        for back in self._incoming:
+            for load in back.loads:
+                yield from load.entries
+
+    def close(self, deadline: float) -> bool:
+        """End the threads; False if a copy may still touch the link's memory."""
+        self._out.close(deadline)
+        self._in.close(deadline)
+        copies: list[CopyIn | CopyOut] = [*self._outgoing, *self._incoming]
+        return all(copy.ticket.done() for copy in copies)
+
+    def _submit(self, lane: Lane, copy: Callable[..., None], blocks: Sequence[int],
+                entries: Sequence[Entry]) -> Ticket[float]:
+        slots = self._slots.views([entry.slot for entry in entries])
+        arguments = (blocks, slots) if lane is self._out else (slots, blocks)
+
+        def work() -> float:
+            started = time.perf_counter()
+            copy(*arguments)
+            return time.perf_counter() - started
+
+        return lane.submit(work, time.monotonic() + LINK_SECONDS)
+
+    def _count(self, copy: CopyIn | CopyOut, meter: Meter) -> float | None:
+        seconds = copy.ticket.result()
+        if seconds is None:
+            self.failures += len(copy.blocks)
+        else:
+            meter.bytes += len(copy.blocks) * self._link.slot_bytes
+            meter.seconds += seconds
+        return seconds

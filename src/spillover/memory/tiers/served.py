@@ -1,0 +1,250 @@
+"""A tier whose blocks another process keeps: how it is asked, found gone, found again, made to forget, and closed.
+
+After the first failure nothing waits for the server; it is asked now and then whether it is back. What is said to a
+server, and what its answers mean, is the sub-class's.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from spillover.memory.tiers.base import CorruptRecordError, Lane, Ticket, TierStats
+from spillover.memory.tiers.health import Health
+
+Items = Sequence[tuple[bytes, memoryview]]
+
+
+class ServedTier:
+    """A tier in another process. Methods called by workers say so; all others belong to the owner's thread."""
+
+    name: str
+    _harmless: ClassVar[tuple[type[Exception], ...]] = (CorruptRecordError, TimeoutError)  # after these it is still up
+
+    def __init__(
+        self,
+        shown: str,
+        payload_bytes: int,
+        wake: Callable[[], None],
+        *,
+        batch: int,
+        seconds: float,
+        lookup_seconds: float,
+        retry_seconds: float,
+        probe_seconds: float,
+        threads: int,
+        down: bool,
+    ) -> None:
+        """Start without asking anything. `shown`: how log lines name it; `batch`: the most blocks in one request;
+        `down`: nothing waits for the server before it has answered once."""
+        self.payload_bytes = payload_bytes
+        self._batch = batch
+        self._seconds = seconds
+        self._lookup_seconds = lookup_seconds
+        self._retry_seconds = retry_seconds
+        self._lookups = Lane(f"{self.name}-lookup", 1, wake, (probe_seconds, self._probe_idle))
+        self._reading = Lane(f"{self.name}-read", threads, wake)
+        self._writing = Lane(f"{self.name}-write", threads, wake)
+        self._work: dict[Ticket[Any], str] = {}  # what each is for
+        self._probes: deque[Any] = deque(maxlen=1)  # from workers: the server's last answer, or an Exception
+        self._health = Health(shown)
+        self._down = down
+        self._down_until = math.inf if down else 0.0  # the server is not asked before; meaningful while _down
+        self._clear_wanted = False
+        self._open = True
+        self._stores = self._loads = self._store_failures = self._load_failures = 0
+        self._seconds_writing = self._seconds_reading = 0.0
+
+    # The tier
+
+    def has(self, key: bytes) -> None:
+        """Return None: only the server knows."""
+
+    def store(self, items: Items) -> list[Ticket[bool]]:
+        self.poll()
+        if not self._takes_blocks():
+            self._store_failures += len(items)
+            return [Ticket.ended(False) for _ in items]
+        return self._submit_batches(self._writing, "store", items, self._store)
+
+    def load(self, items: Items) -> list[Ticket[bool]]:
+        self.poll()
+        if not self._usable():
+            return [Ticket.ended(False) for _ in items]
+        return self._submit_batches(self._reading, "load", items, self._load)
+
+    def poll(self) -> None:
+        for lane in (self._lookups, self._reading, self._writing):
+            for ticket in lane.drain():
+                self._end(self._work.pop(ticket), ticket)
+            if self._open and lane.stuck(time.monotonic()):
+                self._cut_off()
+        self._count()
+        waiting = self._work.values()
+        if self._probes and "probe" not in waiting:
+            self._take_probe(self._probes.popleft())
+        if self._open and self._down and time.monotonic() >= self._down_until and "probe" not in waiting:
+            self._submit_probe()
+        if self._open and self._clear_wanted and not self._down and not {"store", "clear"} & set(waiting):
+            self._submit(self._writing, "clear", self._forget, math.inf)
+
+    def clear(self) -> None:
+        """Forget all blocks: this tier has none until the server, asked again and again, has forgotten them."""
+        self._clear_wanted = True
+        for ticket, kind in list(self._work.items()):
+            if kind == "store":
+                ticket.cancel()
+        self.poll()
+
+    def close(self, deadline: float) -> None:
+        if not self._open:
+            return
+        for ticket, kind in list(self._work.items()):
+            if kind not in ("store", "clear"):
+                ticket.cancel()
+        while self._clear_wanted and not self._down and time.monotonic() < deadline:
+            self.poll()
+            time.sleep(0.001)
+        self._open = False
+        if not self._writing.close(deadline):
+            self._disconnect()
+        for lane in (self._writing, self._reading, self._lookups):
+            lane.close(min(deadline, time.monotonic() + 0.1))
+        self.poll()
+        self._disconnect()
+
+    # What a sub-class says to its server, by workers
+
+    @abstractmethod
+    def _store(self, items: Items, deadline: float) -> list[bool | Exception]:
+        """Store blocks and return for each whether it is there now."""
+
+    @abstractmethod
+    def _load(self, items: Items, deadline: float) -> list[bool | Exception]:
+        """Load blocks and return for each whether its buffer holds what was stored."""
+
+    @abstractmethod
+    def _forget(self) -> bool:
+        """Have the server forget all blocks of this identity."""
+
+    @abstractmethod
+    def _probe(self) -> Any:
+        """Return the server's answer to the question whether it is there; raises where there is none."""
+
+    # What else differs among servers
+
+    @abstractmethod
+    def _disconnect(self) -> None:
+        """Close all connections; those in use end what they are used for."""
+
+    def _let_go(self) -> None:
+        """Give up what is kept for a server that may be gone; called by workers too."""
+
+    def _cut_off(self) -> None:
+        """Free workers that hang past their deadline, where requests do not end by themselves."""
+
+    def _answered(self, answer: Any) -> None:
+        """Take in the answer to a probe."""
+
+    def _ended(self, kind: str, result: Any, error: Exception | None) -> None:
+        """Take in how a request other than a probe ended."""
+
+    def _count(self) -> None:
+        """Take in what workers have counted."""
+
+    def _said(self, error: Exception) -> str:
+        """Return an error as logs may show it."""
+        return str(error)
+
+    def _takes_blocks(self) -> bool:
+        return self._usable()
+
+    # What they share
+
+    def _usable(self) -> bool:
+        return self._open and not self._down and not self._clear_wanted
+
+    def _counters(self) -> TierStats:
+        """Return statistics of this engine's own requests."""
+        return TierStats(
+            stores=self._stores,
+            loads=self._loads,
+            load_failures=self._load_failures,
+            store_failures=self._store_failures,
+            bytes_written=self._stores * self.payload_bytes,
+            bytes_read=self._loads * self.payload_bytes,
+            seconds_writing=self._seconds_writing,
+            seconds_reading=self._seconds_reading,
+            available=self._usable(),
+        )
+
+    def _submit(self, lane: Lane, kind: str, work: Callable[[], Any], deadline: float) -> Ticket[Any]:
+        ticket = lane.submit(work, deadline)
+        self._work[ticket] = kind
+        return ticket
+
+    def _submit_probe(self) -> Ticket[Any]:
+        return self._submit(self._lookups, "probe", self._probe, time.monotonic() + self._seconds)
+
+    def _submit_batches(self, lane: Lane, kind: str, items: Items,
+                        do: Callable[[Items, float], list[bool | Exception]]) -> list[Ticket[bool]]:
+        tickets: list[Ticket[bool]] = []
+        deadline = time.monotonic() + self._seconds
+        for start in range(0, len(items), self._batch):
+            part = items[start : start + self._batch]
+            assert all(payload.nbytes == self.payload_bytes for _, payload in part), "a payload of another size"
+
+            def work(wanted: Sequence[int], part: Items = part) -> list[bool | Exception]:
+                return do([part[i] for i in wanted], deadline)
+
+            batch = lane.submit_batch(work, len(part), deadline)
+            self._work.update(dict.fromkeys(batch, kind))
+            tickets.extend(batch)
+        return tickets
+
+    def _end(self, kind: str, ticket: Ticket[Any]) -> None:
+        result, error = ticket.result(), ticket.error
+        if kind == "probe":
+            answer = error or TimeoutError("no answer within the deadline") if result is None else result
+            if self._down or not isinstance(answer, TimeoutError):  # one that never began says nothing of a server
+                self._take_probe(answer)
+            return
+        if kind == "store":
+            self._seconds_writing += ticket.seconds
+            self._stores += result is True
+            self._store_failures += result is False or error is not None
+        elif kind == "load":
+            self._seconds_reading += ticket.seconds
+            self._loads += result is True
+            self._load_failures += error is not None
+        elif kind == "clear" and result:
+            self._clear_wanted = False
+        self._ended(kind, result, error)
+        if error is not None and not isinstance(error, self._harmless):
+            self._fail(self._said(error))
+
+    def _probe_idle(self) -> None:
+        """Probe the server, by a worker that nobody has asked for a while; poll() takes it in."""
+        try:
+            self._probes.append(self._probe())
+        except Exception as error:
+            self._let_go()  # at once: nobody may ask for long
+            self._probes.append(error)
+
+    def _take_probe(self, answer: Any) -> None:
+        if isinstance(answer, Exception):
+            self._fail(self._said(answer))
+        else:
+            self._answered(answer)
+            self._down = False
+            self._health.succeeded()
+
+    def _fail(self, error: str) -> None:
+        self._health.failed(error)
+        self._let_go()
+        self._down = True
+        self._down_until = time.monotonic() + self._retry_seconds
