@@ -108,6 +108,15 @@ def _the_same_numbers_every_time() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _a_share_of_the_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tests share a device, so that none may take all of it: one that gives no budget has a small one."""
+    if request.node.get_closest_marker("gpu") is not None:
+        from support.device_share import share_device
+
+        share_device(monkeypatch)
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Traces and evaluation sets that lie beside a checkout; never part of it."""
