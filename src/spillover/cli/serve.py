@@ -28,6 +28,8 @@ if TYPE_CHECKING:
               help="Port to listen on; 0 takes a free one.")
 @click.option("--api-key", "api_keys", multiple=True, metavar="KEY", envvar="SPILLOVER_API_KEY",
               help="Ask clients for this key; may be given more than once.  [env: SPILLOVER_API_KEY]")
+@click.option("--api-key-file", default=None, metavar="FILE",
+              help="Keys with names, a line NAME KEY for each; read again on SIGHUP. Usage is counted by name.")
 @click.option("--admin-api-key", "admin_keys", multiple=True, metavar="KEY", envvar="SPILLOVER_ADMIN_API_KEY",
               help="Enable the admin routes, for this key alone; may be given more than once.  "
                    "[env: SPILLOVER_ADMIN_API_KEY]")
@@ -63,6 +65,9 @@ if TYPE_CHECKING:
               help="Whether a special token written in a message, as <|im_end|>, becomes that token or stays text.")
 @click.option("--drain-seconds", default=30.0, show_default=True, type=click.FloatRange(min=0),
               help="Maximum time that running requests may take to end after Ctrl-C or SIGTERM.")
+@click.option("--shutdown-delay-seconds", default=0.0, show_default=True, type=click.FloatRange(min=0),
+              help="Go on taking requests for this long after SIGTERM while /readyz already answers 503, so that load "
+                   "balancers notice first.")
 @click.option("--engine-degraded-seconds", default=5.0, show_default=True, type=click.FloatRange(min=1),
               help="Answer 503 to /health and refuse requests after this long without a heartbeat of the engine.")
 @click.option("--engine-hang-seconds", default=30.0, show_default=True, type=click.FloatRange(min=1),
@@ -73,6 +78,11 @@ if TYPE_CHECKING:
 @click.option("--log-format", default="text", show_default=True, type=click.Choice(("text", "json")),
               help="How log lines are written to stderr.")
 @click.option("--log-prompts", is_flag=True, help="Also log the text of prompts, which is private as a rule.")
+@click.option("--metrics-prefix", default="spillover", show_default=True, type=click.Choice(("spillover", "vllm")),
+              help="vllm: /metrics also has vLLM's metrics under vLLM's names, for gateways that read these.")
+@click.option("--otlp-traces-endpoint", default=None, metavar="URL",
+              help="Send OpenTelemetry traces there over HTTP, as to http://127.0.0.1:4318/v1/traces; needs "
+                   "spillover[otel].")
 @click.option("--profiler-dir", default=None, metavar="DIR",
               help="Turn on POST /start_profile and /stop_profile, which write traces of the engine's steps to DIR.")
 @engine_options()
@@ -96,8 +106,10 @@ def serve(config: EngineConfig, **options: Any) -> None:
 
 def _settings(config: EngineConfig, options: dict[str, Any]) -> ServerSettings:
     """Return the command's own options, whose names are the settings', checked."""
+    from spillover.server.auth import KeyRing
     from spillover.server.engine.heartbeat import HangLimits
     from spillover.server.settings import ServerSettings
+    from spillover.server.telemetry.tracing import traces_endpoint
     from spillover.units import format_bytes, parse_bytes
 
     if any(not key for key in (*options["api_keys"], *options["admin_keys"])):
@@ -117,6 +129,10 @@ def _settings(config: EngineConfig, options: dict[str, Any]) -> ServerSettings:
     odd = next((name for name in options["allowed_hosts"] if name != "*" and set(name) & set(":/*")), None)
     if odd is not None:
         raise SpilloverError(f"--allowed-host is a name such as models.example.org, without a port, or *; got '{odd}'")
+    if options["api_key_file"] is not None:
+        KeyRing(options["api_keys"], options["api_key_file"])
+    if options["otlp_traces_endpoint"] is not None:
+        options["otlp_traces_endpoint"] = traces_endpoint(options["otlp_traces_endpoint"])
     _check_certificate(options["ssl_certfile"], options["ssl_keyfile"])
     served = tuple(dict.fromkeys(" ".join(options["served_model_names"]).split())) or (_name(config.model),)
     limits = HangLimits(*(options.pop(f"engine_{name}_seconds") for name in ("degraded", "hang", "step")))
@@ -164,7 +180,8 @@ def _run(config: EngineConfig, settings: ServerSettings, listening: socket, addr
             empty = " with no model behind it (--load-format null)" if client.info.null_model else ""
             console.print(f"[bold]{names}[/bold] is served at {address}/v1{empty}", highlight=False, soft_wrap=True)
             console.print(f"Page: {address}/   Ctrl-C stops.", highlight=False, soft_wrap=True)
-            if not settings.api_keys and settings.host not in ("127.0.0.1", "localhost", "::1"):
+            keyless = not settings.api_keys and settings.api_key_file is None
+            if keyless and settings.host not in ("127.0.0.1", "localhost", "::1"):
                 console.print("Anyone who can reach this machine can use the server; --api-key requires a key.",
                               style="yellow", highlight=False, soft_wrap=True)
 

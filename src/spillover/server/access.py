@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from spillover.server.api.errors import ApiError, error_response
 from spillover.server.api.generation import Job
+from spillover.server.api.probes import PROBES
 from spillover.server.front import Front
 from spillover.units import format_bytes
 
@@ -22,7 +23,7 @@ BODIES_AT_ONCE = 16
 _SMALL_BODY = 65_536
 
 # Asked for every second by dashboards and probes: not logged.
-_QUIET = ("/health", "/ping", "/metrics", "/live", "/page/", "/favicon.ico")
+_QUIET = (*PROBES, "/metrics", "/live", "/page/", "/favicon.ico")
 
 
 class RequestLog:
@@ -44,6 +45,8 @@ class RequestLog:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                if self._front.draining:  # the client's next request opens a connection, which finds another server
+                    message["headers"].append((b"connection", b"close"))
             await send(message)
 
         try:
@@ -57,6 +60,8 @@ class RequestLog:
         path = scope["path"][:128].encode("unicode_escape").decode()
         fields: dict[str, Any] = {"method": scope["method"], "path": path, "status": status,
                                   "milliseconds": round(seconds * 1e3), "id": request_id}
+        if "spillover.key" in scope:
+            fields["key"] = scope["spillover.key"]
         jobs: list[Job] = scope.get("spillover.jobs") or []
         if not jobs:
             return fields
@@ -139,7 +144,8 @@ class BodyLimit:
 
 def _line(fields: dict[str, Any]) -> str:
     line = "{method} {path} {status} {milliseconds} ms id={id}".format_map(fields)
-    line += "".join(f" {name}={fields[name]}" for name in ("prompt", "cached", "output", "ended") if name in fields)
+    shown = ("key", "prompt", "cached", "output", "ended")
+    line += "".join(f" {name}={fields[name]}" for name in shown if name in fields)
     line += f" ttft={fields['ttft_milliseconds']} ms" if "ttft_milliseconds" in fields else ""
     return line + (f" prompt_text={fields['prompt_text']}" if "prompt_text" in fields else "")
 

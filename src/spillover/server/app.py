@@ -7,11 +7,11 @@ from starlette.middleware.cors import CORSMiddleware
 
 import spillover
 from spillover.server.access import BodyLimit, RequestLog
-from spillover.server.api import admin, chat, completions, responses
+from spillover.server.api import admin, chat, completions, probes, responses
 from spillover.server.api.documents import describe
 from spillover.server.api.errors import LastResort, add_error_handlers
 from spillover.server.api.response_store import ResponseStore
-from spillover.server.auth import ApiKeys
+from spillover.server.auth import ANONYMOUS, ApiKeys, KeyRing
 from spillover.server.engine.async_llm import AsyncLLM
 from spillover.server.front import Front
 from spillover.server.origin import SameSite
@@ -27,6 +27,7 @@ from spillover.server.schemas.schemas_responses import ResponsesRequest
 from spillover.server.settings import ServerSettings
 from spillover.server.telemetry.page_routes import add_metrics, add_page
 from spillover.server.telemetry.recorder import Recorder
+from spillover.server.telemetry.tracing import TraceRequests, Traces
 
 BODIES = (CompletionRequest, ChatRequest, ResponsesRequest, TokenizeTextRequest, TokenizeChatRequest, DetokenizeRequest,
           EmbeddingsRequest)
@@ -35,25 +36,32 @@ BODIES = (CompletionRequest, ChatRequest, ResponsesRequest, TokenizeTextRequest,
 def make_app(client: AsyncLLM, settings: ServerSettings) -> FastAPI:
     app = FastAPI(title="Spillover", version=spillover.__version__, docs_url=None, redoc_url=None,
                   description="An OpenAI-compatible server for language models that do not fit.")
-    recorder = Recorder(client, settings.served_model_names[0])
+    keys = KeyRing(settings.api_keys, settings.api_key_file)
+    recorder = Recorder(client, settings.served_model_names[0], keys.names or (ANONYMOUS,),
+                        settings.metrics_prefix == "vllm")
     front = Front(client, settings, recorder)
-    app.state.front, app.state.client, app.state.recorder = front, client, recorder
+    app.state.front, app.state.client, app.state.recorder, app.state.keys = front, client, recorder, keys
     app.state.responses = ResponseStore(settings.response_store_bytes)
-    for family in (completions, chat, responses, admin):
+    for family in (completions, chat, responses, admin, probes):
         app.include_router(family.router)
     add_page(app)
     add_error_handlers(app)
     describe(app, BODIES)
     # The last one added is the outermost.
     app.add_middleware(BodyLimit, limit=settings.max_request_bytes)
-    if settings.api_keys or settings.admin_keys:
-        app.add_middleware(ApiKeys, keys=settings.api_keys, admin_keys=settings.admin_keys)
-    if not settings.api_keys:  # a page of another site does not know a key
+    if keys or settings.admin_keys:
+        app.add_middleware(ApiKeys, keys=keys, admin_keys=settings.admin_keys)
+    if not keys:  # a page of another site does not know a key
         app.add_middleware(SameSite, host=settings.host, origins=settings.cors_origins, hosts=settings.allowed_hosts)
     app.add_middleware(LastResort)
     add_metrics(app)  # counts what the layers before it answer too
     if settings.cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"],
                            allow_headers=["*"])
+    app.state.traces = None
+    if settings.otlp_traces_endpoint is not None:
+        app.state.traces = Traces(settings.otlp_traces_endpoint, client, settings.served_model_names[0],
+                                  recorder.metrics.registry)
+        app.add_middleware(TraceRequests, traces=app.state.traces)
     app.add_middleware(RequestLog, front=front)
     return app

@@ -21,6 +21,7 @@ from spillover.server.api.sampling import Context
 from spillover.server.api.token_text import TokenTexts
 from spillover.server.engine.async_llm import AsyncLLM
 from spillover.server.settings import ServerSettings
+from spillover.server.telemetry.usage import Usage
 
 Result = TypeVar("Result")
 
@@ -32,6 +33,8 @@ INLINE_BYTES = 8192  # a larger body is parsed and prepared in a thread: it woul
 
 
 class RequestRecorder(Protocol):
+    usage: Usage
+
     def started(self, answer: Answer, kind: str) -> None: ...
     def finished(self, answer: Answer, status: str | int) -> None: ...
 
@@ -42,6 +45,7 @@ class Front:
     settings: ServerSettings
     recorder: RequestRecorder
     started: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False  # told to stop: not ready any more, though requests may still be taken
     # Two: one long text must not hold up every other request, and more would take the engine's cores.
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "spillover-prepare"))
     # One for the large: parsing holds the interpreter for tens of milliseconds, and two would do so in turn.
@@ -62,6 +66,11 @@ class Front:
         """Refuse requests while the engine is not ready; called first by routes that need the model."""
         if not self.client.ready:
             raise EngineDead(f"The engine is not ready ({self.client.engine_state}): {self.client.trouble}.")
+
+    @property
+    def started_once(self) -> bool:
+        """Return whether the model has been loaded, also where the engine has died since."""
+        return getattr(self.client, "info", None) is not None
 
     @property
     def context(self) -> Context:

@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spillover.server.api.errors import ApiError, error_response
+from spillover.server.api.probes import PROBES  # asked by load balancers under whatever name
 
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # these change nothing, and browsers keep their answers from other sites
-_OPEN_PATHS = ("/health", "/ping")  # asked by load balancers under whatever name
 
 
 class SameSite:
@@ -32,7 +32,7 @@ class SameSite:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         host = _header(scope, b"host")
-        if scope["path"] not in _OPEN_PATHS and not self._known(host):
+        if scope["path"] not in PROBES and not self._known(host):
             name = _name(host)
             return ApiError(403, f"This server is not known as '{name[:128]}'; if it should be, start it with "
                                  f"--allowed-host {name[:128]}.", code="unknown_host")

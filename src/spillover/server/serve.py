@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import math
 import signal
 import socket
 import sys
@@ -16,16 +15,20 @@ import uvicorn
 import uvloop
 
 from spillover.engine.config import EngineConfig
+from spillover.errors import SpilloverError
 from spillover.plan.planner import Plan
 from spillover.server.app import make_app
+from spillover.server.auth import KeyRing
 from spillover.server.connection import Connections
 from spillover.server.engine.async_llm import AsyncLLM
+from spillover.server.notify import notify
 from spillover.server.settings import ServerSettings
 
 log = logging.getLogger("spillover.server")
 
 # A thread that parses gives the interpreter up to the event loop this soon, where it can.
 _SWITCH_SECONDS = 0.001
+_LAST_SPANS_SECONDS = 3  # for traces of the last requests to reach their collector
 _LAST_BYTES_SECONDS = 5  # for answers that are complete to reach clients that read slowly
 
 
@@ -49,8 +52,10 @@ async def _serve(config: EngineConfig, settings: ServerSettings, listening: sock
         app, http=connections.protocol(), ws="none", lifespan="off", access_log=False, log_config=None,
         server_header=False, timeout_keep_alive=65, ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
-        timeout_graceful_shutdown=math.ceil(settings.drain_seconds) + _LAST_BYTES_SECONDS))
+        timeout_graceful_shutdown=_LAST_BYTES_SECONDS))
     stop = _StopSignal()
+    if settings.api_key_file is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload_keys, app.state.keys)
     http = asyncio.ensure_future(server.serve(sockets=[listening]))
     starting = asyncio.ensure_future(client.start())
     asked = asyncio.ensure_future(stop.asked.wait())
@@ -61,33 +66,52 @@ async def _serve(config: EngineConfig, settings: ServerSettings, listening: sock
             gc.collect()
             gc.freeze()  # what is loaded stays, and looking it through again would hold up every request for 80 ms
             on_ready(client)
+            notify("READY=1")
             await asyncio.wait((http, asked), return_when=asyncio.FIRST_COMPLETED)
         else:
             starting.cancel()
             await asyncio.wait((starting,))
     finally:
-        await _leave(client, server, http, stop, settings.drain_seconds)
+        app.state.front.draining = True  # first: who asks /readyz sends requests elsewhere from now on
+        notify("STOPPING=1")
+        await _leave(client, server, http, stop, settings)
         asked.cancel()
         app.state.front.close()
+        if app.state.traces is not None:
+            app.state.traces.close(_LAST_SPANS_SECONDS)
 
 
 async def _leave(client: AsyncLLM, server: _HttpServer, http: asyncio.Future[None], stop: _StopSignal,
-                 drain_seconds: float) -> None:
-    """Shut down: no new connections; what runs may end; then the engine stops, which ends every stream that is left."""
-    server.should_exit = True
+                 settings: ServerSettings) -> None:
+    """Shut down: take requests until balancers have noticed; let what runs end; stop the engine; close connections.
+
+    Until the end probes, /metrics and refusals are answered: a client is told to go elsewhere, not cut off.
+    """
+    hurried = asyncio.ensure_future(stop.hurried.wait())
+    if client.ready and settings.shutdown_delay_seconds and not http.done():
+        log.info("Not ready from now on; requests are still taken for %g s", settings.shutdown_delay_seconds)
+        await asyncio.wait((http, hurried), timeout=settings.shutdown_delay_seconds,
+                           return_when=asyncio.FIRST_COMPLETED)
     if client.num_open:
         log.info("Stopping once %d running sequences have ended, in %.0f s at most; Ctrl-C again stops at once",
-                 client.num_open, drain_seconds)
-    draining = asyncio.ensure_future(client.close(drain_seconds))
-    hurried = asyncio.ensure_future(stop.hurried.wait())
+                 client.num_open, settings.drain_seconds)
+    draining = asyncio.ensure_future(client.close(settings.drain_seconds))
     await asyncio.wait((draining, hurried), return_when=asyncio.FIRST_COMPLETED)
     if not draining.done():
         server.force_exit = True
         await client.close(0)
     await asyncio.wait((draining,))
     hurried.cancel()
+    server.should_exit = True
     with contextlib.suppress(asyncio.CancelledError):
         await http
+
+
+def _reload_keys(keys: KeyRing) -> None:
+    try:
+        log.info("%d API keys after reading --api-key-file again", keys.reload())
+    except SpilloverError as error:
+        log.error("%s; the keys stay as they were", error)
 
 
 class _StopSignal:

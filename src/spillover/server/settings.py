@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from spillover.server.engine.heartbeat import HangLimits
 from spillover.server.telemetry.logs import LogFormat
 
+MetricsPrefix = Literal["spillover", "vllm"]
 DEFAULT_ALIAS = "default"  # always answers, whatever the model is called
 
 
@@ -15,11 +17,15 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_names: tuple[str, ...] = ()  # the first is the one that answers carry
-    api_keys: tuple[str, ...] = field(default=(), repr=False)  # empty: no key is asked for
+    api_keys: tuple[str, ...] = field(default=(), repr=False)  # empty, and no file: no key is asked for
+    api_key_file: str | None = None  # keys with names
+    metrics_prefix: MetricsPrefix = "spillover"  # "vllm": also vLLM's metrics under its own names
+    otlp_traces_endpoint: str | None = None  # URL that spans are sent to; None: no traces
     max_queue: int = 1024  # sequences waiting and running together
     max_request_bytes: int = 4 * 1024 * 1024
     cors_origins: tuple[str, ...] = ()
     drain_seconds: float = 30.0
+    shutdown_delay_seconds: float = 0.0  # requests are still taken for this long after a signal; not ready meanwhile
     log_requests: bool = True
     log_prompts: bool = False
     log_format: LogFormat = "text"

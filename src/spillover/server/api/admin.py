@@ -1,4 +1,4 @@
-"""Models, tokenizing, health, and the switches of a running server."""
+"""Models, tokenizing, usage, and the switches of a running server."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from spillover.server.schemas.schemas_admin import (
     TokenizeChatRequest,
     TokenizeResponse,
     TokenizeTextRequest,
+    UsageResponse,
     VersionResponse,
 )
 
@@ -41,7 +42,6 @@ class _TokenizeBody(JsonBody[Any]):
         return TokenizeChatRequest if "messages" in value else TokenizeTextRequest
 
 
-_OPEN = refusals(statuses=(500, 503))
 _GUARDED = refusals(statuses=(401, 403, 500, 503))
 _PROFILED = refusals(statuses=(400, 401, 403, 404, 500, 503))
 
@@ -104,19 +104,12 @@ async def detokenize(http: HttpRequest,
     return _json({"prompt": text})
 
 
-@router.get("/health", response_model=HealthResponse, responses=_OPEN)
-async def health(http: HttpRequest) -> Response:
+@router.get("/usage", response_model=UsageResponse, responses=refusals(statuses=(401, 403, 500)))
+async def usage(http: HttpRequest) -> Response:
+    """Return the totals of the key that asks, since the server's start; of all keys, to an admin key."""
     front = front_of(http)
-    front.require_engine()
-    if front.client.is_sleeping:
-        raise ApiError(503, "The engine sleeps: requests wait until POST /wake_up.", code="engine_sleeping")
-    return _json({"status": front.client.engine_state})
-
-
-@router.get("/ping", response_model=HealthResponse, responses=_OPEN)
-@router.post("/ping", response_model=HealthResponse, responses=_OPEN)
-async def ping(http: HttpRequest) -> Response:
-    return await health(http)
+    alone = None if http.scope.get("spillover.admin") else http.scope.get("spillover.key")
+    return _json({"since": front.started, "keys": front.recorder.usage.report(alone)})
 
 
 @router.get("/version", response_model=VersionResponse, responses=refusals(statuses=(500,)))

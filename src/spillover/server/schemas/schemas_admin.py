@@ -58,6 +58,18 @@ class HealthResponse(AnswerModel):
     status: str
 
 
+class KeyTotals(AnswerModel):
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    generation_tokens: int
+
+
+class UsageResponse(AnswerModel):
+    since: int
+    keys: dict[str, KeyTotals]
+
+
 class VersionResponse(AnswerModel):
     version: str
 

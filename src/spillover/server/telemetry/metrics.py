@@ -24,6 +24,8 @@ from spillover.server.engine.protocol import LiveStats
 from spillover.server.telemetry.link_metrics import link_families, rank_families
 from spillover.server.telemetry.speculation_metrics import SPECULATION, speculation_families, speculation_totals
 from spillover.server.telemetry.tier_metrics import PREFIX, tier_families
+from spillover.server.telemetry.usage import Usage
+from spillover.server.telemetry.vllm_metrics import VllmNames
 
 if TYPE_CHECKING:
     from spillover.engine.output.output_processor import Answer
@@ -47,13 +49,15 @@ STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 class Metrics:
     """All that is counted about one server. `sample` is called about once a second, `observe` once a request."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, usage: Usage | None = None, vllm_names: bool = False) -> None:
         self.registry = CollectorRegistry()
         self.ended = TokenCounts()  # tokens of requests that have ended
         self.engine = EngineTotals()
+        self._usage = usage
         self._model = model_name
         self._running: tuple[TokenCounts, LiveStats, EngineInfo | None] = TokenCounts(), LiveStats(), None
         self._heartbeat = (0.0, 0)  # its age in seconds, and engines that hung
+        self._ready = (False, False)  # whether requests are taken; whether the server was told to stop
 
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
             return Histogram(PREFIX + name, text, ["model_name"], registry=self.registry,
@@ -93,6 +97,7 @@ class Metrics:
         self._step_tokens = WeightedHistogram(STEP_BUCKETS)
         self.registry.register(_Collected(self._collect))
         ProcessCollector(registry=self.registry)
+        self._vllm = VllmNames(self.registry) if vllm_names else None
 
     def observe(self, answer: Answer, failed: bool = False) -> None:
         """Count a request that has ended, one way or another. Latencies are of those that ended well."""
@@ -123,12 +128,14 @@ class Metrics:
             self._step_tokens.add((after["step_tokens"] - before["step_tokens"]) / steps, steps)
 
     def render(self, stats: LiveStats, info: EngineInfo | None, running: TokenCounts, heartbeat_age: float = 0.0,
-               hangs: int = 0) -> bytes:
+               hangs: int = 0, ready: bool = False, draining: bool = False) -> bytes:
         """Return the text that Prometheus scrapes. `running`: tokens so far of requests that have not ended."""
+        self._ready = ready, draining
         self.sample(stats, info)
         self._heartbeat = heartbeat_age, hangs
         self._running = running, stats, info
-        return generate_latest(self.registry)
+        text = generate_latest(self.registry)
+        return text if self._vllm is None else text + generate_latest(self._vllm)
 
     def _observe_times(self, request: Request) -> None:
         times, gaps = request.timings, len(request.token_ids) - request.num_prompt - 1
@@ -155,6 +162,9 @@ class Metrics:
         yield self._gauge("num_requests_running", "Requests in the running batch.", stats.num_running)
         yield self._gauge("num_requests_waiting", "Requests waiting to be scheduled.", stats.num_waiting)
         yield self._gauge("engine_sleeping", "1 while the engine sleeps.", int(stats.sleeping))
+        ready, draining = self._ready
+        yield self._gauge("engine_ready", "1 while requests are taken.", int(ready))
+        yield self._gauge("server_draining", "1 from the signal to stop on.", int(draining))
         yield self._counter("prompt_tokens", "Prompt tokens of requests that were scheduled.", tokens.prompt)
         yield self._counter("generation_tokens", "Tokens generated.", tokens.output)
         yield self._counter("prompt_tokens_cached", "Prompt tokens that were found in a cache.",
@@ -186,6 +196,8 @@ class Metrics:
             yield from speculation_families(self._model, info.config.speculation, totals)
         yield from self._grammars(stats)
         yield from self._memory(stats, info)
+        if self._usage is not None:
+            yield from self._usage.families()
 
     def _grammars(self, stats: LiveStats) -> Iterator[Metric]:
         totals = self.engine.values

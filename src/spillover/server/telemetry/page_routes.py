@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from spillover.server.api.errors import REFUSALS
+from spillover.server.auth import ANONYMOUS
 from spillover.server.telemetry.recorder import CLIENT_LEFT
 
 if TYPE_CHECKING:
@@ -63,12 +64,15 @@ def add_page(app: FastAPI) -> None:
 
 
 def add_metrics(app: FastAPI) -> None:
-    """Add `/metrics`, and around all that was added before it the count of HTTP requests; needs app.state.recorder."""
+    """Add `/metrics`, and around all that was added before it the count of HTTP requests and of what keys use.
+
+    Needs app.state.recorder and app.state.front.
+    """
 
     @app.get("/metrics", include_in_schema=False)
     async def metrics() -> Response:
         recorder: Recorder = app.state.recorder
-        return Response(recorder.scrape(), media_type=CONTENT_TYPE_LATEST)
+        return Response(recorder.scrape(app.state.front.draining), media_type=CONTENT_TYPE_LATEST)
 
     app.add_middleware(CountRequests, state=app.state)
 
@@ -102,3 +106,6 @@ class CountRequests:
             recorder.count_http(getattr(scope.get("route"), "path", "unknown"), status)
             if scope.get("spillover.refusal") in REFUSALS:
                 recorder.count_refusal(scope["spillover.refusal"])
+            if scope.get("spillover.jobs"):
+                recorder.usage.add(scope.get("spillover.key", ANONYMOUS),
+                                   [job.requests for job in scope["spillover.jobs"]])

@@ -20,6 +20,7 @@ from spillover.engine.requests.request import Request
 from spillover.memory.spill.report import TierReport
 from spillover.server.telemetry.metrics import Metrics, TokenCounts, finish_reason
 from spillover.server.telemetry.speculation_metrics import speculation_live
+from spillover.server.telemetry.usage import Usage
 
 if TYPE_CHECKING:
     from spillover.server.engine.async_llm import AsyncLLM
@@ -94,10 +95,12 @@ class Phases:
 class Recorder:
     """A record of requests, told of every start and end; looks at the engine once a second while there are any."""
 
-    def __init__(self, client: AsyncLLM, model_name: str) -> None:
+    def __init__(self, client: AsyncLLM, model_name: str, key_names: Iterable[str] = (),
+                 vllm_names: bool = False) -> None:
         self._client = client
         self._model_name = model_name
-        self.metrics = Metrics(model_name)
+        self.usage = Usage(key_names)
+        self.metrics = Metrics(model_name, self.usage, vllm_names)
         self._started = time.monotonic()
         self._running: dict[int, tuple[Answer, str]] = {}  # by the answer's id()
         self._latest: deque[Phases] = deque(maxlen=KEPT_REQUESTS)
@@ -134,10 +137,10 @@ class Recorder:
 
     # What is read
 
-    def scrape(self) -> bytes:
-        """Return the text of /metrics."""
+    def scrape(self, draining: bool = False) -> bytes:
+        """Return the text of /metrics. `draining`: the server was told to stop."""
         return self.metrics.render(self._client.latest(), self._info(), TokenCounts.of(self._sequences()),
-                                   self._client.heartbeat_age, self._client.hangs)
+                                   self._client.heartbeat_age, self._client.hangs, self._client.ready, draining)
 
     def live(self) -> dict[str, Any]:
         """Return all that the page shows."""

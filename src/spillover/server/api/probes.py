@@ -1,0 +1,60 @@
+"""Probes for whoever starts and stops servers: alive, started, ready. Each answers 200 or 503, and never waits."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from spillover.server.api.documents import refusals
+from spillover.server.api.errors import ApiError
+from spillover.server.api.sse import encode
+from spillover.server.front import front_of
+from spillover.server.schemas.schemas_admin import HealthResponse
+
+PROBES = ("/health", "/ping", "/ready", "/readyz", "/livez", "/startupz")  # open to all: load balancers have no key
+
+router = APIRouter()
+
+_STATUSES = refusals(statuses=(500, 503))
+
+
+@router.get("/health", response_model=HealthResponse, responses=_STATUSES)
+@router.get("/ready", response_model=HealthResponse, responses=_STATUSES)
+@router.get("/readyz", response_model=HealthResponse, responses=_STATUSES)
+@router.get("/ping", response_model=HealthResponse, responses=_STATUSES)
+@router.post("/ping", response_model=HealthResponse, responses=_STATUSES)
+async def ready(http: HttpRequest) -> Response:
+    """Answer 200 while a request that is sent now would be served: not while loading, asleep, hung or draining."""
+    front = front_of(http)
+    if front.draining:
+        raise ApiError(503, "The server is stopping: send requests elsewhere.", code="draining")
+    front.require_engine()
+    if front.client.is_sleeping:
+        raise ApiError(503, "The engine sleeps: requests wait until POST /wake_up.", code="engine_sleeping")
+    return _status(front.client.engine_state)
+
+
+@router.get("/livez", response_model=HealthResponse, responses=_STATUSES)
+async def live(http: HttpRequest) -> Response:
+    """Answer 200 unless only a restart of the whole server can help: the engine is dead and not started again.
+
+    Loading, long steps, a sleeping, hung or dying engine are no reason, as the server itself deals with these.
+    """
+    front = front_of(http)
+    if front.client.gave_up and not front.draining:
+        raise ApiError(503, f"The engine is gone for good: {front.client.trouble}.", code="engine_unavailable")
+    return _status("alive")
+
+
+@router.get("/startupz", response_model=HealthResponse, responses=_STATUSES)
+async def started(http: HttpRequest) -> Response:
+    """Answer 200 from the moment that the model was loaded for the first time."""
+    front = front_of(http)
+    if not front.started_once:
+        front.require_engine()
+    return _status("started")
+
+
+def _status(word: str) -> Response:
+    return Response(encode({"status": word}), media_type="application/json")

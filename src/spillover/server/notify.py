@@ -1,0 +1,18 @@
+"""Tells systemd how the service stands (`Type=notify`); nothing where nobody listens."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+
+
+def notify(state: str) -> None:
+    """Send "READY=1", "STOPPING=1" or "STATUS=..." to the socket in NOTIFY_SOCKET; never waits, never fails."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address.startswith(("/", "@")):
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as told:
+        told.setblocking(False)
+        told.connect("\0" + address[1:] if address.startswith("@") else address)
+        told.send(state.encode())
