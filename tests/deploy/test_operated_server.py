@@ -1,4 +1,4 @@
-"""One server with all that an operator turns on: keys with names, traces, vLLM's metric names, alerts, an orderly end."""
+"""One server with all that an operator turns on: keys with names, traces, vLLM's metric names, an orderly end."""
 
 from __future__ import annotations
 
@@ -244,8 +244,9 @@ def queries() -> Iterator[tuple[str, str]]:
             yield panel["title"], target["expr"]
     for variable in dashboard["templating"]["list"]:
         if variable["type"] == "query":
-            metric, label = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]["query"]).groups()
-            yield variable["name"], f"count by ({label}) ({metric})"
+            found = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]["query"])
+            assert found is not None, variable
+            yield variable["name"], f"count by ({found[2]}) ({found[1]})"
 
 
 def selected(query: str) -> Iterator[tuple[str, set[str]]]:
