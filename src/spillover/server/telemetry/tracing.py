@@ -205,14 +205,15 @@ class _Exporter:
     def __init__(self, endpoint: str, sent: Counter) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-        self._exporter, self._endpoint, self._sent = OTLPSpanExporter(endpoint), endpoint, sent
+        self._exporter: Any = OTLPSpanExporter(endpoint)
+        self._endpoint, self._sent = endpoint, sent
         self._away = False
         for result in ("sent", "lost"):
             sent.labels(result)
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # would tell every failed attempt
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        result = self._exporter.export(spans)
+        result: SpanExportResult = self._exporter.export(spans)
         taken = result.name == "SUCCESS"
         self._sent.labels("sent" if taken else "lost").inc(len(spans))
         if self._away == taken:
