@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -27,6 +28,7 @@ from spillover.errors import EngineDead, SpilloverError
 from spillover.server.app import make_app
 from spillover.server.auth import KeyRing, read_keys
 from spillover.server.notify import notify
+from spillover.server.serve import _leave
 from spillover.server.settings import ServerSettings
 from spillover.server.telemetry.metrics import Metrics, TokenCounts
 from spillover.server.telemetry.tracing import LOWER_TIERS, TraceRequests, Traces, phases, traces_endpoint
@@ -68,6 +70,40 @@ def test_probes_tell_alive_started_and_ready_apart(state: str, draining: bool) -
         live, ready = 200, 503
     assert [answer.status_code for answer in answers] == [live, started, ready, ready, ready, ready]
     assert all(("connection" in answer.headers) == draining for answer in answers)
+
+
+@pytest.mark.parametrize("hurried", [False, True])
+def test_connections_are_kept_until_the_last_request_has_ended_or_a_second_signal(hurried: bool) -> None:
+    drains: list[float] = []
+
+    async def scenario() -> bool:
+        ended, begun = asyncio.Event(), asyncio.Event()
+
+        async def close(seconds: float) -> None:
+            drains.append(seconds)
+            begun.set()
+            if seconds == 0:
+                ended.set()
+            await ended.wait()
+
+        client: Any = SimpleNamespace(ready=True, num_open=1, close=close)
+        server: Any = SimpleNamespace(should_exit=False, force_exit=False)
+        stop: Any = SimpleNamespace(hurried=asyncio.Event())
+        http: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        leaving = asyncio.ensure_future(_leave(client, server, http, stop, ServerSettings(
+            drain_seconds=7, shutdown_delay_seconds=0.01)))
+        await begun.wait()
+        assert not server.should_exit
+        (stop.hurried if hurried else ended).set()
+        while not server.should_exit:
+            await asyncio.sleep(0)
+        assert not leaving.done()  # until the connections are closed
+        http.set_result(None)
+        await leaving
+        return bool(server.force_exit)
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 30)) == hurried
+    assert drains == ([7, 0] if hurried else [7])
 
 
 def test_systemd_is_told_and_nobody_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
