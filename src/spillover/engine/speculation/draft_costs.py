@@ -55,7 +55,8 @@ class DraftCosts:
     def steps(self, positions: npt.NDArray[np.int64], requests: int) -> Numbers:
         """Return what each token adds to the cost, if tokens at these positions of a draft are taken one by one."""
         served = np.arange(requests + 1.0)
-        added: Numbers = np.diff(np.where(served > 0, [self._first.seconds(served), self._more.seconds(served)], 0.0), axis=1)
+        costs_of = [self._first.seconds(served), self._more.seconds(served)]
+        added: Numbers = np.diff(np.where(served > 0, costs_of, 0.0), axis=1)
         if requests == 1:
             return np.take(added[:, 0], np.minimum(positions, 1))
         costs = np.zeros(len(positions))
