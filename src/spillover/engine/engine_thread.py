@@ -22,6 +22,7 @@ from spillover.engine.requests.request import Request
 from spillover.errors import SpilloverError
 
 Result = TypeVar("Result")
+Cancelled = Callable[[], bool]  # whether a caller still wants its answers; asked while it waits
 
 STALLED_SECONDS = 0.005  # between looks, where all requests wait for copies from other tiers
 ALIVE_SECONDS = 1.0  # between looks whether the thread is still there
@@ -63,28 +64,28 @@ class EngineThread:
 
     # Called by any thread
 
-    def outputs(self, answer: Answer) -> Generator[RequestOutput]:
+    def outputs(self, answer: Answer, cancelled: Cancelled | None = None) -> Generator[RequestOutput]:
         """Yield one answer as it grows; closing the iterator ends the request."""
         call = Call([answer], snapshots=True)
         try:
             self._put(partial(self._add, call))
             shown = None
             while shown is None or not shown.finished:
-                self._wait(call)
+                self._wait(call, cancelled)
                 if call.latest is not shown and call.latest is not None:
                     shown = call.latest
                     yield shown
         finally:
             self._end(call)
 
-    def answers(self, answers: Sequence[Answer]) -> Generator[Answer]:
+    def answers(self, answers: Sequence[Answer], cancelled: Cancelled | None = None) -> Generator[Answer]:
         """Yield each of the answers when it is complete; closing the iterator ends those that are not."""
         call = Call(answers, snapshots=False)
         try:
             self._put(partial(self._add, call))
             for _ in answers:
                 while not call.ended:
-                    self._wait(call)
+                    self._wait(call, cancelled)
                 yield call.ended.popleft()
         finally:
             self._end(call)
@@ -123,10 +124,12 @@ class EngineThread:
             self.check_open()
             self._inbox.put(work)
 
-    def _wait(self, call: Call) -> None:
+    def _wait(self, call: Call, cancelled: Cancelled | None = None) -> None:
         """Wait until something is new; raises what ended the call."""
         while not call.news.wait(ALIVE_SECONDS):
             self._check_alive()
+            if cancelled is not None and cancelled():
+                raise SpilloverError("the request was cancelled by its caller")
         call.news.clear()
         if call.error is not None:
             raise call.error

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from os import PathLike
 from types import TracebackType
@@ -71,14 +71,19 @@ class LLM:
     # Asking
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: bool = True,
-                 priority: Sequence[int] | None = None, cache_salt: str | None = None) -> list[RequestOutput]:
-        """Return one result per prompt, in their order. Every prompt is checked before the first one runs."""
+                 priority: Sequence[int] | None = None, cache_salt: str | None = None,
+                 cancelled: Callable[[], bool] | None = None) -> list[RequestOutput]:
+        """Return one result per prompt, in their order. Every prompt is checked before the first one runs.
+
+        `cancelled` is asked at least once a second; where it says so, the requests end, with a SpilloverError.
+        """
         items = prompt_list(prompts)
         params = params_for(len(items), sampling_params, self.get_default_sampling_params())
         asked = zip(items, params, priorities_for(len(items), priority), strict=True)
         answers = [self._answer(prompt, params, important, cache_salt) for prompt, params, important in asked]
         begun, tokens = time.perf_counter(), 0
-        with counted(len(answers), "requests", use_tqdm) as show, closing(self._thread.answers(answers)) as complete:
+        ending = closing(self._thread.answers(answers, cancelled))
+        with counted(len(answers), "requests", use_tqdm) as show, ending as complete:
             for done, answer in enumerate(complete, 1):
                 tokens += answer.num_output
                 show(done, f"{tokens / (time.perf_counter() - begun):,.1f} tok/s")
@@ -91,10 +96,12 @@ class LLM:
         prompts = [self._factory.render(each, tools, **template_options) for each in conversations(messages)]
         return self.generate([{"prompt_token_ids": ids} for ids in prompts], sampling_params, use_tqdm)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Yield the answer to one prompt whenever it has grown; closing the iterator ends the request."""
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
+               cancelled: Callable[[], bool] | None = None) -> Generator[RequestOutput]:
+        """Yield the answer to one prompt whenever it has grown; closing the iterator ends the request, and so does
+        `cancelled`, as of `generate`."""
         params = params_for(1, sampling_params, self.get_default_sampling_params())[0]
-        return self._thread.outputs(self._answer(prompt, params, 0, None))
+        return self._thread.outputs(self._answer(prompt, params, 0, None), cancelled)
 
     def stream_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None,
                     **template_options: Any) -> Iterator[RequestOutput]:

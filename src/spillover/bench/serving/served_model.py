@@ -88,11 +88,14 @@ class ServerTokenizer:
         return self._tokens(_tokenize_body(self._model, text, self._llamacpp, special))
 
     def chat(self, text: str) -> list[int]:
-        messages = [{"role": "user", "content": text}]
+        return self.render([{"role": "user", "content": text}])
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return a conversation through the chat template, with the beginning of an answer behind it."""
         if self._llamacpp:
-            prompt = self._server.post("/apply-template", {"messages": messages})["prompt"]
+            prompt = self._server.post("/apply-template", {"messages": list(messages)})["prompt"]
             return self._tokens({"content": prompt, "add_special": True, "parse_special": True})
-        return self._tokens({"model": self._model, "messages": messages, "add_generation_prompt": True})
+        return self._tokens({"model": self._model, "messages": list(messages), "add_generation_prompt": True})
 
     def decode(self, ids: Sequence[int]) -> str:
         body: dict[str, Any] = {"tokens": list(ids)}

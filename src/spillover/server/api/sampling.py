@@ -13,7 +13,7 @@ from spillover.server.schemas.schemas_common import JsonObjectFormat, JsonSchema
 # Fields whose absence means the model's default, and the engine's own where the model has none.
 _PLAIN = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
           "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens",
-          "skip_special_tokens")
+          "skip_special_tokens", "prompt_logprobs_start")
 
 
 def sampling_params(body: SamplingFields, defaults: Mapping[str, Any], max_tokens: int | None, logprobs: int | None,

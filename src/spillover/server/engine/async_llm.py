@@ -214,6 +214,11 @@ class AsyncLLM:
         return self._keeper.info
 
     @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """Return the event loop that started it; None before."""
+        return self._loop
+
+    @property
     def ready(self) -> bool:
         """Return whether requests are taken, also while the engine sleeps, though they wait then."""
         return self.trouble is None

@@ -117,6 +117,8 @@ class SamplingFields(UnusedFields):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: Unused = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs_start: Count | None = Field(
+        None, description="First prompt position with log probabilities; what is before it may come from a cache.")
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_timings: bool | None = Field(None, description="Adds times, and where prompt tokens came from.")

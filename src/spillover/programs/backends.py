@@ -1,0 +1,52 @@
+"""From what a caller may pass as a backend to the one object that programs ask; the same each time, as it remembers
+which prefixes are computed."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+from spillover.programs.backend import Backend, ProgramError
+
+_lock = threading.Lock()
+_default: Any = None
+_of_engines: weakref.WeakKeyDictionary[Any, Backend] = weakref.WeakKeyDictionary()
+_of_urls: dict[str, Backend] = {}
+
+
+def set_default_backend(backend: Any) -> None:
+    """Have programs run on this LLM, AsyncLLM or URL where `run` is given none; None: on nothing."""
+    global _default
+    _default = None if backend is None else backend_of(backend)
+
+
+def backend_of(given: Any) -> Backend:
+    """Return the backend for an LLM, an AsyncLLM, a URL or a backend."""
+    if given is None:
+        if _default is None:
+            raise ProgramError("nothing to run on: give backend=LLM(...) or backend='http://127.0.0.1:8000', or call "
+                               "set_default_backend once")
+        found: Backend = _default
+        return found
+    if isinstance(given, str):
+        with _lock:
+            known = _of_urls.get(given)
+        if known is None:
+            from spillover.programs.http_backend import HttpBackend
+
+            known = HttpBackend(given)
+            with _lock:
+                known = _of_urls.setdefault(given, known)
+        return known
+    if hasattr(given, "gate") and hasattr(given, "score"):
+        made: Backend = given
+        return made
+    if hasattr(given, "get_default_sampling_params"):
+        with _lock:
+            if given not in _of_engines:
+                from spillover.programs.engine_backend import engine_backend
+
+                _of_engines[given] = engine_backend(given)
+            return _of_engines[given]
+    raise ProgramError(f"a program runs on an LLM, an AsyncLLM or a URL such as http://127.0.0.1:8000; got {given!r}")

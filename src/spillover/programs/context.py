@@ -1,0 +1,165 @@
+"""The text of one branch so far, as the tokens that the next request begins with.
+
+Token ids are kept, not text: what the model generated goes back to it as the very tokens it sampled, so their KV is
+found again, and a fork has its parent's tokens by construction. Fixed text is encoded when a gen, a select, a fork or
+the end of a message cuts it. A chat's tokens are those that the chat template renders of all messages; where a template
+does not extend what it rendered before (it strips an earlier answer's thoughts, or blanks), the template wins: the
+prompt is made again, which is counted, and the cache is used as far as tokens are the same.
+"""
+
+from __future__ import annotations
+
+import copy
+
+from spillover.programs.backend import Answer, Backend, Message, ProgramError, Prompt
+from spillover.programs.expressions import Role
+
+
+class Context:
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._ids: list[int] = []
+        self._pending = ""  # fixed text behind them
+        self._text = ""  # of a program without roles
+        self._role: Role | None = None  # of the message that is open
+        self._content = ""  # of that message
+        self._plain = False  # there is text outside of roles
+        self.messages: list[Message] = []  # that are closed
+        self.rebuilds = 0  # prompts whose template did not extend the one before
+
+    def forked(self) -> Context:
+        """Return a copy that goes on by itself from the same tokens."""
+        if self._backend.tokenizes:
+            self._commit()
+        made = copy.copy(self)
+        made._ids, made.messages = list(self._ids), list(self.messages)
+        made.rebuilds = 0
+        return made
+
+    # What a program adds
+
+    def add(self, text: str) -> None:
+        if self._role is not None:
+            self._content += text
+            self._pending += text if self._role == "assistant" else ""
+            return
+        if self.messages:
+            raise ProgramError(f"text outside of a role, behind messages: {text[:40]!r}; put it in user(...) or "
+                               "assistant(...)")
+        self._plain = True
+        self._text += text
+        self._pending += text
+
+    def open(self, role: Role) -> None:
+        if self._role is not None:
+            raise ProgramError(f"a message of {role} begins before that of {self._role} has ended")
+        if self._plain:
+            raise ProgramError(f"{role}(...) behind text outside of a role: {self._text[:40]!r}; put all text in "
+                               "roles, or none")
+        if role == "assistant" and self._backend.tokenizes:
+            self._ids = self._rendered()
+        self._role, self._content = role, ""
+
+    def close(self) -> None:
+        assert self._role is not None
+        if self._role == "assistant" and self._backend.tokenizes:
+            self._commit()
+        self.messages.append({"role": self._role, "content": self._content})
+        self._role, self._content = None, ""
+
+    def answer(self, answer: Answer) -> None:
+        """Take in what a gen brought."""
+        if self._backend.tokenizes:
+            kept = self._kept(answer)
+            self._ids += self._backend.encode(answer.text) if kept is None else kept
+        self._wrote(answer.text)
+
+    def chosen(self, text: str, ids: list[int]) -> None:
+        """Take in the choice of a select."""
+        self._ids += ids
+        self._wrote(text)
+
+    # What requests begin with
+
+    def prompt(self) -> Prompt:
+        """Return the tokens that a gen or a select follows."""
+        self._check_place()
+        if not self._backend.tokenizes:
+            return self._untokenized()
+        self._commit()
+        if not self._ids:
+            raise ProgramError("gen or select at the very beginning: a prompt needs some text before it")
+        return Prompt(list(self._ids))
+
+    def ahead(self) -> list[int]:
+        """Return the tokens that the next request will likely begin with, by what is known now; changes nothing."""
+        if self._role in ("system", "user"):
+            return []
+        if self._role is None and self.messages:
+            return self._rendered(count=False) if self.messages[-1]["role"] != "assistant" else []
+        # The last token may become another one when more text follows.
+        return self._ids + self._encoded(self._pending)[:-1]
+
+    def text(self) -> str:
+        """Return the text; of a chat one paragraph a message."""
+        spoken = [*self.messages, *([{"role": self._role, "content": self._content}] if self._role else [])]
+        return "\n".join(f"{message['role']}: {message['content']}" for message in spoken) if spoken else self._text
+
+    # How
+
+    def _wrote(self, text: str) -> None:
+        if self._role is None:
+            self._plain = True
+            self._text += text
+        else:
+            self._content += text
+
+    def _check_place(self) -> None:
+        if self._role in ("system", "user"):
+            raise ProgramError(f"gen or select in a message of {self._role}: the model writes in assistant(...) only")
+        if self._role is None and self.messages:
+            raise ProgramError("gen or select outside of a role, behind messages; put it in assistant(...)")
+
+    def _commit(self) -> None:
+        if self._pending:
+            self._ids += self._encoded(self._pending)
+            self._pending = ""
+
+    def _encoded(self, text: str) -> list[int]:
+        """Encode text behind the tokens; with a bos where it is the very first."""
+        return self._backend.encode(text, special=not self._ids) if text else []
+
+    def _untokenized(self) -> Prompt:
+        if self._role is None:
+            if not self._text:
+                raise ProgramError("gen at the very beginning: a prompt needs some text before it")
+            return Prompt(text=self._text)
+        begun = ({"role": "assistant", "content": self._content},) if self._content else ()
+        return Prompt(messages=(*self.messages, *begun))
+
+    def _rendered(self, count: bool = True) -> list[int]:
+        """Return the tokens of all messages up to where the assistant speaks, on top of those known where it may be."""
+        rendered = self._backend.render(self.messages)
+        known = self._ids
+        if rendered[:len(known)] == known:
+            return rendered
+        # Generated tokens need not be those that their text is encoded to; the text decides.
+        whole, before = self._backend.decode(rendered), self._backend.decode(known)
+        if whole.startswith(before):
+            return known + self._backend.encode(whole[len(before):])
+        self.rebuilds += count
+        return rendered
+
+    def _kept(self, answer: Answer) -> list[int] | None:
+        """Return the generated tokens that the text is made of: without a stop string or the token that ended it."""
+        ids = answer.token_ids
+        if ids is None or answer.finish_reason != "stop":
+            return ids
+        anchor = self._ids[-1:]  # decoders treat the first token of a text in their own way
+        skipped = len(self._backend.decode(anchor))
+        for count in range(len(ids), 0, -1):
+            text = self._backend.decode([*anchor, *ids[:count]])[skipped:]
+            if answer.text.startswith(text):
+                rest = answer.text[len(text):]
+                return ids[:count] + (self._backend.encode(rest) if rest else [])
+        return None

@@ -1,0 +1,255 @@
+"""A model behind an OpenAI-compatible server: spillover, vLLM, SGLang, llama.cpp, or any other.
+
+Where the server tokenizes (/tokenize), prompts are token ids, and forks share them exactly. Elsewhere they are text and
+messages: sharing is up to the server, and `select` is not possible.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import http.client
+import json
+import socket
+import ssl
+import threading
+import urllib.parse
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+from spillover.bench.serving.served_model import ServedModel, ServerTokenizer
+from spillover.bench.serving.sse import EventParser
+from spillover.programs.backend import (
+    CONSTRAINTS,
+    Answer,
+    Lifetime,
+    Message,
+    OnText,
+    ProgramError,
+    Prompt,
+    Score,
+    TokenCounts,
+)
+from spillover.programs.prefix_gate import PrefixGate
+
+KEPT_TEXTS = 4096  # whose tokens are remembered
+SOURCES = ("computed", "device", "host", "pool", "disk", "remote")
+
+
+class HttpBackend:
+    def __init__(self, url: str, model: str | None = None, *, api_key: str | None = None, block_size: int = 16) -> None:
+        """Ask a server what it serves. `block_size`: the server's tokens per KV block, where they are not 16."""
+        self._url = url.rstrip("/").removesuffix("/v1")
+        parts = urllib.parse.urlsplit(self._url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ProgramError(f"a server's URL is like http://127.0.0.1:8000; got '{url}'")
+        self._parts = parts
+        self._headers = {"Content-Type": "application/json", "X-Spillover-Timings": "1",
+                         **({} if api_key is None else {"Authorization": f"Bearer {api_key}"})}
+        served = ServedModel.ask(self._url, model, api_key)
+        self.name = f"{served.name} at {self._url}"
+        self.gate = PrefixGate(block_size)
+        self._model = served.name
+        self._tokenizer = served.tokenizer if isinstance(served.tokenizer, ServerTokenizer) else None
+        self.tokenizes = self._tokenizer is not None
+        self._encoded = functools.lru_cache(KEPT_TEXTS)(self._encode)
+        self._idle: list[http.client.HTTPConnection] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    # Tokens
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        return list(self._encoded(text, special))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._own_tokenizer().decode(ids) if ids else ""
+
+    def render(self, messages: Sequence[Message]) -> list[int]:
+        return self._own_tokenizer().render(messages)
+
+    def _encode(self, text: str, special: bool) -> tuple[int, ...]:
+        return tuple(self._own_tokenizer().encode(text, special))
+
+    def _own_tokenizer(self) -> ServerTokenizer:
+        if self._tokenizer is None:
+            raise ProgramError(f"{self.name} has no /tokenize")
+        return self._tokenizer
+
+    # Asking
+
+    def generate(self, prompt: Prompt, options: Mapping[str, Any], lifetime: Lifetime, on_text: OnText) -> Answer:
+        body = {"model": self._model, "stream": True, "stream_options": {"include_usage": True}, **_sampling(options)}
+        chat = prompt.ids is None and prompt.messages is not None
+        if chat:
+            body["messages"] = list(prompt.messages or ())
+            if body["messages"][-1]["role"] == "assistant":
+                body |= {"continue_final_message": True, "add_generation_prompt": False}
+        elif prompt.ids is None:
+            body["prompt"] = prompt.text
+        else:
+            body |= {"prompt": prompt.ids, "return_token_ids": True, "add_special_tokens": False}
+        grown = _Growing(on_text, chat)
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        with contextlib.closing(self._events(path, body, lifetime)) as events:
+            for event in events:
+                grown.take(event)
+        return grown.answer(self.name)
+
+    def score(self, prompts: Sequence[list[int]], start: int, lifetime: Lifetime) -> list[Score]:
+        body = {"model": self._model, "prompt": list(prompts), "max_tokens": 1, "temperature": 0, "echo": True,
+                "logprobs": 1, "prompt_logprobs_start": start, "add_special_tokens": False}
+        answer = json.loads(b"".join(self._pieces("/v1/completions", body, lifetime)))
+        choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+        told = [(choice.get("logprobs") or {}).get("token_logprobs") or [] for choice in choices]
+        if len(told) != len(prompts) or any(len(row) < len(ids) for row, ids in zip(told, prompts, strict=True)):
+            raise ProgramError(f"{self.name} gives no log probabilities of a prompt's tokens (echo with logprobs in "
+                               "/v1/completions), which select needs; spillover, vLLM and SGLang do")
+        counts = _counts(answer, sum(map(len, prompts)))
+        each = [TokenCounts()] * (len(prompts) - 1)  # what a server tells is of all prompts together
+        return [Score([float(value) for value in row[start:len(ids)]], count)
+                for row, ids, count in zip(told, prompts, [counts, *each], strict=True)]
+
+    def close(self) -> None:
+        """Close idle connections."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    # One exchange
+
+    def _events(self, path: str, body: Mapping[str, Any], lifetime: Lifetime) -> Generator[dict[str, Any]]:
+        parser = EventParser()
+        with contextlib.closing(self._pieces(path, body, lifetime)) as pieces:
+            for piece in pieces:
+                for data in parser.feed(piece):
+                    if data != b"[DONE]":
+                        yield json.loads(data)
+
+    def _pieces(self, path: str, body: Mapping[str, Any], lifetime: Lifetime) -> Generator[bytes]:
+        """Yield the body of an answer as it comes; leaving ends the request."""
+        payload = json.dumps(body).encode()
+        for attempt in (1, 2):
+            connection, used = self._connection(lifetime)
+            kept = False
+            try:
+                with lifetime.closing(functools.partial(_shut, connection)):
+                    connection.request("POST", self._parts.path + path, payload, self._headers)
+                    response = connection.getresponse()
+                    if not 200 <= response.status < 300:
+                        raise ProgramError(_refusal(self.name, response))
+                    while piece := response.read1(65536):
+                        yield piece
+                        if connection.sock is not None:
+                            connection.sock.settimeout(lifetime.remaining())
+                kept = response.isclosed() and not response.will_close
+                return
+            except (http.client.HTTPException, OSError) as error:
+                lifetime.remaining()  # where that is why, it says so
+                if attempt == 1 and used and isinstance(error, ConnectionError | http.client.HTTPException):
+                    continue  # the server had closed an idle connection
+                raise ProgramError(f"no answer from {self._url}{path} ({error or type(error).__name__})") from error
+            finally:
+                if kept:
+                    self._keep(connection)
+                else:
+                    connection.close()
+
+    def _connection(self, lifetime: Lifetime) -> tuple[http.client.HTTPConnection, bool]:
+        """Return a connection, and whether it has been used before."""
+        with self._lock:
+            kept = self._idle.pop() if self._idle else None
+        if kept is not None and kept.sock is not None:
+            kept.sock.settimeout(lifetime.remaining())
+            return kept, True
+        host, port, seconds = str(self._parts.hostname), self._parts.port, lifetime.remaining()
+        if self._parts.scheme == "https":
+            return http.client.HTTPSConnection(host, port, timeout=seconds, context=ssl.create_default_context()), False
+        return http.client.HTTPConnection(host, port, timeout=seconds), False
+
+    def _keep(self, connection: http.client.HTTPConnection) -> None:
+        with self._lock:
+            if not self._closed:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+
+class _Growing:
+    """An answer put together from the events of a stream."""
+
+    def __init__(self, on_text: OnText, chat: bool) -> None:
+        self._on_text, self._chat = on_text, chat
+        self._text: list[str] = []
+        self._ids: list[int] | None = None
+        self._finish: str | None = None
+        self._stop: int | str | None = None
+        self._counts = TokenCounts()
+
+    def take(self, event: dict[str, Any]) -> None:
+        if "error" in event:
+            error = event["error"]
+            raise ProgramError(str(error.get("message", error) if isinstance(error, dict) else error))
+        for choice in event.get("choices") or ():
+            text = (choice["delta"].get("content") if self._chat else choice.get("text")) or ""
+            self._text.append(text)
+            if choice.get("token_ids") is not None:
+                self._ids = [*(self._ids or []), *choice["token_ids"]]
+            self._finish = choice.get("finish_reason") or self._finish
+            self._stop = choice.get("stop_reason") if choice.get("stop_reason") is not None else self._stop
+            if text or not self._chat:  # a chat's first event says the role, before anything is computed
+                self._on_text(text)
+        if event.get("usage"):
+            self._counts = _counts(event, int(event["usage"]["prompt_tokens"]))
+
+    def answer(self, name: str) -> Answer:
+        if self._finish is None:
+            raise ProgramError(f"{name} ended its answer in the middle")
+        return Answer("".join(self._text), self._ids, self._finish, self._stop, self._counts)
+
+
+def _sampling(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a gen's options as fields of a request; those not given are left to the server's defaults."""
+    body = {name: value for name, value in options.items() if name not in CONSTRAINTS and value is not None}
+    for name in ("stop", "stop_token_ids"):
+        if isinstance(body.get(name), tuple | set):
+            body[name] = list(body[name])
+    schema = options.get("schema")
+    if schema is not None:
+        described = schema.model_json_schema() if hasattr(schema, "model_json_schema") else schema
+        described = json.loads(described) if isinstance(described, str) else described
+        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": described}}
+    for name in ("regex", "grammar"):
+        if options.get(name) is not None:
+            body["structured_outputs"] = {name: options[name]}
+    return body
+
+
+def _counts(answer: Mapping[str, Any], prompt_tokens: int) -> TokenCounts:
+    """Return where the prompts' tokens came from, as far as the server says."""
+    timings = answer.get("timings")
+    if isinstance(timings, list) and timings and "tokens" in timings[0]:
+        return TokenCounts(**{name: sum(int(row["tokens"].get(name, 0)) for row in timings) for name in SOURCES})
+    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+    cached = int(details.get("cached_tokens") or 0)
+    return TokenCounts(computed=prompt_tokens - cached, cached=cached)
+
+
+def _refusal(name: str, response: http.client.HTTPResponse) -> str:
+    content = response.read(65536)
+    try:
+        said = json.loads(content)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        said = content[:200].decode(errors="replace").strip()
+    return f"{name} answered {response.status}: {said}"
+
+
+def _shut(connection: http.client.HTTPConnection) -> None:
+    """Wake who reads from it, in another thread."""
+    if connection.sock is not None:
+        with contextlib.suppress(OSError):
+            connection.sock.shutdown(socket.SHUT_RDWR)
+
+

@@ -1,0 +1,102 @@
+"""Who computes a prefix that several prompts begin with: the first one, and the others wait until it has.
+
+An engine shares KV blocks that are computed, not those that are being computed: prompts sent together that begin alike
+would each compute their beginning. The gate lets the first go ahead and holds the others until its first token. It
+knows blocks by hashes of all tokens up to their end, and learns only from what passes through it; where it is wrong (a
+block was evicted, or somebody else computed it) something is computed twice, or waited for once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from spillover.programs.backend import Lifetime
+
+MOST_BLOCKS = 1 << 16  # remembered; those not used for longest are forgotten
+LOOK_SECONDS = 0.2  # between looks whether the run was cancelled
+
+
+class PrefixGate:
+    def __init__(self, block_size: int = 16) -> None:
+        self.block_size = block_size
+        self._ready: OrderedDict[int, None] = OrderedDict()
+        self._computing: set[int] = set()
+        self._changed = threading.Condition()
+
+    def cold(self, ids: Sequence[int]) -> int:
+        """Return how many tokens in whole blocks, from the first one on, a prompt would have computed."""
+        with self._changed:
+            blocks = self._blocks(ids, len(ids))
+            return (len(blocks) - self._warm(blocks)) * self.block_size
+
+    @contextmanager
+    def passing(self, ids: Sequence[int], lifetime: Lifetime,
+                usable: int | None = None) -> Iterator[Callable[[], None]]:
+        """Wait until nobody computes a block that this prompt could use, then hold its own until they are computed.
+
+        Gives a function to call when they are. `usable`: tokens of the prompt that a cache may answer for.
+        """
+        blocks = self._blocks(ids, len(ids))
+        reusable = min(len(ids) - 1 if usable is None else usable, len(ids) - 1) // self.block_size
+        with self._changed:
+            while True:
+                warm = self._warm(blocks)
+                if warm >= reusable or blocks[warm] not in self._computing:
+                    break
+                self._changed.wait(min(LOOK_SECONDS, lifetime.remaining()))
+            lifetime.remaining()
+            own = [block for block in blocks[warm:] if block not in self._computing]
+            self._computing.update(own)
+        done = False
+
+        def computed() -> None:
+            nonlocal done
+            if not done:
+                done = True
+                self._settle(own, blocks)
+
+        try:
+            yield computed
+        finally:
+            if not done:
+                self._settle(own, [])
+
+    def note(self, ids: Sequence[int]) -> None:
+        """Note that these tokens have their KV in the cache: a prompt and its answer but for the last token."""
+        with self._changed:
+            self._remember(self._blocks(ids, len(ids)))
+
+    def forget(self) -> None:
+        """Forget everything: the cache was emptied."""
+        with self._changed:
+            self._ready.clear()
+
+    def _settle(self, own: Sequence[int], ready: Sequence[int]) -> None:
+        with self._changed:
+            self._computing.difference_update(own)
+            self._remember(ready)
+            self._changed.notify_all()
+
+    def _remember(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self._ready[block] = None
+            self._ready.move_to_end(block)
+        while len(self._ready) > MOST_BLOCKS:
+            self._ready.popitem(last=False)
+
+    def _warm(self, blocks: Sequence[int]) -> int:
+        """Return how many blocks from the first on are computed."""
+        return next((index for index, block in enumerate(blocks) if block not in self._ready), len(blocks))
+
+    def _blocks(self, ids: Sequence[int], end: int) -> list[int]:
+        """Return a hash for each whole block before `end`, of all tokens up to its own last."""
+        hashes, before, size = [], 0, self.block_size
+        for start in range(0, end - end % size, size):
+            before = hash((before, *ids[start:start + size]))
+            hashes.append(before)
+        return hashes

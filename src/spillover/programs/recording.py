@@ -1,0 +1,95 @@
+"""A backend that writes down what programs ask of another one, and an oracle that knows how much of it a cache could
+have answered."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spillover.programs.backend import Answer, Backend, Lifetime, Message, OnText, Prompt, Score, TokenCounts
+
+
+@dataclass
+class Asked:
+    """One request: its prompt, how much of that a cache may answer for, and what was generated."""
+
+    ids: list[int]
+    usable: int
+    generated: list[int]
+
+
+class RecordingBackend:
+    tokenizes = True
+
+    def __init__(self, inner: Backend) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.gate = inner.gate
+        self.asked: list[Asked] = []  # in the order in which they were begun
+        self.open = 0  # requests that have not ended
+        self.counts = TokenCounts()
+        self._lock = threading.Lock()
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        return self.inner.encode(text, special)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.inner.decode(ids)
+
+    def render(self, messages: Sequence[Message]) -> list[int]:
+        return self.inner.render(messages)
+
+    def generate(self, prompt: Prompt, options: Mapping[str, Any], lifetime: Lifetime, on_text: OnText) -> Answer:
+        assert prompt.ids is not None
+        note = self._begin(prompt.ids, len(prompt.ids) - 1)
+        try:
+            answer = self.inner.generate(prompt, options, lifetime, on_text)
+        finally:
+            self._end(1)
+        self._count(answer.counts)
+        note.generated = list(answer.token_ids or ())
+        return answer
+
+    def score(self, prompts: Sequence[list[int]], start: int, lifetime: Lifetime) -> list[Score]:
+        for ids in prompts:
+            self._begin(ids, start - 1)
+        try:
+            scores = self.inner.score(prompts, start, lifetime)
+        finally:
+            self._end(len(prompts))
+        for score in scores:
+            self._count(score.counts)
+        return scores
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _begin(self, ids: list[int], usable: int) -> Asked:
+        note = Asked(list(ids), usable, [])
+        with self._lock:
+            self.asked.append(note)
+            self.open += 1
+        return note
+
+    def _count(self, counts: TokenCounts) -> None:
+        with self._lock:
+            self.counts += counts
+
+    def _end(self, count: int) -> None:
+        with self._lock:
+            self.open -= count
+
+
+def findable(asked: Sequence[Asked], block_size: int) -> int:
+    """Return how many prompt tokens these requests, one after another, would find in an endless cache."""
+    known: set[tuple[int, ...]] = set()
+    found = 0
+    for each in asked:
+        usable = each.usable // block_size
+        found += block_size * next(
+            (count for count in range(usable) if tuple(each.ids[:(count + 1) * block_size]) not in known), usable)
+        whole = [*each.ids, *each.generated[:-1]]
+        known.update(tuple(whole[:end]) for end in range(block_size, len(whole) + 1, block_size))
+    return found

@@ -1,0 +1,84 @@
+"""What a branch asks of the model: one answer, the likeliest of several texts, or nothing but to have read ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from spillover.errors import SpilloverError
+from spillover.programs.backend import ProgramError, Prompt
+from spillover.programs.expressions import Select, normalise
+
+if TYPE_CHECKING:
+    from spillover.programs.run import Run
+    from spillover.programs.state import State, Task
+
+AHEAD_TOKENS = 64  # in whole blocks; a request for fewer costs more than it saves
+
+
+def generate(state: State, run: Run, task: Task, options: Mapping[str, Any]) -> str:
+    prompt = state.context.prompt()
+    with run.passing(prompt.ids) as computed:
+
+        def grown(text: str) -> None:
+            computed()
+            run.tell(state.name, task.name, text)
+
+        answer = run.backend.generate(prompt, options, run.lifetime, grown)
+    state.count(answer.counts)
+    if answer.finish_reason == "error":
+        raise ProgramError(f"gen '{task.name}' ended with an error: {answer.stop_reason}")
+    if prompt.ids is not None and answer.token_ids:
+        run.backend.gate.note([*prompt.ids, *answer.token_ids[:-1]])
+    state.context.answer(answer)
+    task.details.update(finish_reason=answer.finish_reason, stop_reason=answer.stop_reason,
+                        token_ids=answer.token_ids, counts=answer.counts)
+    return answer.text
+
+
+def select_likeliest(state: State, run: Run, task: Task, asked: Select) -> str:
+    backend = run.backend
+    if not backend.tokenizes:
+        raise ProgramError(f"select needs the tokens of its choices, but {backend.name} has no /tokenize; use "
+                           "gen(regex='yes|no') there, or another server")
+    prefix = state.context.prompt().ids
+    assert prefix is not None
+    choices = [backend.encode(choice) for choice in asked.choices]
+    prompts = [prefix + ids for ids in choices]
+    # The first leaves what all share in the cache; with that computed, all go together.
+    first = 1 if backend.gate.cold(prefix) else len(prompts)
+    scores = []
+    for part in (prompts[:first], prompts[first:]):
+        if part:
+            with run.passing(part[0], len(prefix) - 1) as computed:
+                scores += backend.score(part, len(prefix), run.lifetime)
+                computed()
+    for score in scores:
+        state.count(score.counts)
+    values = [normalise(score.logprobs, choice, asked.normalised)
+              for score, choice in zip(scores, asked.choices, strict=True)]
+    best = max(range(len(values)), key=values.__getitem__)
+    state.context.chosen(asked.choices[best], choices[best])
+    task.details.update(scores=dict(zip(asked.choices, values, strict=True)),
+                        logprobs=[score.logprobs for score in scores])
+    run.tell(state.name, task.name, asked.choices[best])
+    return asked.choices[best]
+
+
+def prefill_ahead(state: State, run: Run) -> None:
+    """Have the fixed text that is known computed while the program does something else, where there is enough of it."""
+    if not run.prefills or not run.backend.tokenizes:
+        return
+    try:
+        ids = state.context.ahead()
+        if run.backend.gate.cold(ids) < AHEAD_TOKENS:
+            return
+        with run.passing(ids) as computed:
+            answer = run.backend.generate(Prompt(ids), {"max_tokens": 1, "temperature": 0}, run.lifetime,
+                                          lambda _: computed())
+    except ProgramError:  # cancelled, or out of time
+        raise
+    except SpilloverError:  # the gen that follows will be told as well, and says what it was
+        return
+    state.count(answer.counts)
+    run.read_ahead()

@@ -1,0 +1,171 @@
+"""The same programs on a model behind HTTP: the same texts and scores, and nothing left running."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from spillover import LLM, SpilloverError
+from spillover.programs import ProgramError, State, assistant, backend_of, gen, program, select, system, user
+from spillover.programs.http_backend import HttpBackend
+from spillover.programs.recording import RecordingBackend, findable
+from support.running_server import Server, until
+
+SCHEMA = {"enum": ["small", "large"]}
+
+
+@program(temperature=0, max_tokens=8)
+def everything(s: State) -> None:
+    s += system("Say what you see, and say it in a few words only, so that we are done before long.")
+    s += user("Here is a list of things: a house, a mouse, and a blouse.")
+    forks = s.fork(["count", "name", "judge"])
+    forks[0] += user("How many are there?")
+    forks[0] += assistant("There are " + select("count", ["two", "three", "thirty-three"]) + " of them.")
+    forks[1] += user("What is the second one?")
+    forks[1] += assistant(gen("second", stop="e") + "!")
+    with forks[2].assistant():
+        forks[2] += '{"one": ' + gen("digit", regex="[0-9]") + ', "two": '
+        forks[2] += gen("object", schema=SCHEMA) + "}"
+    forks[2] += user("Really?")
+    forks[2] += assistant(gen("really", temperature=1.0, seed=3))
+    forks.join()
+
+
+def test_a_server_says_what_the_engine_in_process_says(llm: LLM, served: Server, backend: RecordingBackend) -> None:
+    recorded = RecordingBackend(backend_of(f"{served.url}/v1"))
+    states = [everything.run(backend=each, timeout=60) for each in (backend, recorded)]
+    here, there = [[[s[name][index] for index, name in enumerate(("count", "second", "digit"))], s["object"][2],
+                    s["really"][2]] for s in states]
+    assert here == there
+    assert json.loads(states[1]["object"][2]) in ("small", "large")
+    assert sorted(each.ids for each in backend.asked) == sorted(each.ids for each in recorded.asked)
+    counts = states[1].tokens_by_source()
+    assert counts == states[0].tokens_by_source()
+    assert counts.device == findable(recorded.asked, 16) > 0
+
+
+def test_scores_are_those_of_the_engine_in_process(served: Server, backend: RecordingBackend) -> None:
+    @program
+    def picked(s: State, how: Any) -> None:
+        s += "Which of the three is it? " + select("pick", ["The first", "The second", "No"], normalised=how)
+
+    for how in ("tokens", "bytes", "sum"):
+        here, there = [picked.run(how, backend=each).meta("pick") for each in (backend, served.url)]
+        assert here == there
+
+
+def test_a_stream_that_is_left_ends_its_requests(served: Server) -> None:
+    @program(temperature=0, max_tokens=1500, ignore_eos=True)
+    def endless(s: State) -> None:
+        s += "On and on: "
+        for branch in s.fork(3):
+            branch += gen("words")
+
+    with endless.stream(backend=served.url) as stream:
+        assert next(chunk for chunk in stream if chunk.name == "words")
+        until(lambda: served.metrics_total("num_requests_running") > 0)
+    until(lambda: served.metrics_total("num_requests_running") == 0)
+    with pytest.raises(ProgramError, match=r"did not end within 0\.2 s"):
+        endless.run(backend=served.url, timeout=0.2)
+    until(lambda: served.metrics_total("num_requests_running") == 0)
+
+
+def test_a_refusal_of_the_server_names_the_branch(served: Server) -> None:
+    @program(max_tokens=8)
+    def too_long(s: State) -> None:
+        s += "Text. "
+        forks = s.fork(["long"])
+        forks[0] += "more " * 600 + gen("x")
+
+    with pytest.raises(ProgramError, match=r"branch 'long': .* answered 400: .*2048"):
+        too_long.run(backend=served.url)
+
+
+class Plain(BaseHTTPRequestHandler):
+    """A server of chats and completions that tokenizes for nobody and knows no fields of others."""
+
+    asked: list[dict[str, Any]]
+
+    def do_GET(self) -> None:
+        self._send({"data": [{"id": "plain"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/tokenize":
+            self.send_error(404)
+            return
+        self.asked.append(body)
+        chat = "messages" in body
+        said = [{"delta": {"role": "assistant", "content": text}} if chat else {"text": text} for text in ("o", "k")]
+        events: list[dict[str, Any]] = [{"choices": [{"index": 0, "finish_reason": None, **one}]} for one in said]
+        events[-1]["choices"][0]["finish_reason"] = "stop"
+        events.append({"choices": [], "usage": {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}})
+        content = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+        self._send(content.encode())
+
+    def _send(self, body: Any) -> None:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def plain() -> Iterator[str]:
+    Plain.asked = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Plain)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_server_without_a_tokenizer_gets_text_and_messages(plain: str) -> None:
+    @program
+    def chat(s: State) -> None:
+        s += user("Well?")
+        s += assistant("It is " + gen("answer", max_tokens=5, stop=("x",)))
+        s += user("And?")
+        s += assistant(gen("more"))
+
+    backend = HttpBackend(plain)
+    s = chat.run(backend=backend)
+    assert s["answer"] == s["more"] == "ok"
+    first, second = Plain.asked
+    assert first["messages"] == [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": "It is "}]
+    assert first["continue_final_message"]
+    assert first["stop"] == ["x"]
+    assert second["messages"][1:] == [{"role": "assistant", "content": "It is ok"}, {"role": "user", "content": "And?"}]
+    counts = s.tokens_by_source()
+    assert (counts.computed, counts.cached) == (10, 8)
+
+    @program
+    def text(s: State) -> None:
+        s += "Once " + gen("a") + " then "
+        for branch in s.fork(2):
+            branch += "there " + gen("b")
+
+    text.run(backend=backend)
+    assert [body["prompt"] for body in Plain.asked[2:]] == ["Once ", *["Once ok then there "] * 2]
+
+    @program
+    def chosen(s: State) -> None:
+        s += "Yes or no? " + select("which", ["yes", "no"])
+
+    with pytest.raises(ProgramError, match="has no /tokenize"):
+        chosen.run(backend=backend)
+    backend.close()
+
+
+def test_a_url_where_nobody_answers_says_so() -> None:
+    with pytest.raises(SpilloverError, match=r"no server answers at http://127\.0\.0\.1:9"):
+        everything.run(backend="http://127.0.0.1:9")
