@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from spillover.cli.bench.measuring import make_console
+from spillover.cli.lab.lab_publish import badge, publish
 from spillover.cli.options import comma_list
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ def lab() -> None:
       spill lab list
       spill lab run demo
       spill lab run my-experiment.yaml --dry-run
-      spill lab report lab-results/demo
+      spill lab report lab-results/demo --pdf
+      spill lab publish lab-results
     """
 
 
@@ -128,8 +130,12 @@ def run(experiment: str, scale: str | None, out: str | None, fresh: bool, dry_ru
 
 @lab.command()
 @click.argument("folder", type=click.Path(path_type=Path))
-def report(folder: Path) -> None:
+@click.option("--pdf", is_flag=True, help="Write report.pdf too; needs Chromium, Chrome or Edge.")
+def report(folder: Path, pdf: bool) -> None:
     """Write the report of FOLDER again, from the results that lie there."""
+    from spillover.lab.report.pdf import browser, write_pdf
+
+    program = browser() if pdf else None  # before anything is read
     from spillover.cli.lab.lab_run import show_verdicts
     from spillover.lab.analysis import analyse, analysis_of
     from spillover.lab.store import Results, write_json
@@ -137,7 +143,13 @@ def report(folder: Path) -> None:
     results = Results.open(folder)
     write_json(folder / "analysis.json", analyse(results))
     show_verdicts(make_console(), analysis_of(results))
-    _report(folder)
+    html = _report(folder)
+    if program is not None:
+        click.echo(f"PDF: {write_pdf(html, program)}")
+
+
+lab.add_command(badge)
+lab.add_command(publish)
 
 
 @lab.command()
@@ -184,7 +196,7 @@ def results_folder(made: Experiment, out: str | None = None, fresh: bool = False
     return folder
 
 
-def _report(folder: Path) -> None:
+def _report(folder: Path) -> Path:
     from rich.console import Console
 
     with Console(stderr=True).status("writing the report"):
@@ -192,3 +204,4 @@ def _report(folder: Path) -> None:
 
         written = write_report(folder)
     click.echo(f"report: {written.html}")
+    return written.html

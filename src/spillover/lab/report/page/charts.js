@@ -392,5 +392,7 @@ for (const button of document.querySelectorAll(".copy")) {
     setTimeout(() => { button.textContent = "Copy"; }, 1500);
   });
 }
+// What is folded away on a screen is printed.
+addEventListener("beforeprint", () => { for (const part of document.querySelectorAll("details")) part.open = true; });
 document.documentElement.dataset.drawn = String(drawings.length);
 })();

@@ -1,0 +1,121 @@
+"""A static site of many reports: an index that can be searched, and every report beside it. Nothing comes from the
+network, and it needs no server: the files can be opened, or be put wherever files are served."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from spillover.errors import SpilloverError
+from spillover.lab.report import wording
+from spillover.lab.report.badge import badge, sentence, title
+from spillover.lab.report.data import Report, read_report
+from spillover.lab.report.forest import TONES
+from spillover.lab.report.html import embedded
+from spillover.lab.report.write import write_report
+
+LISTED = "reports.json"  # what the site holds; a folder without it is not one of ours
+COPIED = ("report.html", "REPORT.md", "summary.csv", "detailed.csv", "report.pdf")
+DEEP = 3  # folders below the one given in which results are looked for
+
+
+@dataclass(frozen=True)
+class Site:
+    index: Path
+    reports: tuple[str, ...]
+    left_out: tuple[str, ...]  # 'FOLDER: why'
+
+
+def find_results(folder: Path) -> list[Path]:
+    """Return the folders of results in this one, itself included."""
+    if not folder.is_dir():
+        raise SpilloverError(f"{folder} is no folder; give one that holds results of `spill lab run`")
+    found = {path.parent for depth in range(DEEP + 1) for path in folder.glob("*/" * depth + "experiment.json")}
+    if not found:
+        raise SpilloverError(f"{folder} holds no results of an experiment; run one with: spill lab run NAME")
+    return sorted(found)
+
+
+def publish(folder: Path, out: Path) -> Site:
+    """Write the site of all results below `folder` into `out`, which is made, or was made by this before."""
+    found = find_results(folder)
+    before = _listed(out)
+    out.mkdir(parents=True, exist_ok=True)
+    entries: list[dict[str, Any]] = []
+    left_out: list[str] = []
+    for each in found:
+        name = "-".join(each.relative_to(folder).parts) or each.resolve().name
+        try:
+            report = read_report(each)
+            write_report(each)
+        except SpilloverError as error:
+            left_out.append(f"{each}: {error}")
+            continue
+        place = out / name
+        place.mkdir(exist_ok=True)
+        for file in COPIED:
+            if (each / file).is_file():
+                shutil.copyfile(each / file, place / file)
+        if (each / "plots").is_dir():
+            shutil.copytree(each / "plots", place / "plots", dirs_exist_ok=True)
+        (place / "badge.svg").write_text(badge(report), encoding="utf-8")
+        entries.append(_entry(name, report, (each / "REPORT.md").read_text(encoding="utf-8")))
+    if not entries:
+        raise SpilloverError(f"no report could be made of {folder}: {left_out[0]}")
+    names = [entry["name"] for entry in entries]
+    for gone in set(before) - set(names):
+        shutil.rmtree(out / gone, ignore_errors=True)
+    entries.sort(key=lambda entry: str(entry["date"]), reverse=True)
+    (out / LISTED).write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
+    index = out / "index.html"
+    index.write_text(_index(entries), encoding="utf-8")
+    return Site(index, tuple(names), tuple(left_out))
+
+
+def _listed(out: Path) -> list[str]:
+    """Return the reports that the site had; refuses a folder that holds something else."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return []
+    try:
+        names = json.loads((out / LISTED).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        names = None
+    if not isinstance(names, list):
+        raise SpilloverError(f"{out} is not empty and holds no site of the lab; give another folder with --out")
+    return [name for name in names if isinstance(name, str) and Path(name).name == name]
+
+
+def _entry(name: str, report: Report, text: str) -> dict[str, Any]:
+    judged = wording.judged(report)
+    facts = dict(wording.top_facts(report))
+    return {
+        "name": name, "title": report.name, "about": report.about, "date": facts.get("measured", ""),
+        "on": facts.get("on", ""), "metric": title(report),
+        "verdicts": [{"text": sentence(report, verdict), "workload": verdict.workload, "word": verdict.verdict,
+                      "tone": TONES[verdict.verdict]} for verdict in judged],
+        "words": sorted({verdict.verdict for verdict in judged}),
+        "warning": " ".join(wording.warnings(report)),
+        "search": f"{name} {text}".lower(),
+    }
+
+
+def _index(entries: Sequence[dict[str, Any]]) -> str:
+    page = resources.files("spillover.lab.report").joinpath("page")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(page.joinpath("site.html").read_text(encoding="utf-8"))
+    words = [word for word in wording.VERDICTS if any(word in entry["words"] for entry in entries)]
+    return template.render(
+        entries=entries, words=words,
+        style=Markup(page.joinpath("style.css").read_text(encoding="utf-8")),
+        script=Markup(page.joinpath("site.js").read_text(encoding="utf-8")),
+        icon=base64.b64encode(page.joinpath("icon.svg").read_bytes()).decode(),
+        data=embedded({entry["name"]: entry["search"] for entry in entries}))
