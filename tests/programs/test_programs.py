@@ -87,6 +87,27 @@ def test_a_template_that_does_not_extend_wins_and_is_counted(backend: RecordingB
     assert s.tokens_by_source().device == findable(forgetful.asked, 16) > 0
 
 
+def test_a_fork_within_a_message_ends_it_where_it_begins_another(backend: RecordingBackend) -> None:
+    @program(temperature=0, max_tokens=4, ignore_eos=True)
+    def inside(s: State) -> None:
+        s += user("Well?")
+        with s.assistant():
+            s += "It is "
+            forks = s.fork(2)
+            forks[0] += gen("x")
+            forks[1] += "not " + gen("x")
+            forks[1] += user("Sure?")
+            forks[1] += assistant(gen("y"))
+            s += gen("z")
+        s["told"] = [branch.messages() for branch in forks]
+
+    s = inside.run(backend=backend)
+    assert s["told"][0] == [{"role": "user", "content": "Well?"}]  # its message is still open
+    assert [message["role"] for message in s["told"][1]] == ["user", "assistant"] * 2
+    assert s["told"][1][1]["content"].startswith("It is not ")
+    assert s.messages()[1]["content"] == "It is " + s["z"]
+
+
 def test_constrained_gens_and_stop_strings(backend: RecordingBackend) -> None:
     schema = {"enum": [7, 8]}
 

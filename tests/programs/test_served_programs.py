@@ -90,14 +90,19 @@ class Plain(BaseHTTPRequestHandler):
     """A server of chats and completions that tokenizes for nobody and knows no fields of others."""
 
     asked: list[dict[str, Any]]
+    tokenizes = False
+    model = "plain"
 
     def do_GET(self) -> None:
-        self._send({"data": [{"id": "plain"}]})
+        self._send({"data": [{"id": self.model}]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/tokenize":
-            self.send_error(404)
+            if self.tokenizes and "prompt" in body:
+                self._send({"tokens": list(body["prompt"].encode())})
+            else:
+                self.send_error(404)
             return
         self.asked.append(body)
         chat = "messages" in body
@@ -129,16 +134,22 @@ def plain() -> Iterator[str]:
     server.server_close()
 
 
-def test_a_server_without_a_tokenizer_gets_text_and_messages(plain: str) -> None:
-    @program
-    def chat(s: State) -> None:
-        s += user("Well?")
-        s += assistant("It is " + gen("answer", max_tokens=5, stop=("x",)))
-        s += user("And?")
-        s += assistant(gen("more"))
+def two_turns(s: State) -> None:
+    s += user("Well?")
+    s += assistant("It is " + gen("answer", max_tokens=5, stop=("x",)))
+    s += user("And?")
+    s += assistant(gen("more"))
 
+
+def plain_text(s: State) -> None:
+    s += "Once " + gen("a") + " then "
+    for branch in s.fork(2):
+        branch += "there " + gen("b")
+
+
+def test_a_server_without_a_tokenizer_gets_text_and_messages(plain: str) -> None:
     backend = HttpBackend(plain)
-    s = chat.run(backend=backend)
+    s = program(two_turns).run(backend=backend)
     assert s["answer"] == s["more"] == "ok"
     first, second = Plain.asked
     assert first["messages"] == [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": "It is "}]
@@ -148,13 +159,7 @@ def test_a_server_without_a_tokenizer_gets_text_and_messages(plain: str) -> None
     counts = s.tokens_by_source()
     assert (counts.computed, counts.cached) == (10, 8)
 
-    @program
-    def text(s: State) -> None:
-        s += "Once " + gen("a") + " then "
-        for branch in s.fork(2):
-            branch += "there " + gen("b")
-
-    text.run(backend=backend)
+    program(plain_text).run(backend=backend)
     assert [body["prompt"] for body in Plain.asked[2:]] == ["Once ", *["Once ok then there "] * 2]
 
     @program
@@ -164,6 +169,19 @@ def test_a_server_without_a_tokenizer_gets_text_and_messages(plain: str) -> None
     with pytest.raises(ProgramError, match="has no /tokenize"):
         chosen.run(backend=backend)
     backend.close()
+
+
+def test_a_server_that_tokenizes_text_alone_gets_messages(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Plain, "tokenizes", True)
+    s = program(two_turns).run(backend=plain)
+    assert s["more"] == "ok"
+    assert [message["content"] for message in Plain.asked[1]["messages"]] == ["Well?", "It is ok", "And?"]
+    program(plain_text).run(backend=plain)
+    assert Plain.asked[2]["prompt"] == list(b"Once ")
+    assert Plain.asked[3]["prompt"] == list(b"Once ok then there ")
+    assert backend_of(plain) is backend_of(plain)
+    monkeypatch.setattr(Plain, "model", "another")
+    assert backend_of(plain).name == f"another at {plain}"
 
 
 def test_a_url_where_nobody_answers_says_so() -> None:

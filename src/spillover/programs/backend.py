@@ -134,7 +134,10 @@ class Backend(Protocol):
     def gate(self) -> PrefixGate: ...
 
     @property
-    def tokenizes(self) -> bool: ...  # whether encode, decode, render and score can be called
+    def tokenizes(self) -> bool: ...  # whether encode, decode and score can be called
+
+    @property
+    def renders(self) -> bool: ...  # whether it also makes tokens of chats; where not, messages are sent
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Tokenise; `special`: with what the tokenizer itself puts around a text, such as bos."""

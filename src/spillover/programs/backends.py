@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spillover.programs.backend import Backend, ProgramError
+
+if TYPE_CHECKING:
+    from spillover.programs.http_backend import HttpBackend
 
 _lock = threading.Lock()
 _default: Any = None
 _of_engines: weakref.WeakKeyDictionary[Any, Backend] = weakref.WeakKeyDictionary()
-_of_urls: dict[str, Backend] = {}
+_of_urls: dict[str, HttpBackend] = {}
 
 
 def set_default_backend(backend: Any) -> None:
@@ -30,14 +33,14 @@ def backend_of(given: Any) -> Backend:
         found: Backend = _default
         return found
     if isinstance(given, str):
+        from spillover.programs.http_backend import HttpBackend
+
         with _lock:
             known = _of_urls.get(given)
-        if known is None:
-            from spillover.programs.http_backend import HttpBackend
-
+        if known is None or not known.same_server():
             known = HttpBackend(given)
             with _lock:
-                known = _of_urls.setdefault(given, known)
+                _of_urls[given] = known
         return known
     if hasattr(given, "gate") and hasattr(given, "score"):
         made: Backend = given

@@ -18,6 +18,7 @@ from spillover.programs.expressions import Role
 class Context:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self._tokenized = backend.tokenizes  # whether ids are kept
         self._ids: list[int] = []
         self._pending = ""  # fixed text behind them
         self._text = ""  # of a program without roles
@@ -29,7 +30,7 @@ class Context:
 
     def forked(self) -> Context:
         """Return a copy that goes on by itself from the same tokens."""
-        if self._backend.tokenizes:
+        if self._tokenized:
             self._commit()
         made = copy.copy(self)
         made._ids, made.messages = list(self._ids), list(self.messages)
@@ -41,7 +42,7 @@ class Context:
     def add(self, text: str) -> None:
         if self._role is not None:
             self._content += text
-            self._pending += text if self._role == "assistant" else ""
+            self._pending += text if self._role == "assistant" and self._tokenized else ""
             return
         if self.messages:
             raise ProgramError(f"text outside of a role, behind messages: {text[:40]!r}; put it in user(...) or "
@@ -56,20 +57,21 @@ class Context:
         if self._plain:
             raise ProgramError(f"{role}(...) behind text outside of a role: {self._text[:40]!r}; put all text in "
                                "roles, or none")
-        if role == "assistant" and self._backend.tokenizes:
+        self._tokenized = self._tokenized and self._backend.renders
+        if role == "assistant" and self._tokenized:
             self._ids = self._rendered()
         self._role, self._content = role, ""
 
     def close(self) -> None:
         assert self._role is not None
-        if self._role == "assistant" and self._backend.tokenizes:
+        if self._role == "assistant" and self._tokenized:
             self._commit()
         self.messages.append({"role": self._role, "content": self._content})
         self._role, self._content = None, ""
 
     def answer(self, answer: Answer) -> None:
         """Take in what a gen brought."""
-        if self._backend.tokenizes:
+        if self._tokenized:
             kept = self._kept(answer)
             self._ids += self._backend.encode(answer.text) if kept is None else kept
         self._wrote(answer.text)
@@ -84,7 +86,7 @@ class Context:
     def prompt(self) -> Prompt:
         """Return the tokens that a gen or a select follows."""
         self._check_place()
-        if not self._backend.tokenizes:
+        if not self._tokenized:
             return self._untokenized()
         self._commit()
         if not self._ids:
@@ -93,7 +95,7 @@ class Context:
 
     def ahead(self) -> list[int]:
         """Return the tokens that the next request will likely begin with, by what is known now; changes nothing."""
-        if self._role in ("system", "user"):
+        if self._role in ("system", "user") or not self._tokenized:
             return []
         if self._role is None and self.messages:
             return self._rendered(count=False) if self.messages[-1]["role"] != "assistant" else []

@@ -45,7 +45,7 @@ def engine_backend(llm: Any) -> Backend:
 class EngineBackend:
     """What both have in common: the tokenizer is here, and so are sampling parameters."""
 
-    tokenizes = True
+    tokenizes = renders = True
 
     def __init__(self, tokenizer: Tokenizer | None, factory: RequestFactory, block_size: int, name: str) -> None:
         if tokenizer is None:

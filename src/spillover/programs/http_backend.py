@@ -17,8 +17,9 @@ import urllib.parse
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-from spillover.bench.serving.served_model import ServedModel, ServerTokenizer
+from spillover.bench.serving.served_model import JsonServer, ServedModel, ServerTokenizer
 from spillover.bench.serving.sse import EventParser
+from spillover.errors import SpilloverError
 from spillover.programs.backend import (
     CONSTRAINTS,
     Answer,
@@ -46,6 +47,8 @@ class HttpBackend:
         self._parts = parts
         self._headers = {"Content-Type": "application/json", "X-Spillover-Timings": "1",
                          **({} if api_key is None else {"Authorization": f"Bearer {api_key}"})}
+        self._server = JsonServer(self._url, self._headers)
+        self._served = self._cards()
         served = ServedModel.ask(self._url, model, api_key)
         self.name = f"{served.name} at {self._url}"
         self.gate = PrefixGate(block_size)
@@ -67,6 +70,24 @@ class HttpBackend:
 
     def render(self, messages: Sequence[Message]) -> list[int]:
         return self._own_tokenizer().render(messages)
+
+    @functools.cached_property
+    def renders(self) -> bool:
+        """Ask once whether the server tokenizes chats: some only do it with text, and a base model has no template."""
+        try:
+            return self.tokenizes and bool(self.render([{"role": "user", "content": "a"}]))
+        except SpilloverError:
+            return False
+
+    def same_server(self) -> bool:
+        """Return whether the same model is still served here, so that what is remembered of it holds."""
+        return self._cards() == self._served
+
+    def _cards(self) -> list[Any]:
+        """Return what tells one server from another. Of others than spillover `created` is the time of asking."""
+        cards = self._server.get("/v1/models").get("data") or []
+        return [(card.get("id"), card.get("root"), card.get("max_model_len"),
+                 card.get("created") if card.get("owned_by") == "spillover" else None) for card in cards]
 
     def _encode(self, text: str, special: bool) -> tuple[int, ...]:
         return tuple(self._own_tokenizer().encode(text, special))
@@ -112,6 +133,7 @@ class HttpBackend:
 
     def close(self) -> None:
         """Close idle connections."""
+        self._server.close()
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -136,6 +158,9 @@ class HttpBackend:
             kept = False
             try:
                 with lifetime.closing(functools.partial(_shut, connection)):
+                    if connection.sock is None:
+                        connection.connect()
+                    lifetime.remaining()  # whoever cancelled before there was a socket could not shut it
                     connection.request("POST", self._parts.path + path, payload, self._headers)
                     response = connection.getresponse()
                     if not 200 <= response.status < 300:

@@ -21,7 +21,9 @@ class Asked:
 
 
 class RecordingBackend:
-    tokenizes = True
+    """For backends that tokenize and render."""
+
+    tokenizes = renders = True
 
     def __init__(self, inner: Backend) -> None:
         self.inner = inner

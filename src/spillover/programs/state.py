@@ -61,6 +61,7 @@ class State:
         self._last: Task | None = None
         self._error: ProgramError | None = None
         self._role: Role | None = None  # of the message that the program is writing
+        self._inherited = False  # that message was begun by the parent, and ends where this branch begins another
         self._counts = TokenCounts()
         self._branches: list[State] = []
 
@@ -89,6 +90,7 @@ class State:
         made = [State(self._run, name if self.name == "main" else f"{self.name}.{name}", None) for name in names]
         for state in made:
             state._named, state._role = dict(self._named), self._role
+            state._inherited = self._role is not None
             self._run.register(state)
         self._branches += made
 
@@ -173,9 +175,11 @@ class State:
 
     @contextmanager
     def _speaking(self, role: Role) -> Iterator[None]:
-        if self._role is not None:
+        if self._role is not None and not self._inherited:
             raise ProgramError(f"a message of {role} begins before that of {self._role} has ended", self.name)
-        self._role = role
+        if self._role is not None:
+            self._put(Task(lambda: self._context.close(), asks=False))
+        self._role, self._inherited = role, False
         self._put(Task(lambda: self._context.open(role), asks=False))
         try:
             yield

@@ -38,11 +38,10 @@ def generate(state: State, run: Run, task: Task, options: Mapping[str, Any]) -> 
 
 def select_likeliest(state: State, run: Run, task: Task, asked: Select) -> str:
     backend = run.backend
-    if not backend.tokenizes:
-        raise ProgramError(f"select needs the tokens of its choices, but {backend.name} has no /tokenize; use "
-                           "gen(regex='yes|no') there, or another server")
     prefix = state.context.prompt().ids
-    assert prefix is not None
+    if prefix is None:
+        raise ProgramError(f"select needs the tokens of its prompt, but {backend.name} has no /tokenize for it; use "
+                           "gen(regex='yes|no') there, or another server")
     choices = [backend.encode(choice) for choice in asked.choices]
     prompts = [prefix + ids for ids in choices]
     # The first leaves what all share in the cache; with that computed, all go together.
@@ -67,7 +66,7 @@ def select_likeliest(state: State, run: Run, task: Task, asked: Select) -> str:
 
 def prefill_ahead(state: State, run: Run) -> None:
     """Have the fixed text that is known computed while the program does something else, where there is enough of it."""
-    if not run.prefills or not run.backend.tokenizes:
+    if not run.prefills:
         return
     try:
         ids = state.context.ahead()
