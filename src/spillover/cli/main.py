@@ -15,6 +15,7 @@ import click
 from spillover.cli.bench.bench import bench
 from spillover.cli.cache.cache import cache
 from spillover.cli.chat.chat import chat
+from spillover.cli.course import course
 from spillover.cli.demo.demo import demo
 from spillover.cli.draft import draft
 from spillover.cli.eval import evaluate
@@ -83,7 +84,7 @@ def main() -> None:
 
 
 for command in (demo, serve, chat, generate, plan, doctor, pull, export, quantize, draft, cache, pool, bench, lab,
-                evaluate):
+                course, evaluate):
     main.add_command(command)
 
 

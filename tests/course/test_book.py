@@ -1,0 +1,125 @@
+"""The book: contents, light and dark, what was measured and what was not, and nothing from the network."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from spillover.cli.main import main
+from spillover.course.book import html_of, render, write_book
+from spillover.course.plots import plot
+from spillover.course.runs import CourseRun
+from spillover.course.tables import filled_rows
+from spillover.course.week import all_weeks, load_week
+from support.chromium import Chromium, find_chromium
+from support.made_up_results import write_results
+
+pytest.importorskip("pyarrow")
+
+
+class Page(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        self.ids.add(given.get("id", ""))
+        if tag == "a":
+            self.links.append(given["href"])
+        self.loaded += [given[name] for name in ("src", "data", "poster", "srcset") if name in given]
+        if tag == "link":
+            self.loaded.append(given["href"])
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Week 5 with made-up results under its own names: nothing of its arms is in them, and the book must say so."""
+    folder = tmp_path_factory.mktemp("course")
+    write_results(folder / "week05-cpu" / "prefix", rates=(1, 2, 4), blocks=4, name="week05-prefix")
+    CourseRun.of(folder, load_week(5), "cpu", "spillover").note("prefix", done=True)
+    return folder
+
+
+def test_every_week_is_in_the_contents_and_has_its_table(results: Path) -> None:
+    text = render(results, all_weeks())
+    page = Page(text)
+    for week in all_weeks():
+        assert f"#{week.name}" in page.links
+        assert week.name in page.ids
+        section = text.split(f'id="{week.name}"')[1].split('<section class="week"')[0]
+        for row in week.metrics:
+            assert str(html_of(row.name))[3:-5] in section
+    assert text.count("Not run yet") == len(all_weeks()) - 1
+
+
+def test_it_needs_no_network_and_follows_light_and_dark(results: Path) -> None:
+    text = render(results, all_weeks())
+    page = Page(text)
+    assert [link for link in page.links if not link.startswith("#")] == []
+    assert {link[1:] for link in page.links} <= page.ids
+    assert all(address.startswith("data:") for address in page.loaded)
+    assert "default-src 'none'" in text
+    assert not re.search(r"@import|url\((?!data:)", text)
+    assert "prefers-color-scheme: dark" in text
+    assert "<script" not in text
+
+
+def test_html_in_a_page_is_shown_and_not_obeyed() -> None:
+    assert "<script>" not in html_of("# a\n\n<script>alert(1)</script> `<b>`")
+
+
+def test_a_plot_draws_every_value_inside_its_frame(results: Path) -> None:
+    week = load_week(5)
+    (hits, *_) = [row for row in filled_rows(CourseRun.of(results, week, "cpu", "spillover"))
+                  if row.row.name == "TTFT vs prefix length"]
+    picture = plot(hits)
+    assert picture is not None
+    heights = [float(found) for found in re.findall(r'cy="([\d.-]+)"', picture)]
+    assert len(heights) == sum(cell is not None for _, cells in hits.rows for cell in cells) >= 12
+    assert all(0 <= height <= 240 for height in heights)
+
+
+def test_the_commands_list_check_and_report(results: Path, tmp_path: Path) -> None:
+    runner = CliRunner()
+    listed = runner.invoke(main, ["course", "list", "--results", str(results)])
+    assert listed.exit_code == 0, listed.output
+    assert "undecided" in listed.output
+    assert runner.invoke(main, ["course", "show", "5"]).output.count("Prefix caching") >= 1
+    checked = runner.invoke(main, ["course", "check", "5", "--results", str(results)])
+    assert checked.exit_code == 0  # undecided is no failure
+    assert "undecided:" in checked.output
+    none = runner.invoke(main, ["course", "check", "1", "--results", str(results)])
+    assert none.exit_code == 2
+    assert "spill course run 1" in none.output
+    assert runner.invoke(main, ["course", "check", "17"]).exit_code == 2
+    book = tmp_path / "book.html"
+    assert runner.invoke(main, ["course", "report", "--results", str(results), "--out", str(book)]).exit_code == 0
+    assert "Made-up" not in book.read_text()
+    job = tmp_path / "week.sbatch"
+    assert runner.invoke(main, ["course", "run", "5", "--scale", "gpu", "--sbatch", str(job)]).exit_code == 0
+    assert job.read_text().endswith("spill course run 5 --scale gpu\n")
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_a_browser_shows_it_and_asks_nobody(results: Path, tmp_path: Path, dark: bool) -> None:
+    (tmp_path / "profile").mkdir()
+    program = find_chromium()
+    if program is None:
+        pytest.skip("no Chromium here; on Debian: apt-get install chromium")
+    book = write_book(results, tmp_path / "book.html")
+    with Chromium(program, tmp_path / "profile") as browser:
+        browser.open(book.as_uri(), dark=dark)
+        assert browser.evaluate("document.querySelectorAll('.contents a').length") == len(all_weeks())
+        assert browser.evaluate("document.querySelectorAll('figure svg').length") >= 1
+        light = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (light == "rgb(19, 19, 18)") == dark
+        assert browser.problems == []
+        assert set(browser.addresses) == {book.as_uri()}

@@ -1,0 +1,164 @@
+"""Expectations are held against results that are made up, so that it is known which of them must hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spillover.course.runs import CourseRun, runs_of
+from spillover.course.shape import FAILS, HOLDS, UNDECIDED, Outcome, _apart, _paired, check
+from spillover.course.tables import Filled, filled_rows
+from spillover.course.values import Series
+from spillover.course.week import Expectation, Value, Week, parse_week
+from support.made_up_results import write_results
+
+pytest.importorskip("pyarrow")
+FOLDER = Path("nowhere")
+
+
+def week_of(*expect: dict[str, Any], metrics: list[dict[str, Any]] | None = None) -> Week:
+    return parse_week({
+        "title": "Made up", "phase": "Tests", "experiments": {"load": {"file": "experiment.yaml"}},
+        "commands": {"latency": {"run": "bench latency"}},
+        "metrics": metrics or [{"name": "Throughput", "about": "tokens", "unit": "tok/s",
+                                "values": [{"of": "load", "metric": "output_throughput"}]}],
+        "expect": list(expect) or [side("host", "device", 1.2)], "questions": ["Why?"], "next": ["More."]}, 1, FOLDER)
+
+
+def side(left: str, right: str, at_least: float, **more: Any) -> dict[str, Any]:
+    def value(arm: str) -> dict[str, Any]:
+        return {"of": "load", "metric": "output_throughput", "arm": arm, "workload": "chats"}
+
+    return {"says": f"{left} beats {right}", "left": value(left), "right": value(right), "at-least": at_least, **more}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`host` is 1.6 times as fast as `device`, `slow` 0.7 times; `warm` fails a gate, `vllm` was skipped."""
+    folder = tmp_path_factory.mktemp("course")
+    write_results(folder / "week01-cpu" / "load", rates=(), blocks=6)
+    (folder / "week01-cpu" / "latency.json").write_text(json.dumps({"results": [
+        {"batch_size": 1, "token_times": [0.010, 0.011, 0.012], "decode_step": {"limit_seconds": 0.008}},
+        {"batch_size": 8, "token_times": [0.030, 0.020, 0.025], "decode_step": {"limit_seconds": 0.009},
+         "rate": {"low": 300.0, "median": 320.0, "high": 400.0}}]}))
+    CourseRun.of(folder, week_of(), "cpu", "spillover").note()
+    return folder
+
+
+def outcome(results: Path, expectation: dict[str, Any]) -> Outcome:
+    (found,) = check(CourseRun.of(results, week_of(expectation), "cpu", "spillover"))
+    return found
+
+
+@pytest.mark.parametrize(("left", "right", "at_least", "expected"), [
+    ("host", "device", 1.2, HOLDS), ("device", "host", 1.2, FAILS), ("host", "device", 3, FAILS),
+    ("device", "slow", 1.1, HOLDS), ("slow", "device", 1, FAILS),
+])
+def test_an_expectation_holds_or_does_not_as_the_numbers_say(results: Path, left: str, right: str, at_least: float,
+                                                             expected: str) -> None:
+    found = outcome(results, side(left, right, at_least))
+    assert found.outcome == expected
+    assert "95% interval over 6 runs" in found.text
+    assert f"at least {at_least:.3g} asked" in found.text
+
+
+@pytest.mark.parametrize(("left", "told"), [("warm", "were hits, but the workload shares only"),
+                                            ("vllm", "vllm is not installed")])
+def test_what_does_not_count_or_is_not_there_decides_nothing(results: Path, left: str, told: str) -> None:
+    found = outcome(results, side(left, "device", 1))
+    assert found.outcome == UNDECIDED
+    assert told in found.text
+
+
+def test_same_is_an_expectation_too(results: Path) -> None:
+    for within, expected in ((0.9, HOLDS), (0.1, FAILS)):
+        expectation = side("host", "device", 1)
+        del expectation["at-least"]
+        assert outcome(results, {**expectation, "within": within}).outcome == expected
+
+
+def test_commands_decide_only_where_all_their_values_agree(results: Path) -> None:
+    def times(batch: int) -> dict[str, Any]:
+        return {"of": "latency", "key": "token_times", "where": {"batch_size": batch}}
+
+    for at_least, expected in ((1.6, HOLDS), (2, UNDECIDED), (4, FAILS)):
+        found = outcome(results, {"says": "x", "left": times(8), "right": times(1), "at-least": at_least})
+        assert found.outcome == expected, found
+    limit = {"of": "latency", "key": "decode_step.limit_seconds", "where": {"batch_size": 1}}
+    assert outcome(results, {"says": "x", "left": limit, "at-least": 0.008}).outcome == HOLDS
+    assert outcome(results, {"says": "x", "left": {**limit, "key": "nothing"}, "at-least": 1}).outcome == UNDECIDED
+
+
+def test_an_expectation_of_another_size_is_left_out(results: Path) -> None:
+    week = week_of(side("host", "device", 1, scales=["gpu"]), side("device", "host", 1))
+    assert [each.outcome for each in check(CourseRun.of(results, week, "cpu", "spillover"))] == [FAILS]
+
+
+def test_a_week_that_was_not_run_is_undecided_and_is_no_run(tmp_path: Path) -> None:
+    run = CourseRun.of(tmp_path, week_of(), "cpu", "spillover")
+    assert [each.text for each in check(run)] == ["load was not run"]
+    assert runs_of(tmp_path, run.week) == []
+    run.note("load", reason="baseline 'device' cannot be measured", done=False)
+    again = CourseRun.of(tmp_path, week_of(), "cpu", "spillover")
+    assert check(again)[0].text == "baseline 'device' cannot be measured"
+
+
+def test_the_last_run_comes_first(tmp_path: Path) -> None:
+    week = week_of()
+    for scale in ("gpu", "cpu", "gpu"):
+        CourseRun.of(tmp_path, week, scale, "spillover").note()
+    assert [run.scale for run in runs_of(tmp_path, week)] == ["gpu", "cpu"]
+
+
+def test_a_table_has_a_line_per_arm_and_says_what_is_missing(results: Path) -> None:
+    values: dict[str, list[dict[str, Any]]] = {
+        "Busy": [{"of": "load", "monitor": "CPU busy", "factor": 100}],
+        "Blocks": [{"of": "load", "fact": "pool_blocks"}],
+        "Rate": [{"of": "latency", "key": "rate", "each": "batch_size"}],
+        "Ratio": [{"of": "load", "metric": "p99_itl_ms", "over": "median_itl_ms", "workload": "chats"}]}
+    rows: list[dict[str, Any]] = [{"name": name, "about": "a", "unit": "u", "values": found}
+                                  for name, found in values.items()]
+    rows.append({"name": "None", "about": "a", "unit": "%", "absent": {"cpu": "not here", "gpu": "nor there"}})
+    busy, blocks, rate, ratio, none = filled_rows(CourseRun.of(results, week_of(metrics=rows), "cpu", "spillover"))
+
+    def cell(filled: Filled, name: str) -> Series:
+        found = dict(filled.rows)[name][0]
+        assert found is not None
+        return found
+
+    assert cell(busy, "host").median == pytest.approx(83, abs=3)
+    assert [name for name, _ in blocks.rows] == ["device", "host", "warm", "slow"]
+    assert cell(blocks, "host").values == (96.0,)
+    assert "vllm is not installed" in " ".join(blocks.notes)
+    assert rate.columns == ("8",)
+    assert cell(rate, "latency").values == (300.0, 320.0, 400.0)
+    assert all((cell(ratio, name).median or 0) > 1 for name, _ in ratio.rows)
+    assert none.notes == ("not here",)
+
+
+EXPECTATION = Expectation("x", Value("load", "metric", ("m",)), at_least=1.5)
+numbers = st.floats(0.1, 1e4)
+
+
+@given(st.lists(numbers, min_size=1, max_size=9), st.floats(0.2, 5), st.floats(0.2, 5))
+def test_where_every_run_has_the_same_ratio_that_ratio_decides(base: list[float], ratio: float, asked: float) -> None:
+    expectation = Expectation("x", EXPECTATION.left, at_least=asked)
+    passes = tuple(range(len(base)))
+    left = Series("a", "w", tuple(ratio * each for each in base), passes)
+    found = _paired(expectation, left, Series("b", "w", tuple(base), passes))
+    if len(base) < 3:
+        assert found.outcome == UNDECIDED
+    elif abs(ratio / asked - 1) > 1e-6:
+        assert found.outcome == (HOLDS if ratio > asked else FAILS)
+
+
+@given(st.lists(numbers, min_size=1, max_size=5), st.lists(numbers, min_size=1, max_size=5), st.floats(0.01, 100))
+def test_values_measured_apart_decide_as_every_pair_does(left: list[float], right: list[float], asked: float) -> None:
+    found = _apart(Expectation("x", EXPECTATION.left, at_least=asked), left, right)
+    pairs = {HOLDS if high / low >= asked else FAILS for high in left for low in right}
+    assert found.outcome == (pairs.pop() if len(pairs) == 1 else UNDECIDED)

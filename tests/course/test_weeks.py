@@ -1,0 +1,159 @@
+"""Every week can be run as it is written, asks for the document's whole table, and names files that exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from spillover.cli.main import main
+from spillover.cli.serve import serve
+from spillover.course.steps import arguments, experiments, job_file, make_experiment, most_seconds
+from spillover.course.week import SCALES, Week, all_weeks, load_week, parse_week
+from spillover.errors import SpilloverError
+from spillover.lab.experiment import Experiment
+from spillover.lab.preflight import foreseen, workload_stats
+from spillover.lab.run_metrics import metric_names
+from spillover.lab.traffic import ServedLoad
+from support.course_rows import ROWS
+
+ROOT = Path(__file__).parent.parent.parent
+ALL = all_weeks()
+SIZES = [pytest.param(week, step, scale, id=f"{week.number}-{step.name}-{scale}")
+         for week in ALL for step in week.experiments for scale in step.scales]
+each_week = pytest.mark.parametrize("week", ALL, ids=lambda week: str(week.number))
+TOLD_BY_SERVER = re.compile("spec_|ranks_")  # metrics of some arms only
+
+
+@each_week
+def test_the_documents_whole_table_is_there(week: Week) -> None:
+    assert {row.name: row.unit for row in week.metrics} == ROWS[week.number]
+    assert all(row.about for row in week.metrics)
+    assert len(week.expect) >= 2
+    assert len(week.questions) >= 3
+    assert week.next
+    assert week.plots
+
+
+@each_week
+def test_every_file_and_command_of_its_page_exists(week: Week) -> None:
+    files = re.findall(r"`(src/[\w./]+)`", week.page)
+    assert len(files) >= 3
+    assert [name for name in files if not (ROOT / name).is_file()] == []
+    assert "The course's commands, today" in week.page
+    for line in re.findall(r"^spill .*$", week.page, re.MULTILINE):
+        words = shlex.split(line.split("#")[0].rstrip("& \\"))[1:]
+        command: click.Command = main
+        while isinstance(command, click.Group):
+            command = command.commands[words.pop(0)]
+        known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        assert {word for word in words if word.startswith("--")} <= known, line
+
+
+@pytest.mark.parametrize(("week", "step", "scale"), SIZES)
+def test_its_experiments_can_be_run(week: Week, step: Any, scale: str) -> None:
+    known = {option.removeprefix("--") for parameter in serve.params for option in parameter.opts}
+    for engine in ("spillover", *step.engines):
+        made = make_experiment(week, step, scale, engine)
+        load = ServedLoad(made)
+        for workload in made.workloads:
+            load.check(workload)
+        for arm in made.arms:
+            assert arm.about
+            assert arm.spec.kind != "spillover" or set(arm.spec.args) <= known, arm.name
+        if engine != "spillover":
+            assert any(arm.spec.kind == engine for arm in made.arms)
+
+
+@each_week
+def test_what_it_reads_is_measured(week: Week) -> None:
+    """Every arm, workload, metric and key that a value names is one that the step has."""
+    for scale in SCALES:
+        made = {step.name: make_experiment(week, step, scale) for step in week.experiments if scale in step.scales}
+        sides = [side for each in week.expect if scale in each.scales for side in (each.left, each.right)]
+        for value in (*(value for row in week.metrics for value in row.values), *filter(None, sides)):
+            if value.of in made:
+                check_value(made[value.of], value, single=any(value is side for side in sides))
+
+
+def check_value(experiment: Experiment, value: Any, single: bool) -> None:
+    arms = [arm.name for arm in experiment.arms if not value.arms or arm.name in value.arms]
+    loads = [load.name for load in experiment.workloads
+             if not value.workloads or {load.name, load.group} & set(value.workloads)]
+    assert arms, value
+    assert loads, value
+    if value.kind == "metric":
+        assert all(name in metric_names() or TOLD_BY_SERVER.match(name) for name in value.names), value
+    if single:  # one side of an expectation is one series
+        assert len(arms) == 1, value
+        assert len(loads) == 1 or value.kind in ("fact", "score"), value
+
+
+@pytest.mark.parametrize(("week", "step"), [pytest.param(week, step, id=f"{week.number}-{step.name}")
+                                            for week in ALL for step in week.commands])
+def test_its_commands_can_be_typed(week: Week, step: Any) -> None:
+    for scale in step.run:
+        words = arguments(step, scale, "out.json", model="some-model", flags={"load-format": "dummy"})
+        command: click.Command = main
+        while isinstance(command, click.Group):
+            command = command.commands[words.pop(0)]
+        context = command.make_context("spill", words)
+        assert context.params["output_json"] == "out.json"
+
+
+def test_all_weeks_together_stay_below_two_hours_on_a_cpu() -> None:
+    assert sum(most_seconds(week, "cpu") for week in ALL) < 2 * 3600
+
+
+@pytest.mark.parametrize(("week", "step"), [pytest.param(week, step, id=f"{week.number}-{step.name}")
+                                            for week in ALL for step in week.experiments if "cpu" in step.scales])
+def test_nothing_stands_against_a_verdict_at_the_size_for_a_cpu(week: Week, step: Any) -> None:
+    made = make_experiment(week, step, "cpu")
+    assert made.minimum_blocks >= 4  # fewer give intervals that decide nothing
+    assert foreseen(made, workload_stats(made)) == []
+
+
+def test_a_job_file_has_the_cards_and_the_time_of_its_week() -> None:
+    week = load_week(5)
+    text = job_file(week, "gpu", "spill course run 5 --scale gpu")
+    assert "#SBATCH --gres=gpu:1" in text
+    assert "#SBATCH --time=02:15:00" in text
+    assert text.endswith("spill course run 5 --scale gpu\n")
+    assert "gres" not in job_file(week, "cpu", "x")
+
+
+def test_flags_of_a_run_reach_every_arm_and_label_it() -> None:
+    made = experiments(load_week(5), "cpu", flags={"load-format": "dummy"})["prefix"]
+    assert {arm.label for arm in made.arms} == {"random weights"}
+
+
+def test_an_engine_that_is_not_here_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPILLOVER_VLLM_PYTHON", "/nonexistent/python")
+    with pytest.raises(SpilloverError, match=r"^week 5 cannot be run on vllm: [^\n]*; to have it: pip install"):
+        experiments(load_week(5), "cpu", "vllm")
+    with pytest.raises(SpilloverError, match=r"week 3 has nothing to run on vllm; weeks that have: 1, 4, 5"):
+        experiments(load_week(3), "cpu", "vllm")
+
+
+@pytest.mark.parametrize(("change", "told"), [
+    ({"metrcs": []}, "there is no 'metrcs'; did you mean 'metrics'"),
+    ({"plots": ["Speed"]}, "plots has 'Speed'"),
+    ({"expect": [{"says": "x", "left": {"of": "a", "key": "k"}}]}, "either at-least, a ratio, or within"),
+    ({"expect": [{"says": "x", "left": {"of": "b", "key": "k"}, "within": 0.1}]}, "there is no 'b' in this week"),
+    ({"expect": [{"says": "x", "left": {"of": "a", "metric": "k"}, "within": 0.1}]}, "of a command a key"),
+    ({"metrics": [{"name": "x", "about": "y", "unit": "s", "absent": {"cpu": "z"}}]}, "for one size only why"),
+    ({"experiments": {"a": {"lab": "demo"}}}, "the same name"),
+    ({"questions": []}, "needs 'questions'"),
+])
+def test_a_week_that_is_written_wrongly_is_refused_in_a_sentence(change: dict[str, Any], told: str) -> None:
+    document = {"title": "t", "phase": "p", "commands": {"a": {"run": "bench latency"}},
+                "metrics": [{"name": "x", "about": "y", "unit": "s", "values": [{"of": "a", "key": "k"}]}],
+                "expect": [{"says": "x", "left": {"of": "a", "key": "k"}, "at-least": 1}], "questions": ["q"],
+                "next": ["n"]}
+    parse_week(document, 1, Path("x"))
+    with pytest.raises(SpilloverError, match=told):
+        parse_week({**document, **change}, 1, Path("x"))
