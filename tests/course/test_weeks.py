@@ -13,7 +13,7 @@ import pytest
 from spillover.cli.main import main
 from spillover.cli.serve import serve
 from spillover.course.steps import arguments, experiments, job_file, make_experiment, most_seconds
-from spillover.course.week import SCALES, Week, all_weeks, load_week, parse_week
+from spillover.course.week import SCALES, WEEKS, Week, all_weeks, load_week, parse_week
 from spillover.errors import SpilloverError
 from spillover.lab.experiment import Experiment
 from spillover.lab.preflight import foreseen, workload_stats
@@ -31,7 +31,8 @@ TOLD_BY_SERVER = re.compile("spec_|ranks_")  # metrics of some arms only
 
 @each_week
 def test_the_documents_whole_table_is_there(week: Week) -> None:
-    assert {row.name: row.unit for row in week.metrics} == ROWS[week.number]
+    found = {row.name: row.unit for row in week.metrics}
+    assert {name: found.get(name) for name in ROWS[week.number]} == ROWS[week.number]
     assert all(row.about for row in week.metrics)
     assert len(week.expect) >= 2
     assert len(week.questions) >= 3
@@ -75,7 +76,8 @@ def test_what_it_reads_is_measured(week: Week) -> None:
     for scale in SCALES:
         made = {step.name: make_experiment(week, step, scale) for step in week.experiments if scale in step.scales}
         sides = [side for each in week.expect if scale in each.scales for side in (each.left, each.right)]
-        for value in (*(value for row in week.metrics for value in row.values), *filter(None, sides)):
+        rows = [value for row in week.metrics if scale not in row.absent for value in row.values]
+        for value in (*rows, *filter(None, sides)):
             if value.of in made:
                 check_value(made[value.of], value, single=any(value is side for side in sides))
 
@@ -103,6 +105,11 @@ def test_its_commands_can_be_typed(week: Week, step: Any) -> None:
             command = command.commands[words.pop(0)]
         context = command.make_context("spill", words)
         assert context.params["output_json"] == "out.json"
+
+
+def test_there_are_sixteen_weeks() -> None:
+    assert [week.number for week in ALL] == list(ROWS) == list(range(1, WEEKS + 1))
+    assert [week.number for week in ALL if "vllm" in week.engines] == [1, 4, 5, 7, 8, 11]
 
 
 def test_all_weeks_together_stay_below_two_hours_on_a_cpu() -> None:
@@ -135,7 +142,7 @@ def test_an_engine_that_is_not_here_is_one_sentence(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("SPILLOVER_VLLM_PYTHON", "/nonexistent/python")
     with pytest.raises(SpilloverError, match=r"^week 5 cannot be run on vllm: [^\n]*; to have it: pip install"):
         experiments(load_week(5), "cpu", "vllm")
-    with pytest.raises(SpilloverError, match=r"week 3 has nothing to run on vllm; weeks that have: 1, 4, 5"):
+    with pytest.raises(SpilloverError, match=r"week 3 has nothing to run on vllm; weeks that have: 1, 4, 5, 7, 8, 11$"):
         experiments(load_week(3), "cpu", "vllm")
 
 

@@ -35,9 +35,7 @@ def make_experiment(week: Week, step: ExperimentStep, scale: str, engine: str = 
     if flags:
         document["arms"] = {name: arm if "url" in arm else {**arm, "args": {**(arm.get("args") or {}), **flags}}
                             for name, arm in document["arms"].items()}
-    for arm in document["arms"].values():
-        if isinstance(arm.get("model"), str):
-            arm["model"] = arm["model"].replace("WEEK", str(week.folder))
+    document = _placed(document, week)
     return parse_experiment({**document, "name": f"{week.name}-{step.name}"}, scale, model)
 
 
@@ -90,6 +88,13 @@ def job_file(week: Week, scale: str, command: str) -> str:
         "#SBATCH --mem=64G", "#SBATCH --cpus-per-task=8", f"#SBATCH --output={week.name}-%j.log", "",
         "# Load your modules and activate your environment here; the same command resumes after an interruption.",
         "set -euo pipefail", 'cd "${SLURM_SUBMIT_DIR:-.}"', command, ""])
+
+
+def _placed(value: Any, week: Week) -> Any:
+    """Return a document with WEEK/, where a path begins with it, as the folder of the week."""
+    if isinstance(value, dict):
+        return {key: _placed(item, week) for key, item in value.items()}
+    return f"{week.folder}/{value[5:]}" if isinstance(value, str) and value.startswith("WEEK/") else value
 
 
 def _over(document: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
