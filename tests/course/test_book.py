@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -15,6 +19,7 @@ from spillover.course.plots import plot
 from spillover.course.runs import CourseRun
 from spillover.course.tables import filled_rows
 from spillover.course.week import all_weeks, load_week
+from spillover.lab.experiment import Experiment
 from support.chromium import Chromium, find_chromium
 from support.made_up_results import write_results
 
@@ -80,11 +85,12 @@ def test_a_plot_draws_every_value_inside_its_frame(results: Path) -> None:
     week = load_week(5)
     (hits, *_) = [row for row in filled_rows(CourseRun.of(results, week, "cpu", "spillover"))
                   if row.row.name == "TTFT vs prefix length"]
-    picture = plot(hits)
-    assert picture is not None
-    heights = [float(found) for found in re.findall(r'cy="([\d.-]+)"', picture)]
-    assert len(heights) == sum(cell is not None for _, cells in hits.rows for cell in cells) >= 12
-    assert all(0 <= height <= 240 for height in heights)
+    sweep = replace(hits, columns=hits.columns[1:], rows=tuple((name, cells[1:]) for name, cells in hits.rows))
+    for drawn, mark in ((hits, r'<rect x="[\d.]+" y="([\d.-]+)"'), (sweep, r'cy="([\d.-]+)"')):
+        heights = [float(found) for found in re.findall(mark, plot(drawn) or "")]
+        assert len(heights) == sum(cell is not None for _, cells in drawn.rows for cell in cells) >= 12
+        assert all(0 <= height <= 240 for height in heights)
+    assert plot(replace(hits, rows=())) is None
 
 
 def test_the_commands_list_check_and_report(results: Path, tmp_path: Path) -> None:
@@ -106,6 +112,39 @@ def test_the_commands_list_check_and_report(results: Path, tmp_path: Path) -> No
     job = tmp_path / "week.sbatch"
     assert runner.invoke(main, ["course", "run", "5", "--scale", "gpu", "--sbatch", str(job)]).exit_code == 0
     assert job.read_text().endswith("spill course run 5 --scale gpu\n")
+
+
+def test_a_week_is_run_once_and_goes_on_only_if_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The lab is replaced by one that leaves made-up results, a command by one that writes its JSON or fails."""
+    ran: list[str] = []
+
+    def lab(_console: Any, experiment: Experiment, folder: Path, monitors: bool) -> None:
+        ran.append(experiment.name)
+        if not folder.exists():
+            write_results(folder, rates=(), blocks=4, name=experiment.name)
+
+    def command(given: list[str], **_options: Any) -> subprocess.CompletedProcess[str]:
+        ran.append(" ".join(given))
+        if "hf" in given:
+            return subprocess.CompletedProcess(given, 2, "", "spill: transformers is not installed")
+        Path(given[given.index("--output-json") + 1]).write_text(json.dumps({"results": [
+            {"block_size": size, "num_blocks": 800 // size, "waste_percent": 2.0 * size} for size in (8, 16, 32)]}))
+        return subprocess.CompletedProcess(given, 0, "", "")
+
+    monkeypatch.setattr("spillover.cli.lab_run.run_in_terminal", lab)
+    monkeypatch.setattr("spillover.lab.report.write_report", lambda folder: None)
+    monkeypatch.setattr("spillover.cli.course.subprocess.run", command)
+    runner, asked = CliRunner(), ["course", "run", "4", "--results", str(tmp_path)]
+    first = runner.invoke(main, asked)
+    assert first.exit_code == 0, first.output
+    assert len(ran) == 3
+    assert "transformers is not installed" in first.output
+    assert first.output.count("holds: ") == 2  # of blocks; the made-up arms are not those of the week
+    assert (tmp_path / "book.html").is_file()
+    assert runner.invoke(main, asked).exit_code == 0
+    assert len(ran) == 4  # what failed is tried again, what is done is not
+    assert runner.invoke(main, [*asked, "--again"]).exit_code == 0
+    assert len(ran) == 7
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

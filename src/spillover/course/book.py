@@ -64,7 +64,7 @@ def _run(run: CourseRun) -> dict[str, Any]:
     reports = [run.experiment_folder(step.name) / "report.html" for step in run.week.experiments]
     return {"run": run, "rows": rows, "outcomes": check(run), "when": f"{when:%Y-%m-%d %H:%M} UTC",
             "plots": [(row, names, picture) for row, names, picture in drawn if picture is not None],
-            "reports": [path for path in reports if path.is_file()],
+            "reports": [path.relative_to(run.folder.parent) for path in reports if path.is_file()],
             "labels": sorted({arm["label"] for results, _ in run.opened.values() for arm in results.experiment["arms"]
                               if arm.get("label")})}
 

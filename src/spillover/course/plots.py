@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 
 from markupsafe import Markup, escape
@@ -13,11 +14,12 @@ WIDTH, HEIGHT = 560, 240
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 12, 34
 COLORS = 8
 _Scale = Callable[[float], float]
-LINES_FROM = 3  # columns; fewer are drawn as bars
+LINES_FROM = 3  # columns of a sweep; others are drawn as bars
+_POINT = re.compile(r"(^|.* )([\d.]+|inf)")  # a column that is one value of a sweep
 
 
 def plot(filled: Filled) -> Markup | None:
-    """Draw lines over the columns, or bars where there are few; None where nothing was measured."""
+    """Draw lines over a sweep, and bars over other columns; None where nothing was measured."""
     if not filled.measured:
         return None
     top = max(value for _, cells in filled.rows for cell in cells if cell is not None
@@ -30,11 +32,12 @@ def plot(filled: Filled) -> Markup | None:
 
     step = (WIDTH - LEFT - RIGHT) / len(filled.columns)
     parts = [f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>'
-             f'<text x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{number(tick)}</text>' for tick in ticks]
+             f'<text x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:,g}</text>' for tick in ticks]
     parts += [f'<text x="{LEFT + (index + 0.5) * step:.1f}" y="{HEIGHT - 12}" text-anchor="middle">'
               f"{escape(column)}</text>"
               for index, column in enumerate(filled.columns)]
-    draw = _line if len(filled.columns) >= LINES_FROM else _bars
+    swept = len(filled.columns) >= LINES_FROM and all(map(_POINT.fullmatch, filled.columns))
+    draw = _line if swept else _bars
     for index, (name, cells) in enumerate(filled.rows):
         values = [None if cell is None else cell.median for cell in cells]
         parts += draw(name, values, index, len(filled.rows), step, y)
