@@ -25,7 +25,10 @@ class Filled:
 
 def filled(run: CourseRun, row: Row) -> Filled:
     """Fill a row with the numbers of a run."""
-    found = [each for value in row.values if value.of in _steps(run) for each in series(run, value)]
+    steps = _steps(run)
+    parts = [series(run, value) for value in row.values if value.of in steps]
+    told = [part for part in parts if any(each.values for each in part)]
+    found = [each for part in told or parts for each in part]  # a value that nobody tells goes where another stands in
     known = [each for each in found if each.values]
     columns = tuple(dict.fromkeys(each.column for each in known))
     names = dict.fromkeys(each.row for each in known)
