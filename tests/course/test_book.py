@@ -147,18 +147,18 @@ def test_a_week_is_run_once_and_goes_on_only_if_asked(monkeypatch: pytest.Monkey
     assert len(ran) == 7
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_a_browser_shows_it_and_asks_nobody(results: Path, tmp_path: Path, dark: bool) -> None:
-    (tmp_path / "profile").mkdir()
+def test_a_browser_shows_it_in_light_and_dark_and_asks_nobody(results: Path, tmp_path: Path) -> None:
     program = find_chromium()
     if program is None:
         pytest.skip("no Chromium here; on Debian: apt-get install chromium")
+    (tmp_path / "profile").mkdir()
     book = write_book(results, tmp_path / "book.html")
     with Chromium(program, tmp_path / "profile") as browser:
-        browser.open(book.as_uri(), dark=dark)
-        assert browser.evaluate("document.querySelectorAll('.contents a').length") == len(all_weeks())
-        assert browser.evaluate("document.querySelectorAll('figure svg').length") >= 1
-        light = browser.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert (light == "rgb(19, 19, 18)") == dark
+        for dark in (False, True):
+            browser.open(book.as_uri(), dark=dark)
+            assert browser.evaluate("document.querySelectorAll('.contents a').length") == len(all_weeks())
+            assert browser.evaluate("document.querySelectorAll('figure svg').length") >= 1
+            behind = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+            assert (behind == "rgb(19, 19, 18)") == dark
         assert browser.problems == []
         assert set(browser.addresses) == {book.as_uri()}
