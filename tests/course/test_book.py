@@ -140,6 +140,7 @@ def test_a_week_is_run_once_and_goes_on_only_if_asked(monkeypatch: pytest.Monkey
     assert len(ran) == 3
     assert "transformers is not installed" in first.output
     assert first.output.count("holds: ") == 2  # of blocks; the made-up arms are not those of the week
+    assert "checks: 2 holds, 0 does not hold, 1 undecided" in first.output
     assert (tmp_path / "book.html").is_file()
     assert runner.invoke(main, asked).exit_code == 0
     assert len(ran) == 4  # what failed is tried again, what is done is not

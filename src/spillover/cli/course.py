@@ -113,6 +113,7 @@ def run(week: str, scale: str, engine: str, model: str | None, load_format: str,
     """
     from spillover.course.book import write_book
     from spillover.course.runs import CourseRun
+    from spillover.course.shape import check as outcomes_of
     from spillover.course.steps import experiments
 
     chosen = _weeks(week)
@@ -128,9 +129,11 @@ def run(week: str, scale: str, engine: str, model: str | None, load_format: str,
     made = {each.number: experiments(each, scale, engine, model, flags) for each in chosen}  # before anything runs
     console = make_console()
     for each in chosen:
-        one = CourseRun.of(results, each, scale, engine)
-        _run_week(console, one, made[each.number], model, flags, dry_run, again)
+        _run_week(console, CourseRun.of(results, each, scale, engine), made[each.number], model, flags, dry_run, again)
     if not dry_run:
+        runs = [CourseRun.of(results, each, scale, engine) for each in chosen]
+        stands = [outcome.outcome for one in runs for outcome in outcomes_of(one)]
+        click.echo("checks: " + ", ".join(f"{stands.count(word)} {word}" for word in TONES))
         click.echo(f"book: {write_book(results, results / 'book.html')}")
 
 
