@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,15 @@ def test_its_commands_can_be_typed(week: Week, step: Any) -> None:
 def test_there_are_sixteen_weeks() -> None:
     assert [week.number for week in ALL] == list(ROWS) == list(range(1, WEEKS + 1))
     assert [week.number for week in ALL if "vllm" in week.engines] == [1, 4, 5, 7, 8, 11]
+
+
+def test_every_file_of_a_week_is_in_the_wheel() -> None:
+    package = ROOT / "src" / "spillover"
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["spillover"]
+    packed = {path for pattern in patterns for path in package.glob(pattern)}
+    there = {path for path in (package / "course").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert len(there) > 50
+    assert {path for path in there if path.suffix != ".py"} <= packed
 
 
 def test_all_weeks_together_stay_below_two_hours_on_a_cpu() -> None:
