@@ -131,7 +131,7 @@ def test_a_week_is_run_once_and_goes_on_only_if_asked(monkeypatch: pytest.Monkey
             {"block_size": size, "num_blocks": 800 // size, "waste_percent": 2.0 * size} for size in (8, 16, 32)]}))
         return subprocess.CompletedProcess(given, 0, "", "")
 
-    monkeypatch.setattr("spillover.cli.lab_run.run_in_terminal", lab)
+    monkeypatch.setattr("spillover.cli.lab.lab_run.run_in_terminal", lab)
     monkeypatch.setattr("spillover.lab.report.write_report", lambda folder: None)
     monkeypatch.setattr("spillover.cli.course.subprocess.run", command)
     runner, asked = CliRunner(), ["course", "run", "4", "--results", str(tmp_path)]

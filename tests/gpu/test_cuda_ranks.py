@@ -19,7 +19,7 @@ from spillover.engine.parallel.parallel_runner import ParallelRunner
 from spillover.engine.parallel.rank_processes import RankProcesses
 from spillover.errors import SpilloverError
 from spillover.kernels.cuda.peers.exchange import Exchange, buffer_bytes
-from spillover.models.ranks import sum_in_order
+from spillover.models.sharding.ranks import sum_in_order
 from support import starved
 from support.hf_reference import VOCAB, greedy, save_checkpoint, tiny_model
 

@@ -47,7 +47,7 @@ def course() -> None:
 def list_weeks(results: Path) -> None:
     """List the weeks: what each is about, what it may be run on, how long it takes, and how its checks stand."""
     from spillover.bench.table import make_table
-    from spillover.cli.lab_run import duration
+    from spillover.cli.lab.lab_run import duration
     from spillover.course.runs import runs_of
     from spillover.course.shape import check
     from spillover.course.steps import most_seconds
@@ -185,7 +185,7 @@ def _weeks(given: str) -> list[Week]:
 
 def _run_week(console: Console, one: CourseRun, made: dict[str, Any], model: str | None, flags: dict[str, Any],
               dry_run: bool, again: bool) -> None:
-    from spillover.cli.lab_run import run_in_terminal, show_plan
+    from spillover.cli.lab.lab_run import run_in_terminal, show_plan
     from spillover.course.steps import arguments, commands
     from spillover.lab.report import write_report
 
