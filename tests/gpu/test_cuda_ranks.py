@@ -172,6 +172,29 @@ def test_ranks_stream_and_page_weights_that_do_not_fit(name: str, strategy: str,
     assert found.traffic.bytes_moved > 0
 
 
+@pytest.mark.parametrize("flags", [{}, {"spill_dtype": "int8"}, {"kv_cache_dtype": "fp8"}])
+def test_blocks_are_whole_in_the_tiers(flags: dict[str, Any], prompts: list[list[int]], tmp_path: Path) -> None:
+    """What two ranks have stored on a disk, one rank finds, and the other way round."""
+    model, _ = tiny_model("llama", seed=3)
+    folder = save_checkpoint(model, tmp_path / "model")
+    long = [prompt * 6 for prompt in prompts[1:4]]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    said: list[list[list[int]]] = []
+    for turn, ranks in enumerate((TWO, {}, TWO)):
+        with LLM(folder, **{**OPTIONS, "max_model_len": 512, "num_gpu_blocks_override": 60, "dtype": "float32",
+                            "host_memory": "8MB", "disk": [f"{tmp_path / 'kv'}:64MB"], "spill": "eager",
+                            "restore": "always", **flags, **ranks}) as llm:
+            for _ in range(2):
+                found = llm.generate([[token] for token in long[0][:1]] + long, params, use_tqdm=False)[1:]
+                said.append(tokens(found))
+            sources = [output.sources for output in found if output.sources is not None]
+            assert sum(source.host + source.disk for source in sources) > 0, "nothing was restored"
+            assert turn == 0 or sum(source.computed for source in sources) < sum(map(len, long))
+    assert all(each == said[0] for each in said)
+    if not flags:
+        assert said[0] == [greedy(model, prompt, 8) for prompt in long]
+
+
 def generate_for_ever(llm: LLM, params: SamplingParams) -> None:
     while True:
         llm.generate([[5, 6, 7], [8, 9]], params, use_tqdm=False)

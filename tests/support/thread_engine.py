@@ -78,7 +78,7 @@ def start_threads(config: EngineConfig, plan: Plan, make: MakeRunner) -> Paralle
     first, *rest = thread_ranks(config.tensor_parallel_size)
     others = RankThreads(config, plan, rest)
     inner: Any = make(ranks=first)
-    return ParallelRunner(inner, others, [pool.numpy().data for pool in others.pools])
+    return ParallelRunner(inner, others, others.pools)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from spillover.engine.batch.offloaded_prefix import spill_codec
 from spillover.engine.config import EngineConfig
+from spillover.engine.parallel.rank_codec import RankCodec
 from spillover.errors import SpilloverError
 from spillover.kernels.attention import KV_LAYOUT
 from spillover.kernels.kv_quant import slot_layout
@@ -64,7 +65,7 @@ def token_log(config: EngineConfig, identity: bytes) -> TokenLog | None:
 
 
 def make_store(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tensor, identity: bytes,
-               transfers: Transfers, tokens: TokenLog | None = None, others: Sequence[memoryview] = ()) -> SpillStore:
+               transfers: Transfers, tokens: TokenLog | None = None, others: Sequence[Tensor] = ()) -> SpillStore:
     """What lies below the device, as the plan has it. Disks and links are timed, which takes a moment. `tokens`: a log
     to be kept beside the first disk's blocks. `others`: pools of the other ranks, where `pool` is that of rank 0."""
     # Copies begin and end in Python on threads of their own; the engine's must not wait 5 ms whenever one of them runs.
@@ -92,18 +93,22 @@ def make_store(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tenso
 
 
 def _make_link(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tensor, transfers: Transfers,
-               others: Sequence[memoryview] = ()) -> DeviceLink:
+               others: Sequence[Tensor] = ()) -> DeviceLink:
     codec = spill_codec(config, model, pool, plan.block_size)
-    block_bytes = pool.stride(0) * pool.itemsize
-    if isinstance(transfers, CudaTransfers):
+    if isinstance(transfers, CudaTransfers) and not others:
         return CudaLink(pool, transfers, codec)
+    rows, head_bytes, flat = 2 * pool.shape[1], pool.shape[-1] * pool.itemsize, pool.view(-1).view(torch.uint8)
+    held = [(each, range(*Shard(rank, 1 + len(others)).kv_heads(model.num_kv_heads)))
+            for rank, each in enumerate((flat, *others))]
+    if isinstance(transfers, CudaTransfers):
+        parts = [(each[:len(pool) * rows * len(heads) * head_bytes].view(len(pool), rows, len(heads), head_bytes),
+                  heads) for each, heads in held]
+        return CudaLink(pool, transfers, RankCodec(parts, model.num_kv_heads, codec))
     assert isinstance(transfers, CpuTransfers)
-    memory = pool.view(-1).view(torch.uint8).numpy().data
     if not others:
-        return CpuLink(memory, block_bytes, transfers, codec)
-    pools = [RankPool(each, range(*Shard(rank, 1 + len(others)).kv_heads(model.num_kv_heads)))
-             for rank, each in enumerate((memory, *others))]
-    return RanksLink(pools, 2 * pool.shape[1], model.num_kv_heads, pool.shape[-1] * pool.itemsize, transfers, codec)
+        return CpuLink(flat.numpy().data, pool.stride(0) * pool.itemsize, transfers, codec)
+    pools = [RankPool(each.numpy().data, heads) for each, heads in held]
+    return RanksLink(pools, rows, model.num_kv_heads, head_bytes, transfers, codec)
 
 
 def _make_tiers(config: EngineConfig, plan: Plan, payload: int, identity: bytes,

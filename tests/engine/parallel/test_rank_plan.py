@@ -62,7 +62,6 @@ def test_tiers_hold_whole_blocks_within_one_budget(size: int, flags: dict[str, A
 @pytest.mark.parametrize(("flags", "words"), [
     ({}, "needs 2 CUDA devices, and there is 1; --ranks-share-device puts"),
     ({"ranks_share_device": True, "enable_expert_parallel": True}, "--enable-expert-parallel is for ranks on CPUs"),
-    ({"ranks_share_device": True, "host_memory": "1GB"}, "KV tiers below the device are for one rank on CUDA"),
 ])
 def test_what_ranks_on_cuda_devices_cannot_do_is_refused_in_a_sentence(flags: dict[str, Any], words: str,
                                                                        tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ from spillover.plan.workspace import RANK_CALL_BYTES
 
 
 class CudaRanks:
-    def __init__(self, rank: int, size: int, folder: Path) -> None:
-        """Meet the other ranks, which name the same folder. The current device is this rank's."""
+    def __init__(self, rank: int, size: int, folder: Path, pool_bytes: int = 0) -> None:
+        """Meet the other ranks, which name the same folder. The current device is this rank's. `pool_bytes`: of a KV
+        pool that each makes here for rank 0 to map; 0: none."""
         self.rank = rank
         self.size = size
         self.expert_rows = [0] * size
@@ -35,6 +36,15 @@ class CudaRanks:
         store.set(f"buffer-{rank}", driver.share(own).hex())
         handles = [bytes.fromhex(store.get(f"buffer-{other}").decode()) for other in range(size)]
         buffers = [own if other == rank else driver.open_shared(handle) for other, handle in enumerate(handles)]
+        self.pools: list[Tensor] = []  # at rank 0: of the others; at them: their own
+        if pool_bytes and rank:
+            address = driver.allocate(pool_bytes)
+            store.set(f"pool-{rank}", driver.share(address).hex())
+            self.pools = [_tensor(address, pool_bytes)]
+        elif pool_bytes:
+            for other in range(1, size):
+                handle = bytes.fromhex(store.get(f"pool-{other}").decode())
+                self.pools.append(_tensor(driver.open_shared(handle), pool_bytes))
         store.set(f"mapped-{rank}", "1")
         store.wait([f"mapped-{other}" for other in range(size)])
         self._exchange = Exchange(rank, buffers, RANK_CALL_BYTES, device)
@@ -59,3 +69,14 @@ class CudaRanks:
 
     def report(self) -> RanksReport:
         return RanksReport(self.size, self._exchange.calls, self._exchange.bytes, self._exchange.seconds)
+
+
+class _Memory:
+    """Bytes at an address of the current device, as torch takes them."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+def _tensor(address: int, nbytes: int) -> Tensor:
+    return torch.as_tensor(_Memory(address, nbytes), device="cuda")

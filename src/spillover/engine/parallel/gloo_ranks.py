@@ -31,6 +31,7 @@ class GlooRanks:
         self.rank = rank
         self.size = size
         self.expert_rows = [0] * size
+        self.pools: list[Tensor] = []  # those of ranks on CPUs are shared from the start
         self.calls = 0
         self.bytes = 0  # that this rank has given
         self.seconds = 0.0  # in calls

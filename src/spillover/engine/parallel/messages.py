@@ -19,6 +19,7 @@ class Launch(msgspec.Struct):
     folder: str  # where ranks meet
     threads: int
     pool: int | None = None  # descriptor of shared memory for the KV pool; None: its own
+    shares_pool: bool = False  # on CUDA: rank 0 maps the KV pool
 
 
 class Started(msgspec.Struct, tag=True):

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
+from torch import Tensor
+
 from spillover.engine.batch.step_result import PromptObserver
 from spillover.engine.loop import LaunchedStep, ModelRunner, StepRunner
 from spillover.engine.parallel.messages import decode_turn, encode_turn
@@ -71,10 +73,10 @@ class ParallelStep:
 
 
 class ParallelRunner:
-    def __init__(self, inner: ModelRunner, others: OtherRanks, pools: Sequence[memoryview] = (),
+    def __init__(self, inner: ModelRunner, others: OtherRanks, pools: Sequence[Tensor] = (),
                  lost_descriptor: int | None = None, report: Callable[[], RanksReport] = lambda: ONE,
                  on_close: Callable[[], None] = lambda: None, check: Callable[[], None] = lambda: None) -> None:
-        """Run steps on all ranks. `inner`: rank 0's. `pools`: KV of the other ranks, where rank 0 can reach it.
+        """Run steps on all ranks. `inner`: rank 0's. `pools`: bytes of the other ranks' KV, where rank 0 can reach it.
         `lost_descriptor`: readable once a rank is lost. `check`: raises if ranks have not met in a step."""
         self.report = report
         self.inner = inner

@@ -37,9 +37,6 @@ def _check_devices(config: EngineConfig, size: int, devices: int) -> None:
     if config.enable_expert_parallel:
         raise SpilloverError("--enable-expert-parallel is for ranks on CPUs so far: leave it out, and each rank has a "
                              "part of every expert")
-    if config.host_memory is not None or config.host_pool is not None or config.disk or config.remote is not None:
-        raise SpilloverError(f"KV tiers below the device are for one rank on CUDA so far: leave {asked} out, or "
-                             "--host-memory, --host-pool, --disk and --remote")
 
 
 def rank_request(request: PlanRequest, shard: Shard) -> PlanRequest:

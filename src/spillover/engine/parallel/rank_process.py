@@ -63,16 +63,19 @@ def _serve(rank_0: Connection, line: bytes) -> None:
     torch.set_num_threads(launch.threads)
     planned = planned_rank(launch.config, launch.plan, launch.rank)
     rank_0.send_bytes(encode(Started()))
-    ranks = meet(launch.plan.device, launch.rank, planned.shard.size, Path(launch.folder))
+    ranks = meet(launch.plan.device, launch.rank, planned.shard.size, Path(launch.folder),
+                 launch.plan.kv_bytes if launch.shares_pool else 0)
     rank_0.send_bytes(encode(Met()))
 
     def shared(nbytes: int) -> torch.Tensor:
-        assert launch.pool is not None
+        if launch.pool is None:
+            return ranks.pools[0][:nbytes]
         memory = mmap.mmap(launch.pool, nbytes)
         os.close(launch.pool)
         return torch.frombuffer(memory, dtype=torch.uint8)
 
-    runner = make_runner(planned, ranks=ranks, allocate=None if launch.pool is None else shared)
+    own = launch.pool is None and not launch.shares_pool
+    runner = make_runner(planned, ranks=ranks, allocate=None if own else shared)
     try:
         rank_0.send_bytes(encode(Loaded(runner.weight_bytes)))
         follower = Follower(runner, launch.plan.device == "cuda")

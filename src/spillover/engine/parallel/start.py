@@ -31,32 +31,34 @@ class MakeRunner(Protocol):
     def __call__(self, *, ranks: Ranks) -> StepRunner: ...
 
 
-def meet(device: str, rank: int, size: int, folder: Path) -> GlooRanks | CudaRanks:
-    """Meet the other ranks, which name the same folder; on CUDA each takes its device before."""
+def meet(device: str, rank: int, size: int, folder: Path, pool_bytes: int = 0) -> GlooRanks | CudaRanks:
+    """Meet the other ranks, which name the same folder; on CUDA each takes its device before. `pool_bytes`: of KV pools
+    on CUDA devices that rank 0 maps."""
     if device != "cuda":
         return GlooRanks(rank, size, folder)
     from spillover.engine.parallel.cuda_ranks import CudaRanks
 
     torch.cuda.set_device(rank % torch.cuda.device_count())
-    return CudaRanks(rank, size, folder)
+    return CudaRanks(rank, size, folder, pool_bytes)
 
 
 def start_ranks(config: EngineConfig, plan: Plan, make: MakeRunner) -> ParallelRunner:
     """Start the other ranks, make rank 0's runner while they load, and return what runs steps on all of them."""
     size, threads = config.tensor_parallel_size, torch.get_num_threads()
     share = max(1, min(threads, probe().cores // size))
-    pools = [_shared_pool(plan.kv_bytes) for _ in range(1, size)] if plan.tiers else []
+    cuda, maps = plan.device == "cuda", bool(plan.tiers)  # tiers hold whole blocks, which rank 0 puts together
+    pools = [_shared_pool(plan.kv_bytes) for _ in range(1, size)] if maps and not cuda else []
     others: RankProcesses | None = None
     inner: StepRunner | None = None
     try:
         with tempfile.TemporaryDirectory(prefix="spillover-ranks-") as folder:
             others = RankProcesses([
                 Launch(config, without_tiers(plan), rank, os.getpid(), folder, share,
-                       pools[rank - 1][0] if pools else None)
+                       pools[rank - 1][0] if pools else None, maps and cuda)
                 for rank in range(1, size)])
             others.wait_started()
             try:
-                ranks = meet(plan.device, 0, size, Path(folder))
+                ranks = meet(plan.device, 0, size, Path(folder), plan.kv_bytes if maps else 0)
             except RuntimeError as error:  # gloo's, or CUDA's
                 raise SpilloverError(f"ranks could not meet ({others.lost()})") from error
             others.on_lost = ranks.stop
@@ -74,9 +76,10 @@ def start_ranks(config: EngineConfig, plan: Plan, make: MakeRunner) -> ParallelR
     finally:
         for descriptor, _ in pools:
             os.close(descriptor)
-    runner = ParallelRunner(cast(ModelRunner, inner), others, [memoryview(memory) for _, memory in pools],
-                            others.lost_descriptor, ranks.report, lambda: torch.set_num_threads(threads), ranks.check)
-    if plan.device == "cuda":  # what ranks compute there takes no time of their processes
+    mapped = [torch.frombuffer(memory, dtype=torch.uint8) for _, memory in pools] or list(ranks.pools)
+    runner = ParallelRunner(cast(ModelRunner, inner), others, mapped, others.lost_descriptor, ranks.report,
+                            lambda: torch.set_num_threads(threads), ranks.check)
+    if cuda:  # what ranks compute there takes no time of their processes
         others.watch(lambda: runner.waiting_since, only_stopped=True)
     else:
         others.watch(lambda: ranks.waiting_since)
