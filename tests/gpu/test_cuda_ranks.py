@@ -177,11 +177,11 @@ def test_blocks_are_whole_in_the_tiers(flags: dict[str, Any], prompts: list[list
     """What two ranks have stored on a disk, one rank finds, and the other way round."""
     model, _ = tiny_model("llama", seed=3)
     folder = save_checkpoint(model, tmp_path / "model")
-    long = [prompt * 6 for prompt in prompts[1:4]]
+    long = [prompt * 3 for prompt in prompts[1:4]]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     said: list[list[list[int]]] = []
     for turn, ranks in enumerate((TWO, {}, TWO)):
-        with LLM(folder, **{**OPTIONS, "max_model_len": 512, "num_gpu_blocks_override": 60, "dtype": "float32",
+        with LLM(folder, **{**OPTIONS, "num_gpu_blocks_override": 30, "dtype": "float32",
                             "host_memory": "8MB", "disk": [f"{tmp_path / 'kv'}:64MB"], "spill": "eager",
                             "restore": "always", **flags, **ranks}) as llm:
             for _ in range(2):
@@ -210,7 +210,7 @@ def test_a_lost_rank_is_told_in_time(fault: signal.Signals, tmp_path: Path) -> N
     others = runner._others
     assert isinstance(others, RankProcesses)
     try:
-        llm.generate([[5, 6, 7]], params, use_tqdm=False)
+        llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)
         psutil.Process(others.pids[0]).send_signal(fault)
         begun = time.monotonic()
         with pytest.raises(SpilloverError, match="rank 1"):
