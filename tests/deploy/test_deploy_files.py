@@ -34,6 +34,7 @@ ALL_ON = {
     "config": {"model": "org/model", "disk": ["/var/lib/spillover/kv:50GB"], "ssl-certfile": "/tls/tls.crt",
                "allowed-host": ["models.example.org"], "enforce-eager": True},
     "shutdown": {"preStopSeconds": 7, "delaySeconds": 11, "drainSeconds": 300},
+    "autoscaling": {"enabled": True, "maxReplicas": 7},
     "extraEnv": [{"name": "OMP_NUM_THREADS", "value": "8"}], "podLabels": {"team": "models"},
 }
 
@@ -145,7 +146,7 @@ def rendered(helm: str, folder: Path, values: dict[str, Any]) -> dict[str, dict[
     text = done(helm, "template", "chat", str(CHART), "--namespace", "models", "-f", str(folder / "values.yaml"))
     manifests = [manifest for manifest in yaml.safe_load_all(text) if manifest]
     for manifest in manifests:
-        if "monitoring.coreos.com" not in manifest["apiVersion"]:
+        if manifest["apiVersion"] not in ("monitoring.coreos.com/v1", "keda.sh/v1alpha1"):
             kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
     return {f"{manifest['kind']}/{manifest['metadata']['name']}": manifest for manifest in manifests}
 
@@ -181,6 +182,8 @@ def test_the_chart_renders_to_what_kubernetes_takes(helm: str, values: dict[str,
         return
     assert container["image"].endswith("-cuda")
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 2
+    assert "replicas" not in made["Deployment/chat-spillover"]["spec"]  # KEDA's to say
+    assert made["ScaledObject/chat-spillover"]["spec"]["maxReplicaCount"] == 7
     assert flags["disk"] == ("/var/lib/spillover/kv:50GB",)
     assert made["PodDisruptionBudget/chat-spillover"]["spec"]["maxUnavailable"] == 1
     alerts = yaml.safe_load((DEPLOY / "observability" / "alerts.yaml").read_text())

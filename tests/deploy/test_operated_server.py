@@ -234,10 +234,12 @@ def test_gateways_find_vllms_names_with_the_device_tier_alone(server: Server) ->
 
 
 def queries() -> Iterator[tuple[str, str]]:
-    """Every query of the alerts and of the dashboard, with where it stands."""
+    """Every query of the alerts, of the chart and of the dashboard, with where it stands."""
     for group in yaml.safe_load((DEPLOY / "observability" / "alerts.yaml").read_text())["groups"]:
         for rule in group["rules"]:
             yield rule["alert"], rule["expr"]
+    scaled = (DEPLOY / "helm" / "spillover" / "templates" / "scaledobject.yaml").read_text()
+    yield "autoscaling", re.sub(r"{{.*?}}", "x", scaled.split("query: ")[1].splitlines()[0])
     dashboard = json.loads((DEPLOY / "observability" / "dashboard.json").read_text())
     for panel in dashboard["panels"]:
         for target in panel.get("targets", ()):
