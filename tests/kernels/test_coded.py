@@ -215,10 +215,10 @@ def test_without_native_kernels_codes_are_not_kept() -> None:
 
 def built(sources: list[Path], cores: str) -> ctypes.CDLL:
     """Compile these for `cores`, once."""
-    command = [*build.command(cores), "-O1", f"-I{Path(build.__file__).parent}"]
+    command = [*build.command(cores), "-O1"]
     path = build.cache_folder() / build.library_name([*command, *(source.read_text() for source in sources)])
     if not path.exists():
-        build.build(command, path, lambda done, total: None, sources)
+        build.build([*command, f"-I{Path(build.__file__).parent}"], path, lambda done, total: None, sources)
     library = ctypes.CDLL(str(path))
     library.coded_linear.argtypes = native._PARAMETERS["coded_linear"]
     return library

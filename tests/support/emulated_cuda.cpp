@@ -41,8 +41,8 @@ static inline float2 make_float2(float a, float b) { return {a, b}; }
 static inline float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
 static Index threadIdx, blockIdx, blockDim, gridDim;
 
-static unsigned cluster;
-static unsigned block_rank() { return blockIdx.x % cluster; }
+static unsigned cluster, first_block;  // blocks of a cluster, and the first of the one that runs
+static unsigned block_rank() { return blockIdx.x - first_block; }
 
 constexpr int MOST = 1024 * MOST_BLOCKS, STACK = 1 << 18;  // threads of a cluster; bytes
 static jmp_buf scheduler, fiber[MOST];
@@ -124,14 +124,19 @@ static inline float of_fp8(unsigned v) {
     float size = (v & 127) == 127 ? NAN : exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
     return v & 128 ? -size : size;
 }
-// The nearest of all 127 sizes, the even one of two.
+struct Fp8Numbers {  // of all codes
+    float of[256];
+    Fp8Numbers() { for (int code = 0; code < 256; code++) of[code] = of_fp8(code); }
+};
+static const Fp8Numbers fp8_numbers;
+// The nearest of all 127 sizes, which grow with their codes; the even one of two.
 static inline unsigned to_fp8(float v) {
     if (v != v) return 127;
-    float size = fabsf(v);
-    unsigned best = 0;
-    for (unsigned code = 1; code < 127; code++) {
-        float further = fabsf(of_fp8(code) - size), nearest = fabsf(of_fp8(best) - size);
-        if (further < nearest || (further == nearest && code % 2 == 0)) best = code;
+    const float size = fabsf(v), *sizes = fp8_numbers.of;
+    unsigned above = std::lower_bound(sizes, sizes + 127, size) - sizes, best = min(above, 126u);
+    if (above > 0 && above < 127) {
+        float down = size - sizes[above - 1], up = sizes[above] - size;
+        if (down < up || (down == up && above % 2)) best = above - 1;
     }
     return best | (std::signbit(v) ? 128 : 0);
 }
@@ -337,20 +342,28 @@ static inline unsigned transposed(unsigned v) {
 static inline unsigned long long tile_operand(unsigned at) { return 1ull << 62 | 64ull << 32 | 1ull << 16 | at >> 4; }
 #ifdef SUMS  // both operands in shared memory; products are added in their order
 static inline void settle(float (&)[SUMS]) {}
-template <int TYPE> static inline float operand_element(unsigned long long from, int row, int k) {
-    unsigned at = ((from & 0x3FFF) << 4) + row / 8 * 1024 + row % 8 * 128 + k * (TYPE == 0 ? 1 : 2);
-    at ^= (at >> 7 & 7) << 4;
-    static float numbers[256];
-    if (TYPE == 0 && numbers[1] == 0) for (int i = 0; i < 256; i++) numbers[i] = of_fp8(i);
-    return TYPE == 0 ? numbers[dynamic_shared[at]] : number<TYPE == 1>(*(uint16_t*)(dynamic_shared + at), 0);
+// The numbers of a row of an operand, in their order.
+template <int TYPE, int COUNT> static inline void operand_row(float (&numbers)[COUNT], unsigned long long from, int row) {
+    unsigned start = ((from & 0x3FFF) << 4) + row / 8 * 1024 + row % 8 * 128;
+    for (int k = 0; k < COUNT; k++) {
+        unsigned at = start + k * (TYPE == 0 ? 1 : 2);
+        at ^= (at >> 7 & 7) << 4;
+        numbers[k] = TYPE == 0 ? fp8_numbers.of[dynamic_shared[at]] : number<TYPE == 1>(*(uint16_t*)(dynamic_shared + at), 0);
+    }
 }
 template <int TYPE> static inline void multiply(float (&d)[SUMS], unsigned long long a, unsigned long long b, int add) {
+    constexpr int COUNT = TYPE == 0 ? 32 : 16;
     int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
-    for (int i = 0; i < SUMS; i++) {
-        float sum = add ? d[i] : 0;
-        for (int k = 0; k < (TYPE == 0 ? 32 : 16); k++)
-            sum += operand_element<TYPE>(a, row + i / 2 % 2 * 8, k) * operand_element<TYPE>(b, i / 4 * 8 + column + i % 2, k);
-        d[i] = sum;
+    float rows[2][COUNT], right[COUNT];
+    for (int i = 0; i < 2; i++) operand_row<TYPE>(rows[i], a, row + i * 8);
+    for (int i = 0; i < SUMS / 2; i++) {
+        operand_row<TYPE>(right, b, i / 2 * 8 + column + i % 2);
+        for (int lower = 0; lower < 2; lower++) {
+            float& to = d[i / 2 * 4 + lower * 2 + i % 2];
+            float sum = add ? to : 0;
+            for (int k = 0; k < COUNT; k++) sum += rows[lower][k] * right[k];
+            to = sum;
+        }
     }
 }
 #endif
@@ -372,14 +385,16 @@ __attribute__((noinline)) static void resume(const ucontext_t* begins) {
     _longjmp(fiber[self()], 1);
 }
 // Runs blocks, `together` of them at a time as a cluster, whose shared memory holds NaN at first.
-extern "C" void emulate(void (*run)(Product), unsigned grid, unsigned threads, unsigned together, const Product* given) {
-    kernel = run, argument = *given, blockDim.x = threads, gridDim.x = grid, cluster = max(together, (unsigned)CLUSTER);
+extern "C" void emulate(void (*run)(Product), unsigned grid, unsigned threads, unsigned together, const void* given) {
+    memcpy(&argument, given, sizeof argument);  // which may not be aligned as a Product is
+    kernel = run, blockDim.x = threads, gridDim.x = grid, cluster = max(together, (unsigned)CLUSTER);
     if (threads > 1024 || cluster > MOST_BLOCKS) abort();
     // Given back at the end: a process has many of these libraries, and what it holds it must be able to fork.
     const size_t room = (size_t)cluster * 1024 * STACK;
     char* stacks = (char*)mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (stacks == MAP_FAILED) abort();
     for (unsigned first = 0; first < grid; first += cluster) {
+        first_block = first;
         const unsigned beside = min(cluster, grid - first);
         auto each = [&](auto&& visit) {
             for (blockIdx.x = first; blockIdx.x < first + beside; blockIdx.x++)

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from spillover.kernels.cuda.tensor_map import BYTES, Map
+from spillover.kernels.native.build import _cpu as cores
 from spillover.kernels.native.build import cache_folder, command
 
 _EMULATOR = Path(__file__).parent / "emulated_cuda.cpp"
@@ -50,17 +51,18 @@ class EmulatedModule:
 @cache
 def _library(source: Path, options: tuple[str, ...]) -> ctypes.CDLL:
     beside = sorted(source.parent.glob("*.cuh"))
-    return built((*FLAGS, *options, f'-DSOURCE="{source}"'), _EMULATOR, (source, *beside))
+    return built((*FLAGS, *options, f'-DSOURCE="{source.name}"'), _EMULATOR, (source, *beside))
 
 
 def built(options: tuple[str, ...], source: Path, included: tuple[Path, ...]) -> ctypes.CDLL:
     """Compile a library, or load the one that was compiled from the same texts."""
-    compiler = [command()[0], *options]
-    named = b"\0".join(("\0".join(compiler).encode(), *(path.read_bytes() for path in (source, *included))))
+    compiler = [*command()[:2], *options]  # for the cores of this machine
+    named = b"\0".join(("\0".join((*compiler, cores())).encode(), *(path.read_bytes() for path in (source, *included))))
     path = cache_folder() / f"emulated-{hashlib.blake2b(named, digest_size=10).hexdigest()}.so"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder, path.name)
-            subprocess.run([*compiler, str(source), "-o", str(made)], check=True)
+            beside = {f"-I{each.parent}" for each in included}  # no part of the name: a checkout may lie anywhere
+            subprocess.run([*compiler, *beside, str(source), "-o", str(made)], check=True)
             os.replace(made, path)
     return ctypes.CDLL(str(path))

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from support import quick_interpreter
+
 FOLDER = Path(__file__).parent
+quick_interpreter.install()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
