@@ -18,9 +18,9 @@ from spillover.engine.events.config import KVEventsConfig
 from spillover.engine.events.journal import Journal
 from spillover.engine.events.log import KVEventLog, Record
 from spillover.engine.events.publisher import check_addresses
-from spillover.engine.events.wire import block_hash
 from spillover.errors import SpilloverError
 from spillover.memory.kv.digest import prefix_keys, root_digest
+from spillover.memory.kv.event_wire import block_hash
 from spillover.memory.kv.kv_cache import KVCache
 from support.event_worlds import PLACES, options_of, requests, truth
 from support.kv_mirror import BlockStored, KVEventBatch, Mirror, OldBlockStored

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from spillover.engine.events.wire import block_hash
+from spillover.memory.kv.event_wire import block_hash
 from spillover.memory.tiers.base import Tier
 from spillover.memory.tiers.disk import DiskTier
 from spillover.memory.tiers.disks import Disks

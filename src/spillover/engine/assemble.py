@@ -33,6 +33,7 @@ from spillover.engine.speculation.own_blocks import OwnBlocks
 from spillover.engine.speculation.runner_drafter import RunnerDrafter, SharedBlocks
 from spillover.engine.speculation.speculator import Speculator
 from spillover.engine.speculation.vocabulary import DraftVocabulary, draft_vocabulary
+from spillover.engine.step_cost import StepCost
 from spillover.engine.tiers import make_store, token_log
 from spillover.engine.weights.elastic import ElasticMemory, SlotLender
 from spillover.engine.weights.head import load_head
@@ -199,7 +200,7 @@ def make_runner(planned: PlannedModel, tokenizer: Tokenizer | None = None, show:
     decode = (lambda token: tokenizer.decode([token], False)) if tokenizer is not None else None
     if config.load_format == "null":
         return NullRunner(ordinary_tokens(model_config.vocab_size, tokenizer, model_config.eos_token_ids), decode,
-                          step_limits(planned).simulated)
+                          step_limits(planned).simulated, StepCost.of(config.simulate_step))
     device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
     model = planned.architecture.build(model_config, device, dtype, plan.max_model_len, shard, ranks)
     transfers = make_transfers(plan)

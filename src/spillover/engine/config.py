@@ -13,6 +13,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from spillover.engine.events.config import KVEventsConfig
 from spillover.engine.speculation.config import METHODS, SpeculativeConfig
+from spillover.engine.step_cost import StepCost
 from spillover.engine.vllm_flags import may_be_left_out
 from spillover.errors import SpilloverError, did_you_mean
 from spillover.memory.budgets import parse_disk
@@ -131,6 +132,8 @@ class EngineConfig:
     speculative_simulate: str | None = _flag(None, "For random weights: count made-up drafts as accepted, in this "
                                              "share of cases up to each position, e.g. 0.8,0.65,0.5. The text means "
                                              "nothing.")
+    simulate_step: str | None = _flag(None, "With --load-format null: milliseconds that a step takes, and that each of "
+                                            "its tokens adds, e.g. 4,0.05; for routers and fleets without a model.")
     kv_events_config: str | None = _flag(None, "Publish which KV blocks each tier holds, for routers, as JSON like "
                                          'vLLM\'s: {"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": '
                                          '"tcp://*:5557"}; with replay_endpoint, topic, buffer_steps and hwm. Default '
@@ -271,6 +274,9 @@ class EngineConfig:
             asked = "--cpu-offload-gb" if self.cpu_offload_gb is not None else f"--weights {self.weights}"
             raise SpilloverError(f"--paged-tokens is for experts in slots on the device, and {asked} has no such "
                                  "slots; use --weights experts")
+        if self.simulate_step is not None and self.load_format != "null":
+            raise SpilloverError("--simulate-step is for servers without a model: give --load-format null too")
+        StepCost.of(self.simulate_step)
         if self.load_format == "null" and (self.weights != "auto" or self.cpu_offload_gb is not None):
             raise SpilloverError("--load-format null has no weights: leave --weights and --cpu-offload-gb out")
 

@@ -1,15 +1,17 @@
-"""A runner without a model: every step ends at once and returns the next of a few ordinary tokens.
+"""A runner without a model: every step returns the next of a few ordinary tokens, at once or after a simulated time.
 
 It shows what all the rest costs (scheduling, messages, text, HTTP). Its output means nothing.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 from spillover.engine.batch.step_result import accepted
 from spillover.engine.output.outputs import Logprob, PositionLogprobs
 from spillover.engine.step import NewRequest, Step, StepItem, StepResult, scored_positions
+from spillover.engine.step_cost import StepCost
 from spillover.engine.weights.traffic import WeightTraffic
 from spillover.memory.transfer.cpu_transfers import CpuTransfers
 from spillover.models.tokenizer import Tokenizer
@@ -18,21 +20,28 @@ CYCLE = 512  # different tokens that it returns
 
 
 class NullStep:
-    def __init__(self, step: Step, result: StepResult) -> None:
+    def __init__(self, step: Step, result: StepResult, ends: float = 0.0) -> None:
+        """`ends`: when the step has ended, in seconds of the monotonic clock."""
         self.step = step
+        self.ends = ends
         self._result = result
 
     def wait(self) -> None:
-        pass
+        left = self.ends - time.monotonic()
+        if left > 0:
+            time.sleep(left)
 
     def result(self) -> StepResult:
+        self.wait()
         return self._result
 
 
 class NullRunner:
     def __init__(self, token_ids: Sequence[int], decode: Callable[[int], str] | None = None,
-                 simulated: tuple[float, ...] = ()) -> None:
-        """`simulated`: how often drafts count as accepted up to each position."""
+                 simulated: tuple[float, ...] = (), cost: StepCost | None = None) -> None:
+        """`simulated`: how often drafts count as accepted up to each position; `cost`: what steps take."""
+        self._cost = cost or StepCost()
+        self._ends = 0.0  # when the last step launched ends: they run one after the other
         self._token_ids = list(token_ids)
         self._simulated = simulated
         self._decode = decode
@@ -44,11 +53,14 @@ class NullRunner:
             del self._requests[id]
         self._requests.update((request.id, request) for request in step.new)
         tokens = [self._draw(item) for item in step.items]
+        if any(self._cost):
+            taken = self._cost.seconds + self._cost.token_seconds * step.num_tokens
+            self._ends = max(self._ends, time.monotonic()) + taken
         return NullStep(step, StepResult(
             tokens,
             [self._logprobs(item, drawn) for item, drawn in zip(step.items, tokens, strict=True)],
             [self._prompt_logprobs(item) for item in step.items],
-        ))
+        ), self._ends)
 
     def sleep(self, blocks: Sequence[int]) -> None:
         pass

@@ -22,6 +22,7 @@ from spillover.engine.speculation.speculator import NoSpeculation, Speculator
 from spillover.engine.step import NewRequest, Phase, Step, StepItem, StepResult
 from spillover.memory.connector import KVConnector
 from spillover.memory.kv.kv_cache import KVCache
+from spillover.memory.spill.restore_plan import ComputeCost
 
 SHRINK_STEPS = 32  # between two looks whether borrowed blocks can go back
 
@@ -51,6 +52,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in the order of admission; the last is the first to be preempted
         self.num_preemptions = 0
+        self.cost = ComputeCost(None)  # of prefill, as steps have shown
         self._policy = POLICIES[config.policy]
         self._leaving: set[Request] = set()  # out of `running`, with a step still in flight
         self._ended: list[Request] = []  # by schedule() itself, and not told yet
@@ -115,6 +117,7 @@ class Scheduler:
     def observe_step(self, step: Step, seconds: float) -> None:
         """Note how long a step took."""
         prefill_tokens = sum(item.count for item in step.items if item.phase is Phase.PREFILL)
+        self.cost.observe(prefill_tokens, step.num_tokens, seconds)
         self.connector.observe(prefill_tokens, step.num_tokens, seconds)
         self.speculator.observe_step(step, seconds)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -20,6 +21,7 @@ from spillover.models.safetensors_folder import eos_ids, read_json
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 MOST_TOKENS = 1 << 24
+_PROBE = "The 23rd of May,  1998: caf\u00e9 \u4f60\u597d \U0001f642\n\n\tdef f(x): return x**2 # 1,000,000"
 _SHORT = 2048  # characters, which are encoded before another thread would miss it
 
 
@@ -142,6 +144,13 @@ class Tokenizer:
         token = self._special_tokens.get(role)
         index: int | None = None if token is None else self.backend.token_to_id(token)
         return index
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """Return a digest that two tokenizers share if they make the same of a text and of a conversation."""
+    parts = (tokenizer.vocab_size, tokenizer.encode(_PROBE), sorted(tokenizer.special_tokens.items()),
+             sorted(tokenizer.chat_templates.items()))
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
 def _byte_of_letter() -> dict[str, bytes]:

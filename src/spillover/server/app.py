@@ -7,7 +7,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 import spillover
 from spillover.server.access import BodyLimit, RequestLog
-from spillover.server.api import admin, chat, completions, probes, responses
+from spillover.server.api import admin, chat, completions, kv_info, probes, responses
 from spillover.server.api.documents import describe
 from spillover.server.api.errors import LastResort, add_error_handlers
 from spillover.server.api.response_store import ResponseStore
@@ -42,7 +42,7 @@ def make_app(client: AsyncLLM, settings: ServerSettings) -> FastAPI:
     front = Front(client, settings, recorder)
     app.state.front, app.state.client, app.state.recorder, app.state.keys = front, client, recorder, keys
     app.state.responses = ResponseStore(settings.response_store_bytes)
-    for family in (completions, chat, responses, admin, probes):
+    for family in (completions, chat, responses, admin, probes, kv_info):
         app.include_router(family.router)
     add_page(app)
     add_error_handlers(app)

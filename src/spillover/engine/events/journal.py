@@ -15,7 +15,7 @@ from itertools import islice
 import msgspec
 
 from spillover.engine.events.log import Record, Removed, Stored
-from spillover.engine.events.wire import (
+from spillover.memory.kv.event_wire import (
     MEDIA,
     SEQUENCE_BYTES,
     AllBlocksCleared,

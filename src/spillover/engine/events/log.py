@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from spillover.engine.events.wire import CPU, GPU, STORAGE
+from spillover.memory.kv.event_wire import CPU, GPU, STORAGE
 from spillover.memory.kv.prefix_tree import PrefixTree, Root
 
 MEDIUM = {"host": CPU, "disk": STORAGE}

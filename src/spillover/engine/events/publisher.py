@@ -15,9 +15,9 @@ import zmq
 from spillover.engine.events.config import FLAG, KVEventsConfig, binds
 from spillover.engine.events.journal import Journal
 from spillover.engine.events.log import KVEventLog, Record
-from spillover.engine.events.wire import END, SEQUENCE_BYTES, SNAPSHOT
 from spillover.errors import SpilloverError
 from spillover.memory.connector import KVConnector
+from spillover.memory.kv.event_wire import END, SEQUENCE_BYTES, SNAPSHOT
 from spillover.memory.kv.kv_cache import KVCache
 
 logger = logging.getLogger(__name__)

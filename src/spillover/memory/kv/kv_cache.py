@@ -39,7 +39,7 @@ class KVCache:
         self.block_size = block_size
         self.windows = tuple(windows)
         self.prefix_caching = prefix_caching
-        self._identity = identity
+        self.identity = identity
         self.pool = BlockPool(num_blocks, most_blocks)
         self.tree = PrefixTree(self.pool, self.windows, policy if policy is not None else LRU(), identity)
         self.evictor: Evictor = self.tree  # until a connector puts its own here
@@ -239,14 +239,14 @@ class KVCache:
     def cached_prefix(self, tokens: Sequence[int], salt: str | None) -> tuple[int, bytes]:
         """Return how many blocks of this prompt admit() would find now, and the digest of the prefix they hold."""
         nodes = self._find(tokens, salt)
-        return len(nodes), nodes[-1].digest if nodes else root_digest(self._identity, salt)
+        return len(nodes), nodes[-1].digest if nodes else root_digest(self.identity, salt)
 
     def ready_prefix(self, seq: str, salt: str | None) -> tuple[int, bytes]:
         """Return how many leading blocks of a sequence are complete, and the digest of the prefix they hold; none, and
         the root's, where the tree no longer knows the sequence."""
         sequence = self._get(seq)
         if sequence.node is None:
-            return 0, root_digest(self._identity, salt)
+            return 0, root_digest(self.identity, salt)
         return sequence.num_ready, sequence.node.digest
 
     def extend_to_load(self, seq: str, num_blocks: int) -> bool:

@@ -257,6 +257,11 @@ class AsyncLLM:
         """Return the sequences that have been handed to the engine and have not ended."""
         return len(self._open)
 
+    @property
+    def waiting_prompt_tokens(self) -> int:
+        """Return the prompt tokens of sequences that have no token yet: an upper bound of what is to be computed."""
+        return sum(request.num_prompt for _, request in self._open.values() if not request.output_token_ids)
+
     def latest(self) -> LiveStats:
         """Return the engine's state as it last told; never older than 0.25 s while it works."""
         return self._stats

@@ -49,6 +49,7 @@ class EngineInfo:
     started: float  # monotonic seconds, when it became ready
     restarts: int  # engines that died before this one
     null_model: bool  # --load-format null: no model behind it
+    identity: bytes  # what KV depends on besides tokens: the root of block digests
 
 
 class EngineKeeper:
@@ -169,6 +170,7 @@ class EngineKeeper:
             started=time.monotonic(),
             restarts=self.restarts,
             null_model=ready.config.load_format == "null",
+            identity=ready.identity,
         )
         self._state = "ready"
 

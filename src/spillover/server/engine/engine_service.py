@@ -73,7 +73,7 @@ def serve(socket: zmq.Socket[bytes], line: bytes, pulse: Pulse) -> int:
         gc.collect()
         gc.freeze()  # what is loaded stays; the collector need not look at it again
         send(Ready(os.getpid(), parts.config, str(parts.path), parts.model_config, parts.plan,
-                   time.monotonic() - started))
+                   time.monotonic() - started, parts.engine.scheduler.kv.identity))
         service = EngineService(socket, parts, pulse)
         try:
             service.run()
@@ -344,6 +344,7 @@ class EngineService:
             link=engine.runner.transfers.queue.report(),
             host_pool=engine.runner.transfers.pool.bytes_by_use,
             ranks=ranks_report(engine.runner),
+            prefill_token_seconds=self._scheduler.cost.token_seconds or 0.0,
         )
 
     def _send(self, message: FromEngine) -> None:

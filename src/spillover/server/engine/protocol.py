@@ -101,6 +101,7 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
     model_config: ModelConfig
     plan: Plan
     load_seconds: float
+    identity: bytes = b""  # what KV depends on besides tokens: the root of block digests
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):
@@ -184,6 +185,7 @@ class LiveStats(msgspec.Struct, array_like=True, frozen=True):
     link: LinkReport = LinkReport()  # between the device and host memory
     host_pool: dict[str, int] = {}  # bytes of host memory by use
     ranks: RanksReport = ONE
+    prefill_token_seconds: float = 0.0  # lately measured; 0: not yet
 
     @property
     def kv_usage(self) -> float:

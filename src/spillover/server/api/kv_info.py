@@ -1,0 +1,65 @@
+"""GET /kv/info: block identity, measured rates and the queue, for a router that predicts when this server answers."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from spillover.memory.kv.event_wire import CPU, STORAGE
+from spillover.memory.spill.report import TierReport
+from spillover.models.tokenizer import fingerprint
+from spillover.server.api.documents import refusals
+from spillover.server.front import Front, front_of
+from spillover.server.schemas.schemas_kv import KvEvents, KvInfo, KvTier
+
+MEDIA = {"host": CPU, "disk": STORAGE}  # tiers that KV events tell of
+
+router = APIRouter()
+
+
+@router.get("/kv/info", response_model=KvInfo, responses=refusals(statuses=(401, 500, 503)))
+async def kv_info(http: HttpRequest) -> Response:
+    front = front_of(http)
+    front.require_engine()
+    return Response(info_of(front).model_dump_json(), media_type="application/json")
+
+
+def info_of(front: Front) -> KvInfo:
+    client, now = front.client, front.client.latest()
+    info = client.info
+    events, plan = info.config.kv_events, info.plan
+    token_seconds = now.prefill_token_seconds or None
+    predicted = plan.placement.predicted if plan.placement is not None else None
+    if token_seconds is None and predicted is not None and predicted.prefill_tokens_per_second > 0:
+        token_seconds = 1 / predicted.prefill_tokens_per_second
+    waiting = client.waiting_prompt_tokens
+    return KvInfo(
+        instance=f"{info.pid}-{info.restarts}-{info.started:.3f}",
+        model_identity=info.identity.hex(),
+        block_size=plan.block_size,
+        windows=list(plan.windows),
+        prefix_caching=info.config.enable_prefix_caching,
+        device_blocks=now.blocks_total or plan.num_blocks,
+        device_blocks_used=now.blocks_total - now.blocks_free,
+        tiers=[KvTier(medium=MEDIA[tier.name], block_seconds=_block_seconds(tier, plan.slot_bytes))
+               for tier in now.kv_tiers if tier.name in MEDIA],
+        events=None if events is None else KvEvents(endpoint=events.endpoint, replay_endpoint=events.replay_endpoint,
+                                                    topic=events.topic),
+        tokenizer=None if client.tokenizer is None else str(info.config.tokenizer or info.model_path),
+        tokenizer_digest=None if client.tokenizer is None else fingerprint(client.tokenizer),
+        chat_template=info.config.chat_template,
+        special_tokens_in_user_text=front.settings.special_tokens_in_user_text,
+        prefill_token_seconds=token_seconds,
+        num_running=now.num_running,
+        num_waiting=now.num_waiting,
+        waiting_prompt_tokens=waiting,
+        backlog_seconds=None if token_seconds is None else waiting * token_seconds,
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+    )
+
+
+def _block_seconds(tier: TierReport, nbytes: int) -> float | None:
+    rate = tier.rate_out or tier.link_out
+    return nbytes / rate if rate else None
