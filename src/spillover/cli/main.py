@@ -15,6 +15,7 @@ import click
 from spillover.cli.bench.bench import bench
 from spillover.cli.cache.cache import cache
 from spillover.cli.chat.chat import chat
+from spillover.cli.cluster.router import router
 from spillover.cli.course import course
 from spillover.cli.demo.demo import demo
 from spillover.cli.draft import draft
@@ -83,8 +84,8 @@ def main() -> None:
     """
 
 
-for command in (demo, serve, chat, generate, plan, doctor, pull, export, quantize, draft, cache, pool, bench, lab,
-                course, evaluate):
+for command in (demo, serve, router, chat, generate, plan, doctor, pull, export, quantize, draft, cache, pool, bench,
+                lab, course, evaluate):
     main.add_command(command)
 
 

@@ -70,6 +70,7 @@ class Tokenizer:
         except (TemplateError, TemplateLimit) as error:
             raise CheckpointError(f"the chat template cannot be read: {error}") from error
         self._templates = {"default": text}
+        self.__dict__.pop("fingerprint", None)
 
     @property
     def special_tokens(self) -> Mapping[str, str]:
@@ -136,6 +137,13 @@ class Tokenizer:
         return None
 
     @cached_property
+    def fingerprint(self) -> str:
+        """Return a digest that two tokenizers share if they make the same of a text and of a conversation."""
+        parts = (self.vocab_size, self.encode(_PROBE), sorted(self._special_tokens.items()),
+                 sorted(self._templates.items()))
+        return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+    @cached_property
     def _byte_level(self) -> bool:
         decoder = json.loads(self.backend.to_str()).get("decoder") or {}
         return any(step.get("type") == "ByteLevel" for step in [decoder, *decoder.get("decoders", [])])
@@ -144,13 +152,6 @@ class Tokenizer:
         token = self._special_tokens.get(role)
         index: int | None = None if token is None else self.backend.token_to_id(token)
         return index
-
-
-def fingerprint(tokenizer: Tokenizer) -> str:
-    """Return a digest that two tokenizers share if they make the same of a text and of a conversation."""
-    parts = (tokenizer.vocab_size, tokenizer.encode(_PROBE), sorted(tokenizer.special_tokens.items()),
-             sorted(tokenizer.chat_templates.items()))
-    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
 def _byte_of_letter() -> dict[str, bytes]:

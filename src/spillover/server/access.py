@@ -23,7 +23,7 @@ BODIES_AT_ONCE = 16
 _SMALL_BODY = 65_536
 
 # Asked for every second by dashboards and probes: not logged.
-_QUIET = (*PROBES, "/metrics", "/live", "/page/", "/favicon.ico")
+_QUIET = (*PROBES, "/metrics", "/live", "/page/", "/favicon.ico", "/kv/info")
 
 
 class RequestLog:

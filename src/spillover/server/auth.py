@@ -92,16 +92,22 @@ def read_keys(file: str) -> Mapping[str, str]:
 
 
 class ApiKeys:
-    """Middleware that asks for a key: one of `keys` on most routes, one of `admin_keys` (if any) on ADMIN_PATHS."""
+    """Middleware that asks for a key: one of `keys` on most routes, one of `admin_keys` (if any) on those that change
+    the server for everybody."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, admin_keys: tuple[str, ...]) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing, admin_keys: tuple[str, ...],
+                 open_paths: frozenset[str] = OPEN_PATHS, admin_prefix: str | None = None) -> None:
+        """Guard an application. `open_paths` ask for none; `admin_prefix`: paths below it are for admins too."""
         self._app = app
         self._keys = keys
+        self._open_paths = open_paths
+        self._admin_prefix = admin_prefix
         self._admin_digests = [_digest(key.encode()) for key in admin_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not self._may_pass(scope):
-            admin = "the --admin-api-key" if scope["path"] in ADMIN_PATHS and self._admin_digests else "one of the keys"
+            own = self._is_admin(scope["path"]) and self._admin_digests
+            admin = "the --admin-api-key" if own else "one of the keys"
             error = ApiError(401, f"An API key is needed: send the header Authorization: Bearer KEY, with {admin} "
                                   f"the server was started with.", code="invalid_api_key",
                              headers={"WWW-Authenticate": "Bearer"})
@@ -112,7 +118,7 @@ class ApiKeys:
     def _may_pass(self, scope: Scope) -> bool:
         """Return whether a request may pass, and note who sent it."""
         path: str = scope["path"]
-        if path in OPEN_PATHS or path.startswith(OPEN_PREFIX):
+        if path in self._open_paths or path.startswith(OPEN_PREFIX):
             return True
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         kind, _, key = given.partition(b" ")
@@ -120,9 +126,12 @@ class ApiKeys:
         is_admin = sum(hmac.compare_digest(digest, known) for known in self._admin_digests) > 0
         name = self._keys.name_of(digest)
         scope["spillover.admin"], scope["spillover.key"] = is_admin, name or ANONYMOUS
-        if path in ADMIN_PATHS and self._admin_digests:
+        if self._is_admin(path) and self._admin_digests:
             return is_admin
         return name is not None or not self._keys or (is_admin and path == USAGE_PATH)
+
+    def _is_admin(self, path: str) -> bool:
+        return path in ADMIN_PATHS or (self._admin_prefix is not None and path.startswith(self._admin_prefix))
 
 
 def _digest(key: bytes) -> bytes:

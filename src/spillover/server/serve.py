@@ -48,12 +48,12 @@ async def _serve(config: EngineConfig, settings: ServerSettings, listening: sock
                       on_progress=on_progress)
     app = make_app(client, settings)
     connections = Connections(settings.max_connections, settings.client_timeout, app.state.recorder.count_refusal)
-    server = _HttpServer(uvicorn.Config(
+    server = HttpServer(uvicorn.Config(
         app, http=connections.protocol(), ws="none", lifespan="off", access_log=False, log_config=None,
         server_header=False, timeout_keep_alive=65, ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
         timeout_graceful_shutdown=_LAST_BYTES_SECONDS))
-    stop = _StopSignal()
+    stop = StopSignal()
     if settings.api_key_file is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload_keys, app.state.keys)
     http = asyncio.ensure_future(server.serve(sockets=[listening]))
@@ -81,7 +81,7 @@ async def _serve(config: EngineConfig, settings: ServerSettings, listening: sock
             app.state.traces.close(_LAST_SPANS_SECONDS)
 
 
-async def _leave(client: AsyncLLM, server: _HttpServer, http: asyncio.Future[None], stop: _StopSignal,
+async def _leave(client: AsyncLLM, server: HttpServer, http: asyncio.Future[None], stop: StopSignal,
                  settings: ServerSettings) -> None:
     """Shut down: take requests until balancers have noticed; let what runs end; stop the engine; close connections.
 
@@ -114,7 +114,7 @@ def _reload_keys(keys: KeyRing) -> None:
         log.error("%s; the keys stay as they were", error)
 
 
-class _StopSignal:
+class StopSignal:
     """A handler of SIGINT and SIGTERM: the first asks for an orderly end, the second hurries it."""
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class _StopSignal:
         (self.hurried if self.asked.is_set() else self.asked).set()
 
 
-class _HttpServer(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """A server whose signals are handled here, not by uvicorn, which would end the streams first."""
 
     @contextlib.contextmanager

@@ -8,7 +8,6 @@ from starlette.responses import Response
 
 from spillover.memory.kv.event_wire import CPU, STORAGE
 from spillover.memory.spill.report import TierReport
-from spillover.models.tokenizer import fingerprint
 from spillover.server.api.documents import refusals
 from spillover.server.front import Front, front_of
 from spillover.server.schemas.schemas_kv import KvEvents, KvInfo, KvTier
@@ -47,7 +46,7 @@ def info_of(front: Front) -> KvInfo:
         events=None if events is None else KvEvents(endpoint=events.endpoint, replay_endpoint=events.replay_endpoint,
                                                     topic=events.topic),
         tokenizer=None if client.tokenizer is None else str(info.config.tokenizer or info.model_path),
-        tokenizer_digest=None if client.tokenizer is None else fingerprint(client.tokenizer),
+        tokenizer_digest=None if client.tokenizer is None else client.tokenizer.fingerprint,
         chat_template=info.config.chat_template,
         special_tokens_in_user_text=front.settings.special_tokens_in_user_text,
         prefill_token_seconds=token_seconds,

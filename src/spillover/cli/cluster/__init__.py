@@ -1,0 +1,1 @@
+"""Commands that make several servers one."""

@@ -1,0 +1,128 @@
+"""`spill router`: one address before several OpenAI servers, until Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import click
+
+from spillover.cli.config_file import config_file_option
+from spillover.errors import SpilloverError
+
+POLICIES = ("predicted", "prefix", "least-load", "round-robin")
+
+
+def routing_options(command: Any) -> Any:
+    """Give a command the options that say how requests are routed."""
+    for option in reversed((
+            click.option("--routing-policy", "policy", default="predicted", show_default=True,
+                         type=click.Choice(POLICIES),
+                         help="Which server gets a request: the one with the least predicted time to the first token, "
+                              "the one with the longest cached prefix, the one with the fewest requests, or each in "
+                              "turn."),
+            click.option("--session-header", default="X-Session-Id", show_default=True, metavar="NAME",
+                         help="Header whose value keeps a client's requests on one server where that costs little."),
+            click.option("--retries", default=3, show_default=True, type=click.IntRange(0, 10),
+                         help="How often a request that has no token yet is sent to another server."),
+            click.option("--max-in-flight", default=4096, show_default=True, type=click.IntRange(min=1),
+                         help="Maximum requests under way; further ones get 429."),
+            click.option("--wait-seconds", default=5.0, show_default=True, type=click.FloatRange(min=0),
+                         help="How long a request waits for a server that can take it, before it gets 503."),
+            click.option("--answer-seconds", default=600.0, show_default=True, type=click.FloatRange(min=1),
+                         help="How long a server may be silent in the middle of a request."),
+            click.option("--health-seconds", default=2.0, show_default=True, type=click.FloatRange(min=0.1),
+                         help="How long a server may take to answer a health check; after three that it does not, it "
+                              "is taken for gone."))):
+        command = option(command)
+    return command
+
+
+@click.command()
+@config_file_option
+@click.argument("urls", metavar="URL...", nargs=-1)
+@click.option("--host", default="127.0.0.1", show_default=True,
+              help="Address to listen on; 0.0.0.0 lets other machines in.")
+@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535),
+              help="Port to listen on; 0 takes a free one.")
+@click.option("--tokenizer", default=None, metavar="PATH",
+              help="The model's folder or GGUF file, where the servers' own is not on this machine.")
+@click.option("--kv-events-port", default=None, type=click.IntRange(1, 65535), metavar="PORT",
+              help="Port of the KV events of servers that do not tell it themselves, such as vLLM; needs --tokenizer.")
+@click.option("--kv-replay-port", default=None, type=click.IntRange(1, 65535), metavar="PORT",
+              help="Port for events that were missed, likewise.")
+@click.option("--block-size", default=16, show_default=True, type=click.IntRange(min=1),
+              help="Tokens per KV block of such servers.")
+@click.option("--api-key", "api_keys", multiple=True, metavar="KEY", envvar="SPILLOVER_API_KEY",
+              help="Ask clients for this key; may be given more than once.  [env: SPILLOVER_API_KEY]")
+@click.option("--admin-api-key", "admin_keys", multiple=True, metavar="KEY", envvar="SPILLOVER_ADMIN_API_KEY",
+              help="Ask for this key to drain a server.  [env: SPILLOVER_ADMIN_API_KEY]")
+@click.option("--replica-api-key", default=None, metavar="KEY", envvar="SPILLOVER_REPLICA_API_KEY",
+              help="Key of the servers; the clients' own are sent on without it.  [env: SPILLOVER_REPLICA_API_KEY]")
+@click.option("--max-request-bytes", default="4MiB", show_default=True, metavar="SIZE",
+              help="Maximum size of a request body.")
+@click.option("--max-connections", default=4096, show_default=True, type=click.IntRange(min=1),
+              help="Maximum open connections of clients.")
+@click.option("--client-timeout", default=30.0, show_default=True, type=click.FloatRange(min=0.1), metavar="SECONDS",
+              help="Maximum time that a request may take to arrive; a body may take 1 s more per 16 KiB.")
+@click.option("--cors-origin", "cors_origins", multiple=True, metavar="ORIGIN",
+              help="Let pages from this origin call the router; may be given more than once.")
+@click.option("--allowed-host", "allowed_hosts", multiple=True, metavar="NAME",
+              help="Accept requests for this host name, in addition to IP addresses and this machine's names; * "
+                   "accepts all.")
+@click.option("--ssl-certfile", default=None, metavar="FILE", help="Serve HTTPS with this certificate (PEM).")
+@click.option("--ssl-keyfile", default=None, metavar="FILE",
+              help="The certificate's key (PEM), if it is not in the same file.")
+@click.option("--drain-seconds", default=30.0, show_default=True, type=click.FloatRange(min=0),
+              help="Maximum time that running requests may take to end after Ctrl-C or SIGTERM.")
+@click.option("--log-requests/--no-log-requests", default=True, show_default=True, help="Log one line per request.")
+@click.option("--log-format", default="text", show_default=True, type=click.Choice(("text", "json")),
+              help="How log lines are written to stderr.")
+@routing_options
+def router(urls: tuple[str, ...], **options: Any) -> None:
+    """Route requests to several OpenAI servers of one model, each to where its first token comes soonest.
+
+    Predicts that from what each server's KV tiers hold, what waits there, and its measured rates. A server that fails
+    before the first token is not noticed by clients.
+
+    \b
+    Examples:
+      spill router http://10.0.0.7:8000 http://10.0.0.8:8000
+      spill router http://127.0.0.1:8001 http://127.0.0.1:8002 --routing-policy least-load --port 9000
+    """
+    from spillover.cluster.serve import serve_router
+    from spillover.cluster.settings import RouterSettings
+    from spillover.cluster.upstream import Upstream
+    from spillover.cluster.watch import WatchSettings
+    from spillover.server.listen import address_of, listen
+    from spillover.server.telemetry.logs import set_up_logging
+    from spillover.units import parse_bytes
+
+    if not urls:
+        raise SpilloverError("give the servers to route to, such as http://127.0.0.1:8001 http://127.0.0.1:8002")
+    key = options.pop("replica_api_key")
+    upstreams = [Upstream(url, key) for url in urls]
+    names = [each.url.partition("://")[2] for each in upstreams]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise SpilloverError(f"{twice} is given twice; give each server once")
+    if len(names) > 256:
+        raise SpilloverError(f"a router takes 256 servers at most; got {len(names)}")
+    ports = {"events_port": options.pop("kv_events_port"), "replay_port": options.pop("kv_replay_port")}
+    tokenizer = options.pop("tokenizer")
+    if ports["events_port"] is not None and tokenizer is None:
+        raise SpilloverError("--kv-events-port needs --tokenizer PATH: such servers name blocks by their tokens")
+    if ports["replay_port"] is not None and ports["events_port"] is None:
+        raise SpilloverError("--kv-replay-port needs --kv-events-port, the port of the events themselves")
+    if tokenizer is not None and not os.path.exists(os.path.expanduser(tokenizer)):
+        raise SpilloverError(f"--tokenizer {tokenizer} does not exist; give a model folder or a .gguf file")
+    watch = WatchSettings(tokenizer, options.pop("health_seconds"), block_size=options.pop("block_size"), **ports)
+    limit = parse_bytes(options.pop("max_request_bytes"), "--max-request-bytes")
+    settings = RouterSettings(watch=watch, pass_keys=key is None, max_request_bytes=limit,
+                              session_header=options.pop("session_header").lower(), **options)
+    set_up_logging(settings.log_format)
+    with listen(settings.host, settings.port) as listening:
+        address = address_of(listening, settings.host, settings.ssl_certfile is not None)
+        serve_router(settings, list(zip(names, upstreams, strict=True)), listening,
+                     on_ready=lambda: click.echo(f"{len(names)} servers are routed to at {address}/v1, by "
+                                                 f"{settings.policy}; {address}/replicas shows them. Ctrl-C stops."))

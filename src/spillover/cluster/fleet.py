@@ -1,0 +1,171 @@
+"""All replicas, what they hold, and who gets the next request. No I/O and no clock of its own: a router asks it in real
+time, a simulator in its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from spillover.cluster.index import Match, PrefixIndex
+from spillover.cluster.mirror import Approximation, IndexState, Mirror
+from spillover.cluster.policy import Ask, Candidate, Policy
+from spillover.cluster.predict import Demand, Prediction, alike, predict
+from spillover.cluster.replica import Flight, Replica
+from spillover.memory.kv.event_wire import GPU
+
+BUSY_SECONDS = 10.0  # over which it is counted how busy replicas are
+REUSE_SMOOTHING = 0.02
+MOST_SESSIONS = 65_536
+MOST_SEEN = 1 << 20  # blocks remembered, for the share of tokens that could be found again
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The names of a prompt's blocks in one key space: replicas of one model, type and block size share it."""
+
+    keys: Sequence[int] = ()
+    block_size: int = 16
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is known of a request before it is sent anywhere."""
+
+    tokens: int
+    keys: Mapping[str, Keys] = field(default_factory=dict)  # by key space; none where nothing could be made out
+    session: str | None = None
+    model: str | None = None
+    output_tokens: int | None = None  # most that it may have
+
+
+@dataclass(frozen=True)
+class Decision:
+    replica: Replica
+    prediction: Prediction
+    keys: Keys
+    first: int  # of its blocks that the replica has to compute
+
+
+class Fleet:
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.replicas: list[Replica] = []
+        self.index = PrefixIndex()
+        self.mirrors: list[Mirror | Approximation] = []
+        self.spaces: list[str] = []  # key space of each replica
+        self.reusable_tokens = 0  # of all prompts: in blocks that some request had before, the most a cache can find
+        self.prompt_tokens = 0
+        self._sessions: dict[str, int] = {}  # in order of last use
+        self._seen: dict[int, None] = {}
+        self._reuse = 0.0  # share of prompt tokens found in caches, lately
+        self._work = 0.0  # seconds of computing that were sent lately, decaying
+        self._counted = 0.0  # when `_work` was last brought up to date
+
+    def add(self, name: str, space: str = "text") -> Replica:
+        """Add a replica, of which nothing is known but what is sent there."""
+        replica = Replica(len(self.replicas), name)
+        self.replicas.append(replica)
+        self.index.add(replica.place)
+        self.mirrors.append(Approximation(self.index, replica.place))
+        self.spaces.append(space)
+        return replica
+
+    def follow(self, replica: Replica, space: str, mirror: Mirror | Approximation) -> None:
+        """Have a mirror say from now on what the replica holds, under keys of this space."""
+        self.index.clear(replica.place)
+        self.mirrors[replica.place] = mirror
+        self.spaces[replica.place] = space
+
+    def lose(self, replica: Replica, why: str) -> None:
+        """Take a replica for gone, with all it held."""
+        replica.ready, replica.why = False, why
+        self.mirrors[replica.place].lost()
+
+    def state(self, replica: Replica) -> IndexState:
+        return self.mirrors[replica.place].state
+
+    # One request
+
+    def decide(self, prompt: Prompt, now: float, exclude: Collection[Replica] = ()) -> Decision | None:
+        """Return who should get a request; None if nobody can take it now."""
+        usable = [replica for replica in self.replicas if replica.usable(now) and replica not in exclude]
+        if prompt.model is not None and any(prompt.model in replica.models for replica in usable):
+            usable = [replica for replica in usable if prompt.model in replica.models]
+        if not usable:
+            return None
+        session = self._sessions.get(prompt.session) if prompt.session is not None else None
+        matches = self._matches(prompt, usable)
+        candidates, made = [], {}
+        for replica, rates in zip(usable, alike([each.rates for each in usable]), strict=True):
+            keys, match = matches[replica.place]
+            load = replica.load(now, self.index.held(replica.place, GPU))
+            output = replica.output_tokens if prompt.output_tokens is None else min(prompt.output_tokens,
+                                                                                    replica.output_tokens)
+            prediction = predict(Demand(prompt.tokens, keys.block_size, output), match, rates, load,
+                                 self._reuse)
+            made[replica.place] = Decision(replica, prediction, keys, match.blocks)
+            candidates.append(Candidate(replica.place, prediction, len(replica.flights), replica.sent_tokens,
+                                        load.device_use, session == replica.place))
+        return made[self.policy.choose(candidates, Ask(prompt.tokens, self.busy(now))).replica]
+
+    def send(self, prompt: Prompt, decision: Decision, now: float) -> Flight:
+        """Note that the request goes where it was decided; `end` must follow."""
+        replica, keys = decision.replica, decision.keys
+        flight = Flight(replica.place, prompt.tokens, decision.prediction, now, not replica.waiting,
+                        keys.keys, decision.first, keys.block_size)
+        replica.send(flight)
+        self.index.expect(replica.place, flight.keys[flight.first:])
+        if prompt.session is not None:
+            self._sessions.pop(prompt.session, None)
+            self._sessions[prompt.session] = replica.place
+            if len(self._sessions) > MOST_SESSIONS:
+                del self._sessions[next(iter(self._sessions))]
+        self._work = self._decayed(now) + decision.prediction.work
+        self._counted = now
+        return flight
+
+    def count(self, prompt: Prompt, decision: Decision) -> None:
+        """Count a prompt once, however often it is sent: what was found of it, and what could have been."""
+        if not prompt.tokens:
+            return
+        self.prompt_tokens += prompt.tokens
+        known = sum(1 for key in decision.keys.keys if key in self._seen)
+        size = decision.keys.block_size
+        self.reusable_tokens += min(known, (prompt.tokens - 1) // size) * size
+        for key in decision.keys.keys:
+            self._seen[key] = None
+        while len(self._seen) > MOST_SEEN:
+            del self._seen[next(iter(self._seen))]
+        found = decision.prediction.cached_tokens / prompt.tokens
+        self._reuse += REUSE_SMOOTHING * (found - self._reuse)
+
+    def begin(self, flight: Flight, now: float) -> None:
+        """Note the first token of a request: its prompt has been computed."""
+        self.replicas[flight.replica].begin(flight, now)
+        self.mirrors[flight.replica].computed(flight.keys)
+
+    def end(self, flight: Flight, now: float, output_tokens: int | None = None,
+            cached_tokens: int | None = None) -> None:
+        """Note the end of a request, however it came. `cached_tokens`: as the answer told."""
+        self.replicas[flight.replica].end(flight, now, output_tokens)
+        self.index.unexpect(flight.replica, flight.keys[flight.first:])
+        if cached_tokens is not None and flight.first:
+            found = cached_tokens + flight.block_size >= flight.prediction.cached_tokens
+            self.mirrors[flight.replica].answered(found)
+
+    def busy(self, now: float) -> float:
+        """Return the share of time that replicas compute prompts, 0 to 1."""
+        ready = sum(replica.ready for replica in self.replicas)
+        return min(self._decayed(now) / (BUSY_SECONDS * ready), 1.0) if ready else 0.0
+
+    def _decayed(self, now: float) -> float:
+        return self._work * math.exp(min(self._counted - now, 0.0) / BUSY_SECONDS)
+
+    def _matches(self, prompt: Prompt, usable: Sequence[Replica]) -> dict[int, tuple[Keys, Match]]:
+        found: dict[int, tuple[Keys, Match]] = {}
+        for space in {self.spaces[replica.place] for replica in usable}:
+            keys = prompt.keys.get(space, Keys())
+            places = [replica.place for replica in usable if self.spaces[replica.place] == space]
+            found.update((place, (keys, match)) for place, match in self.index.match(keys.keys, places).items())
+        return found

@@ -1,0 +1,120 @@
+"""A request's body to the names of its prompt's blocks: token ids as the servers make them, and the same digests; or,
+where no tokenizer is known, chunks of the text as it was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from spillover.cluster.fleet import Keys, Prompt
+from spillover.memory.kv.digest import TOKEN_BYTES, block_digest, packed, root_digest
+from spillover.memory.kv.event_wire import block_hash
+from spillover.models.literal_text import LiteralText
+from spillover.models.tokenizer import Tokenizer
+from spillover.server.api.conversation import prompt_text
+from spillover.server.api.tools import tool_use
+from spillover.server.schemas.schemas_chat import ChatRequest
+
+TEXT = "text"  # the key space of servers whose tokens are not known
+CHUNK = 64  # bytes of text that count as a block
+CHUNK_TOKENS = 16  # that such a chunk has, about
+
+
+@dataclass(frozen=True)
+class TokenSpace:
+    """How servers of one model name their blocks."""
+
+    identity: bytes
+    block_size: int
+    tokenizer: Tokenizer
+    literal: LiteralText | None = None  # encodes conversations where messages may not hold special tokens
+
+    def keys(self, tokens: Sequence[int], salt: str | None) -> Keys:
+        return Keys(chain(packed(tokens), self.block_size * TOKEN_BYTES, root_digest(self.identity, salt)),
+                    self.block_size)
+
+
+def chain(data: bytes, width: int, digest: bytes) -> list[int]:
+    """Return the key of each full block of `data`, which follow the root with this digest."""
+    keys = []
+    for end in range(width, len(data) + 1, width):
+        digest = block_digest(digest, data[end - width:end])
+        keys.append(block_hash(digest))
+    return keys
+
+
+def read_prompt(path: str, body: bytes, session: str | None, spaces: Mapping[str, TokenSpace | None]) -> Prompt:
+    """Return what is known of a request. One that no server would take is known by its size alone: the server says
+    what is wrong with it."""
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        return Prompt(len(body) // 4, session=session)
+    salt, model = _text(value.get("cache_salt")), _text(value.get("model"))
+    output = value.get("max_completion_tokens", value.get("max_tokens"))
+    keys: dict[str, Keys] = {}
+    tokens = None
+    for name, space in spaces.items():
+        if space is None:
+            keys[name] = _text_keys(value, salt)
+            continue
+        ids = _token_ids(path, value, space)
+        if ids is not None:
+            tokens, keys[name] = len(ids), space.keys(ids, salt)
+    if tokens is None:
+        tokens = next((len(each.keys) * CHUNK_TOKENS for each in keys.values()), len(body) // 4)
+    return Prompt(tokens, keys, session or _text(value.get("prompt_cache_key")), model,
+                  output if isinstance(output, int) and output > 0 else None)
+
+
+def _token_ids(path: str, value: Mapping[str, Any], space: TokenSpace) -> Sequence[int] | None:
+    """Return the prompt's tokens as the server will make them; None if it cannot be made out."""
+    try:
+        if path.endswith("/chat/completions"):
+            return _conversation(value, space)
+        prompt = value.get("prompt")
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            prompt = prompt[0]  # several prompts go to one server: by the first
+        if isinstance(prompt, str):
+            prompt = space.tokenizer.encode(prompt, value.get("add_special_tokens") is not False)
+        if not isinstance(prompt, list):
+            return None
+        cut = value.get("truncate_prompt_tokens")
+        return prompt[-cut:] if isinstance(cut, int) and cut > 0 else prompt
+    except Exception:  # whatever is wrong with the request, its server says it
+        return None
+
+
+def _conversation(value: Mapping[str, Any], space: TokenSpace) -> Sequence[int]:
+    tokenizer, literal = space.tokenizer, space.literal
+    body = ChatRequest.model_validate(value)
+    use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, tokenizer.chat_template or "")
+    text = prompt_text(tokenizer, body, use.tools if use is not None else (),
+                       literal.mark if literal is not None else None)
+    encode: Callable[[str, bool], list[int]] = tokenizer.encode if literal is None else literal.encode
+    return encode(text, body.add_special_tokens)
+
+
+def _text_keys(value: Mapping[str, Any], salt: str | None) -> Keys:
+    """Return keys of what the prompt is made of, in the order in which templates write it."""
+    prompt = value.get("prompt")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+        data, width = msgspec.msgpack.encode(prompt), CHUNK
+    else:
+        parts = [value.get("tools"), value.get("instructions"), prompt, value.get("input"), *_listed(value, "messages")]
+        data, width = b"\0".join(msgspec.json.encode(part) for part in parts if part is not None), CHUNK
+    return Keys(chain(data, width, root_digest(TEXT.encode(), salt)), CHUNK_TOKENS)
+
+
+def _listed(value: Mapping[str, Any], name: str) -> Sequence[Any]:
+    found = value.get(name)
+    return found if isinstance(found, list) else ()
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None

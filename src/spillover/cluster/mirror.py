@@ -1,0 +1,222 @@
+"""What a replica holds, followed by its KV events, or guessed from what was sent there; and which of the two it is.
+
+EXACT: every event since a snapshot has been applied. DEGRADED: some are missing, and are being asked for; until then
+what was known last is used. FALLBACK: no events come, and the index holds guesses. Nothing claims to be EXACT that is
+not. No I/O: a subscriber feeds a mirror and does what `take` asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from enum import StrEnum
+
+import msgspec
+
+from spillover.cluster.index import PrefixIndex
+from spillover.memory.kv.digest import block_digest, packed
+from spillover.memory.kv.event_wire import (
+    GPU,
+    MEDIA,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    EventBatch,
+    block_hash,
+)
+
+MOST_GUESSED = 1 << 16  # blocks that a replica is taken to hold where it does not say how many it has
+LEAST_GUESSED = 256
+MOST_ORPHANS = 1 << 16  # blocks kept whose parents are not known yet
+
+
+class IndexState(StrEnum):
+    EXACT = "exact"
+    DEGRADED = "degraded"
+    FALLBACK = "fallback"
+
+
+class Mirror:
+    """Applies a replica's events to the index, in order."""
+
+    def __init__(self, index: PrefixIndex, replica: int, group: int | None = None, root: bytes | None = None) -> None:
+        """Follow a replica. `group`: layer group that stands for all, where there are several. `root`: digest that its
+        chains of tokens begin with, for servers that name blocks by hashes of their own; None: the names are keys."""
+        self.state = IndexState.DEGRADED
+        self.sequence: int | None = None  # of the last batch that was applied
+        self.applied = 0  # batches
+        self.gaps = 0
+        self._index = index
+        self._replica = replica
+        self._group = group
+        self._names = None if root is None else _Names(root)
+        self._decoder = msgspec.msgpack.Decoder(EventBatch)
+
+    def take(self, sequence: int, payload: bytes) -> bool:
+        """Apply the batch that follows the last one. False: it does not follow, so `restore` or `replay` is needed."""
+        if self.sequence is None or sequence != self.sequence + 1:
+            self.gaps += self.state is IndexState.EXACT
+            self.state = IndexState.DEGRADED
+            return False
+        self._apply(payload)
+        self.sequence = sequence
+        return True
+
+    def restore(self, sequence: int, payloads: Iterable[bytes]) -> None:
+        """Replace all that is known by a snapshot, of which `sequence` is the last batch in it."""
+        self._forget()
+        for payload in payloads:
+            self._apply(payload)
+        self.sequence, self.state = sequence, IndexState.EXACT
+
+    def replay(self, batches: Sequence[tuple[int, bytes]], whole: bool) -> bool:
+        """Apply batches that were missed. `whole`: they begin with a process's first, so nothing was before them.
+        False: some are missing still."""
+        if whole:
+            self._forget()
+            self.sequence = batches[0][0] - 1 if batches else -1
+        for sequence, payload in batches:
+            if self.sequence is not None and sequence > self.sequence and not self.take(sequence, payload):
+                return False
+        if whole or (batches and self.sequence == batches[-1][0]):
+            self.state = IndexState.EXACT
+            return True
+        return False
+
+    def begin_partial(self, sequence: int) -> None:
+        """Go on from this batch though what came before it is lost for good: what is known is true, and not all."""
+        self.sequence, self.state = sequence, IndexState.DEGRADED
+
+    def lost(self) -> None:
+        """Forget everything: the process is gone."""
+        self._forget()
+        self.sequence, self.state = None, IndexState.DEGRADED
+
+    def computed(self, keys: Sequence[int]) -> None:
+        """Do nothing: events tell."""
+
+    def answered(self, found: bool) -> None:
+        """Do nothing: events tell."""
+
+    def _forget(self) -> None:
+        self._index.clear(self._replica)
+        if self._names is not None:
+            self._names.clear()
+
+    def _apply(self, payload: bytes) -> None:
+        self.applied += 1
+        for event in self._decoder.decode(payload).events:
+            if isinstance(event, AllBlocksCleared):
+                self._forget()
+            elif self._group is None or event.group_idx in (None, self._group):
+                self._apply_blocks(event)
+
+    def _apply_blocks(self, event: Event) -> None:
+        assert isinstance(event, BlockStored | BlockRemoved)
+        medium = event.medium if event.medium in MEDIA else GPU
+        if isinstance(event, BlockRemoved):
+            keys = event.block_hashes if self._names is None else self._names.forget(medium, event.block_hashes)
+            self._index.remove(self._replica, medium, keys)
+        elif self._names is None:
+            self._index.store(self._replica, medium, event.block_hashes)
+        else:
+            for place, key in self._names.learn(medium, event):
+                self._index.store(self._replica, place, (key,))
+
+
+class _Names:
+    """Another engine's block names, translated to keys by the tokens that it tells with them. A block whose parent is
+    not known waits for it, and is not lost."""
+
+    def __init__(self, root: bytes) -> None:
+        self._root = root
+        self._digests: dict[int, bytes] = {}  # by name
+        self._media: dict[int, set[str]] = {}  # by name: where the block is; also of orphans
+        self._orphans: dict[int, dict[int, bytes]] = {}  # by the parent's name: name -> tokens
+
+    def clear(self) -> None:
+        self._digests.clear()
+        self._media.clear()
+        self._orphans.clear()
+
+    def learn(self, medium: str, event: BlockStored) -> Iterator[tuple[str, int]]:
+        """Yield medium and key of every block that is known to be held now."""
+        parent, size = event.parent_block_hash, event.block_size
+        if any(event.extra_keys or ()) or event.lora_id is not None or event.lora_name is not None:
+            return  # it is not the tokens alone that name these blocks
+        for place, name in enumerate(event.block_hashes):
+            tokens = event.token_ids[place * size:(place + 1) * size]
+            self._media.setdefault(name, set()).add(medium)
+            if name in self._digests:
+                yield medium, block_hash(self._digests[name])
+            elif len(tokens) == size:
+                yield from self._settle(name, parent, packed(tokens))
+            parent = name
+
+    def forget(self, medium: str, names: Sequence[int]) -> list[int]:
+        """Return the keys of blocks that are gone from a medium."""
+        gone = []
+        for name in names:
+            media = self._media.get(name, set())
+            media.discard(medium)
+            if name in self._digests:
+                gone.append(block_hash(self._digests[name]))
+            if not media:
+                self._media.pop(name, None)
+                self._digests.pop(name, None)
+        return gone
+
+    def _settle(self, name: int, parent: int | None, tokens: bytes) -> Iterator[tuple[str, int]]:
+        before = self._root if parent is None else self._digests.get(parent)
+        if before is None:
+            assert parent is not None
+            self._orphans.setdefault(parent, {})[name] = tokens
+            if len(self._orphans) > MOST_ORPHANS:
+                del self._orphans[next(iter(self._orphans))]
+            return
+        self._digests[name] = block_digest(before, tokens)
+        settled = [name]
+        while settled:
+            known = settled.pop()
+            for medium in self._media.get(known, ()):
+                yield medium, block_hash(self._digests[known])
+            for child, span in self._orphans.pop(known, {}).items():
+                if child in self._media:  # it may have gone while it waited
+                    self._digests[child] = block_digest(self._digests[known], span)
+                    settled.append(child)
+
+
+class Approximation:
+    """Guesses that a replica holds what was sent there last, as much as it has room for."""
+
+    state = IndexState.FALLBACK
+
+    def __init__(self, index: PrefixIndex, replica: int, capacity: int = MOST_GUESSED) -> None:
+        """Guess for a replica with room for `capacity` blocks."""
+        self.capacity = capacity
+        self._index = index
+        self._replica = replica
+        self._used: dict[int, None] = {}  # keys, those used longest ago first
+
+    def computed(self, keys: Sequence[int]) -> None:
+        """Take a prompt's blocks for held. Of those used together the last of the prompt goes first: its beginning is
+        what others share."""
+        new = [key for key in keys if key not in self._used]
+        for key in reversed(keys):
+            self._used.pop(key, None)
+            self._used[key] = None
+        self._index.store(self._replica, GPU, new)
+        while len(self._used) > self.capacity:
+            oldest = next(iter(self._used))
+            del self._used[oldest]
+            self._index.remove(self._replica, GPU, (oldest,))
+
+    def answered(self, found: bool) -> None:
+        """Learn from an answer whether the replica had what it was taken to have: if not, it has less room."""
+        self.capacity = (min(self.capacity + self.capacity // 100 + 1, MOST_GUESSED) if found
+                         else max(min(self.capacity, len(self._used)) * 9 // 10, LEAST_GUESSED))
+
+    def lost(self) -> None:
+        """Forget everything: the process is gone."""
+        self._used.clear()
+        self._index.clear(self._replica)

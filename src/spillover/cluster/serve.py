@@ -1,0 +1,134 @@
+"""The router process from start to end: HTTP from the first moment, a watcher for each replica, an orderly way out."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import math
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import uvicorn
+import uvloop
+
+from spillover.cluster.app import RouterApp, make_app
+from spillover.cluster.fleet import Fleet
+from spillover.cluster.metrics import RouterMetrics
+from spillover.cluster.policy import POLICIES
+from spillover.cluster.proxy import Proxy
+from spillover.cluster.settings import RouterSettings
+from spillover.cluster.upstream import Upstream
+from spillover.cluster.watch import Spaces, Watcher, clock
+from spillover.server.connection import Connections
+from spillover.server.serve import HttpServer, StopSignal
+
+log = logging.getLogger("spillover.router")
+
+_SWITCH_SECONDS = 0.001  # a thread that reads a body gives the interpreter up this soon
+_LAST_BYTES_SECONDS = 5
+
+
+class Processes(Protocol):
+    """What starts the servers behind the router, where it owns them."""
+
+    async def start(self, watchers: Sequence[Watcher]) -> None:
+        """Start all and return when they can be watched; SpilloverError if one cannot start."""
+        ...
+
+    async def stop(self) -> None:
+        """End all, within the time that requests may take to end."""
+        ...
+
+
+class Router:
+    """Everything that one router is made of; `run` serves until it is told to stop."""
+
+    def __init__(self, settings: RouterSettings, upstreams: Sequence[tuple[str, Upstream]],
+                 processes: Processes | None = None) -> None:
+        """Route to these servers: name and address of each."""
+        self.settings = settings
+        self.fleet = Fleet(POLICIES[settings.policy]())
+        self.metrics = RouterMetrics(self.fleet, clock)
+        self.spaces = Spaces(settings.watch)
+        self.watchers: list[Watcher] = []
+        self.proxy = Proxy(self.fleet, self.watchers, self.spaces, settings, self.metrics)
+        for name, upstream in upstreams:
+            self.watchers.append(Watcher(self.fleet, self.fleet.add(name), upstream, self.spaces, settings.watch,
+                                         self.proxy.changed))
+        self.inner = RouterApp(self.fleet, self.watchers, self.proxy, self.metrics)
+        self.app = make_app(self.inner, settings, self.metrics)
+        self._processes = processes
+
+    async def run(self, listening: socket.socket, on_ready: Callable[[], None]) -> None:
+        settings = self.settings
+        connections = Connections(settings.max_connections, settings.client_timeout,
+                                  lambda reason: self.metrics.refused.labels(reason).inc())
+        server = HttpServer(uvicorn.Config(
+            self.app, http=connections.protocol(), ws="none", lifespan="off", access_log=False, log_config=None,
+            server_header=False, timeout_keep_alive=65, ssl_certfile=settings.ssl_certfile,
+            ssl_keyfile=settings.ssl_keyfile,
+            timeout_graceful_shutdown=math.ceil(settings.drain_seconds) + _LAST_BYTES_SECONDS))
+        stop = StopSignal()
+        http = asyncio.ensure_future(server.serve(sockets=[listening]))
+        asked = asyncio.ensure_future(stop.asked.wait())
+        starting = asyncio.ensure_future(self._start())
+        watching: list[asyncio.Task[None]] = []
+        try:
+            await asyncio.wait((http, asked, starting), return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+                watching = [asyncio.create_task(watcher.run()) for watcher in self.watchers]
+                gc.collect()
+                gc.freeze()
+                on_ready()
+                await asyncio.wait((http, asked), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            starting.cancel()
+            await self._leave(server, http, stop)
+            asked.cancel()
+            for task in watching:
+                task.cancel()
+            await asyncio.gather(*watching, starting, return_exceptions=True)
+            if self._processes is not None:
+                await self._processes.stop()
+            for watcher in self.watchers:
+                watcher.upstream.close()
+            self.proxy.close()
+
+    async def _start(self) -> None:
+        if self._processes is not None:
+            await self._processes.start(self.watchers)
+        await asyncio.gather(*(watcher.look() for watcher in self.watchers))
+
+    async def _leave(self, server: HttpServer, http: asyncio.Future[None], stop: StopSignal) -> None:
+        """Take no new connections and let what runs end; a second signal ends it at once."""
+        self.inner.stopping = True
+        server.should_exit = True
+        if self.proxy.in_flight:
+            log.info("Stopping once %d requests have ended, in %.0f s at most; Ctrl-C again stops at once",
+                     self.proxy.in_flight, self.settings.drain_seconds)
+        hurried = asyncio.ensure_future(stop.hurried.wait())
+        await asyncio.wait((http, hurried), return_when=asyncio.FIRST_COMPLETED,
+                           timeout=self.settings.drain_seconds)
+        hurried.cancel()
+        if not http.done():
+            server.force_exit = True
+            for watcher in self.watchers:
+                watcher.upstream.close()
+        await asyncio.wait((http,), timeout=_LAST_BYTES_SECONDS)
+
+
+def serve_router(settings: RouterSettings, upstreams: Sequence[tuple[str, Upstream]], listening: socket.socket, *,
+                 on_ready: Callable[[], None], processes: Processes | None = None) -> None:
+    """Serve until a signal ends it. SpilloverError if the replicas cannot start."""
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_main(settings, upstreams, listening, on_ready, processes))
+
+
+async def _main(settings: RouterSettings, upstreams: Sequence[tuple[str, Upstream]], listening: socket.socket,
+                on_ready: Callable[[], None], processes: Processes | None) -> None:
+    await Router(settings, upstreams, processes).run(listening, on_ready)

@@ -1,0 +1,251 @@
+"""Watches replicas: health, what they serve, how fast they are and what waits there; subscribes to their KV events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+
+import msgspec
+
+from spillover.cluster.fleet import Fleet
+from spillover.cluster.keys import TEXT, TokenSpace
+from spillover.cluster.mirror import Approximation, Mirror
+from spillover.cluster.replica import Replica, Told
+from spillover.cluster.subscriber import Subscriber, reachable
+from spillover.cluster.upstream import NoAnswer, Upstream
+from spillover.errors import SpilloverError
+from spillover.memory.kv.digest import root_digest
+from spillover.models.literal_text import LiteralText
+from spillover.models.tokenizer import Tokenizer, load_tokenizer
+from spillover.server.schemas.schemas_kv import KvInfo
+
+log = logging.getLogger("spillover.router")
+
+LOOK_SECONDS = 1.0  # between looks at a replica that answers
+SOON_SECONDS = 0.25  # between looks at one that does not
+MISSES = 3  # health checks in a row that time out, then the replica is taken for gone
+
+
+@dataclass(frozen=True)
+class WatchSettings:
+    tokenizer: str | None = None  # folder or GGUF file, in place of what a server names
+    health_seconds: float = 2.0  # for an answer to a health check
+    events_port: int | None = None  # of KV events in vLLM's format, of servers without /kv/info
+    replay_port: int | None = None
+    block_size: int = 16  # of such servers
+
+
+class Watcher:
+    """Keeps one replica's state in the fleet true."""
+
+    def __init__(self, fleet: Fleet, replica: Replica, upstream: Upstream, spaces: Spaces,
+                 settings: WatchSettings, changed: Callable[[], None]) -> None:
+        """`changed` is called whenever a replica has become ready or has gone."""
+        self.upstream = upstream
+        self.note: str | None = None  # why blocks are guessed
+        self._fleet = fleet
+        self._replica = replica
+        self._spaces = spaces
+        self._settings = settings
+        self._changed = changed
+        self._instance: str | None = None
+        self._subscription: asyncio.Task[None] | None = None
+        self._has_info = True  # until the server says that it has none
+        self._misses = 0
+
+    async def run(self) -> None:
+        try:
+            while True:
+                await self.look()
+                await asyncio.sleep(LOOK_SECONDS if self._replica.ready else SOON_SECONDS)
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        task, self._subscription = self._subscription, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def move(self, upstream: Upstream) -> None:
+        """Watch the same replica at another address: it was started again."""
+        self.upstream.close()
+        self.upstream = upstream
+        self._has_info = True
+
+    def gone(self, why: str) -> None:
+        """Take the replica for gone, until it answers a health check again. Requests without an answer go elsewhere."""
+        if self._replica.ready:
+            log.warning("%s is gone: %s", self._replica.name, why)
+        self._fleet.lose(self._replica, why)
+        self._instance = None
+        self.upstream.abort_unheard()
+        self._changed()
+
+    async def look(self) -> None:
+        """Ask once. A replica that refuses connections is gone at once; a silent one after MISSES."""
+        upstream = self.upstream
+        try:
+            answer, body = await upstream.fetch("GET", "/health", timeout=self._settings.health_seconds)
+        except NoAnswer as error:
+            self._misses += 1
+            if upstream is self.upstream and ("cannot be reached" in str(error) or self._misses >= MISSES):
+                self.gone(str(error))
+            return
+        self._misses = 0
+        if answer.status != 200:
+            if upstream is self.upstream and self._replica.ready:
+                self.gone(f"its /health answers {answer.status}: {body[:200].decode(errors='replace')}")
+            return
+        with contextlib.suppress(NoAnswer):
+            await self._learn(upstream)
+            if upstream is self.upstream and not self._replica.ready:
+                self._replica.models = await self._models(upstream)
+                self._replica.ready, self._replica.why = True, ""
+                self._replica.breaker.reset()
+                log.info("%s at %s is ready; its KV is known by %s", self._replica.name, upstream.url,
+                         self.note or "its events")
+                self._changed()
+
+    async def _models(self, upstream: Upstream) -> frozenset[str]:
+        answer, body = await upstream.fetch("GET", "/v1/models", timeout=self._settings.health_seconds)
+        try:
+            listed = msgspec.json.decode(body)["data"] if answer.status == 200 else []
+            return frozenset(str(card["id"]) for card in listed)
+        except (msgspec.DecodeError, KeyError, TypeError):
+            return frozenset()
+
+    async def _learn(self, upstream: Upstream) -> None:
+        info = None
+        if self._has_info:
+            answer, body = await upstream.fetch("GET", "/kv/info", timeout=self._settings.health_seconds)
+            with contextlib.suppress(ValueError):
+                info = KvInfo.model_validate_json(body) if answer.status == 200 else None
+            self._has_info = info is not None or answer.status in (401, 503)
+        if upstream is not self.upstream:
+            return
+        if info is None:
+            if self._instance is None:
+                self._instance = "unknown"
+                await self._follow_foreign(upstream)
+            return
+        self._replica.tell(told(info))
+        if info.instance != self._instance:
+            self._instance = info.instance
+            await self._follow(upstream, info)
+
+    async def _follow_foreign(self, upstream: Upstream) -> None:
+        """Begin to follow a server that tells nothing of itself: by vLLM's events, if we were told where they are."""
+        await self.close()
+        fleet, replica, settings = self._fleet, self._replica, self._settings
+        if settings.tokenizer is None:
+            self.note = "what was sent there, as text (it has no /kv/info, and no --tokenizer was given)"
+            fleet.follow(replica, TEXT, Approximation(fleet.index, replica.place))
+            return
+        name, space = await asyncio.to_thread(self._spaces.foreign)
+        if settings.events_port is None:
+            self.note = "what was sent there (it has no /kv/info, and no --kv-events-port was given)"
+            fleet.follow(replica, name, Approximation(fleet.index, replica.place))
+            return
+        self.note = None
+        mirror = Mirror(fleet.index, replica.place, root=root_digest(space.identity, None))
+        fleet.follow(replica, name, mirror)
+        ports = (settings.events_port, settings.replay_port)
+        events, replay = (None if port is None else reachable(f"tcp://*:{port}", upstream.url) for port in ports)
+        assert events is not None
+        self._subscription = asyncio.create_task(self._subscribe(Subscriber(mirror, events, replay)))
+
+    async def _follow(self, upstream: Upstream, info: KvInfo) -> None:
+        """Begin to follow an engine that has just started, or that was not known."""
+        await self.close()
+        fleet, replica = self._fleet, self._replica
+        try:
+            space = await asyncio.to_thread(self._spaces.find, info)
+        except SpilloverError as error:
+            self.note = f"what was sent there, as text ({error})"
+            log.warning("%s: its tokens are not known, so that prefixes are compared as text: %s", replica.name, error)
+            fleet.follow(replica, TEXT, Approximation(fleet.index, replica.place))
+            return
+        if info.events is None or not info.prefix_caching:
+            self.note = "what was sent there (it publishes no KV events)"
+            fleet.follow(replica, space, Approximation(fleet.index, replica.place, info.device_blocks))
+            return
+        self.note = None
+        group = next((place for place, window in enumerate(info.windows) if window is None), 0)
+        mirror = Mirror(fleet.index, replica.place, group if len(info.windows) > 1 else None)
+        fleet.follow(replica, space, mirror)
+        replay = info.events.replay_endpoint
+        subscriber = Subscriber(mirror, reachable(info.events.endpoint, upstream.url),
+                                None if replay is None else reachable(replay, upstream.url), info.events.topic)
+        self._subscription = asyncio.create_task(self._subscribe(subscriber))
+
+    async def _subscribe(self, subscriber: Subscriber) -> None:
+        try:
+            await subscriber.run()
+        except Exception:
+            log.exception("KV events of %s are no longer followed", self._replica.name)
+            self._fleet.follow(self._replica, self._fleet.spaces[self._replica.place],
+                               Approximation(self._fleet.index, self._replica.place))
+            self.note = "what was sent there (its KV events could not be followed)"
+
+
+def told(info: KvInfo) -> Told:
+    return Told(info.prefill_token_seconds,
+                {tier.medium: tier.block_seconds for tier in info.tiers if tier.block_seconds is not None},
+                info.max_num_seqs, info.device_blocks, info.device_blocks_used, info.waiting_prompt_tokens,
+                info.num_running)
+
+
+class Spaces:
+    """The key spaces that replicas use, and the tokenizers that make their keys."""
+
+    def __init__(self, settings: WatchSettings) -> None:
+        self.known: dict[str, TokenSpace | None] = {TEXT: None}
+        self._settings = settings
+        self._tokenizers: dict[tuple[str, str | None], Tokenizer] = {}
+
+    def used(self, fleet: Fleet) -> Mapping[str, TokenSpace | None]:
+        """Return the spaces of replicas that are ready: what keys a request needs."""
+        names = {fleet.spaces[replica.place] for replica in fleet.replicas if replica.ready}
+        return {name: self.known[name] for name in names if name in self.known}
+
+    def foreign(self) -> tuple[str, TokenSpace]:
+        """Return the space of servers that name blocks in ways of their own. Reads files."""
+        name, path = "tokens", self._settings.tokenizer
+        space = self.known.get(name)
+        if space is None:
+            assert path is not None
+            space = self.known[name] = TokenSpace(b"", self._settings.block_size, load_tokenizer(path))
+        return name, space
+
+    def find(self, info: KvInfo) -> str:
+        """Return the name of a server's space; SpilloverError where its tokens cannot be made here. Reads files."""
+        name = f"{info.model_identity}:{info.block_size}:{info.tokenizer_digest}:{info.special_tokens_in_user_text}"
+        if name in self.known:
+            return name
+        path = self._settings.tokenizer or info.tokenizer
+        if path is None:
+            raise SpilloverError("the server has no tokenizer; give the router one with --tokenizer")
+        if not Path(path).expanduser().exists():
+            raise SpilloverError(f"{path} is not on this machine; give the router the model's tokenizer with "
+                                 "--tokenizer")
+        given = (path, info.chat_template)
+        if given not in self._tokenizers:
+            self._tokenizers[given] = load_tokenizer(path, info.chat_template)
+        tokenizer = self._tokenizers[given]
+        if tokenizer.fingerprint != info.tokenizer_digest:
+            raise SpilloverError(f"the tokenizer or chat template of {path} is not the server's; give its own with "
+                                 "--tokenizer")
+        self.known[name] = TokenSpace(bytes.fromhex(info.model_identity), info.block_size, tokenizer,
+                                      None if info.special_tokens_in_user_text else LiteralText(tokenizer))
+        return name
+
+
+def clock() -> float:
+    """Return the time that the router's fleet is asked with."""
+    return monotonic()
