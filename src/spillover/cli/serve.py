@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from spillover.cli.cluster.replicas import check_replicas, serve_replicas, visible_gpus
+from spillover.cli.cluster.router import routing_options
 from spillover.cli.config_file import config_file_option
 from spillover.cli.options import engine_options
 from spillover.engine.config import EngineConfig
@@ -85,8 +87,12 @@ if TYPE_CHECKING:
                    "spillover[otel].")
 @click.option("--profiler-dir", default=None, metavar="DIR",
               help="Turn on POST /start_profile and /stop_profile, which write traces of the engine's steps to DIR.")
+@click.option("--replicas", default=None, type=click.INT, metavar="N",
+              help="Start N servers of this machine and route to them; each has the memory that the flags say, and a "
+                   "GPU of its own where there are several.")
+@routing_options
 @engine_options()
-def serve(config: EngineConfig, **options: Any) -> None:
+def serve(config: EngineConfig, replicas: int | None, **options: Any) -> None:
     """Serve a model over OpenAI's HTTP API.
 
     Prints the memory plan, loads the model, and answers until Ctrl-C. There is a page at the address.
@@ -96,12 +102,34 @@ def serve(config: EngineConfig, **options: Any) -> None:
       spill serve
       spill serve ./Llama-3.1-8B-Instruct --gpu-memory 12GB --port 9000
       spill serve --host 0.0.0.0 --api-key "$(openssl rand -hex 16)"
+      spill serve ./Llama-3.1-8B-Instruct --replicas 4
     """
     from spillover.server.listen import address_of, listen
 
+    routing = _routing(options, replicas)
+    if replicas is not None:
+        check_replicas(config, replicas, visible_gpus())
     settings = _settings(config, options)
     with listen(settings.host, settings.port) as listening:  # before anything slow: a port in use is known at once
-        _run(config, settings, listening, address_of(listening, settings.host, settings.ssl_certfile is not None))
+        address = address_of(listening, settings.host, settings.ssl_certfile is not None)
+        if replicas is not None:
+            serve_replicas(config, settings, replicas, routing, listening, address)
+        else:
+            _run(config, settings, listening, address)
+
+
+def _routing(options: dict[str, Any], replicas: int | None) -> dict[str, Any]:
+    """Take the options of routing out of the others; they mean nothing without --replicas."""
+    names = ("routing_policy", "session_header", "retries", "max_in_flight", "wait_seconds", "answer_seconds",
+             "health_seconds")
+    taken = {name: options.pop(name) for name in names}
+    context = click.get_current_context()
+    given = next((param for param in context.command.params if isinstance(param, click.Option) and param.name in names
+                  and context.get_parameter_source(param.name) is not click.core.ParameterSource.DEFAULT), None)
+    if replicas is None and given is not None:
+        raise SpilloverError(f"{given.opts[0]} says how to route to several servers: give --replicas N too, or use "
+                             "`spill router`")
+    return taken
 
 
 def _settings(config: EngineConfig, options: dict[str, Any]) -> ServerSettings:

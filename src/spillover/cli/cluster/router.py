@@ -16,7 +16,7 @@ POLICIES = ("predicted", "prefix", "least-load", "round-robin")
 def routing_options(command: Any) -> Any:
     """Give a command the options that say how requests are routed."""
     for option in reversed((
-            click.option("--routing-policy", "policy", default="predicted", show_default=True,
+            click.option("--routing-policy", default="predicted", show_default=True,
                          type=click.Choice(POLICIES),
                          help="Which server gets a request: the one with the least predicted time to the first token, "
                               "the one with the longest cached prefix, the one with the fewest requests, or each in "
@@ -118,8 +118,8 @@ def router(urls: tuple[str, ...], **options: Any) -> None:
         raise SpilloverError(f"--tokenizer {tokenizer} does not exist; give a model folder or a .gguf file")
     watch = WatchSettings(tokenizer, options.pop("health_seconds"), block_size=options.pop("block_size"), **ports)
     limit = parse_bytes(options.pop("max_request_bytes"), "--max-request-bytes")
-    settings = RouterSettings(watch=watch, pass_keys=key is None, max_request_bytes=limit,
-                              session_header=options.pop("session_header").lower(), **options)
+    settings = RouterSettings(policy=options.pop("routing_policy"), watch=watch, pass_keys=key is None,
+                              max_request_bytes=limit, session_header=options.pop("session_header").lower(), **options)
     set_up_logging(settings.log_format)
     with listen(settings.host, settings.port) as listening:
         address = address_of(listening, settings.host, settings.ssl_certfile is not None)

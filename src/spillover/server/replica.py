@@ -1,0 +1,101 @@
+"""A server as one of several: `python -m spillover.server.replica`, started by a router's process and ended with it.
+
+It is told what to serve by the first line of its standard input, whose end says that the router has gone, and tells
+what becomes of it in lines on its standard output. The socket it listens on is handed to it: nobody else can take its
+port.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from spillover.engine.config import EngineConfig
+from spillover.errors import SpilloverError
+from spillover.plan.planner import Plan
+from spillover.server.serve import serve
+from spillover.server.settings import ServerSettings
+from spillover.server.telemetry.logs import set_up_logging
+
+PROGRESS_SECONDS = 0.2  # between two lines of progress
+LEAVE_SECONDS = 30.0  # for an orderly end without a router, then it ends at once
+
+
+class ReplicaLaunch(msgspec.Struct):
+    """The first line on standard input, in base64 of msgpack."""
+
+    config: EngineConfig
+    settings: ServerSettings
+    listening: int  # file descriptor of the socket
+
+    def line(self) -> bytes:
+        return base64.b64encode(msgspec.msgpack.encode(self)) + b"\n"
+
+
+class News(msgspec.Struct, omit_defaults=True):
+    """One line on standard output, likewise. One of its fields is set."""
+
+    plan: Plan | None = None
+    progress: tuple[str, int, int] | None = None  # stage, done, in all
+    ready: bool = False
+    failed: str | None = None  # a sentence for the person
+
+
+def read_news(line: bytes) -> News:
+    return msgspec.msgpack.decode(base64.b64decode(line), type=News)
+
+
+def main() -> int:
+    told = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # what anything prints goes to the log
+    launch = msgspec.msgpack.decode(base64.b64decode(sys.stdin.buffer.readline()), type=ReplicaLaunch)
+    threading.Thread(target=_end_with_router, name="spillover-lifeline", daemon=True).start()
+    set_up_logging(launch.settings.log_format)
+
+    def tell(news: News) -> None:
+        told.write(base64.b64encode(msgspec.msgpack.encode(news)) + b"\n")
+
+    try:
+        with socket.socket(fileno=launch.listening) as listening:
+            serve(launch.config, launch.settings, listening, on_plan=lambda plan: tell(News(plan=plan)),
+                  on_progress=_throttled(lambda *progress: tell(News(progress=progress))),
+                  on_ready=lambda _: tell(News(ready=True)))
+    except SpilloverError as error:
+        tell(News(failed=str(error)))
+        return 2
+    except BrokenPipeError:  # the router has gone
+        return 1
+    return 0
+
+
+def _throttled(tell: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:
+    last = ("", 0.0)
+
+    def show(stage: str, done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if stage != last[0] or now - last[1] >= PROGRESS_SECONDS:
+            last = stage, now
+            tell(stage, done, total)
+
+    return show
+
+
+def _end_with_router() -> None:
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(LEAVE_SECONDS)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
