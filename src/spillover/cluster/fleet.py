@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from spillover.cluster.index import Match, PrefixIndex
 from spillover.cluster.mirror import Approximation, IndexState, Mirror
@@ -14,6 +14,7 @@ from spillover.cluster.predict import Demand, Prediction, alike, predict
 from spillover.cluster.replica import Flight, Replica
 from spillover.memory.kv.event_wire import GPU
 
+EASE = 8  # sequences more than the least busy that a replica may decode and count as no busier
 BUSY_SECONDS = 10.0  # over which it is counted how busy replicas are
 REUSE_SMOOTHING = 0.02
 MOST_SESSIONS = 65_536
@@ -97,9 +98,11 @@ class Fleet:
         session = self._sessions.get(prompt.session) if prompt.session is not None else None
         matches = self._matches(prompt, usable)
         candidates, made = [], {}
-        for replica, rates in zip(usable, alike([each.rates for each in usable]), strict=True):
+        loads = [replica.load(now, self.index.held(replica.place, GPU)) for replica in usable]
+        least = min(load.running for load in loads)
+        for replica, rates, load in zip(usable, alike([each.rates for each in usable]), loads, strict=True):
             keys, match = matches[replica.place]
-            load = replica.load(now, self.index.held(replica.place, GPU))
+            load = replace(load, crowd=max(0, load.running - least - EASE))
             output = replica.output_tokens if prompt.output_tokens is None else min(prompt.output_tokens,
                                                                                     replica.output_tokens)
             prediction = predict(Demand(prompt.tokens, keys.block_size, output), match, rates, load,

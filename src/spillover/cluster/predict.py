@@ -50,6 +50,7 @@ class Load:
 
     backlog_seconds: float = 0.0  # of prompts before this one
     running: int = 0  # sequences that decode
+    crowd: int = 0  # of these, those beyond what any replica has to have: what a request would suffer from here alone
     open: int = 0  # these, and those that wait
     slots: int = 1 << 30  # sequences that may run at once
     sequence_seconds: float = 0.0  # that a sequence holds its slot, on average
@@ -101,5 +102,5 @@ def predict(demand: Demand, match: Match, rates: Rates, load: Load, reuse: float
         queue += (load.open - load.slots + 1) * load.sequence_seconds / load.slots
     lost = min(max((load.device_use - CROWDED) / (1 - CROWDED), 0.0), 1.0) * reuse * new * min(
         token, rates.block_seconds.get(CPU, size * token) / size)
-    beside = load.running * demand.output_tokens * token
+    beside = load.crowd * demand.output_tokens * token
     return Prediction(queue, restore, compute, lost + beside, cached, rates.least_seconds)

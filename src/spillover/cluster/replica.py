@@ -140,8 +140,8 @@ class Replica:
         use = 0.0
         if told.device_blocks:
             use = max(told.device_blocks_used or 0, held_blocks) / told.device_blocks
-        return Load(self.backlog(now), running, running + len(self._waiting), told.slots or 1 << 30,
-                    self._sequence_seconds, use)
+        return Load(backlog_seconds=self.backlog(now), running=running, open=running + len(self._waiting),
+                    slots=told.slots or 1 << 30, sequence_seconds=self._sequence_seconds, device_use=use)
 
     def backlog(self, now: float) -> float:
         """Return the seconds that the prompts take that wait there, less what the first has had."""
