@@ -4,8 +4,9 @@ time, a simulator in its own."""
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from spillover.cluster.index import Match, PrefixIndex
 from spillover.cluster.mirror import Approximation, IndexState, Mirror
@@ -102,7 +103,7 @@ class Fleet:
         least = min(load.running for load in loads)
         for replica, rates, load in zip(usable, alike([each.rates for each in usable]), loads, strict=True):
             keys, match = matches[replica.place]
-            load = replace(load, crowd=max(0, load.running - least - EASE))
+            load.crowd = max(0, load.running - least - EASE)
             output = replica.output_tokens if prompt.output_tokens is None else min(prompt.output_tokens,
                                                                                     replica.output_tokens)
             prediction = predict(Demand(prompt.tokens, keys.block_size, output), match, rates, load,
@@ -133,10 +134,10 @@ class Fleet:
         if not prompt.tokens:
             return
         self.prompt_tokens += prompt.tokens
-        known = sum(1 for key in decision.keys.keys if key in self._seen)
-        size = decision.keys.block_size
+        keys, size = decision.keys.keys, decision.keys.block_size
+        known = bisect_left(range(len(keys)), True, key=lambda place: keys[place] not in self._seen)
         self.reusable_tokens += min(known, (prompt.tokens - 1) // size) * size
-        for key in decision.keys.keys:
+        for key in keys[known:]:
             self._seen[key] = None
         while len(self._seen) > MOST_SEEN:
             del self._seen[next(iter(self._seen))]

@@ -3,13 +3,13 @@ once however many replicas there are. Knows nothing of how that became known. No
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from spillover.memory.kv.event_wire import CPU, GPU, MEDIA, STORAGE
 
 MOST_REPLICAS = 256
+STRIDE = 16  # blocks that are looked over at once where all that are left have them
 
 
 @dataclass(slots=True)
@@ -31,12 +31,12 @@ class PrefixIndex:
         self._holders: dict[str, dict[int, int]] = {medium: {} for medium in MEDIA}  # key -> bits of replicas
         self._expecting: dict[int, int] = {}
         self._held: dict[int, dict[str, set[int]]] = {}  # by replica
-        self._expected: dict[int, Counter[int]] = {}  # by replica: requests that compute the block
+        self._expected: dict[int, dict[int, int]] = {}  # by replica: how many requests compute the block
 
     def add(self, replica: int) -> None:
         assert 0 <= replica < MOST_REPLICAS
         self._held[replica] = {medium: set() for medium in MEDIA}
-        self._expected[replica] = Counter()
+        self._expected[replica] = {}
 
     def store(self, replica: int, medium: str, keys: Iterable[int]) -> None:
         holders, held, bit = self._holders[medium], self._held[replica][medium], 1 << replica
@@ -62,7 +62,7 @@ class PrefixIndex:
         """Note that a request computes these blocks there; `unexpect` must follow."""
         expected, bit = self._expected[replica], 1 << replica
         for key in keys:
-            expected[key] += 1
+            expected[key] = expected.get(key, 0) + 1
             self._expecting[key] = self._expecting.get(key, 0) | bit
 
     def unexpect(self, replica: int, keys: Iterable[int]) -> None:
@@ -87,7 +87,13 @@ class PrefixIndex:
         on_device, on_host = self._holders[GPU].get, self._holders[CPU].get
         on_storage, expecting = self._holders[STORAGE].get, self._expecting.get
         since = 0  # from this block on, all that are alive had every block on the device
-        for place, key in enumerate(keys):
+        place, count = -1, len(keys)
+        while (place := place + 1) < count:
+            # Who has a block on the device has those before it: engines evict the end of a prompt first.
+            if place + STRIDE < count and alive and on_device(keys[place + STRIDE], 0) & alive == alive:
+                place += STRIDE
+                continue
+            key = keys[place]
             near = on_device(key, 0) & alive
             if near == alive:
                 continue
@@ -110,7 +116,7 @@ class PrefixIndex:
             if not alive:
                 return found
         for replica in _bits(alive):
-            found[replica].device += len(keys) - since
+            found[replica].device += count - since
         return found
 
 

@@ -3,6 +3,7 @@ where no tokenizer is known, chunks of the text as it was sent."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from spillover.models.tokenizer import Tokenizer
 from spillover.server.api.conversation import prompt_text
 from spillover.server.api.tools import tool_use
 from spillover.server.schemas.schemas_chat import ChatRequest
+
+log = logging.getLogger("spillover.router")
 
 TEXT = "text"  # the key space of servers whose tokens are not known
 CHUNK = 64  # bytes of text that count as a block
@@ -60,12 +63,13 @@ def read_prompt(path: str, body: bytes, session: str | None, spaces: Mapping[str
     keys: dict[str, Keys] = {}
     tokens = None
     for name, space in spaces.items():
-        if space is None:
-            keys[name] = _text_keys(value, salt)
-            continue
-        ids = _token_ids(path, value, space)
-        if ids is not None:
-            tokens, keys[name] = len(ids), space.keys(ids, salt)
+        try:
+            if space is None:
+                keys[name] = _text_keys(value, salt)
+            elif (ids := _token_ids(path, value, space)) is not None:
+                tokens, keys[name] = len(ids), space.keys(ids, salt)
+        except Exception as error:  # whatever is wrong with the request, its server says it
+            log.debug("a prompt cannot be read: %s", error)
     if tokens is None:
         tokens = next((len(each.keys) * CHUNK_TOKENS for each in keys.values()), len(body) // 4)
     return Prompt(tokens, keys, session or _text(value.get("prompt_cache_key")), model,
@@ -73,21 +77,18 @@ def read_prompt(path: str, body: bytes, session: str | None, spaces: Mapping[str
 
 
 def _token_ids(path: str, value: Mapping[str, Any], space: TokenSpace) -> Sequence[int] | None:
-    """Return the prompt's tokens as the server will make them; None if it cannot be made out."""
-    try:
-        if path.endswith("/chat/completions"):
-            return _conversation(value, space)
-        prompt = value.get("prompt")
-        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-            prompt = prompt[0]  # several prompts go to one server: by the first
-        if isinstance(prompt, str):
-            prompt = space.tokenizer.encode(prompt, value.get("add_special_tokens") is not False)
-        if not isinstance(prompt, list):
-            return None
-        cut = value.get("truncate_prompt_tokens")
-        return prompt[-cut:] if isinstance(cut, int) and cut > 0 else prompt
-    except Exception:  # whatever is wrong with the request, its server says it
+    """Return the prompt's tokens as the server will make them; None if there is none here."""
+    if path.endswith("/chat/completions"):
+        return _conversation(value, space)
+    prompt = value.get("prompt")
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        prompt = prompt[0]  # several prompts go to one server: by the first
+    if isinstance(prompt, str):
+        prompt = space.tokenizer.encode(prompt, value.get("add_special_tokens") is not False)
+    if not isinstance(prompt, list):
         return None
+    cut = value.get("truncate_prompt_tokens")
+    return prompt[-cut:] if isinstance(cut, int) and cut > 0 else prompt
 
 
 def _conversation(value: Mapping[str, Any], space: TokenSpace) -> Sequence[int]:

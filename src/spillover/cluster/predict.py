@@ -7,7 +7,7 @@ waits itself: computing delays those behind it, decoding beside others slows the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 
 from spillover.cluster.index import Match
@@ -39,12 +39,12 @@ def alike(rates: Sequence[Rates | None]) -> list[Rates]:
             made.append(usual)
             continue
         near = abs(each.token_seconds - usual.token_seconds) <= ALIKE * usual.token_seconds
-        made.append(replace(each, token_seconds=usual.token_seconds if near else each.token_seconds,
-                            least_seconds=usual.least_seconds))
+        made.append(Rates(usual.token_seconds if near else each.token_seconds, each.block_seconds,
+                          usual.least_seconds))
     return made
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Load:
     """What a replica has to do already."""
 
