@@ -98,7 +98,7 @@ class Upstream:
                 raise NoAnswer(f"{self.url} did not answer within {timeout:g} s") from None
             except NoAnswer:
                 self.heard(wire)
-                if not kept or wire.heard:  # else the server had just closed an idle connection
+                if not kept or wire.heard or wire.given_up:  # else the server had just closed an idle connection
                     raise
             except BaseException:
                 self.heard(wire)
@@ -124,6 +124,7 @@ class Upstream:
     def abort_unheard(self) -> None:
         """End every request that has no answer yet, so that it is sent elsewhere."""
         for wire in list(self._unheard):
+            wire.given_up = True
             wire.abort()
 
     def heard(self, wire: _Wire) -> None:
@@ -175,6 +176,7 @@ class _Wire(asyncio.Protocol):
     def __init__(self) -> None:
         self.lost = False
         self.heard = False  # whether anything of this answer has come
+        self.given_up = False  # its request is to be sent elsewhere
         self.complete = True
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
