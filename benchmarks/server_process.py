@@ -31,7 +31,10 @@ def free_port() -> int:
 class ServerProcess:
     """The server in a process group of its own, its output in a file."""
 
-    def __init__(self, *arguments: str, ready_seconds: float = 120, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, *arguments: str, ready_seconds: float = 120, environment: dict[str, str] | None = None,
+                 command: str = "serve") -> None:
+        """`command`: serve or router, of `spill`."""
+        self._command = command
         self.port = free_port()
         self.url = f"http://{HOST}:{self.port}"
         self._arguments = arguments
@@ -41,7 +44,7 @@ class ServerProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> ServerProcess:
-        program = [str(Path(sys.executable).with_name("spill")), "serve", *self._arguments]
+        program = [str(Path(sys.executable).with_name("spill")), self._command, *self._arguments]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen([*program, "--host", HOST, "--port", str(self.port)], stdout=log,
                                              stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,

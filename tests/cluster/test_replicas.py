@@ -1,4 +1,4 @@
-"""`spill serve --replicas 2` with a real model: prefixes are found again, kills are healed, and nothing is left behind."""
+"""`spill serve --replicas 2` with a real model: prefixes are found again, kills are healed, nothing is left behind."""
 
 from __future__ import annotations
 

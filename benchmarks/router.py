@@ -1,0 +1,388 @@
+"""A router before four replicas: predicted time against round robin, what it finds again, what it adds, how it heals.
+
+    python benchmarks/router.py --output-json benchmarks/results/router.json
+    python benchmarks/router.py --trace mooncake_conversation_trace.jsonl
+
+Replicas are `spill serve --load-format null --simulate-step`: true HTTP, scheduler, prefix cache and KV events, and
+steps that take a given time instead of a model. Both routers stand before the same replicas and take turns, with the
+same requests at the same times; caches are emptied between turns. Tenants are llm-d's workload scaled down: many
+tenants, each with a long prefix that its users share, and KV for 73% of the fleet's memory. Hit rate is of prompt
+tokens, by the answers; its ceiling is what one endless cache would find. Prompts are token ids, but for the last lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import random
+import shlex
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from server_process import ServerProcess, free_port
+
+from spillover.bench.provenance import provenance
+from spillover.bench.serving.http_client import Call, Connection, Reply, Sink
+from spillover.plan.hardware import probe
+
+BLOCK = 16
+POLICIES = ("round-robin", "predicted")
+FLOORS = {"tenants_ttft_or_throughput": 2.0, "hit_rate_of_ceiling": 0.98, "no_reuse_throughput": 0.98,
+          "no_reuse_ttft": 0.98, "heal_seconds": 1.0, "decision_p99_ms": 1.0, "added_p50_ms": 3.0}
+
+
+@dataclass(frozen=True)
+class Request:
+    at: float  # seconds from the start
+    prompt: list[int]
+    output_tokens: int
+
+
+@dataclass(frozen=True)
+class Answered:
+    ttft: float | None  # seconds from when it was to be sent; None: it failed before its first token
+    finished: float  # on the clock of the run
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    complete: bool
+    error: str = ""
+
+
+def tenants(arguments: argparse.Namespace, draw: random.Random) -> list[Request]:
+    words = itertools.count()
+
+    def text(tokens: int) -> list[int]:
+        start = next(words)
+        return [1000 + (start * 7919 + place * 104_729) % 40_000 for place in range(tokens)]
+
+    prefixes = [text(arguments.prefix) for _ in range(arguments.tenants)]
+    asked = [tenant for tenant in range(arguments.tenants) for _ in range(arguments.users)]
+    draw.shuffle(asked)
+    times = arrivals(len(asked), arguments.rate, draw)
+    return [Request(at, prefixes[tenant] + text(arguments.question), arguments.output)
+            for at, tenant in zip(times, asked, strict=True)]
+
+
+def no_reuse(arguments: argparse.Namespace, draw: random.Random) -> list[Request]:
+    return [Request(at, [draw.randrange(1000, 40_000) for _ in range(draw.choice((64, 256, 1024)))], arguments.output)
+            for at in arrivals(arguments.requests, arguments.no_reuse_rate, draw)]
+
+
+def trace(path: Path, count: int, scale: int, rate: float) -> list[Request]:
+    """A Mooncake trace: blocks of 512 tokens become `scale` times smaller, and time passes at this rate."""
+    size, rows = 512 // scale, [json.loads(line) for line in itertools.islice(path.open(), count)]
+    last = rows[-1]["timestamp"] or 1
+    made = []
+    for row in rows:
+        prompt = [1000 + (block * 7919 + place * 104_729) % 40_000
+                  for block in row["hash_ids"] for place in range(size)]
+        made.append(Request(row["timestamp"] / last * count / rate, prompt[:max(1, row["input_length"] // scale)],
+                            max(1, min(64, row["output_length"] // scale))))
+    return made
+
+
+def arrivals(count: int, rate: float, draw: random.Random) -> Iterator[float]:
+    return itertools.accumulate(draw.expovariate(rate) for _ in range(count))
+
+
+def ceiling(requests: Sequence[Request]) -> float:
+    """The share of prompt tokens that one endless cache would find, in whole blocks and never the last token."""
+    seen: set[int] = set()
+    found = total = 0
+    for request in requests:
+        key, hits, unbroken = 0, 0, True
+        for start in range(0, len(request.prompt) - BLOCK + 1, BLOCK):
+            key = hash((key, tuple(request.prompt[start:start + BLOCK])))
+            unbroken = unbroken and key in seen
+            hits += unbroken
+            seen.add(key)
+        found += min(hits, (len(request.prompt) - 1) // BLOCK) * BLOCK
+        total += len(request.prompt)
+    return found / total
+
+
+async def play(url: str, requests: Sequence[Request]) -> list[Answered]:
+    begun, idle = time.perf_counter(), list[Connection]()
+    place = urlsplit(url)
+    assert place.hostname is not None
+
+    async def one(request: Request) -> Answered:
+        await asyncio.sleep(max(0.0, begun + request.at - time.perf_counter()))
+        connection = idle.pop() if idle else Connection(place.hostname or "", place.port or 80)
+        body = json.dumps({"prompt": request.prompt, "max_tokens": request.output_tokens, "ignore_eos": True,
+                           "stream": True, "stream_options": {"include_usage": True}}).encode()
+        pieces: list[tuple[float, bytes]] = []
+
+        def sink(reply: Reply) -> Sink:
+            return lambda at, piece: pieces.append((at, piece))
+
+        error, reply = "", None
+        try:
+            async with asyncio.timeout(120):
+                reply = await connection.exchange(Call("POST", "/v1/completions", body), sink)
+            idle.append(connection)
+        except (ConnectionError, asyncio.IncompleteReadError, TimeoutError, ValueError) as failure:
+            error = repr(failure)
+            await connection.close()
+        text = b"".join(piece for _, piece in pieces)
+        fine = reply is not None and reply.status == 200 and b"data: [DONE]" in text
+        usage: dict[str, Any] = {}
+        for line in text.split(b"\n"):
+            if fine and line.startswith(b'data: {') and b'"usage":{' in line:
+                usage = json.loads(line[6:])["usage"]
+        first = pieces[0][0] - begun - request.at if pieces and reply is not None and reply.status == 200 else None
+        details = usage.get("prompt_tokens_details") or {}
+        return Answered(first, time.perf_counter() - begun, usage.get("prompt_tokens", 0),
+                        details.get("cached_tokens", 0), usage.get("completion_tokens", 0), fine,
+                        "" if fine else error or text[:200].decode(errors="replace"))
+
+    return await asyncio.gather(*(one(request) for request in requests))
+
+
+def summary(answers: Sequence[Answered]) -> dict[str, Any]:
+    first = sorted(each.ttft for each in answers if each.ttft is not None)
+    prompt = sum(each.prompt_tokens for each in answers)
+    seconds = max(each.finished for each in answers)
+    return {"requests": len(answers), "failed": sum(not each.complete for each in answers),
+            "ttft_mean": statistics.fmean(first), "ttft_p50": statistics.median(first),
+            "ttft_p90": first[int(0.9 * (len(first) - 1))], "seconds": seconds,
+            "requests_per_second": len(answers) / seconds,
+            "tokens_per_second": sum(each.prompt_tokens + each.output_tokens for each in answers) / seconds,
+            "hit_rate": sum(each.cached_tokens for each in answers) / prompt if prompt else 0.0}
+
+
+@contextmanager
+def fleet(arguments: argparse.Namespace) -> Iterator[tuple[list[ServerProcess], dict[str, ServerProcess]]]:
+    """Replicas, and a router before them for each policy."""
+    with ExitStack() as stack:
+        servers = []
+        for _ in range(arguments.replicas):
+            events = {"enable_kv_cache_events": True, "endpoint": f"tcp://127.0.0.1:{free_port()}",
+                      "replay_endpoint": f"tcp://127.0.0.1:{free_port()}"}
+            servers.append(stack.enter_context(ServerProcess(
+                *([arguments.model] if arguments.model else []), "--load-format", "null", "--simulate-step",
+                arguments.step, "--max-model-len", "8192", "--num-gpu-blocks-override", str(arguments.blocks),
+                "--enable-admin-routes", "--no-log-requests", "--kv-events-config", json.dumps(events),
+                environment={"OMP_NUM_THREADS": "1"})))
+        routers = {policy: stack.enter_context(ServerProcess(
+            *(server.url for server in servers), "--routing-policy", policy, "--no-log-requests", command="router"))
+            for policy in POLICIES}
+        yield servers, routers
+
+
+async def reset(servers: Sequence[ServerProcess]) -> None:
+    for server in servers:
+        place = urlsplit(server.url)
+        connection = Connection(place.hostname or "", place.port or 80)
+        await connection.read(await connection.send(Call("POST", "/reset_prefix_cache", b"{}")))
+        await connection.close()
+    await asyncio.sleep(1.5)  # until routers have heard of it
+
+
+async def compare(servers: Sequence[ServerProcess], routers: dict[str, ServerProcess], requests: Sequence[Request],
+                  repeats: int) -> dict[str, dict[str, Any]]:
+    """Let the policies take turns, forth and back."""
+    runs: dict[str, list[dict[str, Any]]] = {policy: [] for policy in POLICIES}
+    for repeat in range(repeats):
+        for policy in POLICIES if repeat % 2 == 0 else POLICIES[::-1]:
+            await reset(servers)
+            runs[policy].append(summary(await play(routers[policy].url, requests)))
+    return {policy: {name: statistics.fmean(run[name] for run in each) for name in each[0]}
+            for policy, each in runs.items()}
+
+
+async def kill(servers: Sequence[ServerProcess], router: ServerProcess, requests: Sequence[Request]) -> dict[str, Any]:
+    """Kill one replica in the middle of a run; return what failed, and how long the router took to leave it."""
+    place = urlsplit(router.url)
+    connection = Connection(place.hostname or "", place.port or 80)
+
+    async def killer() -> float:
+        await asyncio.sleep(requests[len(requests) // 2].at)
+        os.kill(servers[0].pid, signal.SIGKILL)
+        killed = time.perf_counter()
+        while True:
+            shown = json.loads(await connection.read(await connection.send(Call("GET", "/replicas"))))["replicas"]
+            if not shown[0]["ready"]:
+                return time.perf_counter() - killed
+            await asyncio.sleep(0.005)
+
+    answers, healed = await asyncio.gather(play(router.url, requests), killer())
+    await connection.close()
+    at = requests[len(requests) // 2].at
+    after = [each.ttft for each, request in zip(answers, requests, strict=True)
+             if request.at > at + 1.0 and each.ttft is not None]
+    return {"heal_seconds": healed, "requests": len(answers), "failed_before_first_token": sum(
+        each.ttft is None for each in answers), "broken_streams": sum(each.ttft is not None and not each.complete
+                                                                       for each in answers),
+            "ttft_p50_from_1_s_after": statistics.median(after) if after else None}
+
+
+async def added(server: ServerProcess, router: ServerProcess, count: int, make: Any) -> dict[str, float]:
+    """What the router adds to the time to the first token, one request at a time, direct and routed in turn."""
+    times: dict[str, list[float]] = {"direct": [], "routed": []}
+    for place in range(count + 10):
+        for name, url in (("direct", server.url), ("routed", router.url)):
+            parts = urlsplit(url)
+            connection = CONNECTIONS.setdefault(url, Connection(parts.hostname or "", parts.port or 80))
+            path, body = make(place)
+            first: list[float] = []
+
+            def sink(reply: Reply, first: list[float] = first) -> Sink:
+                return lambda at, piece: first.append(at)
+
+            begun = time.perf_counter()
+            await connection.exchange(Call("POST", path, json.dumps(body).encode()), sink)
+            if place >= 10:
+                times[name].append(first[0] - begun)
+    direct, routed = statistics.median(times["direct"]), statistics.median(times["routed"])
+    return {"direct_p50_ms": direct * 1e3, "routed_p50_ms": routed * 1e3, "added_p50_ms": (routed - direct) * 1e3}
+
+
+def small_completion(place: int) -> tuple[str, dict[str, Any]]:
+    return "/v1/completions", {"prompt": [5 + place % 3] * 240, "stream": True, "max_tokens": 2}
+
+
+def small_chat(place: int) -> tuple[str, dict[str, Any]]:
+    message = {"role": "user", "content": f"{place % 3} squares and none. " * 40}
+    return "/v1/chat/completions", {"messages": [message], "stream": True, "max_tokens": 2}
+
+
+CONNECTIONS: dict[str, Connection] = {}
+
+
+def decisions(rate: float, seconds: float) -> dict[str, float]:
+    """Decide at this rate, of prompts of 7,200 tokens with known keys, on 4 replicas; milliseconds of the clock, and of
+    this process's own CPU time."""
+    from spillover.cluster.fleet import Fleet, Keys, Prompt
+    from spillover.cluster.policy import PredictedTime
+    from spillover.cluster.replica import Flight, Told
+    from spillover.memory.kv.event_wire import GPU
+
+    made, draw = Fleet(PredictedTime()), random.Random(1)
+    prefixes = [tuple(draw.getrandbits(64) for _ in range(375)) for _ in range(150)]
+    for place in range(4):
+        replica = made.add(f"replica-{place}", "space")
+        replica.ready = True
+        replica.tell(Told(6e-5, slots=256, device_blocks=20_000, device_blocks_used=16_000))
+        for prefix in prefixes[place::4]:
+            made.index.store(place, GPU, prefix)
+    prompts = [Prompt(7200, {"space": Keys(draw.choice(prefixes) + tuple(draw.getrandbits(64) for _ in range(75)),
+                                           BLOCK)}) for _ in range(2000)]
+    clock, used, open_ = list[float](), list[float](), list[Flight]()
+    start = time.perf_counter()
+    for number in range(int(rate * seconds)):
+        time.sleep(max(0.0, start + number / rate - time.perf_counter()))
+        prompt, now, cpu = prompts[number % len(prompts)], time.perf_counter(), time.thread_time()
+        decision = made.decide(prompt, now)
+        used.append(time.thread_time() - cpu)
+        clock.append(time.perf_counter() - now)
+        assert decision is not None
+        open_.append(made.send(prompt, decision, now))
+        if len(open_) > 200:
+            flight = open_.pop(0)
+            made.begin(flight, now)
+            made.end(flight, now, 100)
+    reached = rate * seconds / (time.perf_counter() - start)
+
+    def at(values: list[float], share: float) -> float:
+        return sorted(values)[int(share * (len(values) - 1))] * 1e3
+
+    return {"rate": reached, "p50_ms": at(clock, 0.5), "p99_ms": at(clock, 0.99), "cpu_p50_ms": at(used, 0.5),
+            "cpu_p99_ms": at(used, 0.99)}
+
+
+def shown(name: str, both: dict[str, dict[str, Any]], best: float | None = None) -> dict[str, float]:
+    """Print a comparison; returns the ratios of predicted time over round robin, above 1 is better."""
+    for policy, row in both.items():
+        print(f"{name:12}{policy:14}TTFT mean {row['ttft_mean'] * 1e3:8.1f} ms  p50 {row['ttft_p50'] * 1e3:8.1f}  p90 "
+              f"{row['ttft_p90'] * 1e3:8.1f}  {row['requests_per_second']:6.1f} req/s  hit rate {row['hit_rate']:.3f}"
+              f"{'' if best is None else f' of {best:.3f}'}  failed {row['failed']:.0f}")
+    blind, routed = both["round-robin"], both["predicted"]
+    return {"ttft_mean": blind["ttft_mean"] / routed["ttft_mean"], "ttft_p90": blind["ttft_p90"] / routed["ttft_p90"],
+            "throughput": routed["requests_per_second"] / blind["requests_per_second"]}
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="whose tokenizer to use; the default model if not given")
+    parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--step", default="5,0.1", help="--simulate-step of the replicas")
+    parser.add_argument("--blocks", type=int, default=2050, help="KV blocks of a replica")
+    parser.add_argument("--tenants", type=int, default=40)
+    parser.add_argument("--users", type=int, default=8, help="requests of a tenant")
+    parser.add_argument("--prefix", type=int, default=1200, help="tokens that a tenant's requests share")
+    parser.add_argument("--question", type=int, default=240)
+    parser.add_argument("--output", type=int, default=8, help="tokens of an answer")
+    parser.add_argument("--rate", type=float, default=30.0, help="requests a second of the tenants")
+    parser.add_argument("--requests", type=int, default=400, help="without reuse")
+    parser.add_argument("--no-reuse-rate", type=float, default=30.0)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--trace", type=Path, help="a Mooncake trace (JSON lines)")
+    parser.add_argument("--trace-requests", type=int, default=400)
+    parser.add_argument("--trace-rate", type=float, default=20.0)
+    parser.add_argument("--output-json", type=Path)
+    arguments = parser.parse_args()
+    draw = random.Random(7)
+    result: dict[str, Any] = {"decision": decisions(2000, 3.0)}
+    print("decision at {rate:,.0f}/s: p50 {p50_ms:.3f} ms, p99 {p99_ms:.3f} ms; of CPU time {cpu_p50_ms:.3f} and "
+          "{cpu_p99_ms:.3f}".format_map(result["decision"]))
+    with fleet(arguments) as (servers, routers):
+        await play(routers["predicted"].url, no_reuse(arguments, draw)[:40])  # warm
+        await play(routers["round-robin"].url, no_reuse(arguments, draw)[:40])
+        asked = tenants(arguments, draw)
+        best = ceiling(asked)
+        result["tenants"] = await compare(servers, routers, asked, arguments.repeats)
+        result["tenants"]["ceiling"] = best
+        ratios = shown("tenants", {policy: result["tenants"][policy] for policy in POLICIES}, best)
+        unique = no_reuse(arguments, draw)
+        result["no_reuse"] = await compare(servers, routers, unique, 2 * arguments.repeats)
+        alone = shown("no reuse", result["no_reuse"])
+        if arguments.trace is not None:
+            played = trace(arguments.trace, arguments.trace_requests, 8, arguments.trace_rate)
+            result["trace"] = await compare(servers, routers, played, 1)
+            result["trace"]["ceiling"] = ceiling(played)
+            shown("trace", {policy: result["trace"][policy] for policy in POLICIES}, result["trace"]["ceiling"])
+        await reset(servers)
+        for kind, make in (("tokens", small_completion), ("chat", small_chat)):
+            result[f"added_{kind}"] = await added(servers[1], routers["predicted"], 150, make)
+            print(f"added to the first token, {kind:7}: {result[f'added_{kind}']['added_p50_ms']:.2f} ms p50 "
+                  f"({result[f'added_{kind}']['direct_p50_ms']:.2f} ms without)")
+        await reset(servers)
+        result["kill"] = await kill(servers, routers["predicted"], tenants(arguments, draw))
+        print("kill -9 of a replica: left after {heal_seconds:.3f} s; of {requests} requests "
+              "{failed_before_first_token} failed before their first token, {broken_streams} streams "
+              "broke".format_map(result["kill"]))
+    result["ratios"] = {"tenants": ratios, "no_reuse": alone}
+    result["floors"] = {
+        "tenants_ttft_or_throughput": max(ratios["ttft_mean"], ratios["throughput"]),
+        "hit_rate_of_ceiling": result["tenants"]["predicted"]["hit_rate"] / best,
+        "no_reuse_throughput": alone["throughput"], "no_reuse_ttft": alone["ttft_mean"],
+        "heal_seconds": result["kill"]["heal_seconds"], "decision_p99_ms": result["decision"]["p99_ms"],
+        "added_p50_ms": result["added_tokens"]["added_p50_ms"]}
+    for name, value in result["floors"].items():
+        most = name.endswith(("seconds", "_ms"))
+        met = value <= FLOORS[name] if most else value >= FLOORS[name]
+        print(f"{name:28}{value:8.3f}  {'at most' if most else 'at least'} {FLOORS[name]:g}: {'yes' if met else 'NO'}")
+    if arguments.output_json is not None:
+        result["arguments"] = {name: str(value) if isinstance(value, Path) else value
+                               for name, value in vars(arguments).items() if name != "trace"}
+        result |= provenance(asdict(probe()))
+        result["command"] = shlex.join(["python", *(Path(each).name if "/" in each and each.endswith(".jsonl") else each
+                                                    for each in sys.argv)])
+        arguments.output_json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
