@@ -80,7 +80,7 @@ def test_replicas_end_with_a_router_that_is_killed(fleet: Server) -> None:
     family = psutil.Process(fleet.process.pid).children(recursive=True)
     assert len(family) >= 4  # two fronts, two engines
     os.kill(fleet.process.pid, signal.SIGKILL)
-    gone, alive = psutil.wait_procs(family, timeout=30)
+    _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive
     fleet.process.wait(10)
     fleet.process.returncode = 0  # it ended as this test wanted
@@ -93,7 +93,7 @@ def test_what_replicas_cannot_share_is_refused() -> None:
             ({"enable_prefix_caching": False}, 2, [], "--enable-prefix-caching"),
             ({}, 3, ["0", "1"], "--gpu-memory")):
         with pytest.raises(SpilloverError, match=words):
-            check_replicas(EngineConfig(**flags), count, gpus)  # type: ignore[arg-type]
+            check_replicas(EngineConfig.from_flags(**flags), count, gpus)
     check_replicas(EngineConfig(gpu_memory="8GB"), 3, ["0", "1"])
     check_replicas(EngineConfig(device="cpu"), 3, ["0", "1"])
 

@@ -129,8 +129,9 @@ async def routed(count: int, **changes: Any) -> AsyncIterator[tuple[httpx.AsyncC
     replicas = [FakeReplica(f"fake-{place}") for place in range(count)]
     for replica in replicas:
         await replica.start()
-    settings = RouterSettings(**({"wait_seconds": 1.0, "drain_seconds": 1.0, "log_requests": False,
-                                  "watch": WatchSettings(health_seconds=0.5)} | changes))
+    usual: dict[str, Any] = {"wait_seconds": 1.0, "drain_seconds": 1.0, "log_requests": False,
+                             "watch": WatchSettings(health_seconds=0.5)}
+    settings = RouterSettings(**(usual | changes))
     router = Router(settings, [(each.name, Upstream(f"http://127.0.0.1:{each.port}")) for each in replicas])
     ready = asyncio.Event()
     with listen("127.0.0.1", 0) as listening:
