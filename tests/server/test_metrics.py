@@ -365,6 +365,19 @@ def test_what_clients_are_told_is_what_is_counted(null_server: Server) -> None:
     assert grown["request_success"] == 12
 
 
+def test_routers_are_told_what_they_predict_with(null_server: Server) -> None:
+    with null_server.http() as http:
+        http.post("/v1/completions", json={"prompt": [7] * 512, "max_tokens": 1}).raise_for_status()
+        told = http.get("/kv/info").json()
+        assert http.get("/kv/info").json()["instance"] == told["instance"]
+    assert (told["block_size"], told["windows"], told["events"], told["tiers"]) == (16, [None], None, [])
+    assert len(bytes.fromhex(told["model_identity"])) == 16
+    assert 0 < told["prefill_token_seconds"] < 1
+    assert 0 < told["device_blocks_used"] <= told["device_blocks"]
+    assert told["waiting_prompt_tokens"] == told["num_running"] == 0
+    assert len(told["tokenizer_digest"]) == 32
+
+
 def test_counters_go_on_when_the_engine_has_been_killed_and_started_again() -> None:
     names = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "engine_steps",
              "request_success", "prompt_tokens_by_source")
