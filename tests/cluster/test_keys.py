@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spillover.cluster.keys import TEXT, TokenSpace, read_prompt
+from spillover.cluster.segments import SegmentEncoder
 from spillover.memory.kv.digest import prefix_keys, root_digest
 from spillover.memory.kv.event_wire import block_hash
 from spillover.models.tokenizer import Tokenizer
@@ -30,7 +32,40 @@ def letters() -> Tokenizer:
     return Tokenizer(backend, {}, (), {"default": TEMPLATE}, "a test")
 
 
-SPACE = TokenSpace(IDENTITY, 4, letters())
+SPACE = TokenSpace(IDENTITY, 4, letters(), segments=SegmentEncoder(letters()))
+
+
+def with_specials(first_is_marked: bool) -> Tokenizer:
+    """As `letters`, with marks of turns; a mark before the first word makes pieces depend on where they stand."""
+    backend = letters().backend
+    if first_is_marked:
+        names = {each: place for place, each in enumerate("\u2581abcdefghijklmnopqrstuvwxyz")}
+        backend = tokenizers.Tokenizer(tokenizers.models.BPE(names, []))
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    return Tokenizer(backend, {}, (), {"default": TEMPLATE}, "a test")
+
+
+SPECIALS = with_specials(False), with_specials(True)
+ENCODERS = [SegmentEncoder(each) for each in SPECIALS]
+
+
+@given(texts=st.lists(st.tuples(st.sampled_from(["<|im_start|>", "<|im_end|>", "<|im_", "", " "]),
+                                st.text(max_size=6).map(lambda text: text * 30)), max_size=8), room=st.integers(0, 400))
+@settings(max_examples=40, deadline=None)
+def test_pieces_between_special_tokens_make_the_same_tokens_first_and_again(texts: list[tuple[str, str]],
+                                                                           room: int) -> None:
+    for tokenizer, encoder in zip(SPECIALS, ENCODERS, strict=True):
+        encoder._most = room
+        text = "".join(itertools.chain.from_iterable(texts))
+        for _ in range(2):
+            assert encoder.encode(text) == tokenizer.encode(text, False)
+        encoder.encode("x" * 64)
+        assert encoder._characters == sum(map(len, encoder._known)) <= max(room, 64)
+
+
+def test_only_tokenizers_that_allow_it_are_cut() -> None:
+    assert [each.cuts for each in (*ENCODERS, SegmentEncoder(letters()))] == [True, False, False]
 
 
 def keys(body: dict[str, Any], path: str = "/v1/completions") -> list[int]:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from spillover.cluster.fleet import Keys, Prompt
+from spillover.cluster.segments import SegmentEncoder
 from spillover.memory.kv.digest import TOKEN_BYTES, block_digest, packed, root_digest
 from spillover.memory.kv.event_wire import block_hash
 from spillover.models.literal_text import LiteralText
@@ -34,6 +35,7 @@ class TokenSpace:
     block_size: int
     tokenizer: Tokenizer
     literal: LiteralText | None = None  # encodes conversations where messages may not hold special tokens
+    segments: SegmentEncoder | None = None  # encodes the others
 
     def keys(self, tokens: Sequence[int], salt: str | None) -> Keys:
         return Keys(chain(packed(tokens), self.block_size * TOKEN_BYTES, root_digest(self.identity, salt)),
@@ -97,6 +99,8 @@ def _conversation(value: Mapping[str, Any], space: TokenSpace) -> Sequence[int]:
     use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, tokenizer.chat_template or "")
     text = prompt_text(tokenizer, body, use.tools if use is not None else (),
                        literal.mark if literal is not None else None)
+    if literal is None and space.segments is not None and not body.add_special_tokens:
+        return space.segments.encode(text)
     encode: Callable[[str, bool], list[int]] = tokenizer.encode if literal is None else literal.encode
     return encode(text, body.add_special_tokens)
 

@@ -16,6 +16,7 @@ from spillover.cluster.fleet import Fleet
 from spillover.cluster.keys import TEXT, TokenSpace
 from spillover.cluster.mirror import Approximation, Mirror
 from spillover.cluster.replica import Replica, Told
+from spillover.cluster.segments import SegmentEncoder
 from spillover.cluster.subscriber import Subscriber, reachable
 from spillover.cluster.upstream import NoAnswer, Upstream
 from spillover.errors import SpilloverError
@@ -220,7 +221,9 @@ class Spaces:
         space = self.known.get(name)
         if space is None:
             assert path is not None
-            space = self.known[name] = TokenSpace(b"", self._settings.block_size, load_tokenizer(path))
+            tokenizer = load_tokenizer(path)
+            space = self.known[name] = TokenSpace(b"", self._settings.block_size, tokenizer,
+                                                  segments=SegmentEncoder(tokenizer))
         return name, space
 
     def find(self, info: KvInfo) -> str:
@@ -242,7 +245,8 @@ class Spaces:
             raise SpilloverError(f"the tokenizer or chat template of {path} is not the server's; give its own with "
                                  "--tokenizer")
         self.known[name] = TokenSpace(bytes.fromhex(info.model_identity), info.block_size, tokenizer,
-                                      None if info.special_tokens_in_user_text else LiteralText(tokenizer))
+                                      None if info.special_tokens_in_user_text else LiteralText(tokenizer),
+                                      SegmentEncoder(tokenizer))
         return name
 
 

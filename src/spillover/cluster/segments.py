@@ -1,0 +1,72 @@
+"""Tokenises conversations piece by piece: text between special tokens is encoded by itself, so what a conversation had
+before is remembered, and only what is new of it costs time. A router sees the same beginnings again and again."""
+
+from __future__ import annotations
+
+import re
+import threading
+from array import array
+
+from spillover.models.tokenizer import Tokenizer
+
+MOST_CHARACTERS = 16 << 20  # of pieces that are remembered; with their tokens about twice that in bytes
+LEAST_CHARACTERS = 64  # a shorter piece is encoded sooner than it is found
+
+_PROBES = ("", "a", " a", "a ", "\n", "user\nHello,  world!\n", "\n\n  two", "caf\u00e9 \u4f60\u597d", "1234567 x")
+
+
+class SegmentEncoder:
+    """Encodes as the tokenizer does, without special tokens of its own."""
+
+    def __init__(self, tokenizer: Tokenizer, most_characters: int = MOST_CHARACTERS) -> None:
+        self._tokenizer = tokenizer
+        self._most = most_characters
+        self._known: dict[str, array[int]] = {}  # those used longest ago first
+        self._characters = 0
+        self._lock = threading.Lock()
+        self._special = {tokenizer.token_bytes(index).decode(errors="replace"): index
+                         for index in tokenizer.special_ids}
+        names = sorted(filter(None, self._special), key=len, reverse=True)
+        self._cut = re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
+        # Most tokenizers treat text between special tokens alike wherever it stands; others are not cut.
+        self.cuts = self._cut is not None and self._may_cut(names)
+
+    def encode(self, text: str) -> list[int]:
+        if not self.cuts or self._cut is None:
+            return self._tokenizer.encode(text, False)
+        ids: list[int] = []
+        for place, piece in enumerate(self._cut.split(text)):
+            if place % 2:
+                ids.append(self._special[piece])
+            elif piece:
+                ids.extend(self._piece(piece))
+        return ids
+
+    def _piece(self, text: str) -> array[int] | list[int]:
+        if len(text) < LEAST_CHARACTERS:
+            return self._tokenizer.encode(text, False)
+        with self._lock:
+            found = self._known.pop(text, None)
+            if found is not None:
+                self._known[text] = found
+                return found
+        made = array("i", self._tokenizer.encode(text, False))
+        with self._lock:
+            if text not in self._known and len(text) <= self._most:
+                self._known[text] = made
+                self._characters += len(text)
+            while self._characters > self._most:
+                oldest = next(iter(self._known))
+                self._characters -= len(oldest)
+                del self._known[oldest]
+        return made
+
+    def _may_cut(self, names: list[str]) -> bool:
+        encode = self._tokenizer.encode
+        for name in (*names[:4], *names[-4:]):
+            for before in _PROBES:
+                for after in _PROBES:
+                    if encode(before + name + after, False) != [*encode(before, False), self._special[name],
+                                                                *encode(after, False)]:
+                        return False
+        return True
