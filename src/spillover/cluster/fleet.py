@@ -19,7 +19,7 @@ EASE = 8  # sequences more than the least busy that a replica may decode and cou
 BUSY_SECONDS = 10.0  # over which it is counted how busy replicas are
 REUSE_SMOOTHING = 0.02
 MOST_SESSIONS = 65_536
-MOST_SEEN = 1 << 20  # blocks remembered, for the share of tokens that could be found again
+MOST_SEEN = 1 << 18  # blocks remembered, for the share of tokens that could be found again
 
 
 @dataclass(frozen=True)

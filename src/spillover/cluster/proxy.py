@@ -108,11 +108,13 @@ class Proxy:
                 self.fleet.count(prompt, decision)
                 counted = True
             scope["spillover.route"] = Route(decision.replica.name, attempt + 1)
+            kind = "no_answer"
             try:
-                refusal = await self._attempt(scope, send, body, prompt, decision, arrived)
-                if refusal is None:
+                answer = await self._attempt(scope, send, body, prompt, decision, arrived)
+                if answer is None:
                     return
-                reason = str(refusal[0].status)
+                refusal, reason = answer, f"it answered {answer[0].status}"
+                kind = str(answer[0].status)
             except NoAnswer as error:
                 reason = str(error)
                 if bound is None and "cannot be reached" in reason:
@@ -120,7 +122,7 @@ class Proxy:
             if bound is not None:
                 break
             tried.append(decision.replica)
-            self._metrics.retries.labels(reason if refusal is not None else "no_answer").inc()
+            self._metrics.retries.labels(kind).inc()
             log.info("%s is sent elsewhere, as %s did not take it: %s", scope["request_id"], decision.replica.name,
                      reason)
         if refusal is not None:

@@ -100,7 +100,7 @@ class Watcher:
             return
         self._misses = 0
         if answer.status != 200:
-            if upstream is self.upstream and self._replica.ready:
+            if upstream is self.upstream:
                 self.gone(f"its /health answers {answer.status}: {body[:200].decode(errors='replace')}")
             return
         with contextlib.suppress(NoAnswer):
