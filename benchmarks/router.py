@@ -319,9 +319,10 @@ async def main() -> None:
     parser.add_argument("--model", help="whose tokenizer to use; the default model if not given")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--step", default="5,0.1", help="--simulate-step of the replicas")
-    parser.add_argument("--blocks", type=int, default=2050, help="KV blocks of a replica")
-    parser.add_argument("--tenants", type=int, default=40)
-    parser.add_argument("--users", type=int, default=8, help="requests of a tenant")
+    parser.add_argument("--blocks", type=int, help="KV blocks of a replica; not given: so that the tenants' KV takes 73% "
+                        "of the fleet's")
+    parser.add_argument("--tenants", type=int, default=75)
+    parser.add_argument("--users", type=int, default=5, help="requests of a tenant")
     parser.add_argument("--prefix", type=int, default=1200, help="tokens that a tenant's requests share")
     parser.add_argument("--question", type=int, default=240)
     parser.add_argument("--output", type=int, default=8, help="tokens of an answer")
@@ -334,6 +335,9 @@ async def main() -> None:
     parser.add_argument("--trace-rate", type=float, default=20.0)
     parser.add_argument("--output-json", type=Path)
     arguments = parser.parse_args()
+    if arguments.blocks is None:
+        demand = arguments.tenants * (arguments.prefix + arguments.users * (arguments.question + arguments.output))
+        arguments.blocks = int(demand / BLOCK / 0.73 / arguments.replicas)
     draw = random.Random(7)
     result: dict[str, Any] = {"decision": decisions(2000, 3.0)}
     print("decision at {rate:,.0f}/s: p50 {p50_ms:.3f} ms, p99 {p99_ms:.3f} ms; of CPU time {cpu_p50_ms:.3f} and "
