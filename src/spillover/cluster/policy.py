@@ -13,6 +13,7 @@ NEAR_SHARE = 0.05  # of the best time: predictions are not better than this
 NEAR_SECONDS = 0.001
 STICKY_SHARE = 0.25  # a session stays where it was for this much more of the best time, ...
 STICKY_SECONDS = 0.02  # ... or for this long
+LOCALITY_SHARE = 0.3  # of a prompt that must be cached to count, as in SGLang's gateway
 LOCALITY_REACH = 8  # requests more than the least busy that a replica with a longer prefix may have
 
 
@@ -67,7 +68,9 @@ class LongestPrefix:
     def choose(self, candidates: Sequence[Candidate], ask: Ask) -> Candidate:
         least = min(each.in_flight for each in candidates)
         reach = [each for each in candidates if each.in_flight <= least + LOCALITY_REACH]
-        return min(reach, key=lambda each: (-each.prediction.cached_tokens, *_load(each)))
+        long = LOCALITY_SHARE * ask.tokens  # less would have all prompts with a common beginning go to one replica
+        return min(reach, key=lambda each: (-each.prediction.cached_tokens if each.prediction.cached_tokens >= long
+                                            else 0, *_load(each)))
 
 
 class PredictedTime:
