@@ -137,6 +137,16 @@ def test_constrained_gens_and_stop_strings(backend: RecordingBackend) -> None:
     assert backend.decode(kept[len(ids):]) == cut["cut"] + "|"
 
 
+def test_forks_of_the_same_branch_have_names_of_their_own(backend: RecordingBackend) -> None:
+    @program
+    def twice(s: State) -> list[str]:
+        s += "Text"
+        forks = [*s.fork(2), *s.fork(2), *s.fork(["a"])[0].fork(2)]
+        return [branch.name for branch in forks]
+
+    assert twice.run(backend=backend).returned == ["0", "1", "2", "3", "a.0", "a.1"]
+
+
 def test_a_stream_brings_what_every_branch_says(backend: RecordingBackend) -> None:
     @program(temperature=0, max_tokens=6)
     def talk(s: State) -> None:
@@ -213,6 +223,7 @@ def test_a_branch_that_fails_is_named_and_the_others_go_on(llm: LLM, backend: Re
 
     s = mixed.run(True, backend=backend)
     assert s.returned
+    assert s.tokens_by_source() == backend.counts
     with pytest.raises(ProgramError, match=r"branch 'bad': .*regex") as error:
         mixed.run(False, backend=backend)
     assert error.value.branch == "bad"

@@ -84,7 +84,8 @@ class State:
 
     def fork(self, branches: int | Sequence[str]) -> Forks:
         """Return branches, so many or one for each name, that go on from here, each by itself."""
-        names = [str(index) for index in range(branches)] if isinstance(branches, int) else list(branches)
+        before = len(self._branches)  # of earlier forks: numbers go on
+        names = [str(before + index) for index in range(branches)] if isinstance(branches, int) else list(branches)
         if not names or len(set(names)) != len(names):
             raise ProgramError(f"fork takes how many branches, or a name for each; got {branches!r}")
         made = [State(self._run, name if self.name == "main" else f"{self.name}.{name}", None) for name in names]
@@ -136,24 +137,31 @@ class State:
         return list(self._context.messages)
 
     def tokens_by_source(self) -> TokenCounts:
-        """Return the prompt tokens of all requests of this branch and its forks by where they came from."""
-        self.sync()
+        """Return the prompt tokens of all requests of this branch and its forks by where they came from; of those that
+        failed, what was asked before."""
+        self._settle()
         return sum((branch.tokens_by_source() for branch in self._branches), self._counts)
 
     @property
     def rebuilds(self) -> int:
         """Return how often the chat template did not extend what it had rendered before, here and in the forks."""
-        self.sync()
+        self._settle()
         return self._context.rebuilds + sum(branch.rebuilds for branch in self._branches)
 
     def sync(self) -> None:
-        """Wait until all that was written so far is done."""
+        """Wait until all that was written so far is done; raises what failed."""
+        last = self._settle()
+        if last is not None:
+            self._wait(last)
+
+    def _settle(self) -> Task | None:
+        """Wait until all that was written so far is done or has failed; return the last of it."""
         with self._lock:
             last = self._last
-            if last is None:
-                return
             self._wake()
-        self._wait(last)
+        if last is not None and not last.done.is_set() and not last.done.wait(self._run.lifetime.remaining()):
+            self._run.lifetime.remaining()
+        return last
 
     # The program's thread
 
