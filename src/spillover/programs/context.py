@@ -159,9 +159,15 @@ class Context:
             return ids
         anchor = self._ids[-1:]  # decoders treat the first token of a text in their own way
         skipped = len(self._backend.decode(anchor))
+
+        def text(count: int) -> str:
+            return self._backend.decode([*anchor, *ids[:count]])[skipped:]
+
+        if answer.stop_reason is None and text(len(ids) - 1) == answer.text:
+            return ids[:-1]  # a token of its own ended it, as nearly always
         for count in range(len(ids), 0, -1):
-            text = self._backend.decode([*anchor, *ids[:count]])[skipped:]
-            if answer.text.startswith(text):
-                rest = answer.text[len(text):]
+            whole = text(count)
+            if answer.text.startswith(whole):
+                rest = answer.text[len(whole):]
                 return ids[:count] + (self._backend.encode(rest) if rest else [])
         return None

@@ -56,6 +56,7 @@ class HttpBackend:
         self._tokenizer = served.tokenizer if isinstance(served.tokenizer, ServerTokenizer) else None
         self.tokenizes = self._tokenizer is not None
         self._encoded = functools.lru_cache(KEPT_TEXTS)(self._encode)
+        self._decoded = functools.lru_cache(KEPT_TEXTS)(lambda ids: self._own_tokenizer().decode(ids))
         self._idle: list[http.client.HTTPConnection] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -66,7 +67,7 @@ class HttpBackend:
         return list(self._encoded(text, special))
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._own_tokenizer().decode(ids) if ids else ""
+        return self._decoded(tuple(ids)) if len(ids) == 1 else self._own_tokenizer().decode(ids) if ids else ""
 
     def render(self, messages: Sequence[Message]) -> list[int]:
         return self._own_tokenizer().render(messages)
