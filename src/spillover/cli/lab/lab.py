@@ -133,9 +133,7 @@ def run(experiment: str, scale: str | None, out: str | None, fresh: bool, dry_ru
 @click.option("--pdf", is_flag=True, help="Write report.pdf too; needs Chromium, Chrome or Edge.")
 def report(folder: Path, pdf: bool) -> None:
     """Write the report of FOLDER again, from the results that lie there."""
-    from spillover.lab.report.pdf import browser, write_pdf
-
-    program = browser() if pdf else None  # before anything is read
+    program = _browser() if pdf else None  # before anything is read
     from spillover.cli.lab.lab_run import show_verdicts
     from spillover.lab.analysis import analyse, analysis_of
     from spillover.lab.store import Results, write_json
@@ -145,6 +143,8 @@ def report(folder: Path, pdf: bool) -> None:
     show_verdicts(make_console(), analysis_of(results))
     html = _report(folder)
     if program is not None:
+        from spillover.lab.report.pdf import write_pdf
+
         click.echo(f"PDF: {write_pdf(html, program)}")
 
 
@@ -194,6 +194,12 @@ def results_folder(made: Experiment, out: str | None = None, fresh: bool = False
             folder = first.with_name(f"{first.name}-{number}")
             number += 1
     return folder
+
+
+def _browser() -> str:
+    from spillover.lab.report.pdf import browser
+
+    return browser()
 
 
 def _report(folder: Path) -> Path:
