@@ -17,7 +17,7 @@ import urllib.parse
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-from spillover.bench.serving.served_model import JsonServer, ServedModel, ServerTokenizer
+from spillover.bench.serving.served_model import ServedModel, ServerTokenizer
 from spillover.bench.serving.sse import EventParser
 from spillover.errors import SpilloverError
 from spillover.programs.backend import (
@@ -34,6 +34,7 @@ from spillover.programs.backend import (
 from spillover.programs.prefix_gate import PrefixGate
 
 KEPT_TEXTS = 4096  # whose tokens are remembered
+SHORT_SECONDS = 60.0  # for what is no request to the model
 SOURCES = ("computed", "device", "host", "pool", "disk", "remote")
 
 
@@ -47,19 +48,19 @@ class HttpBackend:
         self._parts = parts
         self._headers = {"Content-Type": "application/json", "X-Spillover-Timings": "1",
                          **({} if api_key is None else {"Authorization": f"Bearer {api_key}"})}
-        self._server = JsonServer(self._url, self._headers)
-        self._served = self._cards()
+        self._idle: list[http.client.HTTPConnection] = []
+        self._lock = threading.Lock()
+        self._closed = False
         served = ServedModel.ask(self._url, model, api_key)
         self.name = f"{served.name} at {self._url}"
         self.gate = PrefixGate(block_size)
         self._model = served.name
-        self._tokenizer = served.tokenizer if isinstance(served.tokenizer, ServerTokenizer) else None
+        own = served.tokenizer if isinstance(served.tokenizer, ServerTokenizer) else None
+        self._tokenizer = None if own is None else own.asked_by(self)
         self.tokenizes = self._tokenizer is not None
         self._encoded = functools.lru_cache(KEPT_TEXTS)(self._encode)
         self._decoded = functools.lru_cache(KEPT_TEXTS)(lambda ids: self._own_tokenizer().decode(ids))
-        self._idle: list[http.client.HTTPConnection] = []
-        self._lock = threading.Lock()
-        self._closed = False
+        self._served = self._cards()
 
     # Tokens
 
@@ -86,7 +87,8 @@ class HttpBackend:
 
     def _cards(self) -> list[Any]:
         """Return what tells one server from another. Of others than spillover `created` is the time of asking."""
-        cards = self._server.get("/v1/models").get("data") or []
+        answer = json.loads(b"".join(self._pieces("/v1/models", None, Lifetime(SHORT_SECONDS))))
+        cards = answer.get("data") or []
         return [(card.get("id"), card.get("root"), card.get("max_model_len"),
                  card.get("created") if card.get("owned_by") == "spillover" else None) for card in cards]
 
@@ -97,6 +99,11 @@ class HttpBackend:
         if self._tokenizer is None:
             raise ProgramError(f"{self.name} has no /tokenize")
         return self._tokenizer
+
+    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer to a short question, such as what the tokens of a text are."""
+        answer: dict[str, Any] = json.loads(b"".join(self._pieces(path, body, Lifetime(SHORT_SECONDS))))
+        return answer
 
     # Asking
 
@@ -134,7 +141,6 @@ class HttpBackend:
 
     def close(self) -> None:
         """Close idle connections."""
-        self._server.close()
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -151,9 +157,9 @@ class HttpBackend:
                     if data != b"[DONE]":
                         yield json.loads(data)
 
-    def _pieces(self, path: str, body: Mapping[str, Any], lifetime: Lifetime) -> Generator[bytes]:
-        """Yield the body of an answer as it comes; leaving ends the request."""
-        payload = json.dumps(body).encode()
+    def _pieces(self, path: str, body: Mapping[str, Any] | None, lifetime: Lifetime) -> Generator[bytes]:
+        """Yield the body of an answer as it comes; leaving ends the request. `body` None: nothing is sent."""
+        payload, method = (None, "GET") if body is None else (json.dumps(body).encode(), "POST")
         for attempt in (1, 2):
             connection, used = self._connection(lifetime)
             kept = False
@@ -162,7 +168,7 @@ class HttpBackend:
                     if connection.sock is None:
                         connection.connect()
                     lifetime.remaining()  # whoever cancelled before there was a socket could not shut it
-                    connection.request("POST", self._parts.path + path, payload, self._headers)
+                    connection.request(method, self._parts.path + path, payload, self._headers)
                     response = connection.getresponse()
                     if not 200 <= response.status < 300:
                         raise ProgramError(_refusal(self.name, response))

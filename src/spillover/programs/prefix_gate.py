@@ -30,8 +30,8 @@ class PrefixGate:
 
     def cold(self, ids: Sequence[int]) -> int:
         """Return how many tokens in whole blocks, from the first one on, a prompt would have computed."""
+        blocks = self._blocks(ids)
         with self._changed:
-            blocks = self._blocks(ids, len(ids))
             return (len(blocks) - self._warm(blocks)) * self.block_size
 
     @contextmanager
@@ -41,7 +41,7 @@ class PrefixGate:
 
         Gives a function to call when they are. `usable`: tokens of the prompt that a cache may answer for.
         """
-        blocks = self._blocks(ids, len(ids))
+        blocks = self._blocks(ids)
         reusable = min(len(ids) - 1 if usable is None else usable, len(ids) - 1) // self.block_size
         with self._changed:
             while True:
@@ -68,8 +68,9 @@ class PrefixGate:
 
     def note(self, ids: Sequence[int]) -> None:
         """Note that these tokens have their KV in the cache: a prompt and its answer but for the last token."""
+        blocks = self._blocks(ids)
         with self._changed:
-            self._remember(self._blocks(ids, len(ids)))
+            self._remember(blocks)
 
     def forget(self) -> None:
         """Forget everything: the cache was emptied."""
@@ -93,10 +94,10 @@ class PrefixGate:
         """Return how many blocks from the first on are computed."""
         return next((index for index, block in enumerate(blocks) if block not in self._ready), len(blocks))
 
-    def _blocks(self, ids: Sequence[int], end: int) -> list[int]:
-        """Return a hash for each whole block before `end`, of all tokens up to its own last."""
+    def _blocks(self, ids: Sequence[int]) -> list[int]:
+        """Return a hash for each whole block, of all tokens up to its own last."""
         hashes, before, size = [], 0, self.block_size
-        for start in range(0, end - end % size, size):
+        for start in range(0, len(ids) - len(ids) % size, size):
             before = hash((before, *ids[start:start + size]))
             hashes.append(before)
         return hashes

@@ -69,11 +69,19 @@ class ServedModel:
         return cls(name, longest, tokenizer)
 
 
+class PostsJson(Protocol):
+    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]: ...
+
+
 class ServerTokenizer:
     """The server's own, by /tokenize and /detokenize as vLLM, SGLang, llama.cpp and spillover have them."""
 
-    def __init__(self, server: JsonServer, model: str, llamacpp: bool) -> None:
+    def __init__(self, server: PostsJson, model: str, llamacpp: bool) -> None:
         self._server, self._model, self._llamacpp = server, model, llamacpp
+
+    def asked_by(self, server: PostsJson) -> ServerTokenizer:
+        """Return the same tokenizer, asked over another's connections."""
+        return ServerTokenizer(server, self._model, self._llamacpp)
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
