@@ -59,6 +59,17 @@ def test_scores_are_those_of_the_engine_in_process(served: Server, backend: Reco
         assert here == there
 
 
+@pytest.mark.parametrize("start", [0, 1, 20, 39, 40, 1000])
+def test_a_request_says_from_where_on_it_wants_log_probabilities(served: Server, start: int) -> None:
+    body = {"prompt": "Forty letters are in this short prompt.!", "echo": True, "logprobs": 1, "max_tokens": 1,
+            "temperature": 0}
+    with served.http() as http:
+        whole, part = [http.post("/v1/completions", json=each).json()["choices"][0]["logprobs"]["token_logprobs"]
+                       for each in (body, body | {"prompt_logprobs_start": start})]
+    told = max(1, min(start, 40))
+    assert part == [None] * told + whole[told:]
+
+
 def test_a_stream_that_is_left_ends_its_requests(served: Server) -> None:
     @program(temperature=0, max_tokens=1500, ignore_eos=True)
     def endless(s: State) -> None:
