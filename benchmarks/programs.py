@@ -97,9 +97,9 @@ def main() -> None:
                       f"{one['hit_rate']:8.1%} {share:>9} {one['seconds']:8.2f} {one['same_text']!s:>9}", flush=True)
             short |= found["program"]["of_oracle"] is not None and found["program"]["of_oracle"] < LEAST_SHARE
             results[name] = found
-    if given.json is not None:
-        made = provenance(dataclasses.asdict(probe())) | {"command": shlex.join(["python", *sys.argv])}
-        given.json.write_text(json.dumps({"provenance": made, "results": results}, indent=1) + "\n")
+            if given.json is not None:  # after each, as a run may be cut off
+                made = provenance(dataclasses.asdict(probe())) | {"command": shlex.join(["python", *sys.argv])}
+                given.json.write_text(json.dumps({"provenance": made, "results": results}, indent=1) + "\n")
     if short:
         sys.exit(f"a program found less than {LEAST_SHARE:.0%} of what its own requests could have found")
 
