@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from spillover.cli.main import main
-from spillover.course.book import html_of, render, write_book
+from spillover.course.book import html_of, render
 from spillover.course.plots import plot
 from spillover.course.runs import CourseRun
 from spillover.course.tables import filled_rows
@@ -53,8 +53,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_week_is_in_the_contents_and_has_its_table(results: Path) -> None:
-    text = render(results, all_weeks())
+@pytest.fixture(scope="module")
+def text(results: Path) -> str:
+    return render(results, all_weeks())
+
+
+def test_every_week_is_in_the_contents_and_has_its_table(text: str) -> None:
     page = Page(text)
     for week in all_weeks():
         assert f"#{week.name}" in page.links
@@ -65,8 +69,7 @@ def test_every_week_is_in_the_contents_and_has_its_table(results: Path) -> None:
     assert text.count("Not run yet") == len(all_weeks()) - 1
 
 
-def test_it_needs_no_network_and_follows_light_and_dark(results: Path) -> None:
-    text = render(results, all_weeks())
+def test_it_needs_no_network_and_follows_light_and_dark(text: str) -> None:
     page = Page(text)
     assert [link for link in page.links if not link.startswith("#")] == []
     assert {link[1:] for link in page.links} <= page.ids
@@ -148,12 +151,13 @@ def test_a_week_is_run_once_and_goes_on_only_if_asked(monkeypatch: pytest.Monkey
     assert len(ran) == 7
 
 
-def test_a_browser_shows_it_in_light_and_dark_and_asks_nobody(results: Path, tmp_path: Path) -> None:
+def test_a_browser_shows_it_in_light_and_dark_and_asks_nobody(text: str, tmp_path: Path) -> None:
     program = find_chromium()
     if program is None:
         pytest.skip("no Chromium here; on Debian: apt-get install chromium")
     (tmp_path / "profile").mkdir()
-    book = write_book(results, tmp_path / "book.html")
+    book = tmp_path / "book.html"
+    book.write_text(text)
     with Chromium(program, tmp_path / "profile") as browser:
         for dark in (False, True):
             browser.open(book.as_uri(), dark=dark)
