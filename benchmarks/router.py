@@ -319,8 +319,8 @@ async def main() -> None:
     parser.add_argument("--model", help="whose tokenizer to use; the default model if not given")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--step", default="5,0.1", help="--simulate-step of the replicas")
-    parser.add_argument("--blocks", type=int, help="KV blocks of a replica; not given: so that the tenants' KV takes 73% "
-                        "of the fleet's")
+    parser.add_argument("--blocks", type=int, help="KV blocks of a replica; not given: so that the tenants' KV takes "
+                        "73%% of the fleet's")
     parser.add_argument("--tenants", type=int, default=75)
     parser.add_argument("--users", type=int, default=5, help="requests of a tenant")
     parser.add_argument("--prefix", type=int, default=1200, help="tokens that a tenant's requests share")
