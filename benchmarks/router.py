@@ -283,7 +283,9 @@ def decisions(rate: float, seconds: float) -> dict[str, float]:
     clock, used, open_ = list[float](), list[float](), list[Flight]()
     start = time.perf_counter()
     for number in range(int(rate * seconds)):
-        time.sleep(max(0.0, start + number / rate - time.perf_counter()))
+        early = start + number / rate - time.perf_counter()
+        if early > 0:
+            time.sleep(early)
         prompt, now, cpu = prompts[number % len(prompts)], time.perf_counter(), time.thread_time()
         decision = made.decide(prompt, now)
         used.append(time.thread_time() - cpu)

@@ -26,6 +26,7 @@ URL = "http://127.0.0.1:8001"
     (["router", URL, "--retries", "11"], "11"),
     (["serve", "--retries", "2"], "give --replicas N too"),
     (["serve", "--routing-policy", "prefix"], "give --replicas N too"),
+    (["serve", "--replicas", "2", "--api-key-file", "keys"], "give keys as --api-key"),
     (["serve", "--replicas", "0"], "--replicas is from 1"),
     (["serve", "--simulate-step", "1,1"], "give --load-format null too"),
     (["serve", "--load-format", "null", "--simulate-step", "5"], "two numbers of milliseconds"),

@@ -109,6 +109,8 @@ def serve(config: EngineConfig, replicas: int | None, **options: Any) -> None:
     routing = _routing(options, replicas)
     if replicas is not None:
         check_replicas(config, replicas, visible_gpus())
+        if options["api_key_file"] is not None:
+            raise SpilloverError("--api-key-file is for one server: with --replicas give keys as --api-key")
     settings = _settings(config, options)
     with listen(settings.host, settings.port) as listening:  # before anything slow: a port in use is known at once
         address = address_of(listening, settings.host, settings.ssl_certfile is not None)

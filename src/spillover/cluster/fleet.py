@@ -7,6 +7,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from spillover.cluster.index import Match, PrefixIndex
 from spillover.cluster.mirror import Approximation, IndexState, Mirror
@@ -41,8 +42,7 @@ class Prompt:
     output_tokens: int | None = None  # most that it may have
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     replica: Replica
     prediction: Prediction
     keys: Keys
@@ -98,7 +98,7 @@ class Fleet:
             return None
         session = self._sessions.get(prompt.session) if prompt.session is not None else None
         matches = self._matches(prompt, usable)
-        candidates, made = [], {}
+        candidates: list[Candidate] = []
         loads = [replica.load(now, self.index.held(replica.place, GPU)) for replica in usable]
         least = min(load.running for load in loads)
         for replica, rates, load in zip(usable, alike([each.rates for each in usable]), loads, strict=True):
@@ -108,10 +108,11 @@ class Fleet:
                                                                                     replica.output_tokens)
             prediction = predict(Demand(prompt.tokens, keys.block_size, output), match, rates, load,
                                  self._reuse)
-            made[replica.place] = Decision(replica, prediction, keys, match.blocks)
             candidates.append(Candidate(replica.place, prediction, len(replica.flights), replica.sent_tokens,
                                         load.device_use, session == replica.place))
-        return made[self.policy.choose(candidates, Ask(prompt.tokens, self.busy(now))).replica]
+        chosen = self.policy.choose(candidates, Ask(prompt.tokens, self.busy(now)))
+        keys, match = matches[chosen.replica]
+        return Decision(self.replicas[chosen.replica], chosen.prediction, keys, match.blocks)
 
     def send(self, prompt: Prompt, decision: Decision, now: float) -> Flight:
         """Note that the request goes where it was decided; `end` must follow."""

@@ -4,8 +4,7 @@ no I/O, so a simulator calls the same code, and another policy is one more class
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from spillover.cluster.predict import Prediction
 
@@ -17,8 +16,7 @@ LOCALITY_SHARE = 0.3  # of a prompt that must be cached to count, as in SGLang's
 LOCALITY_REACH = 8  # requests more than the least busy that a replica with a longer prefix may have
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A replica that may get the request."""
 
     replica: int
@@ -29,8 +27,7 @@ class Candidate:
     session: bool = False  # the last request of this session went there
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(NamedTuple):
     """What a policy may know of the request."""
 
     tokens: int

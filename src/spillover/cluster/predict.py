@@ -7,8 +7,9 @@ waits itself: computing delays those behind it, decoding beside others slows the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
 
 from spillover.cluster.index import Match
 from spillover.memory.kv.event_wire import CPU, STORAGE
@@ -18,12 +19,11 @@ ALIKE = 0.3  # share of the usual time per token within which replicas count as 
 CROWDED = 0.8  # share of the device's blocks in use from which on new ones push out old ones
 
 
-@dataclass(frozen=True)
-class Rates:
+class Rates(NamedTuple):
     """How fast a replica is."""
 
     token_seconds: float = USUAL_TOKEN_SECONDS  # a token of prefill
-    block_seconds: Mapping[str, float] = field(default_factory=dict)  # a block from host memory (CPU) or disk (STORAGE)
+    block_seconds: Mapping[str, float] = MappingProxyType({})  # a block from host memory (CPU) or disk (STORAGE)
     least_seconds: float = 0.0  # to a first token when nothing waits and all is cached
 
 
@@ -31,8 +31,8 @@ def alike(rates: Sequence[Rates | None]) -> list[Rates]:
     """Return what to predict with: replicas that are about as fast as most count as equally fast, for a measured
     difference of a few percent would send all to one; those not measured yet count as most do."""
     known = [each for each in rates if each is not None]
-    usual = Rates(median(each.token_seconds for each in known),
-                  least_seconds=median(each.least_seconds for each in known)) if known else Rates()
+    usual = Rates(_middle([each.token_seconds for each in known]),
+                  least_seconds=_middle([each.least_seconds for each in known])) if known else Rates()
     made = []
     for each in rates:
         if each is None:
@@ -42,6 +42,10 @@ def alike(rates: Sequence[Rates | None]) -> list[Rates]:
         made.append(Rates(usual.token_seconds if near else each.token_seconds, each.block_seconds,
                           usual.least_seconds))
     return made
+
+
+def _middle(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
 
 
 @dataclass(slots=True)
@@ -57,8 +61,7 @@ class Load:
     device_use: float = 0.0  # share of the device's blocks that hold KV, 0 to 1
 
 
-@dataclass(frozen=True)
-class Demand:
+class Demand(NamedTuple):
     """What a prompt asks of any replica."""
 
     tokens: int
@@ -66,8 +69,7 @@ class Demand:
     output_tokens: float = 0.0  # expected
 
 
-@dataclass(frozen=True)
-class Prediction:
+class Prediction(NamedTuple):
     """Seconds, and where the prompt's tokens would come from."""
 
     queue: float  # behind others

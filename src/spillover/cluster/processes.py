@@ -119,9 +119,10 @@ class _Process:
         with listen(HOST, 0) as listening:
             port: int = listening.getsockname()[1]
             self.started = time.monotonic()
+            own = {name: value for name, value in os.environ.items() if name != "NOTIFY_SOCKET"}  # the router's to use
             self.process = await asyncio.create_subprocess_exec(
                 sys.executable, "-P", "-m", "spillover.server.replica", stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                pass_fds=(listening.fileno(),), env={**os.environ, **environment}, limit=LINE_BYTES,
+                pass_fds=(listening.fileno(),), env={**own, **environment}, limit=LINE_BYTES,
                 start_new_session=True)  # a terminal's Ctrl-C is the router's to act on
             assert self.process.stdin is not None
             with contextlib.suppress(ConnectionError):  # it died at once; its news end

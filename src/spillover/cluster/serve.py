@@ -23,6 +23,7 @@ from spillover.cluster.settings import RouterSettings
 from spillover.cluster.upstream import Upstream
 from spillover.cluster.watch import Spaces, Watcher, clock
 from spillover.server.connection import Connections
+from spillover.server.notify import notify
 from spillover.server.serve import HttpServer, StopSignal
 
 log = logging.getLogger("spillover.router")
@@ -84,6 +85,7 @@ class Router:
                 gc.collect()
                 gc.freeze()
                 on_ready()
+                notify("READY=1")
                 await asyncio.wait((http, asked), return_when=asyncio.FIRST_COMPLETED)
         finally:
             starting.cancel()
@@ -104,13 +106,18 @@ class Router:
         await asyncio.gather(*(watcher.look() for watcher in self.watchers))
 
     async def _leave(self, server: HttpServer, http: asyncio.Future[None], stop: StopSignal) -> None:
-        """Take no new connections and let what runs end; a second signal ends it at once."""
+        """Take requests until balancers have noticed; then no new connections, and what runs may end. A second signal
+        ends it at once."""
         self.inner.stopping = True
+        notify("STOPPING=1")
+        hurried = asyncio.ensure_future(stop.hurried.wait())
+        if self.settings.shutdown_delay_seconds and not http.done():
+            await asyncio.wait((http, hurried), timeout=self.settings.shutdown_delay_seconds,
+                               return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True
         if self.proxy.in_flight:
             log.info("Stopping once %d requests have ended, in %.0f s at most; Ctrl-C again stops at once",
                      self.proxy.in_flight, self.settings.drain_seconds)
-        hurried = asyncio.ensure_future(stop.hurried.wait())
         await asyncio.wait((http, hurried), return_when=asyncio.FIRST_COMPLETED,
                            timeout=self.settings.drain_seconds)
         hurried.cancel()

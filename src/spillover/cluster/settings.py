@@ -29,6 +29,7 @@ class RouterSettings:
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     drain_seconds: float = 30.0
+    shutdown_delay_seconds: float = 0.0  # requests are still taken for this long after a signal; not ready meanwhile
     log_requests: bool = True
     log_format: LogFormat = "text"
     watch: WatchSettings = field(default_factory=WatchSettings)

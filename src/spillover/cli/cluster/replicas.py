@@ -101,7 +101,7 @@ def serve_replicas(config: EngineConfig, settings: ServerSettings, count: int, r
     with tempfile.TemporaryDirectory(prefix="spillover-", dir="/tmp" if os.path.isdir("/tmp") else None) as folder:
         own = dataclasses.replace(settings, api_keys=(*settings.api_keys, key), host="127.0.0.1", port=0,
                                   cors_origins=(), ssl_certfile=None, ssl_keyfile=None, log_requests=False,
-                                  admin_routes=False, admin_keys=())
+                                  admin_routes=False, admin_keys=(), shutdown_delay_seconds=0.0)
         processes = ReplicaProcesses(
             count, key, lambda place, fd: ReplicaLaunch(replica_config(config, place, folder), own, fd).line(),
             [replica_environment(config, place, count, gpus) for place in range(count)],
@@ -113,6 +113,7 @@ def serve_replicas(config: EngineConfig, settings: ServerSettings, count: int, r
             max_connections=settings.max_connections, client_timeout=settings.client_timeout,
             cors_origins=settings.cors_origins, allowed_hosts=settings.allowed_hosts,
             ssl_certfile=settings.ssl_certfile, ssl_keyfile=settings.ssl_keyfile, drain_seconds=settings.drain_seconds,
+            shutdown_delay_seconds=settings.shutdown_delay_seconds,
             log_requests=settings.log_requests, log_format=settings.log_format, watch=watch,
             policy=routing.pop("routing_policy"), session_header=routing.pop("session_header").lower(), **routing)
 

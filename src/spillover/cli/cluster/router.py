@@ -75,6 +75,8 @@ def routing_options(command: Any) -> Any:
               help="The certificate's key (PEM), if it is not in the same file.")
 @click.option("--drain-seconds", default=30.0, show_default=True, type=click.FloatRange(min=0),
               help="Maximum time that running requests may take to end after Ctrl-C or SIGTERM.")
+@click.option("--shutdown-delay-seconds", default=0.0, show_default=True, type=click.FloatRange(min=0),
+              help="How long requests are still taken after SIGTERM, while /readyz says that the router is not ready.")
 @click.option("--log-requests/--no-log-requests", default=True, show_default=True, help="Log one line per request.")
 @click.option("--log-format", default="text", show_default=True, type=click.Choice(("text", "json")),
               help="How log lines are written to stderr.")
