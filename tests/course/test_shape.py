@@ -73,6 +73,7 @@ def test_what_does_not_count_or_is_not_there_decides_nothing(results: Path, left
     found = outcome(results, side(left, "device", 1))
     assert found.outcome == UNDECIDED
     assert told in found.text
+    assert ("which does not count" in found.text) == (left == "warm")  # its numbers are told all the same
 
 
 def test_same_is_an_expectation_too(results: Path) -> None:

@@ -41,7 +41,7 @@ def judge(run: CourseRun, expectation: Expectation) -> Outcome:
     for side in sides:
         why = next((each.why for each in side if each.why), "")
         if why or len(side) != 1:
-            return Outcome(expectation, UNDECIDED, why or f"{len(side)} values where one is asked for")
+            return Outcome(expectation, UNDECIDED, _told(sides, why or f"{len(side)} values where one is asked for"))
     left, right = sides[0][0], sides[1][0] if len(sides) > 1 else None
     if expectation.at_least is not None and not any(left.values) and (right is None or all(right.values)):
         return Outcome(expectation, FAILS, f"0 in every run; at least {_number(expectation.at_least)} asked", 0.0)
@@ -86,6 +86,14 @@ def _decided(expectation: Expectation, ratio: float, low: float, high: float, to
         asked = f"{_number(1 / room)} to {_number(room)} asked"
         outcome = HOLDS if 1 / room <= low and high <= room else FAILS if high < 1 / room or low > room else UNDECIDED
     return Outcome(expectation, outcome, f"{told}; {asked}", ratio, low, high)
+
+
+def _told(sides: Sequence[Sequence[Series]], why: str) -> str:
+    """Return why nothing is decided, after the number that was measured all the same."""
+    middles = [side[0].median or 0.0 for side in sides if len(side) == 1]
+    if len(middles) < len(sides) or not all(middles):
+        return why
+    return f"{_number(middles[0] / (1.0, *middles[1:])[-1])}, which does not count: {why}"
 
 
 def _middle(values: Sequence[float]) -> float:
