@@ -21,6 +21,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# The hundreds of processes that tests start import hundreds of modules each: these are compiled once, not in each.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None) is not None:
+    sys.dont_write_bytecode = False
+
 # Before Triton is loaded: without a GPU its kernels run in its interpreter.
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -106,6 +110,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def _the_same_numbers_every_time() -> None:
     """Whatever ran before, and in whatever order."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _small_pools() -> None:
+    from support.small_pools import install
+
+    install()
 
 
 @pytest.fixture(autouse=True)
