@@ -178,6 +178,7 @@ def test_usage_is_counted_by_the_names_of_keys_and_seen_by_their_owners(server: 
             "/usage", headers={"Authorization": f"Bearer {key}"}).json()["keys"]
         return found
 
+    ask(server, 60, KEYS["alice"])
     before = used("an-admin")
     usages = [ask(server, 70 + i // 2, KEYS["bob"], n=1 + i).json()["usage"] for i in range(3)]
     after = used("an-admin")
