@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from spillover.cli.cluster.certificate import check_certificate
 from spillover.cli.cluster.replicas import check_replicas, serve_replicas, visible_gpus
 from spillover.cli.cluster.router import routing_options
 from spillover.cli.config_file import config_file_option
@@ -163,7 +164,7 @@ def _settings(config: EngineConfig, options: dict[str, Any]) -> ServerSettings:
         KeyRing(options["api_keys"], options["api_key_file"])
     if options["otlp_traces_endpoint"] is not None:
         options["otlp_traces_endpoint"] = traces_endpoint(options["otlp_traces_endpoint"])
-    _check_certificate(options["ssl_certfile"], options["ssl_keyfile"])
+    check_certificate(options["ssl_certfile"], options["ssl_keyfile"])
     served = tuple(dict.fromkeys(" ".join(options["served_model_names"]).split())) or (_name(config.model),)
     limits = HangLimits(*(options.pop(f"engine_{name}_seconds") for name in ("degraded", "hang", "step")))
     stored = parse_bytes(options["response_store_bytes"], "--response-store-bytes")
@@ -171,21 +172,6 @@ def _settings(config: EngineConfig, options: dict[str, Any]) -> ServerSettings:
                                         "served_model_names": served, "limits": limits,
                                         "profiler_dir": profiler_dir and os.path.abspath(profiler_dir),
                                         "admin_routes": options["admin_routes"] or bool(options["admin_keys"])}))
-
-
-def _check_certificate(certificate: str | None, key: str | None) -> None:
-    import ssl
-
-    if certificate is None:
-        if key is not None:
-            raise SpilloverError("--ssl-keyfile needs --ssl-certfile, the certificate it belongs to")
-        return
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
-        raise SpilloverError(f"--ssl-certfile {certificate}{f' with --ssl-keyfile {key}' if key else ''} cannot be "
-                             f"used: {reason}; both are PEM files without a password") from None
 
 
 def _run(config: EngineConfig, settings: ServerSettings, listening: socket, address: str) -> None:

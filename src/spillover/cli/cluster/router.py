@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from spillover.cli.cluster.certificate import check_certificate
 from spillover.cli.config_file import config_file_option
 from spillover.errors import SpilloverError
 
@@ -102,6 +103,9 @@ def router(urls: tuple[str, ...], **options: Any) -> None:
 
     if not urls:
         raise SpilloverError("give the servers to route to, such as http://127.0.0.1:8001 http://127.0.0.1:8002")
+    if any(not key for key in (*options["api_keys"], *options["admin_keys"])):
+        raise SpilloverError("an API key is empty; leave --api-key out to route without one")
+    check_certificate(options["ssl_certfile"], options["ssl_keyfile"])
     key = options.pop("replica_api_key")
     upstreams = [Upstream(url, key) for url in urls]
     names = [each.url.partition("://")[2] for each in upstreams]
@@ -125,6 +129,12 @@ def router(urls: tuple[str, ...], **options: Any) -> None:
     set_up_logging(settings.log_format)
     with listen(settings.host, settings.port) as listening:
         address = address_of(listening, settings.host, settings.ssl_certfile is not None)
-        serve_router(settings, list(zip(names, upstreams, strict=True)), listening,
-                     on_ready=lambda: click.echo(f"{len(names)} servers are routed to at {address}/v1, by "
-                                                 f"{settings.policy}; {address}/replicas shows them. Ctrl-C stops."))
+
+        def announce() -> None:
+            click.echo(f"{len(names)} servers are routed to at {address}/v1, by {settings.policy}; {address}/replicas "
+                       "shows them. Ctrl-C stops.")
+            if not settings.api_keys and settings.host not in ("127.0.0.1", "localhost", "::1"):
+                click.secho("Anyone who can reach this machine can use the servers; --api-key requires a key.",
+                            fg="yellow")
+
+        serve_router(settings, list(zip(names, upstreams, strict=True)), listening, on_ready=announce)
