@@ -1,4 +1,4 @@
-"""`spill router` and routing flags of `spill serve`: what cannot be is refused in a sentence, before anything starts."""
+"""`spill router`, and the routing flags of `spill serve`: what cannot be is refused in a sentence, at once."""
 
 from __future__ import annotations
 
