@@ -88,7 +88,8 @@ def trace(path: Path, count: int, scale: int, rate: float) -> list[Request]:
     for row in rows:
         prompt = [1000 + (block * 7919 + place * 104_729) % 40_000
                   for block in row["hash_ids"] for place in range(size)]
-        made.append(Request(row["timestamp"] / last * count / rate, prompt[:max(1, min(8000, row["input_length"] // scale))],
+        length = max(1, min(8000, row["input_length"] // scale))  # of 8,192 that the replicas take
+        made.append(Request(row["timestamp"] / last * count / rate, prompt[:length],
                             max(1, min(64, row["output_length"] // scale))))
     return made
 
