@@ -137,7 +137,7 @@ def test_a_table_has_a_line_per_arm_and_says_what_is_missing(results: Path) -> N
     assert [name for name, _ in blocks.rows] == ["device", "host", "warm", "slow"]
     assert cell(blocks, "host").values == (96.0,)
     assert "vllm is not installed" in " ".join(blocks.notes)
-    assert rate.columns == ("8",)
+    assert rate.columns == ("batch size 8",)
     assert cell(rate, "latency").values == (300.0, 320.0, 400.0)
     assert all((cell(ratio, name).median or 0) > 1 for name, _ in ratio.rows)
     assert none.notes == ("not here",)

@@ -116,7 +116,8 @@ def _of_command(run: CourseRun, value: Value) -> Iterator[Series]:
         values = tuple(value.factor * sum(parts) for parts in zip(*lists, strict=False))
         if value.over:
             values = tuple(number / low for number, low in zip(values, below, strict=False) if low)
-        column = str(_at(result, value.each)) if value.each else ""
+        what = value.each.rpartition(".")[2].replace("_", " ")
+        column = f"{what} {_at(result, value.each)}" if value.each else ""
         yield Series(value.label or value.of, column, values,
                      why="" if values else f"{value.of} does not tell {value.names[0]}")
 
