@@ -76,6 +76,12 @@ def test_what_does_not_count_or_is_not_there_decides_nothing(results: Path, left
     assert ("which does not count" in found.text) == (left == "warm")  # its numbers are told all the same
 
 
+def test_an_experiment_that_has_only_begun_is_undecided(tmp_path: Path) -> None:
+    write_results(tmp_path / "week01-cpu" / "load", ("device", "host"), rates=(), blocks=3, passes=0)
+    found = outcome(tmp_path, side("host", "device", 1))
+    assert (found.outcome, found.text) == (UNDECIDED, "host has not been run on chats yet")
+
+
 def test_same_is_an_expectation_too(results: Path) -> None:
     for within, expected in ((0.9, HOLDS), (0.1, FAILS)):
         expectation = side("host", "device", 1)

@@ -60,7 +60,9 @@ def _of_cell(results: Results, cell: Mapping[str, Any], arm: str, workload: Mapp
     read = _monitored if value.kind == "monitor" else _metric
     found = [(read(results, visit, value), int(visit["pass"])) for visit in visits]
     known = [(number * value.factor, pass_) for number, pass_ in found if number is not None]
-    why = str(cell.get("reason") or "") if not visits else "" if known else f"{arm} does not tell {value.names[0]}"
+    why = "" if known else f"{arm} does not tell {value.names[0]}"
+    if not visits:
+        why = str(cell.get("reason") or f"{arm} has not been run on {workload['name']} yet")
     faults = [fault["reason"] for fault in cell.get("faults") or () if fault.get("metric") in (None, *value.names)]
     return Series(_row(arm, value), _column(workload), tuple(number for number, _ in known),
                   tuple(pass_ for _, pass_ in known), why or "; ".join(faults))
