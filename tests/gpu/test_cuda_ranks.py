@@ -181,7 +181,7 @@ def test_blocks_are_whole_in_the_tiers(flags: dict[str, Any], prompts: list[list
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     said: list[list[list[int]]] = []
     for turn, ranks in enumerate((TWO, {}, TWO)):
-        with LLM(folder, **{**OPTIONS, "num_gpu_blocks_override": 30, "dtype": "float32",
+        with LLM(folder, **{**OPTIONS, "num_gpu_blocks_override": 32, "dtype": "float32",
                             "host_memory": "8MB", "disk": [f"{tmp_path / 'kv'}:64MB"], "spill": "eager",
                             "restore": "always", **flags, **ranks}) as llm:
             for _ in range(2):

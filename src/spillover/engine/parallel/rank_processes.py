@@ -225,8 +225,8 @@ class RankProcesses:
                 self._why, self._expected = why, expected
                 os.write(self._ring, b"x")
             self._news.notify_all()
+        self.on_lost()  # before: a device may not let go of a rank while another's step waits for it
         self._kill()
-        self.on_lost()
 
     def _kill(self) -> None:
         for process in self._processes:
