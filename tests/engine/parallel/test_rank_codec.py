@@ -18,8 +18,11 @@ def pools_of(whole: torch.Tensor, size: int) -> list[tuple[torch.Tensor, range]]
     return [(whole[:, :, each.start:each.stop].clone(), each) for each in heads]
 
 
-@given(num_heads=st.sampled_from([1, 2, 4, 8]), stored=st.sampled_from([1, 2, 4, 8]), read=st.sampled_from([1, 2, 4, 8]),
-       seed=st.integers(0, 99), blocks=st.lists(st.integers(1, BLOCKS - 1), min_size=1, max_size=4, unique=True))
+COUNTS = st.sampled_from([1, 2, 4, 8])
+
+
+@given(num_heads=COUNTS, stored=COUNTS, read=COUNTS, seed=st.integers(0, 99),
+       blocks=st.lists(st.integers(1, BLOCKS - 1), min_size=1, max_size=4, unique=True))
 @settings(max_examples=60, deadline=None)
 def test_blocks_of_one_number_of_ranks_are_those_of_another(num_heads: int, stored: int, read: int, seed: int,
                                                             blocks: list[int]) -> None:
