@@ -58,6 +58,7 @@ class Answered:
     output_tokens: int
     complete: bool
     error: str = ""
+    token_times: tuple[float, ...] = ()  # when its tokens came, on the clock of the run
 
 
 def tenants(arguments: argparse.Namespace, draw: random.Random) -> list[Request]:
@@ -147,7 +148,8 @@ async def play(url: str, requests: Sequence[Request]) -> list[Answered]:
         details = usage.get("prompt_tokens_details") or {}
         return Answered(first, time.perf_counter() - begun, usage.get("prompt_tokens", 0),
                         details.get("cached_tokens", 0), usage.get("completion_tokens", 0), fine,
-                        "" if fine else error or text[:200].decode(errors="replace"))
+                        "" if fine else error or text[:200].decode(errors="replace"),
+                        tuple(at - begun for at, _ in pieces[:request.output_tokens]))
 
     return await asyncio.gather(*(one(request) for request in requests))
 

@@ -16,6 +16,7 @@ from spillover.cli.bench.bench import bench
 from spillover.cli.cache.cache import cache
 from spillover.cli.chat.chat import chat
 from spillover.cli.cluster.router import router
+from spillover.cli.cluster.simulate import simulate
 from spillover.cli.course import course
 from spillover.cli.demo.demo import demo
 from spillover.cli.draft import draft
@@ -84,8 +85,8 @@ def main() -> None:
     """
 
 
-for command in (demo, serve, router, chat, generate, plan, doctor, pull, export, quantize, draft, cache, pool, bench,
-                lab, course, evaluate):
+for command in (demo, serve, router, simulate, chat, generate, plan, doctor, pull, export, quantize, draft, cache, pool,
+                bench, lab, course, evaluate):
     main.add_command(command)
 
 

@@ -95,6 +95,7 @@ class Engine:
         self.runner = runner
         self.drafting = drafting
         self.events = events or NoStepEvents()
+        self.on_step: Callable[[Step, float], None] | None = None  # is told of every step and its seconds
         self.failed = False  # a step has raised: what was scheduled for it will never end
         self.num_steps = 0
         self.slots_held = 0  # token slots in running requests' blocks, summed over steps ...
@@ -166,7 +167,10 @@ class Engine:
             self.failed = True
             raise
         now = time.monotonic()
-        self.scheduler.observe_step(ended.step, now - max(started, self._ended_at))
+        seconds = now - max(started, self._ended_at)
+        self.scheduler.observe_step(ended.step, seconds)
+        if self.on_step is not None:
+            self.on_step(ended.step, seconds)
         self._ended_at = now
         return self.scheduler.finish(ended.step, result)
 

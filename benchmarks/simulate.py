@@ -1,0 +1,149 @@
+"""The simulator against real runs: one and two replicas behind the router, predicted and measured with the same trace.
+
+    python benchmarks/simulate.py --output-json benchmarks/results/simulator.json
+
+Replicas are `spill serve --load-format null --simulate-step`: true HTTP, scheduler, prefix cache, KV events and router,
+and steps that take a given time instead of a model, so the step costs are known and what is compared is all the rest:
+batching, caches, queues, routing. What a request takes outside of steps is measured first, with one request at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import math
+import random
+import shlex
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from router import BLOCK, Answered, Request, added, arrivals, play, reset, small_completion
+from server_process import ServerProcess, free_port
+
+from spillover.bench.provenance import provenance
+from spillover.cluster.simulate.arrivals import Arrival, BlockNames
+from spillover.cluster.simulate.batching import ReplicaSettings
+from spillover.cluster.simulate.calibration import FORMAT, WITHIN, errors
+from spillover.cluster.simulate.costs import given
+from spillover.cluster.simulate.report import summary
+from spillover.cluster.simulate.run import FleetSettings, simulate
+from spillover.plan.hardware import probe
+
+MEASURED = ("ttft_mean", "ttft_p50", "ttft_p95", "itl_mean", "itl_p95", "requests_per_second", "hit_rate")
+SETTINGS = ((1, "predicted"), (2, "predicted"), (2, "round-robin"))
+
+
+def tenants(arguments: argparse.Namespace, draw: random.Random, replicas: int) -> list[Request]:
+    """Tenants with a long prefix each, whose users ask in random order."""
+    prefixes = [_text(draw, arguments.prefix) for _ in range(arguments.tenants)]
+    asked = [tenant for tenant in range(arguments.tenants) for _ in range(arguments.users)]
+    draw.shuffle(asked)
+    times = arrivals(len(asked), replicas * arguments.rate, draw)
+    return [Request(at, prefixes[tenant] + _text(draw, arguments.question), arguments.output)
+            for at, tenant in zip(times, asked, strict=True)]
+
+
+def no_reuse(arguments: argparse.Namespace, draw: random.Random, replicas: int) -> list[Request]:
+    return [Request(at, _text(draw, draw.choice((64, 256, 1024))), arguments.output)
+            for at in arrivals(arguments.requests * replicas, replicas * arguments.rate, draw)]
+
+
+def _text(draw: random.Random, tokens: int) -> list[int]:
+    return [draw.randrange(1000, 40_000) for _ in range(tokens)]
+
+
+def measured(answers: Sequence[Answered]) -> dict[str, float]:
+    first = [each.ttft for each in answers if each.ttft is not None]
+    gaps = [after - before for each in answers for before, after in itertools.pairwise(each.token_times)]
+    seconds = max(each.finished for each in answers)
+    return {"ttft_mean": float(np.mean(first)), "ttft_p50": float(np.percentile(first, 50)),
+            "ttft_p95": float(np.percentile(first, 95)), "itl_mean": float(np.mean(gaps)),
+            "itl_p95": float(np.percentile(gaps, 95)), "requests_per_second": len(answers) / seconds,
+            "hit_rate": sum(each.cached_tokens for each in answers) / sum(each.prompt_tokens for each in answers)}
+
+
+def predicted(requests: Sequence[Request], settings: FleetSettings, step: str) -> dict[str, float]:
+    names, costs = BlockNames(BLOCK), given(step)
+    assert costs is not None
+    made = [Arrival(each.at, len(each.prompt), each.output_tokens, names.keys(_blocks(each.prompt)))
+            for each in requests]
+    found = summary(simulate(made, settings, costs.fit.costs))
+    return {name: found[name] for name in MEASURED}
+
+
+def _blocks(tokens: Sequence[int]) -> list[tuple[tuple[int, ...], int]]:
+    parts = [tuple(tokens[start:start + BLOCK]) for start in range(0, len(tokens), BLOCK)]
+    return [(part, len(part)) for part in parts]
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--step", default="20,0.1", help="--simulate-step of the replicas")
+    parser.add_argument("--blocks", type=int, default=4000, help="KV blocks of a replica")
+    parser.add_argument("--max-num-seqs", type=int, default=32)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=512)
+    parser.add_argument("--tenants", type=int, default=30)
+    parser.add_argument("--users", type=int, default=4)
+    parser.add_argument("--prefix", type=int, default=1200)
+    parser.add_argument("--question", type=int, default=240)
+    parser.add_argument("--output", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=100, help="without reuse, for each replica")
+    parser.add_argument("--rate", type=float, default=5.0, help="requests a second for each replica")
+    parser.add_argument("--output-json", type=Path)
+    arguments = parser.parse_args()
+    flags = ("--load-format", "null", "--simulate-step", arguments.step, "--max-model-len", "8192",
+             "--num-gpu-blocks-override", str(arguments.blocks), "--max-num-seqs", str(arguments.max_num_seqs),
+             "--max-num-batched-tokens", str(arguments.max_num_batched_tokens), "--enable-admin-routes",
+             "--no-log-requests")
+    costs = given(arguments.step)
+    assert costs is not None
+    points: list[dict[str, Any]] = []
+    outside = {"request_seconds": 0.0, "router_seconds": 0.0}
+    with ExitStack() as stack:
+        servers = []
+        for _ in range(2):
+            events = {"enable_kv_cache_events": True, "endpoint": f"tcp://127.0.0.1:{free_port()}",
+                      "replay_endpoint": f"tcp://127.0.0.1:{free_port()}"}
+            servers.append(stack.enter_context(ServerProcess(*flags, "--kv-events-config", json.dumps(events),
+                                                             environment={"OMP_NUM_THREADS": "1"})))
+        for replicas, policy in SETTINGS:
+            with ServerProcess(*(server.url for server in servers[:replicas]), "--routing-policy", policy,
+                               "--no-log-requests", command="router") as router:
+                await play(router.url, no_reuse(arguments, random.Random(1), 1)[:20])  # warm
+                if not points:
+                    idle = await added(servers[0], router, 60, small_completion)
+                    alone = costs.fit.costs.step + BLOCK * costs.fit.costs.prefill_token  # all but a block is cached
+                    outside = {"request_seconds": max(0.0, idle["direct_p50_ms"] / 1e3 - alone),
+                               "router_seconds": max(0.0, idle["added_p50_ms"] / 1e3)}
+                for workload, make in (("tenants", tenants), ("no reuse", no_reuse)):
+                    requests = make(arguments, random.Random(7), replicas)
+                    await reset(servers)
+                    real = measured(await play(router.url, requests))
+                    settings = FleetSettings(replicas, 0, policy, replica=ReplicaSettings(
+                        arguments.max_num_seqs, arguments.max_num_batched_tokens, BLOCK, arguments.blocks),
+                        request_seconds=outside["request_seconds"], router_seconds=outside["router_seconds"])
+                    made = predicted(requests, settings, arguments.step)
+                    wrong = errors(real, made)
+                    points.append({"workload": workload, "replicas": replicas, "policy": policy,
+                                   "requests": len(requests), "measured": real, "predicted": made, "errors": wrong})
+                    print(f"{workload:10}{replicas} x {policy:12}", "  ".join(
+                        f"{name} {real[name]:.4g} ({wrong.get(name, math.nan):+.1%})" for name in MEASURED))
+    result = {"format": FORMAT, "step": arguments.step, "outside": outside, "points": points}
+    worst = max(abs(point["errors"][name]) for point in points for name in ("ttft_mean", "requests_per_second"))
+    print(f"mean TTFT and throughput within {worst:.1%} of the measured; aim {WITHIN:.0%}: "
+          f"{'yes' if worst <= WITHIN else 'NO'}")
+    if arguments.output_json is not None:
+        result |= {"arguments": {name: value for name, value in vars(arguments).items() if name != "output_json"},
+                   **provenance(asdict(probe())), "command": shlex.join(["python", *sys.argv])}
+        arguments.output_json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
