@@ -13,7 +13,7 @@ from spillover.cluster.mirror import IndexState, Mirror
 from spillover.cluster.policy import POLICIES
 from spillover.cluster.replica import Flight, Told
 from spillover.cluster.simulate.arrivals import Arrival
-from spillover.cluster.simulate.batching import ReplicaSettings, SimulatedRequest, SimulatedReplica, SimulatedStep
+from spillover.cluster.simulate.batching import ReplicaSettings, SimulatedReplica, SimulatedRequest, SimulatedStep
 from spillover.cluster.simulate.block_cache import BlockCache
 from spillover.cluster.simulate.costs import StepCosts
 from spillover.memory.kv.event_wire import CPU
