@@ -1,6 +1,7 @@
 """The simulator against real runs: one and two replicas behind the router, predicted and measured with the same trace.
 
     python benchmarks/simulate.py --output-json benchmarks/results/simulator.json
+    python benchmarks/simulate.py --rate 7 --append --output-json benchmarks/results/simulator.json  # near saturation
 
 Replicas are `spill serve --load-format null --simulate-step`: true HTTP, scheduler, prefix cache, KV events and router,
 and steps that take a given time instead of a model, so the step costs are known and what is compared is all the rest:
@@ -97,6 +98,7 @@ async def main() -> None:
     parser.add_argument("--requests", type=int, default=100, help="without reuse, for each replica")
     parser.add_argument("--rate", type=float, default=5.0, help="requests a second for each replica")
     parser.add_argument("--output-json", type=Path)
+    parser.add_argument("--append", action="store_true", help="keep the points that the file has already")
     arguments = parser.parse_args()
     flags = ("--load-format", "null", "--simulate-step", arguments.step, "--max-model-len", "8192",
              "--num-gpu-blocks-override", str(arguments.blocks), "--max-num-seqs", str(arguments.max_num_seqs),
@@ -131,17 +133,21 @@ async def main() -> None:
                         request_seconds=outside["request_seconds"], router_seconds=outside["router_seconds"])
                     made = predicted(requests, settings, arguments.step)
                     wrong = errors(real, made)
-                    points.append({"workload": workload, "replicas": replicas, "policy": policy,
+                    points.append({"workload": workload, "rate": replicas * arguments.rate, "replicas": replicas, "policy": policy,
                                    "requests": len(requests), "measured": real, "predicted": made, "errors": wrong})
                     print(f"{workload:10}{replicas} x {policy:12}", "  ".join(
                         f"{name} {real[name]:.4g} ({wrong.get(name, math.nan):+.1%})" for name in MEASURED))
-    result = {"format": FORMAT, "step": arguments.step, "outside": outside, "points": points}
+    result: dict[str, Any] = {"format": FORMAT, "step": arguments.step, "outside": outside, "points": points}
     worst = max(abs(point["errors"][name]) for point in points for name in ("ttft_mean", "requests_per_second"))
     print(f"mean TTFT and throughput within {worst:.1%} of the measured; aim {WITHIN:.0%}: "
           f"{'yes' if worst <= WITHIN else 'NO'}")
     if arguments.output_json is not None:
         result |= {"arguments": {name: value for name, value in vars(arguments).items() if name != "output_json"},
                    **provenance(asdict(probe())), "command": shlex.join(["python", *sys.argv])}
+        if arguments.append and arguments.output_json.exists():
+            before = json.loads(arguments.output_json.read_text())
+            result["points"] = before.pop("points") + points
+            result["before"] = before
         arguments.output_json.write_text(json.dumps(result, indent=2) + "\n")
 
 

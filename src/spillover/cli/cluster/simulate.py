@@ -83,6 +83,9 @@ def simulate(trace: str, **options: Any) -> None:
     from spillover.cluster.simulate.report import assumptions, summary
     from spillover.cluster.simulate.run import simulate as play
 
+    for name in ("save_costs", "output_json"):
+        if options[name] is not None and not Path(options[name]).absolute().parent.is_dir():
+            raise SpilloverError(f"--{name.replace('_', '-')} {options[name]}: there is no such folder")
     shapes, notes = _shapes(trace, options)
     calibration = read_calibration(options["calibration"])
     splits = [_split(text) for text in options["splits"].split(",") if text.strip()]
@@ -117,7 +120,8 @@ def _shapes(path: str, options: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
     from spillover.bench.workloads.traces import Replay, read_azure, read_burstgpt, read_mooncake, trace_shapes
 
     replay = Replay(options["trace_limit"], options["trace_speedup"], options["trace_length_scale"])
-    kind = options["trace_format"] if options["trace_format"] != "auto" else _format(path)
+    seems = _format(path)
+    kind = options["trace_format"] if options["trace_format"] != "auto" else seems
     read = {"mooncake": read_mooncake, "azure": read_azure, "burstgpt": read_burstgpt}[kind]
     shapes, notes = trace_shapes(read(path), replay)
     shared = () if kind == "mooncake" else (f"The trace ({kind}) does not say which prompts begin alike: none do here",)

@@ -24,6 +24,7 @@ class Compared:
     workload: str
     replicas: int
     policy: str
+    rate: float  # requests a second
     errors: Mapping[str, float]  # predicted / measured - 1, by metric
 
 
@@ -44,7 +45,7 @@ class Calibration:
                  f"costs ({self.step} ms); aim {WITHIN:.0%}"]
         for point in self.points:
             each = ", ".join(f"{name} {error:+.1%}" for name, error in point.errors.items())
-            shown.append(f"  {point.workload}, {point.replicas} x {point.policy}: {each}")
+            shown.append(f"  {point.workload}, {point.rate:g} requests/s, {point.replicas} x {point.policy}: {each}")
         return shown
 
 
@@ -63,8 +64,9 @@ def read_calibration(path: str | None) -> Calibration | None:
         value: Any = json.loads(Path(path).read_text(encoding="utf-8"))
         if value["format"] != FORMAT:
             raise ValueError(f"its format is {value['format']!r}, not {FORMAT!r}")
-        points = tuple(Compared(str(each["workload"]), int(each["replicas"]), str(each["policy"]), errors(
-            each["measured"], each["predicted"])) for each in value["points"])
+        points = tuple(Compared(str(each["workload"]), int(each["replicas"]), str(each["policy"]),
+                                float(each["rate"]), errors(each["measured"], each["predicted"]))
+                       for each in value["points"])
         worst: dict[str, float] = {}
         for point in points:
             for name, error in point.errors.items():
