@@ -133,8 +133,9 @@ async def main() -> None:
                         request_seconds=outside["request_seconds"], router_seconds=outside["router_seconds"])
                     made = predicted(requests, settings, arguments.step)
                     wrong = errors(real, made)
-                    points.append({"workload": workload, "rate": replicas * arguments.rate, "replicas": replicas, "policy": policy,
-                                   "requests": len(requests), "measured": real, "predicted": made, "errors": wrong})
+                    points.append({"workload": workload, "rate": replicas * arguments.rate, "replicas": replicas,
+                                   "policy": policy, "requests": len(requests), "measured": real, "predicted": made,
+                                   "errors": wrong})
                     print(f"{workload:10}{replicas} x {policy:12}", "  ".join(
                         f"{name} {real[name]:.4g} ({wrong.get(name, math.nan):+.1%})" for name in MEASURED))
     result: dict[str, Any] = {"format": FORMAT, "step": arguments.step, "outside": outside, "points": points}

@@ -26,14 +26,17 @@ def measure_steps(model: str | None) -> Measured:
     from spillover.cluster.simulate.costs import Measured, fit
     from spillover.engine.requests.sampling_params import SamplingParams
 
-    config = EngineConfig(model=model, enable_prefix_caching=False)
-    vocabulary, rng, points = make_vocabulary(look_at(config)), np.random.default_rng(0), list[Point]()
+    config = EngineConfig(model=model, enable_prefix_caching=False, skip_tokenizer_init=True)
+    vocabulary, rng = make_vocabulary(look_at(config)), np.random.default_rng(0)
+    points: list[Point] = []
+    steps: list[tuple[Step, float]] = []
     with open_llm(config) as llm:
-        plan, steps = llm.plan, list[tuple[Step, float]]()
+        plan = llm.plan
         room = plan.num_blocks * plan.block_size
         params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True, temperature=0.0, detokenize=False)
-        for repeat, batch, prompt in itertools.product(range(2), BATCHES, PROMPTS):
-            if prompt + OUTPUT > plan.max_model_len or batch > plan.max_num_seqs or batch * (prompt + OUTPUT) > room:
+        lengths = sorted({min(length, plan.max_model_len - OUTPUT) for length in PROMPTS})
+        for repeat, batch, prompt in itertools.product(range(2), BATCHES, lengths):
+            if batch > plan.max_num_seqs or batch * (prompt + OUTPUT) > room:
                 continue
             steps.clear()
             llm.engine.on_step = lambda step, seconds: steps.append((step, seconds))

@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from spillover.cli.main import main
+from support.hf_reference import save_checkpoint, tiny_model
 
 MOONCAKE = "\n".join(json.dumps({"timestamp": 100 * place, "input_length": 600, "output_length": 5,
                                  "hash_ids": [0, place + 1]}) for place in range(8))
@@ -51,6 +52,22 @@ def test_a_trace_that_says_nothing_of_prefixes_has_no_reuse(here: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "does not say which prompts begin alike" in result.output
     assert json.loads((here / "out.json").read_text())["results"][0]["hit_rate"] == 0
+
+
+def test_costs_are_measured_with_a_model_and_kept(here: Path) -> None:
+    model, _ = tiny_model("llama", seed=3)
+    folder = save_checkpoint(model, here / "tiny")
+    result = run("trace.jsonl", "--costs", "measure", "--model", str(folder), "--save-costs", "costs.json",
+                 "--num-blocks", "500")
+    assert result.exit_code == 0, result.output
+    assert "measured steps fitted within" in result.output
+    costs = json.loads((here / "costs.json").read_text())
+    assert {point["decode_rows"] for point in costs["points"]} >= {1, 4, 16}
+    assert max(point["prefill_tokens"] for point in costs["points"]) >= 16
+    assert all(point["seconds"] > 0 for point in costs["points"])
+    assert costs["kv_bytes_per_token"] > 0
+    again = run("trace.jsonl", "--costs", "costs.json", "--num-blocks", "500", "--split", "1+1")
+    assert again.exit_code == 0, again.output
 
 
 @pytest.mark.parametrize(("text", "words"), [
