@@ -104,6 +104,17 @@ def test_one_endless_cache_finds_what_can_be_found(seed: int) -> None:
     assert outcome.device_tokens / outcome.prompt_tokens == pytest.approx(reusable(arrivals, SIZE))
 
 
+@given(seed=st.integers(0, 10**6))
+@settings(max_examples=10, deadline=None)
+def test_what_a_small_device_lost_is_found_in_host_memory(seed: int) -> None:
+    arrivals = [replace(each, at=10.0 * place) for place, each in enumerate(trace(seed, 40))]
+    outcome, _ = play(arrivals, FleetSettings(1, replica=ReplicaSettings(
+        num_blocks=50, host_blocks=1 << 30, host_block_seconds=1e-5)))
+    found = outcome.device_tokens + outcome.host_tokens
+    assert outcome.host_tokens
+    assert found / outcome.prompt_tokens == pytest.approx(reusable(arrivals, SIZE))
+
+
 @given(seed=st.integers(0, 10**6), blocks=st.sampled_from([60, 200, 1000]), host=st.sampled_from([0, 300]))
 @settings(max_examples=8, deadline=None)
 def test_no_fleet_finds_more_than_an_endless_cache(seed: int, blocks: int, host: int) -> None:

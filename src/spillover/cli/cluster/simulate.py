@@ -56,6 +56,8 @@ FORMATS = ("mooncake", "azure", "burstgpt")
 @click.option("--transfer-rate", default="20GB", show_default=True, metavar="SIZE",
               help="Bytes a second of KV from a replica that prefills to one that decodes; likewise.")
 @click.option("--kv-bytes-per-token", default=None, type=click.IntRange(min=1), help="[default: as measured]")
+@click.option("--request-seconds", default=None, type=click.FloatRange(min=0),
+              help="What a request takes outside of steps: HTTP, tokenising, router.  [default: as measured, else 0]")
 @click.option("--kv-events/--no-kv-events", default=True, show_default=True,
               help="Whether the router is told what replicas hold, or guesses.")
 @click.option("--replica-cost", default=None, type=click.FloatRange(min=0), metavar="PRICE",
@@ -192,9 +194,11 @@ def _settings(options: dict[str, Any], measured: Measured, splits: list[tuple[in
         raise SpilloverError("--host-rate and --transfer-rate are bytes a second, such as 20GB")
     replica = ReplicaSettings(chosen("max_num_seqs", 256), chosen("max_num_batched_tokens", 2048), size, blocks,
                               options["host_blocks"], (width or 0) * size / host if options["host_blocks"] else 0.0)
+    outside = options["request_seconds"]
+    own, router = (measured.request_seconds, measured.router_seconds) if outside is None else (outside, 0.0)
     fleets = [(each, 0) for each in options["replicas"]] + splits
-    return [FleetSettings(prefill, decode, policy, options["kv_events"], replica, measured.request_seconds,
-                          measured.router_seconds, (width or 0) / transfer if decode else 0.0)
+    return [FleetSettings(prefill, decode, policy, options["kv_events"], replica, own, router,
+                          (width or 0) / transfer if decode else 0.0)
             for prefill, decode in fleets for policy in options["policy"]]
 
 

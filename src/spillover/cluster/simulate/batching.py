@@ -52,7 +52,7 @@ class SimulatedRequest:
         self.generated = int(self.received)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Item:
     sequence: SimulatedRequest
     count: int  # tokens computed

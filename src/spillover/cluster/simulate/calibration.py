@@ -42,7 +42,7 @@ class Calibration:
         worst = max((abs(self.worst[name]) for name in COMPARED if name in self.worst), default=0.0)
         shown = [f"Error against real runs ({self.source}, {self.date[:10] or 'no date'}): mean TTFT and throughput "
                  f"within {worst:.1%} of the measured, {len(self.points)} runs of {sizes} replicas with known step "
-                 f"costs ({self.step} ms); aim {WITHIN:.0%}"]
+                 f"costs ({self.step} ms); aim {WITHIN:.0%}. The error of fitted step costs comes on top"]
         for point in self.points:
             each = ", ".join(f"{name} {error:+.1%}" for name, error in point.errors.items())
             shown.append(f"  {point.workload}, {point.rate:g} requests/s, {point.replicas} x {point.policy}: {each}")
