@@ -7,6 +7,7 @@ its blocks until the steps launched with it have ended; where blocks are short, 
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ class SimulatedRequest:
     number: int  # of its arrival
     prompt: int  # tokens
     limit: int  # tokens of the answer after which it ends here
-    keys: Sequence[int] = ()
+    keys: list[int] = field(default_factory=list)  # of its full blocks; those of its answer are added
     received: bool = False  # its prompt's KV has come from another replica, with the first token of the answer
     known: int = 0  # tokens, with those that launched steps will bring
     computed: int = 0
@@ -102,6 +103,7 @@ class SimulatedReplica:
         self._leaving: set[SimulatedRequest] = set()
         self._current: SimulatedStep | None = None
         self._next: SimulatedStep | None = None
+        self._answers = itertools.count(-1, -1)  # names of blocks of answers
         self._link_free = 0.0  # when the link from host memory has nothing more to bring
         self._watermark = int(WATERMARK * cache.capacity)
 
@@ -247,8 +249,10 @@ class SimulatedReplica:
                 self._leave(sequence)
 
     def _name(self, sequence: SimulatedRequest, tokens: int) -> None:
-        known, full = sequence.held.computed, min(tokens // self.settings.block_size, len(sequence.keys))
+        known, full = len(sequence.held.named), tokens // self.settings.block_size
         if known < full:
+            while len(sequence.keys) < full:  # of its answer: no prompt of a trace is known to have them
+                sequence.keys.append(next(self._answers))
             self.cache.name(sequence.held, sequence.keys[known:full])
 
     def _leave_when_idle(self, sequence: SimulatedRequest) -> None:
@@ -259,7 +263,7 @@ class SimulatedReplica:
 
     def _leave(self, sequence: SimulatedRequest) -> None:
         self._leaving.discard(sequence)
-        self.cache.release(sequence.held, sequence.computed // self.settings.block_size - sequence.held.computed)
+        self.cache.release(sequence.held)
         if sequence.status is Status.PREEMPTED:
             sequence.status, sequence.computed = Status.WAITING, 0
             self.waiting.appendleft(sequence)

@@ -4,7 +4,6 @@ Blocks of one request are released from its last one on, so what others share go
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -34,9 +33,7 @@ class Held:
     """Blocks of one request."""
 
     named: list[int] = field(default_factory=list)  # keys that others may find, in order, each counted once for it
-    private: int = 0  # blocks that nobody else can find: not computed yet, of the answer, or doubles
-
-    computed: int = 0  # leading blocks of the prompt that have been named, doubles included
+    private: int = 0  # blocks that nobody else can find: not computed yet, or doubles
     doubles: int = 0  # private ones whose key another block already had
 
 
@@ -49,7 +46,6 @@ class BlockCache:
         self._evictable: OrderedDict[int, None] = OrderedDict()  # used longest ago first
         self._host: OrderedDict[int, None] = OrderedDict()
         self._private = 0
-        self._answers = itertools.count(-1, -1)  # names of blocks of answers, which no prompt has
         self.evictions = 0
 
     @property
@@ -79,7 +75,6 @@ class BlockCache:
                 del self._evictable[key]
             self._users[key] += 1
             held.named.append(key)
-            held.computed += 1
             if key in self._host:
                 self._host.move_to_end(key)
 
@@ -109,22 +104,17 @@ class BlockCache:
                 self._private -= 1
                 new.append(key)
             held.named.append(key)
-            held.computed += 1
         if new:
             self._listener.store(GPU, new)
 
-    def release(self, held: Held, answer_blocks: int = 0) -> None:
-        """Take a request's blocks back; `answer_blocks` full ones of its answer are kept too, as the engine does."""
-        kept = [next(self._answers) for _ in range(min(answer_blocks, held.private - held.doubles))]
-        for key in reversed(kept):
-            self._users[key] = 0
-            self._evictable[key] = None
+    def release(self, held: Held) -> None:
+        """Take a request's blocks back; those with a name are kept until their room is needed."""
         for key in reversed(held.named):
             self._users[key] -= 1
             if not self._users[key]:
                 self._evictable[key] = None
         self._private -= held.private
-        held.named, held.private, held.computed, held.doubles = [], 0, 0, 0
+        held.named, held.private, held.doubles = [], 0, 0
 
     def check(self) -> None:
         """Assert what must always hold."""
@@ -138,17 +128,13 @@ class BlockCache:
         for key in gone:
             del self._users[key]
         self.evictions += count
-        told = [key for key in gone if key > 0]
-        if told:
-            self._listener.remove(GPU, told)
+        self._listener.remove(GPU, gone)
         if not self.host_capacity:
             return
         new = [key for key in gone if key not in self._host]
         for key in gone:
             self._host[key] = None
             self._host.move_to_end(key)
-        self._listener.store(CPU, [key for key in new if key > 0])
+        self._listener.store(CPU, new)
         while len(self._host) > self.host_capacity:
-            key, _ = self._host.popitem(last=False)
-            if key > 0:
-                self._listener.remove(CPU, (key,))
+            self._listener.remove(CPU, (self._host.popitem(last=False)[0],))

@@ -160,7 +160,8 @@ class _Simulation:
         outcome.served[place] += 1
         outcome.prompt_tokens += arrival.tokens
         self._open[number] = _Open(self.fleet.send(prompt, decision, now), place)
-        sequence = SimulatedRequest(number, arrival.tokens, 1 if self.decoders else arrival.output_tokens, arrival.keys)
+        sequence = SimulatedRequest(number, arrival.tokens, 1 if self.decoders else arrival.output_tokens,
+                                    list(arrival.keys))
         self._at(now + self.settings.router_seconds + self.settings.request_seconds,
                  lambda now: self.servers[place].add(sequence, now))
 
@@ -228,6 +229,6 @@ class _Simulation:
     def _hand_over(self, sequence: SimulatedRequest, arrival: Arrival) -> None:
         """Let another replica decode, as soon as the last of the prompt's KV has come."""
         opened = self._open[sequence.number]
-        received = SimulatedRequest(sequence.number, arrival.tokens, arrival.output_tokens, arrival.keys, received=True)
+        received = SimulatedRequest(sequence.number, arrival.tokens, arrival.output_tokens, list(arrival.keys), True)
         self._at(max(self._link_free[opened.place], opened.last),
                  lambda now: self.decoders[opened.target].add(received, now))
