@@ -25,6 +25,8 @@ log = logging.getLogger("spillover.router")
 TEXT = "text"  # the key space of servers whose tokens are not known
 CHUNK = 64  # bytes of text that count as a block
 CHUNK_TOKENS = 16  # that such a chunk has, about
+_OF_ANSWERS = ("n", "best_of", "echo", "logprobs", "top_logprobs", "prompt_logprobs", "min_tokens", "stop",
+               "stream_options", "max_tokens", "response_format", "structured_outputs", "store")
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,21 @@ def read_prompt(path: str, body: bytes, session: str | None, spaces: Mapping[str
         tokens = next((len(each.keys) * CHUNK_TOKENS for each in keys.values()), len(body) // 4)
     return Prompt(tokens, keys, session or _text(value.get("prompt_cache_key")), model,
                   output if isinstance(output, int) and output > 0 else None)
+
+
+def prompt_only(body: bytes) -> bytes | None:
+    """Return a request that computes the same prompt and one token; None if the body cannot be read."""
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    if not isinstance(value, dict):
+        return None
+    for name in _OF_ANSWERS:
+        value.pop(name, None)
+    length = "max_completion_tokens" if "max_completion_tokens" in value else (
+        "max_output_tokens" if "input" in value else "max_tokens")
+    return msgspec.json.encode({**value, length: 1, "stream": False})
 
 
 def _token_ids(path: str, value: Mapping[str, Any], space: TokenSpace) -> Sequence[int] | None:

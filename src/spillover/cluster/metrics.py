@@ -30,6 +30,8 @@ class RouterMetrics:
                               registry=self._registry)
         self.cached = Counter(PREFIX + "cached_tokens", "Prompt tokens expected in a cache, and those that answers "
                               "told of.", ["replica", "by"], registry=self._registry)
+        self.apart = Counter(PREFIX + "prefills_apart", "Prompts that a replica was to compute for another, by what "
+                             "became of it.", ["replica", "outcome"], registry=self._registry)
         self.decision = Histogram(PREFIX + "decision_seconds", "Time to choose a replica, of known tokens.",
                                   buckets=_DECISION, registry=self._registry)
         self.prepare = Histogram(PREFIX + "prepare_seconds", "Time to read a request and make its block keys.",

@@ -9,13 +9,14 @@ import logging
 import re
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
+from spillover.cluster.disaggregate import split
 from spillover.cluster.fleet import Decision, Fleet, Prompt
-from spillover.cluster.keys import read_prompt
+from spillover.cluster.keys import prompt_only, read_prompt
 from spillover.cluster.metrics import RouterMetrics
 from spillover.cluster.replica import Flight, Replica
 from spillover.cluster.settings import RouterSettings
@@ -107,6 +108,7 @@ class Proxy:
             if not counted:
                 self.fleet.count(prompt, decision)
                 counted = True
+            decision = await self._prefill(scope, body, prompt, decision, tried)
             scope["spillover.route"] = Route(decision.replica.name, attempt + 1)
             kind = "no_answer"
             try:
@@ -157,6 +159,32 @@ class Proxy:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(left, 0.5)):
                     await self._changed.wait()
+
+    async def _prefill(self, scope: Scope, body: bytes, prompt: Prompt, decision: Decision,
+                       tried: list[Replica]) -> Decision:
+        """Let another replica compute the prompt first, where that is sooner. Whatever becomes of it, the request goes
+        on: what the other has not brought to the pool is computed where it is decoded."""
+        if self._settings.disaggregation == "never" or tried:
+            return decision
+        chosen = split(self.fleet, prompt, decision, clock(), self._settings.disaggregation)
+        asked = prompt_only(body) if chosen is not None else None
+        if chosen is None or asked is None:
+            return decision
+        replica = chosen.prefill.replica
+        flight, outcome = self.fleet.send(replace(prompt, session=None), chosen.prefill, clock()), "failed"
+        try:
+            answer, _ = await self._watchers[replica.place].upstream.fetch(
+                "POST", _target(scope), self._headers(scope), asked, timeout=chosen.seconds)
+            if answer.status == 200:
+                outcome = "computed"
+                self.fleet.begin(flight, clock())
+        except NoAnswer as error:
+            log.info("%s: %s did not compute the prompt: %s", scope["request_id"], replica.name, error)
+        finally:
+            self.fleet.end(flight, clock())
+            self._changed.set()
+        self._metrics.apart.labels(replica.name, outcome).inc()
+        return chosen.decode if outcome == "computed" and chosen.decode.replica.usable(clock()) else decision
 
     async def _attempt(self, scope: Scope, send: Send, body: bytes, prompt: Prompt, decision: Decision,
                        arrived: float) -> tuple[Answer, bytes] | None:

@@ -89,6 +89,8 @@ class Told:
     device_blocks_used: int | None = None
     waiting_tokens: int = 0  # of prompts, of all its clients
     running: int = 0
+    pool: str | None = None  # that computed blocks go to at once, and that replicas which name it share
+    pool_block_seconds: float = 0.0  # to bring one block from there
 
 
 class Replica:

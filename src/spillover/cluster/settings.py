@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from spillover.cluster.disaggregate import Mode
 from spillover.cluster.watch import WatchSettings
 from spillover.server.telemetry.logs import LogFormat
 
@@ -13,6 +14,7 @@ class RouterSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     policy: str = "predicted"
+    disaggregation: Mode = "never"  # prompts computed at another replica than the one that decodes
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # empty: no key is asked for
     admin_keys: tuple[str, ...] = field(default=(), repr=False)  # for draining; empty: as for the others
     pass_keys: bool = True  # send the client's Authorization on; False: the replicas' own key takes its place

@@ -199,7 +199,7 @@ def told(info: KvInfo) -> Told:
     return Told(info.prefill_token_seconds,
                 {tier.medium: tier.block_seconds for tier in info.tiers if tier.block_seconds is not None},
                 info.max_num_seqs, info.device_blocks, info.device_blocks_used, info.waiting_prompt_tokens,
-                info.num_running)
+                info.num_running, info.pool, info.pool_block_seconds or 0.0)
 
 
 class Spaces:

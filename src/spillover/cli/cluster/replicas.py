@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 MOST = 64
 
 
-def check_replicas(config: EngineConfig, count: int, gpus: list[str]) -> None:
-    """Refuse what several servers cannot share; before anything is loaded."""
+def check_replicas(config: EngineConfig, count: int, gpus: list[str], disaggregation: str = "never") -> EngineConfig:
+    """Refuse what several servers cannot share, before anything is loaded; returns the flags of each."""
     if not 1 <= count <= MOST:
         raise SpilloverError(f"--replicas is from 1 to {MOST}; got {count}")
     if config.kv_events_config is not None:
@@ -36,6 +36,12 @@ def check_replicas(config: EngineConfig, count: int, gpus: list[str]) -> None:
     if on_cards and count > len(gpus) and config.gpu_memory is None and config.num_gpu_blocks_override is None:
         raise SpilloverError(f"{count} replicas share {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}: say with "
                              "--gpu-memory how much each may take")
+    if disaggregation == "never":
+        return config
+    if config.host_pool is None or count < 2:
+        raise SpilloverError(f"--disaggregation {disaggregation} needs two replicas or more and a --host-pool, through "
+                             "which the KV of prompts travels (`spill pool serve` starts one)")
+    return dataclasses.replace(config, spill="eager")  # blocks go to the pool as soon as they are computed
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ, folder: str = "/proc/driver/nvidia/gpus") -> list[str]:

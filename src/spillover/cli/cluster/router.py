@@ -12,6 +12,7 @@ from spillover.cli.config_file import config_file_option
 from spillover.errors import SpilloverError
 
 POLICIES = ("predicted", "prefix", "least-load", "round-robin")
+MODES = ("never", "auto", "always")  # as cluster/disaggregate.py has them; not imported, for quick --help
 
 
 def routing_options(command: Any) -> Any:
@@ -22,6 +23,10 @@ def routing_options(command: Any) -> Any:
                          help="Which server gets a request: the one with the least predicted time to the first token, "
                               "the one with the longest cached prefix, the one with the fewest requests, or each in "
                               "turn."),
+            click.option("--disaggregation", default="never", show_default=True, type=click.Choice(MODES),
+                         help="Whether a prompt may be computed by another server than the one that decodes its "
+                              "answer; auto: where people are predicted to wait less, in all. Servers must share a "
+                              "--host-pool and have --spill eager."),
             click.option("--session-header", default="X-Session-Id", show_default=True, metavar="NAME",
                          help="Header whose value keeps a client's requests on one server where that costs little."),
             click.option("--retries", default=3, show_default=True, type=click.IntRange(0, 10),

@@ -7,6 +7,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from spillover.memory.kv.event_wire import CPU, STORAGE
+from spillover.memory.shared_pool.wire import socket_path
 from spillover.memory.spill.report import TierReport
 from spillover.server.api.documents import refusals
 from spillover.server.front import Front, front_of
@@ -43,6 +44,10 @@ def info_of(front: Front) -> KvInfo:
         device_blocks_used=now.blocks_total - now.blocks_free,
         tiers=[KvTier(medium=MEDIA[tier.name], block_seconds=_block_seconds(tier, plan.slot_bytes))
                for tier in now.kv_tiers if tier.name in MEDIA],
+        pool=str(socket_path(info.config.host_pool)) if info.config.host_pool is not None
+        and info.config.spill == "eager" else None,
+        pool_block_seconds=next((_block_seconds(tier, plan.slot_bytes) for tier in now.kv_tiers
+                                 if tier.name == "pool"), None),
         events=None if events is None else KvEvents(endpoint=events.endpoint, replay_endpoint=events.replay_endpoint,
                                                     topic=events.topic),
         tokenizer=None if client.tokenizer is None else str(info.config.tokenizer or info.model_path),

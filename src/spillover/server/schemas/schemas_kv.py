@@ -27,6 +27,8 @@ class KvInfo(AnswerModel):
     device_blocks: int
     device_blocks_used: int  # held by requests or kept for reuse
     tiers: list[KvTier]
+    pool: str | None = None  # the shared pool that blocks go to as soon as they are computed; None: there is none
+    pool_block_seconds: float | None = None  # to bring one block from there; None: nothing was moved yet
     events: KvEvents | None  # None: none are published
     tokenizer: str | None  # folder or file on the server's machine; None: there is no tokenizer
     tokenizer_digest: str | None  # of what it makes of a text, and of the chat template

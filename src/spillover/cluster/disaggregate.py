@@ -1,0 +1,69 @@
+"""Prefill and decode apart: whether a prompt is computed at another replica than the one that decodes its answer.
+
+Nothing is paired: the first replica computes the prompt and forgets it, its blocks go to a pool that both share, and
+the second finds them there as it finds any prefix. Whatever is not there is computed, so a replica that dies costs time
+and nothing else. What is weighed is the time that people wait: for the first token of this answer, and for the next
+token of every answer that is held up by computing it. No I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Literal, NamedTuple
+
+from spillover.cluster.fleet import Decision, Fleet, Prompt
+from spillover.cluster.predict import alike
+from spillover.cluster.replica import Replica
+
+Mode = Literal["never", "auto", "always"]
+MODES: tuple[Mode, ...] = ("never", "auto", "always")
+ASK_SECONDS = 0.005  # that a second request costs: its way, its admission and one step
+LEAST_BLOCKS = 4  # of a prompt that are to be computed; fewer are not worth two requests
+PATIENCE = 4.0  # times the predicted seconds that the first replica gets, ...
+LEAST_PATIENCE = 2.0  # ... and at least these; then the second computes the prompt itself
+
+
+class Split(NamedTuple):
+    """A prompt that is computed somewhere else first."""
+
+    prefill: Decision
+    decode: Decision  # as predicted once the blocks are in the pool
+    seconds: float  # to wait for the first replica
+
+
+def split(fleet: Fleet, prompt: Prompt, decision: Decision, now: float, mode: Mode,
+          exclude: Collection[Replica] = ()) -> Split | None:
+    """Return where to compute a prompt whose answer `decision` says who decodes; None: there as well."""
+    decoder, keys = decision.replica, decision.keys
+    pool, size = decoder.told.pool, keys.block_size
+    new = len(keys.keys) - decision.first  # whole blocks to compute
+    if mode == "never" or pool is None or new < LEAST_BLOCKS:
+        return None
+    others = [replica for replica in fleet.replicas
+              if replica is not decoder and replica.usable(now) and replica.told.pool == pool
+              and fleet.spaces[replica.place] == fleet.spaces[decoder.place] and replica not in exclude]
+    if not others:
+        return None
+    rates = alike([replica.rates for replica in (decoder, *others)])
+    token = rates[0].token_seconds
+    load = decoder.load(now)
+    bring = new * decoder.told.pool_block_seconds
+    rest = (prompt.tokens - len(keys.keys) * size) * token  # behind the last whole block
+    together = decision.prediction.first_token + load.running * decision.prediction.work
+    best: Split | None = None
+    least = together if mode == "auto" else float("inf")
+    matches = fleet.index.match(keys.keys, [replica.place for replica in others])
+    for replica, rate in zip(others, rates[1:], strict=True):
+        there, busy = matches[replica.place].blocks, replica.load(now)
+        compute = max(prompt.tokens - there * size, 1) * rate.token_seconds
+        first = decision.prediction._replace(queue=busy.backlog_seconds, restore=0.0, compute=compute,
+                                             cached_tokens=there * size, least=rate.least_seconds)
+        second = decision.prediction._replace(restore=decision.prediction.restore + bring, compute=rest,
+                                              cached_tokens=len(keys.keys) * size)
+        apart = (first.first_token + ASK_SECONDS + second.first_token + busy.running * compute
+                 + load.running * second.work)
+        if apart < least:
+            least = apart
+            best = Split(Decision(replica, first, keys, there), decision._replace(prediction=second),
+                         max(LEAST_PATIENCE, PATIENCE * first.first_token))
+    return best

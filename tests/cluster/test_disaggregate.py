@@ -1,0 +1,185 @@
+"""Prefill and decode apart: when a prompt is computed elsewhere, and that nothing is lost where that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spillover.cli.cluster.replicas import check_replicas
+from spillover.cli.cluster.router import MODES as OFFERED
+from spillover.cluster.disaggregate import LEAST_BLOCKS, MODES, Mode, split
+from spillover.cluster.fleet import Fleet, Keys, Prompt
+from spillover.cluster.keys import TEXT, prompt_only
+from spillover.cluster.policy import LeastLoad
+from spillover.cluster.replica import Told
+from spillover.cluster.serve import Router
+from spillover.engine.config import EngineConfig
+from spillover.errors import SpilloverError
+from support.fake_replica import FakeReplica, routed
+from support.pool_process import PoolProcess
+from support.running_server import running, until
+from support.text_model import TEXT as WORDS
+from support.text_model import write_text_model
+
+BLOCK = 16
+
+
+def fleet_of(count: int, pool_seconds: float = 0.0, token_seconds: float = 1e-3) -> Fleet:
+    fleet = Fleet(LeastLoad())
+    for place in range(count):
+        replica = fleet.add(f"r{place}")
+        replica.ready = True
+        replica.tell(Told(token_seconds, pool="/pool", pool_block_seconds=pool_seconds))
+    return fleet
+
+
+def decided(fleet: Fleet, blocks: int, running: tuple[int, ...], mode: Mode) -> tuple[str, str | None]:
+    """Return who decodes a prompt of new blocks, and who computes it first, where replicas decode this much."""
+    for replica, count in zip(fleet.replicas, running, strict=True):
+        replica.tell(Told(1e-3, pool=replica.told.pool, pool_block_seconds=replica.told.pool_block_seconds,
+                          running=count))
+    prompt = Prompt(blocks * BLOCK + 3, {TEXT: Keys(range(1000, 1000 + blocks), BLOCK)})
+    decision = fleet.decide(prompt, 0.0)
+    assert decision is not None
+    found = split(fleet, prompt, decision, 0.0, mode)
+    if found is not None:
+        assert found.decode.replica is decision.replica
+        assert found.prefill.replica is not decision.replica
+        assert found.seconds >= 2
+    return decision.replica.name, None if found is None else found.prefill.replica.name
+
+
+@given(blocks=st.integers(1, 400), pool=st.floats(0, 0.1), running=st.lists(st.integers(0, 50), min_size=3, max_size=3))
+@settings(max_examples=60, deadline=None)
+def test_auto_is_apart_only_where_people_wait_less(blocks: int, pool: float, running: list[int]) -> None:
+    """Computing holds up who decodes there; bringing blocks takes time."""
+    fleet = fleet_of(3, pool)
+    decoder, first = decided(fleet, blocks, (running[0], running[1], running[2]), "auto")
+    if first is None:
+        return
+    assert blocks >= LEAST_BLOCKS
+    busy = {f"r{place}": count for place, count in enumerate(running)}
+    compute = (blocks * BLOCK + 3) * 1e-3
+    assert busy[first] * compute + blocks * pool < busy[decoder] * compute
+
+
+def test_a_prompt_goes_away_from_who_decodes_and_stays_where_nobody_does() -> None:
+    fleet = fleet_of(2)
+    fleet.replicas[1].draining = False
+    assert decided(fleet, 64, (0, 0), "auto")[1] is None  # nobody is held up
+    assert decided(fleet, 64, (0, 0), "always")[1] is not None
+    assert decided(fleet, 64, (0, 0), "never")[1] is None
+    assert decided(fleet, LEAST_BLOCKS - 1, (9, 9), "always")[1] is None
+    # The one with room for an answer decodes, the other one has few to hold up.
+    fleet.replicas[1].draining = True
+    assert decided(fleet, 64, (9, 1), "always") == ("r0", None)
+    fleet.replicas[1].draining = False
+    fleet.replicas[1].told = Told(1e-3, pool="/another")
+    assert split(fleet, *_asked(fleet), 0.0, "always") is None  # they share nothing
+
+
+def _asked(fleet: Fleet) -> tuple[Prompt, Any]:
+    prompt = Prompt(999, {TEXT: Keys(range(62), BLOCK)})
+    return prompt, fleet.decide(prompt, 0.0)
+
+
+BODY = {"model": "fake", "prompt": "Once upon a time " * 200, "stream": True, "max_tokens": 7, "n": 2, "stop": ["x"]}
+Scene = Callable[[httpx.AsyncClient, list[FakeReplica], Router], Awaitable[None]]
+
+
+def play(scene: Scene, count: int = 2) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(30), routed(count, disaggregation="always") as (client, replicas, router):
+            for replica in router.fleet.replicas:
+                replica.told = Told(1e-4, pool="/pool")
+            await scene(client, replicas, router)
+            assert not any(replica.flights for replica in router.fleet.replicas)
+
+    asyncio.run(main())
+
+
+def answered_by(answer: httpx.Response) -> str:
+    assert answer.status_code == 200
+    found: str = next(json.loads(line[6:])["from"] for line in answer.text.splitlines() if line.startswith("data: {"))
+    return found
+
+
+def test_the_prompt_is_computed_first_and_the_answer_is_the_others() -> None:
+    async def scene(client: httpx.AsyncClient, replicas: list[FakeReplica], router: Router) -> None:
+        decoder = answered_by(await client.post("/v1/completions", json=BODY))
+        first, second = sorted(replicas, key=lambda replica: replica.name == decoder)
+        assert first.bodies == [{"model": "fake", "prompt": BODY["prompt"], "max_tokens": 1, "stream": False}]
+        assert second.bodies == [BODY]
+        assert f'prefills_apart_total{{outcome="computed",replica="{first.name}"}} 1.0' in (
+            await client.get("/metrics")).text
+
+    play(scene)
+
+
+@pytest.mark.parametrize("how", ["refuse", "busy", "drop"])
+def test_whatever_becomes_of_the_first_the_answer_comes(how: str) -> None:
+    async def scene(client: httpx.AsyncClient, replicas: list[FakeReplica], router: Router) -> None:
+        decoder = answered_by(await client.post("/v1/completions", json=BODY))
+        for replica in replicas:
+            if replica.name != decoder:
+                replica.how = how
+        for turn in range(4):
+            answered_by(await client.post("/v1/completions", json=BODY | {"prompt": f"{turn} " * 2000}))
+        assert "failed" in (await client.get("/metrics")).text
+
+    play(scene)
+
+
+@pytest.mark.parametrize(("body", "asked"), [
+    ({"prompt": [1, 2], "max_tokens": 9, "temperature": 1}, {"prompt": [1, 2], "temperature": 1, "max_tokens": 1}),
+    ({"messages": [], "max_completion_tokens": 9, "tools": [1]}, {"messages": [], "max_completion_tokens": 1,
+                                                                  "tools": [1]}),
+    ({"input": "x", "max_output_tokens": 9, "store": True}, {"input": "x", "max_output_tokens": 1}),
+])
+def test_the_first_request_asks_for_the_prompt_and_one_token(body: dict[str, Any], asked: dict[str, Any]) -> None:
+    made = prompt_only(json.dumps(body).encode())
+    assert made is not None
+    assert json.loads(made) == asked | {"stream": False}
+    assert prompt_only(b"[1]") is prompt_only(b"{") is None
+
+
+def test_replicas_that_share_no_pool_are_refused_in_a_sentence() -> None:
+    assert OFFERED == MODES
+    for config, count in ((EngineConfig(), 2), (EngineConfig(host_pool="/tmp/pool"), 1)):
+        with pytest.raises(SpilloverError, match="needs two replicas or more and a --host-pool"):
+            check_replicas(config, count, [], "auto")
+    assert check_replicas(EngineConfig(host_pool="/tmp/pool"), 2, [], "auto").spill == "eager"
+
+
+def test_blocks_travel_through_a_pool_between_real_replicas(tmp_path: Path) -> None:
+    """Also when the pool's owner has died: what is not there is computed, and says the same."""
+    write_text_model(tmp_path)
+    flags = ("--device", "cpu", "--max-model-len", "2048", "--num-gpu-blocks-override", "600", "--restore", "always")
+    with PoolProcess(64 << 20) as pool, running(
+            str(tmp_path), "--replicas", "2", *flags, "--host-pool", str(pool.path), "--disaggregation", "always"
+    ) as server, server.http() as http:
+        until(lambda: all(each["index_state"] == "exact" for each in http.get("/replicas").json()["replicas"]))
+
+        def answer(place: int, **fields: Any) -> tuple[str, int]:
+            asked = [{"role": "user", "content": f"Conversation {place % 4}. {WORDS[:800]}"}]
+            reply = http.post("/v1/chat/completions", json={"messages": asked, "max_tokens": 6, "temperature": 0,
+                                                            "ignore_eos": True, **fields})
+            assert reply.status_code == 200, reply.text
+            body = reply.json()
+            return (body["choices"][0]["message"]["content"],
+                    body["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        apart = [answer(place) for place in range(4)]
+        assert sum(cached for _, cached in apart) > 0, "nothing was found of what the others had computed"
+        assert server.metrics_total("router_prefills_apart_total") >= 3
+        pool.kill()
+        alone = [answer(place, cache_salt="another") for place in range(4)]
+        assert [text for text, _ in alone] == [text for text, _ in apart]
