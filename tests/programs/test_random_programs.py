@@ -134,7 +134,8 @@ def test_random_programs_say_what_a_plain_interpreter_says_and_compute_each_bloc
     state = runnable(steps, found).run(backend=recorded, timeout=120)
     counts = state.tokens_by_source()
     assert counts.total == sum(len(each.ids) for each in recorded.asked)
-    assert counts.device == findable(recorded.asked, inner.gate.block_size)
+    size = inner.gate.block_size  # what one branch generates another may ask for at that moment
+    assert findable(recorded.asked, size, settled=True) <= counts.device <= findable(recorded.asked, size)
     reference = Reference(llm)
     reference.walk([], "", steps, "main")
     assert {path: state.text() for path, state in branches(found).items()} == reference.texts

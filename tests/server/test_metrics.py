@@ -28,7 +28,7 @@ from spillover.server.engine.protocol import LiveStats
 from spillover.server.settings import ServerSettings
 from spillover.server.telemetry.metrics import SOURCES, EngineTotals, Metrics, TokenCounts, WeightedHistogram
 from spillover.server.telemetry.recorder import KEPT_REQUESTS, RateHistory, Recorder
-from support.running_server import Server, running
+from support.running_server import Server, running, until
 from support.stub_client import StubClient
 
 # What dashboards made for vLLM ask for.
@@ -368,6 +368,7 @@ def test_what_clients_are_told_is_what_is_counted(null_server: Server) -> None:
 def test_routers_are_told_what_they_predict_with(null_server: Server) -> None:
     with null_server.http() as http:
         http.post("/v1/completions", json={"prompt": [7] * 512, "max_tokens": 1}).raise_for_status()
+        until(lambda: http.get("/kv/info").json()["prefill_token_seconds"] is not None)  # told with the next numbers
         told = http.get("/kv/info").json()
         assert http.get("/kv/info").json()["instance"] == told["instance"]
     assert (told["block_size"], told["windows"], told["events"], told["tiers"]) == (16, [None], None, [])

@@ -18,6 +18,7 @@ class Asked:
     ids: list[int]
     usable: int
     generated: list[int]
+    begun_before_its_end: int = 0  # requests that had begun when this one ended
 
 
 class RecordingBackend:
@@ -52,6 +53,8 @@ class RecordingBackend:
             self._end(1)
         self._count(answer.counts)
         note.generated = list(answer.token_ids or ())
+        with self._lock:
+            note.begun_before_its_end = len(self.asked)
         return answer
 
     def score(self, prompts: Sequence[list[int]], start: int, lifetime: Lifetime) -> list[Score]:
@@ -84,14 +87,21 @@ class RecordingBackend:
             self.open -= count
 
 
-def findable(asked: Sequence[Asked], block_size: int) -> int:
-    """Return how many prompt tokens these requests, one after another, would find in an endless cache."""
+def findable(asked: Sequence[Asked], block_size: int, settled: bool = False) -> int:
+    """Return how many prompt tokens these requests, one after another, would find in an endless cache. `settled`: only
+    what had been generated for certain by then, by requests that had ended."""
     known: set[tuple[int, ...]] = set()
     found = 0
-    for each in asked:
+    for place, each in enumerate(asked):
+        for before in asked[:place] if settled else ():
+            if before.begun_before_its_end <= place:
+                known.update(_blocks([*before.ids, *before.generated[:-1]], block_size))
         usable = each.usable // block_size
         found += block_size * next(
             (count for count in range(usable) if tuple(each.ids[:(count + 1) * block_size]) not in known), usable)
-        whole = [*each.ids, *each.generated[:-1]]
-        known.update(tuple(whole[:end]) for end in range(block_size, len(whole) + 1, block_size))
+        known.update(_blocks(each.ids if settled else [*each.ids, *each.generated[:-1]], block_size))
     return found
+
+
+def _blocks(ids: Sequence[int], size: int) -> set[tuple[int, ...]]:
+    return {tuple(ids[:end]) for end in range(size, len(ids) + 1, size)}
