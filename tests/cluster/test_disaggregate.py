@@ -73,13 +73,11 @@ def test_auto_is_apart_only_where_people_wait_less(blocks: int, pool: float, run
 
 def test_a_prompt_goes_away_from_who_decodes_and_stays_where_nobody_does() -> None:
     fleet = fleet_of(2)
-    fleet.replicas[1].draining = False
     assert decided(fleet, 64, (0, 0), "auto")[1] is None  # nobody is held up
     assert decided(fleet, 64, (0, 0), "always")[1] is not None
     assert decided(fleet, 64, (0, 0), "never")[1] is None
     assert decided(fleet, LEAST_BLOCKS - 1, (9, 9), "always")[1] is None
-    # The one with room for an answer decodes, the other one has few to hold up.
-    fleet.replicas[1].draining = True
+    fleet.replicas[1].draining = True  # it gets nothing new, prompts neither
     assert decided(fleet, 64, (9, 1), "always") == ("r0", None)
     fleet.replicas[1].draining = False
     fleet.replicas[1].told = Told(1e-3, pool="/another")

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from spillover.cli.cluster.certificate import check_certificate
 from spillover.cli.cluster.replicas import check_replicas, serve_replicas, visible_gpus
 from spillover.cli.cluster.router import routing_options
 from spillover.cli.config_file import config_file_option
+from spillover.cli.http_options import check_certificate, http_options
 from spillover.cli.options import engine_options
 from spillover.engine.config import EngineConfig
 from spillover.errors import SpilloverError
@@ -25,12 +25,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @config_file_option
-@click.option("--host", default="127.0.0.1", show_default=True,
-              help="Address to listen on; 0.0.0.0 lets other machines in.")
-@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535),
-              help="Port to listen on; 0 takes a free one.")
-@click.option("--api-key", "api_keys", multiple=True, metavar="KEY", envvar="SPILLOVER_API_KEY",
-              help="Ask clients for this key; may be given more than once.  [env: SPILLOVER_API_KEY]")
+@http_options
 @click.option("--api-key-file", default=None, metavar="FILE",
               help="Keys with names, a line NAME KEY for each; read again on SIGHUP. Usage is counted by name.")
 @click.option("--admin-api-key", "admin_keys", multiple=True, metavar="KEY", envvar="SPILLOVER_ADMIN_API_KEY",
@@ -43,8 +38,6 @@ if TYPE_CHECKING:
                    "'default' always works.")
 @click.option("--max-queue", default=1024, show_default=True, type=click.IntRange(min=1),
               help="Maximum sequences that wait; further requests get 429.")
-@click.option("--max-request-bytes", default="4MiB", show_default=True, metavar="SIZE",
-              help="Maximum size of a request body.")
 @click.option("--max-json-values", default=262_144, show_default=True, type=click.IntRange(min=1024),
               help="Maximum JSON values in a request body; an eighth of it for fields, a 32nd of it for objects and "
                    "arrays.")
@@ -52,34 +45,14 @@ if TYPE_CHECKING:
               help="Maximum messages in a conversation.")
 @click.option("--response-store-bytes", default="64MiB", show_default=True, metavar="SIZE",
               help="Memory for responses that /v1/responses keeps for previous_response_id; 0 keeps none.")
-@click.option("--max-connections", default=4096, show_default=True, type=click.IntRange(min=1),
-              help="Maximum open connections; beyond it the longest idle one is closed.")
-@click.option("--client-timeout", default=30.0, show_default=True, type=click.FloatRange(min=0.1), metavar="SECONDS",
-              help="Maximum time that a request may take to arrive; a body may take 1 s more per 16 KiB.")
-@click.option("--cors-origin", "cors_origins", multiple=True, metavar="ORIGIN",
-              help="Let pages from this origin call the server; may be given more than once.")
-@click.option("--allowed-host", "allowed_hosts", multiple=True, metavar="NAME",
-              help="Accept requests for this host name, in addition to IP addresses and this machine's names; * "
-                   "accepts all.")
-@click.option("--ssl-certfile", default=None, metavar="FILE", help="Serve HTTPS with this certificate (PEM).")
-@click.option("--ssl-keyfile", default=None, metavar="FILE",
-              help="The certificate's key (PEM), if it is not in the same file.")
 @click.option("--special-tokens-in-user-text/--no-special-tokens-in-user-text", default=True, show_default=True,
               help="Whether a special token written in a message, as <|im_end|>, becomes that token or stays text.")
-@click.option("--drain-seconds", default=30.0, show_default=True, type=click.FloatRange(min=0),
-              help="Maximum time that running requests may take to end after Ctrl-C or SIGTERM.")
-@click.option("--shutdown-delay-seconds", default=0.0, show_default=True, type=click.FloatRange(min=0),
-              help="Go on taking requests for this long after SIGTERM while /readyz already answers 503, so that load "
-                   "balancers notice first.")
 @click.option("--engine-degraded-seconds", default=5.0, show_default=True, type=click.FloatRange(min=1),
               help="Answer 503 to /health and refuse requests after this long without a heartbeat of the engine.")
 @click.option("--engine-hang-seconds", default=30.0, show_default=True, type=click.FloatRange(min=1),
               help="Kill the engine and start it again after this long without a heartbeat.")
 @click.option("--engine-step-seconds", default=900.0, show_default=True, type=click.FloatRange(min=1),
               help="Kill the engine and start it again after this long in one step, even if it sends heartbeats.")
-@click.option("--log-requests/--no-log-requests", default=True, show_default=True, help="Log one line per request.")
-@click.option("--log-format", default="text", show_default=True, type=click.Choice(("text", "json")),
-              help="How log lines are written to stderr.")
 @click.option("--log-prompts", is_flag=True, help="Also log the text of prompts, which is private as a rule.")
 @click.option("--metrics-prefix", default="spillover", show_default=True, type=click.Choice(("spillover", "vllm")),
               help="vllm: /metrics also has vLLM's metrics under vLLM's names, for gateways that read these.")

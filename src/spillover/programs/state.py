@@ -83,7 +83,7 @@ class State:
         return self._speaking("assistant")
 
     def fork(self, branches: int | Sequence[str]) -> Forks:
-        """Return branches, so many or one for each name, that go on from here, each by itself."""
+        """Return n branches, or one per name, each of which goes on from here by itself."""
         before = len(self._branches)  # of earlier forks: numbers go on
         names = [str(before + index) for index in range(branches)] if isinstance(branches, int) else list(branches)
         if not names or len(set(names)) != len(names):

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from spillover.cli.cluster.certificate import check_certificate
 from spillover.cli.config_file import config_file_option
+from spillover.cli.http_options import check_certificate, http_options
 from spillover.errors import SpilloverError
 
 POLICIES = ("predicted", "prefix", "least-load", "round-robin")
@@ -47,10 +47,7 @@ def routing_options(command: Any) -> Any:
 @click.command()
 @config_file_option
 @click.argument("urls", metavar="URL...", nargs=-1)
-@click.option("--host", default="127.0.0.1", show_default=True,
-              help="Address to listen on; 0.0.0.0 lets other machines in.")
-@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535),
-              help="Port to listen on; 0 takes a free one.")
+@http_options
 @click.option("--tokenizer", default=None, metavar="PATH",
               help="The model's folder or GGUF file, where the servers' own is not on this machine.")
 @click.option("--kv-events-port", default=None, type=click.IntRange(1, 65535), metavar="PORT",
@@ -59,33 +56,10 @@ def routing_options(command: Any) -> Any:
               help="Port for events that were missed, likewise.")
 @click.option("--block-size", default=16, show_default=True, type=click.IntRange(min=1),
               help="Tokens per KV block of such servers.")
-@click.option("--api-key", "api_keys", multiple=True, metavar="KEY", envvar="SPILLOVER_API_KEY",
-              help="Ask clients for this key; may be given more than once.  [env: SPILLOVER_API_KEY]")
 @click.option("--admin-api-key", "admin_keys", multiple=True, metavar="KEY", envvar="SPILLOVER_ADMIN_API_KEY",
               help="Ask for this key to drain a server.  [env: SPILLOVER_ADMIN_API_KEY]")
 @click.option("--replica-api-key", default=None, metavar="KEY", envvar="SPILLOVER_REPLICA_API_KEY",
               help="Key of the servers; the clients' own are sent on without it.  [env: SPILLOVER_REPLICA_API_KEY]")
-@click.option("--max-request-bytes", default="4MiB", show_default=True, metavar="SIZE",
-              help="Maximum size of a request body.")
-@click.option("--max-connections", default=4096, show_default=True, type=click.IntRange(min=1),
-              help="Maximum open connections of clients.")
-@click.option("--client-timeout", default=30.0, show_default=True, type=click.FloatRange(min=0.1), metavar="SECONDS",
-              help="Maximum time that a request may take to arrive; a body may take 1 s more per 16 KiB.")
-@click.option("--cors-origin", "cors_origins", multiple=True, metavar="ORIGIN",
-              help="Let pages from this origin call the router; may be given more than once.")
-@click.option("--allowed-host", "allowed_hosts", multiple=True, metavar="NAME",
-              help="Accept requests for this host name, in addition to IP addresses and this machine's names; * "
-                   "accepts all.")
-@click.option("--ssl-certfile", default=None, metavar="FILE", help="Serve HTTPS with this certificate (PEM).")
-@click.option("--ssl-keyfile", default=None, metavar="FILE",
-              help="The certificate's key (PEM), if it is not in the same file.")
-@click.option("--drain-seconds", default=30.0, show_default=True, type=click.FloatRange(min=0),
-              help="Maximum time that running requests may take to end after Ctrl-C or SIGTERM.")
-@click.option("--shutdown-delay-seconds", default=0.0, show_default=True, type=click.FloatRange(min=0),
-              help="How long requests are still taken after SIGTERM, while /readyz says that the router is not ready.")
-@click.option("--log-requests/--no-log-requests", default=True, show_default=True, help="Log one line per request.")
-@click.option("--log-format", default="text", show_default=True, type=click.Choice(("text", "json")),
-              help="How log lines are written to stderr.")
 @routing_options
 def router(urls: tuple[str, ...], **options: Any) -> None:
     """Route requests to several OpenAI servers of one model, each to where its first token comes soonest.
