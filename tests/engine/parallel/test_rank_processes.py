@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from typing import Any
+from unittest import mock
 
 import msgspec
 import psutil
@@ -18,6 +19,7 @@ import pytest
 from spillover import LLM, SamplingParams
 from spillover.engine.parallel.parallel_runner import ParallelRunner
 from spillover.engine.parallel.rank_processes import RankProcesses
+from spillover.engine.step import Step
 from spillover.errors import SpilloverError
 from support.hf_reference import VOCAB, greedy, save_checkpoint, tiny_model
 
@@ -156,3 +158,21 @@ def test_what_cannot_be_is_said_before_anything_is_loaded(folder: str, flags: di
     with pytest.raises(SpilloverError, match=sentence) as refused:
         LLM(folder, **OPTIONS, **flags)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_launch_that_waits_counts_as_waiting(fails: bool) -> None:
+    """Capturing a CUDA graph waits for the steps before it, which may wait for a rank that is stopped."""
+    seen: list[float | None] = []
+
+    def launch(step: object) -> mock.Mock:
+        seen.append(runner.waiting_since)
+        if fails:
+            raise RuntimeError("out of memory")
+        return mock.Mock()
+
+    runner = ParallelRunner(mock.Mock(launch=launch), mock.Mock())
+    with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
+        runner.launch(Step(()))
+    assert seen[0] is not None
+    assert runner.waiting_since is None

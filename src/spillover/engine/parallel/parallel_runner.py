@@ -91,7 +91,11 @@ class ParallelRunner:
     def launch(self, step: Step) -> ParallelStep:
         self._others.send(encode_turn(step, self.running))
         self.running += 1
-        return ParallelStep(self.inner.launch(step), self._others, self)
+        self.waiting_since = time.monotonic()  # capturing a CUDA graph waits for the steps before
+        try:
+            return ParallelStep(self.inner.launch(step), self._others, self)
+        finally:
+            self.waiting_since = None
 
     def check(self) -> None:
         """Raise what ended a rank, if one has ended."""
