@@ -12,7 +12,7 @@ PYTHON ?= $(shell for python in python3.12 python3.11 python3.13 python3; do \
 GPU_WORKERS ?= 4  # of test-gpu, each with less than 5 GB of the device
 TOLD := -rs --durations=25  # what was skipped, and why; which tests took longest
 
-.PHONY: help demo test test-gpu test-clients test-wheel test-oldest soak chaos attack bench browser valkey cross venv lock wheel clean
+.PHONY: help demo test test-gpu test-clients test-wheel test-oldest soak chaos attack bench tables browser valkey cross venv lock wheel clean
 
 help:
 	@echo "make demo      set up, then see it work on the default model"
@@ -25,6 +25,7 @@ help:
 	@echo "make chaos     half an hour of faults under load, against known answers"
 	@echo "make attack    what would stall or take over the server, tried, with /health watched meanwhile"
 	@echo "make bench     the tables of docs/benchmarks.md, measured here"
+	@echo "make tables    the numbers in README and docs, written anew from benchmarks/results"
 	@echo "make venv      set up only"
 	@echo "make lock      renew requirements.lock: the newest libraries that pyproject.toml allows"
 	@echo "make wheel     dist/*.whl, with the native kernels compiled"
@@ -73,6 +74,9 @@ attack: venv
 
 bench: venv
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash benchmarks/cpu.sh
+
+tables: venv
+	$(BIN)/python benchmarks/doc_numbers.py --write
 
 # For the tests of the server's page; without it they are skipped, saying so.
 browser:
