@@ -29,6 +29,7 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,6 +74,11 @@ def pages() -> Iterator[Path]:
     yield from sorted((ROOT / "docs").glob("*.md"))
 
 
+@lru_cache
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
 def value(data: Any, where: str, results: Path = RESULTS) -> float:
     """Return the number at a place; ValueError, in a sentence, where there is none."""
     result, at, operator = 1.0, 0, "*"
@@ -80,7 +86,7 @@ def value(data: Any, where: str, results: Path = RESULTS) -> float:
         term = TERM.match(where, at)
         if term is None:
             raise ValueError(f"'{where}' cannot be read from '{where[at:]}' on")
-        seen = data if term["file"] is None else json.loads((results / term["file"]).read_text())
+        seen = data if term["file"] is None else _read(results / term["file"])
         number = float(term["factor"]) if term["factor"] is not None else _at(seen, term["path"])
         result = result * number if operator == "*" else result / number
         operator, at = where[term.end() : term.end() + 1], term.end() + 1
@@ -141,7 +147,7 @@ def checked(text: str, results: Path = RESULTS) -> tuple[str, list[Wrong]]:
     def as_found(marked: re.Match[str]) -> str:
         line = text.count("\n", 0, marked.start()) + 1
         try:
-            data = json.loads((results / marked["file"]).read_text())
+            data = _read(results / marked["file"])
             found = format(value(data, marked["where"], results), marked["format"])
         except (OSError, ValueError) as error:
             wrong.append(Wrong(line, marked["number"], f"and the file says nothing: {error}"))
@@ -177,7 +183,7 @@ def _with_rows(text: str, results: Path, wrong: list[Wrong]) -> str:
 
 
 def _rows(marked: re.Match[str], results: Path) -> Iterator[str]:
-    data = json.loads((results / marked["file"]).read_text())
+    data = _read(results / marked["file"])
     values = re.fullmatch(r"n=([\w.,-]+)", marked["of"])
     elements = [(data, each) for each in values[1].split(",")] if values else \
         [(each, "") for each in _found(data, marked["of"])]

@@ -53,7 +53,7 @@ class ResultFolder:
         asked = json.loads(json.dumps(_plain(experiment.to_json())))
         begun = any((path / "visits").glob("*.json"))
         if described.exists() and begun:
-            differs = _difference(read_json(described), asked)
+            differs = difference(read_json(described), asked)
             if differs is not None:
                 raise SpilloverError(
                     f"{path} holds results of another '{experiment.name}': {differs}. What decides a verdict is fixed "
@@ -208,7 +208,8 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def _difference(there: Mapping[str, Any], asked: Mapping[str, Any]) -> str | None:
+def difference(there: Mapping[str, Any], asked: Mapping[str, Any]) -> str | None:
+    """Tell in words the first thing in which two experiments differ; None where they are the same."""
     for key in {**asked, **there}:
         if key not in INCIDENTAL and there.get(key) != asked.get(key):
             old, new = (json.dumps(side.get(key)) for side in (there, asked))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from spillover.cli.bench.measuring import make_console
+from spillover.cli.lab.lab_compare import compare
 from spillover.cli.lab.lab_publish import badge, publish
 from spillover.cli.options import comma_list
 
@@ -30,6 +31,10 @@ def time_option(_context: click.Context, parameter: click.Parameter, value: str 
     return seconds
 
 
+output_json = click.option("--output-json", type=click.Path(path_type=Path), default=None, metavar="FILE",
+                           help="Write medians, all values, verdicts and where they came from as one JSON file.")
+
+
 @click.group()
 def lab() -> None:
     """Compare engines and memory configurations, with a verdict whose error rate is known.
@@ -40,6 +45,7 @@ def lab() -> None:
       spill lab run demo
       spill lab run my-experiment.yaml --dry-run
       spill lab report lab-results/demo --pdf
+      spill lab compare before/w1 lab-results/w1
       spill lab publish lab-results
     """
 
@@ -105,9 +111,10 @@ def list_experiments(presets: bool) -> None:
 @click.option("--monitors/--no-monitors", default=True, show_default=True,
               help="Watch GPU, CPU, memory, disk and the engine's metrics beside every run.")
 @click.option("--report/--no-report", default=True, show_default=True, help="Write the report at the end.")
+@output_json
 def run(experiment: str, scale: str | None, out: str | None, fresh: bool, dry_run: bool, max_blocks: int | None,
         time_limit: float | None, arms: tuple[str, ...] | None, workloads: tuple[str, ...] | None, model: str | None,
-        retry_failed: bool, monitors: bool, report: bool) -> None:
+        retry_failed: bool, monitors: bool, report: bool, output_json: Path | None) -> None:
     """Run EXPERIMENT, a name of `spill lab list` or a YAML file; the same command resumes it.
 
     An arm is one of the configurations that are compared. Arms take turns in blocks; every run is checked, and only
@@ -124,6 +131,7 @@ def run(experiment: str, scale: str | None, out: str | None, fresh: bool, dry_ru
         show_plan(console, made, folder)
         return
     run_in_terminal(console, made, folder, monitors, retry_failed)
+    _write_json(folder, output_json)
     if report:
         _report(folder)
 
@@ -131,7 +139,8 @@ def run(experiment: str, scale: str | None, out: str | None, fresh: bool, dry_ru
 @lab.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--pdf", is_flag=True, help="Write report.pdf too; needs Chromium, Chrome or Edge.")
-def report(folder: Path, pdf: bool) -> None:
+@output_json
+def report(folder: Path, pdf: bool, output_json: Path | None) -> None:
     """Write the report of FOLDER again, from the results that lie there."""
     program = _browser() if pdf else None  # before anything is read
     from spillover.cli.lab.lab_run import show_verdicts
@@ -141,6 +150,7 @@ def report(folder: Path, pdf: bool) -> None:
     results = Results.open(folder)
     write_json(folder / "analysis.json", analyse(results))
     show_verdicts(make_console(), analysis_of(results))
+    _write_json(folder, output_json)
     html = _report(folder)
     if program is not None:
         from spillover.lab.report.pdf import write_pdf
@@ -149,6 +159,7 @@ def report(folder: Path, pdf: bool) -> None:
 
 
 lab.add_command(badge)
+lab.add_command(compare)
 lab.add_command(publish)
 
 
@@ -194,6 +205,16 @@ def results_folder(made: Experiment, out: str | None = None, fresh: bool = False
             folder = first.with_name(f"{first.name}-{number}")
             number += 1
     return folder
+
+
+def _write_json(folder: Path, path: Path | None) -> None:
+    if path is None:
+        return
+    from spillover.lab.compare import as_file
+    from spillover.lab.store import Results, write_json
+
+    write_json(path, as_file(Results.open(folder)))
+    click.echo(f"written to {path}")
 
 
 def _browser() -> str:
