@@ -42,8 +42,6 @@ from spillover.plan.shapes import model_shape
 from spillover.units import parse_bytes
 
 STRATEGIES = ("demand", "sequential", "pinned", "host-experts", "experts", "experts:lfru")
-MODELS["qwen3-30b-a3b-fp8"] = {**MODELS["qwen3-30b-a3b"], "quantization_config": {
-    "quant_method": "fp8", "weight_block_size": [128, 128]}}
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import datetime
 import gc
 import json
 import platform
+import random
 import shlex
 import statistics
 import sys
@@ -26,6 +27,7 @@ import torch
 from spillover import LLM, SamplingParams
 from spillover.bench.provenance import commit, versions
 from spillover.engine.output.outputs import RequestOutput
+from spillover.lab.engines.shapes import shapes
 from spillover.models.registry import architecture
 from spillover.plan.measure import measure_rates
 from spillover.plan.rates import Rates
@@ -34,45 +36,8 @@ from spillover.plan.shapes import model_shape
 
 RESULTS = Path(__file__).parent / "results"
 
-_QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "head_dim": 128, "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000, "max_position_embeddings": 40960, "hidden_act": "silu", "torch_dtype": "bfloat16",
-    "eos_token_id": 151645, "num_key_value_heads": 8, "tie_word_embeddings": False,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": {**_QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-                   "num_attention_heads": 16, "tie_word_embeddings": True},
-    "qwen3-8b": {**_QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-                 "num_attention_heads": 32},
-    "qwen3-14b": {**_QWEN3, "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40,
-                  "num_attention_heads": 40},
-    "qwen3-32b": {**_QWEN3, "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64,
-                  "num_attention_heads": 64},
-    "llama-3.1-8b": {
-        "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-        "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 131072, "hidden_act": "silu",
-        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                         "original_max_position_embeddings": 8192},
-        "torch_dtype": "bfloat16", "eos_token_id": 128001, "tie_word_embeddings": False,
-    },
-    "qwen3-30b-a3b": {
-        **_QWEN3, "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144,
-        "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
-        "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    },
-    "gpt-oss-120b": {
-        "architectures": ["GptOssForCausalLM"], "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
-        "num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
-        "num_local_experts": 128, "num_experts_per_tok": 4, "sliding_window": 128, "swiglu_limit": 7.0,
-        "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "max_position_embeddings": 131072, "attention_bias": True,
-        "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-                         "original_max_position_embeddings": 4096},
-        "quantization_config": {"quant_method": "mxfp4"}, "torch_dtype": "bfloat16", "eos_token_id": 200002,
-        "tie_word_embeddings": False, "hidden_act": "silu",
-    },
-}
+MODELS: dict[str, dict[str, Any]] = {name: json.loads((folder / "config.json").read_text())
+                                     for name, folder in shapes().items()}
 
 
 @dataclass(frozen=True)
@@ -128,8 +93,19 @@ def run(llm: LLM, prompts: Sequence[Sequence[int]], lengths: Sequence[int], temp
     return llm.generate([list(prompt) for prompt in prompts], params, use_tqdm=False)
 
 
-def repeat(count: int, measure: Callable[[], float]) -> list[float]:
-    return [measure() for _ in range(count)]
+def decode_rate(llm: LLM, prompt_len: int, output_len: int, seed: int) -> float:
+    """Tokens a second after the first one."""
+    rng = random.Random(seed)
+    output = run(llm, [[rng.randint(0, 10000) for _ in range(prompt_len)]], [output_len], 0.0)[0]
+    assert output.timings is not None
+    return (output_len - 1) / output.timings.decode
+
+
+def prefill_seconds(llm: LLM, length: int, seed: int) -> float:
+    rng = random.Random(seed)
+    output = run(llm, [[rng.randint(0, 10000) for _ in range(length)]], [1], 0.0)[0]
+    assert output.timings is not None
+    return output.timings.first_token - output.timings.scheduled
 
 
 def write(name: str, figures: Sequence[Figure], output: str | None, **details: Any) -> None:

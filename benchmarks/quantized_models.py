@@ -21,9 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from gpu_workload import MODELS, RESULTS, opened, origin, run
-from prefill import prefill_seconds
-from w3_decode import decode_rate
+from gpu_workload import MODELS, RESULTS, decode_rate, opened, origin, prefill_seconds, run
 
 from spillover import LLM
 

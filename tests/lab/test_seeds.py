@@ -37,7 +37,7 @@ def test_it_can_be_run_as_it_is_written(name: str, scale: str | None) -> None:
 def test_spillover_knows_every_flag(name: str, scale: str | None) -> None:
     known = {option.removeprefix("--") for parameter in serve.params for option in parameter.opts}
     for arm in load_experiment(name, scale).arms:
-        if arm.spec.kind == "spillover":
+        if arm.spec.kind in ("spillover", "in-process"):
             assert set(arm.spec.args) <= known, arm.name
 
 

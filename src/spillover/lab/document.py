@@ -17,8 +17,8 @@ SUFFIXES = (".yaml", ".yml")
 
 def shipped() -> dict[str, Path]:
     """Return the experiments that come with the package, by name."""
-    folder = Path(str(resources.files("spillover.lab"))) / "seeds"
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    folder = Path(str(resources.files("spillover.lab")))
+    return {path.stem: path for room in ("seeds", "experiments") for path in sorted((folder / room).glob("*.yaml"))}
 
 
 def read_document(name: str) -> dict[str, Any]:

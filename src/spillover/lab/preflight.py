@@ -69,7 +69,8 @@ def _arm(experiment: Experiment, workload: WorkloadSpec, stats: WorkloadStats, a
         yield (f"workload '{workload.name}', arm '{arm.name}': prompts have up to {stats.prompt.max:,} tokens, and "
                f"max-model-len is {longest:,}")
     limit, blocks = experiment.gates.limit("offload"), arm.spec.args.get("num-gpu-blocks-override")
-    if workload.offload and limit is not None and arm.spec.kind in ("spillover", "vllm") and isinstance(blocks, int):
+    known = arm.spec.kind in ("spillover", "in-process", "vllm")
+    if workload.offload and limit is not None and known and isinstance(blocks, int):
         pool = blocks * int(arm.spec.args.get("block-size", BLOCK_SIZE))
         if stats.working_set_tokens <= limit * pool:
             yield (f"workload '{workload.name}', arm '{arm.name}', gate offload: the working set is "

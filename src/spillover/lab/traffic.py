@@ -77,26 +77,34 @@ class ServedLoad:
             raise SpilloverError(f"workload '{workload.group or workload.name}': {error}") from error
 
     def warm_up(self, workload: WorkloadSpec, running: Running, count: int) -> int:
-        """Send four at once, so that batches of more than one have been seen as well."""
+        """Send at least four at once, so that batches of more than one have been seen as well; as many as are measured
+        at once, where there are enough."""
+        from spillover.bench.serving.batch_load import run_batch
         from spillover.bench.serving.load_processes import run_load
         from spillover.bench.workloads.arrivals import Arrivals
 
         requests = _whole_sessions(self._workload(workload, running).requests(WARMUP_REPEAT), count)
         if not requests:
             return 0
+        most = min(len(requests), _count(workload.options, "max-concurrency") or len(requests))
         options = replace(self._options(workload, running.url, running.model_name, seed=0),
-                          arrivals=Arrivals(max_concurrency=4, self_timed=False), read_counters=False, processes=1,
-                          timeout=WARMUP_SECONDS)
+                          arrivals=Arrivals(max_concurrency=max(4, most), self_timed=False),
+                          read_counters=False, processes=1, timeout=WARMUP_SECONDS)
+        if running.batches:
+            options = replace(options, arrivals=Arrivals())
+            return len(run_batch(requests, options).completed)
         return len(run_load(requests, options).completed)
 
     def measure(self, workload: WorkloadSpec, running: Running, repeat: int,
                 progress: Progress | None = None) -> Measured:
+        from spillover.bench.serving.batch_load import run_batch
         from spillover.bench.serving.load_processes import run_load
 
         made = self._workload(workload, running)
         stats = made.stats()
         options = self._options(workload, running.url, running.model_name, seed=repeat)
-        run = run_load(made.requests(repeat), options, progress)
+        requests = made.requests(repeat)
+        run = run_batch(requests, options) if running.batches else run_load(requests, options, progress)
         return Measured(run, run_metrics(run, self._slo), run_metrics(run, self._slo, run.window), stats.as_dict(),
                         None if stats.estimated else stats.sharing,
                         None if stats.estimated else stats.working_set_tokens)

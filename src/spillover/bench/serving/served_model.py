@@ -47,6 +47,14 @@ class ServedModel:
     name: str
     max_model_len: int | None = None  # None: the server does not tell
     tokenizer: TextTokenizer | None = None  # None: it tokenizes for nobody
+    vocab_size: int | None = None  # None: the server does not tell
+
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        """Return the ids for random prompts: the tokenizer's plain ones, or all where there is no tokenizer."""
+        if self.tokenizer is not None:
+            return self.tokenizer.vocabulary
+        return None if self.vocab_size is None else Vocabulary(self.vocab_size)
 
     @classmethod
     def ask(cls, base_url: str, model: str | None = None, api_key: str | None = None,
@@ -66,7 +74,7 @@ class ServedModel:
             longest = server.get("/props").get("default_generation_settings", {}).get("n_ctx")
         if tokenizer is None and server.has("/tokenize", _tokenize_body(name, "a", llamacpp)):
             tokenizer = ServerTokenizer(server, name, llamacpp)
-        return cls(name, longest, tokenizer)
+        return cls(name, longest, tokenizer, card.get("vocab_size"))
 
 
 class PostsJson(Protocol):

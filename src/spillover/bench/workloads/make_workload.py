@@ -45,7 +45,7 @@ def make_workload(options: WorkloadOptions, served: ServedModel | None = None) -
     else:
         shapes = _SHAPES[options.dataset](options)
         _check_fits(options, shapes, longest)
-    vocabulary = None if tokenizer is None else tokenizer.vocabulary
+    vocabulary = None if served is None else served.vocabulary
     return SyntheticWorkload(options.dataset, shapes, vocabulary, options.seed, notes)
 
 

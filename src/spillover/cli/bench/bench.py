@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spillover.bench.workloads.workload_options import FILES, WorkloadOptions
+from spillover.cli.bench.bench_batches import batches
 from spillover.cli.bench.bench_restart import restart
 from spillover.cli.bench.bench_serve import serve as serve_command
 from spillover.cli.bench.bench_sweep import sweep
@@ -42,6 +43,7 @@ def bench() -> None:
     """
 
 
+bench.add_command(batches)
 bench.add_command(tiers)
 bench.add_command(restart)
 bench.add_command(serve_command)

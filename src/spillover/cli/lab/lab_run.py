@@ -19,7 +19,7 @@ from rich.text import Text
 from spillover.bench.table import make_table
 from spillover.errors import SpilloverError
 from spillover.lab.analysis import Stop, analysis_of
-from spillover.lab.engines import EngineSpec
+from spillover.lab.engines import EngineSpec, with_path
 from spillover.lab.experiment import Arm, Experiment
 from spillover.lab.preflight import foreseen, sending_seconds, workload_stats
 from spillover.lab.run import Bench, Watcher, run_experiment
@@ -269,7 +269,7 @@ def limits_of(experiment: Experiment, console: Console) -> LimitsOf:
     found: dict[str, Limits] = {}
     rates: dict[str, Rates] = {}
     for arm in experiment.arms:
-        if arm.spec.kind == "spillover" and arm.spec.python is None:
+        if arm.spec.kind in ("spillover", "in-process") and arm.spec.python is None:
             with contextlib.suppress(SpilloverError), console.status("measuring what this machine allows"):
                 found[_key(arm.spec)] = _limits(arm.spec, rates)  # what is wrong with the arm it will say itself
     return lambda spec: found.get(_key(spec))
@@ -290,7 +290,7 @@ def _limits(spec: EngineSpec, rates: dict[str, Rates]) -> Limits:
     names = {item.name for item in dataclasses.fields(EngineConfig)}
     given = {name.replace("-", "_"): value for name, value in spec.args.items()}
     flags = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items() if name in names}
-    planned = look_at(EngineConfig.from_flags(**{**flags, "model": spec.model}))
+    planned = look_at(EngineConfig.from_flags(**{**flags, "model": with_path(spec).model}))
     shape = model_shape(planned.model_config, planned.specs, planned.plan.dtype, kv_dtype=planned.plan.kv_cache_dtype)
     device = planned.plan.device
     if device not in rates:

@@ -6,17 +6,20 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 
 from spillover.errors import SpilloverError, did_you_mean
 from spillover.lab.engines.base import CacheReset, Engine, EngineFailed, EngineSpec, Missing, Running
 from spillover.lab.engines.needs import unmet
+from spillover.lab.engines.shapes import model_path
 
 __all__ = ["KINDS", "CacheReset", "Engine", "EngineFailed", "EngineSpec", "Missing", "Running", "engine_class",
-           "make_engine", "missing"]
+           "make_engine", "missing", "with_path"]
 
 KINDS = {
     "spillover": "spillover.lab.engines.spillover:SpilloverEngine",
+    "in-process": "spillover.lab.engines.in_process:InProcessEngine",
     "vllm": "spillover.lab.engines.vllm:VllmEngine",
     "sglang": "spillover.lab.engines.sglang:SglangEngine",
     "llamacpp": "spillover.lab.engines.llamacpp:LlamaCppEngine",
@@ -34,9 +37,15 @@ def engine_class(kind: str) -> type[Engine]:
 
 def make_engine(spec: EngineSpec, log_folder: Path | None = None) -> Engine:
     """Make an engine. `log_folder`: where its log is kept; without one it lies in a temporary file until it stops."""
-    return engine_class(spec.kind)(spec, log_folder)
+    return engine_class(spec.kind)(with_path(spec), log_folder)
 
 
 def missing(spec: EngineSpec) -> Missing | None:
     """Return why this arm must be skipped: its engine, or what its configuration needs, is missing. None: it runs."""
+    spec = with_path(spec)
     return engine_class(spec.kind).installed(spec) or unmet(spec)
+
+
+def with_path(spec: EngineSpec) -> EngineSpec:
+    """Return the same engine with the folder of a model that is a shape."""
+    return replace(spec, model=model_path(spec.model))

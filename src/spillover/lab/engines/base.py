@@ -28,7 +28,7 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 class EngineSpec:
     """How to start one engine. `args` are its own flags without dashes; see `flags.py` for how they are written."""
 
-    kind: str  # spillover, vllm, sglang, llamacpp or url
+    kind: str  # spillover, in-process, vllm, sglang, llamacpp or url
     model: str | None = None  # None: spillover's default model, or whatever a url serves
     args: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
     env: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
@@ -54,6 +54,7 @@ class Running:
     version: str
     command: tuple[str, ...] = ()  # as it was started; empty where we did not start it
     start_seconds: float = 0.0  # from the start of the process to its first healthy answer
+    batches: bool = False  # takes all requests of a run at once, and is no server
 
 
 @dataclass(frozen=True)

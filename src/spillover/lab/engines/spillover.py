@@ -34,6 +34,10 @@ class SpilloverEngine(OwnedEngine):
         super().__init__(spec, log_folder)
         self._restarts = 0.0
 
+    @property
+    def python(self) -> str:
+        return self.spec.python or sys.executable
+
     @classmethod
     def installed(cls, spec: EngineSpec) -> Missing | None:
         python = spec.python or sys.executable
@@ -42,9 +46,8 @@ class SpilloverEngine(OwnedEngine):
         return Missing(f"spillover is not in {python}", "pip install spillover")
 
     def command(self, port: int) -> list[str]:
-        python = self.spec.python or sys.executable
         model = [] if self.spec.model is None else [self.spec.model]
-        return [*spill(python), "serve", *model, "--host", HOST, "--port", str(port),
+        return [*spill(self.python), "serve", *model, "--host", HOST, "--port", str(port),
                 *to_flags(ADMIN | dict(self.spec.args), STYLE)]
 
     def start(self) -> Running:
@@ -61,7 +64,7 @@ class SpilloverEngine(OwnedEngine):
     def version(self) -> str:
         told = self.get_json("/version")
         return str(told["version"]) if isinstance(told, dict) and "version" in told else module_version(
-            self.spec.python or sys.executable, "spillover")
+            self.python, "spillover")
 
     def _engine_restarts(self) -> float:
         return total(self.metrics(), "spillover:engine_restarts") or 0.0

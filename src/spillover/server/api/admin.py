@@ -185,7 +185,8 @@ def _card(front: Front, name: str) -> dict[str, Any]:
     known = front.client.ready
     return {"id": name, "object": "model", "created": front.started, "owned_by": "spillover",
             "root": front.settings.served_model_names[0], "parent": None,
-            "max_model_len": front.client.info.max_model_len if known else None, "permission": []}
+            "max_model_len": front.client.info.max_model_len if known else None,
+            "vocab_size": front.client.info.model_config.vocab_size if known else None, "permission": []}
 
 
 def _json(value: Any) -> Response:

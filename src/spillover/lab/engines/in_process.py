@@ -1,0 +1,26 @@
+"""Spillover without its server: an engine that is given whole batches, as a program gives them to `LLM.generate`.
+
+What it is compared with over HTTP is the same engine behind its front; the difference between the two is the front.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spillover.lab.engines.base import Running
+from spillover.lab.engines.flags import to_flags
+from spillover.lab.engines.process import HOST
+from spillover.lab.engines.spillover import STYLE, SpilloverEngine, spill
+
+
+class InProcessEngine(SpilloverEngine):
+    kind = "in-process"
+
+    def command(self, port: int) -> list[str]:
+        model = [] if self.spec.model is None else [self.spec.model]
+        return [*spill(self.python), "bench", "batches", *model, "--host", HOST, "--port", str(port),
+                *to_flags(dict(self.spec.args), STYLE)]
+
+    def start(self) -> Running:
+        self._running = replace(super().start(), batches=True)
+        return self._running
