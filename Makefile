@@ -24,7 +24,7 @@ help:
 	@echo "make soak      10,000 random requests at once against the server"
 	@echo "make chaos     half an hour of faults under load, against known answers"
 	@echo "make attack    what would stall or take over the server, tried, with /health watched meanwhile"
-	@echo "make bench     the tables of docs/benchmarks.md, measured here"
+	@echo "make bench     the tables of docs/benchmarks.md, measured here and written"
 	@echo "make tables    the numbers in README and docs, written anew from benchmarks/results"
 	@echo "make venv      set up only"
 	@echo "make lock      renew requirements.lock: the newest libraries that pyproject.toml allows"
@@ -74,6 +74,7 @@ attack: venv
 
 bench: venv
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash benchmarks/cpu.sh
+	$(BIN)/python benchmarks/doc_numbers.py --write
 
 tables: venv
 	$(BIN)/python benchmarks/doc_numbers.py --write

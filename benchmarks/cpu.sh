@@ -38,7 +38,7 @@ run prefix-caching bench throughput --input-len 64 --output-len 32 --random-pref
     --enable-prefix-caching=off,on
 
 # KV tiers: what they cost where nothing is reused and save where everything is, and what a restart finds again.
-run kv-tiers-cost bench tiers --workload no-reuse --arms off,host --output-len 128 --repeats 40
-run kv-tiers bench tiers
-run kv-restart bench restart
-run kv-restart-killed bench restart --kill --block-size 64,256
+run kv-tiers-no-reuse-cpu bench tiers --workload no-reuse --arms off,host --output-len 64 --repeats 60
+run kv-tiers-cpu bench tiers
+run restart-cpu bench restart --block-size 64,128,256,512,1024
+run restart-kill-cpu bench restart --kill --block-size 64,256,1024

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+MADE = ("benchmarks/results/w1.json",)  # that a command in the pages would write
 
 
 def load() -> ModuleType:
@@ -31,6 +33,12 @@ def test_every_number_is_the_one_in_its_file_and_every_table_has_one() -> None:
         "make tables puts what the files say in their place; its script says how a number is marked"
     assert len(doc_numbers.MARKED.findall("".join(texts.values()))) >= 400
     assert len(doc_numbers.ROWS.findall("".join(texts.values()))) >= 10
+
+
+def test_what_pages_name_is_there() -> None:
+    named = {(page.name, path) for page in doc_numbers.pages()
+             for path in re.findall(r"benchmarks/[\w/.-]+\.(?:py|sh|json)", page.read_text())}
+    assert [each for each in sorted(named) if not (ROOT / each[1]).exists() and each[1] not in MADE] == []
 
 
 @pytest.fixture
