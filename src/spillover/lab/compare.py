@@ -53,7 +53,8 @@ class Result:
 
     @property
     def text(self) -> str:
-        return f"{self.path}: commit {(self.commit or 'unknown')[:12]}, {self.date or 'no date'}"
+        commit, dirty, _ = (self.commit or "unknown").partition("-dirty")
+        return f"{self.path}: commit {commit[:12]}{dirty}, {self.date or 'no date'}"
 
 
 @dataclass(frozen=True)
