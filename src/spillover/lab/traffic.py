@@ -87,13 +87,11 @@ class ServedLoad:
         if not requests:
             return 0
         most = min(len(requests), _count(workload.options, "max-concurrency") or len(requests))
-        options = replace(self._options(workload, running.url, running.model_name, seed=0),
-                          arrivals=Arrivals(max_concurrency=max(4, most), self_timed=False),
-                          read_counters=False, processes=1, timeout=WARMUP_SECONDS)
-        if running.batches:
-            options = replace(options, arrivals=Arrivals())
+        options = replace(self._options(workload, running.url, running.model_name, seed=0), timeout=WARMUP_SECONDS)
+        if running.batches:  # as they are measured: graphs are captured by the size of a batch
             return len(run_batch(requests, options).completed)
-        return len(run_load(requests, options).completed)
+        arrivals = Arrivals(max_concurrency=max(4, most), self_timed=False)
+        return len(run_load(requests, replace(options, arrivals=arrivals, read_counters=False, processes=1)).completed)
 
     def measure(self, workload: WorkloadSpec, running: Running, repeat: int,
                 progress: Progress | None = None) -> Measured:
