@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spillover.cluster import fleet as fleet_module
 from spillover.cluster.fleet import Keys, Prompt
 from spillover.cluster.policy import POLICIES
 from spillover.cluster.replica import Told
@@ -204,6 +205,32 @@ def test_the_chosen_replica_is_the_soonest_by_its_own_tiers(lengths: list[tuple[
     best = min(soonest(held) for held in lengths)
     assert chosen.prediction.first_token == pytest.approx(soonest(lengths[chosen.replica.place]))
     assert chosen.prediction.first_token <= max(best * 1.05, best + 0.001) + 1e-9
+
+
+@given(chats=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 12)), max_size=60), most=st.integers(4, 80))
+@settings(max_examples=40, deadline=None)
+def test_what_could_be_found_again_is_counted_over_the_latest_prompts(chats: list[tuple[int, int]], most: int) -> None:
+    """By a cache without an end as long as little was seen; then over the latest of it, and never of what is new."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fleet_module, "MOST_SEEN", most)
+        fleet, seen, best, latest = make_fleet("predicted", 2), set[int](), 0, 0
+        history: list[tuple[int, ...]] = []
+        for chat, length in chats:
+            keys = tuple(chat * 100 + place for place in range(length))
+            decision = fleet.decide(prompt := Prompt(length * BLOCK + 1, {"space": Keys(keys, BLOCK)}), 0.0)
+            assert decision is not None
+            recent: set[int] = set()
+            for one in reversed(history):  # what is surely in the two generations: they hold this many different blocks
+                recent |= set(one)
+                if len(recent) > most:
+                    recent -= set(one)
+                    break
+            latest += sum(key in recent for key in keys) * BLOCK
+            best += sum(key in seen for key in keys) * BLOCK
+            fleet.count(prompt, decision)
+            seen.update(keys)
+            history.append(keys)
+            assert latest <= fleet.reusable_tokens <= best
 
 
 def test_a_slower_replica_gets_less_and_a_little_slower_one_does_not_starve() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -20,7 +21,7 @@ EASE = 8  # sequences more than the least busy that a replica may decode and cou
 BUSY_SECONDS = 10.0  # over which it is counted how busy replicas are
 REUSE_SMOOTHING = 0.02
 MOST_SESSIONS = 65_536
-MOST_SEEN = 1 << 18  # blocks remembered, for the share of tokens that could be found again
+MOST_SEEN = 1 << 17  # blocks in each of two generations, for the share of tokens that could be found again
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ class Fleet:
         self.spaces: list[str] = []  # key space of each replica
         self.reusable_tokens = 0  # of all prompts: in blocks that some request had before, the most a cache can find
         self.prompt_tokens = 0
-        self._sessions: dict[str, int] = {}  # in order of last use
-        self._seen: dict[int, None] = {}
+        self._sessions: OrderedDict[str, int] = OrderedDict()  # in order of last use
+        self._seen, self._seen_before = set[int](), set[int]()  # blocks of prompts: the latest, and those before
         self._reuse = 0.0  # share of prompt tokens found in caches, lately
         self._work = 0.0  # seconds of computing that were sent lately, decaying
         self._counted = 0.0  # when `_work` was last brought up to date
@@ -122,10 +123,10 @@ class Fleet:
         replica.send(flight)
         self.index.expect(replica.place, flight.keys[flight.first:])
         if prompt.session is not None:
-            self._sessions.pop(prompt.session, None)
             self._sessions[prompt.session] = replica.place
+            self._sessions.move_to_end(prompt.session)
             if len(self._sessions) > MOST_SESSIONS:
-                del self._sessions[next(iter(self._sessions))]
+                self._sessions.popitem(last=False)
         self._work = self._decayed(now) + decision.prediction.work
         self._counted = now
         return flight
@@ -136,12 +137,13 @@ class Fleet:
             return
         self.prompt_tokens += prompt.tokens
         keys, size = decision.keys.keys, decision.keys.block_size
-        known = bisect_left(range(len(keys)), True, key=lambda place: keys[place] not in self._seen)
+        seen, before = self._seen, self._seen_before
+        # All blocks of a prompt enter a generation together, so who has one has those before it.
+        known = bisect_left(keys, True, key=lambda key: key not in seen and key not in before)
         self.reusable_tokens += min(known, (prompt.tokens - 1) // size) * size
-        for key in keys[known:]:
-            self._seen[key] = None
-        while len(self._seen) > MOST_SEEN:
-            del self._seen[next(iter(self._seen))]
+        seen.update(keys)
+        if len(seen) > MOST_SEEN:
+            self._seen, self._seen_before = set(), seen
         found = decision.prediction.cached_tokens / prompt.tokens
         self._reuse += REUSE_SMOOTHING * (found - self._reuse)
 

@@ -1,15 +1,18 @@
-"""Which replica holds which block, and where: one table for all replicas, a bit for each, so that a prompt is looked up
-once however many replicas there are. Knows nothing of how that became known. No I/O, no clock."""
+"""Which replica holds which block, and where: one table for all replicas, with bits for each, so that a prompt is
+looked up once however many replicas there are. Knows nothing of how that became known. No I/O, no clock."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from spillover.memory.kv.event_wire import CPU, GPU, MEDIA, STORAGE
+from spillover.memory.kv.event_wire import MEDIA
 
 MOST_REPLICAS = 256
 STRIDE = 16  # blocks that are looked over at once where all that are left have them
+WIDTH = 4  # bits of a replica: one for each medium, and one for blocks that a request will bring
+EXPECTED, ANYWHERE = 8, 15
+_BITS = {medium: 1 << place for place, medium in enumerate(MEDIA)}
 
 
 @dataclass(slots=True)
@@ -28,50 +31,56 @@ class Match:
 
 class PrefixIndex:
     def __init__(self) -> None:
-        self._holders: dict[str, dict[int, int]] = {medium: {} for medium in MEDIA}  # key -> bits of replicas
-        self._expecting: dict[int, int] = {}
         self._held: dict[int, dict[str, set[int]]] = {}  # by replica
-        self._expected: dict[int, dict[int, int]] = {}  # by replica: how many requests compute the block
+        # Of each key four bits a replica: on its device, in its host memory, on its disk, expected. One look finds all.
+        self._where: dict[int, int] = {}
+        self._again: dict[int, dict[int, int]] = {}  # by replica: requests that compute a block, beyond the first
 
     def add(self, replica: int) -> None:
         assert 0 <= replica < MOST_REPLICAS
         self._held[replica] = {medium: set() for medium in MEDIA}
-        self._expected[replica] = {}
+        self._again[replica] = {}
 
     def store(self, replica: int, medium: str, keys: Iterable[int]) -> None:
-        holders, held, bit = self._holders[medium], self._held[replica][medium], 1 << replica
+        where, held, bit = self._where, self._held[replica][medium], _BITS[medium] << WIDTH * replica
         for key in keys:
             held.add(key)
-            holders[key] = holders.get(key, 0) | bit
+            where[key] = where.get(key, 0) | bit
 
     def remove(self, replica: int, medium: str, keys: Iterable[int]) -> None:
-        held, bit = self._held[replica][medium], 1 << replica
+        held, bit = self._held[replica][medium], _BITS[medium] << WIDTH * replica
         for key in keys:
             if key in held:
                 held.remove(key)
-                _drop(self._holders[medium], key, bit)
+                self._drop(key, bit)
 
     def clear(self, replica: int) -> None:
         """Forget what a replica holds, not what requests that are on their way will bring."""
         for medium, held in self._held[replica].items():
             for key in held:
-                _drop(self._holders[medium], key, 1 << replica)
+                self._drop(key, _BITS[medium] << WIDTH * replica)
             held.clear()
 
     def expect(self, replica: int, keys: Iterable[int]) -> None:
         """Note that a request computes these blocks there; `unexpect` must follow."""
-        expected, bit = self._expected[replica], 1 << replica
+        where, again, bit = self._where, self._again[replica], EXPECTED << WIDTH * replica
         for key in keys:
-            expected[key] = expected.get(key, 0) + 1
-            self._expecting[key] = self._expecting.get(key, 0) | bit
+            known = where.get(key, 0)
+            if known & bit:
+                again[key] = again.get(key, 0) + 1
+            else:
+                where[key] = known | bit
 
     def unexpect(self, replica: int, keys: Iterable[int]) -> None:
-        expected, bit = self._expected[replica], 1 << replica
+        again, bit = self._again[replica], EXPECTED << WIDTH * replica
         for key in keys:
-            expected[key] -= 1
-            if not expected[key]:
-                del expected[key]
-                _drop(self._expecting, key, bit)
+            others = again.get(key, 0)
+            if not others:
+                self._drop(key, bit)
+            elif others == 1:
+                del again[key]
+            else:
+                again[key] = others - 1
 
     def held(self, replica: int, medium: str) -> int:
         """Return the number of blocks that a replica holds on a medium."""
@@ -83,53 +92,55 @@ class PrefixIndex:
     def match(self, keys: Sequence[int], replicas: Iterable[int]) -> dict[int, Match]:
         """Return what each of these replicas has of a prompt whose blocks have these keys."""
         found = {replica: Match() for replica in replicas}
-        alive = sum(1 << replica for replica in found)
-        on_device, on_host = self._holders[GPU].get, self._holders[CPU].get
-        on_storage, expecting = self._holders[STORAGE].get, self._expecting.get
-        since = 0  # from this block on, all that are alive had every block on the device
-        place, count = -1, len(keys)
-        while (place := place + 1) < count:
+        alive, devices = 0, 0  # bits of the replicas that have had every block so far
+        for replica in found:
+            alive |= ANYWHERE << WIDTH * replica
+            devices |= 1 << WIDTH * replica
+        look, now, since = self._where.get, -1, 0  # blocks from `since` on all lie as `now` says
+        place, count = 0, len(keys)
+        while place < count:
             # Who has a block on the device has those before it: engines evict the end of a prompt first.
-            if place + STRIDE < count and alive and on_device(keys[place + STRIDE], 0) & alive == alive:
-                place += STRIDE
-                continue
-            key = keys[place]
-            near = on_device(key, 0) & alive
-            if near == alive:
-                continue
-            host = on_host(key, 0) & alive & ~near
-            storage = on_storage(key, 0) & alive & ~near & ~host
-            coming = expecting(key, 0) & alive & ~near & ~host & ~storage
-            still = near | host | storage | coming
-            for replica in _bits(alive):
-                match, bit = found[replica], 1 << replica
-                match.device += place - since
-                if near & bit:
-                    match.device += 1
-                elif host & bit:
-                    match.host += 1
-                elif storage & bit:
-                    match.storage += 1
-                elif coming & bit:
-                    match.expected += 1
-            alive, since = still, place + 1
-            if not alive:
-                return found
-        for replica in _bits(alive):
-            found[replica].device += count - since
+            if place + STRIDE < count and look(keys[place + STRIDE], 0) & devices == devices:
+                here, after = devices, place + STRIDE + 1
+            else:
+                here, after = look(keys[place], 0) & alive, place + 1
+            if here != now:
+                _add(found, now, place - since)
+                now, since = here, place
+                alive, devices = _left(found, here)
+                if not alive:
+                    return found
+            place = after
+        _add(found, now, count - since)
         return found
 
+    def _drop(self, key: int, bit: int) -> None:
+        left = self._where.get(key, 0) & ~bit
+        if left:
+            self._where[key] = left
+        else:
+            self._where.pop(key, None)
 
-def _bits(mask: int) -> Iterable[int]:
-    while mask:
-        low = mask & -mask
-        yield low.bit_length() - 1
-        mask ^= low
+
+def _left(replicas: Iterable[int], here: int) -> tuple[int, int]:
+    """Return the bits of replicas that have a block anywhere: all of theirs, and those of their devices."""
+    alive = devices = 0
+    for replica in replicas:
+        if here >> WIDTH * replica & ANYWHERE:
+            alive |= ANYWHERE << WIDTH * replica
+            devices |= 1 << WIDTH * replica
+    return alive, devices
 
 
-def _drop(table: dict[int, int], key: int, bit: int) -> None:
-    left = table.get(key, 0) & ~bit
-    if left:
-        table[key] = left
-    else:
-        table.pop(key, None)
+def _add(found: dict[int, Match], here: int, blocks: int) -> None:
+    """Count blocks that all lie alike, each where it is nearest."""
+    for replica, match in found.items():
+        at = here >> WIDTH * replica & ANYWHERE
+        if at & 1:
+            match.device += blocks
+        elif at & 2:
+            match.host += blocks
+        elif at & 4:
+            match.storage += blocks
+        elif at:
+            match.expected += blocks

@@ -7,6 +7,7 @@ not. No I/O: a subscriber feeds a mirror and does what `take` asks for.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 
@@ -132,7 +133,7 @@ class _Names:
         self._root = root
         self._digests: dict[int, bytes] = {}  # by name
         self._media: dict[int, set[str]] = {}  # by name: where the block is; also of orphans
-        self._orphans: dict[int, dict[int, bytes]] = {}  # by the parent's name: name -> tokens
+        self._orphans: OrderedDict[int, dict[int, bytes]] = OrderedDict()  # by the parent's name: name -> tokens
 
     def clear(self) -> None:
         self._digests.clear()
@@ -172,7 +173,7 @@ class _Names:
             assert parent is not None
             self._orphans.setdefault(parent, {})[name] = tokens
             if len(self._orphans) > MOST_ORPHANS:
-                del self._orphans[next(iter(self._orphans))]
+                self._orphans.popitem(last=False)
             return
         self._digests[name] = block_digest(before, tokens)
         settled = [name]
@@ -196,20 +197,19 @@ class Approximation:
         self.capacity = capacity
         self._index = index
         self._replica = replica
-        self._used: dict[int, None] = {}  # keys, those used longest ago first
+        self._used: OrderedDict[int, None] = OrderedDict()  # keys, those used longest ago first
 
     def computed(self, keys: Sequence[int]) -> None:
         """Take a prompt's blocks for held. Of those used together the last of the prompt goes first: its beginning is
         what others share."""
-        new = [key for key in keys if key not in self._used]
+        used = self._used
+        new = [key for key in keys if key not in used]
+        used.update(dict.fromkeys(new))
         for key in reversed(keys):
-            self._used.pop(key, None)
-            self._used[key] = None
+            used.move_to_end(key)
         self._index.store(self._replica, GPU, new)
-        while len(self._used) > self.capacity:
-            oldest = next(iter(self._used))
-            del self._used[oldest]
-            self._index.remove(self._replica, GPU, (oldest,))
+        gone = [used.popitem(last=False)[0] for _ in range(len(used) - self.capacity)]
+        self._index.remove(self._replica, GPU, gone)
 
     def answered(self, found: bool) -> None:
         """Learn from an answer whether the replica had what it was taken to have: if not, it has less room."""

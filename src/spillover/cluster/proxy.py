@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import re
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -60,7 +61,7 @@ class Proxy:
         self._metrics = metrics
         self._threads = ThreadPoolExecutor(2, "spillover-router-prepare")
         self._changed = asyncio.Event()  # set when a replica has become ready or free, or has gone
-        self._responses: dict[str, int] = {}  # id of a stored response -> replica
+        self._responses: OrderedDict[str, int] = OrderedDict()  # id of a stored response -> replica
 
     def changed(self) -> None:
         self._changed.set()
@@ -306,7 +307,7 @@ class Proxy:
             return
         self._responses[found[1].decode()] = replica.place
         if len(self._responses) > MOST_RESPONSES:
-            del self._responses[next(iter(self._responses))]
+            self._responses.popitem(last=False)
 
     def _bound(self, scope: Scope, body: bytes) -> Replica | None:
         """Return the only replica that can answer: the one that stores the response that is gone on from."""

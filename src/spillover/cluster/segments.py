@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import threading
 from array import array
+from collections import OrderedDict
 
 from spillover.models.tokenizer import Tokenizer
 
@@ -21,7 +22,7 @@ class SegmentEncoder:
     def __init__(self, tokenizer: Tokenizer, most_characters: int = MOST_CHARACTERS) -> None:
         self._tokenizer = tokenizer
         self._most = most_characters
-        self._known: dict[str, array[int]] = {}  # those used longest ago first
+        self._known: OrderedDict[str, array[int]] = OrderedDict()  # those used longest ago first
         self._characters = 0
         self._lock = threading.Lock()
         self._special = {tokenizer.token_bytes(index).decode(errors="replace"): index
@@ -46,9 +47,9 @@ class SegmentEncoder:
         if len(text) < LEAST_CHARACTERS:
             return self._tokenizer.encode(text, False)
         with self._lock:
-            found = self._known.pop(text, None)
+            found = self._known.get(text)
             if found is not None:
-                self._known[text] = found
+                self._known.move_to_end(text)
                 return found
         made = array("i", self._tokenizer.encode(text, False))
         with self._lock:
@@ -56,9 +57,7 @@ class SegmentEncoder:
                 self._known[text] = made
                 self._characters += len(text)
             while self._characters > self._most:
-                oldest = next(iter(self._known))
-                self._characters -= len(oldest)
-                del self._known[oldest]
+                self._characters -= len(self._known.popitem(last=False)[0])
         return made
 
     def _may_cut(self, names: list[str]) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
@@ -42,7 +42,7 @@ class Journal:
         self._bytes = 0
         self._held: dict[str, dict[tuple[bytes, int], None]] = {medium: {} for medium in MEDIA}  # in order of arrival
         self._holders: Counter[bytes] = Counter()  # media and groups that hold a block of this digest
-        self._known: dict[bytes, Stored] = {}  # as the device had it
+        self._known: OrderedDict[bytes, Stored] = OrderedDict()  # as the device had it
         self._encoder = msgspec.msgpack.Encoder()
 
     def append(self, records: Iterable[Record], cleared: bool = False) -> tuple[bytes, bytes]:
@@ -101,7 +101,7 @@ class Journal:
             return self._full(record)
         self._known[record.digest] = record
         if len(self._known) > KNOWN_BLOCKS:
-            del self._known[next(iter(self._known))]
+            self._known.popitem(last=False)
         return record
 
     def _full(self, record: Stored) -> Stored:
