@@ -174,11 +174,12 @@ def foreign(prompt: Sequence[int], start: int, name: int, size: int = 4) -> Bloc
     """An event for the blocks of a prompt from `start` on, called by numbers that nobody can compute."""
     count = len(prompt) // size - start
     names = [name + start + place for place in range(count)]
-    return BlockStored(names, name + start - 1 if start else None, list(prompt[start * size:]), size, None, GPU)
+    return BlockStored(names, name + start - 1 if start else None, list(prompt[start * size:]), size, None, GPU,
+                       None)
 
 
 def batch(*events: object) -> bytes:
-    return msgspec.msgpack.encode(EventBatch(time.time(), list(events)))  # type: ignore[arg-type]
+    return msgspec.msgpack.encode(EventBatch(time.time(), list(events)))
 
 
 def keys_of(prompt: Sequence[int], size: int = 4) -> set[int]:
@@ -224,7 +225,7 @@ def test_names_that_are_forgotten_take_no_memory_and_a_second_medium_counts() ->
     index = indexed()
     mirror = Mirror(index, 0, root=ROOT)
     mirror.replay([(0, batch(foreign(range(16), 0, 10)))], whole=True)
-    stored = BlockStored([10, 11], None, [], 4, None, CPU)
+    stored = BlockStored([10, 11], None, [], 4, None, CPU, None)
     assert mirror.take(1, batch(stored, BlockRemoved([10, 11, 12, 13], GPU)))
     assert not index.keys(0, GPU)
     assert len(index.keys(0, CPU)) == 2

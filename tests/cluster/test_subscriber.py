@@ -52,7 +52,7 @@ class Publisher:
         self._context.destroy(linger=0)
 
     def _batch(self, sequence: int, cleared: bool = False) -> bytes:
-        stored = BlockStored([sequence + 1], None, [], 4, None, GPU)
+        stored = BlockStored([sequence + 1], None, [], 4, None, GPU, None)
         return msgspec.msgpack.encode(EventBatch(time.time(), [*([AllBlocksCleared()] if cleared else []), stored]))
 
     async def _answer(self) -> None:

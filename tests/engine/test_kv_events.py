@@ -23,7 +23,7 @@ from spillover.memory.kv.digest import prefix_keys, root_digest
 from spillover.memory.kv.event_wire import block_hash
 from spillover.memory.kv.kv_cache import KVCache
 from support.event_worlds import PLACES, options_of, requests, truth
-from support.kv_mirror import BlockStored, KVEventBatch, Mirror, OldBlockStored
+from support.kv_mirror import BlockStored, KVEventBatch, LesserBlockStored, Mirror
 from support.tiered_world import SIZE, World, prompt
 
 
@@ -155,28 +155,27 @@ def test_layer_groups_are_told_apart() -> None:
 # On the wire
 
 def test_a_batch_is_what_vllm_sends() -> None:
-    """Every field is in its position, and an older subscriber finds those that it knows."""
+    """Every field has its name, and a subscriber that knows fewer finds those."""
     followed = Followed()
     followed.world.ask(prompt(1, 9))
     followed.publish()
     stamp, events, rank = msgspec.msgpack.decode(followed.batches[-1][1])
     assert abs(stamp - time.time()) < 60
     assert rank == 0
-    stored = next(event for event in events if event[0] == "BlockStored")
-    assert len(stored) == 13
-    name, hashes, parent, tokens, size, lora, medium, *rest = stored
-    assert rest == [None] * 6
-    assert (name, parent, size, lora, medium) == ("BlockStored", None, SIZE, None, "GPU")
+    stored = next(event for event in events if event["type"] == "BlockStored")
+    hashes, tokens = stored["block_hashes"], stored["token_ids"]
+    assert stored == {"type": "BlockStored", "block_hashes": hashes, "parent_block_hash": None, "token_ids": tokens,
+                      "block_size": SIZE, "lora_id": None, "medium": "GPU", "lora_name": None}
     assert tokens[:8] == prompt(1, 9)[:8]
     assert len(tokens) == SIZE * len(hashes)
     assert all(type(each) is int and 0 <= each < 1 << 64 for each in hashes)
-    old = msgspec.msgpack.decode(msgspec.msgpack.encode(stored), type=OldBlockStored)
+    old = msgspec.msgpack.decode(msgspec.msgpack.encode(stored), type=LesserBlockStored)
     assert old.token_ids == tokens
     followed.world.kv.reset_prefix_cache()
     followed.publish()
     removed = msgspec.msgpack.decode(followed.batches[-1][1])[1]
-    assert removed == [["BlockRemoved", hashes, "GPU", None, None]]
-    assert msgspec.msgpack.decode(followed.batches[0][1])[1] == [["AllBlocksCleared"]]
+    assert removed == [{"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU"}]
+    assert msgspec.msgpack.decode(followed.batches[0][1])[1] == [{"type": "AllBlocksCleared"}]
     followed.world.close()
 
 

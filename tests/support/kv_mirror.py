@@ -13,29 +13,32 @@ END = b"\xff" * 8
 PATIENCE = 10.0
 
 
-class BlockStored(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
+class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
     block_hashes: list[int]
     parent_block_hash: int | None
     token_ids: list[int]
     block_size: int
     lora_id: int | None
     medium: str | None
-    lora_name: str | None = None
+    lora_name: str | None
     extra_keys: list[tuple[Any, ...] | None] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
     locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
 
 
-class BlockRemoved(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
+class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
     block_hashes: list[int]
     medium: str | None
     group_idx: int | None = None
     locality: str | None = None
+    ownership: str | None = None
 
 
-class AllBlocksCleared(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
+class AllBlocksCleared(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
     pass
 
 
@@ -45,8 +48,8 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     data_parallel_rank: int | None = None
 
 
-class OldBlockStored(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag="BlockStored"):
-    """As vLLM 0.10 had it: a subscriber that knows fewer fields."""
+class LesserBlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag="BlockStored"):
+    """What a subscriber with fewer fields knows."""
 
     block_hashes: list[int]
     parent_block_hash: int | None

@@ -11,8 +11,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 
-import msgspec
-
 from spillover.cluster.index import PrefixIndex
 from spillover.memory.kv.digest import block_digest, packed
 from spillover.memory.kv.event_wire import (
@@ -21,14 +19,14 @@ from spillover.memory.kv.event_wire import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
-    Event,
-    EventBatch,
     block_hash,
+    read_events,
 )
 
 MOST_GUESSED = 1 << 16  # blocks that a replica is taken to hold where it does not say how many it has
 LEAST_GUESSED = 256
 MOST_ORPHANS = 1 << 16  # blocks kept whose parents are not known yet
+FULL_ATTENTION = ("full_attention", "mla_attention", "sink_full_attention")  # kinds of layers that need every block
 
 
 class IndexState(StrEnum):
@@ -51,7 +49,6 @@ class Mirror:
         self._replica = replica
         self._group = group
         self._names = None if root is None else _Names(root)
-        self._decoder = msgspec.msgpack.Decoder(EventBatch)
 
     def take(self, sequence: int, payload: bytes) -> bool:
         """Apply the batch that follows the last one. False: it does not follow, so `restore` or `replay` is needed."""
@@ -106,14 +103,23 @@ class Mirror:
 
     def _apply(self, payload: bytes) -> None:
         self.applied += 1
-        for event in self._decoder.decode(payload).events:
+        for event in read_events(payload):
             if isinstance(event, AllBlocksCleared):
                 self._forget()
-            elif self._group is None or event.group_idx in (None, self._group):
+                continue
+            if self._names is not None and isinstance(event, BlockStored):
+                self._choose_group(event)
+            if self._group is None or event.group_idx in (None, self._group):
                 self._apply_blocks(event)
 
-    def _apply_blocks(self, event: Event) -> None:
-        assert isinstance(event, BlockStored | BlockRemoved)
+    def _choose_group(self, event: BlockStored) -> None:
+        """Let a group with full attention stand for all, of a server that does not tell its groups beforehand: the
+        others' blocks have the same names, and may be gone before. Until one is heard of, every group counts."""
+        if self._group is None and event.group_idx is not None and event.kv_cache_spec_kind in FULL_ATTENTION:
+            self._forget()
+            self._group = event.group_idx
+
+    def _apply_blocks(self, event: BlockStored | BlockRemoved) -> None:
         medium = event.medium if event.medium in MEDIA else GPU
         if isinstance(event, BlockRemoved):
             keys = event.block_hashes if self._names is None else self._names.forget(medium, event.block_hashes)

@@ -1,6 +1,9 @@
-"""KV events on the wire, as vLLM's `kv_events.py` defines them: msgpack arrays, in this order of fields."""
+"""KV events on the wire, as vLLM's `kv_events.py` defines them: a batch is a msgpack array, its events are maps with
+their name under `type`. Until June 2026 vLLM's events were arrays, as SGLang's are still: `read_events` reads both."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 
@@ -11,7 +14,7 @@ END = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)  # in place of a sequenc
 SNAPSHOT = b"kv_snapshot"  # a request for all that is held now, where a replay's would be a sequence number
 
 
-class BlockStored(msgspec.Struct, array_like=True, omit_defaults=True, tag=True):
+class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
     """Blocks that follow each other, and can be found on `medium` from now on."""
 
     block_hashes: list[int]
@@ -20,16 +23,16 @@ class BlockStored(msgspec.Struct, array_like=True, omit_defaults=True, tag=True)
     block_size: int
     lora_id: int | None
     medium: str | None
-    lora_name: str | None = None
+    lora_name: str | None
     # One a block. Of the first block of a salted prompt the digest of model and salt; the salt itself is not told.
-    extra_keys: list[tuple[str, ...] | None] | None = None
+    extra_keys: list[Any] | None = None
     group_idx: int | None = None  # layer group; None where the model has one
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
     locality: str | None = None
 
 
-class BlockRemoved(msgspec.Struct, array_like=True, omit_defaults=True, tag=True):
+class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
     """Blocks that can no longer be found on `medium`."""
 
     block_hashes: list[int]
@@ -38,7 +41,7 @@ class BlockRemoved(msgspec.Struct, array_like=True, omit_defaults=True, tag=True
     locality: str | None = None
 
 
-class AllBlocksCleared(msgspec.Struct, array_like=True, omit_defaults=True, tag=True):
+class AllBlocksCleared(msgspec.Struct, omit_defaults=True, tag=True):
     """Nothing is held any more, on any medium."""
 
 
@@ -47,10 +50,44 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
     ts: float  # seconds since 1970
-    events: list[Event]
+    events: list[Any]
     data_parallel_rank: int | None = None
 
 
 def block_hash(digest: bytes) -> int:
     """Return a block's name on the wire: the last eight bytes of its digest, as vLLM shortens its own."""
     return int.from_bytes(digest[-8:], "big")
+
+
+_BATCH = msgspec.msgpack.Decoder(EventBatch)
+_KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
+# What some versions leave out.
+_UNSAID = {"parent_block_hash": None, "token_ids": (), "lora_id": None, "medium": None, "lora_name": None}
+
+
+def read_events(payload: bytes) -> list[Event]:
+    """Return a batch's events, of any version: fields that are not known here are passed over, and so are events of
+    other kinds. DecodeError or ValidationError if it is no batch of events."""
+    return [event for value in _BATCH.decode(payload).events if (event := _read(value)) is not None]
+
+
+def _read(value: Any) -> Event | None:
+    if isinstance(value, dict):
+        name, fields = value.get("type"), value
+    elif isinstance(value, list) and value:
+        name, kind = value[0], _KINDS.get(value[0])
+        fields = {} if kind is None else dict(zip(kind.__struct_fields__, value[1:], strict=False))
+    else:
+        raise msgspec.ValidationError(f"an event is a map or an array, not {value!r:.40}")
+    if not isinstance(name, str):
+        raise msgspec.ValidationError("an event has no name")
+    if (kind := _KINDS.get(name)) is None:
+        return None
+    hashes, parent = fields.get("block_hashes", ()), fields.get("parent_block_hash")
+    if any(isinstance(each, bytes) for each in (*hashes, parent)):  # whole digests, as vLLM sends on request
+        fields = {**fields, "block_hashes": [_number(each) for each in hashes], "parent_block_hash": _number(parent)}
+    return msgspec.convert({**_UNSAID, **fields, "type": name}, kind)
+
+
+def _number(name: Any) -> Any:
+    return block_hash(name) if isinstance(name, bytes) else name
