@@ -12,6 +12,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -32,9 +33,10 @@ class ServerProcess:
     """The server in a process group of its own, its output in a file."""
 
     def __init__(self, *arguments: str, ready_seconds: float = 120, environment: dict[str, str] | None = None,
-                 command: str = "serve") -> None:
-        """`command`: serve or router, of `spill`."""
-        self._command = command
+                 command: str = "serve", program: Sequence[str] = ()) -> None:
+        """`command`: serve or router, of `spill`. `program`: another server that takes --host and --port, in its
+        place."""
+        self._program = list(program) or [str(Path(sys.executable).with_name("spill")), command]
         self.port = free_port()
         self.url = f"http://{HOST}:{self.port}"
         self._arguments = arguments
@@ -44,11 +46,11 @@ class ServerProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> ServerProcess:
-        program = [str(Path(sys.executable).with_name("spill")), self._command, *self._arguments]
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen([*program, "--host", HOST, "--port", str(self.port)], stdout=log,
-                                             stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                                             start_new_session=True, env=os.environ | self._environment)
+            self._process = subprocess.Popen([*self._program, *self._arguments, "--host", HOST, "--port",
+                                              str(self.port)], stdout=log, stderr=subprocess.STDOUT,
+                                             stdin=subprocess.DEVNULL, start_new_session=True,
+                                             env=os.environ | self._environment)
         try:
             self.wait_until_healthy(self._ready_seconds)
         except BaseException:

@@ -21,6 +21,8 @@ URL = "http://127.0.0.1:8001"
     (["router", URL, "--routing-policy", "best"], "is not one of"),
     (["router", URL, "--kv-events-port", "5557"], "needs --tokenizer"),
     (["router", URL, "--kv-replay-port", "5558"], "needs --kv-events-port"),
+    (["router", URL, URL[:-1], URL[:-2], *["--kv-events-port", "5557"] * 2, "--tokenizer", __file__],
+     "given 2 times for 3 servers"),
     (["router", URL, "--tokenizer", "/nowhere/at/all"], "does not exist"),
     (["router", URL, "--max-request-bytes", "many"], "is not a size"),
     (["router", URL, "--retries", "11"], "11"),

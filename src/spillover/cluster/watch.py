@@ -36,9 +36,16 @@ MISSES = 3  # health checks in a row that time out, then the replica is taken fo
 class WatchSettings:
     tokenizer: str | None = None  # folder or GGUF file, in place of what a server names
     health_seconds: float = 2.0  # for an answer to a health check
-    events_port: int | None = None  # of KV events in vLLM's format, of servers without /kv/info
-    replay_port: int | None = None
+    # Of KV events in vLLM's format, of servers without /kv/info: one port for all, or one for each; 0: it has none.
+    events_ports: tuple[int, ...] = ()
+    replay_ports: tuple[int, ...] = ()
     block_size: int = 16  # of such servers
+
+    def ports(self, place: int) -> tuple[int | None, int | None]:
+        """Return where a server publishes events, and where it replays them."""
+        events, replay = ((ports[place if len(ports) > 1 else 0] or None) if ports else None
+                          for ports in (self.events_ports, self.replay_ports))
+        return events, replay
 
 
 class Watcher:
@@ -149,14 +156,14 @@ class Watcher:
             fleet.follow(replica, TEXT, Approximation(fleet.index, replica.place))
             return
         name, space = await asyncio.to_thread(self._spaces.foreign)
-        if settings.events_port is None:
+        ports = settings.ports(replica.place)
+        if ports[0] is None:
             self.note = "what was sent there (it has no /kv/info, and no --kv-events-port was given)"
             fleet.follow(replica, name, Approximation(fleet.index, replica.place))
             return
         self.note = None
         mirror = Mirror(fleet.index, replica.place, root=root_digest(space.identity, None))
         fleet.follow(replica, name, mirror)
-        ports = (settings.events_port, settings.replay_port)
         events, replay = (None if port is None else reachable(f"tcp://*:{port}", upstream.url) for port in ports)
         assert events is not None
         self._subscription = asyncio.create_task(self._subscribe(Subscriber(mirror, events, replay)))

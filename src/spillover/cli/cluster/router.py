@@ -50,9 +50,10 @@ def routing_options(command: Any) -> Any:
 @http_options
 @click.option("--tokenizer", default=None, metavar="PATH",
               help="The model's folder or GGUF file, where the servers' own is not on this machine.")
-@click.option("--kv-events-port", default=None, type=click.IntRange(1, 65535), metavar="PORT",
-              help="Port of the KV events of servers that do not tell it themselves, such as vLLM; needs --tokenizer.")
-@click.option("--kv-replay-port", default=None, type=click.IntRange(1, 65535), metavar="PORT",
+@click.option("--kv-events-port", "kv_events_ports", multiple=True, type=click.IntRange(0, 65535), metavar="PORT",
+              help="Port of the KV events of servers that do not tell it themselves, such as vLLM: given once, of all; "
+                   "or once for each URL, 0 for one without events. Needs --tokenizer.")
+@click.option("--kv-replay-port", "kv_replay_ports", multiple=True, type=click.IntRange(0, 65535), metavar="PORT",
               help="Port for events that were missed, likewise.")
 @click.option("--block-size", default=16, show_default=True, type=click.IntRange(min=1),
               help="Tokens per KV block of such servers.")
@@ -93,11 +94,15 @@ def router(urls: tuple[str, ...], **options: Any) -> None:
         raise SpilloverError(f"{twice} is given twice; give each server once")
     if len(names) > 256:
         raise SpilloverError(f"a router takes 256 servers at most; got {len(names)}")
-    ports = {"events_port": options.pop("kv_events_port"), "replay_port": options.pop("kv_replay_port")}
+    ports = {name: options.pop(f"kv_{name}") for name in ("events_ports", "replay_ports")}
     tokenizer = options.pop("tokenizer")
-    if ports["events_port"] is not None and tokenizer is None:
+    if any(ports["events_ports"]) and tokenizer is None:
         raise SpilloverError("--kv-events-port needs --tokenizer PATH: such servers name blocks by their tokens")
-    if ports["replay_port"] is not None and ports["events_port"] is None:
+    for name, given in ports.items():
+        if len(given) not in (0, 1, len(names)):
+            raise SpilloverError(f"--kv-{name[:-1].replace('_', '-')} is given {len(given)} times for {len(names)} "
+                                 "servers; give it once for all, or once for each, 0 for one without")
+    if any(ports["replay_ports"]) and not any(ports["events_ports"]):
         raise SpilloverError("--kv-replay-port needs --kv-events-port, the port of the events themselves")
     if tokenizer is not None and not os.path.exists(os.path.expanduser(tokenizer)):
         raise SpilloverError(f"--tokenizer {tokenizer} does not exist; give a model folder or a .gguf file")

@@ -123,7 +123,8 @@ def _job(front: Front, body: ResponsesRequest, use: ToolUse | None, before: Stor
         skip_special = use.format != "mistral"  # its mark is a special token
     ids = prompt_ids(front, ConversationFields(messages=[*system, *messages]), use.tools if use is not None else ())
     room = answer_room(front.context, len(ids), body.max_output_tokens, None, "max_output_tokens", "input")
-    sent = {name: value for name in ("temperature", "top_p", "top_k") if (value := getattr(body, name)) is not None}
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    sent = {name: value for name in names if (value := getattr(body, name)) is not None}
     params = SamplingParams(**(front.client.factory.sampling_defaults | sent), seed=body.seed,
                             ignore_eos=bool(body.ignore_eos), max_tokens=room, structured_outputs=structured,
                             skip_special_tokens=skip_special)

@@ -121,6 +121,9 @@ class ChatRequest(SamplingFields, ConversationFields):
     reasoning_effort: Unused = None
     verbosity: Unused = None
     prediction: Unused = None
+    include_reasoning: Unused = None
+    separate_reasoning: Unused = None
+    stream_reasoning: Unused = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=8)] | None = None
 
 

@@ -132,6 +132,9 @@ class SamplingFields(UnusedFields):
     guided_grammar: str | None = None
     use_beam_search: Off | None = None
     length_penalty: Unused = None
+    # SGLang's: its gateway and vllm-router write them into every request that they send on.
+    no_stop_trim: Off | None = None
+    return_hidden_states: Off | None = None
 
 
 # Answers

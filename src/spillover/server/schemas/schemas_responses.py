@@ -127,6 +127,8 @@ class ResponsesRequest(UnusedFields):
     # Of vLLM's extra fields, those that change nothing about the answer's shape.
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
