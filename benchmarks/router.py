@@ -34,7 +34,8 @@ from router_decisions import decisions
 from server_process import ServerProcess, free_port
 
 from spillover.bench.provenance import provenance
-from spillover.bench.serving.http_client import Call, Connection, Reply, Sink
+from spillover.bench.serving.http_client import Call, Connection, Reply
+from spillover.http_wire import Sink
 from spillover.plan.hardware import probe
 
 BLOCK = 16
@@ -137,7 +138,7 @@ async def play(url: str, requests: Sequence[Request]) -> list[Answered]:
             async with asyncio.timeout(120):
                 reply = await connection.exchange(Call("POST", "/v1/completions", body), sink)
             idle.append(connection)
-        except (ConnectionError, asyncio.IncompleteReadError, TimeoutError, ValueError) as failure:
+        except (ConnectionError, TimeoutError) as failure:
             error = repr(failure)
             await connection.close()
         text = b"".join(piece for _, piece in pieces)

@@ -31,11 +31,12 @@ import psutil
 from server_process import ServerProcess, free_port
 
 from spillover.bench.provenance import provenance
-from spillover.bench.serving.http_client import Call, Connection, Reply, Sink
+from spillover.bench.serving.http_client import Call, Connection, Reply
 from spillover.cluster.fleet import Fleet, Keys, Prompt
 from spillover.cluster.mirror import Mirror
 from spillover.cluster.policy import PredictedTime
 from spillover.cluster.replica import Flight, Told
+from spillover.http_wire import Sink
 from spillover.memory.kv.event_wire import CPU, GPU
 from spillover.plan.hardware import probe
 

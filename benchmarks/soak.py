@@ -83,7 +83,7 @@ async def _one(connection: Connection, shape: Shape, findings: Findings) -> None
     except TimeoutError:
         findings.problem(shape, f"no answer within {ANSWER_SECONDS} s")
         await connection.close()
-    except (OSError, asyncio.IncompleteReadError, ValueError) as error:
+    except (OSError, ValueError) as error:
         findings.problem(shape, f"the connection broke: {error!r}")
         await connection.close()
 

@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from spillover.bench.serving.http_client import Call, Connection, Reply, Sink
+from spillover.bench.serving.http_client import Call, Connection, Reply
 from spillover.bench.serving.sse import events
+from spillover.http_wire import BrokenOff, NoAnswer, Sink
 
 GET = Call("GET", "/", headers=())
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -81,7 +82,7 @@ def test_an_end_before_the_end_is_an_error(answer: bytes) -> None:
 
     async def run() -> None:
         async with answering(cut) as (connection, _):
-            with pytest.raises(asyncio.IncompleteReadError):
+            with pytest.raises((BrokenOff, NoAnswer)):
                 await connection.read(await connection.send(GET))
 
     asyncio.run(run())
@@ -90,7 +91,7 @@ def test_an_end_before_the_end_is_an_error(answer: bytes) -> None:
 def test_what_is_not_http_is_an_error() -> None:
     async def run() -> None:
         async with answering(b"hello there\r\n\r\n") as (connection, _):
-            with pytest.raises(ValueError, match="not HTTP"):
+            with pytest.raises(NoAnswer, match="not HTTP"):
                 await connection.send(GET)
 
     asyncio.run(run())

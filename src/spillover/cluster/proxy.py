@@ -21,8 +21,9 @@ from spillover.cluster.keys import prompt_only, read_prompt
 from spillover.cluster.metrics import RouterMetrics
 from spillover.cluster.replica import Flight, Replica
 from spillover.cluster.settings import RouterSettings
-from spillover.cluster.upstream import Answer, BrokenOff, Headers, NoAnswer
+from spillover.cluster.upstream import Answer, Headers
 from spillover.cluster.watch import Spaces, Watcher, clock
+from spillover.http_wire import BrokenOff, NoAnswer
 from spillover.server.api.errors import ApiError, error_body
 
 log = logging.getLogger("spillover.router")

@@ -18,8 +18,9 @@ from spillover.cluster.mirror import Approximation, Mirror
 from spillover.cluster.replica import Replica, Told
 from spillover.cluster.segments import SegmentEncoder
 from spillover.cluster.subscriber import Subscriber, reachable
-from spillover.cluster.upstream import NoAnswer, Upstream
+from spillover.cluster.upstream import Upstream
 from spillover.errors import SpilloverError
+from spillover.http_wire import NoAnswer
 from spillover.memory.kv.digest import root_digest
 from spillover.models.literal_text import LiteralText
 from spillover.models.tokenizer import Tokenizer, load_tokenizer

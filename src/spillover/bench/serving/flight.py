@@ -6,9 +6,10 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from spillover.bench.serving.http_client import Call, Connection, Reply, Sink
+from spillover.bench.serving.http_client import Call, Connection, Reply
 from spillover.bench.serving.openai_api import Answer, refusal
 from spillover.bench.serving.sse import EventParser
+from spillover.http_wire import BrokenOff, Sink
 
 Heard = Callable[[float, int, bool], None]  # (seconds since sent, new tokens, whether they are the answer's first)
 
@@ -34,9 +35,9 @@ class Flight:
                 reply = await connection.exchange(call, self._sink)
         except TimeoutError:
             answer.error = answer.error or f"no end within {timeout:g} s"
-        except asyncio.IncompleteReadError:
+        except BrokenOff:
             answer.error = answer.error or "the connection broke in the middle of the answer"
-        except (OSError, ValueError) as error:
+        except OSError as error:
             answer.error = answer.error or str(error) or type(error).__name__
         else:
             self._judge(reply)

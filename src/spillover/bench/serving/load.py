@@ -262,7 +262,7 @@ class _Generator:
                 ids = tokens_of(await connection.read(reply)) if reply.status == 200 else []
                 if ids:
                     return ids
-        except (OSError, ValueError, asyncio.IncompleteReadError):
+        except (OSError, ValueError):
             return []
         finally:
             await connection.close()
