@@ -41,22 +41,24 @@ from spillover.plan.hardware import probe
 MODEL = "smollm2"
 THREADS = {"OMP_NUM_THREADS": "1"}
 READY_SECONDS = 600.0
-# vLLM's own reader of a snapshot of our events, run by vLLM's interpreter.
+# vLLM's own reader of a replay of our events, run by vLLM's interpreter.
 DECODE = """
 import collections, msgspec, sys, zmq
 from vllm.distributed.kv_events import KVEventBatch, ZmqEventPublisher
-socket = zmq.Context().socket(zmq.DEALER)
-socket.setsockopt(zmq.RCVTIMEO, 10_000)
-socket.connect(sys.argv[1])
-socket.send_multipart((b"", (0).to_bytes(8, "big")))
-counts = collections.Counter()
-while (frames := socket.recv_multipart())[-2] != ZmqEventPublisher.END_SEQ:
-    for event in msgspec.msgpack.decode(frames[-1], type=KVEventBatch).events:
-        counts[type(event).__name__] += len(getattr(event, "block_hashes", [0]))
-print(dict(counts))
+for address in sys.argv[1:]:
+    socket = zmq.Context().socket(zmq.DEALER)
+    socket.setsockopt(zmq.RCVTIMEO, 60_000)
+    socket.connect(address)
+    socket.send_multipart((b"", (0).to_bytes(8, "big")))
+    counts = collections.Counter()
+    while (frames := socket.recv_multipart())[-2] != ZmqEventPublisher.END_SEQ:
+        for event in msgspec.msgpack.decode(frames[-1], type=KVEventBatch).events:
+            counts[type(event).__name__] += len(getattr(event, "block_hashes", [0]))
+    print(dict(counts))
 """
 
 Answer = dict[str, Any]
+Found = tuple[str, Any]  # what was looked at, and what was found
 
 
 # Asking
@@ -211,7 +213,7 @@ def our_servers(stack: ExitStack) -> Iterator[tuple[list[ServerProcess], list[st
     yield servers, replays
 
 
-def behind(program: list[str], python: Path | None) -> dict[str, Any]:
+def behind(program: list[str], python: Path | None) -> Iterator[Found]:
     with ExitStack() as stack:
         servers, replays = stack.enter_context(our_servers(stack))
         urls = [server.url for server in servers]
@@ -219,19 +221,19 @@ def behind(program: list[str], python: Path | None) -> dict[str, Any]:
             "--worker-urls", *urls, "--policy", "cache_aware", "--health-check-interval-secs", "1",
             "--health-failure-threshold", "1", "--prometheus-port", str(free_port()), program=program,
             ready_seconds=120))
-        result: dict[str, Any] = {"answers": same(urls[0], router.url, MODEL, too_long=3000)}
-        result["models"] = ask(router.url, "/v1/models")["status"]
-        result["health"] = [router.status(), *(server.status() for server in servers)]
-        result["tokens of prefixes"] = prefixes_asked_again(router.url, urls, "vllm:prefix_cache_hits_total")
+        yield "answers", same(urls[0], router.url, MODEL, too_long=3000)
+        yield "models", ask(router.url, "/v1/models")["status"]
+        yield "health", [router.status(), *(server.status() for server in servers)]
+        yield "tokens of prefixes", prefixes_asked_again(router.url, urls, "vllm:prefix_cache_hits_total")
         if python is not None:
-            result["our events, read by vLLM's classes"] = [decoded(python, replay) for replay in replays]
-        result["killed"] = survived(router.url, MODEL, lambda: os.kill(servers[1].pid, signal.SIGKILL))
-        return result
+            yield "our events, read by vLLM's classes", decoded(python, replays)
+        yield "killed", survived(router.url, MODEL, lambda: os.kill(servers[1].pid, signal.SIGKILL))
 
 
-def decoded(python: Path, replay: str) -> str:
-    done = subprocess.run([str(python), "-c", DECODE, replay], capture_output=True, text=True, timeout=300, check=False)
-    return done.stdout.strip().splitlines()[-1] if not done.returncode else done.stderr.strip()[-300:]
+def decoded(python: Path, replays: list[str]) -> list[str]:
+    done = subprocess.run([str(python), "-c", DECODE, *replays], capture_output=True, text=True, timeout=READY_SECONDS,
+                          check=False)
+    return done.stdout.strip().splitlines()[-len(replays):] if not done.returncode else [done.stderr.strip()[-300:]]
 
 
 # Ours before others
@@ -242,7 +244,7 @@ def state(router: ServerProcess) -> list[dict[str, Any]]:
     return [{name: each[name] for name in ("index_state", "index_note", "ready", "why", "models")} for each in shown]
 
 
-def before_vllm(python: Path) -> dict[str, Any]:
+def before_vllm(python: Path) -> Iterator[Found]:
     folder = hf_folder(None)
     with ExitStack() as stack:
         servers, ports = [], []
@@ -261,16 +263,14 @@ def before_vllm(python: Path) -> dict[str, Any]:
         router = stack.enter_context(ServerProcess(
             *urls, "--tokenizer", folder, "--block-size", "16", *(word for events, replay in ports for word in
                 ("--kv-events-port", str(events), "--kv-replay-port", str(replay))), command="router"))
-        result: dict[str, Any] = {"version": ask(urls[0], "/version")["body"]["version"],
-                                  "answers": same(urls[0], router.url, MODEL, too_long=3000)}
-        result |= found_again(router, urls, "vllm:prefix_cache_hits_total")
-        result["killed"] = survived(router.url, MODEL, lambda: os.killpg(servers[1].pid, signal.SIGKILL))
-        result["states afterwards"] = [each["index_state"] + (", gone" if not each["ready"] else "")
-                                       for each in state(router)]
-        return result
+        yield "version", ask(urls[0], "/version")["body"]["version"]
+        yield "answers", same(urls[0], router.url, MODEL, too_long=3000)
+        yield from found_again(router, urls, "vllm:prefix_cache_hits_total")
+        yield "killed", survived(router.url, MODEL, lambda: os.killpg(servers[1].pid, signal.SIGKILL))
+        yield "ready afterwards", [each["ready"] for each in state(router)]
 
 
-def before_llamacpp(python: Path) -> dict[str, Any]:
+def before_llamacpp(python: Path) -> Iterator[Found]:
     file = default_gguf()
     with ExitStack() as stack:
         servers = [stack.enter_context(ServerProcess(
@@ -278,19 +278,21 @@ def before_llamacpp(python: Path) -> dict[str, Any]:
             program=[str(python), "-P", str(SERVER)], ready_seconds=READY_SECONDS)) for _ in range(2)]
         urls = [server.url for server in servers]
         router = stack.enter_context(ServerProcess(*urls, "--tokenizer", file, command="router"))
-        result: dict[str, Any] = {"answers": same(urls[0], router.url, MODEL)}
-        result |= found_again(router, urls, "llamacpp:prompt_tokens_cached_total")
-        result["killed"] = survived(router.url, MODEL, lambda: os.killpg(servers[1].pid, signal.SIGKILL))
-        return result
+        yield "answers", same(urls[0], router.url, MODEL)
+        yield from found_again(router, urls, "llamacpp:prompt_tokens_cached_total")
+        yield "killed", survived(router.url, MODEL, lambda: os.killpg(servers[1].pid, signal.SIGKILL))
+        yield "ready afterwards", [each["ready"] for each in state(router)]
 
 
-def found_again(router: ServerProcess, urls: list[str], hits: str) -> dict[str, Any]:
+def found_again(router: ServerProcess, urls: list[str], hits: str) -> Iterator[Found]:
     """Ask prefixes through the router; compare what it expected with what servers found."""
     before = expected_and_told(router)
     found = prefixes_asked_again(router.url, urls, hits)
     after = expected_and_told(router)
     found |= {f"router's {by}": after[by] - before[by] for by in after}
-    return {"states": state(router), "health": [router.status(), router.status("/readyz")], "tokens of prefixes": found}
+    yield "states", state(router)
+    yield "health", [router.status(), router.status("/readyz")]
+    yield "tokens of prefixes", found
 
 
 def expected_and_told(router: ServerProcess) -> dict[str, float]:
@@ -306,28 +308,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=Path, default=Path("/tmp/peers"), help="folder of virtual environments")
     parser.add_argument("--only", choices=("sglang-router", "vllm-router", "vllm", "llama.cpp"), action="append")
-    parser.add_argument("--output-json", type=Path)
+    parser.add_argument("--output-json", type=Path, help="what was found; of those left out what is there stays")
     arguments = parser.parse_args()
     peers: Path = arguments.peers.absolute()
     python = peers / "vllm" / "bin" / "python"
     reader = python if python.exists() else None
     sglang, vllm_router = peers / "sglrouter" / "bin", peers / "vllmrouter" / "bin" / "vllm-router"
     llamacpp = peers / "llamacpp" / "bin" / "python"
-    runs: dict[str, tuple[Path, Callable[[], dict[str, Any]]]] = {
+    runs: dict[str, tuple[Path, Callable[[], Iterator[Found]]]] = {
         "sglang-router": (sglang / "smg", lambda: behind([str(sglang / "smg"), "launch"], reader)),
         "vllm-router": (vllm_router, lambda: behind([str(vllm_router)], reader)),
         "vllm": (python, lambda: before_vllm(python)),
         "llama.cpp": (llamacpp, lambda: before_llamacpp(llamacpp)),
     }
-    result: dict[str, Any] = {}
+    output: Path | None = arguments.output_json
+    result: dict[str, Any] = json.loads(output.read_text()) if output is not None and output.exists() else {}
     for name, (needs, run) in runs.items():
         if arguments.only and name not in arguments.only:
             continue
-        result[name] = run() if needs.exists() else {"left out": f"{needs} is not there"}
-        print(name, json.dumps(result[name], indent=2, ensure_ascii=False), flush=True)
-    if arguments.output_json is not None:
-        result |= provenance(asdict(probe()))
-        arguments.output_json.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+        found = result[name] = {}
+        for what, value in run() if needs.exists() else [("left out", f"there is no {needs.name}")]:
+            found[what] = value
+            print(f"{name}: {what}: {json.dumps(value, indent=2, ensure_ascii=False)}", flush=True)
+        if output is not None:
+            result |= provenance(asdict(probe())) | {"command": "python benchmarks/foreign_routers.py"}
+            output.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

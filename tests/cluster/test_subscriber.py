@@ -15,6 +15,7 @@ import zmq.asyncio
 from spillover.cluster.index import PrefixIndex
 from spillover.cluster.mirror import IndexState, Mirror
 from spillover.cluster.subscriber import Subscriber, reachable
+from spillover.cluster.watch import WatchSettings
 from spillover.memory.kv.event_wire import END, GPU, SNAPSHOT, AllBlocksCleared, BlockStored, EventBatch
 
 
@@ -134,3 +135,10 @@ def test_an_endpoint_is_reached_at_its_servers_address() -> None:
     assert reachable("tcp://[::]:5557", "http://[fe80::1]:8000") == "tcp://[fe80::1]:5557"
     assert reachable("tcp://10.0.0.9:5557", "http://10.0.0.7:8000") == "tcp://10.0.0.9:5557"
     assert reachable("ipc:///run/kv", "http://10.0.0.7:8000") == "ipc:///run/kv"
+
+
+def test_every_server_may_have_ports_of_its_own() -> None:
+    assert WatchSettings().ports(3) == (None, None)
+    assert WatchSettings(events_ports=(5557,), replay_ports=(5558,)).ports(3) == (5557, 5558)
+    apart = WatchSettings(events_ports=(5557, 0, 5559), replay_ports=(0, 0, 5560))
+    assert [apart.ports(place) for place in range(3)] == [(5557, None), (None, None), (5559, 5560)]
