@@ -19,6 +19,8 @@ from typing import Any
 
 import psutil
 
+from spillover.lab.engines.spillover import spill
+
 HOST = "127.0.0.1"
 
 
@@ -36,7 +38,7 @@ class ServerProcess:
                  command: str = "serve", program: Sequence[str] = ()) -> None:
         """`command`: serve or router, of `spill`. `program`: another server that takes --host and --port, in its
         place."""
-        self._program = list(program) or [str(Path(sys.executable).with_name("spill")), command]
+        self._program = list(program) or [*spill(sys.executable), command]
         self.port = free_port()
         self.url = f"http://{HOST}:{self.port}"
         self._arguments = arguments
@@ -45,18 +47,26 @@ class ServerProcess:
         self._log = Path(tempfile.mkstemp(prefix="spill-serve-", suffix=".log")[1])
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> ServerProcess:
+    def launch(self) -> None:
+        """Start it, and wait for nothing; `close` must follow."""
         with self._log.open("wb") as log:
             self._process = subprocess.Popen([*self._program, *self._arguments, "--host", HOST, "--port",
                                               str(self.port)], stdout=log, stderr=subprocess.STDOUT,
                                              stdin=subprocess.DEVNULL, start_new_session=True,
                                              env=os.environ | self._environment)
+
+    def __enter__(self) -> ServerProcess:
+        self.launch()
         try:
             self.wait_until_healthy(self._ready_seconds)
         except BaseException:
             self.close()
             raise
         return self
+
+    def wait_until_ready(self) -> float:
+        """Wait for a server that was launched. Seconds it took."""
+        return self.wait_until_healthy(self._ready_seconds)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:

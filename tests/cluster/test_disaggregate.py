@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 
 from spillover.cli.cluster.replicas import check_replicas
 from spillover.cli.cluster.router import MODES as OFFERED
+from spillover.cli.cluster.router import check_prefill
 from spillover.cluster.disaggregate import LEAST_BLOCKS, MODES, Mode, split
-from spillover.cluster.fleet import Fleet, Keys, Prompt
+from spillover.cluster.fleet import ROLE_SECONDS, Fleet, Keys, Prompt
 from spillover.cluster.keys import TEXT, prompt_only
 from spillover.cluster.policy import LeastLoad
 from spillover.cluster.replica import Told
 from spillover.cluster.serve import Router
+from spillover.cluster.watch import store_name
 from spillover.engine.config import EngineConfig
 from spillover.errors import SpilloverError
 from support.fake_replica import FakeReplica, routed
@@ -37,15 +39,14 @@ def fleet_of(count: int, pool_seconds: float = 0.0, token_seconds: float = 1e-3)
     for place in range(count):
         replica = fleet.add(f"r{place}")
         replica.ready = True
-        replica.tell(Told(token_seconds, pool="/pool", pool_block_seconds=pool_seconds))
+        replica.tell(Told(token_seconds, stores={"/pool": pool_seconds}))
     return fleet
 
 
 def decided(fleet: Fleet, blocks: int, running: tuple[int, ...], mode: Mode) -> tuple[str, str | None]:
     """Return who decodes a prompt of new blocks, and who computes it first, where replicas decode this much."""
     for replica, count in zip(fleet.replicas, running, strict=True):
-        replica.tell(Told(1e-3, pool=replica.told.pool, pool_block_seconds=replica.told.pool_block_seconds,
-                          running=count))
+        replica.tell(Told(1e-3, stores=replica.told.stores, running=count))
     prompt = Prompt(blocks * BLOCK + 3, {TEXT: Keys(range(1000, 1000 + blocks), BLOCK)})
     decision = fleet.decide(prompt, 0.0)
     assert decision is not None
@@ -80,7 +81,7 @@ def test_a_prompt_goes_away_from_who_decodes_and_stays_where_nobody_does() -> No
     fleet.replicas[1].draining = True  # it gets nothing new, prompts neither
     assert decided(fleet, 64, (9, 1), "always") == ("r0", None)
     fleet.replicas[1].draining = False
-    fleet.replicas[1].told = Told(1e-3, pool="/another")
+    fleet.replicas[1].told = Told(1e-3, stores={"/another": 0.0})
     assert split(fleet, *_asked(fleet), 0.0, "always") is None  # they share nothing
 
 
@@ -97,7 +98,7 @@ def play(scene: Scene, count: int = 2) -> None:
     async def main() -> None:
         async with asyncio.timeout(30), routed(count, disaggregation="always") as (client, replicas, router):
             for replica in router.fleet.replicas:
-                replica.told = Told(1e-4, pool="/pool")
+                replica.told = Told(1e-4, stores={"/pool": 0.0})
             await scene(client, replicas, router)
             assert not any(replica.flights for replica in router.fleet.replicas)
 
@@ -115,7 +116,7 @@ def test_the_prompt_is_computed_first_and_the_answer_is_the_others() -> None:
         decoder = answered_by(await client.post("/v1/completions", json=BODY))
         first, second = sorted(replicas, key=lambda replica: replica.name == decoder)
         assert first.bodies == [{"model": "fake", "prompt": BODY["prompt"], "max_tokens": 1, "stream": False}]
-        assert second.bodies == [BODY]
+        assert second.bodies == [BODY | {"kv_transfer_params": {"do_remote_prefill": True}}]
         assert f'prefills_apart_total{{outcome="computed",replica="{first.name}"}} 1.0' in (
             await client.get("/metrics")).text
 
@@ -181,3 +182,58 @@ def test_blocks_travel_through_a_pool_between_real_replicas(tmp_path: Path) -> N
         pool.kill()
         alone = [answer(place, cache_salt="another") for place in range(4)]
         assert [text for text, _ in alone] == [text for text, _ in apart]
+
+
+@given(running=st.lists(st.integers(0, 40), min_size=3, max_size=3), waiting=st.integers(0, 4000))
+@settings(max_examples=40, deadline=None)
+def test_a_replica_for_prompts_decodes_only_where_all_others_are_far_behind(running: list[int], waiting: int) -> None:
+    fleet = fleet_of(3)
+    fleet.replicas[0].for_prompts = True
+    for replica, count in zip(fleet.replicas, running, strict=True):
+        replica.tell(Told(1e-3, stores=replica.told.stores, running=count,
+                          waiting_tokens=0 if replica.for_prompts else waiting))
+    prompt, decision = _asked(fleet)
+    if waiting * 1e-3 <= ROLE_SECONDS:
+        assert not decision.replica.for_prompts
+        found = split(fleet, prompt, decision, 0.0, "always")
+        assert found is not None
+    fleet.replicas[1].ready = fleet.replicas[2].ready = False
+    left = fleet.decide(prompt, 0.0)
+    assert left is not None
+    assert left.replica.for_prompts, "a role is no wall"
+
+
+def test_what_is_brought_teaches_nothing_of_the_least_time() -> None:
+    fleet = fleet_of(2)
+    prompt, decision = _asked(fleet)
+    found = split(fleet, prompt, decision, 0.0, "always")
+    assert found is not None
+    flight = fleet.send(prompt, found.decode, 0.0)
+    fleet.begin(flight, 0.7)
+    fleet.end(flight, 0.8)
+    rates = decision.replica.rates
+    assert rates is not None
+    assert rates.least_seconds == 0
+    known = decision._replace(prediction=decision.prediction._replace(compute=0.0, cached_tokens=prompt.tokens - 1))
+    flight = fleet.send(prompt, known, 1.0)
+    fleet.begin(flight, 1.2)
+    fleet.end(flight, 1.3)
+    rates = decision.replica.rates
+    assert rates is not None
+    assert rates.least_seconds == pytest.approx(0.2, abs=0.01)
+
+
+def test_stores_of_one_machine_are_not_taken_for_anothers() -> None:
+    for name in ("/run/pool.sock", "unix:///run/valkey", "redis://127.0.0.1:6379", "redis://localhost:6379/1"):
+        assert store_name(name, "http://10.0.0.1:8000") != store_name(name, "http://10.0.0.2:8000")
+        assert store_name(name, "http://10.0.0.1:8000") == store_name(name, "http://10.0.0.1:9000")
+    remote = "redis://10.0.0.9:6379"
+    assert store_name(remote, "http://10.0.0.1:8000") == store_name(remote, "http://10.0.0.2:8000") == remote
+
+
+@pytest.mark.parametrize(("prefill", "count", "mode", "said"), [
+    (1, 2, "never", "needs --disaggregation"), (2, 2, "always", "leaves none of 2 servers to decode")])
+def test_roles_that_cannot_be_are_refused(prefill: int, count: int, mode: str, said: str) -> None:
+    with pytest.raises(SpilloverError, match=said):
+        check_prefill(prefill, count, mode)
+    check_prefill(1, 3, "auto")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spillover.cli.cluster.replicas import check_replicas, serve_replicas, visible_gpus
-from spillover.cli.cluster.router import routing_options
+from spillover.cli.cluster.router import check_prefill, routing_options
 from spillover.cli.config_file import config_file_option
 from spillover.cli.http_options import check_certificate, http_options
 from spillover.cli.options import engine_options
@@ -83,6 +83,7 @@ def serve(config: EngineConfig, replicas: int | None, **options: Any) -> None:
     routing = _routing(options, replicas)
     if replicas is not None:
         config = check_replicas(config, replicas, visible_gpus(), routing["disaggregation"])
+        check_prefill(routing["prefill_replicas"], replicas, routing["disaggregation"])
         if options["api_key_file"] is not None:
             raise SpilloverError("--api-key-file is for one server: with --replicas give keys as --api-key")
     settings = _settings(config, options)
@@ -96,8 +97,8 @@ def serve(config: EngineConfig, replicas: int | None, **options: Any) -> None:
 
 def _routing(options: dict[str, Any], replicas: int | None) -> dict[str, Any]:
     """Take the options of routing out of the others; they mean nothing without --replicas."""
-    names = ("routing_policy", "disaggregation", "session_header", "retries", "max_in_flight", "wait_seconds",
-             "answer_seconds", "health_seconds")
+    names = ("routing_policy", "disaggregation", "prefill_replicas", "session_header", "retries", "max_in_flight",
+             "wait_seconds", "answer_seconds", "health_seconds")
     taken = {name: options.pop(name) for name in names}
     context = click.get_current_context()
     given = next((param for param in context.command.params if isinstance(param, click.Option) and param.name in names

@@ -1,9 +1,10 @@
 """Prefill and decode apart: whether a prompt is computed at another replica than the one that decodes its answer.
 
-Nothing is paired: the first replica computes the prompt and forgets it, its blocks go to a pool that both share, and
-the second finds them there as it finds any prefix. Whatever is not there is computed, so a replica that dies costs time
-and nothing else. What is weighed is the time that people wait: for the first token of this answer, and for the next
-token of every answer that is held up by computing it. No I/O, no clock.
+Nothing is paired: the first replica computes the prompt and forgets it, its blocks go to a store that both share (a
+pool on one machine, a remote store between machines), and the second finds them there as it finds any prefix. Whatever
+is not there is computed, so a replica that dies costs time and nothing else. What is weighed is the time that people
+wait: for the first token of this answer, and for the next token of every answer that is held up by computing it. No
+I/O, no clock.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Split(NamedTuple):
     """A prompt that is computed somewhere else first."""
 
     prefill: Decision
-    decode: Decision  # as predicted once the blocks are in the pool
+    decode: Decision  # as predicted once the blocks are in the store
     seconds: float  # to wait for the first replica
 
 
@@ -35,19 +36,18 @@ def split(fleet: Fleet, prompt: Prompt, decision: Decision, now: float, mode: Mo
           exclude: Collection[Replica] = ()) -> Split | None:
     """Return where to compute a prompt whose answer `decision` says who decodes; None: there as well."""
     decoder, keys = decision.replica, decision.keys
-    pool, size = decoder.told.pool, keys.block_size
+    stores, size = decoder.told.stores, keys.block_size
     new = len(keys.keys) - decision.first  # whole blocks to compute
-    if mode == "never" or pool is None or new < LEAST_BLOCKS:
+    if mode == "never" or not stores or new < LEAST_BLOCKS:
         return None
     others = [replica for replica in fleet.replicas
-              if replica is not decoder and replica.usable(now) and replica.told.pool == pool
+              if replica is not decoder and replica.usable(now) and not stores.keys().isdisjoint(replica.told.stores)
               and fleet.spaces[replica.place] == fleet.spaces[decoder.place] and replica not in exclude]
     if not others:
         return None
     rates = alike([replica.rates for replica in (decoder, *others)])
     token = rates[0].token_seconds
     load = decoder.load(now)
-    bring = new * decoder.told.pool_block_seconds
     rest = (prompt.tokens - len(keys.keys) * size) * token  # behind the last whole block
     together = decision.prediction.first_token + load.running * decision.prediction.work
     best: Split | None = None
@@ -55,6 +55,7 @@ def split(fleet: Fleet, prompt: Prompt, decision: Decision, now: float, mode: Mo
     matches = fleet.index.match(keys.keys, [replica.place for replica in others])
     for replica, rate in zip(others, rates[1:], strict=True):
         there, busy = matches[replica.place].blocks, replica.load(now)
+        bring = new * next(seconds for name, seconds in stores.items() if name in replica.told.stores)
         compute = max(prompt.tokens - there * size, 1) * rate.token_seconds
         first = decision.prediction._replace(queue=busy.backlog_seconds, restore=0.0, compute=compute,
                                              cached_tokens=there * size, least=rate.least_seconds)
@@ -64,6 +65,6 @@ def split(fleet: Fleet, prompt: Prompt, decision: Decision, now: float, mode: Mo
                  + load.running * second.work)
         if apart < least:
             least = apart
-            best = Split(Decision(replica, first, keys, there), decision._replace(prediction=second),
+            best = Split(Decision(replica, first, keys, there), decision._replace(prediction=second, apart=True),
                          max(LEAST_PATIENCE, PATIENCE * first.first_token))
     return best

@@ -20,6 +20,7 @@ from spillover.memory.kv.event_wire import GPU
 EASE = 8  # sequences more than the least busy that a replica may decode and count as no busier
 BUSY_SECONDS = 10.0  # over which it is counted how busy replicas are
 REUSE_SMOOTHING = 0.02
+ROLE_SECONDS = 1.0  # by which all others must be later before a replica that is there for prompts decodes
 MOST_SESSIONS = 65_536
 MOST_SEEN = 1 << 17  # blocks in each of two generations, for the share of tokens that could be found again
 
@@ -48,6 +49,7 @@ class Decision(NamedTuple):
     prediction: Prediction
     keys: Keys
     first: int  # of its blocks that the replica has to compute
+    apart: bool = False  # another replica computes them, and this one brings them
 
 
 class Fleet:
@@ -111,7 +113,7 @@ class Fleet:
                                  self._reuse)
             candidates.append(Candidate(replica.place, prediction, len(replica.flights), replica.sent_tokens,
                                         load.device_use, session == replica.place))
-        chosen = self.policy.choose(candidates, Ask(prompt.tokens, self.busy(now)))
+        chosen = self.policy.choose(self._decoders(candidates), Ask(prompt.tokens, self.busy(now)))
         keys, match = matches[chosen.replica]
         return Decision(self.replicas[chosen.replica], chosen.prediction, keys, match.blocks)
 
@@ -119,7 +121,7 @@ class Fleet:
         """Note that the request goes where it was decided; `end` must follow."""
         replica, keys = decision.replica, decision.keys
         flight = Flight(replica.place, prompt.tokens, decision.prediction, now, not replica.waiting,
-                        keys.keys, decision.first, keys.block_size)
+                        keys.keys, decision.first, keys.block_size, decision.apart)
         replica.send(flight)
         self.index.expect(replica.place, flight.keys[flight.first:])
         if prompt.session is not None:
@@ -165,6 +167,15 @@ class Fleet:
         """Return the share of time that replicas compute prompts, 0 to 1."""
         ready = sum(replica.ready for replica in self.replicas)
         return min(self._decayed(now) / (BUSY_SECONDS * ready), 1.0) if ready else 0.0
+
+    def _decoders(self, candidates: list[Candidate]) -> list[Candidate]:
+        """Leave out replicas that are there for prompts, as long as another gives its first token not much later."""
+        decoders = [each for each in candidates if not self.replicas[each.replica].for_prompts]
+        if not decoders:
+            return candidates
+        soonest = min(each.prediction.first_token for each in candidates)
+        late = min(each.prediction.first_token for each in decoders) > soonest + ROLE_SECONDS
+        return candidates if late else decoders
 
     def _decayed(self, now: float) -> float:
         return self._work * math.exp(min(self._counted - now, 0.0) / BUSY_SECONDS)

@@ -35,7 +35,7 @@ class TokenSpace:
 
     identity: bytes
     block_size: int
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None  # None: the servers have none, and prompts are token ids
     literal: LiteralText | None = None  # encodes conversations where messages may not hold special tokens
     segments: SegmentEncoder | None = None  # encodes the others
 
@@ -95,6 +95,12 @@ def prompt_only(body: bytes) -> bytes | None:
     return msgspec.json.encode({**value, length: 1, "stream": False})
 
 
+def awaiting_kv(body: bytes) -> bytes:
+    """Return a request that says that its prompt's KV is on its way to where the server finds it."""
+    value = msgspec.json.decode(body)
+    return msgspec.json.encode({**value, "kv_transfer_params": {"do_remote_prefill": True}})
+
+
 def _token_ids(path: str, value: Mapping[str, Any], space: TokenSpace) -> Sequence[int] | None:
     """Return the prompt's tokens as the server will make them; None if there is none here."""
     if path.endswith("/chat/completions"):
@@ -102,7 +108,7 @@ def _token_ids(path: str, value: Mapping[str, Any], space: TokenSpace) -> Sequen
     prompt = value.get("prompt")
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         prompt = prompt[0]  # several prompts go to one server: by the first
-    if isinstance(prompt, str):
+    if isinstance(prompt, str) and space.tokenizer is not None:
         prompt = space.tokenizer.encode(prompt, value.get("add_special_tokens") is not False)
     if not isinstance(prompt, list):
         return None
@@ -110,8 +116,10 @@ def _token_ids(path: str, value: Mapping[str, Any], space: TokenSpace) -> Sequen
     return prompt[-cut:] if isinstance(cut, int) and cut > 0 else prompt
 
 
-def _conversation(value: Mapping[str, Any], space: TokenSpace) -> Sequence[int]:
+def _conversation(value: Mapping[str, Any], space: TokenSpace) -> Sequence[int] | None:
     tokenizer, literal = space.tokenizer, space.literal
+    if tokenizer is None:
+        return None
     body = ChatRequest.model_validate(value)
     use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, tokenizer.chat_template or "")
     text = prompt_text(tokenizer, body, use.tools if use is not None else (),

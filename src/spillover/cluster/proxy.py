@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from spillover.cluster.disaggregate import split
 from spillover.cluster.fleet import Decision, Fleet, Prompt
-from spillover.cluster.keys import prompt_only, read_prompt
+from spillover.cluster.keys import awaiting_kv, prompt_only, read_prompt
 from spillover.cluster.metrics import RouterMetrics
 from spillover.cluster.replica import Flight, Replica
 from spillover.cluster.settings import RouterSettings
@@ -114,7 +114,8 @@ class Proxy:
             scope["spillover.route"] = Route(decision.replica.name, attempt + 1)
             kind = "no_answer"
             try:
-                answer = await self._attempt(scope, send, body, prompt, decision, arrived)
+                sent = awaiting_kv(body) if decision.apart else body
+                answer = await self._attempt(scope, send, sent, prompt, decision, arrived)
                 if answer is None:
                     return
                 refusal, reason = answer, f"it answered {answer[0].status}"
@@ -165,7 +166,7 @@ class Proxy:
     async def _prefill(self, scope: Scope, body: bytes, prompt: Prompt, decision: Decision,
                        tried: list[Replica]) -> Decision:
         """Let another replica compute the prompt first, where that is sooner. Whatever becomes of it, the request goes
-        on: what the other has not brought to the pool is computed where it is decoded."""
+        on: what the other has not brought to where both find it is computed where it is decoded."""
         if self._settings.disaggregation == "never" or tried:
             return decision
         chosen = split(self.fleet, prompt, decision, clock(), self._settings.disaggregation)

@@ -75,6 +75,7 @@ class Flight:
     keys: Sequence[int] = ()  # of the prompt's blocks ...
     first: int = 0  # ... from this on it computes them
     block_size: int = 16
+    apart: bool = False  # its blocks are brought from where another replica has just put them
     first_token: float | None = None
 
 
@@ -89,8 +90,8 @@ class Told:
     device_blocks_used: int | None = None
     waiting_tokens: int = 0  # of prompts, of all its clients
     running: int = 0
-    pool: str | None = None  # that computed blocks go to at once, and that replicas which name it share
-    pool_block_seconds: float = 0.0  # to bring one block from there
+    # That computed blocks go to at once, nearest first, and that replicas which name them share; seconds for a block.
+    stores: Mapping[str, float] = field(default_factory=dict)
 
 
 class Replica:
@@ -99,6 +100,7 @@ class Replica:
         self.name = name
         self.ready = False  # it answers, and takes requests
         self.draining = False  # it is to get no new ones
+        self.for_prompts = False  # it computes prompts for others, and decodes only where they are far behind
         self.why = "it has not been asked yet"  # it is not ready
         self.models: frozenset[str] = frozenset()  # names that it serves; empty: not known
         self.breaker = Breaker()
@@ -169,13 +171,16 @@ class Replica:
         self.breaker.sent()
 
     def begin(self, flight: Flight, now: float) -> None:
-        """Note the first token."""
+        """Note the first token. Of a prompt whose blocks were brought nothing is learned: how long that took is no part
+        of what computing takes, nor of the least that any request does."""
         flight.first_token = now
         self._leave_queue(flight, now)
         new = flight.tokens - flight.prediction.cached_tokens
-        if flight.alone and new >= LEARN_TOKENS:
+        if flight.apart or not flight.alone:
+            return
+        if new >= LEARN_TOKENS:
             self._cost.observe(new, new, now - flight.sent)
-        elif flight.alone:
+        elif not flight.prediction.restore:
             least = max(now - flight.sent - new * self.token_seconds, 0.0)
             self._least_seconds += (SMOOTHING if self._least_seconds else 1.0) * (least - self._least_seconds)
 

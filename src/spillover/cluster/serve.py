@@ -57,7 +57,9 @@ class Router:
         self.watchers: list[Watcher] = []
         self.proxy = Proxy(self.fleet, self.watchers, self.spaces, settings, self.metrics)
         for name, upstream in upstreams:
-            self.watchers.append(Watcher(self.fleet, self.fleet.add(name), upstream, self.spaces, settings.watch,
+            replica = self.fleet.add(name)
+            replica.for_prompts = name in settings.prefill
+            self.watchers.append(Watcher(self.fleet, replica, upstream, self.spaces, settings.watch,
                                          self.proxy.changed))
         self.inner = RouterApp(self.fleet, self.watchers, self.proxy, self.metrics)
         self.app = make_app(self.inner, settings, self.metrics)

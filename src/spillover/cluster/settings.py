@@ -15,6 +15,7 @@ class RouterSettings:
     port: int = 8000
     policy: str = "predicted"
     disaggregation: Mode = "never"  # prompts computed at another replica than the one that decodes
+    prefill: tuple[str, ...] = ()  # names of replicas that are there for prompts
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # empty: no key is asked for
     admin_keys: tuple[str, ...] = field(default=(), repr=False)  # for draining; empty: as for the others
     pass_keys: bool = True  # send the client's Authorization on; False: the replicas' own key takes its place

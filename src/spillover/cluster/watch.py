@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -143,7 +144,7 @@ class Watcher:
                 self._instance = "unknown"
                 await self._follow_foreign(upstream)
             return
-        self._replica.tell(told(info))
+        self._replica.tell(told(info, upstream.url))
         if info.instance != self._instance:
             self._instance = info.instance
             await self._follow(upstream, info)
@@ -203,11 +204,19 @@ class Watcher:
             self.note = "what was sent there (its KV events could not be followed)"
 
 
-def told(info: KvInfo) -> Told:
+def told(info: KvInfo, url: str) -> Told:
+    """Return what a server at this address says of itself."""
     return Told(info.prefill_token_seconds,
                 {tier.medium: tier.block_seconds for tier in info.tiers if tier.block_seconds is not None},
                 info.max_num_seqs, info.device_blocks, info.device_blocks_used, info.waiting_prompt_tokens,
-                info.num_running, info.pool, info.pool_block_seconds or 0.0)
+                info.num_running, {store_name(each.name, url): each.block_seconds or 0.0 for each in info.stores})
+
+
+def store_name(name: str, url: str) -> str:
+    """Return a store's name, with its machine where it is one that only this machine means by it."""
+    host = urlsplit(name).hostname
+    local = host is None or host == "localhost" or host == "::1" or host.startswith("127.")
+    return f"{name} of {urlsplit(url).hostname}" if local else name
 
 
 class Spaces:
@@ -240,8 +249,9 @@ class Spaces:
         if name in self.known:
             return name
         path = self._settings.tokenizer or info.tokenizer
-        if path is None:
-            raise SpilloverError("the server has no tokenizer; give the router one with --tokenizer")
+        if path is None:  # its prompts are token ids
+            self.known[name] = TokenSpace(bytes.fromhex(info.model_identity), info.block_size, None)
+            return name
         if not Path(path).expanduser().exists():
             raise SpilloverError(f"{path} is not on this machine; give the router the model's tokenizer with "
                                  "--tokenizer")

@@ -121,6 +121,7 @@ def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, An
         enable_chunked_prefill=config.enable_chunked_prefill,
         kv_cache_dtype=config.kv_cache_dtype,
         spill_dtype=config.spill_dtype,
+        spill=config.spill,
         host_memory=None if config.host_memory is None else parse_budget(str(config.host_memory), "--host-memory",
                                                                          machine.memory),
         host_pool=None if config.host_pool is None else socket_path(config.host_pool),

@@ -386,7 +386,7 @@ class Scheduler:
     def _lookup(self, request: Request) -> bool:
         """Return whether it is known which of the request's blocks are stored; until then others go first."""
         return _needs_prompt_logits(request) or self.connector.lookup(
-            request.request_id, request.token_ids, request.cache_salt)
+            request.request_id, request.token_ids, request.cache_salt, request.params.kv_coming)
 
     def _progress(self, request: Request) -> None:
         """Count what has been loaded so far as computed; gives a restore up that cannot end."""

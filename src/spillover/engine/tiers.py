@@ -37,7 +37,7 @@ from spillover.models.config import ModelConfig
 from spillover.models.sharding.shard import Shard
 from spillover.plan.measure import measure_link
 from spillover.plan.planner import Plan
-from spillover.plan.tiers import STAGING_BLOCKS, with_tier_rates
+from spillover.plan.tiers import staging_blocks, with_tier_rates
 
 SWITCH_SECONDS = 0.0002  # for which a thread may keep the interpreter while another wants it
 DISK_READ = REMOTE_READ = 1e9  # bytes a second, until a load has been seen
@@ -83,7 +83,7 @@ def make_store(config: EngineConfig, plan: Plan, model: ModelConfig, pool: Tenso
         link,
         tiers,
         host_blocks=plan.host_blocks,
-        staging_blocks=STAGING_BLOCKS,
+        staging_blocks=staging_blocks(link.slot_bytes, config.spill),
         eager=config.spill == "eager",
         admission=admission_policy(config.spill_admission),
         rates={"disk": DISK_READ, "remote": REMOTE_READ, **reads},

@@ -31,8 +31,10 @@ class KVConnector(Protocol):
 
     # A request that waits
 
-    def lookup(self, seq: str, tokens: Sequence[int], salt: str | None) -> bool:
-        """Ask the tiers what they hold of the prompt, once; returns whether all have answered or had time to."""
+    def lookup(self, seq: str, tokens: Sequence[int], salt: str | None, coming: bool = False) -> bool:
+        """Ask the tiers what they hold of the prompt, once; returns whether all have answered or had time to.
+        `coming`: another engine is storing its blocks, so those that are missing are asked for again, for as long as
+        computing them would take."""
 
     def forget(self, seq: str) -> None:
         """End the lookup: the request was admitted, or no longer waits."""
@@ -111,7 +113,7 @@ class NullConnector:
     busy = False
     tiers = ()
 
-    def lookup(self, seq: str, tokens: Sequence[int], salt: str | None) -> bool:
+    def lookup(self, seq: str, tokens: Sequence[int], salt: str | None, coming: bool = False) -> bool:
         return True
 
     def begin(self, seq: str, tokens: Sequence[int], salt: str | None) -> int | None:

@@ -174,7 +174,8 @@ def make_plan(
     units = weight_units(config, kept, dtype, copies)
     check_model(request, units)
     draft_scratch = None if copies is None else scratch_bytes(copies, dtype)
-    sizes = Sizes(request, config, shape, device, native, tiers, host_bytes(tiers, slot_bytes), draft_scratch)
+    sizes = Sizes(request, config, shape, device, native, tiers, host_bytes(tiers, slot_bytes, request.spill),
+                  draft_scratch)
     if device == "cpu":  # where all layers stay, they are drafted for all the same
         sizes.weight_bytes += sum(units.substitutes.values())
     # On the CPU the device tier and the host tier are the same RAM.
@@ -191,7 +192,7 @@ def make_plan(
         placement, sizes = plan_weights(ask)
         tiers = plan_tiers(_left_for_kv(request, placement, slot_bytes), request.host_pool, request.disks,
                            request.remote, slot_bytes, device)
-        sizes.host_bytes = host_bytes(tiers, slot_bytes)
+        sizes.host_bytes = host_bytes(tiers, slot_bytes, request.spill)
         if device == "cpu":
             available = machine.memory_available - sizes.host_bytes - placement.host_bytes
         max_model_len, num_blocks = _blocks(replace(request, gpu_memory=ask.budget), sizes, machine, available)

@@ -24,6 +24,7 @@ class PlanRequest:
     enable_chunked_prefill: bool = True
     kv_cache_dtype: str = "auto"  # "auto" | "fp8" | "int8"
     spill_dtype: str = "auto"  # likewise, of blocks that leave the device
+    spill: str = "evict"  # when they leave
     host_memory: int | None = None  # bytes
     host_pool: Path | None = None  # socket of a shared pool's owner
     disks: tuple[DiskBudget, ...] = ()

@@ -21,6 +21,8 @@ from spillover.units import format_bytes
 
 PAGE = 4096  # a slot of host memory begins at a page, so that a disk can read straight into it
 STAGING_BLOCKS = 32  # slots that blocks pass through on their way to the tiers below, without a host tier
+EAGER_STAGING_BLOCKS = 128  # likewise, where they leave at once: as many as a step of 2,048 tokens makes ...
+EAGER_STAGING_BYTES = 256 << 20  # ... but no more than these
 POOL_SECONDS = 2.0  # to wait for a shared pool's owner
 
 
@@ -72,12 +74,19 @@ def _plan_pool(path: Path, slot_bytes: int) -> TierPlan:
                     note=f"shared with {report.engines} other engines" if report.engines else "")
 
 
-def host_bytes(tiers: tuple[TierPlan, ...], slot_bytes: int) -> int:
+def staging_blocks(slot_bytes: int, spill: str) -> int:
+    """Return the slots of an engine without a host tier. `spill`: when blocks leave the device."""
+    if spill != "eager":
+        return STAGING_BLOCKS
+    return max(STAGING_BLOCKS, min(EAGER_STAGING_BLOCKS, EAGER_STAGING_BYTES // slot_stride(slot_bytes)))
+
+
+def host_bytes(tiers: tuple[TierPlan, ...], slot_bytes: int, spill: str = "evict") -> int:
     """Return the most RAM of the lower tiers: the host tier's, or a few slots that others are reached through."""
     if not tiers:
         return 0
     given = next((tier.bytes for tier in tiers if tier.name == "host"), None)
-    return STAGING_BLOCKS * slot_stride(slot_bytes) if given is None else given
+    return staging_blocks(slot_bytes, spill) * slot_stride(slot_bytes) if given is None else given
 
 
 def check_host_memory(host_memory: int | None, machine: Machine, device: str, size: str, least: str) -> None:

@@ -38,10 +38,10 @@ def check_replicas(config: EngineConfig, count: int, gpus: list[str], disaggrega
                              "--gpu-memory how much each may take")
     if disaggregation == "never":
         return config
-    if config.host_pool is None or count < 2:
+    if (config.host_pool is None and config.remote is None) or count < 2:
         raise SpilloverError(f"--disaggregation {disaggregation} needs two replicas or more and a --host-pool, through "
-                             "which the KV of prompts travels (`spill pool serve` starts one)")
-    return dataclasses.replace(config, spill="eager")  # blocks go to the pool as soon as they are computed
+                             "which the KV of prompts travels (`spill pool serve` starts one), or a --remote store")
+    return dataclasses.replace(config, spill="eager")  # blocks leave as soon as they are computed
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ, folder: str = "/proc/driver/nvidia/gpus") -> list[str]:
@@ -113,6 +113,7 @@ def serve_replicas(config: EngineConfig, settings: ServerSettings, count: int, r
             [replica_environment(config, place, count, gpus) for place in range(count)],
             on_plan=lambda plan: print_plan(console, plan), on_progress=progress)
         watch = WatchSettings(health_seconds=routing.pop("health_seconds"))
+        names = [f"replica-{place}" for place in range(count)]
         made = RouterSettings(
             host=settings.host, port=settings.port, api_keys=settings.api_keys, admin_keys=settings.admin_keys,
             pass_keys=bool(settings.api_keys), max_request_bytes=settings.max_request_bytes,
@@ -121,13 +122,14 @@ def serve_replicas(config: EngineConfig, settings: ServerSettings, count: int, r
             ssl_certfile=settings.ssl_certfile, ssl_keyfile=settings.ssl_keyfile, drain_seconds=settings.drain_seconds,
             shutdown_delay_seconds=settings.shutdown_delay_seconds,
             log_requests=settings.log_requests, log_format=settings.log_format, watch=watch,
-            policy=routing.pop("routing_policy"), session_header=routing.pop("session_header").lower(), **routing)
+            policy=routing.pop("routing_policy"), session_header=routing.pop("session_header").lower(),
+            prefill=tuple(names[:routing.pop("prefill_replicas")]), **routing)
 
         def announce() -> None:
-            names = escape(", ".join(settings.served_model_names))
-            console.print(f"[bold]{names}[/bold] is served at {address}/v1 by {count} replicas", highlight=False,
+            served = escape(", ".join(settings.served_model_names))
+            console.print(f"[bold]{served}[/bold] is served at {address}/v1 by {count} replicas", highlight=False,
                           soft_wrap=True)
             console.print(f"Replicas: {address}/replicas   Ctrl-C stops.", highlight=False, soft_wrap=True)
 
-        serve_router(made, [(f"replica-{place}", Upstream("http://127.0.0.1:1", key)) for place in range(count)],
+        serve_router(made, [(name, Upstream("http://127.0.0.1:1", key)) for name in names],
                      listening, on_ready=announce, processes=processes)

@@ -26,7 +26,10 @@ def routing_options(command: Any) -> Any:
             click.option("--disaggregation", default="never", show_default=True, type=click.Choice(MODES),
                          help="Whether a prompt may be computed by another server than the one that decodes its "
                               "answer; auto: where people are predicted to wait less, in all. Servers must share a "
-                              "--host-pool and have --spill eager."),
+                              "--host-pool or a --remote store, and have --spill eager."),
+            click.option("--prefill-replicas", default=0, show_default=True, type=click.IntRange(min=0), metavar="N",
+                         help="The first N servers compute prompts for the others, and decode only where all others "
+                              "are a second later; needs --disaggregation."),
             click.option("--session-header", default="X-Session-Id", show_default=True, metavar="NAME",
                          help="Header whose value keeps a client's requests on one server where that costs little."),
             click.option("--retries", default=3, show_default=True, type=click.IntRange(0, 10),
@@ -42,6 +45,15 @@ def routing_options(command: Any) -> Any:
                               "is taken for gone."))):
         command = option(command)
     return command
+
+
+def check_prefill(prefill: int, count: int, disaggregation: str) -> None:
+    """Refuse servers for prompts where none would be left to decode, or where prompts are not computed apart."""
+    if prefill and disaggregation == "never":
+        raise SpilloverError(f"--prefill-replicas {prefill} needs --disaggregation auto or always")
+    if prefill and prefill >= count:
+        raise SpilloverError(f"--prefill-replicas {prefill} leaves none of {count} servers to decode; give {count - 1} "
+                             "at most")
 
 
 @click.command()
@@ -92,6 +104,7 @@ def router(urls: tuple[str, ...], **options: Any) -> None:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise SpilloverError(f"{twice} is given twice; give each server once")
+    check_prefill(options["prefill_replicas"], len(names), options["disaggregation"])
     if len(names) > 256:
         raise SpilloverError(f"a router takes 256 servers at most; got {len(names)}")
     ports = {name: options.pop(f"kv_{name}") for name in ("events_ports", "replay_ports")}
@@ -108,7 +121,8 @@ def router(urls: tuple[str, ...], **options: Any) -> None:
         raise SpilloverError(f"--tokenizer {tokenizer} does not exist; give a model folder or a .gguf file")
     watch = WatchSettings(tokenizer, options.pop("health_seconds"), block_size=options.pop("block_size"), **ports)
     limit = parse_bytes(options.pop("max_request_bytes"), "--max-request-bytes")
-    settings = RouterSettings(policy=options.pop("routing_policy"), watch=watch, pass_keys=key is None,
+    prefill = tuple(names[:options.pop("prefill_replicas")])
+    settings = RouterSettings(policy=options.pop("routing_policy"), watch=watch, pass_keys=key is None, prefill=prefill,
                               max_request_bytes=limit, session_header=options.pop("session_header").lower(), **options)
     set_up_logging(settings.log_format)
     with listen(settings.host, settings.port) as listening:

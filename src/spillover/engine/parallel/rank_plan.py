@@ -68,7 +68,7 @@ def with_whole_blocks(plan: Plan, request: PlanRequest, model: ModelConfig, shar
     host = next((tier.bytes for tier in plan.tiers if tier.name == "host"), None)
     tiers = plan_tiers(None if host is None else host * shard.size, request.host_pool, request.disks, request.remote,
                        slot, plan.device)
-    return replace(plan, tiers=tiers, slot_bytes=slot, host_bytes=host_bytes(tiers, slot))
+    return replace(plan, tiers=tiers, slot_bytes=slot, host_bytes=host_bytes(tiers, slot, request.spill))
 
 
 def without_tiers(plan: Plan) -> Plan:

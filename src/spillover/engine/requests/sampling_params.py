@@ -101,6 +101,7 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None  # a dict of its fields is taken too
+    kv_coming: bool = False  # another engine stores the prompt's KV in a tier that both share: wait for it a moment
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())

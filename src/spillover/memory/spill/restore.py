@@ -17,11 +17,15 @@ from spillover.memory.kv.digest import prefix_keys
 from spillover.memory.kv.kv_cache import KVCache
 from spillover.memory.kv.windows import usable_blocks
 from spillover.memory.spill.loads import Load, LoadState, Search
+from spillover.memory.spill.restore_plan import ComputeCost
 from spillover.memory.spill.store import SpillStore
 
 TIERS = ("host", "pool", "disk", "remote")  # nearest first
 STARTED_AT_ONCE = 128  # blocks whose loads are started before the next are looked at
 ASKED_AT_ONCE = 32  # blocks whose keys are digested before host memory is asked for them
+COMING_SECONDS = 1.0  # at most, for blocks that another engine is storing
+AGAIN_SECONDS = 0.002  # between two questions for them
+LEAST_SECONDS = 0.01  # without one more of them, before they are given up: less than the step that computes them takes
 
 
 class Stored(NamedTuple):
@@ -126,7 +130,7 @@ class Restore:
         self._kv.end_copy(blocks)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Lookup:
     """What is asked for a waiting sequence: the blocks from `start` on, which the device did not have."""
 
@@ -134,6 +138,10 @@ class _Lookup:
     keys: list[bytes]  # of a block's groups one after the other; not all of them yet
     rest: Iterator[bytes]  # the others, digested one by one as somebody wants to know
     search: Search  # for the keys that there were when it began
+    missing: int = -1  # keys that no tier had when it was last looked, of blocks that are coming; -1: not looked yet
+    since: float = 0.0  # the first look, ...
+    latest: float = 0.0  # ... and the last that found more
+    again: float = 0.0  # when to ask again
 
     def digest(self, end: int) -> None:
         """Digest keys until there are n of them, or all."""
@@ -157,6 +165,28 @@ class Lookups:
         if seq not in self._lookups:
             self._start(seq, tokens, *self._kv.cached_prefix(tokens, salt))
         return self._lookups[seq].search.ready(time.monotonic())
+
+    def waits(self, seq: str, cost: ComputeCost, now: float) -> bool:
+        """Return whether to wait for blocks that another engine is storing: while they keep coming, and the next is not
+        later than computing those that are missing would take."""
+        lookup = self._lookups.get(seq)
+        missing = 0 if lookup is None else lookup.search.sources.count(None)
+        if lookup is None or not missing:
+            return False
+        if lookup.missing < 0:
+            lookup.since = now
+        if missing != lookup.missing:
+            lookup.missing, lookup.latest = missing, now
+        if cost.token_seconds is not None:
+            computing = missing / len(self._kv.windows) * self._kv.block_size * cost.token_seconds
+            if now - lookup.latest > max(computing, LEAST_SECONDS):
+                return False
+        if now - lookup.since > COMING_SECONDS:
+            return False
+        if now >= lookup.again:
+            lookup.again = now + AGAIN_SECONDS
+            self._store.search_again(lookup.search, lookup.keys)
+        return True
 
     def found(self, seq: str, tokens: Sequence[int], salt: str | None, have: int) -> Stored:
         """Return the blocks after the first `have`, as far as they can be restored."""

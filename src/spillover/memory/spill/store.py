@@ -107,12 +107,16 @@ class SpillStore:
         sources: list[str | None] = ["host" if self._ready(key) else None for key in keys]
         search = Search(sources, lambda tier, index, there: self._below.answered(tier, keys[index], there))
         self.used(key for key, source in zip(keys, sources, strict=True) if source is not None)
+        self.search_again(search, keys)
+        return search
+
+    def search_again(self, search: Search, keys: Sequence[bytes]) -> None:
+        """Ask the tiers for what was not found, of the keys that the search was made with."""
         for tier in self.tiers:
             missing = [index for index, source in enumerate(search.sources) if source is None]
             if missing:
                 search.ask(tier, missing, tier.lookup([keys[index] for index in missing]))
                 search.ready(time.monotonic())
-        return search
 
     def near(self, keys: Sequence[bytes]) -> list[str | None]:
         """Return for each block the tier that has it, among those that can say so at once."""

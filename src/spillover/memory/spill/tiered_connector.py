@@ -40,8 +40,12 @@ class TieredConnector:
 
     # A request that waits
 
-    def lookup(self, seq: str, tokens: Sequence[int], salt: str | None) -> bool:
-        return self.restore == "never" or self._lookups.ask(seq, tokens, salt)
+    def lookup(self, seq: str, tokens: Sequence[int], salt: str | None, coming: bool = False) -> bool:
+        if self.restore == "never":
+            return True
+        if not self._lookups.ask(seq, tokens, salt):
+            return False
+        return not coming or not self._lookups.waits(seq, self.cost, time.monotonic())
 
     def forget(self, seq: str) -> None:
         self._lookups.forget(seq)
@@ -113,6 +117,7 @@ class TieredConnector:
 
     def poll(self, hurried: bool = False) -> None:
         self._put_off += 1
+        hurried &= not self.store.eager  # others may wait for what is computed: it leaves while the rest is
         if hurried and self._put_off < MAX_PUT_OFF and not self._offload.moving and not self._spiller.low:
             self.store.poll_loads()
             return

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from spillover.engine.config import EngineConfig
 from spillover.memory.kv.event_wire import CPU, STORAGE
 from spillover.memory.shared_pool.wire import socket_path
 from spillover.memory.spill.report import TierReport
+from spillover.memory.tiers.remote_address import RemoteAddress
 from spillover.server.api.documents import refusals
 from spillover.server.front import Front, front_of
-from spillover.server.schemas.schemas_kv import KvEvents, KvInfo, KvTier
+from spillover.server.schemas.schemas_kv import KvEvents, KvInfo, KvStore, KvTier
 
 MEDIA = {"host": CPU, "disk": STORAGE}  # tiers that KV events tell of
 
@@ -44,10 +48,7 @@ def info_of(front: Front) -> KvInfo:
         device_blocks_used=now.blocks_total - now.blocks_free,
         tiers=[KvTier(medium=MEDIA[tier.name], block_seconds=_block_seconds(tier, plan.slot_bytes))
                for tier in now.kv_tiers if tier.name in MEDIA],
-        pool=str(socket_path(info.config.host_pool)) if info.config.host_pool is not None
-        and info.config.spill == "eager" else None,
-        pool_block_seconds=next((_block_seconds(tier, plan.slot_bytes) for tier in now.kv_tiers
-                                 if tier.name == "pool"), None),
+        stores=_stores(info.config, now.kv_tiers, plan.slot_bytes),
         events=None if events is None else KvEvents(endpoint=events.endpoint, replay_endpoint=events.replay_endpoint,
                                                     topic=events.topic),
         tokenizer=None if client.tokenizer is None else str(info.config.tokenizer or info.model_path),
@@ -62,6 +63,18 @@ def info_of(front: Front) -> KvInfo:
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
     )
+
+
+def _stores(config: EngineConfig, tiers: Sequence[TierReport], nbytes: int) -> list[KvStore]:
+    """Return what other servers may find this one's blocks in, as soon as they are computed."""
+    names = {}
+    if config.host_pool is not None:
+        names["pool"] = str(socket_path(config.host_pool))
+    if config.remote is not None:
+        names["remote"] = RemoteAddress.parse(config.remote).shown
+    seconds = {tier.name: _block_seconds(tier, nbytes) for tier in tiers}
+    return [KvStore(name=name, block_seconds=seconds.get(tier)) for tier, name in names.items()
+            if config.spill == "eager"]
 
 
 def _block_seconds(tier: TierReport, nbytes: int) -> float | None:

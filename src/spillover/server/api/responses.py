@@ -20,7 +20,7 @@ from spillover.server.api.json_body import JsonBody
 from spillover.server.api.pieces import Cursor, note_counts, timings, usage
 from spillover.server.api.response_items import Event, Items, as_messages
 from spillover.server.api.response_store import ResponseStore, StoredResponse, owner_of
-from spillover.server.api.sampling import answer_room
+from spillover.server.api.sampling import answer_room, kv_coming
 from spillover.server.api.sse import EventStream, encode, named_event
 from spillover.server.api.tools import Delta, ToolUse, tool_use
 from spillover.server.front import Front, front_of, prepare, wants_timings
@@ -127,7 +127,7 @@ def _job(front: Front, body: ResponsesRequest, use: ToolUse | None, before: Stor
     sent = {name: value for name in names if (value := getattr(body, name)) is not None}
     params = SamplingParams(**(front.client.factory.sampling_defaults | sent), seed=body.seed,
                             ignore_eos=bool(body.ignore_eos), max_tokens=room, structured_outputs=structured,
-                            skip_special_tokens=skip_special)
+                            skip_special_tokens=skip_special, kv_coming=kv_coming(body.kv_transfer_params))
     return Job(front.client.factory.make(None, ids, params, body.priority or 0, body.cache_salt, name), None), messages
 
 

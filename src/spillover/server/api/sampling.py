@@ -8,7 +8,12 @@ from typing import Any
 
 from spillover.engine.requests.sampling_params import SamplingParams, StructuredOutputs
 from spillover.server.api.errors import ApiError
-from spillover.server.schemas.schemas_common import JsonObjectFormat, JsonSchemaFormat, SamplingFields
+from spillover.server.schemas.schemas_common import (
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    KvTransferParams,
+    SamplingFields,
+)
 
 # Fields whose absence means the model's default, and the engine's own where the model has none.
 _PLAIN = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -27,7 +32,13 @@ def sampling_params(body: SamplingFields, defaults: Mapping[str, Any], max_token
     bias = {int(token): value for token, value in body.logit_bias.items()} if body.logit_bias else None
     return SamplingParams(**(dict(defaults) | given | {"n": body.n or 1, "logit_bias": bias, "max_tokens": max_tokens,
                                       "logprobs": logprobs, "prompt_logprobs": prompt_logprobs,
-                                      "structured_outputs": structured} | changes))
+                                      "structured_outputs": structured,
+                                      "kv_coming": kv_coming(body.kv_transfer_params)} | changes))
+
+
+def kv_coming(given: KvTransferParams | None) -> bool:
+    """Return whether another server stores the prompt's KV in a tier that this one reads."""
+    return given is not None and given.do_remote_prefill
 
 
 def structured_outputs(body: SamplingFields) -> StructuredOutputs | None:

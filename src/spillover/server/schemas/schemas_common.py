@@ -93,6 +93,13 @@ class UnusedFields(RequestModel):
     request_id: Unused = None
 
 
+class KvTransferParams(RequestModel):
+    """How a prompt's KV gets here."""
+
+    do_remote_prefill: bool = Field(False, description="Another server stores the prompt's KV where this one finds it: "
+                                                       "wait for what is missing, as long as computing it would take.")
+
+
 class SamplingFields(UnusedFields):
     """How tokens are sampled; the same in completions and chat."""
 
@@ -124,6 +131,7 @@ class SamplingFields(UnusedFields):
     return_timings: bool | None = Field(None, description="Adds times, and where prompt tokens came from.")
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     priority: Annotated[int, Field(ge=-_INT32, le=_INT32)] | None = Field(None, description="Lower is served first.")
+    kv_transfer_params: KvTransferParams | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsField | None = None
     guided_json: dict[str, Any] | str | None = None

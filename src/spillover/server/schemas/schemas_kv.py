@@ -12,6 +12,13 @@ class KvTier(AnswerModel):
     block_seconds: float | None  # to bring one block to the device; None: nothing was moved yet
 
 
+class KvStore(AnswerModel):
+    """A place that computed blocks go to at once, and that other servers may share."""
+
+    name: str  # the socket of a shared pool, or the address of a remote store
+    block_seconds: float | None  # to bring one block from there; None: nothing was moved yet
+
+
 class KvEvents(AnswerModel):
     endpoint: str
     replay_endpoint: str | None
@@ -27,8 +34,7 @@ class KvInfo(AnswerModel):
     device_blocks: int
     device_blocks_used: int  # held by requests or kept for reuse
     tiers: list[KvTier]
-    pool: str | None = None  # the shared pool that blocks go to as soon as they are computed; None: there is none
-    pool_block_seconds: float | None = None  # to bring one block from there; None: nothing was moved yet
+    stores: list[KvStore]  # nearest first; none without --spill eager
     events: KvEvents | None  # None: none are published
     tokenizer: str | None  # folder or file on the server's machine; None: there is no tokenizer
     tokenizer_digest: str | None  # of what it makes of a text, and of the chat template

@@ -14,7 +14,15 @@ from spillover.server.schemas.schemas_chat import (
     Tool,
     check_parts,
 )
-from spillover.server.schemas.schemas_common import AnswerModel, Off, RequestModel, Text, Unused, UnusedFields
+from spillover.server.schemas.schemas_common import (
+    AnswerModel,
+    KvTransferParams,
+    Off,
+    RequestModel,
+    Text,
+    Unused,
+    UnusedFields,
+)
 
 
 class InputMessage(RequestModel):
@@ -132,6 +140,7 @@ class ResponsesRequest(UnusedFields):
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    kv_transfer_params: KvTransferParams | None = None
     return_timings: bool | None = None
 
     @field_validator("conversation", mode="before")

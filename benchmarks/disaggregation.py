@@ -1,0 +1,392 @@
+"""Prefill and decode apart against one engine with chunked prefill: time to the first token and between tokens, by the
+length of the prompt, and what moving its KV costs.
+
+    python benchmarks/disaggregation.py --lengths 128,512,2048 --out benchmarks/results/disaggregation-cpu.json
+    python benchmarks/disaggregation.py --device cuda --model qwen3-0.6b --out qwen3.json       # random weights
+    python benchmarks/disaggregation.py --device cuda --model llama-3.1-8b --out llama.json     # random weights
+
+Arms: `one`, one engine that computes prompts in chunks beside its decodes; `two`, two engines behind a router, each for
+both phases; `always`, the same two, of which the first computes every prompt of four new blocks or more and the second
+decodes; `auto`, likewise where people are predicted to wait less. Streams decode all the time (`--streams`), and
+prompts come one at a time; a stream's gaps count as `during` where they overlap the time from a prompt's sending to its
+first token, as `alone` elsewhere. On one card two engines share it, by time slices or by MPS (`--mps`): this shows what
+moving the KV costs and what stays of a prompt's disturbance, not what a second card would bring. On a CPU each of the
+two has half of the cores, and `one` has all. Results are written as they come; nothing begins after `--seconds`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from disaggregation_fleet import BLOCK, Answer, ask, engine, model_flags, router, started, until_exact, vocabulary
+from host_pool_processes import OwnerProcess
+from server_process import ServerProcess
+
+from spillover.bench.provenance import provenance
+from spillover.plan.hardware import probe
+from spillover.plan.measure import measure_link, measure_pool
+
+ARMS = ("one", "two", "always", "auto")
+GPU_MEMORY = {"qwen3-0.6b": "14GB", "llama-3.1-8b": "34GB"}
+STREAM_PROMPT = 32  # tokens: two blocks, which are never computed apart
+PAUSE = 0.3  # seconds between prompts, in which streams are alone
+
+
+@dataclass
+class Stream:
+    """One client that asks for one long answer after the other."""
+
+    times: list[list[float]] = field(default_factory=list)  # of tokens, for each answer
+    failed: int = 0
+
+    def gaps(self) -> Iterator[tuple[float, float]]:
+        """Return when each gap between two tokens began and ended."""
+        for times in self.times:
+            yield from pairwise(times)
+
+
+class Bench:
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.begun = time.perf_counter()
+        self.random = random.Random(arguments.seed)
+        self.words = vocabulary(arguments.model)
+        self.rows: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+        self.result: dict[str, Any] = {}
+
+    @property
+    def left(self) -> float:
+        return self.arguments.seconds - (time.perf_counter() - self.begun)
+
+    def say(self, text: str) -> None:
+        print(f"[{time.perf_counter() - self.begun:6.1f} s] {text}", flush=True)
+
+    def prompt(self, tokens: int) -> list[int]:
+        return [self.random.randrange(1, self.words) for _ in range(tokens)]
+
+    # One arm at one length
+
+    async def measure(self, arm: str, url: str, length: int) -> None:
+        """Send prompts of one length, one at a time, among streams."""
+        streams = [Stream() for _ in range(self.arguments.streams)]
+        stop = asyncio.Event()
+        background = [asyncio.create_task(self._stream(url, stream, stop)) for stream in streams]
+        answers: list[Answer] = []
+        try:
+            await self._decoding(streams)
+            for _ in range(self.arguments.repeats):
+                await asyncio.sleep(PAUSE)
+                answers.append(await ask(url, self.prompt(length), self.arguments.output, self._patience()))
+            await asyncio.sleep(PAUSE)
+        finally:
+            stop.set()
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
+        self._note(arm, length, answers, streams)
+
+    async def _stream(self, url: str, stream: Stream, stop: asyncio.Event) -> None:
+        while not stop.is_set():
+            times: list[float] = []
+            stream.times.append(times)
+            answer = await ask(url, self.prompt(STREAM_PROMPT), self.arguments.stream_output, self._patience(),
+                               into=times)
+            if not answer.fine:
+                stream.failed += 1
+                await asyncio.sleep(0.1)
+
+    async def _decoding(self, streams: Sequence[Stream]) -> None:
+        """Wait until every stream has tokens."""
+        deadline = time.perf_counter() + min(30.0, self._patience())
+        while not all(stream.times and len(stream.times[0]) > 2 for stream in streams):
+            if time.perf_counter() > deadline:
+                raise TimeoutError("the streams did not begin to decode")
+            await asyncio.sleep(0.01)
+
+    def _patience(self) -> float:
+        return max(5.0, min(60.0, self.left + 10.0))
+
+    def _note(self, arm: str, length: int, answers: Sequence[Answer], streams: Sequence[Stream]) -> None:
+        windows = [(answer.sent, answer.times[0]) for answer in answers if answer.times]
+        during: list[float] = []
+        alone: list[float] = []
+        for begun, ended in (gap for stream in streams for gap in stream.gaps()):
+            hit = any(begun < last and ended > first for first, last in windows)
+            (during if hit else alone).append(ended - begun)
+        self.rows.append({
+            "arm": arm, "prompt_tokens": length, "streams": len(streams),
+            "requests": [{"ttft": answer.ttft if answer.times else None, "gaps": answer.gaps,
+                          "timings": answer.timings, "error": answer.error} for answer in answers],
+            "stream_failures": sum(stream.failed for stream in streams),
+            "stream_gaps_during": during, "stream_gaps_alone": spread(alone)})
+        row = self.rows[-1]
+        fine = [answer for answer in answers if answer.fine and answer.times]
+        row["summary"] = summary = {"failed": len(answers) - len(fine), "stream_itl_during_ms": milliseconds(during),
+                                    "stream_itl_alone_ms": milliseconds(alone)}
+        if fine:
+            own = [gap for answer in fine for gap in answer.gaps]
+            summary |= {"ttft_ms": 1e3 * statistics.median(answer.ttft for answer in fine), "itl_ms": milliseconds(own),
+                        "transfer": self._transfer(fine)}
+        row["stream_gaps_during"] = [round(gap, 6) for gap in during]
+        moved = summary.get("transfer") or {}
+        self.say(f"{arm:7}{length:7,} tokens: TTFT {summary.get('ttft_ms', float('nan')):9.1f} ms, streams' gaps p50 "
+                 f"{summary['stream_itl_during_ms']['p50']:7.1f} p99 {summary['stream_itl_during_ms']['p99']:7.1f} ms "
+                 f"(alone {summary['stream_itl_alone_ms']['p50']:.1f}), "
+                 f"brought {moved.get('tokens', 0):,} tokens in {moved.get('restore_ms', 0):.1f} ms, "
+                 f"{summary['failed']} failed")
+        self.write()
+
+    def _transfer(self, answers: Sequence[Answer]) -> dict[str, Any] | None:
+        """What the decoding engine brought from the store: bytes, and its wait for them against the link's rate."""
+        told = [answer.timings for answer in answers if answer.timings.get("tokens")]
+        if not told:
+            return None
+        tokens = statistics.median(each["tokens"]["pool"] for each in told)
+        moved = {"tokens": tokens, "computed_tokens": statistics.median(each["tokens"]["computed"] for each in told),
+                 "queue_ms": 1e3 * statistics.median(each["queue"] for each in told),
+                 "restore_ms": 1e3 * statistics.median(each["restore"] for each in told),
+                 "prefill_ms": 1e3 * statistics.median(each["prefill"] for each in told)}
+        if tokens and moved["restore_ms"]:
+            nbytes = tokens / BLOCK * self.result["block_bytes"]
+            rate = nbytes / (moved["restore_ms"] / 1e3)
+            moved |= {"bytes": nbytes, "bytes_per_second": rate,
+                      "link_ms": 1e3 * nbytes / self.result["link"]["to_device"],
+                      "percent_of_link": 100 * rate / self.result["link"]["to_device"],
+                      "percent_of_pool": 100 * rate / self.result["pool"]["to_device"]}
+        return moved
+
+    # The whole run
+
+    async def run(self, arms: dict[str, str]) -> None:
+        longest = max(self.arguments.lengths)
+        for arm, url in arms.items():  # kernels, and the pool's pages, are first used here
+            for length in (BLOCK * 8, longest, longest):
+                answer = await ask(url, self.prompt(length), 2, max(30.0, min(90.0, self.left)))
+                if not answer.fine:
+                    self.notes.append(f"warming {arm} at {length}: {answer.error}")
+                    self.say(self.notes[-1])
+        self.say("warm")
+        await self._same_tokens(arms)
+        done = 0
+        for place, length in enumerate(self.arguments.lengths):
+            for arm in list(arms) if place % 2 == 0 else list(arms)[::-1]:
+                if self.left < 5:
+                    self.notes.append(f"stopped by --seconds before {arm} at {length} tokens")
+                    self.say(self.notes[-1])
+                    return
+                try:
+                    await self.measure(arm, arms[arm], length)
+                    done += 1
+                except TimeoutError as error:
+                    self.notes.append(f"{arm} at {length} tokens: {error}")
+                    self.say(self.notes[-1])
+        self.result["complete"] = done == len(arms) * len(self.arguments.lengths) and not self.notes
+
+    async def _same_tokens(self, arms: dict[str, str]) -> None:
+        """Compare what the arms say to the same prompts, alone."""
+        length = sorted(self.arguments.lengths)[len(self.arguments.lengths) // 2]
+        said = []
+        for _ in range(2):
+            prompt = self.prompt(length)
+            answers = [await ask(url, prompt, self.arguments.output, self._patience(), stream=False, ids=True)
+                       for url in arms.values()]
+            said.append([answer.tokens for answer in answers])
+        self.result["same_tokens"] = all(tokens == each[0] and len(tokens) == self.arguments.output
+                                         for each in said for tokens in each)
+        self.say(f"same tokens in every arm: {self.result['same_tokens']}")
+
+    def write(self) -> None:
+        self.result |= {"table": table(self.rows), "rows": self.rows, "notes": self.notes,
+                        "seconds": time.perf_counter() - self.begun}
+        if self.arguments.out is not None:
+            self.arguments.out.write_text(json.dumps(self.result, indent=1) + "\n")
+
+
+def milliseconds(gaps: Sequence[float]) -> dict[str, float]:
+    return {name: 1e3 * value for name, value in spread(gaps).items() if name != "count"}
+
+
+def spread(gaps: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(gaps)
+    if not ordered:
+        return {"count": 0, "p50": float("nan"), "p99": float("nan"), "most": float("nan")}
+    return {"count": len(ordered), "p50": statistics.median(ordered), "p99": ordered[int(0.99 * (len(ordered) - 1))],
+            "most": ordered[-1]}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each arm and length; ratios are of `one` over the arm, so that below 1 the arm loses."""
+    base = {row["prompt_tokens"]: row["summary"] for row in rows if row["arm"] == "one"}
+    made = []
+    for row in rows:
+        summary, one = row["summary"], base.get(row["prompt_tokens"])
+        entry: dict[str, Any] = {"arm": row["arm"], "prompt_tokens": row["prompt_tokens"],
+                                 "ttft_ms": summary.get("ttft_ms"), "itl_ms": summary.get("itl_ms", {}).get("p50"),
+                                 **{f"stream_itl_{name}_ms": summary["stream_itl_during_ms"][name]
+                                    for name in ("p50", "p99", "most")},
+                                 "stream_itl_alone_ms": summary["stream_itl_alone_ms"]["p50"],
+                                 "failed": summary["failed"]}
+        moved = summary.get("transfer") or {}
+        entry |= {name: moved.get(name) for name in ("tokens", "bytes", "restore_ms", "link_ms", "percent_of_link")}
+        if one is not None and entry["ttft_ms"] and one.get("ttft_ms"):
+            entry |= {"ttft_ratio": one["ttft_ms"] / entry["ttft_ms"], "stream_p99_ratio":
+                      one["stream_itl_during_ms"]["p99"] / (entry["stream_itl_p99_ms"] or float("nan"))}
+        made.append(entry)
+    return made
+
+
+@contextmanager
+def mps(wanted: bool, folder: Path) -> Iterator[dict[str, str]]:
+    """NVIDIA's service that lets two processes compute on one card at the same time, for as long as this lasts."""
+    if not wanted:
+        yield {}
+        return
+    places = {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "mps"), "CUDA_MPS_LOG_DIRECTORY": str(folder / "mps-log")}
+    for place in places.values():
+        Path(place).mkdir()
+    subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True, timeout=20, env=os.environ | places)
+    try:
+        yield places
+    finally:
+        with suppress(subprocess.SubprocessError, OSError):
+            subprocess.run(["nvidia-cuda-mps-control"], input=b"quit\n", timeout=20, check=False,
+                           env=os.environ | places)
+
+
+def serve(bench: Bench, stack: ExitStack, folder: Path) -> dict[str, str]:
+    """Start what the arms need, all at once; returns their addresses."""
+    arguments = bench.arguments
+    longest = max(arguments.lengths) + arguments.output
+    flags = [*model_flags(arguments.model, folder / "model"), "--device", arguments.device, "--max-model-len",
+             str(max(longest, STREAM_PROMPT + arguments.stream_output) + BLOCK), "--max-num-seqs",
+             str(arguments.streams + 4), "--block-size", str(BLOCK)]
+    halves: dict[str, str] = {}
+    if arguments.device == "cuda":
+        flags += ["--gpu-memory", arguments.gpu_memory or GPU_MEMORY.get(arguments.model, "20GB")]
+    else:
+        cores = len(os.sched_getaffinity(0))
+        halves = {"OMP_NUM_THREADS": str(max(1, cores // 2))}
+        flags += ["--num-gpu-blocks-override", str(4 * longest // BLOCK + arguments.streams * (
+            STREAM_PROMPT + arguments.stream_output) // BLOCK + 16)]
+    flags += arguments.flag
+    shared = stack.enter_context(mps(arguments.mps, folder))
+    arms: dict[str, str] = {}
+    ready = min(300.0, max(60.0, arguments.seconds))
+    if "one" in arguments.arms:
+        one = ServerProcess(*flags, "--no-log-requests", ready_seconds=ready, environment=shared)
+        started(stack, [one])  # alone: it may compile what all need
+        arms["one"] = one.url
+        bench.say("one engine is up")
+    if set(arguments.arms) - {"one"}:
+        owner = OwnerProcess(arguments.pool << 20, folder)
+        stack.callback(owner.stop)
+        pair = [engine(flags, ["--host-pool", str(owner.socket)], halves | shared, ready) for _ in range(2)]
+        started(stack, pair)
+        bench.say("two engines and their pool are up")
+        routers = {arm: router(pair, "never" if arm == "two" else arm) for arm in arguments.arms if arm != "one"}
+        started(stack, list(routers.values()))
+        for arm, routed in routers.items():
+            until_exact(routed)
+            arms[arm] = routed.url
+        bench.say("routers are up")
+    return {arm: arms[arm] for arm in arguments.arms}
+
+
+def block_bytes(model: str, device: str) -> int:
+    """Bytes of a block's KV, as the device has it."""
+    from disaggregation_fleet import MODELS, SHAPES
+
+    shape = SHAPES.get(model) or MODELS.get(model) or json.loads(Path(model, "config.json").read_text())
+    head = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+    width = 2 if device == "cuda" else 4
+    return int(2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * head * width * BLOCK)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="small",
+                        help="small, qwen3-0.6b, llama-3.1-8b or another of gpu_workload.py (random weights); a folder")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--arms", default=",".join(ARMS), type=lambda text: text.split(","))
+    parser.add_argument("--lengths", default="128,512,2048,8192,32768",
+                        type=lambda text: [int(each) for each in text.split(",")])
+    parser.add_argument("--streams", type=int, default=8, help="that decode all the time")
+    parser.add_argument("--stream-output", type=int, default=1024, help="tokens of each of their answers")
+    parser.add_argument("--output", type=int, default=16, help="tokens of an answer to a prompt")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--pool", type=int, default=8192, help="MiB of the shared pool")
+    parser.add_argument("--gpu-memory", help="of each engine; by the model where it is not given")
+    parser.add_argument("--flag", action="append", default=[], help="one more of every engine, such as "
+                        "--flag=--max-num-batched-tokens=512")
+    parser.add_argument("--mps", action="store_true", help="share the card by MPS instead of time slices")
+    parser.add_argument("--seconds", type=float, default=190.0, help="of the whole run")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    unknown = set(arguments.arms) - set(ARMS)
+    if unknown:
+        sys.exit(f"--arms knows {', '.join(ARMS)}; got {', '.join(sorted(unknown))}")
+    bench = Bench(arguments)
+    nbytes = block_bytes(arguments.model, arguments.device)
+    machine = probe()
+    bench.result = provenance(asdict(machine)) | {
+        "command": shlex.join(["python", "benchmarks/disaggregation.py", *sys.argv[1:]]), "complete": False,
+        "label": label(arguments), "block_bytes": nbytes,
+        "arguments": {name: value for name, value in vars(arguments).items() if name != "out"},
+        "link": asdict(measure_link(arguments.device, nbytes)), "pool": asdict(measure_pool(nbytes))}
+    bench.say(f"{bench.result['label']}; link {bench.result['link']['to_device'] / 1e9:.1f} GB/s to the device, pool "
+              f"{bench.result['pool']['to_device'] / 1e9:.1f} GB/s, {nbytes:,} bytes a block")
+    bench.write()
+    try:
+        with tempfile.TemporaryDirectory(prefix="pd-") as name, ExitStack() as stack:
+            asyncio.run(bench.run(serve(bench, stack, Path(name))))
+    except (RuntimeError, TimeoutError, subprocess.SubprocessError, OSError) as error:
+        bench.notes.append(f"{type(error).__name__}: {error}"[:4000])
+        bench.say(bench.notes[-1])
+    finally:
+        bench.write()
+    print_table(bench.result["table"])
+    sys.exit(0 if bench.result["complete"] and bench.result.get("same_tokens") else 1)
+
+
+def label(arguments: argparse.Namespace) -> str:
+    """What shares what, for who reads the table."""
+    if arguments.device == "cpu":
+        return "CPU: one engine has all cores, of two each has half"
+    shared = "MPS" if arguments.mps else "time slices"
+    return f"two engines on one card, shared by {shared}; random weights of the model's true shape"
+
+
+def print_table(rows: Sequence[dict[str, Any]]) -> None:
+    print(f"{'arm':8}{'prompt':>8}{'TTFT ms':>10}{'x':>6}{'gap p50':>9}{'p99':>9}{'most':>9}{'x':>6}{'moved MB':>10}"
+          f"{'in ms':>8}{'link ms':>9}")
+    for row in rows:
+        def shown(name: str, width: int, digits: int = 1, scale: float = 1.0, row: dict[str, Any] = row) -> str:
+            value = row.get(name)
+            return " " * (width - 1) + "-" if value is None else f"{value * scale:{width}.{digits}f}"
+
+        print(f"{row['arm']:8}{row['prompt_tokens']:8,}{shown('ttft_ms', 10)}{shown('ttft_ratio', 6, 2)}"
+              f"{shown('stream_itl_p50_ms', 9)}{shown('stream_itl_p99_ms', 9)}{shown('stream_itl_most_ms', 9)}"
+              f"{shown('stream_p99_ratio', 6, 2)}{shown('bytes', 10, 1, 1e-6)}{shown('restore_ms', 8)}"
+              f"{shown('link_ms', 9)}")
+
+
+if __name__ == "__main__":
+    main()

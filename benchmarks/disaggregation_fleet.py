@@ -1,0 +1,173 @@
+"""Servers for disaggregation.py and disaggregation_kills.py: engines over one shared pool, routers before them, and a
+client that notes when each token came."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from gpu_workload import MODELS
+from host_pool_processes import SHAPES
+from server_process import ServerProcess, free_port
+
+from spillover.bench.serving.http_client import Call, Connection, Reply, Sink
+
+BLOCK = 16
+
+
+def model_flags(model: str, folder: Path) -> list[str]:
+    """Return flags for a known shape with random weights, or for a model in a folder; prompts are token ids."""
+    shape = SHAPES.get(model) or MODELS.get(model)
+    if shape is None:
+        return [model, "--skip-tokenizer-init"]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(shape))
+    return [str(folder), "--load-format", "dummy", "--skip-tokenizer-init"]
+
+
+def vocabulary(model: str) -> int:
+    config = SHAPES.get(model) or MODELS.get(model) or json.loads(Path(model, "config.json").read_text())
+    return int(config["vocab_size"])
+
+
+def engine(flags: list[str], store: list[str], environment: dict[str, str], ready_seconds: float) -> ServerProcess:
+    """A server whose blocks leave at once to a store that others read, and that tells a router what it holds."""
+    events = {"enable_kv_cache_events": True, "endpoint": f"tcp://127.0.0.1:{free_port()}",
+              "replay_endpoint": f"tcp://127.0.0.1:{free_port()}"}
+    return ServerProcess(*flags, *store, "--spill", "eager", "--kv-events-config", json.dumps(events),
+                         "--no-log-requests", environment=environment, ready_seconds=ready_seconds)
+
+
+def router(servers: list[ServerProcess], mode: str, prefill: int = 1, *more: str) -> ServerProcess:
+    """A router before a server for prompts and others; `mode`: of --disaggregation."""
+    roles = ["--prefill-replicas", str(prefill)] if mode != "never" else []
+    return ServerProcess(*(server.url for server in servers), "--disaggregation", mode, *roles, "--no-log-requests",
+                         *more, command="router", ready_seconds=60)
+
+
+def signal_tree(server: ServerProcess, number: signal.Signals) -> None:
+    """Send a signal to a server and all its processes: the front, and the engine behind it."""
+    for process in [*server.children(), None]:
+        try:
+            if process is None:
+                os.kill(server.pid, number)
+            else:
+                process.send_signal(number)
+        except (ProcessLookupError, OSError):
+            continue
+        except Exception as error:  # psutil's own, of a process that has just ended
+            if type(error).__name__ != "NoSuchProcess":
+                raise
+
+
+@dataclass
+class Answer:
+    """One answer as its client saw it; times on the clock of time.perf_counter."""
+
+    sent: float
+    times: list[float] = field(default_factory=list)  # of tokens
+    ended: float = 0.0
+    status: int = 0
+    tokens: list[int] = field(default_factory=list)  # where they were asked for
+    timings: dict[str, Any] = field(default_factory=dict)  # as the server that decoded tells
+    error: str = ""
+
+    @property
+    def fine(self) -> bool:
+        return self.status == 200 and not self.error
+
+    @property
+    def ttft(self) -> float:
+        return self.times[0] - self.sent
+
+    @property
+    def gaps(self) -> list[float]:
+        return [after - before for before, after in pairwise(self.times)]
+
+
+async def ask(url: str, prompt: list[int], tokens: int, seconds: float, stream: bool = True,
+              ids: bool = False, into: list[float] | None = None) -> Answer:
+    """Ask for a completion; whatever happens, return within these seconds. `into`: told of tokens as they come."""
+    place = urlsplit(url)
+    connection = Connection(place.hostname or "", place.port or 80)
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
+                            "return_timings": True, "stream": stream}
+    if stream:  # each token has an event of its own, though there is no text
+        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    if ids:
+        body["return_token_ids"] = True
+    answer = Answer(time.perf_counter())
+    if into is not None:
+        answer.times = into
+    pieces: list[bytes] = []
+
+    def sink(reply: Reply) -> Sink:
+        answer.status = reply.status
+        return take
+
+    def take(at: float, piece: bytes) -> None:
+        pieces.append(piece)
+        came = piece.count(b"data: {") if stream and answer.status == 200 else 0
+        answer.times.extend([at] * min(came, tokens - len(answer.times)))
+
+    try:
+        async with asyncio.timeout(seconds):
+            await connection.exchange(Call("POST", "/v1/completions", json.dumps(body).encode()), sink)
+    except (ConnectionError, asyncio.IncompleteReadError, TimeoutError, ValueError) as failure:
+        answer.error = repr(failure)
+    finally:
+        answer.ended = time.perf_counter()
+        await connection.close()
+    if not answer.error:
+        _read(answer, b"".join(pieces), stream)
+    return answer
+
+
+def _read(answer: Answer, text: bytes, stream: bool) -> None:
+    """Take tokens, timings and errors out of what came."""
+    try:
+        events = [json.loads(line[6:]) for line in text.split(b"\n") if line.startswith(b"data: {")] if stream else [
+            json.loads(text)]
+    except ValueError:
+        answer.error = text[-300:].decode(errors="replace")
+        return
+    for event in events:
+        if "error" in event:
+            answer.error = str(event["error"])
+        answer.timings = next(iter(event.get("timings") or ()), answer.timings)
+        for choice in event.get("choices", ()):
+            answer.tokens += choice.get("token_ids") or []
+    if answer.status != 200 and not answer.error:
+        answer.error = text[-300:].decode(errors="replace")
+
+
+def until_exact(routed: ServerProcess, seconds: float = 30.0) -> None:
+    """Wait until a router knows all its replicas by their events."""
+    import urllib.request
+
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with urllib.request.urlopen(f"{routed.url}/replicas", timeout=5) as shown:
+            replicas = json.load(shown)["replicas"]
+        if all(each["ready"] and each["index_state"] == "exact" for each in replicas):
+            return
+        time.sleep(0.1)
+    raise TimeoutError(f"after {seconds:.0f} s the router knows of its replicas: {replicas}\n{routed.log[-2000:]}")
+
+
+def started(stack: ExitStack, servers: list[ServerProcess]) -> None:
+    """Start servers at the same time; all end with the stack."""
+    for server in servers:
+        stack.callback(server.close)
+        server.launch()
+    for server in servers:
+        server.wait_until_ready()

@@ -1,0 +1,98 @@
+"""Blocks that another engine is storing: how long a prompt waits for them, and that a prompt's own leave at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spillover.memory.kv.kv_cache import KVCache
+from spillover.memory.spill.loads import Search
+from spillover.memory.spill.restore import COMING_SECONDS, LEAST_SECONDS, Lookups
+from spillover.memory.spill.restore_plan import ComputeCost
+from support.simulated_tiers import DictTier
+from support.tiered_world import SIZE, World, prompt
+
+STEP = 0.0005  # of simulated time
+
+
+class Filling:
+    """A store in whose tier more and more of a prompt's blocks are found."""
+
+    tiers = ("pool",)
+    keeps = False
+
+    def __init__(self) -> None:
+        self.there = 0
+        self.questions = 0
+
+    def search(self, keys: Sequence[bytes]) -> Search:
+        search = Search([None] * len(keys), lambda tier, index, there: None)
+        self.search_again(search, keys)
+        return search
+
+    def search_again(self, search: Search, keys: Sequence[bytes]) -> None:
+        self.questions += 1
+        assert len(search.sources) == len(keys)
+        search.sources[: self.there] = ["pool"] * min(self.there, len(keys))
+
+
+    def near(self, keys: Sequence[bytes]) -> list[str | None]:
+        return [None] * len(keys)
+
+
+def waited(gaps: Sequence[float], token_seconds: float | None) -> tuple[float, int]:
+    """Play blocks that come with these gaps; return how long the prompt waits, and how many it then finds."""
+    store: Any = Filling()
+    lookups = Lookups(KVCache(64, SIZE, (None,)), store)
+    tokens = prompt(1, len(gaps) * SIZE + 1)
+    times = list(accumulate(gaps))
+    store.there = sum(at <= 0 for at in times)
+    assert lookups.ask("a", tokens, None)
+    cost, steps = ComputeCost(token_seconds), 0
+    while lookups.waits("a", cost, steps * STEP):
+        steps += 1
+        assert steps * STEP < 2 * COMING_SECONDS
+        store.there = sum(at <= steps * STEP for at in times)
+    assert store.questions <= 2 + steps
+    return steps * STEP, len(lookups.found("a", tokens, None, 0).tiers)
+
+
+@given(st.lists(st.floats(0, 0.02), min_size=1, max_size=30), st.sampled_from([1e-5, 1e-3, 0.1, None]))
+@settings(max_examples=60, deadline=None)
+def test_waiting_costs_no_more_than_computing_would(gaps: list[float], token_seconds: float | None) -> None:
+    seconds, found = waited(gaps, token_seconds)
+    assert seconds <= COMING_SECONDS + 2 * STEP
+    at = list(accumulate(gaps))
+    if found < len(gaps):  # it was given up: nothing had come for as long as computing all that is missing takes
+        silence = seconds - (at[found - 1] if found else 0.0)
+        computing = (len(gaps) - found) * SIZE * (token_seconds or COMING_SECONDS)
+        assert silence > max(computing, LEAST_SECONDS) - 0.01 or seconds > COMING_SECONDS - 0.01
+    else:
+        assert seconds <= at[-1] + 0.01, "it waits no longer than for the last"
+
+
+def test_what_keeps_coming_is_waited_for_and_what_never_comes_is_computed() -> None:
+    assert waited([0.004] * 20, 1e-5)[1] == 20
+    assert waited([0.0] * 10, 1e-3) == (0.0, 10)
+    nothing, found = waited([9.0] * 5, 1e-3)
+    assert found == 0
+    assert nothing == pytest.approx(max(LEAST_SECONDS, 5 * SIZE * 1e-3), abs=0.002)
+    assert waited([9.0] * 5, None)[0] == pytest.approx(COMING_SECONDS, abs=0.002)
+
+
+def test_a_part_of_a_prompt_leaves_while_the_next_is_computed() -> None:
+    """With --spill eager also beside steps that compute prompts, when other copies wait."""
+    for eager in (True, False):
+        world = World(24, eager=eager, tiers=[DictTier])
+        tokens = prompt(1, 40)
+        world.kv.admit("a", tokens)
+        assert world.kv.extend("a", 20)
+        world.kv.commit("a", tokens, 20)
+        world.connector.poll(hurried=True)
+        assert (world.kv.num_in_flight > 0) is eager
+        world.close()
