@@ -43,7 +43,7 @@ class Wire(asyncio.Protocol):
         self.complete = True
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []  # names in lower case
-        self._at = 0.0  # when the latest bytes came
+        self.latest = 0.0  # when its last bytes came, or its request went; monotonic
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self._choose: Callable[[], Sink] | None = None
@@ -64,6 +64,7 @@ class Wire(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         self.headed, self.ended = loop.create_future(), loop.create_future()
         self._parser = httptools.HttpResponseParser(self)
+        self.latest = time.perf_counter()
         if self.lost or self._transport is None:
             self._fail(NoAnswer("the connection was closed"))
             return
@@ -108,7 +109,7 @@ class Wire(asyncio.Protocol):
         self._keep = True
 
     def data_received(self, data: bytes) -> None:
-        self._at = time.perf_counter()
+        self.latest = time.perf_counter()
         if self._parser is None or self.complete:
             self.abort()  # it speaks without being asked
             return
@@ -152,7 +153,7 @@ class Wire(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         if self._sink is not None:
-            self._sink(self._at, body)
+            self._sink(self.latest, body)
             return
         self._pieces.append(body)
         self._held += len(body)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from spillover.cluster.replica import FAILURES, OPEN_SECONDS, Breaker
 from spillover.cluster.serve import Router
+from spillover.cluster.watch import WatchSettings
 from support.fake_replica import CHUNKS, FakeReplica, routed
 
 BODY = {"model": "fake", "prompt": "Once upon a time", "stream": True}
@@ -108,6 +109,20 @@ def test_a_silent_replica_loses_what_has_not_begun() -> None:
         assert health == {"status": "ready", "replicas": 2, "ready": 1}
 
     play(scene, count=2)
+
+
+def test_an_answer_that_stops_coming_ends_with_an_error() -> None:
+    """A machine that is gone closes no connections: its clients would wait for ever."""
+    async def scene(client: httpx.AsyncClient, replicas: list[FakeReplica], router: Router) -> None:
+        replicas[0].how = "hang-middle"
+        answer = await client.post("/v1/completions", json=BODY)
+        came = events(answer)
+        assert [each.get("place") for each in came[:2]] == [0, 1]
+        assert came[-1]["error"]["code"] == "replica_lost"
+        assert not router.fleet.replicas[0].ready
+        replicas[0].release()
+
+    play(scene, count=1, watch=WatchSettings(health_seconds=0.05))
 
 
 def test_a_client_that_goes_away_ends_its_request() -> None:

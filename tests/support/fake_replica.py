@@ -21,7 +21,8 @@ CHUNKS = 5
 
 class FakeReplica:
     """`how` says what becomes of the next requests: ok, silent, refuse (503), busy (429), drop (no answer), drop-head
-    (the head and nothing more), drop-middle (after two chunks)."""
+    (the head and nothing more), drop-middle (after two chunks), hang-middle (nothing more after two chunks; health
+    checks have no answer either)."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -31,6 +32,7 @@ class FakeReplica:
         self.heads: list[str] = []
         self.open = 0  # requests without an end
         self.port = 0
+        self.hung = False
         self._release = asyncio.Event()
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -60,6 +62,8 @@ class FakeReplica:
                                if line.lower().startswith("content-length")), 0)
                 body = json.loads(await reader.readexactly(length)) if length else {}
                 path = head.split(" ")[1]
+                if self.hung:
+                    await self._release.wait()
                 if path.endswith(("/completions", "/responses")):
                     self.heads.append(head)
                     self.bodies.append(body)
@@ -108,6 +112,9 @@ class FakeReplica:
                 await asyncio.sleep(0)
                 writer.transport.abort()
                 return False
+            if how == "hang-middle" and place == 2:
+                self.hung = True
+                await self._release.wait()
             data = f"data: {json.dumps({'from': self.name, 'place': place})}\n\n".encode()
             writer.write(b"%x\r\n" % len(data) + data + b"\r\n")
             await writer.drain()

@@ -20,8 +20,9 @@ Mode = Literal["never", "auto", "always"]
 MODES: tuple[Mode, ...] = ("never", "auto", "always")
 ASK_SECONDS = 0.005  # that a second request costs: its way, its admission and one step
 LEAST_BLOCKS = 4  # of a prompt that are to be computed; fewer are not worth two requests
-PATIENCE = 4.0  # times the predicted seconds that the first replica gets, ...
-LEAST_PATIENCE = 2.0  # ... and at least these; then the second computes the prompt itself
+PATIENCE = 4.0  # times the predicted seconds that the first replica gets, but no more than ...
+LATE_SECONDS = 3.0  # ... these beyond it; then the second computes the prompt itself
+LEAST_PATIENCE = 2.0  # it gets at least these
 
 
 class Split(NamedTuple):
@@ -66,5 +67,5 @@ def split(fleet: Fleet, prompt: Prompt, decision: Decision, now: float, mode: Mo
         if apart < least:
             least = apart
             best = Split(Decision(replica, first, keys, there), decision._replace(prediction=second, apart=True),
-                         max(LEAST_PATIENCE, PATIENCE * first.first_token))
+                         max(LEAST_PATIENCE, min(PATIENCE * first.first_token, first.first_token + LATE_SECONDS)))
     return best

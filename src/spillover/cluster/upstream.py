@@ -65,6 +65,7 @@ class Upstream:
         self._connect_seconds = connect_seconds
         self._idle: list[Wire] = []
         self._unheard: set[Wire] = set()  # with a request, and without a byte of its answer's body
+        self._busy: set[Wire] = set()  # with a request
 
     async def request(self, method: str, path: str, headers: Headers = (), body: bytes = b"", *,
                       timeout: float) -> Answer:
@@ -73,21 +74,22 @@ class Upstream:
         while True:
             wire, kept = await self._wire()
             self._unheard.add(wire)
+            self._busy.add(wire)
             try:
                 wire.send(message)
                 async with asyncio.timeout(timeout):
                     await wire.headed
                 return Answer(wire, self)
             except TimeoutError:
-                self.heard(wire)
+                self._leave(wire)
                 wire.abort()
                 raise NoAnswer(f"{self.url} did not answer within {timeout:g} s") from None
             except NoAnswer:
-                self.heard(wire)
+                self._leave(wire)
                 if not kept or wire.heard or wire.given_up:  # else the server had just closed an idle connection
                     raise
             except BaseException:
-                self.heard(wire)
+                self._leave(wire)
                 wire.abort()
                 raise
 
@@ -113,12 +115,22 @@ class Upstream:
             wire.given_up = True
             wire.abort()
 
+    def abort_silent(self, since: float) -> None:
+        """End every answer of which nothing has come since then, by the monotonic clock: its client is told."""
+        for wire in list(self._busy):
+            if wire.latest < since:
+                wire.abort()
+
     def heard(self, wire: Wire) -> None:
         """Note that an answer has begun, or will not."""
         self._unheard.discard(wire)
 
+    def _leave(self, wire: Wire) -> None:
+        self._unheard.discard(wire)
+        self._busy.discard(wire)
+
     def give_back(self, wire: Wire) -> None:
-        self.heard(wire)
+        self._leave(wire)
         if wire.reusable and len(self._idle) < MOST_IDLE:
             self._idle.append(wire)
         else:

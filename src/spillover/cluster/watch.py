@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,7 @@ MISSES = 3  # health checks in a row that time out, then the replica is taken fo
 @dataclass(frozen=True)
 class WatchSettings:
     tokenizer: str | None = None  # folder or GGUF file, in place of what a server names
-    health_seconds: float = 2.0  # for an answer to a health check
+    health_seconds: float = 1.0  # for an answer to a health check
     # Of KV events in vLLM's format, of servers without /kv/info: one port for all, or one for each; 0: it has none.
     events_ports: tuple[int, ...] = ()
     replay_ports: tuple[int, ...] = ()
@@ -66,13 +67,13 @@ class Watcher:
         self._instance: str | None = None
         self._subscription: asyncio.Task[None] | None = None
         self._has_info = True  # until the server says that it has none
-        self._misses = 0
+        self._misses: deque[float] = deque(maxlen=MISSES)  # when questions without an answer were asked, the last ones
 
     async def run(self) -> None:
         try:
             while True:
                 await self.look()
-                await asyncio.sleep(LOOK_SECONDS if self._replica.ready else SOON_SECONDS)
+                await asyncio.sleep(LOOK_SECONDS if self._replica.ready and not self._misses else SOON_SECONDS)
         finally:
             await self.close()
 
@@ -99,20 +100,19 @@ class Watcher:
 
     async def look(self) -> None:
         """Ask once. A replica that refuses connections is gone at once; a silent one after MISSES."""
-        upstream = self.upstream
+        upstream, asked = self.upstream, clock()
         try:
             answer, body = await upstream.fetch("GET", "/health", timeout=self._settings.health_seconds)
         except NoAnswer as error:
-            self._misses += 1
-            if upstream is self.upstream and ("cannot be reached" in str(error) or self._misses >= MISSES):
-                self.gone(str(error))
+            self._missed(upstream, asked, error)
             return
-        self._misses = 0
+        self._misses.clear()
         if answer.status != 200:
             if upstream is self.upstream:
                 self.gone(f"its /health answers {answer.status}: {body[:200].decode(errors='replace')}")
             return
-        with contextlib.suppress(NoAnswer):
+        asked = clock()
+        try:
             await self._learn(upstream)
             if upstream is self.upstream and not self._replica.ready:
                 self._replica.models = await self._models(upstream)
@@ -121,6 +121,15 @@ class Watcher:
                 log.info("%s at %s is ready; its KV is known by %s", self._replica.name, upstream.url,
                          self.note or "its events")
                 self._changed()
+        except NoAnswer as error:
+            self._missed(upstream, asked, error)
+
+    def _missed(self, upstream: Upstream, asked: float, error: NoAnswer) -> None:
+        """Note that a question that was asked then has no answer."""
+        self._misses.append(asked)
+        if upstream is self.upstream and ("cannot be reached" in str(error) or len(self._misses) == MISSES):
+            self.gone(str(error))
+            upstream.abort_silent(self._misses[0])
 
     async def _models(self, upstream: Upstream) -> frozenset[str]:
         answer, body = await upstream.fetch("GET", "/v1/models", timeout=self._settings.health_seconds)

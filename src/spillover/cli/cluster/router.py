@@ -40,7 +40,7 @@ def routing_options(command: Any) -> Any:
                          help="How long a request waits for a server that can take it, before it gets 503."),
             click.option("--answer-seconds", default=600.0, show_default=True, type=click.FloatRange(min=1),
                          help="How long a server may be silent in the middle of a request."),
-            click.option("--health-seconds", default=2.0, show_default=True, type=click.FloatRange(min=0.1),
+            click.option("--health-seconds", default=1.0, show_default=True, type=click.FloatRange(min=0.1),
                          help="How long a server may take to answer a health check; after three that it does not, it "
                               "is taken for gone."))):
         command = option(command)
