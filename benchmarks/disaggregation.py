@@ -39,6 +39,7 @@ from host_pool_processes import OwnerProcess
 from server_process import ServerProcess
 
 from spillover.bench.provenance import provenance
+from spillover.cli.bench.redis_server import find_server, measure_remote, run_server
 from spillover.plan.hardware import probe
 from spillover.plan.measure import measure_link, measure_pool
 
@@ -158,7 +159,7 @@ class Bench:
         told = [answer.timings for answer in answers if answer.timings.get("tokens")]
         if not told:
             return None
-        tokens = statistics.median(each["tokens"]["pool"] for each in told)
+        tokens = statistics.median(each["tokens"][self.arguments.store] for each in told)
         moved = {"tokens": tokens, "computed_tokens": statistics.median(each["tokens"]["computed"] for each in told),
                  "queue_ms": 1e3 * statistics.median(each["queue"] for each in told),
                  "restore_ms": 1e3 * statistics.median(each["restore"] for each in told),
@@ -169,7 +170,7 @@ class Bench:
             moved |= {"bytes": nbytes, "bytes_per_second": rate,
                       "link_ms": 1e3 * nbytes / self.result["link"]["to_device"],
                       "percent_of_link": 100 * rate / self.result["link"]["to_device"],
-                      "percent_of_pool": 100 * rate / self.result["pool"]["to_device"]}
+                      "percent_of_store": 100 * rate / self.result["store"]["to_device"]}
         return moved
 
     # The whole run
@@ -295,11 +296,17 @@ def serve(bench: Bench, stack: ExitStack, folder: Path) -> dict[str, str]:
         arms["one"] = one.url
         bench.say("one engine is up")
     if set(arguments.arms) - {"one"}:
-        owner = OwnerProcess(arguments.pool << 20, folder)
-        stack.callback(owner.stop)
-        pair = [engine(flags, ["--host-pool", str(owner.socket)], halves | shared, ready) for _ in range(2)]
+        if arguments.store == "pool":
+            owner = OwnerProcess(arguments.store_memory << 20, folder)
+            stack.callback(owner.stop)
+            store = ["--host-pool", str(owner.socket)]
+        else:
+            store = ["--remote", stack.enter_context(run_server(_redis(), arguments.store_memory << 20))]
+            bench.result["store"] = dict(zip(("to_host", "to_device"), measure_remote(
+                store[1], bench.result["block_bytes"]), strict=True))
+        pair = [engine(flags, store, halves | shared, ready, folder) for _ in range(2)]
         started(stack, pair)
-        bench.say("two engines and their pool are up")
+        bench.say("two engines and their store are up")
         routers = {arm: router(pair, "never" if arm == "two" else arm) for arm in arguments.arms if arm != "one"}
         started(stack, list(routers.values()))
         for arm, routed in routers.items():
@@ -307,6 +314,13 @@ def serve(bench: Bench, stack: ExitStack, folder: Path) -> dict[str, str]:
             arms[arm] = routed.url
         bench.say("routers are up")
     return {arm: arms[arm] for arm in arguments.arms}
+
+
+def _redis() -> str:
+    found = find_server()
+    if found is None:
+        sys.exit("--store remote needs valkey-server or redis-server on the PATH")
+    return found
 
 
 def block_bytes(model: str, device: str) -> int:
@@ -331,7 +345,9 @@ def main() -> None:
     parser.add_argument("--stream-output", type=int, default=1024, help="tokens of each of their answers")
     parser.add_argument("--output", type=int, default=16, help="tokens of an answer to a prompt")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--pool", type=int, default=8192, help="MiB of the shared pool")
+    parser.add_argument("--store", default="pool", choices=["pool", "remote"], help="that KV travels through: a shared "
+                        "pool, or a Valkey or Redis server, as between machines")
+    parser.add_argument("--store-memory", type=int, default=8192, help="MiB of it")
     parser.add_argument("--gpu-memory", help="of each engine; by the model where it is not given")
     parser.add_argument("--flag", action="append", default=[], help="one more of every engine, such as "
                         "--flag=--max-num-batched-tokens=512")
@@ -350,9 +366,9 @@ def main() -> None:
         "command": shlex.join(["python", "benchmarks/disaggregation.py", *sys.argv[1:]]), "complete": False,
         "label": label(arguments), "block_bytes": nbytes,
         "arguments": {name: value for name, value in vars(arguments).items() if name != "out"},
-        "link": asdict(measure_link(arguments.device, nbytes)), "pool": asdict(measure_pool(nbytes))}
-    bench.say(f"{bench.result['label']}; link {bench.result['link']['to_device'] / 1e9:.1f} GB/s to the device, pool "
-              f"{bench.result['pool']['to_device'] / 1e9:.1f} GB/s, {nbytes:,} bytes a block")
+        "link": asdict(measure_link(arguments.device, nbytes)), "store": asdict(measure_pool(nbytes))}
+    bench.say(f"{bench.result['label']}; link {bench.result['link']['to_device'] / 1e9:.1f} GB/s to the device, "
+              f"memory of a pool {bench.result['store']['to_device'] / 1e9:.1f} GB/s, {nbytes:,} bytes a block")
     bench.write()
     try:
         with tempfile.TemporaryDirectory(prefix="pd-") as name, ExitStack() as stack:

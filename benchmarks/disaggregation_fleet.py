@@ -4,6 +4,7 @@ client that notes when each token came."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -17,11 +18,12 @@ from urllib.parse import urlsplit
 
 from gpu_workload import MODELS
 from host_pool_processes import SHAPES
-from server_process import ServerProcess, free_port
+from server_process import ServerProcess
 
 from spillover.bench.serving.http_client import Call, Connection, Reply, Sink
 
 BLOCK = 16
+_NUMBERS = itertools.count()
 
 
 def model_flags(model: str, folder: Path) -> list[str]:
@@ -39,10 +41,13 @@ def vocabulary(model: str) -> int:
     return int(config["vocab_size"])
 
 
-def engine(flags: list[str], store: list[str], environment: dict[str, str], ready_seconds: float) -> ServerProcess:
-    """A server whose blocks leave at once to a store that others read, and that tells a router what it holds."""
-    events = {"enable_kv_cache_events": True, "endpoint": f"tcp://127.0.0.1:{free_port()}",
-              "replay_endpoint": f"tcp://127.0.0.1:{free_port()}"}
+def engine(flags: list[str], store: list[str], environment: dict[str, str], ready_seconds: float,
+           folder: Path) -> ServerProcess:
+    """A server whose blocks leave at once to a store that others read, and that tells a router what it holds, by
+    sockets in a folder."""
+    number = next(_NUMBERS)
+    events = {"enable_kv_cache_events": True, "endpoint": f"ipc://{folder}/events-{number}",
+              "replay_endpoint": f"ipc://{folder}/replay-{number}"}
     return ServerProcess(*flags, *store, "--spill", "eager", "--kv-events-config", json.dumps(events),
                          "--no-log-requests", environment=environment, ready_seconds=ready_seconds)
 
@@ -95,7 +100,7 @@ class Answer:
 
 
 async def ask(url: str, prompt: list[int], tokens: int, seconds: float, stream: bool = True,
-              ids: bool = False, into: list[float] | None = None) -> Answer:
+              ids: bool = False, into: list[float] | None = None, salt: str | None = None) -> Answer:
     """Ask for a completion; whatever happens, return within these seconds. `into`: told of tokens as they come."""
     place = urlsplit(url)
     connection = Connection(place.hostname or "", place.port or 80)
@@ -105,6 +110,8 @@ async def ask(url: str, prompt: list[int], tokens: int, seconds: float, stream: 
         body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     if ids:
         body["return_token_ids"] = True
+    if salt is not None:
+        body["cache_salt"] = salt
     answer = Answer(time.perf_counter())
     if into is not None:
         answer.times = into

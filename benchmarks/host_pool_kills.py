@@ -45,7 +45,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             for engine in engines:
                 engine.wait_ready()
             result = _rounds(rng, arguments, prompts, expected, owner, engines)
-            result.update(_after(owner, engines))
+            for engine in engines:
+                engine.stop()
+            result.update(left_behind(owner))
         finally:
             for engine in engines:
                 engine.kill()
@@ -118,10 +120,8 @@ def _rounds(rng: random.Random, arguments: argparse.Namespace, prompts: list[lis
             "longest_batch_seconds": longest}
 
 
-def _after(owner: OwnerProcess, engines: list[EngineProcess]) -> dict[str, Any]:
-    """What is left once the engines have ended."""
-    for engine in engines:
-        engine.stop()
+def left_behind(owner: OwnerProcess) -> dict[str, Any]:
+    """What is left in a pool once its engines have ended; ends the owner."""
     deadline = time.monotonic() + 30
     while owner.report().engines and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spillover.cli.cluster.replicas import check_replicas
+from spillover.cli.cluster.replicas import check_replicas, own_pool
 from spillover.cli.cluster.router import MODES as OFFERED
 from spillover.cli.cluster.router import check_prefill
 from spillover.cluster.disaggregate import LEAST_BLOCKS, MODES, Mode, split
@@ -25,6 +26,8 @@ from spillover.cluster.serve import Router
 from spillover.cluster.watch import store_name
 from spillover.engine.config import EngineConfig
 from spillover.errors import SpilloverError
+from spillover.memory.shared_pool.client import ask_owner
+from spillover.memory.shared_pool.wire import Ask, Report
 from support.fake_replica import FakeReplica, routed
 from support.pool_process import PoolProcess
 from support.running_server import running, until
@@ -150,12 +153,19 @@ def test_the_first_request_asks_for_the_prompt_and_one_token(body: dict[str, Any
     assert prompt_only(b"[1]") is prompt_only(b"{") is None
 
 
-def test_replicas_that_share_no_pool_are_refused_in_a_sentence() -> None:
+def test_one_replica_is_refused_and_several_get_a_pool_where_no_store_is_named() -> None:
     assert OFFERED == MODES
-    for config, count in ((EngineConfig(), 2), (EngineConfig(host_pool="/tmp/pool"), 1)):
-        with pytest.raises(SpilloverError, match="needs two replicas or more and a --host-pool"):
-            check_replicas(config, count, [], "auto")
-    assert check_replicas(EngineConfig(host_pool="/tmp/pool"), 2, [], "auto").spill == "eager"
+    with pytest.raises(SpilloverError, match="needs --replicas 2 or more"):
+        check_replicas(EngineConfig(), 1, [], "auto")
+    check_replicas(EngineConfig(), 2, [], "auto")
+    with own_pool(EngineConfig(), "auto", 64 << 20) as theirs:
+        assert theirs.host_pool is not None
+        assert theirs.spill == "eager"
+        assert ask_owner(Path(theirs.host_pool), Ask(), Report, 10.0).capacity > 0
+    assert not Path(theirs.host_pool).exists()
+    for named in (EngineConfig(host_pool="/tmp/pool"), EngineConfig(remote="redis://10.0.0.9")):
+        with own_pool(named, "auto", 64 << 20) as theirs:
+            assert theirs == replace(named, spill="eager")
 
 
 def test_blocks_travel_through_a_pool_between_real_replicas(tmp_path: Path) -> None:

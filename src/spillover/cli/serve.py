@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from spillover.cli.cluster.replicas import check_replicas, serve_replicas, visible_gpus
+from spillover.cli.cluster.replicas import check_replicas, own_pool, serve_replicas, visible_gpus
 from spillover.cli.cluster.router import check_prefill, routing_options
 from spillover.cli.config_file import config_file_option
 from spillover.cli.http_options import check_certificate, http_options
@@ -64,9 +64,12 @@ if TYPE_CHECKING:
 @click.option("--replicas", default=None, type=click.INT, metavar="N",
               help="Start N servers of this machine and route to them; each has the memory that the flags say, and a "
                    "GPU of its own where there are several.")
+@click.option("--pool-memory", default="4GB", show_default=True, metavar="SIZE",
+              help="With --disaggregation: RAM that KV travels through from replica to replica, where neither "
+                   "--host-pool nor --remote names a place; taken as it is needed.")
 @routing_options
 @engine_options()
-def serve(config: EngineConfig, replicas: int | None, **options: Any) -> None:
+def serve(config: EngineConfig, replicas: int | None, pool_memory: str, **options: Any) -> None:
     """Serve a model over OpenAI's HTTP API.
 
     Prints the memory plan, loads the model, and answers until Ctrl-C. There is a page at the address.
@@ -77,12 +80,14 @@ def serve(config: EngineConfig, replicas: int | None, **options: Any) -> None:
       spill serve ./Llama-3.1-8B-Instruct --gpu-memory 12GB --port 9000
       spill serve --host 0.0.0.0 --api-key "$(openssl rand -hex 16)"
       spill serve ./Llama-3.1-8B-Instruct --replicas 4
+      spill serve ./Llama-3.1-8B-Instruct --replicas 4 --disaggregation auto --prefill-replicas 1
     """
     from spillover.server.listen import address_of, listen
+    from spillover.units import parse_bytes
 
     routing = _routing(options, replicas)
     if replicas is not None:
-        config = check_replicas(config, replicas, visible_gpus(), routing["disaggregation"])
+        check_replicas(config, replicas, visible_gpus(), routing["disaggregation"])
         check_prefill(routing["prefill_replicas"], replicas, routing["disaggregation"])
         if options["api_key_file"] is not None:
             raise SpilloverError("--api-key-file is for one server: with --replicas give keys as --api-key")
@@ -90,7 +95,8 @@ def serve(config: EngineConfig, replicas: int | None, **options: Any) -> None:
     with listen(settings.host, settings.port) as listening:  # before anything slow: a port in use is known at once
         address = address_of(listening, settings.host, settings.ssl_certfile is not None)
         if replicas is not None:
-            serve_replicas(config, settings, replicas, routing, listening, address)
+            with own_pool(config, routing["disaggregation"], parse_bytes(pool_memory, "--pool-memory")) as config:
+                serve_replicas(config, settings, replicas, routing, listening, address)
         else:
             _run(config, settings, listening, address)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import secrets
 import tempfile
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +24,11 @@ if TYPE_CHECKING:
     from spillover.server.settings import ServerSettings
 
 MOST = 64
+LEAVE_SECONDS = 5.0  # for the pool of replicas to end
 
 
-def check_replicas(config: EngineConfig, count: int, gpus: list[str], disaggregation: str = "never") -> EngineConfig:
-    """Refuse what several servers cannot share, before anything is loaded; returns the flags of each."""
+def check_replicas(config: EngineConfig, count: int, gpus: list[str], disaggregation: str = "never") -> None:
+    """Refuse what several servers cannot share, before anything is loaded."""
     if not 1 <= count <= MOST:
         raise SpilloverError(f"--replicas is from 1 to {MOST}; got {count}")
     if config.kv_events_config is not None:
@@ -36,12 +39,33 @@ def check_replicas(config: EngineConfig, count: int, gpus: list[str], disaggrega
     if on_cards and count > len(gpus) and config.gpu_memory is None and config.num_gpu_blocks_override is None:
         raise SpilloverError(f"{count} replicas share {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}: say with "
                              "--gpu-memory how much each may take")
+    if disaggregation != "never" and count < 2:
+        raise SpilloverError(f"--disaggregation {disaggregation} needs --replicas 2 or more: one computes a prompt, "
+                             "another decodes its answer")
+
+
+@contextlib.contextmanager
+def own_pool(config: EngineConfig, disaggregation: str, capacity: int) -> Iterator[EngineConfig]:
+    """Keep a pool for prompts that are computed apart, where no other store is named; yields the replicas' flags, with
+    which blocks leave as soon as they are computed. It ends with this process, as they do."""
     if disaggregation == "never":
-        return config
-    if (config.host_pool is None and config.remote is None) or count < 2:
-        raise SpilloverError(f"--disaggregation {disaggregation} needs two replicas or more and a --host-pool, through "
-                             "which the KV of prompts travels (`spill pool serve` starts one), or a --remote store")
-    return dataclasses.replace(config, spill="eager")  # blocks leave as soon as they are computed
+        yield config
+        return
+    if config.host_pool is not None or config.remote is not None:
+        yield dataclasses.replace(config, spill="eager")
+        return
+    from spillover.memory.shared_pool.owner import PoolOwner
+
+    # A socket's path is at most 107 bytes long; only this user may enter the folder.
+    with tempfile.TemporaryDirectory(prefix="spillover-", dir="/tmp" if os.path.isdir("/tmp") else None) as folder, \
+            PoolOwner(capacity, Path(folder) / "pool" / "sock") as owner:
+        serving = threading.Thread(target=owner.run, name="spillover-pool", daemon=True)
+        serving.start()
+        try:
+            yield dataclasses.replace(config, host_pool=str(owner.path), spill="eager")
+        finally:
+            owner.stop()
+            serving.join(LEAVE_SECONDS)
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ, folder: str = "/proc/driver/nvidia/gpus") -> list[str]:

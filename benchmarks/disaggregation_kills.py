@@ -1,0 +1,242 @@
+"""Prefill and decode apart while either of the two, or the pool between them, is killed or stopped: the same tokens,
+and nobody waits?
+
+    python benchmarks/disaggregation_kills.py --rounds 100 --out benchmarks/results/disaggregation-kills.json
+
+A server that computes prompts, one that decodes, a shared pool between them and a router before them (`--disaggregation
+always`). In each round prompts that neither has seen (a `cache_salt` of the round's own) are asked for at once, half of
+them as streams, and at a random moment of their transfer one of these happens: nothing; the owner of the pool, a server
+or only the engine in it is killed (SIGKILL); one of them is stopped (SIGSTOP) for up to 8 s; a server and the owner are
+killed. Every answer is compared with one known beforehand. A stream whose server is lost is asked for again, as its
+error says, and its time counts from the first try. No answer may be wrong or missing, none may take 5 s longer than the
+slowest undisturbed one, and nothing may be left behind. Exits with 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import shlex
+import signal
+import statistics
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from disaggregation_fleet import Answer, ask, engine, model_flags, router, signal_tree, started, until_exact, vocabulary
+from host_pool_kills import left_behind
+from host_pool_processes import OwnerProcess
+from server_process import ServerProcess
+
+from spillover.bench.provenance import provenance
+from spillover.lab.engines.metrics_text import parse_metrics, total
+from spillover.plan.hardware import probe
+
+FAULTS = ("none", "owner", "prefill", "decode", "prefill engine", "decode engine", "owner stopped", "prefill stopped",
+          "decode stopped", "prefill, owner", "decode, owner")
+LIMIT = 5.0  # seconds that an answer may take longer than the slowest undisturbed one
+TRIES = 4
+OUTPUT = 8  # tokens of an answer
+
+
+@dataclass
+class Fleet:
+    """What may be killed, and what is asked."""
+
+    prefill: ServerProcess
+    decode: ServerProcess
+    owner: OwnerProcess
+    routed: ServerProcess
+    dead: set[str] = field(default_factory=set)
+
+    def server(self, name: str) -> ServerProcess:
+        return self.prefill if name.startswith("prefill") else self.decode
+
+    async def strike(self, fault: str, rng: random.Random) -> None:
+        """Let one thing happen."""
+        for name in fault.split(", "):
+            if name == "owner":
+                self.owner.kill()
+                self.dead.add(name)
+            elif name == "owner stopped":
+                self.owner.signal(signal.SIGSTOP)
+                await asyncio.sleep(rng.uniform(0.1, 8.0))
+                self.owner.signal(signal.SIGCONT)
+            elif name.endswith(" engine"):
+                self.server(name).engine().send_signal(signal.SIGKILL)
+            elif name.endswith(" stopped"):
+                signal_tree(self.server(name), signal.SIGSTOP)
+                await asyncio.sleep(rng.uniform(0.1, 8.0))
+                signal_tree(self.server(name), signal.SIGCONT)
+            elif name != "none":
+                signal_tree(self.server(name), signal.SIGKILL)
+                self.dead.add(name)
+            await asyncio.sleep(rng.random() * 0.05)
+
+    def heal(self) -> None:
+        """Start again what was killed, and wait until the router knows all."""
+        if "owner" in self.dead:
+            self.owner.start()
+        for name in self.dead - {"owner"}:
+            server = self.server(name)
+            server.process.wait(10)
+            server.launch()
+            server.wait_until_ready()
+        self.dead.clear()
+        until_exact(self.routed, 120)
+
+
+async def answered(url: str, prompt: list[int], stream: bool, salt: str, patience: float) -> tuple[Answer, float, int]:
+    """Ask until there is an answer; returns it, the seconds from the first try on, and how often it was lost."""
+    begun = time.perf_counter()
+    lost = 0
+    while True:
+        answer = await ask(url, prompt, OUTPUT, patience, stream, ids=True, salt=salt)
+        if "replica_lost" not in answer.error or lost == TRIES:
+            return answer, time.perf_counter() - begun, lost
+        lost += 1
+
+
+class Kills:
+    def __init__(self, arguments: argparse.Namespace, fleet: Fleet, prompts: list[list[int]],
+                 expected: list[list[int]]) -> None:
+        self.arguments, self.fleet, self.prompts, self.expected = arguments, fleet, prompts, expected
+        self.random = random.Random(arguments.seed)
+        self.plain: list[float] = []  # seconds of undisturbed answers
+        self.waits: dict[str, list[float]] = {fault: [] for fault in FAULTS}
+        self.sources: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+        self.wrong: list[dict[str, Any]] = []
+
+    async def round(self, number: int, fault: str) -> None:
+        chosen = self.random.sample(range(len(self.prompts)), self.arguments.at_once)
+        span = statistics.median(self.plain) if self.plain else 1.0
+        asked = [asyncio.create_task(answered(self.fleet.routed.url, self.prompts[which], place % 2 == 0,
+                                              f"round-{number}", 60.0)) for place, which in enumerate(chosen)]
+        if fault != "none":
+            await asyncio.sleep(self.random.random() * span)
+            await self.fleet.strike(fault, self.random)
+        for which, (answer, seconds, lost) in zip(chosen, await asyncio.gather(*asked), strict=True):
+            self.counts["answers"] += 1
+            self.counts["asked again"] += lost
+            (self.plain if fault == "none" else self.waits[fault]).append(seconds)
+            self.sources.update(answer.timings.get("tokens") or {})
+            if not answer.fine or answer.tokens != self.expected[which]:
+                self.counts["wrong" if answer.fine else "failed"] += 1
+                self.wrong.append({"round": number, "fault": fault, "status": answer.status, "error": answer.error,
+                                   "tokens": answer.tokens, "expected": self.expected[which]})
+
+    def result(self) -> dict[str, Any]:
+        most = max(self.plain, default=0.0)
+        return {"answers": self.counts["answers"], "wrong": self.counts["wrong"], "failed": self.counts["failed"],
+                "asked_again": self.counts["asked again"], "wrong_or_failed": self.wrong,
+                "plain_seconds": {"median": statistics.median(self.plain) if self.plain else None, "most": most},
+                "longest_seconds": {fault: max(waits) for fault, waits in self.waits.items() if waits},
+                "longest_wait_beyond_plain": max((max(waits) - most for waits in self.waits.values() if waits),
+                                                 default=0.0),
+                "prompt_tokens_by_source": dict(self.sources)}
+
+
+def metric(server: ServerProcess, name: str) -> float:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as page:
+        return total(parse_metrics(page.read().decode()), name) or 0.0
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    rng, words = random.Random(arguments.seed), vocabulary(arguments.model)
+    shm = set(os.listdir("/dev/shm"))
+    prompts = [[rng.randrange(1, words) for _ in range(arguments.prompt)] for _ in range(arguments.prompts)]
+    with tempfile.TemporaryDirectory(prefix="pd-") as name, ExitStack() as stack:
+        folder = Path(name)
+        length = arguments.prompt + OUTPUT + 24
+        flags = [*model_flags(arguments.model, folder / "model"), "--device", "cpu", "--max-model-len", str(length),
+                 "--max-num-seqs", "8", "--num-gpu-blocks-override", str(arguments.at_once * 3 * -(-length // 16)),
+                 "--restore", "always"]
+        environment = {"OMP_NUM_THREADS": "1"}
+        with ServerProcess(*flags[:-2], "--no-log-requests", environment=environment) as plain:
+            expected = [asyncio.run(ask(plain.url, prompt, OUTPUT, 60.0, stream=False, ids=True)).tokens
+                        for prompt in prompts]
+        assert all(len(tokens) == OUTPUT for tokens in expected), "there is no answer to compare with"
+        owner = OwnerProcess(arguments.memory << 20, folder)
+        stack.callback(owner.kill)
+        pair = [engine(flags, ["--host-pool", str(owner.socket)], environment, 120.0, folder) for _ in range(2)]
+        started(stack, pair)
+        routed = router(pair, "always")
+        started(stack, [routed])
+        until_exact(routed)
+        kills = Kills(arguments, Fleet(*pair, owner, routed), prompts, expected)
+        asyncio.run(_rounds(arguments, kills, rng))
+        result = kills.result()
+        result["prefills_apart"] = metric(routed, "spillover:router_prefills_apart")
+        result["in_flight_left"] = metric(routed, "spillover:router_in_flight")
+        children = [process for server in pair for process in server.children()]
+        for server in (routed, *pair):
+            server.stop()
+        result["processes_left"] = sum(process.is_running() and process.status() != "zombie" for process in children)
+        result.update(left_behind(owner))
+        result["socket_left"] = owner.socket.exists()
+    result["shm_left"] = sorted(set(os.listdir("/dev/shm")) - shm)
+    return result
+
+
+async def _rounds(arguments: argparse.Namespace, kills: Kills, rng: random.Random) -> None:
+    for number in range(3):  # the first use of everything, and how long an undisturbed answer takes
+        await kills.round(-1 - number, "none")
+    kills.plain = kills.plain[arguments.at_once:]
+    plan = [FAULTS[number % len(FAULTS)] for number in range(arguments.rounds)]
+    rng.shuffle(plan)
+    begun = time.monotonic()
+    for number, fault in enumerate(plan):
+        if time.monotonic() - begun > arguments.seconds:
+            raise TimeoutError(f"--seconds {arguments.seconds:g} have passed after {number} rounds")
+        await kills.round(number, fault)
+        await asyncio.to_thread(kills.fleet.heal)
+        longest = max(kills.waits[fault] or kills.plain)
+        print(f"{number:3} {fault:16} {time.monotonic() - begun:6.1f} s, longest so far {longest:5.2f} s, wrong "
+              f"{kills.counts['wrong']}, failed {kills.counts['failed']}, asked again {kills.counts['asked again']}",
+              flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--model", default="small", help="small (random weights), or a folder")
+    parser.add_argument("--prompts", type=int, default=12, help="with answers known beforehand")
+    parser.add_argument("--prompt", type=int, default=321, help="tokens of each")
+    parser.add_argument("--at-once", type=int, default=4, help="requests of a round")
+    parser.add_argument("--memory", type=int, default=128, help="MiB of the pool")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="of all rounds")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--append", action="store_true", help="add to what --out has, with another --seed")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    begun = time.monotonic()
+    result = provenance(asdict(probe())) | {
+        "command": shlex.join(["python", "benchmarks/disaggregation_kills.py", *sys.argv[1:]]),
+        "rounds": arguments.rounds, **run(arguments), "seconds": time.monotonic() - begun}
+    print(json.dumps({name: value for name, value in result.items() if name not in ("hardware", "versions")}, indent=2))
+    if arguments.out is not None:
+        before = json.loads(arguments.out.read_text())["runs"] if arguments.append and arguments.out.exists() else []
+        runs = [*before, result]
+        summed = {name: sum(each[name] for each in runs) for name in (
+            "rounds", "answers", "wrong", "failed", "asked_again", "prefills_apart")}
+        summed["longest_wait_beyond_plain"] = max(each["longest_wait_beyond_plain"] for each in runs)
+        arguments.out.write_text(json.dumps(summed | {"runs": runs}, indent=2) + "\n")
+    clean = not (result["wrong"] or result["failed"] or result["engines_left"] or result["bytes_held_by_nobody"]
+                 or result["shm_left"] or result["socket_left"] or result["owner_exit_code"] or result["in_flight_left"]
+                 or result["processes_left"])
+    late = result["longest_wait_beyond_plain"] > LIMIT
+    sys.exit(0 if clean and not late and result["prompt_tokens_by_source"].get("pool") else 1)
+
+
+if __name__ == "__main__":
+    main()
