@@ -7,8 +7,8 @@ A server that computes prompts, one that decodes, a shared pool between them and
 always`). In each round prompts that neither has seen (a `cache_salt` of the round's own) are asked for at once, half of
 them as streams, and at a random moment of their transfer one of these happens: nothing; the owner of the pool, a server
 or only the engine in it is killed (SIGKILL); one of them is stopped (SIGSTOP) for up to 8 s; a server and the owner are
-killed. Every answer is compared with one known beforehand. A stream whose server is lost is asked for again, as its
-error says, and its time counts from the first try. No answer may be wrong or missing, none may take 5 s longer than the
+killed. Every answer is compared with one known beforehand. A stream that ends with an error is asked for again, as that
+says, and its time counts from the first try. No answer may be wrong or missing, none may take 5 s longer than the
 slowest undisturbed one, and nothing may be left behind. Exits with 1 otherwise.
 """
 
@@ -57,6 +57,7 @@ class Fleet:
     owner: OwnerProcess
     routed: ServerProcess
     dead: set[str] = field(default_factory=set)
+    engines: dict[str, int] = field(default_factory=dict)  # those that were killed alone, by their server: process id
 
     def server(self, name: str) -> ServerProcess:
         return self.prefill if name.startswith("prefill") else self.decode
@@ -72,7 +73,9 @@ class Fleet:
                 await asyncio.sleep(rng.uniform(0.1, 8.0))
                 self.owner.signal(signal.SIGCONT)
             elif name.endswith(" engine"):
-                self.server(name).engine().send_signal(signal.SIGKILL)
+                engine = self.server(name).engine()
+                self.engines[name] = engine.pid
+                engine.send_signal(signal.SIGKILL)
             elif name.endswith(" stopped"):
                 signal_tree(self.server(name), signal.SIGSTOP)
                 await asyncio.sleep(rng.uniform(0.1, 8.0))
@@ -91,7 +94,14 @@ class Fleet:
             server.process.wait(10)
             server.launch()
             server.wait_until_ready()
+        for name, killed in self.engines.items():  # which its server starts again
+            server, deadline = self.server(name), time.monotonic() + 120
+            while server.status() != 200 or server.engine().pid == killed:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"the {name} did not come back:\n{server.log[-2000:]}")
+                time.sleep(0.1)
         self.dead.clear()
+        self.engines.clear()
         until_exact(self.routed, 120)
 
 
@@ -101,7 +111,7 @@ async def answered(url: str, prompt: list[int], stream: bool, salt: str, patienc
     lost = 0
     while True:
         answer = await ask(url, prompt, OUTPUT, patience, stream, ids=True, salt=salt)
-        if "replica_lost" not in answer.error or lost == TRIES:
+        if answer.fine or answer.status != 200 or lost == TRIES:
             return answer, time.perf_counter() - begun, lost
         lost += 1
 
@@ -134,6 +144,7 @@ class Kills:
                 self.counts["wrong" if answer.fine else "failed"] += 1
                 self.wrong.append({"round": number, "fault": fault, "status": answer.status, "error": answer.error,
                                    "tokens": answer.tokens, "expected": self.expected[which]})
+                print(self.wrong[-1], flush=True)
 
     def result(self) -> dict[str, Any]:
         most = max(self.plain, default=0.0)

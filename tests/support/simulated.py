@@ -50,6 +50,9 @@ class SimulatedStep:
     def wait(self) -> None:
         pass
 
+    def done(self) -> bool:
+        return True
+
     def result(self) -> StepResult:
         return StepResult(self._tokens, [()] * len(self._tokens), [None] * len(self._tokens))
 

@@ -29,6 +29,8 @@ class LaunchedStep(Protocol):
 
     def wait(self) -> None: ...  # until the step has ended
 
+    def done(self) -> bool: ...  # whether it has, or must be waited for by `result` alone
+
     def result(self) -> StepResult: ...  # waits for the step
 
 
@@ -75,6 +77,7 @@ class ModelRunner(StepRunner, Protocol):
     def in_order(self, change: Callable[[], Changed]) -> Changed: ...  # after the steps launched, before those to come
 
 
+HAND_ON_SECONDS = 0.002  # between looks at copies while a step with part of a prompt runs
 FLUSH_SECONDS = 10.0  # at the end, for writing stored blocks to the tiers that outlive the process
 
 
@@ -162,6 +165,7 @@ class Engine:
         if ended is None:
             return []
         try:
+            self._hand_on(ended)
             result = ended.result()
         except Exception:
             self.failed = True
@@ -173,6 +177,14 @@ class Engine:
             self.on_step(ended.step, seconds)
         self._ended_at = now
         return self.scheduler.finish(ended.step, result)
+
+    def _hand_on(self, running: LaunchedStep) -> None:
+        """Let KV that other engines may wait for leave while a prompt is computed, as far as it has not yet: a step may
+        make more blocks than there are slots on their way."""
+        connector = self.scheduler.connector
+        while running.step.has_prefill and connector.hands_on and not running.done():
+            connector.poll()
+            connector.wait(HAND_ON_SECONDS)
 
     def _launch(self, step: Step) -> LaunchedStep:
         if self.failed:

@@ -31,6 +31,9 @@ class NullStep:
         if left > 0:
             time.sleep(left)
 
+    def done(self) -> bool:
+        return time.monotonic() >= self.ends
+
     def result(self) -> StepResult:
         self.wait()
         return self._result

@@ -86,6 +86,10 @@ class KVConnector(Protocol):
     def busy(self) -> bool:
         """Return whether copies are under way that poll() would take further."""
 
+    @property
+    def hands_on(self) -> bool:
+        """Return whether blocks are to leave at once that have not left yet, as other engines may wait for them."""
+
     # All that is stored
 
     @property
@@ -111,6 +115,7 @@ class NullConnector:
     """The connector where nothing lies below the device: finds nothing, loads nothing, keeps nothing."""
 
     busy = False
+    hands_on = False
     tiers = ()
 
     def lookup(self, seq: str, tokens: Sequence[int], salt: str | None, coming: bool = False) -> bool:

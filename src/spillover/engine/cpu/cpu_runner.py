@@ -73,6 +73,9 @@ class LaunchedStep:
     def wait(self) -> None:
         self._outcome.result()
 
+    def done(self) -> bool:
+        return self._outcome.done()
+
     def result(self) -> StepResult:
         outcome, table = self._outcome.result(), self._runner.table
         drawn: list[int] = outcome.drawn.tolist()

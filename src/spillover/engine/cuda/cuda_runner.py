@@ -84,6 +84,9 @@ class CudaStep:
         if self._ended is not None:
             self._ended.synchronize()
 
+    def done(self) -> bool:
+        return self._ended is None or self._ended.query()
+
     def result(self) -> StepResult:
         self.wait()
         work, table = self._work, self._runner.table

@@ -54,6 +54,10 @@ class ParallelStep:
     def wait(self) -> None:
         self._ended(self._launched.wait)
 
+    def done(self) -> bool:
+        """Return True: only who waits by `result` notices a rank that never comes."""
+        return True
+
     def result(self) -> StepResult:
         found = self._ended(self._launched.result)
         self._runner.check()  # a CUDA step ends also where another rank never came

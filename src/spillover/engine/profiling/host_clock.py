@@ -97,5 +97,8 @@ class _TimedStep:
     def wait(self) -> None:
         self._launched.wait()
 
+    def done(self) -> bool:
+        return self._launched.done()
+
     def result(self) -> StepResult:
         return self._clock.result(self._launched, self._timing, self._began)

@@ -73,11 +73,16 @@ class Spiller:
         """Start copies that will soon be wanted."""
         self._evict(self.reserve, lossy=False)
         if self._store.eager:
-            self._spill(len(self._dirty))
+            self._spill(min(len(self._dirty), self._store.room))
         elif self._dirty:
             short = self._margin - self._ready()
             if short >= self._least:
                 self._spill(min(short, max(4, len(self._idle) // 2), AHEAD))
+
+    @property
+    def waiting(self) -> bool:
+        """Return whether blocks want a copy that has not begun."""
+        return bool(self._dirty)
 
     @property
     def low(self) -> bool:

@@ -97,6 +97,11 @@ class SpillStore:
         self.copies.start_out([block for _, block in items[: len(entries)]], entries, on_end)
         return len(entries)
 
+    @property
+    def room(self) -> int:
+        """Return the most blocks that could be spilled now."""
+        return self._host.spare if self.tiers else self._host.slots.limit
+
     def wanted(self, key: bytes) -> bool:
         """Return whether the block is worth a place in the tier next to the device."""
         return self._admission.admit(key, "host" if self.keeps else self.tiers[0].name if self.tiers else "host")

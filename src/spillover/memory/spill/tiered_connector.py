@@ -133,6 +133,10 @@ class TieredConnector:
     def busy(self) -> bool:
         return self.store.busy
 
+    @property
+    def hands_on(self) -> bool:
+        return self.store.eager and (self._spiller.waiting or self.store.copies.busy)
+
     # All that is stored
 
     def tell(self, events: BlockEvents) -> None:
