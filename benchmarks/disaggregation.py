@@ -22,6 +22,7 @@ import json
 import os
 import random
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -356,6 +357,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever was started ends too
     unknown = set(arguments.arms) - set(ARMS)
     if unknown:
         sys.exit(f"--arms knows {', '.join(ARMS)}; got {', '.join(sorted(unknown))}")

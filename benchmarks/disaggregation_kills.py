@@ -230,6 +230,7 @@ def main() -> None:
     parser.add_argument("--append", action="store_true", help="add to what --out has, with another --seed")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever was started ends too
     begun = time.monotonic()
     result = provenance(asdict(probe())) | {
         "command": shlex.join(["python", "benchmarks/disaggregation_kills.py", *sys.argv[1:]]),
