@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import shlex
@@ -126,27 +127,28 @@ class Bench:
         return max(5.0, min(60.0, self.left + 10.0))
 
     def _note(self, arm: str, length: int, answers: Sequence[Answer], streams: Sequence[Stream]) -> None:
-        windows = [(answer.sent, answer.times[0]) for answer in answers if answer.times]
-        during: list[float] = []
+        held_up: list[list[float]] = [[] for _ in answers]  # gaps that overlap each prompt's time to its first token
         alone: list[float] = []
         for begun, ended in (gap for stream in streams for gap in stream.gaps()):
-            hit = any(begun < last and ended > first for first, last in windows)
-            (during if hit else alone).append(ended - begun)
+            hit = [place for place, answer in enumerate(answers)
+                   if answer.times and begun < answer.times[0] and ended > answer.sent]
+            for gaps in [held_up[place] for place in hit] or [alone]:
+                gaps.append(ended - begun)
+        during = [gap for gaps in held_up for gap in gaps]
         self.rows.append({
             "arm": arm, "prompt_tokens": length, "streams": len(streams),
             "requests": [{"ttft": answer.ttft if answer.times else None, "gaps": answer.gaps,
-                          "timings": answer.timings, "error": answer.error} for answer in answers],
-            "stream_failures": sum(stream.failed for stream in streams),
-            "stream_gaps_during": during, "stream_gaps_alone": spread(alone)})
-        row = self.rows[-1]
+                          "timings": answer.timings, "error": answer.error, "stream_gaps": spread(gaps)}
+                         for answer, gaps in zip(answers, held_up, strict=True)],
+            "stream_failures": sum(stream.failed for stream in streams), "stream_gaps_alone": spread(alone)})
         fine = [answer for answer in answers if answer.fine and answer.times]
-        row["summary"] = summary = {"failed": len(answers) - len(fine), "stream_itl_during_ms": milliseconds(during),
-                                    "stream_itl_alone_ms": milliseconds(alone)}
+        summary = {"failed": len(answers) - len(fine), "stream_itl_during_ms": milliseconds(during),
+                   "stream_itl_alone_ms": milliseconds(alone)}
+        self.rows[-1]["summary"] = summary
         if fine:
             own = [gap for answer in fine for gap in answer.gaps]
             summary |= {"ttft_ms": 1e3 * statistics.median(answer.ttft for answer in fine), "itl_ms": milliseconds(own),
                         "transfer": self._transfer(fine)}
-        row["stream_gaps_during"] = [round(gap, 6) for gap in during]
         moved = summary.get("transfer") or {}
         self.say(f"{arm:7}{length:7,} tokens: TTFT {summary.get('ttft_ms', float('nan')):9.1f} ms, streams' gaps p50 "
                  f"{summary['stream_itl_during_ms']['p50']:7.1f} p99 {summary['stream_itl_during_ms']['p99']:7.1f} ms "
@@ -218,7 +220,16 @@ class Bench:
         self.result |= {"table": table(self.rows), "rows": self.rows, "notes": self.notes,
                         "seconds": time.perf_counter() - self.begun}
         if self.arguments.out is not None:
-            self.arguments.out.write_text(json.dumps(self.result, indent=1) + "\n")
+            self.arguments.out.write_text(json.dumps(without_nan(self.result), indent=1) + "\n")
+
+
+def without_nan(value: Any) -> Any:
+    """Put null where there is no number: JSON has no NaN."""
+    if isinstance(value, dict):
+        return {name: without_nan(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [without_nan(each) for each in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def milliseconds(gaps: Sequence[float]) -> dict[str, float]:
@@ -353,7 +364,7 @@ def main() -> None:
     parser.add_argument("--flag", action="append", default=[], help="one more of every engine, such as "
                         "--flag=--max-num-batched-tokens=512")
     parser.add_argument("--mps", action="store_true", help="share the card by MPS instead of time slices")
-    parser.add_argument("--seconds", type=float, default=190.0, help="of the whole run")
+    parser.add_argument("--seconds", type=float, default=170.0, help="of the whole run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
