@@ -114,6 +114,15 @@ def test_more_blocks_than_there_are_slots_leave_while_one_step_runs() -> None:
     world.close()
 
 
+def test_the_blocks_of_the_last_step_leave_though_nobody_asks_for_anything_more() -> None:
+    world = World(24, eager=True, tiers=[DictTier])
+    world.ask(prompt(1, 30), max_tokens=1)
+    (tier,) = world.store.tiers
+    assert isinstance(tier, DictTier)
+    assert len(tier.blocks) == 30 // SIZE
+    world.close()
+
+
 class Running:
     """A step that computes a prompt until a condition holds, or it was asked too often."""
 

@@ -196,7 +196,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running or self._leaving or self.connector.busy)
+        return bool(self.waiting or self.running or self._leaving or self.connector.busy or self.connector.hands_on)
 
     def slots(self) -> tuple[int, int]:
         """Return the token slots in blocks of running requests, and how many have a token once launched steps end."""
