@@ -367,8 +367,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=170.0, help="of the whole run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--markdown", type=Path, metavar="FILE",
+                        help="measure nothing: print the table of a result, with marks for doc_numbers.py")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever was started ends too
+    if arguments.markdown is not None:
+        print_markdown(arguments.markdown)
+        return
     unknown = set(arguments.arms) - set(ARMS)
     if unknown:
         sys.exit(f"--arms knows {', '.join(ARMS)}; got {', '.join(sorted(unknown))}")
@@ -401,6 +406,30 @@ def label(arguments: argparse.Namespace) -> str:
         return "CPU: one engine has all cores, of two each has half"
     shared = "MPS" if arguments.mps else "time slices"
     return f"two engines on one card, shared by {shared}; random weights of the model's true shape"
+
+
+def print_markdown(path: Path) -> None:
+    """Print a table of TTFT and of streams' longest gaps by length and arm, and what was moved; every number has its
+    place in the file."""
+    rows = json.loads(path.read_text())["table"]
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+
+    def cell(arm: str, length: int, name: str, form: str, factor: float = 1.0) -> str:
+        place = next((place for place, row in enumerate(rows) if row["arm"] == arm and row["prompt_tokens"] == length
+                      and row.get(name) is not None), None)
+        if place is None:
+            return "-"
+        times = "" if factor == 1.0 else f"*{factor:g}"
+        return f"{rows[place][name] * factor:{form}}<!--{path.name} table[{place}].{name}{times} {form}-->"
+
+    columns = [*(f"TTFT {arm}" for arm in arms), *(f"p99 {arm}" for arm in arms), "moved", "in", "the link's time"]
+    print(f"| prompt | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 1)}")
+    for length in sorted({row["prompt_tokens"] for row in rows}):
+        cells = [*(f"{cell(arm, length, 'ttft_ms', ',.1f')} ms" for arm in arms),
+                 *(f"{cell(arm, length, 'stream_itl_p99_ms', ',.1f')} ms" for arm in arms),
+                 f"{cell('always', length, 'bytes', ',.1f', 1e-6)} MB",
+                 *(f"{cell('always', length, name, ',.1f')} ms" for name in ("restore_ms", "link_ms"))]
+        print(f"| {length:,} | {' | '.join(cells)} |")
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
