@@ -125,6 +125,7 @@ class Kills:
         self.waits: dict[str, list[float]] = {fault: [] for fault in FAULTS}
         self.sources: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
+        self.faults: Counter[str] = Counter()  # of rounds that have ended
         self.wrong: list[dict[str, Any]] = []
 
     async def round(self, number: int, fault: str) -> None:
@@ -148,7 +149,8 @@ class Kills:
 
     def result(self) -> dict[str, Any]:
         most = max(self.plain, default=0.0)
-        return {"answers": self.counts["answers"], "wrong": self.counts["wrong"], "failed": self.counts["failed"],
+        return {"rounds": self.faults.total(), "faults": dict(self.faults), "answers": self.counts["answers"],
+                "wrong": self.counts["wrong"], "failed": self.counts["failed"],
                 "asked_again": self.counts["asked again"], "wrong_or_failed": self.wrong,
                 "plain_seconds": {"median": statistics.median(self.plain) if self.plain else None, "most": most},
                 "longest_seconds": {fault: max(waits) for fault, waits in self.waits.items() if waits},
@@ -208,8 +210,10 @@ async def _rounds(arguments: argparse.Namespace, kills: Kills, rng: random.Rando
     begun = time.monotonic()
     for number, fault in enumerate(plan):
         if time.monotonic() - begun > arguments.seconds:
-            raise TimeoutError(f"--seconds {arguments.seconds:g} have passed after {number} rounds")
+            print(f"--seconds {arguments.seconds:g} have passed after {number} rounds", flush=True)
+            return
         await kills.round(number, fault)
+        kills.faults[fault] += 1
         await asyncio.to_thread(kills.fleet.heal)
         longest = max(kills.waits[fault] or kills.plain)
         print(f"{number:3} {fault:16} {time.monotonic() - begun:6.1f} s, longest so far {longest:5.2f} s, wrong "
@@ -225,16 +229,16 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=321, help="tokens of each")
     parser.add_argument("--at-once", type=int, default=4, help="requests of a round")
     parser.add_argument("--memory", type=int, default=128, help="MiB of the pool")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="of all rounds")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="in which rounds may begin")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--append", action="store_true", help="add to what --out has, with another --seed")
+    parser.add_argument("--append", action="store_true", help="add to what --out has; takes another --seed")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever was started ends too
     begun = time.monotonic()
     result = provenance(asdict(probe())) | {
         "command": shlex.join(["python", "benchmarks/disaggregation_kills.py", *sys.argv[1:]]),
-        "rounds": arguments.rounds, **run(arguments), "seconds": time.monotonic() - begun}
+        **run(arguments), "seconds": time.monotonic() - begun}
     print(json.dumps({name: value for name, value in result.items() if name not in ("hardware", "versions")}, indent=2))
     if arguments.out is not None:
         before = json.loads(arguments.out.read_text())["runs"] if arguments.append and arguments.out.exists() else []

@@ -85,7 +85,7 @@ class CudaStep:
             self._ended.synchronize()
 
     def done(self) -> bool:
-        return self._ended is None or self._ended.query()
+        return self._ended is None or bool(self._ended.query())  # type: ignore[no-untyped-call]
 
     def result(self) -> StepResult:
         self.wait()
