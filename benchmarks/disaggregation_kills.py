@@ -43,6 +43,7 @@ from spillover.plan.hardware import probe
 
 FAULTS = ("none", "owner", "prefill", "decode", "prefill engine", "decode engine", "owner stopped", "prefill stopped",
           "decode stopped", "prefill, owner", "decode, owner")
+DECK = FAULTS + 2 * ("owner", "owner stopped", "prefill stopped", "decode stopped")  # these need no new server
 LIMIT = 5.0  # seconds that an answer may take longer than the slowest undisturbed one
 TRIES = 4
 OUTPUT = 8  # tokens of an answer
@@ -205,10 +206,11 @@ async def _rounds(arguments: argparse.Namespace, kills: Kills, rng: random.Rando
     for number in range(3):  # the first use of everything, and how long an undisturbed answer takes
         await kills.round(-1 - number, "none")
     kills.plain = kills.plain[arguments.at_once:]
-    plan = [FAULTS[number % len(FAULTS)] for number in range(arguments.rounds)]
-    rng.shuffle(plan)
+    plan: list[str] = []
+    while len(plan) < arguments.rounds:
+        plan += rng.sample(DECK, len(DECK))
     begun = time.monotonic()
-    for number, fault in enumerate(plan):
+    for number, fault in enumerate(plan[:arguments.rounds]):
         if time.monotonic() - begun > arguments.seconds:
             print(f"--seconds {arguments.seconds:g} have passed after {number} rounds", flush=True)
             return
