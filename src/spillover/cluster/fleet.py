@@ -171,7 +171,7 @@ class Fleet:
     def _decoders(self, candidates: list[Candidate]) -> list[Candidate]:
         """Leave out replicas that are there for prompts, as long as another gives its first token not much later."""
         decoders = [each for each in candidates if not self.replicas[each.replica].for_prompts]
-        if not decoders:
+        if not decoders or len(decoders) == len(candidates):
             return candidates
         soonest = min(each.prediction.first_token for each in candidates)
         late = min(each.prediction.first_token for each in decoders) > soonest + ROLE_SECONDS
