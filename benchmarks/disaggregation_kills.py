@@ -211,7 +211,7 @@ async def _rounds(arguments: argparse.Namespace, kills: Kills, rng: random.Rando
         plan += rng.sample(DECK, len(DECK))
     begun = time.monotonic()
     for number, fault in enumerate(plan[:arguments.rounds]):
-        if time.monotonic() - begun > arguments.seconds:
+        if time.monotonic() > arguments.deadline:
             print(f"--seconds {arguments.seconds:g} have passed after {number} rounds", flush=True)
             return
         await kills.round(number, fault)
@@ -231,13 +231,14 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=321, help="tokens of each")
     parser.add_argument("--at-once", type=int, default=4, help="requests of a round")
     parser.add_argument("--memory", type=int, default=128, help="MiB of the pool")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="in which rounds may begin")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="from the start on, in which rounds may begin")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--append", action="store_true", help="add to what --out has; takes another --seed")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever was started ends too
     begun = time.monotonic()
+    arguments.deadline = begun + arguments.seconds
     result = provenance(asdict(probe())) | {
         "command": shlex.join(["python", "benchmarks/disaggregation_kills.py", *sys.argv[1:]]),
         **run(arguments), "seconds": time.monotonic() - begun}
