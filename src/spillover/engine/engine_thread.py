@@ -164,7 +164,7 @@ class EngineThread:
         try:
             while not self._stopping:
                 self._take_in()
-                if self._open or self._engine.has_copies_in_flight or self._engine.hands_on:
+                if self._open or self._engine.has_copies_in_flight:
                     self._step()
         except BaseException as error:
             why = f"the engine thread failed ({error!r}); make a new LLM"
@@ -182,7 +182,7 @@ class EngineThread:
         """Take in what callers have asked for; wait for it if there is nothing else to do."""
         if not self._engine.has_copies_in_flight or self._open:
             self._let_go()
-        if not self._open and not self._engine.has_copies_in_flight and not self._engine.hands_on:
+        if not self._open and not self._engine.has_copies_in_flight:
             self._inbox.get()()
         self._drain()
 

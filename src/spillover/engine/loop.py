@@ -158,11 +158,6 @@ class Engine:
         return not self.failed and (self._launched is not None or self.scheduler.kv.num_in_flight > 0)
 
     @property
-    def hands_on(self) -> bool:
-        """Return whether blocks are to leave that other engines may wait for."""
-        return not self.failed and self.scheduler.connector.hands_on
-
-    @property
     def has_work(self) -> bool:
         return not self.failed and (self.scheduler.has_work or self._launched is not None)
 
