@@ -88,7 +88,6 @@ def test_replicas_end_with_a_router_that_is_killed(fleet: Server) -> None:
 
 def test_what_replicas_cannot_share_is_refused() -> None:
     for flags, count, gpus, words in (
-            ({}, 0, [], "--replicas is from 1"), ({}, 65, [], "--replicas is from 1"),
             ({"kv_events_config": '{"enable_kv_cache_events": true}'}, 2, [], "--kv-events-config"),
             ({"enable_prefix_caching": False}, 2, [], "--enable-prefix-caching"),
             ({}, 3, ["0", "1"], "--gpu-memory")):

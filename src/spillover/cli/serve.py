@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from spillover.cli.cluster.fleet_options import FleetOptions, fleet_options, take_fleet
 from spillover.cli.cluster.replicas import check_replicas, own_pool, serve_replicas, visible_gpus
 from spillover.cli.cluster.router import check_prefill, routing_options
 from spillover.cli.config_file import config_file_option
@@ -61,15 +62,13 @@ if TYPE_CHECKING:
                    "spillover[otel].")
 @click.option("--profiler-dir", default=None, metavar="DIR",
               help="Turn on POST /start_profile and /stop_profile, which write traces of the engine's steps to DIR.")
-@click.option("--replicas", default=None, type=click.INT, metavar="N",
-              help="Start N servers of this machine and route to them; each has the memory that the flags say, and a "
-                   "GPU of its own where there are several.")
+@fleet_options
 @click.option("--pool-memory", default="4GB", show_default=True, metavar="SIZE",
               help="With --disaggregation: RAM that KV travels through from replica to replica, where neither "
                    "--host-pool nor --remote names a place; taken as it is needed.")
 @routing_options
 @engine_options()
-def serve(config: EngineConfig, replicas: int | None, pool_memory: str, **options: Any) -> None:
+def serve(config: EngineConfig, pool_memory: str, **options: Any) -> None:
     """Serve a model over OpenAI's HTTP API.
 
     Prints the memory plan, loads the model, and answers until Ctrl-C. There is a page at the address.
@@ -81,27 +80,29 @@ def serve(config: EngineConfig, replicas: int | None, pool_memory: str, **option
       spill serve --host 0.0.0.0 --api-key "$(openssl rand -hex 16)"
       spill serve ./Llama-3.1-8B-Instruct --replicas 4
       spill serve ./Llama-3.1-8B-Instruct --replicas 4 --disaggregation auto --prefill-replicas 1
+      spill serve ./Llama-3.1-8B-Instruct --ray --min-replicas 2 --max-replicas 8
     """
     from spillover.server.listen import address_of, listen
     from spillover.units import parse_bytes
 
-    routing = _routing(options, replicas)
-    if replicas is not None:
-        check_replicas(config, replicas, visible_gpus(), routing["disaggregation"])
-        check_prefill(routing["prefill_replicas"], replicas, routing["disaggregation"])
+    fleet = take_fleet(options)
+    routing = _routing(options, fleet)
+    if fleet is not None:
+        check_replicas(config, fleet.most, visible_gpus(), routing["disaggregation"], ray=fleet.ray)
+        check_prefill(routing["prefill_replicas"], fleet.least, routing["disaggregation"])
         if options["api_key_file"] is not None:
             raise SpilloverError("--api-key-file is for one server: with --replicas give keys as --api-key")
     settings = _settings(config, options)
     with listen(settings.host, settings.port) as listening:  # before anything slow: a port in use is known at once
         address = address_of(listening, settings.host, settings.ssl_certfile is not None)
-        if replicas is not None:
+        if fleet is not None:
             with own_pool(config, routing["disaggregation"], parse_bytes(pool_memory, "--pool-memory")) as config:
-                serve_replicas(config, settings, replicas, routing, listening, address)
+                serve_replicas(config, settings, fleet, routing, listening, address)
         else:
             _run(config, settings, listening, address)
 
 
-def _routing(options: dict[str, Any], replicas: int | None) -> dict[str, Any]:
+def _routing(options: dict[str, Any], fleet: FleetOptions | None) -> dict[str, Any]:
     """Take the options of routing out of the others; they mean nothing without --replicas."""
     names = ("routing_policy", "disaggregation", "prefill_replicas", "session_header", "retries", "max_in_flight",
              "wait_seconds", "answer_seconds", "health_seconds")
@@ -109,7 +110,7 @@ def _routing(options: dict[str, Any], replicas: int | None) -> dict[str, Any]:
     context = click.get_current_context()
     given = next((param for param in context.command.params if isinstance(param, click.Option) and param.name in names
                   and context.get_parameter_source(param.name) is not click.core.ParameterSource.DEFAULT), None)
-    if replicas is None and given is not None:
+    if fleet is None and given is not None:
         raise SpilloverError(f"{given.opts[0]} says how to route to several servers: give --replicas N too, or use "
                              "`spill router`")
     return taken

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from spillover.cluster.fleet import Fleet
 from spillover.cluster.mirror import IndexState
+from spillover.cluster.predict import queue_seconds
 
 PREFIX = "spillover:router_"
 _DECISION = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)
@@ -17,8 +19,12 @@ _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.
 _RATIO = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 
 
+class Scaler(Protocol):
+    target: int  # replicas that there should be
+
+
 class RouterMetrics:
-    def __init__(self, fleet: Fleet, clock: Callable[[], float]) -> None:
+    def __init__(self, fleet: Fleet, clock: Callable[[], float], scaler: Scaler | None = None) -> None:
         self._registry = CollectorRegistry()
         self.requests = Counter(PREFIX + "requests", "Requests by the replica that answered, and the status.",
                                 ["replica", "status"], registry=self._registry)
@@ -40,16 +46,17 @@ class RouterMetrics:
                                buckets=_SECONDS, registry=self._registry)
         self.error = Histogram(PREFIX + "first_token_ratio", "Time to the first token over the predicted one.",
                                buckets=_RATIO, registry=self._registry)
-        self._registry.register(_FleetCollector(fleet, clock))
+        self._registry.register(_FleetCollector(fleet, clock, scaler))
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
 
 class _FleetCollector:
-    def __init__(self, fleet: Fleet, clock: Callable[[], float]) -> None:
+    def __init__(self, fleet: Fleet, clock: Callable[[], float], scaler: Scaler | None) -> None:
         self._fleet = fleet
         self._clock = clock
+        self._scaler = scaler
 
     def collect(self) -> Iterator[Metric]:
         fleet, now = self._fleet, self._clock()
@@ -79,3 +86,12 @@ class _FleetCollector:
         busy = GaugeMetricFamily(PREFIX + "busy_perc", "Share of time that replicas compute prompts, 0 to 1.")
         busy.add_metric([], fleet.busy(now))
         yield busy
+        usable = [queue_seconds(replica.load(now)) for replica in fleet.replicas if replica.usable(now)]
+        wait = GaugeMetricFamily(PREFIX + "predicted_wait_seconds", "Predicted wait of a request, on average over the "
+                                 "replicas that take one: what to scale by.")
+        wait.add_metric([], sum(usable) / len(usable) if usable else 0.0)
+        yield wait
+        if self._scaler is not None:
+            target = GaugeMetricFamily(PREFIX + "target_replicas", "Replicas that the load needs, as decided last.")
+            target.add_metric([], self._scaler.target)
+            yield target

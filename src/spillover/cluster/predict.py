@@ -89,6 +89,13 @@ class Prediction(NamedTuple):
         return self.least + self.queue + self.work
 
 
+def queue_seconds(load: Load) -> float:
+    """Return how long a request waits: for the prompts before it, and for a slot if all are taken."""
+    if load.open < load.slots:
+        return load.backlog_seconds
+    return load.backlog_seconds + (load.open - load.slots + 1) * load.sequence_seconds / load.slots
+
+
 def predict(demand: Demand, match: Match, rates: Rates, load: Load, reuse: float = 0.0) -> Prediction:
     """Predict the time to the first token. `reuse`: share of tokens that are asked for again, lately: what a block that
     is pushed out will cost."""
@@ -99,9 +106,7 @@ def predict(demand: Demand, match: Match, rates: Rates, load: Load, reuse: float
         restore += blocks * min(rates.block_seconds.get(medium, size * token), size * token)
     new = demand.tokens - cached
     compute = new * token
-    queue = load.backlog_seconds
-    if load.open >= load.slots:
-        queue += (load.open - load.slots + 1) * load.sequence_seconds / load.slots
+    queue = queue_seconds(load)
     lost = min(max((load.device_use - CROWDED) / (1 - CROWDED), 0.0), 1.0) * reuse * new * min(
         token, rates.block_seconds.get(CPU, size * token) / size)
     beside = load.crowd * demand.output_tokens * token

@@ -9,7 +9,6 @@ import math
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import uvicorn
 import uvloop
@@ -17,6 +16,8 @@ import uvloop
 from spillover.cluster.app import RouterApp, make_app
 from spillover.cluster.fleet import Fleet
 from spillover.cluster.metrics import RouterMetrics
+from spillover.cluster.owned.replicas import OwnedReplicas
+from spillover.cluster.owned.scaling import Scaling
 from spillover.cluster.policy import POLICIES
 from spillover.cluster.proxy import Proxy
 from spillover.cluster.settings import RouterSettings
@@ -32,27 +33,18 @@ _SWITCH_SECONDS = 0.001  # a thread that reads a body gives the interpreter up t
 _LAST_BYTES_SECONDS = 5
 
 
-class Processes(Protocol):
-    """What starts the servers behind the router, where it owns them."""
-
-    async def start(self, watchers: Sequence[Watcher]) -> None:
-        """Start all and return when they can be watched; SpilloverError if one cannot start."""
-        ...
-
-    async def stop(self) -> None:
-        """End all, within the time that requests may take to end."""
-        ...
-
-
 class Router:
     """Everything that one router is made of; `run` serves until it is told to stop."""
 
     def __init__(self, settings: RouterSettings, upstreams: Sequence[tuple[str, Upstream]],
-                 processes: Processes | None = None) -> None:
-        """Route to these servers: name and address of each."""
+                 replicas: OwnedReplicas | None = None) -> None:
+        """Route to these servers: name and address of each. `replicas`: what starts them, where they are the router's
+        own."""
         self.settings = settings
         self.fleet = Fleet(POLICIES[settings.policy]())
-        self.metrics = RouterMetrics(self.fleet, clock)
+        self.scaling = None if replicas is None or settings.scale is None else Scaling(
+            self.fleet, replicas, settings.scale, settings.drain_seconds)
+        self.metrics = RouterMetrics(self.fleet, clock, self.scaling)
         self.spaces = Spaces(settings.watch)
         self.watchers: list[Watcher] = []
         self.proxy = Proxy(self.fleet, self.watchers, self.spaces, settings, self.metrics)
@@ -63,9 +55,10 @@ class Router:
                                          self.proxy.changed))
         self.inner = RouterApp(self.fleet, self.watchers, self.proxy, self.metrics)
         self.app = make_app(self.inner, settings, self.metrics)
-        self._processes = processes
+        self._replicas = replicas
 
     async def run(self, listening: socket.socket, on_ready: Callable[[], None]) -> None:
+        """Serve until a signal ends it. SpilloverError if a replica of its own cannot start."""
         settings = self.settings
         connections = Connections(settings.max_connections, settings.client_timeout,
                                   lambda reason: self.metrics.refused.labels(reason).inc())
@@ -84,6 +77,8 @@ class Router:
             if starting.done():
                 starting.result()
                 watching = [asyncio.create_task(watcher.run()) for watcher in self.watchers]
+                if self.scaling is not None:
+                    watching.append(asyncio.create_task(self.scaling.run()))
                 gc.collect()
                 gc.freeze()
                 on_ready()
@@ -96,15 +91,15 @@ class Router:
             for task in watching:
                 task.cancel()
             await asyncio.gather(*watching, starting, return_exceptions=True)
-            if self._processes is not None:
-                await self._processes.stop()
+            if self._replicas is not None:
+                await self._replicas.stop()
             for watcher in self.watchers:
                 watcher.upstream.close()
             self.proxy.close()
 
     async def _start(self) -> None:
-        if self._processes is not None:
-            await self._processes.start(self.watchers)
+        if self._replicas is not None:
+            await self._replicas.start(self.watchers)
         await asyncio.gather(*(watcher.look() for watcher in self.watchers))
 
     async def _leave(self, server: HttpServer, http: asyncio.Future[None], stop: StopSignal) -> None:
@@ -131,13 +126,13 @@ class Router:
 
 
 def serve_router(settings: RouterSettings, upstreams: Sequence[tuple[str, Upstream]], listening: socket.socket, *,
-                 on_ready: Callable[[], None], processes: Processes | None = None) -> None:
+                 on_ready: Callable[[], None], replicas: OwnedReplicas | None = None) -> None:
     """Serve until a signal ends it. SpilloverError if the replicas cannot start."""
     sys.setswitchinterval(_SWITCH_SECONDS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_main(settings, upstreams, listening, on_ready, processes))
+        runner.run(_main(settings, upstreams, listening, on_ready, replicas))
 
 
 async def _main(settings: RouterSettings, upstreams: Sequence[tuple[str, Upstream]], listening: socket.socket,
-                on_ready: Callable[[], None], processes: Processes | None) -> None:
-    await Router(settings, upstreams, processes).run(listening, on_ready)
+                on_ready: Callable[[], None], replicas: OwnedReplicas | None) -> None:
+    await Router(settings, upstreams, replicas).run(listening, on_ready)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from spillover.cluster.disaggregate import Mode
+from spillover.cluster.owned.autoscale import ScaleSettings
 from spillover.cluster.watch import WatchSettings
 from spillover.server.telemetry.logs import LogFormat
 
@@ -16,6 +17,7 @@ class RouterSettings:
     policy: str = "predicted"
     disaggregation: Mode = "never"  # prompts computed at another replica than the one that decodes
     prefill: tuple[str, ...] = ()  # names of replicas that are there for prompts
+    scale: ScaleSettings | None = None  # as many replicas as the load needs; None: as many as were started
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # empty: no key is asked for
     admin_keys: tuple[str, ...] = field(default=(), repr=False)  # for draining; empty: as for the others
     pass_keys: bool = True  # send the client's Authorization on; False: the replicas' own key takes its place

@@ -68,6 +68,7 @@ class Watcher:
         self._subscription: asyncio.Task[None] | None = None
         self._has_info = True  # until the server says that it has none
         self._misses: deque[float] = deque(maxlen=MISSES)  # when questions without an answer were asked, the last ones
+        self._resting = False  # there is no server to look at
 
     async def run(self) -> None:
         try:
@@ -84,10 +85,19 @@ class Watcher:
             await asyncio.gather(task, return_exceptions=True)
 
     def move(self, upstream: Upstream) -> None:
-        """Watch the same replica at another address: it was started again."""
+        """Watch the same replica at another address: it was started, or started again."""
         self.upstream.close()
         self.upstream = upstream
         self._has_info = True
+        self._resting = False
+
+    def rest(self, why: str) -> None:
+        """Take the replica for gone and do not look for it until `move`."""
+        self._resting = True
+        if self._replica.ready:
+            log.info("%s has left: %s", self._replica.name, why)
+            self._replica.ready = False
+        self.gone(why)
 
     def gone(self, why: str) -> None:
         """Take the replica for gone, until it answers a health check again. Requests without an answer go elsewhere."""
@@ -100,6 +110,9 @@ class Watcher:
 
     async def look(self) -> None:
         """Ask once. A replica that refuses connections is gone at once; a silent one after MISSES."""
+        if self._resting:
+            await self.close()
+            return
         upstream, asked = self.upstream, clock()
         try:
             answer, body = await upstream.fetch("GET", "/health", timeout=self._settings.health_seconds)
@@ -108,14 +121,15 @@ class Watcher:
             return
         self._misses.clear()
         if answer.status != 200:
-            if upstream is self.upstream:
+            if self._current(upstream):
                 self.gone(f"its /health answers {answer.status}: {body[:200].decode(errors='replace')}")
             return
         asked = clock()
         try:
             await self._learn(upstream)
-            if upstream is self.upstream and not self._replica.ready:
-                self._replica.models = await self._models(upstream)
+            models = self._replica.models if self._replica.ready else await self._models(upstream)
+            if self._current(upstream) and not self._replica.ready:
+                self._replica.models = models
                 self._replica.ready, self._replica.why = True, ""
                 self._replica.breaker.reset()
                 log.info("%s at %s is ready; its KV is known by %s", self._replica.name, upstream.url,
@@ -127,9 +141,13 @@ class Watcher:
     def _missed(self, upstream: Upstream, asked: float, error: NoAnswer) -> None:
         """Note that a question that was asked then has no answer."""
         self._misses.append(asked)
-        if upstream is self.upstream and ("cannot be reached" in str(error) or len(self._misses) == MISSES):
+        if self._current(upstream) and ("cannot be reached" in str(error) or len(self._misses) == MISSES):
             self.gone(str(error))
             upstream.abort_silent(self._misses[0])
+
+    def _current(self, upstream: Upstream) -> bool:
+        """Return whether what was just heard is of the server that is watched now."""
+        return upstream is self.upstream and not self._resting
 
     async def _models(self, upstream: Upstream) -> frozenset[str]:
         answer, body = await upstream.fetch("GET", "/v1/models", timeout=self._settings.health_seconds)
@@ -146,7 +164,7 @@ class Watcher:
             with contextlib.suppress(ValueError):
                 info = KvInfo.model_validate_json(body) if answer.status == 200 else None
             self._has_info = info is not None or answer.status in (401, 503)
-        if upstream is not self.upstream:
+        if not self._current(upstream):
             return
         if info is None:
             if self._instance is None:

@@ -1,47 +1,52 @@
-"""`spill serve --replicas N`: N servers of one machine, and the router before them on the asked address."""
+"""`spill serve --replicas N` and `--ray`: servers of this machine or of a Ray cluster, as many as are asked for or as
+the load needs, and the router before them on the asked address."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import secrets
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from spillover.cli.cluster.fleet_options import FleetOptions
 from spillover.engine.config import EngineConfig
 from spillover.errors import SpilloverError
 
 if TYPE_CHECKING:
     from socket import socket
 
+    from spillover.cluster.owned.replicas import OwnedServer
     from spillover.server.settings import ServerSettings
 
-MOST = 64
 LEAVE_SECONDS = 5.0  # for the pool of replicas to end
 
 
-def check_replicas(config: EngineConfig, count: int, gpus: list[str], disaggregation: str = "never") -> None:
-    """Refuse what several servers cannot share, before anything is loaded."""
-    if not 1 <= count <= MOST:
-        raise SpilloverError(f"--replicas is from 1 to {MOST}; got {count}")
+def check_replicas(config: EngineConfig, count: int, gpus: list[str], disaggregation: str = "never", *,
+                   ray: bool = False) -> None:
+    """Refuse what `count` servers cannot share, before anything is loaded."""
     if config.kv_events_config is not None:
         raise SpilloverError("with --replicas the servers tell the router what they hold: leave --kv-events-config out")
     if not config.enable_prefix_caching:
         raise SpilloverError("--replicas routes by cached prefixes, so it needs --enable-prefix-caching")
-    on_cards = gpus and config.device != "cpu" and config.load_format != "null"
+    on_cards = gpus and not ray and config.device != "cpu" and config.load_format != "null"
     if on_cards and count > len(gpus) and config.gpu_memory is None and config.num_gpu_blocks_override is None:
         raise SpilloverError(f"{count} replicas share {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}: say with "
                              "--gpu-memory how much each may take")
     if disaggregation != "never" and count < 2:
         raise SpilloverError(f"--disaggregation {disaggregation} needs --replicas 2 or more: one computes a prompt, "
                              "another decodes its answer")
+    if disaggregation != "never" and ray and config.remote is None:
+        raise SpilloverError(f"--disaggregation {disaggregation} with --ray needs --remote, a store that all machines "
+                             "reach")
 
 
 @contextlib.contextmanager
@@ -100,7 +105,17 @@ def replica_environment(config: EngineConfig, place: int, count: int, gpus: list
     return {"OMP_NUM_THREADS": str(max(1, cores // count))}
 
 
-def serve_replicas(config: EngineConfig, settings: ServerSettings, count: int, routing: dict[str, Any],
+def ray_resources(config: EngineConfig, fleet: FleetOptions, cluster: Mapping[str, float]) -> dict[str, float]:
+    """Return what a replica needs of a machine: as asked for, or a CPU, and where the cluster has GPUs one for each
+    rank."""
+    if fleet.ray_resources is not None:
+        return fleet.ray_resources
+    on_cards = config.device == "cuda" or (config.device != "cpu" and cluster.get("GPU", 0) > 0)
+    ranks = float(config.tensor_parallel_size)
+    return {"CPU": 1.0, "GPU": ranks} if on_cards and config.load_format != "null" else {"CPU": 1.0}
+
+
+def serve_replicas(config: EngineConfig, settings: ServerSettings, fleet: FleetOptions, routing: dict[str, Any],
                    listening: socket, address: str) -> None:
     """Start the replicas and route to them until Ctrl-C."""
     from rich.console import Console
@@ -108,17 +123,16 @@ def serve_replicas(config: EngineConfig, settings: ServerSettings, count: int, r
 
     from spillover.cli.loading import fetch
     from spillover.cli.plan.plan import print_plan
-    from spillover.cluster.processes import ReplicaProcesses
+    from spillover.cluster.owned.autoscale import ScaleSettings
+    from spillover.cluster.owned.replicas import OwnedReplicas
     from spillover.cluster.serve import serve_router
     from spillover.cluster.settings import RouterSettings
     from spillover.cluster.upstream import Upstream
     from spillover.cluster.watch import WatchSettings
-    from spillover.server.replica import ReplicaLaunch
     from spillover.server.telemetry.logs import set_up_logging
 
     set_up_logging(settings.log_format)
-    console, gpus = Console(), visible_gpus()
-    fetch(config.model)
+    console = Console()
     key = secrets.token_hex(16)
     shown: dict[int, str] = {}
 
@@ -127,33 +141,66 @@ def serve_replicas(config: EngineConfig, settings: ServerSettings, count: int, r
             shown[place] = stage
             click.echo(f"replica-{place}: {stage}", err=True)
 
+    own = dataclasses.replace(settings, api_keys=(*settings.api_keys, key), host="127.0.0.1", port=0,
+                              cors_origins=(), ssl_certfile=None, ssl_keyfile=None, log_requests=False,
+                              admin_routes=False, admin_keys=(), shutdown_delay_seconds=0.0)
+    scale = ScaleSettings(fleet.least, fleet.most, fleet.target_backlog_seconds,
+                          fleet.scale_down_seconds) if fleet.scales else None
+    made = RouterSettings(
+        host=settings.host, port=settings.port, api_keys=settings.api_keys, admin_keys=settings.admin_keys,
+        pass_keys=bool(settings.api_keys), max_request_bytes=settings.max_request_bytes,
+        max_connections=settings.max_connections, client_timeout=settings.client_timeout,
+        cors_origins=settings.cors_origins, allowed_hosts=settings.allowed_hosts,
+        ssl_certfile=settings.ssl_certfile, ssl_keyfile=settings.ssl_keyfile, drain_seconds=settings.drain_seconds,
+        shutdown_delay_seconds=settings.shutdown_delay_seconds,
+        log_requests=settings.log_requests, log_format=settings.log_format, scale=scale,
+        watch=WatchSettings(health_seconds=routing.pop("health_seconds")),
+        policy=routing.pop("routing_policy"), session_header=routing.pop("session_header").lower(),
+        prefill=tuple(f"replica-{place}" for place in range(routing.pop("prefill_replicas"))), **routing)
+
+    def announce() -> None:
+        names = escape(", ".join(settings.served_model_names))
+        many = f"{fleet.least} to {fleet.most}" if fleet.scales else str(fleet.replicas)
+        console.print(f"[bold]{names}[/bold] is served at {address}/v1 by {many} replicas"
+                      + (" on Ray" if fleet.ray else ""), highlight=False, soft_wrap=True)
+        console.print(f"Replicas: {address}/replicas   Ctrl-C stops.", highlight=False, soft_wrap=True)
+
+    with contextlib.ExitStack() as stack:
+        servers = _on_ray(config, own, fleet, stack) if fleet.ray else _processes(config, own, fleet, stack)
+        fetch(config.model)
+        replicas = OwnedReplicas(servers, key, count=fleet.replicas, on_plan=lambda plan: print_plan(console, plan),
+                                 on_progress=progress)
+        serve_router(made, [(f"replica-{place}", Upstream("http://127.0.0.1:1", key)) for place in range(fleet.most)],
+                     listening, on_ready=announce, replicas=replicas)
+
+
+def _processes(config: EngineConfig, own: ServerSettings, fleet: FleetOptions,
+               stack: contextlib.ExitStack) -> Sequence[OwnedServer]:
+    """Return servers as processes of this machine."""
+    from spillover.cluster.owned.process import ServerProcess
+    from spillover.server.replica import ReplicaLaunch
+
     # A socket's path is at most 107 bytes long; only this user may enter the folder.
-    with tempfile.TemporaryDirectory(prefix="spillover-", dir="/tmp" if os.path.isdir("/tmp") else None) as folder:
-        own = dataclasses.replace(settings, api_keys=(*settings.api_keys, key), host="127.0.0.1", port=0,
-                                  cors_origins=(), ssl_certfile=None, ssl_keyfile=None, log_requests=False,
-                                  admin_routes=False, admin_keys=(), shutdown_delay_seconds=0.0)
-        processes = ReplicaProcesses(
-            count, key, lambda place, fd: ReplicaLaunch(replica_config(config, place, folder), own, fd).line(),
-            [replica_environment(config, place, count, gpus) for place in range(count)],
-            on_plan=lambda plan: print_plan(console, plan), on_progress=progress)
-        watch = WatchSettings(health_seconds=routing.pop("health_seconds"))
-        names = [f"replica-{place}" for place in range(count)]
-        made = RouterSettings(
-            host=settings.host, port=settings.port, api_keys=settings.api_keys, admin_keys=settings.admin_keys,
-            pass_keys=bool(settings.api_keys), max_request_bytes=settings.max_request_bytes,
-            max_connections=settings.max_connections, client_timeout=settings.client_timeout,
-            cors_origins=settings.cors_origins, allowed_hosts=settings.allowed_hosts,
-            ssl_certfile=settings.ssl_certfile, ssl_keyfile=settings.ssl_keyfile, drain_seconds=settings.drain_seconds,
-            shutdown_delay_seconds=settings.shutdown_delay_seconds,
-            log_requests=settings.log_requests, log_format=settings.log_format, watch=watch,
-            policy=routing.pop("routing_policy"), session_header=routing.pop("session_header").lower(),
-            prefill=tuple(names[:routing.pop("prefill_replicas")]), **routing)
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="spillover-",
+                                                             dir="/tmp" if os.path.isdir("/tmp") else None))
+    gpus = visible_gpus()
 
-        def announce() -> None:
-            served = escape(", ".join(settings.served_model_names))
-            console.print(f"[bold]{served}[/bold] is served at {address}/v1 by {count} replicas", highlight=False,
-                          soft_wrap=True)
-            console.print(f"Replicas: {address}/replicas   Ctrl-C stops.", highlight=False, soft_wrap=True)
+    def launch(place: int, listening: int) -> bytes:
+        return ReplicaLaunch(replica_config(config, place, folder), own, listening).line()
 
-        serve_router(made, [(name, Upstream("http://127.0.0.1:1", key)) for name in names],
-                     listening, on_ready=announce, processes=processes)
+    return [ServerProcess(functools.partial(launch, place), replica_environment(config, place, fleet.most, gpus))
+            for place in range(fleet.most)]
+
+
+def _on_ray(config: EngineConfig, own: ServerSettings, fleet: FleetOptions,
+            stack: contextlib.ExitStack) -> Sequence[OwnedServer]:
+    """Join a Ray cluster until `stack` ends, and return servers as actors of it."""
+    from spillover.cluster.owned.ray_server import RayOptions, RayServer, connect
+    from spillover.server.replica import ReplicaLaunch
+
+    ray = connect(fleet.ray_address)
+    stack.callback(ray.shutdown)
+    resources = ray_resources(config, fleet, ray.cluster_resources())
+    options = RayOptions(resources, fleet.ray_placement_seconds)
+    return [RayServer(ray, ReplicaLaunch(replica_config(config, place, ""), own, -1), options)
+            for place in range(fleet.most)]

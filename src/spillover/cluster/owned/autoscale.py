@@ -1,0 +1,95 @@
+"""How many replicas a fleet should have, from the time that the next request is predicted to wait. No I/O, no clock:
+a router asks in real time, a test or a simulator in its own.
+
+Up when waiting is predicted to be long and stays so; down when one fewer would still have little to do, for long.
+Between the two nothing changes, so that a fleet does not grow and shrink by turns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from spillover.cluster.fleet import Fleet
+from spillover.cluster.predict import queue_seconds
+
+UP_SECONDS = 2.0  # that waiting must be too long before there are more: a burst that is soon over is none
+EASY_BACKLOG = 0.25  # share of the wanted backlog, ...
+EASY_BUSY = 0.6  # ... and of time and slots, that one replica fewer may come to
+
+
+@dataclass(frozen=True)
+class ScaleSettings:
+    least: int = 1
+    most: int = 1
+    backlog_seconds: float = 2.0  # predicted wait of a request from which on there are more replicas
+    down_seconds: float = 120.0  # that one fewer must do before there is one fewer
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.least <= self.most
+        assert self.backlog_seconds > 0
+        assert self.down_seconds >= 0
+
+
+class Observed(NamedTuple):
+    """A fleet at one moment."""
+
+    replicas: int  # that run or start
+    ready: int  # of these, those that take requests
+    starting: int  # of these, those that have not served yet
+    backlog_seconds: float = 0.0  # predicted wait of a request, summed over those that are ready
+    busy: float = 0.0  # share of time that those which are ready compute prompts, 0 to 1
+    occupied: float = 0.0  # share of their sequence slots that is taken; above 1 where requests wait for one
+
+
+def observe(fleet: Fleet, now: float, wanted: Collection[int], starting: Collection[int] = ()) -> Observed:
+    """Return what a fleet has to do. `wanted`: places of the replicas that count, so not those that are to leave."""
+    ready = [replica for replica in fleet.replicas if replica.place in wanted and replica.usable(now)]
+    loads = [replica.load(now) for replica in ready]
+    slots = sum(load.slots for load in loads)
+    return Observed(len(wanted), len(ready), len(starting), sum(queue_seconds(load) for load in loads),
+                    fleet.busy(now), sum(load.open for load in loads) / slots if slots else 0.0)
+
+
+class Autoscaler:
+    """Is told what is seen, at any interval, and says how many replicas there should be."""
+
+    def __init__(self, settings: ScaleSettings) -> None:
+        self.settings = settings
+        self._high_since: float | None = None
+        self._low_since: float | None = None
+
+    def decide(self, seen: Observed, now: float) -> int:
+        settings, count = self.settings, seen.replicas
+        if not settings.least <= count <= settings.most:
+            return min(max(count, settings.least), settings.most)
+        if seen.starting:  # what was decided last has not shown yet
+            self._high_since = self._low_since = None
+            return count
+        self._high_since = _since(self._high_since, now, seen.backlog_seconds > settings.backlog_seconds * count)
+        self._low_since = _since(self._low_since, now, self._easy(seen))
+        if self._high_since is not None and now - self._high_since >= UP_SECONDS and count < settings.most:
+            self._high_since = None
+            needed = math.ceil(seen.backlog_seconds / settings.backlog_seconds)
+            return min(max(needed, count + 1), 2 * count, settings.most)
+        if self._low_since is not None and now - self._low_since >= settings.down_seconds:
+            self._low_since = None
+            return count - 1
+        return count
+
+    def _easy(self, seen: Observed) -> bool:
+        """Return whether one replica fewer would have little to do."""
+        rest = seen.replicas - 1
+        if rest < self.settings.least or seen.ready < seen.replicas:
+            return False
+        more = seen.replicas / rest
+        return (seen.backlog_seconds <= EASY_BACKLOG * self.settings.backlog_seconds * rest
+                and seen.busy * more <= EASY_BUSY and seen.occupied * more <= EASY_BUSY)
+
+
+def _since(since: float | None, now: float, holds: bool) -> float | None:
+    if not holds:
+        return None
+    return now if since is None else since

@@ -1,0 +1,165 @@
+"""The servers that a router owns: started, watched, started again when they die, more or fewer of them, ended with it.
+
+What a server is, a child process or an actor on another machine, is none of this file's business."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from spillover.cluster.upstream import Upstream
+from spillover.cluster.watch import Watcher
+from spillover.errors import SpilloverError
+
+if TYPE_CHECKING:
+    from spillover.plan.planner import Plan
+    from spillover.server.replica import News
+
+log = logging.getLogger("spillover.router")
+
+QUICK_DEATH_SECONDS = 60.0  # a server that lived for less counts against MAX_QUICK_DEATHS
+MAX_QUICK_DEATHS = 5  # in a row, then it is not started again
+FIRST_BACKOFF_SECONDS = 0.5  # before the second start in a row; doubled for each one after, up to ...
+LONGEST_BACKOFF_SECONDS = 30.0
+NOT_NEEDED = "it is not started, as the load does not need it"
+
+Progress = Callable[[int, str, int, int], None]  # replica, stage, done, in all
+
+
+class OwnedServer(Protocol):
+    """One server that can be started, more than once."""
+
+    started: float  # when `spawn` was last called, by time.monotonic
+
+    async def spawn(self) -> str:
+        """Start it and return its URL; SpilloverError if it cannot be."""
+        ...
+
+    def news(self) -> AsyncIterator[News]:
+        """Yield what it says while it starts; the iterator ends when the server has."""
+        ...
+
+    async def ended(self) -> str:
+        """Return why it ended, when it has."""
+        ...
+
+    async def stop(self) -> None:
+        """End it, if it runs; afterwards nothing of it is left."""
+        ...
+
+
+class OwnedReplicas:
+    def __init__(self, servers: Sequence[OwnedServer], key: str, *, count: int | None = None,
+                 on_plan: Callable[[Plan], None], on_progress: Progress) -> None:
+        """Own these servers, which ask for `key`, one for each place in the fleet; `count`: how many are started first,
+        all by default."""
+        self.starting: set[int] = set()  # places that were added and have not served yet
+        self._servers = servers
+        self._key = key
+        self._count = len(servers) if count is None else count
+        self._on_plan = on_plan
+        self._on_progress = on_progress
+        self._watchers: Sequence[Watcher] = ()
+        self._keepers: dict[int, asyncio.Task[None]] = {}  # of the places that are to serve
+        self._given_up: set[int] = set()  # places whose servers died too often
+
+    @property
+    def wanted(self) -> list[int]:
+        """Return the places whose servers run, start, or are started again."""
+        return sorted(self._keepers)
+
+    async def start(self, watchers: Sequence[Watcher]) -> None:
+        """Start the first, which may compile and fetch what all need, then the others at once; SpilloverError if one
+        cannot start."""
+        self._watchers = watchers
+        for watcher in watchers[self._count:]:
+            watcher.rest(NOT_NEEDED)
+        await self._start(0, first=True)
+        await asyncio.gather(*(self._start(place) for place in range(1, self._count)))
+        self._keepers = {place: asyncio.create_task(self._keep(place)) for place in range(self._count)}
+
+    def add(self) -> int | None:
+        """Begin to start one more; returns its place, None if there is none left."""
+        place = next((each for each in range(len(self._servers))
+                      if each not in self._keepers and each not in self._given_up), None)
+        if place is not None:
+            self.starting.add(place)
+            self._keepers[place] = asyncio.create_task(self._add(place))
+        return place
+
+    async def remove(self, place: int) -> None:
+        """End one; its place can be added again."""
+        keeper = self._keepers.get(place)
+        if keeper is not None:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
+        self._watchers[place].rest(NOT_NEEDED)
+        await self._servers[place].stop()
+        self._keepers.pop(place, None)
+
+    async def stop(self) -> None:
+        """End all; afterwards nothing of them is left."""
+        for keeper in self._keepers.values():
+            keeper.cancel()
+        await asyncio.gather(*self._keepers.values(), return_exceptions=True)
+        await asyncio.gather(*(server.stop() for server in self._servers))
+
+    async def _start(self, place: int, first: bool = False) -> None:
+        """Spawn one and wait until it serves; SpilloverError with its own sentence if it cannot."""
+        server = self._servers[place]
+        try:
+            url = await server.spawn()
+            async for news in server.news():
+                if news.plan is not None and first:
+                    self._on_plan(news.plan)
+                elif news.progress is not None:
+                    self._on_progress(place, *news.progress)
+                elif news.failed is not None:
+                    raise SpilloverError(news.failed)
+                elif news.ready:
+                    self._watchers[place].move(Upstream(url, self._key))
+                    return
+        except SpilloverError as error:
+            raise SpilloverError(f"replica {place} cannot start: {error}") from None
+        await server.stop()
+        raise SpilloverError(f"replica {place} ended while starting; its log above says why")
+
+    async def _add(self, place: int) -> None:
+        try:
+            await self._start(place)
+        except SpilloverError as error:
+            log.error("%s", error)
+            await self._servers[place].stop()
+            self._watchers[place].rest(str(error))
+            del self._keepers[place]
+            return
+        finally:
+            self.starting.discard(place)
+        await self._keep(place)
+
+    async def _keep(self, place: int) -> None:
+        """Start a server again whenever it has died."""
+        server, watcher = self._servers[place], self._watchers[place]
+        quick_deaths, serves = 0, True
+        while True:
+            if serves:
+                watcher.gone(f"its process ended ({await server.ended()})")
+            quick_deaths = quick_deaths + 1 if time.monotonic() - server.started < QUICK_DEATH_SECONDS else 0
+            if quick_deaths > MAX_QUICK_DEATHS:
+                log.error("replica-%d has died %d times in a row and is not started again", place, quick_deaths)
+                self._given_up.add(place)
+                del self._keepers[place]
+                return
+            if quick_deaths > 1:
+                await asyncio.sleep(min(FIRST_BACKOFF_SECONDS * 2 ** (quick_deaths - 2), LONGEST_BACKOFF_SECONDS))
+            log.warning("replica-%d is started again", place)
+            try:
+                await server.stop()
+                await self._start(place)
+                serves = True
+            except SpilloverError as error:
+                log.error("%s", error)
+                serves = False

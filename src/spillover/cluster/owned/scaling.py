@@ -1,0 +1,83 @@
+"""Keeps as many replicas as the load needs: starts more, and lets those that are to leave end their requests first."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from spillover.cluster.fleet import Fleet
+from spillover.cluster.owned.autoscale import Autoscaler, ScaleSettings, observe
+from spillover.cluster.owned.replicas import OwnedReplicas
+from spillover.cluster.watch import clock
+
+log = logging.getLogger("spillover.router")
+
+LOOK_SECONDS = 0.5  # between two looks at the load
+DRAINED_SECONDS = 0.1  # between two looks at a replica that is to leave
+AGAIN_SECONDS = 30.0  # after a replica that could not be started, before the next attempt
+
+
+class Scaling:
+    def __init__(self, fleet: Fleet, replicas: OwnedReplicas, settings: ScaleSettings, drain_seconds: float) -> None:
+        self.target = 0  # replicas that there should be, as decided last
+        self._fleet = fleet
+        self._replicas = replicas
+        self._autoscaler = Autoscaler(settings)
+        self._drain_seconds = drain_seconds
+        self._leaving: dict[int, asyncio.Task[None]] = {}
+        self._ending: set[int] = set()  # of these, those whose server is being ended
+        self._starting: set[int] = set()  # when last looked
+        self._not_before = 0.0  # when the next may be started
+
+    async def run(self) -> None:
+        try:
+            while True:
+                self.look(clock())
+                await asyncio.sleep(LOOK_SECONDS)
+        finally:
+            for task in self._leaving.values():
+                task.cancel()
+            await asyncio.gather(*self._leaving.values(), return_exceptions=True)
+
+    def look(self, now: float) -> None:
+        """Decide once, and begin what follows from it."""
+        replicas = self._replicas
+        stay = [place for place in replicas.wanted if place not in self._leaving]
+        if any(place not in replicas.wanted for place in self._starting):
+            self._not_before = now + AGAIN_SECONDS
+        self._starting = set(replicas.starting)
+        self.target = self._autoscaler.decide(observe(self._fleet, now, stay, self._starting), now)
+        for _ in range(self.target - len(stay)):
+            if (back := next((place for place in self._leaving if place not in self._ending), None)) is not None:
+                self._return(back)  # the quickest start is not to leave
+            elif now >= self._not_before:
+                self._grow()
+        for _ in range(len(stay) - self.target):
+            place = min(stay, key=lambda each: (len(self._fleet.replicas[each].flights), -each))
+            stay.remove(place)
+            log.info("%s is to leave: one fewer is enough for the load", self._fleet.replicas[place].name)
+            self._leaving[place] = asyncio.create_task(self._leave(place))
+
+    def _grow(self) -> None:
+        place = self._replicas.add()
+        if place is not None:
+            self._starting.add(place)
+            log.info("%s is started: requests are predicted to wait for too long", self._fleet.replicas[place].name)
+
+    def _return(self, place: int) -> None:
+        self._leaving.pop(place).cancel()
+        self._fleet.replicas[place].draining = False
+        log.info("%s stays after all", self._fleet.replicas[place].name)
+
+    async def _leave(self, place: int) -> None:
+        """Keep new requests away, wait for those that run, and end the server."""
+        replica = self._fleet.replicas[place]
+        replica.draining = True
+        deadline = clock() + self._drain_seconds
+        while replica.flights and clock() < deadline:
+            await asyncio.sleep(DRAINED_SECONDS)
+        self._ending.add(place)
+        await self._replicas.remove(place)
+        replica.draining = False
+        self._ending.remove(place)
+        del self._leaving[place]
