@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 OLDEST := .oldest
+CLUSTER := .cluster
 
 # The first Python that is new enough; `make PYTHON=/path/to/python3.12 demo` chooses another.
 PYTHON ?= $(shell for python in python3.12 python3.11 python3.13 python3; do \
@@ -12,13 +13,14 @@ PYTHON ?= $(shell for python in python3.12 python3.11 python3.13 python3; do \
 GPU_WORKERS ?= 4  # of test-gpu, each with less than 5 GB of the device
 TOLD := -rs --durations=25  # what was skipped, and why; which tests took longest
 
-.PHONY: help demo test test-gpu test-clients test-wheel test-oldest soak chaos attack bench tables browser valkey cross venv lock wheel clean
+.PHONY: help demo test test-gpu test-clients test-cluster test-wheel test-oldest soak chaos attack bench tables browser valkey cross venv lock wheel clean
 
 help:
 	@echo "make demo      set up, then see it work on the default model"
 	@echo "make test      set up, then lint, types, layers and tests"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make test-clients  openai, lm_eval, guidellm, vllm bench and aiperf against the server (installs 6 GB)"
+	@echo "make test-cluster  two replicas on Ray: loaded, killed, scaled to three and back; Ray Serve (installs 0.4 GB)"
 	@echo "make test-wheel  build the wheel, install it into an empty environment without a compiler, and run it"
 	@echo "make test-oldest  the tests with the oldest torch and other libraries that pyproject.toml allows (installs 5 GB)"
 	@echo "make soak      10,000 random requests at once against the server"
@@ -39,7 +41,7 @@ test: venv browser valkey cross
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	-$(BIN)/python tests/clients/install.py lm_eval
-	$(BIN)/pytest $(TOLD) -n auto --dist loadfile -m "not gpu and not clients and not wheel and not alone"
+	$(BIN)/pytest $(TOLD) -n auto --dist loadfile -m "not gpu and not clients and not cluster and not wheel and not alone"
 	$(BIN)/pytest $(TOLD) -m "alone and not gpu and not clients"
 
 test-gpu: venv
@@ -50,6 +52,15 @@ test-clients: venv
 	SPILLOVER_LLAMACPP_PYTHON=$(CURDIR)/.clients/xllamacpp/bin/python \
 	SPILLOVER_VLLM_PYTHON=$(CURDIR)/.clients/vllm/bin/python \
 		$(BIN)/pytest -v -rs tests/clients tests/server/test_openai_client.py tests/lab/test_engines_real.py
+
+# Ray in an environment of its own that lies over the usual one: what `make test` runs with stays as it is.
+test-cluster: venv
+	test -x $(CLUSTER)/bin/python || $(BIN)/python -m venv $(CLUSTER)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+		> "$$($(CLUSTER)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
+	$(CLUSTER)/bin/python -m pip install --quiet -c requirements.lock \
+		"$$(sed -nE 's/^ray = \["(.*)"\]$$/\1/p' pyproject.toml)"
+	$(CLUSTER)/bin/python -m pytest -v -rs -m cluster tests/cluster
 
 test-wheel: wheel
 	$(BIN)/pytest -v -m wheel tests/test_wheel.py
@@ -123,5 +134,5 @@ wheel: venv
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) .lock .clients build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) $(CLUSTER) .lock .clients build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -57,7 +57,7 @@ def main() -> int:
     told = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what anything prints goes to the log
     launch = msgspec.msgpack.decode(base64.b64decode(sys.stdin.buffer.readline()), type=ReplicaLaunch)
-    threading.Thread(target=_end_with_router, name="spillover-lifeline", daemon=True).start()
+    end_with_parent()
     set_up_logging(launch.settings.log_format)
 
     def tell(news: News) -> None:
@@ -89,7 +89,12 @@ def _throttled(tell: Callable[[str, int, int], None]) -> Callable[[str, int, int
     return show
 
 
-def _end_with_router() -> None:
+def end_with_parent() -> None:
+    """Stop this process, by SIGTERM first, when its standard input ends: whoever started it has gone."""
+    threading.Thread(target=_end_with_input, name="spillover-lifeline", daemon=True).start()
+
+
+def _end_with_input() -> None:
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

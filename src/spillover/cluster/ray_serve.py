@@ -1,0 +1,57 @@
+"""`spill serve --ray` within a deployment of Ray Serve, which places it, looks after it and starts it again.
+
+The deployment answers with a redirection to the router, so that tokens go from replicas through the router to clients
+and never through Serve's proxy. An example is `deploy/ray/serve_app.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+import time
+
+from spillover.cluster.upstream import NoAnswer, Upstream
+from spillover.errors import SpilloverError
+
+START_SECONDS = 900.0  # until all replicas serve
+LOOK_SECONDS = 0.2
+_COMMAND = ("from spillover.server.replica import end_with_parent; end_with_parent(); "
+            "from spillover.cli.main import main; main()")
+
+
+class RouterProcess:
+    """`spill serve --ray FLAGS` as a child of this process, which ends with it however it ends."""
+
+    def __init__(self, process: subprocess.Popen[bytes], url: str) -> None:
+        self.url = url
+        self.process = process
+
+    @classmethod
+    async def start(cls, *flags: str, port: int = 8000) -> RouterProcess:
+        """Start the router on this machine, at `port` of all its addresses, and wait until it serves."""
+        import ray
+
+        context = ray.get_runtime_context()
+        url = f"http://{ray.util.get_node_ip_address()}:{port}"
+        command = [sys.executable, "-P", "-c", _COMMAND, "serve", *flags, "--ray", "--ray-address",
+                   context.gcs_address, "--host", "0.0.0.0", "--port", str(port)]
+        made = cls(subprocess.Popen(command, stdin=subprocess.PIPE), url)
+        upstream, deadline = Upstream(url), time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            made.check()
+            with contextlib.suppress(NoAnswer):
+                answer, _ = await upstream.fetch("GET", "/health", timeout=LOOK_SECONDS * 10)
+                if answer.status == 200:
+                    upstream.close()
+                    return made
+            await asyncio.sleep(LOOK_SECONDS)
+        made.process.kill()
+        raise SpilloverError(f"the router did not serve within {START_SECONDS:.0f} s; its log says why")
+
+    def check(self) -> None:
+        """Raise SpilloverError if the router has ended, so that Serve starts the deployment again."""
+        code = self.process.poll()
+        if code is not None:
+            raise SpilloverError(f"the router ended with status {code}; its log says why")
