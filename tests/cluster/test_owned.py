@@ -7,6 +7,7 @@ import base64
 import contextlib
 import json
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -289,13 +290,21 @@ def test_without_room_or_ray_there_is_a_sentence_and_no_wait(ray: FakeRay, monke
         assert not ray.actors
 
     asyncio.run(run())
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(SpilloverError, match=f"no Ray cluster answers at 127.0.0.1:{port}"):
-        connect(f"127.0.0.1:{port}")
+        connect(f"127.0.0.1:{port}", 0.0)
+    with listen("127.0.0.1", 0) as starting:
+        starting.listen()
+        ray.refuses = 1  # it takes connections, and does not know its machines yet
+        assert connect(f"127.0.0.1:{starting.getsockname()[1]}", 5.0) is ray
+        ray.refuses = 9
+        with pytest.raises(SpilloverError, match="Ray cannot be used: no node info"):
+            connect(f"127.0.0.1:{starting.getsockname()[1]}", 0.0)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(SpilloverError, match=r"pip install 'spillover\[ray\]'"):
-        connect(None)
+        connect(None, 0.0)
 
 
 def test_a_replica_needs_a_gpu_for_each_rank_where_there_are_gpus() -> None:

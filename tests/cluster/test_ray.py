@@ -6,8 +6,11 @@ import contextlib
 import importlib.util
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +21,8 @@ import httpx
 import psutil
 import pytest
 
+from spillover.course.slurm import job_file
+from spillover.course.week import load_week
 from spillover.server.listen import listen
 from support.running_server import SPILL, Server, running, until
 
@@ -102,14 +107,8 @@ def test_two_replicas_are_loaded_killed_scaled_to_three_and_back_and_nothing_is_
         assert "by 2 to 3 replicas on Ray" in server.log()
         until(lambda: [each["index_state"] for each in replicas(server)[:2]] == ["exact"] * 2, 30)
         with Load(server.url, 3) as load:
-            for victim, kill in enumerate((_kill_server, _kill_actor)):
-                before = len(load.outcomes)
-                until(lambda before=before: len(load.outcomes) > before + 6, 60)
-                old = replicas(server)[victim]["url"]
-                kill(descendants(server.process.pid), old)
-                until(lambda victim=victim: not replicas(server)[victim]["ready"], 10)
-                until(lambda victim=victim, old=old: replicas(server)[victim]["ready"]
-                      and replicas(server)[victim]["url"] != old, 90)
+            _kill_and_heal(server, load, 0, _kill_server)
+            _kill_and_heal(server, load, 1, _kill_actor)
         assert set(load.outcomes) <= {"whole", "broken stream"}, set(load.outcomes)
         assert load.outcomes.count("broken stream") <= 2  # those that had begun when a replica was killed
         with Load(server.url, 16) as load:
@@ -123,6 +122,15 @@ def test_two_replicas_are_loaded_killed_scaled_to_three_and_back_and_nothing_is_
         until(lambda: sum("spillover.server.replica" in " ".join(_arguments(each))
                           for each in descendants(server.process.pid)) == 2, 30)
     nothing_is_left_of(family)
+
+
+def _kill_and_heal(server: Server, load: Load, victim: int, kill: Callable[[list[psutil.Process], str], None]) -> None:
+    """Kill something of a replica in the middle of its work, and wait until it serves again."""
+    before, old = len(load.outcomes), replicas(server)[victim]["url"]
+    until(lambda: len(load.outcomes) > before + 6, 60)
+    kill(descendants(server.process.pid), old)
+    until(lambda: not replicas(server)[victim]["ready"], 10)
+    until(lambda: replicas(server)[victim]["ready"] and replicas(server)[victim]["url"] != old, 90)
 
 
 def _kill_server(family: list[psutil.Process], url: str) -> None:
@@ -192,6 +200,41 @@ def test_a_deployment_of_ray_serve_redirects_to_the_router_and_starts_it_again()
         family += descendants(os.getpid())
         serve.shutdown()
     nothing_is_left_of(family)
+
+
+def test_the_nodes_of_a_slurm_job_become_a_cluster_and_nothing_is_left(tmp_path: Path) -> None:
+    """Both nodes are this machine: `srun` runs what it is given."""
+    for name, body in (("scontrol", f"printf '{socket.gethostname()}\\n{socket.gethostname()}\\n'"),
+                       ("srun", 'while [[ "$1" == --* ]]; do shift; done; exec "$@"')):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "count.py").write_text(
+        "import time\nfrom spillover.cluster.owned.ray_server import connect\nray = connect(None, 120.0)\n"
+        "while len(nodes := ray.nodes()) < 2: time.sleep(0.2)\n"
+        "print(len(nodes), 'nodes with', ray.cluster_resources()['CPU'], 'cores')\n")
+    (tmp_path / "job").write_text(job_file(load_week(9), "cpu", f"{sys.executable} count.py", 2))
+    port = next(port for port in range(24_001, 24_100) if _is_free(port))
+    job = subprocess.Popen(["bash", tmp_path / "job"], stdout=subprocess.PIPE, text=True, env={
+        **os.environ, "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": str(port - 20_000), "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_CPUS_PER_TASK": "3",
+        "SLURM_SUBMIT_DIR": str(tmp_path)})
+    family: dict[int, psutil.Process] = {}
+    deadline = time.monotonic() + 200
+    while job.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family |= {each.pid: each for each in descendants(job.pid)}
+        time.sleep(0.2)
+    assert job.stdout is not None
+    told = job.stdout.read()
+    assert job.returncode == 0, told
+    assert "2 nodes with 6.0 cores" in told
+    nothing_is_left_of(list(family.values()))
+    shutil.rmtree(f"/tmp/ray-{port - 20_000}", ignore_errors=True)
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("localhost", port)) != 0
 
 
 def _answers(address: str) -> None:

@@ -23,6 +23,13 @@ class FakeRay:
         self.exceptions = SimpleNamespace(RayError=RayError)
         self.util = SimpleNamespace(get_node_ip_address=lambda: self.address)
 
+        self.refuses = 0  # times that a connection is refused
+
+    def init(self, **options: Any) -> None:
+        self.refuses -= 1
+        if self.refuses >= 0:
+            raise ConnectionError("no node info\nMore lines.")
+
     def remote(self, actor_class: Callable[[], Any]) -> Any:
         return SimpleNamespace(options=lambda **options: SimpleNamespace(
             remote=lambda: FakeHandle(self, actor_class, options)))

@@ -198,7 +198,7 @@ def _on_ray(config: EngineConfig, own: ServerSettings, fleet: FleetOptions,
     from spillover.cluster.owned.ray_server import RayOptions, RayServer, connect
     from spillover.server.replica import ReplicaLaunch
 
-    ray = connect(fleet.ray_address)
+    ray = connect(fleet.ray_address, fleet.ray_placement_seconds)
     stack.callback(ray.shutdown)
     resources = ray_resources(config, fleet, ray.cluster_resources())
     options = RayOptions(resources, fleet.ray_placement_seconds)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -34,24 +35,37 @@ class RayOptions:
     placement_seconds: float = 60.0  # for a machine that has them free
 
 
-def connect(address: str | None) -> Any:
-    """Join a cluster, or start one of this machine, and return the module `ray`. SpilloverError where there is none."""
+def connect(address: str | None, seconds: float) -> Any:
+    """Join a cluster, or start one of this machine, and return the module `ray`. A cluster that is just starting gets
+    `seconds`. SpilloverError where there is none."""
     try:
         import ray
     except ImportError:
         raise SpilloverError(f"--ray needs Ray: {INSTALL}") from None
+    deadline = time.monotonic() + seconds
+    address = address or os.environ.get("RAY_ADDRESS")
     host, colon, port = (address or "").rpartition(":")
-    if colon and port.isdigit() and "://" not in host:  # Ray itself would try for minutes
+    known = bool(colon) and port.isdigit() and "://" not in host
+    while True:
+        if known:  # Ray itself would try for minutes
+            _knock(host.strip("[]"), int(port))
         try:
-            socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
-        except OSError as error:
-            raise SpilloverError(f"no Ray cluster answers at {address} ({error.strerror or error}); `ray start --head` "
-                                 "on a machine starts one and prints its address") from None
+            ray.init(address=address, logging_level=logging.WARNING, log_to_driver=True, include_dashboard=False)
+            return ray
+        except ConnectionError as error:
+            if not known or time.monotonic() >= deadline:
+                raise SpilloverError(f"Ray cannot be used: {_first_line(error)}") from None
+            time.sleep(1.0)
+        except (RuntimeError, ValueError, OSError) as error:
+            raise SpilloverError(f"Ray cannot be used: {_first_line(error)}") from None
+
+
+def _knock(host: str, port: int) -> None:
     try:
-        ray.init(address=address, logging_level=logging.WARNING, log_to_driver=True, include_dashboard=False)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        raise SpilloverError(f"Ray cannot be used: {_first_line(error)}") from None
-    return ray
+        socket.create_connection((host, port), CONNECT_SECONDS).close()
+    except OSError as error:
+        raise SpilloverError(f"no Ray cluster answers at {host}:{port} ({error.strerror or error}); `ray start --head` "
+                             "on a machine starts one and prints its address") from None
 
 
 class RayServer:
