@@ -9,7 +9,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from spillover.cli.main import main
 from spillover.course.slurm import job_file, on_ray
 from spillover.course.steps import experiments
 from spillover.course.week import load_week
@@ -109,3 +111,15 @@ def test_replicas_of_a_week_go_to_ray_and_a_week_without_them_is_refused() -> No
     assert any("ray" in arm.spec.args for experiment in made.values() for arm in experiment.arms)
     with pytest.raises(SpilloverError, match="week 5 has no arms with several replicas"):
         on_ray(load_week(5), experiments(load_week(5), "cpu"))
+
+
+def test_the_command_writes_a_job_of_several_nodes(tmp_path: Path) -> None:
+    runner, file = CliRunner(), tmp_path / "job"
+    done = runner.invoke(main, ["course", "run", "9", "--scale", "gpu", "--sbatch", str(file), "--nodes", "2"])
+    assert done.exit_code == 0, done.output
+    assert file.read_text().endswith("spill course run 9 --scale gpu --ray\n")
+    for arguments, words in ((["5", "--sbatch", str(file), "--nodes", "2"], "no arms with several replicas"),
+                             (["9", "--nodes", "2"], "give --sbatch too")):
+        refused = runner.invoke(main, ["course", "run", *arguments])
+        assert refused.exit_code == 2
+        assert words in refused.output

@@ -13,7 +13,8 @@ import pytest
 
 from spillover.cli.main import main
 from spillover.cli.serve import serve
-from spillover.course.steps import arguments, experiments, job_file, make_experiment, most_seconds
+from spillover.course.slurm import job_file
+from spillover.course.steps import arguments, experiments, make_experiment, most_seconds
 from spillover.course.week import SCALES, WEEKS, Week, all_weeks, load_week, parse_week
 from spillover.errors import SpilloverError
 from spillover.lab.experiment import Experiment

@@ -37,6 +37,7 @@ def course() -> None:
       spill course show 5
       spill course run 5
       spill course run 5 --scale gpu --sbatch
+      spill course run 9 --scale gpu --sbatch --nodes 2
       spill course check 5
       spill course run all
     """
@@ -98,11 +99,15 @@ def show(week: str) -> None:
               help="dummy: random weights of the true shape; every number is labelled so.")
 @click.option("--sbatch", default=None, is_flag=False, flag_value="", metavar="[FILE]",
               help="Write a job file for Slurm and run nothing. [default: weekNN.sbatch]")
+@click.option("--nodes", type=click.IntRange(1, 64), default=1, show_default=True,
+              help="Nodes of the job, with --sbatch; several become a Ray cluster, with the week's replicas on it.")
+@click.option("--ray", is_flag=True,
+              help="Run the replicas of arms that have several on a Ray cluster (RAY_ADDRESS, or this machine's).")
 @click.option("--dry-run", is_flag=True, help="Show what would be run; run nothing.")
 @click.option("--again", is_flag=True, help="Go on with experiments that have ended already; repeat commands.")
 @results_option
-def run(week: str, scale: str, engine: str, model: str | None, load_format: str, sbatch: str | None, dry_run: bool,
-        again: bool, results: Path) -> None:
+def run(week: str, scale: str, engine: str, model: str | None, load_format: str, sbatch: str | None, nodes: int,
+        ray: bool, dry_run: bool, again: bool, results: Path) -> None:
     """Run WEEK, a number from 1 to 16 or `all`; check it; and write the book. The same command resumes.
 
     \b
@@ -114,19 +119,24 @@ def run(week: str, scale: str, engine: str, model: str | None, load_format: str,
     from spillover.course.book import write_book
     from spillover.course.runs import CourseRun
     from spillover.course.shape import check as outcomes_of
+    from spillover.course.slurm import on_ray
     from spillover.course.steps import experiments
 
     chosen = _weeks(week)
     flags = {} if load_format == "auto" else {"load-format": load_format}
+    if nodes > 1 and sbatch is None:
+        raise SpilloverError("--nodes is of a job: give --sbatch too")
     if sbatch is not None:
         if sbatch and len(chosen) > 1:
             raise click.BadParameter("give no FILE with all: every week has a job file of its own")
         for each in chosen:
-            _write_job(each, Path(sbatch or f"{each.name}.sbatch"), scale, engine, model, load_format, results)
+            _write_job(each, Path(sbatch or f"{each.name}.sbatch"), scale, engine, model, load_format, results, nodes)
         return
     if len(chosen) > 1:
         chosen = [each for each in chosen if engine in each.engines]
     made = {each.number: experiments(each, scale, engine, model, flags) for each in chosen}  # before anything runs
+    if ray:
+        made = {each.number: on_ray(each, made[each.number]) for each in chosen}
     console = make_console()
     for each in chosen:
         _run_week(console, CourseRun.of(results, each, scale, engine), made[each.number], model, flags, dry_run, again)
@@ -268,15 +278,19 @@ def _show(console: Console, run: CourseRun) -> bool:
 
 
 def _write_job(week: Week, path: Path, scale: str, engine: str, model: str | None, load_format: str,
-               results: Path) -> None:
+               results: Path, nodes: int) -> None:
     import shlex
 
-    from spillover.course.steps import job_file
+    from spillover.course.slurm import job_file, on_ray
+    from spillover.course.steps import experiments
 
+    if nodes > 1:
+        on_ray(week, experiments(week, scale, model=model))  # refuses a week that has nothing for it
     command = ["spill", "course", "run", str(week.number), "--scale", scale]
     command += [] if engine == "spillover" else ["--engine", engine]
     command += [] if model is None else ["--model", model]
     command += [] if load_format == "auto" else ["--load-format", load_format]
     command += [] if str(results) == RESULTS else ["--results", str(results)]
-    path.write_text(job_file(week, scale, shlex.join(command)))
+    command += [] if nodes == 1 else ["--ray"]
+    path.write_text(job_file(week, scale, shlex.join(command), nodes))
     click.echo(f"job file: {path}; submit it with: sbatch {path}")

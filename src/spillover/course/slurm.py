@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from spillover.course.steps import HEADROOM_SECONDS, most_seconds
+from spillover.course.steps import most_seconds
 from spillover.course.week import Week
 from spillover.errors import SpilloverError
 from spillover.lab.experiment import Experiment
 
+HEADROOM_SECONDS = 900.0  # of a job beyond what its experiments may take: servers start, weights load
 MEMORY, CPUS = "64G", 8  # of a node
 
 # The batch script runs on the first node. Ports and folders carry the job's number, so that two jobs may share a node.

@@ -1,8 +1,7 @@
-"""What a week runs, made ready: experiments for the lab by size and engine, command lines, and a job file for Slurm."""
+"""What a week runs, made ready: experiments for the lab by size and engine, command lines."""
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +14,6 @@ from spillover.lab.experiment import Experiment, parse_experiment
 
 PRESETS = {("vllm", "cpu"): "vllm-cpu", ("vllm", "gpu"): "vllm-default", ("sglang", "gpu"): "sglang-default",
            ("sglang", "cpu"): "sglang-default"}
-HEADROOM_SECONDS = 900.0  # of a job beyond what its experiments may take: servers start, weights load
 
 
 def make_experiment(week: Week, step: ExperimentStep, scale: str, engine: str = "spillover", model: str | None = None,
@@ -76,18 +74,6 @@ def most_seconds(week: Week, scale: str, engine: str = "spillover") -> float:
     return (sum(each.time_limit for each in (make_experiment(week, step, scale) for step in week.experiments
                                              if scale in step.scales))
             + sum(step.seconds for step in commands(week, scale, engine)))
-
-
-def job_file(week: Week, scale: str, command: str) -> str:
-    """Return a job file for Slurm that runs `command`."""
-    seconds = most_seconds(week, scale) + HEADROOM_SECONDS
-    hours, minutes = divmod(math.ceil(seconds / 60), 60)
-    cards = [f"#SBATCH --gres=gpu:{week.gpus}"] if scale == "gpu" else []
-    return "\n".join([
-        "#!/bin/bash", f"#SBATCH --job-name=spill-{week.name}", *cards, f"#SBATCH --time={hours:02}:{minutes:02}:00",
-        "#SBATCH --mem=64G", "#SBATCH --cpus-per-task=8", f"#SBATCH --output={week.name}-%j.log", "",
-        "# Load your modules and activate your environment here; the same command resumes after an interruption.",
-        "set -euo pipefail", 'cd "${SLURM_SUBMIT_DIR:-.}"', command, ""])
 
 
 def _placed(value: Any, week: Week) -> Any:
