@@ -18,6 +18,7 @@ from spillover.engine.vllm_flags import may_be_left_out
 from spillover.errors import SpilloverError, did_you_mean
 from spillover.memory.budgets import parse_disk
 from spillover.memory.shared_pool.wire import socket_path
+from spillover.plan.placement import MANAGED
 from spillover.units import UNITS_HELP, parse_budget, parse_bytes
 
 
@@ -64,7 +65,11 @@ class EngineConfig:
                                  "refuses such a model; demand copies weights when they are used; sequential streams "
                                  "layers ahead of use; experts pages experts through slots; host-experts[:N] computes "
                                  "the experts of the first N layers on the host; pinned keeps a fixed set of experts "
-                                 "on the device.")
+                                 "on the device; uvm computes with weights in CUDA managed memory, whose pages come "
+                                 "when they are touched, uvm-prefetch brings them ahead of the layer, uvm-advise "
+                                 "tells the driver that they are only read (all three emulated on a CPU).")
+    uvm_oversubscribe: bool = _flag(False, "With --weights uvm: allocate managed memory also if it is more than the "
+                                           "card has free. Dangerous: a driver in that state can hang the machine.")
     cpu_offload_gb: float | None = _flag(None, "Keep at least this many GiB of weights off the device, whole layers "
                                                "from the first, copied when they are used; as in vLLM.")
     policy: str = _flag("lru", "Which expert to evict from its slot, and which to prefetch: static, lru, lfru, "
@@ -270,10 +275,16 @@ class EngineConfig:
             raise SpilloverError(f"--policy {self.policy} chooses which experts stay in slots on the device, and "
                                  f"{asked} has no such slots; use --weights experts")
         if self.paged_tokens is not None and (self.cpu_offload_gb is not None or strategy in (
-                "resident", "sequential")):
+                "resident", "sequential", *MANAGED)):
             asked = "--cpu-offload-gb" if self.cpu_offload_gb is not None else f"--weights {self.weights}"
             raise SpilloverError(f"--paged-tokens is for experts in slots on the device, and {asked} has no such "
                                  "slots; use --weights experts")
+        if self.uvm_oversubscribe and strategy not in MANAGED:
+            raise SpilloverError("--uvm-oversubscribe is for weights in managed memory: give --weights uvm too, or "
+                                 "leave it out")
+        if strategy in MANAGED and self.tensor_parallel_size > 1:
+            raise SpilloverError(f"--weights {strategy} is for one rank: leave --tensor-parallel-size "
+                                 f"{self.tensor_parallel_size} out, or use --weights sequential")
         if self.simulate_step is not None and self.load_format != "null":
             raise SpilloverError("--simulate-step is for servers without a model: give --load-format null too")
         StepCost.of(self.simulate_step)
@@ -337,7 +348,7 @@ class EngineConfig:
 
 
 TIER_FLAGS = ("host_memory", "host_pool", "disk", "remote")  # nearest first
-WEIGHTS = ("auto", "resident", "demand", "sequential", "experts", "host-experts", "pinned")
+WEIGHTS = ("auto", "resident", "demand", "sequential", "experts", "host-experts", "pinned", *MANAGED)
 POLICIES = ("static", "lru", "lfru", "next-layer")
 ADMISSIONS = ("always", "second-use")
 _JSON_FLAGS = ("speculative_config", "kv_events_config")

@@ -29,6 +29,13 @@ def flag_notes(config: EngineConfig, model: ModelConfig, plan: Plan) -> tuple[st
                      "otherwise than the device's; --fast lets them compute")
     elif config.fast:
         notes.append(f"--fast has no effect: it chooses among a GPU's kernels, and the device is {plan.device}")
+    if placement is not None and placement.managed_bytes:
+        if plan.device == "cpu":
+            notes.append(f"--weights {placement.strategy} is emulated on a CPU, by mapping and unmapping pages of host "
+                         "memory: the order and the number of faults say something, their cost does not")
+        elif config.uvm_oversubscribe:
+            notes.append("--uvm-oversubscribe: managed memory may be more than the card has free, and a driver in that "
+                         "state can hang the machine")
     if not model.is_moe:
         reason = "the model has no experts"
     elif placement is None:

@@ -130,6 +130,7 @@ def plan_checkpoint(config: EngineConfig, path: Path, hf_config: Mapping[str, An
         weights="resident" if null else config.weights,
         cpu_offload=int((config.cpu_offload_gb or 0) * 2**30),
         paged_tokens=config.paged_tokens,
+        uvm_oversubscribe=config.uvm_oversubscribe,
         draft_tokens=speculation.num_tokens if speculation is not None else 0,
         substitutes=rounded,
     )

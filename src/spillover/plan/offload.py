@@ -14,7 +14,7 @@ from spillover.errors import PlanError
 from spillover.models.config import ModelConfig
 from spillover.plan.fit import CUDA_SHARE, Sizes, longest_allowed, size_flag, step_choices, supply
 from spillover.plan.hardware import Machine
-from spillover.plan.placement import WeightPlan
+from spillover.plan.placement import MANAGED, WeightPlan
 from spillover.plan.predict import predict
 from spillover.plan.rates import Rates
 from spillover.plan.request import PlanRequest
@@ -143,6 +143,7 @@ def plan_weights(ask: Offload) -> tuple[WeightPlan, Sizes]:
         found = _place(ask, choice)
         if found is None:
             raise PlanError(_refusal(ask, choice))
+        _check_card(ask, choice, found[0])
         return found
     placed = [found for found in (_place(ask, one) for one in ask.others) if found is not None]
     if not placed:
@@ -178,10 +179,32 @@ def _check(ask: Offload, choice: Choice) -> None:
     if choice.name == "host-experts" and choice.count > len(units.stacks):
         raise PlanError(f"{choice} was asked for but {model} has {len(units.stacks)} layers of experts; lower N to at "
                         f"most {len(units.stacks)}")
+    if choice.name in MANAGED and units.substitutes:
+        raise PlanError(f"{choice} moves pages and not layers, so that substitutes have none to draft for; use "
+                        "--weights sequential")
     layers = sum(map(units.travelling, units.layers))
     if choice.name == "cpu-offload" and choice.count > layers:
         raise PlanError(f"{choice} was asked for but the layers of {model} are {format_bytes(layers)}; lower it to at "
                         f"most {_gib_below(layers)}")
+
+
+def _check_card(ask: Offload, choice: Choice, plan: WeightPlan) -> None:
+    """Refuse more managed memory than the card has free, whatever of it may be there at a time."""
+    if not plan.managed_bytes or ask.device != "cuda" or ask.request.uvm_oversubscribe:
+        return
+    beside, free = ask.budget - plan.device_bytes, ask.machine.cuda[0].free
+    if plan.managed_bytes + beside > free:
+        cures = [*_instead(ask, choice), "give --uvm-oversubscribe to take that risk"]
+        raise PlanError(f"{ask.request.model} with {choice} takes {format_bytes(plan.managed_bytes)} of managed memory "
+                        f"beside {format_bytes(beside)} of other memory but the card has {format_bytes(free)} free, "
+                        f"and more than that can hang the machine; {' or '.join(cures)}")
+
+
+def _instead(ask: Offload, choice: Choice) -> list[str]:
+    """Return what to type for another strategy that fits as it is; nothing, if none does."""
+    others = (other for other in (*ask.others, Choice(LAST)) if other.name != choice.name)
+    fitting = next((other for other in others if _place(ask, other) is not None), None)
+    return [] if fitting is None else [f"use {fitting}, which fits"]
 
 
 def _place(ask: Offload, choice: Choice) -> tuple[WeightPlan, Sizes] | None:
@@ -217,11 +240,11 @@ def _refusal(ask: Offload, choice: Choice, chosen: bool = True) -> str:
     """Return one sentence: what is needed, what there is, and what to type. `chosen`: the user named the strategy."""
     request = ask.request
     need = _need(ask, choice)
-    others = [other for other in (*ask.others, Choice(LAST)) if other.name != choice.name] if chosen else []
-    fitting = next((other for other in others if _place(ask, other) is not None), None)
-    instead = [] if fitting is None else [f"use {fitting}, which fits"]
+    instead = _instead(ask, choice) if chosen else []
     if need is None:
         hosted = (choice.count or len(ask.units.stacks)) * ask.units.layer_record_bytes
+        if choice.name in MANAGED:
+            hosted = ask.strategies.managed_bytes
         cures = instead or (["choose a smaller model"] if hosted > ask.machine.memory_available else
                             [f"raise --host-memory to at least {size_flag(hosted)}"])
         return (f"{request.model} with {choice} keeps {format_bytes(hosted)} of weights in host memory but "

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 SLOTTED = ("paged", "pinned", "demand")  # experts that have slots of their layer
+MANAGED = ("uvm", "uvm-prefetch", "uvm-advise")  # strategies whose weights lie in managed memory
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class UnitBytes:
     """One row of what lies where; the rows of a plan add up to its bytes."""
 
     # "embedding" | "layers" | "experts" | "head", what is held besides: "substitutes", or what copies pass through:
-    # "transit" | "ring" | "tables"
+    # "transit" | "ring" | "tables" | "pages"
     kind: str
     place: str  # in words
     device: int
@@ -47,9 +48,10 @@ class UnitBytes:
 class WeightPlan:
     """The placement of a model that does not fit on the device. Experts that are "streamed" travel with their part."""
 
-    strategy: str  # "demand" | "sequential" | "experts" | "host-experts" | "pinned" | "cpu-offload"
-    parts: Mapping[str, str]  # weights that are not experts, by part: "resident" | "streamed" | "demand"
-    experts: Mapping[int, str]  # by layer: "resident" | "paged" | "streamed" | "host" | "pinned" | "demand"
+    strategy: str  # "demand" | "sequential" | "experts" | "host-experts" | "pinned" | "cpu-offload" | one of MANAGED
+    parts: Mapping[str, str]  # weights that are not experts, by part: "resident" | "streamed" | "demand" | "managed"
+    # By layer: "resident" | "paged" | "streamed" | "host" | "pinned" | "demand" | "managed".
+    experts: Mapping[int, str]
     quota: int = 0  # slots of each layer whose experts are paged, pinned or fetched on demand; 0: there is none
     transit: int = 0  # slots that prefill and large batches stream through, apart from every layer's; 0: none
     ring: int = 0  # buffers that parts pass through: 1 on demand, 2 or more where they are fetched ahead; 0: none
@@ -64,6 +66,7 @@ class WeightPlan:
     disk_bytes: int = 0  # weights that host memory has no room for: read from the checkpoint
     disk_parts: tuple[str, ...] = ()  # parts read from disk, last first
     disk_experts: tuple[int, ...] = ()  # layers whose experts are
+    managed_bytes: int = 0  # managed memory, in whole pages; what of it is on the device is device_bytes. 0: none
     substitute_bytes: int = 0  # rounded copies, on the device, of layers that do not stay
     rows: tuple[UnitBytes, ...] = ()
     predicted: Predicted | None = None

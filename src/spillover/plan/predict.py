@@ -75,6 +75,9 @@ def predict_batch(plan: WeightPlan, units: Units, shape: ModelShape, rates: Rate
 
 def hit_rate(plan: WeightPlan, units: Units) -> float | None:
     """Return the hit rate of experts asked for in layers that have slots; None: there are no slots."""
+    if plan.managed_bytes and units.stacks:  # what every token goes through is used last, and stays
+        experts = sum(units.stacks.values())
+        return min(1.0, max(0, plan.device_bytes - (units.total - experts)) / experts)
     if not plan.quota:
         return None
     lasting = plan.pinned if plan.strategy == "pinned" else plan.quota
@@ -89,7 +92,7 @@ def tokens_fetched(plan: WeightPlan, tokens: int) -> bool:
 def _moves(plan: WeightPlan, units: Units, shape: ModelShape, hit: float, tokens: int, rates: Rates) -> _Moves:
     streamed = missed = hosted = disk = 0.0
     for part, where in plan.parts.items():
-        if where == "resident":
+        if where == "resident" or (where == "managed" and hit):
             continue
         count = float(units.records[part]) * (2 if units.tied and part == "embed" else 1)
         streamed += count
@@ -99,7 +102,7 @@ def _moves(plan: WeightPlan, units: Units, shape: ModelShape, hit: float, tokens
         if where == "streamed":
             count = units.layer_record_bytes
             streamed += count
-        elif where in SLOTTED:
+        elif where in SLOTTED or where == "managed":
             count = asked * (1 - hit)
             missed += count
         elif where == "host":
@@ -127,7 +130,7 @@ def _time(plan: WeightPlan, device: Limit, moves: _Moves, rates: Rates,
     hosting = moves.hosted / host
     reading = moves.from_disk / (rates.disk_read or UNKNOWN_DISK)
     # A CPU copies with the cores and the memory it computes with, so that nothing is had beside anything else.
-    ahead = plan.strategy in ("sequential", "experts", "host-experts") and rates.device == "cuda"
+    ahead = plan.strategy in ("sequential", "experts", "host-experts", "uvm-prefetch") and rates.device == "cuda"
     if shared and ahead:  # what a layer misses is known when it is reached, and waited for
         seconds = max(computing + fetching + reading, streaming + fetching)
     elif ahead:

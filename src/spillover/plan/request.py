@@ -32,6 +32,7 @@ class PlanRequest:
     weights: str = "resident"  # or "auto", or a strategy of plan.placement, or "host-experts:N"
     cpu_offload: int = 0  # bytes of weights to keep off the device at least
     paged_tokens: int | None = None
+    uvm_oversubscribe: bool = False  # managed memory may be more than the card has free
     draft_tokens: int = 0  # of one request, verified in a step; 0: none
     substitutes: str | None = None  # "int4" | "int8": of layers that stream, copies on the device that draft
     ranks: int = 1  # that hold a part of the model each; this is the plan of one of them

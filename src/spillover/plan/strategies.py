@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from spillover.kernels.extents import num_passes
-from spillover.plan.placement import UnitBytes, WeightPlan
+from spillover.kernels.huge_pages import HUGE_PAGE
+from spillover.memory.managed.pages import FAULT_AROUND, padded
+from spillover.plan.placement import MANAGED, UnitBytes, WeightPlan
 from spillover.plan.units import Units, part_layer
 
 PAGED_TOKENS = 64  # tokens of a step whose misses are fetched within it: more go to nearly all experts of a layer ...
@@ -58,6 +60,9 @@ class Strategies:
             return self._hosted(choice.count or min(most, len(self.units.stacks)), self._least_transit).device_bytes
         if choice.name == "cpu-offload":
             return self._offloaded(choice.count).device_bytes
+        if choice.name in MANAGED:
+            least = min(self._whole, self._least_pages(choice.name))
+            return least if self.managed_bytes <= self.host_budget else None
         return min(self._whole, *(build(0).device_bytes for build in self._builders(choice.name)))
 
     def _placed(self, choice: Choice, room: int) -> WeightPlan | None:
@@ -70,11 +75,39 @@ class Strategies:
         if choice.name == "cpu-offload":
             plan = self._offloaded(choice.count)
             return plan if plan.device_bytes <= room else None
+        if choice.name in MANAGED:
+            return self._managed(choice.name, room)
         build = next((one for one in self._builders(choice.name) if one(0).device_bytes <= room), None)
         if build is None:
             return None
         plan = build(self._most(build, room))
         return self._grown(plan, room) if plan.quota else plan
+
+    @property
+    def managed_bytes(self) -> int:
+        """Return the bytes of all weights in whole pages, each unit in pages of its own."""
+        return sum(map(self._pages, self.units.parts))
+
+    def _managed(self, strategy: str, room: int) -> WeightPlan | None:
+        """Put everything into managed memory, which is at home on the host; its pages get all of the room."""
+        units, total = self.units, self.managed_bytes
+        if room < self._least_pages(strategy) or total > self.host_budget:
+            return None
+        page = managed_page(self.device)
+        return WeightPlan(strategy, dict.fromkeys(units.parts, "managed"), dict.fromkeys(units.stacks, "managed"),
+                          record_bytes=units.record_bytes, device_bytes=min(total, room // page * page),
+                          host_bytes=total, managed_bytes=total)
+
+    def _least_pages(self, strategy: str) -> int:
+        """Return the least room for pages: the largest part, with all its experts; two where the next comes ahead."""
+        largest_part = max(map(self._pages, self.units.parts))
+        return min(self.managed_bytes, largest_part * (2 if strategy == "uvm-prefetch" else 1))
+
+    def _pages(self, part: str) -> int:
+        """Return the bytes of the pages of a part and its experts."""
+        units, page = self.units, managed_page(self.device)
+        count = units.num_experts if part_layer(part) in units.stacks else 0
+        return padded(units.records[part], page) + count * padded(units.record_bytes, page)
 
     def _builders(self, strategy: str) -> list[Callable[[int], WeightPlan]]:
         """Return functions from a count of layers that stay to the smallest plan that keeps them; one for each choice
@@ -192,6 +225,8 @@ class Strategies:
 
     def _with_host_and_disk(self, plan: WeightPlan) -> WeightPlan:
         """Return the plan with host memory filled with what is not resident; the last layers stay on disk."""
+        if plan.managed_bytes:
+            return plan
         units = self.units
         held: list[tuple[str, int, int]] = []  # part, layer whose experts they are or -1, bytes; the last leaves first
         away = [part for part, where in plan.parts.items() if where != "resident"]
@@ -235,6 +270,9 @@ class Strategies:
             rows.append(UnitBytes("transit", f"{plan.transit} slots", plan.transit * plan.record_bytes))
         if plan.ring:
             rows.append(UnitBytes("ring", f"{plan.ring} buffer{'s' * (plan.ring > 1)}", plan.ring * plan.ring_bytes))
+        if plan.managed_bytes:
+            padding = plan.host_bytes - sum(row.host for row in rows)
+            rows.append(UnitBytes("pages", "on the device; padding", plan.device_bytes, padding))
         rest = plan.device_bytes - sum(row.device for row in rows)
         return replace(plan, rows=(*rows, UnitBytes("tables", "of slots", rest)) if rest else tuple(rows))
 
@@ -284,6 +322,12 @@ class Strategies:
     def _tables(self) -> int:
         """Return what the device keeps about slots: where each expert lies, what it is worth, when it was used."""
         return 4096 + 32 * len(self.units.stacks) * (self.units.num_experts + 2) if self.units.stacks else 0
+
+
+def managed_page(device: str) -> int:
+    """Return the bytes that units of managed memory are whole multiples of: what one fault may bring along, a block of
+    the driver's or, emulated, of the system's."""
+    return HUGE_PAGE if device == "cuda" else FAULT_AROUND
 
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:

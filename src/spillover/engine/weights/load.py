@@ -11,9 +11,13 @@ import torch
 from spillover.engine.config import EngineConfig
 from spillover.engine.cpu.cpu_placement import place_on_cpu
 from spillover.engine.weights.disk_weights import DiskWeights
+from spillover.engine.weights.managed import ManagedWeights
 from spillover.engine.weights.placed import EngineWeights, FixedWeights
 from spillover.errors import SpilloverError
 from spillover.kernels.formats.base import Weight
+from spillover.memory.managed.emulated import EmulatedMemory
+from spillover.memory.managed.pages import ManagedMemory
+from spillover.memory.transfer.cpu_transfers import CpuTransfers
 from spillover.memory.transfer.cuda_transfers import CudaTransfers
 from spillover.memory.transfer.transfers import Transfers
 from spillover.models.checkpoint import open_checkpoint
@@ -64,6 +68,8 @@ def _placed(config: EngineConfig, plan: Plan, model: ModelConfig, parts: Iterato
     if _on_disk(plan) and path is None:
         raise SpilloverError("--load-format dummy has no file for the weights that host memory has no room for; raise "
                              "--host-memory")
+    if placement.managed_bytes:
+        return ManagedWeights(parts, placement, _managed_memory(config, plan, transfers), torch.device(plan.device))
     disk = None
     if path is not None:
         # Held open for as long as the engine runs.
@@ -76,6 +82,16 @@ def _placed(config: EngineConfig, plan: Plan, model: ModelConfig, parts: Iterato
     # Ranks lend no slots to KV, so that their pools lie elsewhere.
     beside = plan.kv_bytes if config.tensor_parallel_size == 1 else 0
     return place_on_cpu(parts, placement, config.policy, transfers, disk, beside)
+
+
+def _managed_memory(config: EngineConfig, plan: Plan, transfers: Transfers) -> ManagedMemory:
+    """Make what holds managed pages: a CUDA driver, or its emulation on a CPU."""
+    if isinstance(transfers, CudaTransfers):
+        from spillover.engine.cuda.managed_memory import CudaManagedMemory
+
+        return CudaManagedMemory(transfers, plan.device_bytes - plan.device_weight_bytes, config.uvm_oversubscribe)
+    assert isinstance(transfers, CpuTransfers)
+    return EmulatedMemory(transfers)
 
 
 def _on_disk(plan: Plan) -> bool:

@@ -26,7 +26,7 @@ from spillover.kernels.moe.moe import LayerExperts
 from spillover.kernels.moe.records import Record, tensors_of
 from spillover.memory.transfer.transfers import Transfers
 from spillover.models.weight_specs import layer_part
-from spillover.models.weights import PartWeights, ResidentWeights, one_expert_of, split_experts
+from spillover.models.weights import PartWeights, ResidentWeights, Weights, one_expert_of, split_experts
 from spillover.plan.placement import WeightPlan
 
 Parts = Iterable[tuple[str, dict[str, Weight]]]  # as the loader gives them, one after another
@@ -200,6 +200,34 @@ class ExpertStore(LendsSlots, Protocol):
     def close(self) -> None: ...
 
 
+class EngineWeights(Weights, Protocol):
+    """What an engine asks of a model's weights, wherever they lie."""
+
+    @property
+    def memory(self) -> ElasticMemory | None: ...  # of slots and KV together
+
+    @property
+    def experts(self) -> ExpertStore | None: ...
+
+    @property
+    def graphs(self) -> GraphAware: ...
+
+    @property
+    def resident_parts(self) -> Mapping[str, Mapping[str, Weight]]: ...
+
+    @property
+    def nbytes(self) -> int: ...  # on the device
+
+    @property
+    def host_bytes(self) -> int: ...
+
+    def move(self, copy: Callable[[Tensor], Tensor], asleep: bool) -> None: ...
+
+    def traffic(self) -> WeightTraffic: ...
+
+    def close(self) -> None: ...
+
+
 class FixedWeights(ResidentWeights):
     """All weights on the device, for as long as the engine runs."""
 
@@ -282,5 +310,3 @@ class PlacedWeights:
         if self.experts is not None:
             self.experts.close()
 
-
-EngineWeights = FixedWeights | PlacedWeights

@@ -15,6 +15,8 @@ class WeightTraffic:
     expert_hits: int = 0  # experts of a layer that a step asked for: on the device,
     expert_misses: int = 0  # brought there,
     expert_hosted: int = 0  # or computed by the host
+    bytes_back: int = 0  # copied from the device to the host: pages of managed memory alone do that
+    faults: int = 0  # pages of managed memory that came by being touched, where they are counted
 
     @property
     def hit_rate(self) -> float | None:

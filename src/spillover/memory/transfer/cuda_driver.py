@@ -1,4 +1,4 @@
-"""The few calls of the CUDA driver that copies need, by ctypes. No torch here.
+"""The few calls of the CUDA driver that copies and managed memory need, by ctypes. No torch here.
 
 A copy a block through torch would give up and take back the interpreter each time, and wait for whoever has it then:
 here a batch is one call. NVIDIA's bindings (cuda-python) would be one
@@ -23,6 +23,10 @@ _UNSUPPORTED = 801
 _EQUAL = 1
 _ENABLE_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _POPULATE_WRITE = 23  # Linux 5.14; older ones refuse, which does no harm
+_ATTACH_GLOBAL = 1  # managed memory that every stream may use
+_HOST = -1  # CU_DEVICE_CPU
+_CONCURRENT_MANAGED_ACCESS = 89  # the attribute of a device whose pages move when they are touched
+READ_MOSTLY, NOT_READ_MOSTLY, PREFERRED_LOCATION, NO_PREFERRED_LOCATION = 1, 2, 3, 4  # CUmem_advise
 
 
 class DriverTable(ctypes.Structure):
@@ -72,6 +76,12 @@ class CudaDriver:
             "cuMemsetD8_v2": (c_uint64, c_ubyte, c_size_t),
             "cuIpcGetMemHandle": (POINTER(_SharedMemory), c_uint64),
             "cuIpcOpenMemHandle_v2": (POINTER(c_uint64), _SharedMemory, c_uint),
+            "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
+            "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),
+            "cuMemAllocManaged": (POINTER(c_uint64), c_size_t, c_uint),
+            "cuMemFree_v2": (c_uint64,),
+            "cuMemPrefetchAsync": (c_uint64, c_size_t, c_int, c_void_p),
+            "cuMemAdvise": (c_uint64, c_size_t, c_int, c_int),
         }.items():
             getattr(library, name).argtypes = arguments
         self._batch = getattr(library, "cuMemcpyBatchAsync", None)  # from CUDA 12.8 on
@@ -149,6 +159,37 @@ class CudaDriver:
         _check("cuIpcOpenMemHandle", self._library.cuIpcOpenMemHandle_v2(
             byref(address), _SharedMemory.from_buffer_copy(handle), _ENABLE_PEERS))
         return address.value
+
+    def moves_pages(self, device: int) -> bool:
+        """Return whether pages of managed memory move to a device when it touches them."""
+        value = c_int()
+        _check("cuDeviceGetAttribute",
+               self._library.cuDeviceGetAttribute(byref(value), _CONCURRENT_MANAGED_ACCESS, device))
+        return value.value != 0
+
+    def free_memory(self) -> int:
+        """Return the bytes that are free on the current device."""
+        free, total = c_size_t(), c_size_t()
+        _check("cuMemGetInfo", self._library.cuMemGetInfo_v2(byref(free), byref(total)))
+        return free.value
+
+    def allocate_managed(self, nbytes: int) -> int:
+        """Return the address of memory whose pages are on the current device or the host, wherever they are used."""
+        address = c_uint64()
+        _check("cuMemAllocManaged", self._library.cuMemAllocManaged(byref(address), nbytes, _ATTACH_GLOBAL))
+        return address.value
+
+    def free(self, address: int) -> None:
+        _check("cuMemFree", self._library.cuMemFree_v2(address))
+
+    def prefetch(self, address: int, nbytes: int, device: int | None, stream: int) -> None:
+        """Move managed pages to a device, or to the host where that is None, in the order of a stream."""
+        _check("cuMemPrefetchAsync", self._library.cuMemPrefetchAsync(
+            address, nbytes, _HOST if device is None else device, stream))
+
+    def advise(self, address: int, nbytes: int, advice: int) -> None:
+        """Give advice on managed pages, at once and in the order of no stream; places are the host."""
+        _check("cuMemAdvise", self._library.cuMemAdvise(address, nbytes, advice, _HOST))
 
     def populate(self, address: int, nbytes: int) -> None:
         self._madvise(address, nbytes, _POPULATE_WRITE)

@@ -1,0 +1,123 @@
+"""Managed memory of a CUDA device, never more of it than the card has free: an oversubscribed driver can hang a
+machine."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from spillover.errors import SpilloverError
+from spillover.memory.managed.pages import Pages
+from spillover.memory.transfer.cuda_driver import (
+    NO_PREFERRED_LOCATION,
+    NOT_READ_MOSTLY,
+    PREFERRED_LOCATION,
+    READ_MOSTLY,
+    CudaDriver,
+    cuda_driver,
+)
+from spillover.memory.transfer.cuda_transfers import CudaTransfers
+from spillover.memory.transfer.link_queue import Priority
+from spillover.units import format_bytes
+
+log = logging.getLogger("spillover.engine")
+
+
+class ManagedBuffer:
+    """Managed memory as torch.as_tensor takes it; freed when the last tensor over it goes."""
+
+    def __init__(self, driver: CudaDriver, context: int, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+        weakref.finalize(self, _free, driver, context, address).atexit = False  # the driver frees what is left then
+
+
+class CudaManagedMemory:
+    """A memory.managed.pages.ManagedMemory."""
+
+    faults = None  # CUPTI counts them: memory.managed.cupti
+
+    def __init__(self, transfers: CudaTransfers, beside: int, oversubscribe: bool,
+                 driver: CudaDriver | None = None) -> None:
+        """`beside`: bytes of the device that plain memory is going to take; `oversubscribe`: allocate more than the
+        card has free, if need be."""
+        self._transfers = transfers
+        self._driver = driver or cuda_driver()
+        self._device = transfers.device.index or 0
+        self._context = self._driver.context(self._device)
+        self._driver.set_context(self._context)
+        if not self._driver.moves_pages(self._device):
+            raise SpilloverError("--weights uvm needs a driver and a device whose managed pages move when they are "
+                                 "touched, and this one has none; use --weights demand")
+        self._beside = beside
+        self._limit = self._driver.free_memory() - beside
+        self._oversubscribe = oversubscribe
+        self._total = 0
+        self._advised = False
+
+    def allocate(self, nbytes: int) -> ManagedBuffer:
+        self._driver.set_context(self._context)
+        free = self._driver.free_memory()
+        # What was allocated before may lie on the card, or not: neither may make this one too much.
+        if (self._total + nbytes > self._limit or nbytes > free) and not self._oversubscribe:
+            raise SpilloverError(
+                f"{format_bytes(self._total + nbytes)} of managed memory do not fit into the "
+                f"{format_bytes(max(0, self._limit))} that the card had free beside {format_bytes(self._beside)} of "
+                "other memory, and a driver with more of it than the card holds can hang the machine; use --weights "
+                "experts or sequential, or --uvm-oversubscribe to take that risk")
+        address = self._driver.allocate_managed(nbytes)
+        self._total += nbytes
+        return ManagedBuffer(self._driver, self._context, address, nbytes)
+
+    def bring(self, pages: Sequence[Pages], ahead: bool = False) -> None:
+        self._prefetch(pages, self._device, ahead)
+
+    def send_back(self, pages: Sequence[Pages], ahead: bool = False) -> None:
+        if self._advised:
+            self._drop(pages)
+        else:
+            self._prefetch(pages, None, ahead)
+
+    def begin_ahead(self) -> None:
+        self._transfers.stream(Priority.PREFETCH).wait_stream(torch.cuda.current_stream())
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_stream(self._transfers.stream(Priority.PREFETCH))
+
+    def advise(self, pages: Sequence[Pages], advised: bool) -> None:
+        self._driver.set_context(self._context)
+        torch.cuda.synchronize()
+        for address, nbytes in pages:
+            if advised:
+                self._driver.advise(address, nbytes, PREFERRED_LOCATION)
+            self._driver.advise(address, nbytes, READ_MOSTLY if advised else NOT_READ_MOSTLY)
+            if not advised:
+                self._driver.advise(address, nbytes, NO_PREFERRED_LOCATION)
+        self._advised = advised
+
+    def _prefetch(self, pages: Sequence[Pages], device: int | None, ahead: bool) -> None:
+        stream = self._transfers.stream(Priority.PREFETCH) if ahead else torch.cuda.current_stream()
+        self._driver.set_context(self._context)
+        for address, nbytes in pages:
+            self._driver.prefetch(address, nbytes, device, stream.cuda_stream)
+        if device is not None:
+            self._transfers.queue.count(Priority.PREFETCH if ahead else Priority.DEMAND,
+                                        sum(each.nbytes for each in pages))
+
+    def _drop(self, pages: Sequence[Pages]) -> None:
+        """Forget the device's copies of pages whose originals are on the host. A prefetch to the host would leave them:
+        taking the advice back makes the copies one, the one at the preferred place, and moves nothing."""
+        torch.cuda.current_stream().synchronize()  # advice is in the order of no stream
+        self._driver.set_context(self._context)
+        for address, nbytes in pages:
+            self._driver.advise(address, nbytes, NOT_READ_MOSTLY)
+            self._driver.advise(address, nbytes, READ_MOSTLY)
+
+
+def _free(driver: CudaDriver, context: int, address: int) -> None:
+    driver.set_context(context)
+    driver.free(address)

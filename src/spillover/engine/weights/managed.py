@@ -1,0 +1,254 @@
+"""Weights in managed memory: computed with where they lie, while their pages come by being touched or ahead of that.
+
+The budget is kept here and not by the driver: before a step uses units whose pages the device has no room for, those
+unused for longest are sent back to the host. A unit is a part's own weights or one expert, in whole pages of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from spillover.engine.cuda.graph_weights import GraphAware, PassingLayers
+from spillover.engine.weights.placed import Parts
+from spillover.engine.weights.traffic import WeightTraffic
+from spillover.kernels.formats.base import Weight
+from spillover.kernels.moe.experts import Experts, ExpertWeights, expert_stacks
+from spillover.kernels.moe.moe import expert_mlp, moe, route
+from spillover.kernels.moe.paged_moe import begin_passes
+from spillover.kernels.moe.records import Record, tensors_of
+from spillover.memory.managed.pages import ManagedMemory, Pages, joined, padded
+from spillover.memory.managed.residency import Change, Residency
+from spillover.models.weights import PartWeights, one_expert_of, split_experts
+from spillover.plan.placement import WeightPlan
+from spillover.plan.strategies import managed_page
+
+OWN = 0  # index of a part's own weights among its units; its experts follow
+Unit = tuple[int, int]  # part in the order of a step, index
+
+
+@dataclass(frozen=True)
+class ManagedPart:
+    """One part: its weights where they lie, and the pages of its units."""
+
+    weights: PartWeights
+    pages: tuple[Pages, ...]  # of its own weights, then of each expert
+
+    @property
+    def whole(self) -> Pages:
+        return joined(self.pages)[0]
+
+
+class ManagedWeights:
+    """All parts of a model in managed memory."""
+
+    memory = experts = None
+    graphs: GraphAware = PassingLayers(GraphAware())  # the host keeps the budget, layer by layer
+
+    def __init__(self, parts: Parts, placement: WeightPlan, memory: ManagedMemory, device: torch.device) -> None:
+        self._pages = memory
+        self._device = device
+        self._parts: list[ManagedPart] = []
+        self._index: dict[str, int] = {}
+        for name, weights in parts:
+            self._index[name] = len(self._parts)
+            self._parts.append(self._put(weights))
+        sizes = {(part, index): pages.nbytes for part, each in enumerate(self._parts)
+                 for index, pages in enumerate(each.pages)}
+        self._residency = Residency(sizes, placement.device_bytes)
+        self._sizes: Mapping[Unit, int] = sizes
+        self.host_bytes = sum(sizes.values())
+        self._rows = 1  # tokens of the last mixture
+        self._ahead: Collection[Unit] = ()  # what is on its way for the next part
+        self._hits = self._misses = self._fetches = self._moved = self._back = 0
+        self._faults = memory.faults or 0  # of loading
+        self.strategy = "uvm"
+        self.follow(placement.strategy)
+
+    def follow(self, strategy: str) -> None:
+        """Bring pages by another strategy from now on: uvm, uvm-prefetch or uvm-advise. The device has none then."""
+        self._send_all_back()
+        if (strategy == "uvm-advise") != (self.strategy == "uvm-advise"):
+            self._pages.advise([part.whole for part in self._parts], strategy == "uvm-advise")
+        self.strategy = strategy
+
+    def part(self, name: str) -> AbstractContextManager[PartWeights]:
+        return _Entered(self, self._index[name])
+
+    def enter(self, index: int) -> PartWeights:
+        """Make room for a part's own weights, and bring what the strategy brings ahead."""
+        if self._ahead:
+            self._pages.wait()
+            self._ahead = ()
+        self._use([(index, OWN)])
+        if self.strategy == "uvm-prefetch":
+            self._bring_next(index)
+        return self._parts[index].weights
+
+    def use_experts(self, index: int, chosen: Sequence[int], rows: int) -> None:
+        """Make room for the experts that a step of so many rows goes to."""
+        self._rows = rows
+        coming = self._use([(index, OWN), *((index, OWN + 1 + expert) for expert in chosen)])
+        missed = sum(unit != OWN for _, unit in coming)
+        self._misses += missed
+        self._hits += len(chosen) - missed
+
+    def move(self, copy: Callable[[Tensor], Tensor], asleep: bool) -> None:
+        """Send all pages back before a sleep; they come again when they are used."""
+        if asleep:
+            self._send_all_back()
+
+    @property
+    def resident_parts(self) -> Mapping[str, Mapping[str, Weight]]:
+        return {}
+
+    @property
+    def nbytes(self) -> int:
+        """Return the most bytes that can be on the device."""
+        return self._residency.held_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._residency.peak_bytes
+
+    def traffic(self) -> WeightTraffic:
+        faults = (self._pages.faults or 0) - self._faults
+        return WeightTraffic(self._moved, self._fetches, 0, self._hits, self._misses, bytes_back=self._back,
+                             faults=faults)
+
+    def close(self) -> None:
+        """Let go of the memory, which goes with the last tensor over it."""
+        if self._ahead:
+            self._pages.wait()
+        self._parts.clear()
+
+    def _put(self, weights: Mapping[str, Weight]) -> ManagedPart:
+        """Write a part into managed memory and send its pages to the host."""
+        own, experts = split_experts(weights)
+        record, page = Record.of(own), managed_page(self._device.type)
+        start = padded(record.nbytes, page)
+        expert = Record.of(one_expert_of(experts, 0)) if experts else None
+        count = _num_experts(experts)
+        stride = padded(expert.nbytes, page) if expert is not None else 0
+        buffer = self._pages.allocate(start + count * stride)
+        run = torch.frombuffer(buffer, dtype=torch.uint8) if self._device.type == "cpu" else torch.as_tensor(
+            buffer, device=self._device)
+        record.write(own, run[: record.nbytes])
+        part = cast(PartWeights, record.bind(run[: record.nbytes]))
+        pages = [Pages(run.data_ptr(), start)]
+        if expert is not None:
+            records = run[start:].view(count, stride)[:, : expert.nbytes]
+            expert.write_stacks(experts, records)
+            stacks = expert_stacks(cast(ExpertWeights, expert.stacks(records)))
+            part["experts"] = ManagedExperts(self, len(self._parts), *stacks)
+            pages += [Pages(run.data_ptr() + start + index * stride, stride) for index in range(count)]
+        self._pages.send_back(joined(pages))
+        return ManagedPart(part, tuple(pages))
+
+    def _use(self, units: Sequence[Unit]) -> Sequence[Unit]:
+        change = self._residency.use(units, self._ahead)
+        if change is None:  # what was brought ahead took the room of what is needed now
+            self._pages.wait()
+            self._ahead = ()
+            change = self._residency.use(units)
+        assert change is not None, "the plan leaves room for the largest layer"
+        self._move(change, self.strategy == "uvm-prefetch", ahead=False)
+        return change.coming
+
+    def _bring_next(self, index: int) -> None:
+        """Bring the next part beside what this one computes; its experts too where a step goes to nearly all."""
+        after = (index + 1) % len(self._parts)
+        count = len(self._parts[after].pages) - 1
+        units: list[Unit] = [(after, OWN)]
+        if self._rows >= count:
+            units += [(after, OWN + 1 + expert) for expert in range(count)]
+        # Nothing of this part may leave: its router has not chosen yet.
+        own = {(index, each) for each in range(len(self._parts[index].pages))}
+        change = self._residency.use(units, own)
+        if change is not None and change.coming:
+            self._pages.begin_ahead()
+            self._move(change, bring=True, ahead=True)
+            self._ahead = frozenset(units)
+
+    def _move(self, change: Change[Unit], bring: bool, ahead: bool) -> None:
+        if change.leaving:
+            self._pages.send_back(self._ranges(change.leaving), ahead)
+            self._back += 0 if self.strategy == "uvm-advise" else self._bytes(change.leaving)
+        if change.coming:
+            self._fetches += len(change.coming)
+            self._moved += self._bytes(change.coming)
+            if bring:
+                self._pages.bring(self._ranges(change.coming), ahead)
+
+    def _send_all_back(self) -> None:
+        if self._ahead:
+            self._pages.wait()
+            self._ahead = ()
+        leaving = self._residency.clear()
+        if leaving:
+            self._pages.send_back(self._ranges(leaving))
+
+    def _bytes(self, units: Iterable[Unit]) -> int:
+        return sum(self._sizes[unit] for unit in units)
+
+    def _ranges(self, units: Iterable[Unit]) -> list[Pages]:
+        """Return the pages of units, as one range where they lie beside each other in one allocation."""
+        return [pages for part, listed in itertools.groupby(sorted(units), key=lambda unit: unit[0])
+                for pages in joined(self._parts[part].pages[index] for _, index in listed)]
+
+
+class _Entered:
+    """A part in use: it stays counted after, until its room is needed."""
+
+    def __init__(self, weights: ManagedWeights, index: int) -> None:
+        self._weights = weights
+        self._index = index
+
+    def __enter__(self) -> PartWeights:
+        return self._weights.enter(self._index)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        pass
+
+
+class ManagedExperts:
+    """One layer's experts, a LayerExperts; the host waits for the router, to make room for those it chose."""
+
+    def __init__(self, weights: ManagedWeights, index: int, first: Experts, second: Experts) -> None:
+        self._weights = weights
+        self._index = index
+        self._first = first
+        self._second = second
+        self._everywhere: Tensor | None = None  # expert -> its place in the stacks
+
+    def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
+                own: range | None = None) -> Tensor:
+        assert own is None, "managed weights are refused for several ranks before a model is loaded"
+        first, second = self._first, self._second
+        if x.is_cuda:
+            passes = begin_passes(x, scores, k, renormalize, first.gemm, second.width, limit)
+            self._weights.use_experts(self._index, _different(passes.ids), x.shape[0])
+            if self._everywhere is None:
+                self._everywhere = torch.arange(first.count, dtype=torch.int32, device=x.device)
+            passes.add(first, second, self._everywhere)
+            return passes.end()
+        ids, shares = route(scores, k, renormalize, limit)
+        self._weights.use_experts(self._index, _different(ids), x.shape[0])
+        return moe(x, ids, shares, lambda index, rows: expert_mlp(rows, first, second, index, limit))
+
+
+def _different(ids: Tensor) -> list[int]:
+    found: list[Any] = torch.unique(ids).tolist()
+    return found
+
+
+def _num_experts(experts: Mapping[str, Weight]) -> int:
+    return tensors_of(next(iter(experts.values())))[0].shape[0] if experts else 0

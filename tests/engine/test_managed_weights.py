@@ -1,0 +1,166 @@
+"""Weights in managed memory: the tokens of a resident model, within the room of the plan, in whatever order two streams
+run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spillover.engine.weights.managed import ManagedWeights
+from spillover.engine.weights.placed import Parts
+from spillover.kernels.huge_pages import map_pages
+from spillover.memory.managed.emulated import PAGE, EmulatedMemory
+from spillover.memory.managed.pages import FAULT_AROUND, Pages
+from spillover.memory.managed.residency import Residency
+from spillover.plan.placement import MANAGED, WeightPlan
+from support import starved
+
+_resident: dict[str, starved.Answers] = {}
+
+
+def resident(name: str, folder: str) -> starved.Answers:
+    if name not in _resident:
+        _resident[name] = starved.answer(folder, starved.prompts(2))
+    return _resident[name]
+
+
+@pytest.mark.parametrize("strategy", MANAGED)
+@pytest.mark.parametrize("name", ["llama", "gpt-oss"])
+def test_tokens_are_those_of_a_resident_model(name: str, strategy: str, tmp_path: Path,
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = starved.write_config(tmp_path, name)
+    whole = resident(name, folder)
+    least = starved.least(folder, weights=strategy)
+    budget = random.Random(f"{name}{strategy}").randint(least, (least + whole.plan.weight_bytes) // 2)
+    mapped = watched(monkeypatch)
+    found = starved.answer(folder, starved.prompts(2), weights=strategy, gpu_memory=str(budget))
+    assert found.tokens == whole.tokens
+    placement, traffic = found.plan.placement, found.traffic
+    assert placement is not None
+    assert found.plan.device_bytes <= budget
+    assert found.host_bytes == placement.host_bytes == placement.managed_bytes
+    assert 0 < max(mapped) <= placement.device_bytes
+    assert 0 < found.weights.peak_bytes <= placement.device_bytes
+    assert traffic.bytes_moved > placement.managed_bytes
+    assert (traffic.bytes_back > 0) == (strategy != "uvm-advise")
+    if strategy == "uvm-prefetch":  # whatever is used has been brought
+        assert traffic.faults == 0
+    else:
+        assert placement.managed_bytes < traffic.faults * PAGE <= traffic.bytes_moved
+    assert (traffic.expert_misses > 0) == (name != "llama")
+    assert any(f"--weights {strategy} is emulated" in note for note in found.plan.notes)
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the bytes that are on the "device" after each part was entered."""
+    mapped: list[int] = []
+    enter = ManagedWeights.enter
+
+    def entered(weights: ManagedWeights, index: int) -> Any:
+        pages = weights._pages
+        assert isinstance(pages, EmulatedMemory)
+        mapped.append(PAGE * sum(pages.mapped(part.whole) for part in weights._parts))
+        return enter(weights, index)
+
+    monkeypatch.setattr(ManagedWeights, "enter", entered)
+    return mapped
+
+
+class TwoStreams:
+    """Pages as a device has them, moved by two streams whose turns a test chooses afterwards."""
+
+    faults = None
+
+    def __init__(self) -> None:
+        self.streams: tuple[list[Any], list[Any]] = ([], [])  # of steps, and ahead
+
+    def allocate(self, nbytes: int) -> memoryview:
+        return map_pages(nbytes)
+
+    def bring(self, pages: Sequence[Pages], ahead: bool = False) -> None:
+        self.streams[ahead].append(("bring", pages))
+
+    def send_back(self, pages: Sequence[Pages], ahead: bool = False) -> None:
+        self.streams[ahead].append(("leave", pages))
+
+    def begin_ahead(self) -> None:
+        self.streams[True].append(("after", len(self.streams[False])))
+
+    def wait(self) -> None:
+        self.streams[False].append(("after", len(self.streams[True])))
+
+    def advise(self, pages: Sequence[Pages], advised: bool) -> None:
+        pass
+
+    def use(self, pages: Sequence[Pages]) -> None:
+        self.streams[False].append(("use", pages))
+
+    def run(self, turns: random.Random) -> tuple[int, int]:
+        """Return the most bytes that were on the device, and those that came by being touched."""
+        done, here, most, touched = [0, 0], set[int](), 0, 0
+        while any(done[each] < len(stream) for each, stream in enumerate(self.streams)):
+            ready = [each for each, stream in enumerate(self.streams) if done[each] < len(stream) and not (
+                stream[done[each]][0] == "after" and done[1 - each] < stream[done[each]][1])]
+            stream = turns.choice(ready)  # none: they wait for each other
+            kind, pages = self.streams[stream][done[stream]]
+            done[stream] += 1
+            if kind == "after":
+                continue
+            moved = {page for each in pages for page in range(each.address, each.address + each.nbytes, FAULT_AROUND)}
+            touched += FAULT_AROUND * len(moved - here) * (kind == "use")
+            here = here - moved if kind == "leave" else here | moved
+            most = max(most, FAULT_AROUND * len(here))
+        return most, touched
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(MANAGED), st.booleans(), st.integers(0, 6), st.integers(0, 2**32))
+def test_no_order_of_streams_brings_more_than_there_is_room_for(strategy: str, mixture: bool, spare: int,
+                                                                seed: int) -> None:
+    rng, experts = random.Random(seed), 4 if mixture else 0
+    parts: Parts = [(f"layers.{layer}", {"norm": torch.zeros(1)}) for layer in range(5)]
+    memory = TwoStreams()
+    room = (2 if strategy == "uvm-prefetch" else 1) * (1 + experts) + spare
+    plan = WeightPlan("uvm", {}, {}, device_bytes=room * FAULT_AROUND)
+    weights = with_experts(ManagedWeights(parts, plan, memory, torch.device("cpu")), plan, experts)
+    weights.follow(strategy)
+    for stream in memory.streams:  # of loading
+        stream.clear()
+    for _ in range(3):
+        rows = rng.choice([1, 8])
+        for index in range(5):
+            weights.enter(index)
+            pages = weights._parts[index].pages
+            memory.use([pages[0]])
+            if mixture:
+                chosen = sorted(rng.sample(range(experts), rng.randint(1, min(rows, experts))))
+                weights.use_experts(index, chosen, rows)
+                memory.use([pages[0], *(pages[1 + expert] for expert in chosen)])
+    weights.close()
+    most, touched = memory.run(rng)
+    assert most <= plan.device_bytes
+    assert weights.peak_bytes <= plan.device_bytes
+    traffic = weights.traffic()
+    if strategy == "uvm-prefetch":
+        assert touched == 0
+    else:
+        assert touched == traffic.bytes_moved > 0
+
+
+def with_experts(weights: ManagedWeights, plan: WeightPlan, count: int) -> ManagedWeights:
+    """Return the same parts, each with the pages of so many experts behind it."""
+    for index, part in enumerate(weights._parts):
+        start = (100 + 10 * index) * FAULT_AROUND
+        weights._parts[index] = replace(part, pages=tuple(Pages(start + unit * FAULT_AROUND, FAULT_AROUND)
+                                                          for unit in range(1 + count)))
+    weights._sizes = {(index, unit): FAULT_AROUND for index in range(len(weights._parts)) for unit in range(1 + count)}
+    weights._residency = Residency(weights._sizes, plan.device_bytes)
+    return weights
