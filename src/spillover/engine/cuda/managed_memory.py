@@ -31,6 +31,7 @@ class ManagedBuffer:
     """Managed memory as torch.as_tensor takes it; freed when the last tensor over it goes."""
 
     def __init__(self, driver: CudaDriver, context: int, address: int, nbytes: int) -> None:
+        self.address = address
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
         weakref.finalize(self, _free, driver, context, address).atexit = False  # the driver frees what is left then

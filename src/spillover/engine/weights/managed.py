@@ -138,17 +138,17 @@ class ManagedWeights:
         count = _num_experts(experts)
         stride = padded(expert.nbytes, page) if expert is not None else 0
         buffer = self._pages.allocate(start + count * stride)
-        run = torch.frombuffer(buffer, dtype=torch.uint8) if self._device.type == "cpu" else torch.as_tensor(
-            buffer, device=self._device)
+        run = _as_tensor(buffer, self._device)
+        pages = [Pages(run.data_ptr(), start)]
+        pages += [Pages(run.data_ptr() + start + index * stride, stride) for index in range(count)]
+        self._pages.bring(joined(pages))  # made there at once, not fault by fault
         record.write(own, run[: record.nbytes])
         part = cast(PartWeights, record.bind(run[: record.nbytes]))
-        pages = [Pages(run.data_ptr(), start)]
         if expert is not None:
             records = run[start:].view(count, stride)[:, : expert.nbytes]
             expert.write_stacks(experts, records)
             stacks = expert_stacks(cast(ExpertWeights, expert.stacks(records)))
             part["experts"] = ManagedExperts(self, len(self._parts), *stacks)
-            pages += [Pages(run.data_ptr() + start + index * stride, stride) for index in range(count)]
         self._pages.send_back(joined(pages))
         return ManagedPart(part, tuple(pages))
 
@@ -243,6 +243,15 @@ class ManagedExperts:
         ids, shares = route(scores, k, renormalize, limit)
         self._weights.use_experts(self._index, _different(ids), x.shape[0])
         return moe(x, ids, shares, lambda index, rows: expert_mlp(rows, first, second, index, limit))
+
+
+def _as_tensor(buffer: Any, device: torch.device) -> Tensor:
+    """Return managed memory as bytes, where it is."""
+    if device.type == "cpu":
+        return torch.frombuffer(buffer, dtype=torch.uint8)
+    run = torch.as_tensor(buffer, device=device)
+    assert run.data_ptr() == buffer.address, "torch made a copy of managed memory"
+    return run
 
 
 def _different(ids: Tensor) -> list[int]:

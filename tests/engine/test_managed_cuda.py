@@ -1,0 +1,174 @@
+"""Managed memory of CUDA against a driver that is made up: never more than the card has free, and pages that leave when
+their room is needed, whatever advice was given."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spillover.engine.cuda.managed_memory import CudaManagedMemory
+from spillover.engine.weights.managed import ManagedWeights
+from spillover.engine.weights.placed import Parts
+from spillover.errors import SpilloverError
+from spillover.kernels.huge_pages import address_of, map_pages
+from spillover.memory.managed.pages import FAULT_AROUND, Pages
+from spillover.memory.transfer.cuda_driver import (
+    NO_PREFERRED_LOCATION,
+    NOT_READ_MOSTLY,
+    PREFERRED_LOCATION,
+    READ_MOSTLY,
+    CudaDriver,
+)
+from spillover.memory.transfer.cuda_transfers import CudaTransfers
+from spillover.plan.placement import MANAGED, WeightPlan
+
+LAYERS = 5
+
+
+class MadeUpDriver:
+    """A driver that knows where each page is, and of which copies there are two."""
+
+    def __init__(self, free: int, moves_pages: bool = True) -> None:
+        self.free_now = free
+        self._moves_pages = moves_pages
+        self.memory: dict[int, memoryview] = {}
+        self.here: set[int] = set()  # pages of which the device has a copy
+        self.host: set[int] = set()  # those of which the host has one
+        self.read_mostly: set[int] = set()
+        self.preferred: set[int] = set()  # at home on the host
+        self.synchronized = 0
+
+    def context(self, device: int) -> int:
+        return 7
+
+    def set_context(self, context: int) -> None:
+        assert context == 7
+
+    def moves_pages(self, device: int) -> bool:
+        return self._moves_pages
+
+    def free_memory(self) -> int:
+        return self.free_now
+
+    def allocate_managed(self, nbytes: int) -> int:
+        memory = map_pages(nbytes)
+        self.memory[address_of(memory)] = memory
+        return address_of(memory)
+
+    def free(self, address: int) -> None:
+        del self.memory[address]
+
+    def prefetch(self, address: int, nbytes: int, device: int | None, stream: int) -> None:
+        for page in range(address, address + nbytes, FAULT_AROUND):
+            to, other = (self.host, self.here) if device is None else (self.here, self.host)
+            to.add(page)
+            if page not in self.read_mostly:
+                other.discard(page)
+
+    def advise(self, address: int, nbytes: int, advice: int) -> None:
+        for page in range(address, address + nbytes, FAULT_AROUND):
+            if advice == READ_MOSTLY:
+                self.read_mostly.add(page)
+            elif advice == NOT_READ_MOSTLY:
+                self.read_mostly.discard(page)
+                if page in self.here and page in self.host:  # one copy stays
+                    (self.here if page in self.preferred else self.host).discard(page)
+            elif advice == PREFERRED_LOCATION:
+                self.preferred.add(page)
+            else:
+                assert advice == NO_PREFERRED_LOCATION
+                self.preferred.discard(page)
+
+    def touch(self, pages: Pages) -> None:
+        """Read pages on the device."""
+        for page in range(pages.address, pages.address + pages.nbytes, FAULT_AROUND):
+            self.here.add(page)
+            if page not in self.read_mostly:
+                self.host.discard(page)
+
+
+class OnTheHost(CudaManagedMemory):
+    """Hands out the made-up driver's memory as what a CPU computes with."""
+
+    def allocate(self, nbytes: int) -> Any:
+        self.kept = [*getattr(self, "kept", []), super().allocate(nbytes)]
+        return cast(Any, self._driver).memory[self.kept[-1].address]
+
+
+@pytest.fixture(autouse=True)
+def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = SimpleNamespace(cuda_stream=0, wait_stream=lambda other: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+
+def managed(driver: MadeUpDriver, beside: int = 0, oversubscribe: bool = False) -> OnTheHost:
+    stream = SimpleNamespace(cuda_stream=1, wait_stream=lambda other: None)
+    transfers = SimpleNamespace(device=torch.device("cpu"), stream=lambda priority: stream,
+                                queue=SimpleNamespace(count=lambda priority, nbytes: None))
+    return OnTheHost(cast(CudaTransfers, transfers), beside, oversubscribe, cast(CudaDriver, driver))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=10), st.integers(0, 40), st.integers(0, 12), st.booleans())
+def test_no_more_is_allocated_than_the_card_has_free(sizes: list[int], free: int, beside: int, told: bool) -> None:
+    driver = MadeUpDriver(free * 4096)
+    memory, total = managed(driver, beside * 4096, told), 0
+    for size in sizes:
+        if told or total + size <= free - beside:
+            memory.allocate(size * 4096)
+            total += size
+            continue
+        with pytest.raises(SpilloverError, match=r"of managed memory do not fit .*; use --weights experts") as refusal:
+            memory.allocate(size * 4096)
+        assert "\n" not in str(refusal.value)
+    assert sum(memory.nbytes for memory in driver.memory.values()) == total * 4096
+    memory.kept = []
+    assert driver.memory == {}
+
+
+def test_a_card_that_fills_up_meanwhile_is_noticed() -> None:
+    driver = MadeUpDriver(10 << 20)
+    memory = managed(driver)
+    memory.allocate(4 << 20)
+    driver.free_now = 3 << 20
+    with pytest.raises(SpilloverError, match="can hang the machine"):
+        memory.allocate(4 << 20)
+
+
+def test_a_device_whose_pages_do_not_move_is_refused() -> None:
+    with pytest.raises(SpilloverError, match="use --weights demand"):
+        managed(MadeUpDriver(1 << 30, moves_pages=False))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.sampled_from(MANAGED), min_size=1, max_size=4), st.integers(0, 3), st.integers(0, 2**32))
+def test_pages_on_the_device_fit_under_every_strategy_and_their_bytes_stay(followed: list[str], spare: int,
+                                                                           seed: int) -> None:
+    driver, rng = MadeUpDriver(1 << 30), random.Random(seed)
+    parts: Parts = [(f"layers.{layer}", {"norm": torch.full((20_000,), float(layer))}) for layer in range(LAYERS)]
+    room = (2 + spare) * 2 * FAULT_AROUND
+    weights = ManagedWeights(parts, WeightPlan("uvm", {}, {}, device_bytes=room), managed(driver), torch.device("cpu"))
+    assert not driver.here
+    for strategy in followed:
+        weights.follow(strategy)
+        assert not driver.here
+        for _ in range(rng.randint(1, 3)):
+            for index in range(LAYERS):
+                with weights.part(f"layers.{index}") as part:
+                    held = weights._parts[index].whole
+                    if strategy == "uvm-prefetch":
+                        assert set(range(held.address, held.address + held.nbytes, FAULT_AROUND)) <= driver.here
+                    driver.touch(held)
+                    assert len(driver.here) * FAULT_AROUND <= weights.nbytes <= room
+                    assert part["norm"].unique().tolist() == [float(index)]
+        assert bool(driver.read_mostly) == (strategy == "uvm-advise")
+    weights.move(lambda tensor: tensor, asleep=True)
+    assert not driver.here
+    assert len(driver.host) == 2 * LAYERS
