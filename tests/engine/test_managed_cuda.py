@@ -16,7 +16,7 @@ from spillover.engine.cuda.managed_memory import CudaManagedMemory
 from spillover.engine.weights.managed import ManagedWeights
 from spillover.engine.weights.placed import Parts
 from spillover.errors import SpilloverError
-from spillover.kernels.huge_pages import address_of, map_pages
+from spillover.kernels.huge_pages import HUGE_PAGE, address_of, map_pages
 from spillover.memory.managed.pages import FAULT_AROUND, Pages
 from spillover.memory.transfer.cuda_driver import (
     NO_PREFERRED_LOCATION,
@@ -42,7 +42,7 @@ class MadeUpDriver:
         self.host: set[int] = set()  # those of which the host has one
         self.read_mostly: set[int] = set()
         self.preferred: set[int] = set()  # at home on the host
-        self.synchronized = 0
+        self.askew = 0  # bytes that memory begins behind a block
 
     def context(self, device: int) -> int:
         return 7
@@ -57,7 +57,7 @@ class MadeUpDriver:
         return self.free_now
 
     def allocate_managed(self, nbytes: int) -> int:
-        memory = map_pages(nbytes)
+        memory = map_pages(max(nbytes, HUGE_PAGE))[self.askew : nbytes + self.askew]
         self.memory[address_of(memory)] = memory
         return address_of(memory)
 
@@ -98,7 +98,7 @@ class OnTheHost(CudaManagedMemory):
 
     def allocate(self, nbytes: int) -> Any:
         self.kept = [*getattr(self, "kept", []), super().allocate(nbytes)]
-        return cast(Any, self._driver).memory[self.kept[-1].address]
+        return cast(MadeUpDriver, self._driver).memory[self.kept[-1].address]
 
 
 @pytest.fixture(autouse=True)
@@ -142,6 +142,19 @@ def test_a_card_that_fills_up_meanwhile_is_noticed() -> None:
         memory.allocate(4 << 20)
 
 
+def test_memory_begins_at_a_block_of_the_driver() -> None:
+    driver = MadeUpDriver(1 << 30)
+    driver.askew = 4096
+    buffer = CudaManagedMemory.allocate(managed(driver), 3 * HUGE_PAGE)
+    ((start, memory),) = driver.memory.items()
+    assert buffer.address % HUGE_PAGE == 0
+    assert start <= buffer.address
+    assert buffer.address + 3 * HUGE_PAGE <= start + memory.nbytes
+    assert buffer.__cuda_array_interface__["data"] == (buffer.address, False)
+    del buffer
+    assert not driver.memory
+
+
 def test_a_device_whose_pages_do_not_move_is_refused() -> None:
     with pytest.raises(SpilloverError, match="use --weights demand"):
         managed(MadeUpDriver(1 << 30, moves_pages=False))
@@ -167,7 +180,7 @@ def test_pages_on_the_device_fit_under_every_strategy_and_their_bytes_stay(follo
                         assert set(range(held.address, held.address + held.nbytes, FAULT_AROUND)) <= driver.here
                     driver.touch(held)
                     assert len(driver.here) * FAULT_AROUND <= weights.nbytes <= room
-                    assert part["norm"].unique().tolist() == [float(index)]
+                    assert set(part["norm"].tolist()) == {float(index)}
         assert bool(driver.read_mostly) == (strategy == "uvm-advise")
     weights.move(lambda tensor: tensor, asleep=True)
     assert not driver.here

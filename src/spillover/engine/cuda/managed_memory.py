@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from spillover.errors import SpilloverError
+from spillover.kernels.huge_pages import HUGE_PAGE
 from spillover.memory.managed.pages import Pages
 from spillover.memory.transfer.cuda_driver import (
     NO_PREFERRED_LOCATION,
@@ -31,9 +32,10 @@ class ManagedBuffer:
     """Managed memory as torch.as_tensor takes it; freed when the last tensor over it goes."""
 
     def __init__(self, driver: CudaDriver, context: int, address: int, nbytes: int) -> None:
-        self.address = address
+        """`address`: of enough memory for so many bytes that begin at a whole block of the driver's."""
+        self.address = -(-address // HUGE_PAGE) * HUGE_PAGE
         self.__cuda_array_interface__: dict[str, Any] = {
-            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+            "shape": (nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
         weakref.finalize(self, _free, driver, context, address).atexit = False  # the driver frees what is left then
 
 
@@ -71,6 +73,9 @@ class CudaManagedMemory:
                 "other memory, and a driver with more of it than the card holds can hang the machine; use --weights "
                 "experts or sequential, or --uvm-oversubscribe to take that risk")
         address = self._driver.allocate_managed(nbytes)
+        if address % HUGE_PAGE:
+            self._driver.free(address)
+            address = self._driver.allocate_managed(nbytes + HUGE_PAGE)
         self._total += nbytes
         return ManagedBuffer(self._driver, self._context, address, nbytes)
 

@@ -40,6 +40,7 @@ class ManagedPart:
 
     weights: PartWeights
     pages: tuple[Pages, ...]  # of its own weights, then of each expert
+    filled: tuple[int, ...]  # bytes of each that mean something; padding follows
 
     @property
     def whole(self) -> Pages:
@@ -63,7 +64,6 @@ class ManagedWeights:
         sizes = {(part, index): pages.nbytes for part, each in enumerate(self._parts)
                  for index, pages in enumerate(each.pages)}
         self._residency = Residency(sizes, placement.device_bytes)
-        self._sizes: Mapping[Unit, int] = sizes
         self.host_bytes = sum(sizes.values())
         self._rows = 1  # tokens of the last mixture
         self._ahead: Collection[Unit] = ()  # what is on its way for the next part
@@ -141,7 +141,8 @@ class ManagedWeights:
         run = _as_tensor(buffer, self._device)
         pages = [Pages(run.data_ptr(), start)]
         pages += [Pages(run.data_ptr() + start + index * stride, stride) for index in range(count)]
-        self._pages.bring(joined(pages))  # made there at once, not fault by fault
+        filled = [record.nbytes] + [expert.nbytes if expert is not None else 0] * count
+        self._pages.bring(_cut(pages, filled))  # made there at once, not fault by fault
         record.write(own, run[: record.nbytes])
         part = cast(PartWeights, record.bind(run[: record.nbytes]))
         if expert is not None:
@@ -150,7 +151,7 @@ class ManagedWeights:
             stacks = expert_stacks(cast(ExpertWeights, expert.stacks(records)))
             part["experts"] = ManagedExperts(self, len(self._parts), *stacks)
         self._pages.send_back(joined(pages))
-        return ManagedPart(part, tuple(pages))
+        return ManagedPart(part, tuple(pages), tuple(filled))
 
     def _use(self, units: Sequence[Unit]) -> Sequence[Unit]:
         change = self._residency.use(units, self._ahead)
@@ -185,7 +186,8 @@ class ManagedWeights:
             self._fetches += len(change.coming)
             self._moved += self._bytes(change.coming)
             if bring:
-                self._pages.bring(self._ranges(change.coming), ahead)
+                self._pages.bring(_cut([self._parts[part].pages[index] for part, index in change.coming],
+                                       [self._parts[part].filled[index] for part, index in change.coming]), ahead)
 
     def _send_all_back(self) -> None:
         if self._ahead:
@@ -196,7 +198,7 @@ class ManagedWeights:
             self._pages.send_back(self._ranges(leaving))
 
     def _bytes(self, units: Iterable[Unit]) -> int:
-        return sum(self._sizes[unit] for unit in units)
+        return sum(self._parts[part].filled[index] for part, index in units)
 
     def _ranges(self, units: Iterable[Unit]) -> list[Pages]:
         """Return the pages of units, as one range where they lie beside each other in one allocation."""
@@ -254,9 +256,14 @@ def _as_tensor(buffer: Any, device: torch.device) -> Tensor:
     return run
 
 
+def _cut(pages: Iterable[Pages], filled: Iterable[int]) -> list[Pages]:
+    """Return pages without their padding."""
+    return [Pages(each.address, nbytes) for each, nbytes in zip(pages, filled, strict=True)]
+
+
 def _different(ids: Tensor) -> list[int]:
-    found: list[Any] = torch.unique(ids).tolist()
-    return found
+    found: list[int] = ids.flatten().tolist()
+    return sorted(set(found))
 
 
 def _num_experts(experts: Mapping[str, Weight]) -> int:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from spillover.kernels.huge_pages import address_of
-from spillover.memory.managed.pages import FAULT_AROUND, Pages
+from spillover.memory.managed.pages import FAULT_AROUND, Pages, padded
 from spillover.memory.transfer.link_queue import Priority
 
 PAGE = mmap.PAGESIZE
@@ -111,6 +111,7 @@ class EmulatedMemory:
             work(each)
 
     def _populate(self, pages: Pages) -> None:
+        pages = Pages(pages.address, padded(pages.nbytes, FAULT_AROUND))  # as much as a fault would bring along
         with self._counting:
             before = self.mapped(pages)
             if self._madvise(pages.address, pages.nbytes, _POPULATE_READ):  # an older system: touched page by page
