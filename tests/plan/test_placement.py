@@ -20,16 +20,16 @@ from spillover.models.architectures import gpt_oss, llama, qwen3_moe
 from spillover.models.config import ModelConfig
 from spillover.models.weight_specs import kept_on
 from spillover.models.weights import one_expert_of, split_experts
-from spillover.plan.placement import SLOTTED, WeightPlan
+from spillover.plan.placement import MANAGED, SLOTTED, WeightPlan
 from spillover.plan.planner import Plan, PlanRequest, make_plan
-from spillover.plan.strategies import MOST_PASSES, Choice, Strategies
+from spillover.plan.strategies import MOST_PASSES, Choice, Strategies, managed_page
 from spillover.plan.units import weight_units
 from spillover.units import parse_bytes
 from support.loading import dummy_weights
 from support.plan_shapes import CPU, GIB, GPT_OSS, GPU, RATES, SMOLLM2, SMOLLM2_SPECS, TINY
 
 MB = 10**6
-STRATEGIES = ("auto", "demand", "sequential", "experts", "host-experts", "host-experts:2", "pinned")
+STRATEGIES = ("auto", "demand", "sequential", "experts", "host-experts", "host-experts:2", "pinned", *MANAGED)
 
 
 @st.composite
@@ -84,7 +84,10 @@ def test_a_plan_keeps_to_its_budgets_and_places_each_unit_once(flags: dict[str, 
     if placed is None:
         assert plan.device_weight_bytes == plan.weight_bytes
         return
-    check_units(placed, plan, config, specs)
+    if placed.managed_bytes:
+        check_pages(placed, plan, config, specs)
+    else:
+        check_units(placed, plan, config, specs)
     if flags["host_memory"] is not None:
         assert placed.host_bytes + plan.host_bytes <= flags["host_memory"]
     if machine is CPU:
@@ -131,6 +134,21 @@ def check_units(placed: WeightPlan, plan: Plan, config: ModelConfig, specs: Any)
     assert "host" not in placed.experts.values() or not placed.disk_bytes
 
 
+def check_pages(placed: WeightPlan, plan: Plan, config: ModelConfig, specs: Any) -> None:
+    units = weight_units(config, kept_on(specs, plan.device, plan.dtype), plan.dtype)
+    assert list(placed.parts) == list(specs)
+    assert {*placed.parts.values(), *placed.experts.values()} == {"managed"}
+    page = managed_page(plan.device)
+    assert placed.host_bytes == placed.managed_bytes >= sum(map(units.travelling, units.parts))
+    assert placed.disk_bytes == placed.resident_bytes == placed.quota == placed.ring == 0
+    # The largest layer fits, with the next beside it where that comes ahead.
+    parts = max(map(units.travelling, units.parts)) * (2 if placed.strategy == "uvm-prefetch" else 1)
+    assert min(parts, placed.managed_bytes) <= placed.device_bytes <= placed.managed_bytes
+    assert placed.device_bytes % page == placed.managed_bytes % page == 0
+    for column in ("device", "host", "disk"):
+        assert sum(getattr(row, column) for row in placed.rows) == getattr(placed, f"{column}_bytes")
+
+
 def _layer(part: str) -> int:
     return int(part.split(".")[1]) if "." in part else -1
 
@@ -163,7 +181,7 @@ def test_what_a_refusal_names_works_and_less_does_not(flags: dict[str, Any], mod
 
 
 @settings(max_examples=100, deadline=None)
-@given(models(), st.sampled_from(["cpu", "cuda"]), st.sampled_from(["demand", "sequential", "experts", "pinned"]),
+@given(models(), st.sampled_from(["cpu", "cuda"]), st.sampled_from(["demand", "sequential", "experts", "pinned", *MANAGED]),
        st.integers(0, 400 * MB), st.integers(0, 400 * MB))
 def test_what_fits_in_a_room_fits_in_a_larger_one(model: Any, device: str, name: str, room: int, more: int) -> None:
     config, specs = model
@@ -187,7 +205,7 @@ def test_what_fits_is_planned_as_if_there_were_no_strategies(budget: int, dtype:
     except PlanError:
         assume(False)
     assume(resident.max_model_len >= 2048)
-    for weights in ("auto", "sequential", "demand", "pinned"):
+    for weights in ("auto", "sequential", "demand", "pinned", "uvm"):
         assert make_plan(PlanRequest(**flags, weights=weights), SMOLLM2, SMOLLM2_SPECS, machine) == resident
 
 
@@ -295,6 +313,47 @@ def test_offload_takes_whole_layers_from_the_first_until_enough_are_away() -> No
     assert (placed.ring, placed.ring_bytes) == (1, layer)
     with pytest.raises(PlanError, match="lower it to at most"):
         make_plan(PlanRequest(gpu_memory=32 * 10**8, cpu_offload=5 * layer), MANY, MANY_SPECS, GPU)
+
+
+def test_more_managed_memory_than_the_card_has_free_is_refused_unless_it_is_asked_for() -> None:
+    _, placed = half("uvm")
+    assert placed.strategy == "uvm"
+    beside = HALF - placed.device_bytes
+    (card,) = GPU.cuda
+    enough = replace(GPU, cuda=(replace(card, free=placed.managed_bytes + beside),))
+    assert half("uvm", enough)[1] == placed
+    short = replace(GPU, cuda=(replace(card, free=placed.managed_bytes + beside - 1),))
+    with pytest.raises(PlanError, match=r"of managed memory beside .* can hang the machine; use --weights experts, "
+                                        r"which fits or give --uvm-oversubscribe") as refusal:
+        half("uvm", short)
+    assert "\n" not in str(refusal.value)
+    assert half("uvm", short, uvm_oversubscribe=True)[1] == placed
+
+
+def test_managed_memory_has_its_home_in_host_memory() -> None:
+    _, placed = half("uvm-advise")
+    with pytest.raises(PlanError, match=r"keeps .* of weights in host memory but .* may be used; use --weights"):
+        half("uvm-advise", host_memory=placed.managed_bytes - 1)
+    assert half("uvm-advise", host_memory=placed.managed_bytes)[1] == placed
+
+
+def test_what_managed_memory_moves_is_predicted_by_its_room() -> None:
+    rates = replace(RATES, device="cuda", memory_read=1e12, bfloat16=1e14, host_to_device=50e9, kernel_read=50e9)
+
+    def moved(budget: int) -> int:
+        plan = make_plan(PlanRequest(gpu_memory=budget, weights="uvm"), MANY, MANY_SPECS, GPU, rates)
+        assert plan.placement is not None
+        assert plan.placement.predicted is not None
+        return plan.placement.predicted.decode_moved
+
+    found = [moved(HALF + more * 10**8) for more in range(-2, 6)]
+    assert found == sorted(found, reverse=True)
+    assert found[0] > found[-1]
+    plan = make_plan(PlanRequest(gpu_memory=400 * MB, weights="uvm", max_model_len=256, max_num_seqs=4,
+                                 max_num_batched_tokens=64), SMOLLM2, SMOLLM2_SPECS, CPU, RATES)
+    assert plan.placement is not None
+    assert plan.placement.predicted is not None
+    assert plan.placement.predicted.decode_moved > plan.weight_bytes  # least recently used: none of it is found again
 
 
 @pytest.mark.parametrize("weights", ["experts", "host-experts", "host-experts:2"])
