@@ -60,11 +60,18 @@ def test_every_seed_is_an_experiment_with_a_size_for_a_gpu() -> None:
 
 def test_seeds_have_the_arms_that_their_documents_compare() -> None:
     made = {name: load_experiment(name) for name in shipped()}
-    assert arms(made["seed-000"]) == ["offload", "demand", "sequential"]
+    emulated = ["uvm-emulated", "uvm-prefetch-emulated"]
+    managed = {"uvm", "uvm-prefetch", "uvm-advise"}
+    assert arms(made["seed-000"]) == ["offload", "demand", "sequential", *emulated]
+    for name in ("seed-000", "seed-002"):  # what a CPU emulates is called so, and a GPU emulates nothing
+        assert managed < set(arms(load_experiment(name, "gpu")))
+        assert not set(emulated) & set(arms(load_experiment(name, "gpu")))
+        assert {arm.spec.args.get("weights") for arm in made[name].arms if "emulated" in arm.name} < managed
+        assert all("emulated" in arm.name for arm in made[name].arms if arm.spec.args.get("weights") in managed)
     assert len(arms(made["seed-001"])) == len(load_experiment("seed-001", "gpu").arms) == 6
     assert len(made["seed-001"].workloads) == 3
     assert len(load_experiment("seed-001", "gpu").workloads) == 10
-    assert len(arms(made["seed-002"])) == 5
+    assert len(arms(made["seed-002"])) == 7
     assert [workload.name for workload in made["seed-002"].workloads] == ["pp512", "tg128"]
     assert [workload.name for workload in made["seed-004"].workloads] == ["single-user", "burst", "heavy"]
     week11 = made["seed-003-week11"]

@@ -423,8 +423,11 @@ def test_weights_that_move_are_counted() -> None:
     client.info.plan.placement = SimpleNamespace(predicted=SimpleNamespace(
         decode_tokens_per_second=12.5, prefill_tokens_per_second=700.0))
     metrics = Metrics("m")
-    stats = LiveStats(time=2.0, weight_bytes_moved=1000, expert_hits=3, expert_misses=2, expert_hosted=1)
+    stats = LiveStats(time=2.0, weight_bytes_moved=1000, expert_hits=3, expert_misses=2, expert_hosted=1,
+                      weight_bytes_back=500, weight_faults=7)
     shown = metrics.render(stats, client.info, TokenCounts()).decode()
     assert 'spillover:weight_bytes_moved_total{model_name="m"} 1000.0' in shown
     assert 'spillover:expert_misses_total{model_name="m"} 2.0' in shown
+    assert 'spillover:weight_bytes_back_total{model_name="m"} 500.0' in shown
+    assert 'spillover:weight_faults_total{model_name="m"} 7.0' in shown
     assert 'spillover:predicted_decode_tokens_per_second{model_name="m"} 12.5' in shown

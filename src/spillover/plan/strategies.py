@@ -272,7 +272,8 @@ class Strategies:
             rows.append(UnitBytes("ring", f"{plan.ring} buffer{'s' * (plan.ring > 1)}", plan.ring * plan.ring_bytes))
         if plan.managed_bytes:
             padding = plan.host_bytes - sum(row.host for row in rows)
-            rows.append(UnitBytes("pages", "on the device; padding", plan.device_bytes, padding))
+            there = "on the device" if self.device == "cuda" else "mapped (emulated)"
+            rows.append(UnitBytes("pages", f"{there}; padding", plan.device_bytes, padding))
         rest = plan.device_bytes - sum(row.device for row in rows)
         return replace(plan, rows=(*rows, UnitBytes("tables", "of slots", rest)) if rest else tuple(rows))
 

@@ -314,6 +314,8 @@ class EngineService:
             expert_hits=moved.expert_hits,
             expert_misses=moved.expert_misses,
             expert_hosted=moved.expert_hosted,
+            weight_bytes_back=moved.bytes_back,
+            weight_faults=moved.faults,
             drafts=speculation.counts,
             simulated_drafts=speculation.simulated,
             draft_seconds=speculation.draft_seconds,

@@ -169,6 +169,8 @@ class LiveStats(msgspec.Struct, array_like=True, frozen=True):
     expert_hits: int = 0  # experts that a step asked for: on the device,
     expert_misses: int = 0  # brought there,
     expert_hosted: int = 0  # or computed by the host
+    weight_bytes_back: int = 0  # of managed memory, sent back to the host
+    weight_faults: int = 0  # its pages that came by being touched, where they are counted
     # Speculation.
     drafts: DraftCounts = NO_DRAFTS
     simulated_drafts: bool = False  # acceptance is made up

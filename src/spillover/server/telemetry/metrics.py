@@ -298,6 +298,8 @@ class EngineTotals:
         "expert_hits": "Experts that steps asked for and that were on the device.",
         "expert_misses": "Experts that had to be brought there.",
         "expert_hosted": "Experts that the host computed instead.",
+        "weight_bytes_back": "Bytes of weights in managed memory that were sent back to the host.",
+        "weight_faults": "Pages of managed memory that came by being touched, where they are counted.",
     }
     NAMES = ("steps", "preemptions", "prefix_queries", "prefix_hits", "evictions", "step_tokens", *WEIGHTS,
              "grammars_compiled", "grammars_reused", *(_REFUSED + reason for reason in GRAMMAR_REASONS))
