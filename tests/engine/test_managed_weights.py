@@ -7,19 +7,24 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spillover.engine.weights.managed import ManagedWeights
+from spillover.engine.weights.managed import ManagedExperts, ManagedWeights
 from spillover.engine.weights.placed import Parts
 from spillover.kernels.huge_pages import map_pages
+from spillover.kernels.moe.experts import ExpertWeights, expert_stacks
+from spillover.kernels.moe.paged_moe import begin_passes
 from spillover.memory.managed.emulated import PAGE, EmulatedMemory
 from spillover.memory.managed.pages import FAULT_AROUND, Pages
 from spillover.memory.managed.residency import Residency
+from spillover.memory.transfer.cpu_transfers import CpuTransfers
+from spillover.models.loader import dummy_parts
+from spillover.models.registry import architecture
 from spillover.plan.placement import MANAGED, WeightPlan
 from support import starved
 
@@ -73,6 +78,33 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(ManagedWeights, "enter", entered)
     return mapped
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe-fp8", "gpt-oss"])
+def test_a_pass_over_managed_experts_is_the_mixture_and_touches_no_other(name: str) -> None:
+    hf = starved.MODELS[name]
+    built = architecture(hf)
+    config = built.config(hf)
+    specs = {"layers.0": built.weight_specs(config)["layers.0"]}
+    (_, part), = dummy_parts(specs, torch.float32, torch.device("cpu"), seed=0)
+    copier = CpuTransfers()
+    plan = WeightPlan("uvm", {}, {}, device_bytes=1 << 30)
+    memory = EmulatedMemory(copier)
+    weights = ManagedWeights([("layers.0", part)], plan, memory, torch.device("cpu"))
+    experts = weights.enter(0)["experts"]
+    assert isinstance(experts, ManagedExperts)
+    first, second = expert_stacks(cast(ExpertWeights, part))
+    torch.manual_seed(0)
+    x, scores = torch.randn(3, config.hidden_size), torch.randn(3, config.num_experts)
+    k, limit = config.experts_per_token, config.swiglu_limit
+    resident = begin_passes(x, scores, k, True, first.gemm, second.width, limit)
+    resident.add(first, second, torch.arange(config.num_experts, dtype=torch.int32))
+    assert torch.equal(experts.in_one_pass(x, scores, k, True, limit), resident.end())
+    chosen = set(scores.topk(k).indices.flatten().tolist())
+    mapped = {index for index, pages in enumerate(weights._parts[0].pages[1:]) if memory.mapped(pages)}
+    assert mapped == chosen
+    weights.close()
+    copier.close()
 
 
 class TwoStreams:

@@ -22,6 +22,7 @@ from spillover.engine.weights.traffic import WeightTraffic
 from spillover.kernels.formats.base import Weight
 from spillover.kernels.moe.experts import Experts, ExpertWeights, expert_stacks
 from spillover.kernels.moe.moe import expert_mlp, moe, route
+from spillover.kernels.moe.page_table import NONE
 from spillover.kernels.moe.paged_moe import begin_passes
 from spillover.kernels.moe.records import Record, tensors_of
 from spillover.memory.managed.pages import ManagedMemory, Pages, joined, padded
@@ -229,22 +230,27 @@ class ManagedExperts:
         self._index = index
         self._first = first
         self._second = second
-        self._everywhere: Tensor | None = None  # expert -> its place in the stacks
 
     def mixture(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None,
                 own: range | None = None) -> Tensor:
         assert own is None, "managed weights are refused for several ranks before a model is loaded"
-        first, second = self._first, self._second
         if x.is_cuda:
-            passes = begin_passes(x, scores, k, renormalize, first.gemm, second.width, limit)
-            self._weights.use_experts(self._index, _different(passes.ids), x.shape[0])
-            if self._everywhere is None:
-                self._everywhere = torch.arange(first.count, dtype=torch.int32, device=x.device)
-            passes.add(first, second, self._everywhere)
-            return passes.end()
+            return self.in_one_pass(x, scores, k, renormalize, limit)
+        first, second = self._first, self._second
         ids, shares = route(scores, k, renormalize, limit)
         self._weights.use_experts(self._index, _different(ids), x.shape[0])
         return moe(x, ids, shares, lambda index, rows: expert_mlp(rows, first, second, index, limit))
+
+    def in_one_pass(self, x: Tensor, scores: Tensor, k: int, renormalize: bool, limit: float | None) -> Tensor:
+        """Return the mixture by the kernels of a CUDA device."""
+        first, second = self._first, self._second
+        passes = begin_passes(x, scores, k, renormalize, first.gemm, second.width, limit)
+        chosen = _different(passes.ids)
+        self._weights.use_experts(self._index, chosen, x.shape[0])
+        row = torch.full((first.count,), NONE, dtype=torch.int32)  # no page of the others is touched
+        row[chosen] = torch.tensor(chosen, dtype=torch.int32)
+        passes.add(first, second, row.to(x.device))
+        return passes.end()
 
 
 def _as_tensor(buffer: Any, device: torch.device) -> Tensor:
