@@ -11,7 +11,8 @@ managed memory that goes wrong may hang; what was measured by then is written. T
 Weights are random, of the true shapes, and every token is routed to experts drawn alike, in all arms. Decoding is of
 one request, with experts drawn alike in all of the memory allowed; prefill of 512 tokens, which go to all experts.
 Migrated bytes are those that this process counts, of whole units; where CUPTI counts them too, in a few tokens more
-that are not timed, its numbers stand beside them, with page faults.
+that are not timed, its numbers stand beside them, with page faults. What all of it costs is told by time: that of a
+token, less what computing it takes at the least.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import gc
 import io
 import json
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -145,6 +147,9 @@ def measure(llm: LLM, arm: str, seconds: float, common: dict[str, Any], keep: Ca
                "bytes_back_per_token": traffic.bytes_back / tokens, "bytes_counted_by": "process",
                "moved_bytes_per_second": traffic.bytes_moved / spent, "device_bytes": weights.nbytes,
                "device_room": room, "card_free_bytes": free, "predicted_routing": "uniform"}
+    if predicted is not None:  # what faults and copies cost where nobody counts them: the time beyond computing
+        computing = sum(part for roof, part in predicted.decode_seconds if roof in ("memory", "compute"))
+        details |= {"stall_seconds_per_token": 1 / statistics.median(rates) - computing, "stall_by": "time"}
     limit = predicted.decode_tokens_per_second if predicted else max(rates)
     keep(Figure(f"decode, {arm}", "tok/s", rates, limit, details=details))
     print(f"{arm}: decode {max(rates):.2f} tok/s ({', '.join(f'{each:.2f}' for each in rates)}), hits "
