@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillover.course.runs import CourseRun, runs_of
-from spillover.course.shape import FAILS, HOLDS, UNDECIDED, Outcome, _apart, _paired, check
+from spillover.course.shape import FAILS, HOLDS, UNDECIDED, Outcome, _apart, _paired, _with_zeros, answered, check
 from spillover.course.tables import Filled, filled_rows
 from spillover.course.values import Series
 from spillover.course.week import Expectation, Value, Week, parse_week
+from spillover.lab.store import Results
+from spillover.lab.validity import Fault
 from support.made_up_results import write_results
 
 pytest.importorskip("pyarrow")
@@ -80,6 +82,46 @@ def test_an_experiment_that_has_only_begun_is_undecided(tmp_path: Path) -> None:
     write_results(tmp_path / "week01-cpu" / "load", ("device", "host"), rates=(), blocks=3, passes=0)
     found = outcome(tmp_path, side("host", "device", 1))
     assert (found.outcome, found.text) == (UNDECIDED, "host has not been run on chats yet")
+
+
+def test_an_experiment_goes_on_while_more_runs_may_decide_an_expectation(tmp_path: Path) -> None:
+    folder = write_results(tmp_path / "week01-cpu" / "load", ("device", "host", "warm"), rates=(), blocks=6, passes=2)
+    for expect, least, decided in ((side("host", "device", 1.2), 4, True), (side("host", "device", 1.6), 4, False),
+                                   (side("warm", "device", 1), 2, True), (side("vllm", "device", 1), 2, True)):
+        run = CourseRun.of(tmp_path, week_of(expect), "cpu", "spillover")
+        write_results(folder, ("device", "host", "warm"), rates=(), blocks=6, passes=2)
+        assert answered(run, "load")(Results.open(folder)) == (least == 2)
+        write_results(folder, ("device", "host", "warm"), rates=(), blocks=6, passes=least)
+        assert answered(run, "load")(Results.open(folder)) == decided, expect
+        assert answered(run, "other")(Results.open(folder))
+
+
+def test_runs_that_a_busy_moment_spoilt_are_left_out_until_they_are_most(tmp_path: Path) -> None:
+    folder = write_results(tmp_path / "week01-cpu" / "load", ("device", "host"), rates=(), blocks=8)
+    keys = [visit["key"] for visit in Results.open(folder).visits if visit["arm"] == "host"]
+    for count, expected in ((3, HOLDS), (5, UNDECIDED)):
+        for key in keys[:count]:
+            path = folder / "visits" / f"{key}.json"
+            fault = Fault("client-saturated", "the client did not keep up", transient=True).to_json()
+            visit = json.loads(path.read_text())
+            visit["metrics"]["output_throughput"] /= 1000
+            path.write_text(json.dumps({**visit, "faults": [fault]}))
+        (folder / "analysis.json").unlink(missing_ok=True)
+        found = outcome(tmp_path, side("host", "device", 1.2))
+        assert found.outcome == expected, found
+        assert ("did not keep up" in found.text, found.open) == (expected == UNDECIDED, expected == UNDECIDED)
+
+
+@pytest.mark.parametrize(("left", "right", "expected"), [
+    ([0.4] * 5, [0.0] * 5, HOLDS), ([0.0] * 5, [0.3] * 5, FAILS), ([0.0] * 5, [0.0] * 5, FAILS),
+    ([0.4] * 4, [0.0] * 4, UNDECIDED), ([0.4, 0.4, 0.1, 0.4, 0.4], [0.0, 0.0, 0.3, 0.0, 0.0], UNDECIDED),
+])
+def test_where_a_value_is_0_all_runs_must_say_the_same(left: list[float], right: list[float], expected: str) -> None:
+    value = Value("load", "metric", ("hit_rate",))
+    sides = [Series("a", "w", tuple(values), tuple(range(len(values)))) for values in (left, right)]
+    found = _with_zeros(Expectation("x", value, value, at_least=1.1), *sides)
+    assert found.outcome == expected
+    assert found.open == (len(left) < 5)
 
 
 def test_same_is_an_expectation_too(results: Path) -> None:

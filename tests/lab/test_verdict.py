@@ -176,6 +176,24 @@ def test_what_is_decided_is_not_run_again(tmp_path: Path) -> None:
     assert blocks <= 6
 
 
+def test_somebody_elses_question_ends_it_in_place_of_its_own_verdicts(tmp_path: Path) -> None:
+    made = experiment(arms={"a": {"engine": "spillover"}, "b": {"engine": "spillover", "args": {"slowdown": 2}}})
+    blocks = len(run_experiment(made, tmp_path / "own", FakeLoad().bench()).visits) // 4
+
+    def asking(visits: int, folder: str) -> Results:
+        return run_experiment(made, tmp_path / folder, FakeLoad().bench(),
+                              answered=lambda results: len(results.visits) >= visits)
+
+    early = asking(0, "early")
+    assert len(early.visits) // 4 == made.minimum_blocks < blocks
+    assert analysis_of(early)["stopped"]["reason"] == "answered"
+    late = asking(4 * (blocks + 2), "late")
+    assert len(late.visits) // 4 == blocks + 2
+    again = FakeLoad()
+    run_experiment(made, tmp_path / "late", again.bench(), answered=lambda _results: True)
+    assert again.measured == []
+
+
 def test_runs_that_a_busy_moment_spoilt_are_left_out_while_they_are_rare(tmp_path: Path) -> None:
     def measured(share: float) -> dict[str, Any]:
         load, count = FakeLoad(3), [0]

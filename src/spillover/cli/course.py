@@ -196,6 +196,7 @@ def _weeks(given: str) -> list[Week]:
 def _run_week(console: Console, one: CourseRun, made: dict[str, Any], model: str | None, flags: dict[str, Any],
               dry_run: bool, again: bool) -> None:
     from spillover.cli.lab.lab_run import run_in_terminal, show_plan
+    from spillover.course.shape import answered
     from spillover.course.steps import arguments, commands
     from spillover.lab.report import write_report
 
@@ -213,14 +214,15 @@ def _run_week(console: Console, one: CourseRun, made: dict[str, Any], model: str
             show_plan(console, experiment, folder)
         elif again or not one.done(name):
             one.note(name, kind="experiment", done=False)
+            begun, before = time.monotonic(), one.step_seconds(name)
             try:
-                run_in_terminal(console, experiment, folder, monitors=True)
+                run_in_terminal(console, experiment, folder, monitors=True, answered=answered(one, name))
                 write_report(folder)
             except SpilloverError as error:  # the other steps and weeks go on; the book says why this one did not
                 console.print(str(error), style="red", highlight=False, markup=False)
-                one.note(name, reason=str(error), done=False)
+                one.note(name, reason=str(error), done=False, seconds=before + time.monotonic() - begun)
                 continue
-            one.note(name, done=True, reason=None)
+            one.note(name, done=True, reason=None, seconds=before + time.monotonic() - begun)
     if not dry_run:
         one.note()
         _show(console, one)

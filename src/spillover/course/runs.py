@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from spillover.course.week import SCALES, Week
-from spillover.lab.analysis import analysis_of
+from spillover.lab.analysis import analyse, analysis_of
 from spillover.lab.store import Results, read_json, write_json
 
 RESULTS = "course-results"
@@ -59,6 +59,14 @@ class CourseRun:
     def done(self, step: str) -> bool:
         return bool(((self.told.get("steps") or {}).get(step) or {}).get("done"))
 
+    @property
+    def seconds(self) -> float:
+        """Return how long its steps took, over all times that they were run."""
+        return sum(self.step_seconds(step) for step in self.told.get("steps") or {})
+
+    def step_seconds(self, step: str) -> float:
+        return float(((self.told.get("steps") or {}).get(step) or {}).get("seconds") or 0.0)
+
     def reason(self, step: str) -> str:
         """Return why a step has no results."""
         found = (self.told.get("steps") or {}).get(step) or {}
@@ -71,7 +79,10 @@ class CourseRun:
         for step in self.week.experiments:
             if (self.experiment_folder(step.name) / "experiment.json").is_file():
                 results = Results.open(self.experiment_folder(step.name))
-                found[step.name] = results, analysis_of(results)
+                analysis = analysis_of(results)
+                if analysis["visits_done"] < len(results.visits):  # it goes on since that was written
+                    analysis = analyse(results)
+                found[step.name] = results, analysis
         return found
 
     @cached_property

@@ -9,16 +9,18 @@ decides nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from spillover.bench.statistics import least_blocks, sequential_ratio
 from spillover.course.runs import CourseRun
 from spillover.course.values import Series, series
 from spillover.course.week import Expectation
+from spillover.lab.store import Results
 
 HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "undecided"
 CONFIDENCE = 0.95
+AGREE = 5  # runs that must say the same where there is no ratio: by chance they do once in 2**5
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,19 @@ class Outcome:
     ratio: float | None = None
     low: float | None = None
     high: float | None = None
+    open: bool = False  # undecided, and more runs may decide it
+
+
+def answered(run: CourseRun, experiment: str) -> Callable[[Results], bool]:
+    """Return the question whether every expectation of an experiment is decided, as far as more runs can decide it."""
+    asked = [each for each in run.week.expect if run.scale in each.scales
+             and experiment in (each.left.of, each.right.of if each.right is not None else None)]
+
+    def ask(_results: Results) -> bool:
+        now = CourseRun(run.folder, run.week, run.scale, run.engine)  # reads what is there by now
+        return not any(judge(now, each).open for each in asked)
+
+    return ask
 
 
 def check(run: CourseRun) -> list[Outcome]:
@@ -41,12 +56,11 @@ def judge(run: CourseRun, expectation: Expectation) -> Outcome:
     for side in sides:
         why = next((each.why for each in side if each.why), "")
         if why or len(side) != 1:
-            return Outcome(expectation, UNDECIDED, _told(sides, why or f"{len(side)} values where one is asked for"))
+            return Outcome(expectation, UNDECIDED, _told(sides, why or f"{len(side)} values where one is asked for"),
+                           open=len(side) == 1 and side[0].passing)
     left, right = sides[0][0], sides[1][0] if len(sides) > 1 else None
-    if expectation.at_least is not None and not any(left.values) and (right is None or all(right.values)):
-        return Outcome(expectation, FAILS, f"0 in every run; at least {_number(expectation.at_least)} asked", 0.0)
     if not all(0 < number < math.inf for side in sides for number in side[0].values):
-        return Outcome(expectation, UNDECIDED, "a value is 0, which no ratio describes")
+        return _with_zeros(expectation, left, right)
     if left.passes and (right is None or right.passes) and (
             right is None or expectation.right is None or expectation.left.of == expectation.right.of):
         return _paired(expectation, left, right)
@@ -58,15 +72,31 @@ def _paired(expectation: Expectation, left: Series, right: Series | None) -> Out
     theirs = dict.fromkeys(mine, 1.0) if right is None else dict(zip(right.passes, right.values, strict=True))
     common = sorted(mine.keys() & theirs.keys())
     if not common:
-        return Outcome(expectation, UNDECIDED, "no pass in which both were measured")
+        return Outcome(expectation, UNDECIDED, "no pass in which both were measured", open=True)
     found = sequential_ratio([mine[each] for each in common], [theirs[each] for each in common], 1, CONFIDENCE)
     least = least_blocks(CONFIDENCE)
     if found.low is None or found.high is None:
         return Outcome(expectation, UNDECIDED, f"{_number(found.value)} over {found.count} "
-                       f"run{'s' * (found.count != 1)}, and at least {least} are needed", found.value)
+                       f"run{'s' * (found.count != 1)}, and at least {least} are needed", found.value, open=True)
     told = (f"{_number(found.value)} ({_number(found.low)} to {_number(found.high)}, 95% interval over {found.count} "
             "runs)")
     return _decided(expectation, found.value, found.low, found.high, told)
+
+
+def _with_zeros(expectation: Expectation, left: Series, right: Series | None) -> Outcome:
+    """Decide where a value is 0 or without bound, which no ratio describes: by runs that all say the same."""
+    least = expectation.at_least
+    if least is None or (right is not None and left.passes != right.passes):
+        return Outcome(expectation, UNDECIDED, "a value is 0, which no ratio describes")
+    theirs = (1.0,) * len(left.values) if right is None else right.values
+    enough = [mine > 0 and mine >= least * base for mine, base in zip(left.values, theirs, strict=True)]
+    sums = f"{_number(sum(left.values))} against {_number(sum(theirs))} in all"
+    told = f"{sum(enough)} of {len(enough)} runs reach it, {sums}; at least {_number(least)} times as much asked"
+    if any(enough) and not all(enough):
+        return Outcome(expectation, UNDECIDED, told)
+    if len(enough) < AGREE:
+        return Outcome(expectation, UNDECIDED, f"{told}, in at least {AGREE} runs", open=True)
+    return Outcome(expectation, HOLDS if enough[0] else FAILS, told)
 
 
 def _apart(expectation: Expectation, left: Sequence[float], right: Sequence[float]) -> Outcome:
@@ -74,7 +104,7 @@ def _apart(expectation: Expectation, left: Sequence[float], right: Sequence[floa
     ratio = _middle(left) / _middle(right)
     told = f"{_number(ratio)}, measured once" if low == high else (
         f"{_number(ratio)} ({_number(low)} to {_number(high)} over all pairs of {len(left)} and {len(right)} values)")
-    return _decided(expectation, ratio, low, high, told)
+    return replace(_decided(expectation, ratio, low, high, told), open=False)
 
 
 def _decided(expectation: Expectation, ratio: float, low: float, high: float, told: str) -> Outcome:
@@ -85,7 +115,7 @@ def _decided(expectation: Expectation, ratio: float, low: float, high: float, to
         room = 1 + (expectation.within or 0.0)
         asked = f"{_number(1 / room)} to {_number(room)} asked"
         outcome = HOLDS if 1 / room <= low and high <= room else FAILS if high < 1 / room or low > room else UNDECIDED
-    return Outcome(expectation, outcome, f"{told}; {asked}", ratio, low, high)
+    return Outcome(expectation, outcome, f"{told}; {asked}", ratio, low, high, open=outcome == UNDECIDED)
 
 
 def _told(sides: Sequence[Sequence[Series]], why: str) -> str:

@@ -10,8 +10,10 @@ from typing import Any
 
 from spillover.course.runs import CourseRun
 from spillover.course.week import Value
+from spillover.lab.analysis import spoilt
 from spillover.lab.store import Results
 
+MOST = 0.5  # share of runs that must be left where busy moments of the machine spoilt others
 BLOCK_SIZE = 16  # spillover's and vLLM's own, where an arm does not give one
 
 
@@ -24,6 +26,7 @@ class Series:
     values: tuple[float, ...] = ()
     passes: tuple[int, ...] = ()  # the pass of the lab that each value is of; none: not of a run beside others
     why: str = ""  # there are no values, or they do not count
+    passing: bool = False  # that they do not count may pass with more runs
 
     @property
     def median(self) -> float | None:
@@ -57,15 +60,18 @@ def _of_experiment(run: CourseRun, value: Value) -> Iterator[Series]:
 def _of_cell(results: Results, cell: Mapping[str, Any], arm: str, workload: Mapping[str, Any], value: Value) -> Series:
     visits = [visit for visit in results.visits
               if visit["arm"] == arm and visit["workload"] == workload["name"] and visit["status"] == "ok"]
+    sound = [visit for visit in visits if not spoilt(visit)]  # as the lab leaves them out of its comparisons
     read = _monitored if value.kind == "monitor" else _metric
-    found = [(read(results, visit, value), int(visit["pass"])) for visit in visits]
+    found = [(read(results, visit, value), int(visit["pass"])) for visit in sound or visits]
     known = [(number * value.factor, pass_) for number, pass_ in found if number is not None]
     why = "" if known else f"{arm} does not tell {value.names[0]}"
     if not visits:
         why = str(cell.get("reason") or f"{arm} has not been run on {workload['name']} yet")
-    faults = [fault["reason"] for fault in cell.get("faults") or () if fault.get("metric") in (None, *value.names)]
+    faults = [fault for fault in cell.get("faults") or () if fault.get("metric") in (None, *value.names)
+              and (not fault["transient"] or len(sound) < MOST * len(visits))]
     return Series(_row(arm, value), _column(workload), tuple(number for number, _ in known),
-                  tuple(pass_ for _, pass_ in known), why or "; ".join(faults))
+                  tuple(pass_ for _, pass_ in known), why or "; ".join(fault["reason"] for fault in faults),
+                  not why and all(fault["transient"] or fault["gate"] == "drift" for fault in faults))
 
 
 def _metric(_results: Results, visit: Mapping[str, Any], value: Value) -> float | None:

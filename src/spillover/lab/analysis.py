@@ -49,7 +49,7 @@ class Stop:
 
     blocks: int  # whole blocks
     verdicts: tuple[Verdict, ...]
-    reason: str | None  # "decided", "max-blocks" or "time-limit"; None: it has not ended
+    reason: str | None  # "decided", "answered", "max-blocks" or "time-limit"; None: it has not ended
 
     @property
     def undecided(self) -> list[Verdict]:
@@ -64,6 +64,9 @@ class Stop:
         if self.reason == "time-limit":
             return (f"Stopped at the time limit after {blocks} with {open_}; the same command goes on from here for "
                     "as long again.")
+        if self.reason == "answered":
+            return (f"Stopped after {blocks}: what was asked of it is decided; of the lab's own comparisons by the "
+                    f"primary metric {left} {'is' if left == 1 else 'are'} not.")
         if self.reason is None:
             return f"Not finished: {blocks} done. The same command goes on from here."
         if not self.blocks:
@@ -78,7 +81,7 @@ class Stop:
 def stop(results: Results) -> Stop:
     """Return whether to stop after a block. An arm that drifts, or that busy moments spoil, is measured on."""
     experiment, cells = results.experiment, _cells(results)
-    judged = _all_judged(results, cells, replace(_gates(results), drift=False), spoilt=0.5)
+    judged = _all_judged(results, cells, replace(_gates(results), drift=False), rare=0.5)
     verdicts = tuple(decide(_comparisons(results, cells, judged, [experiment["primary"]]), _rule(results)))
     size = ORDERS[experiment["order"]]
     counts = [len(cell.visits) // size for cell in cells.values() if cell.status != "skipped"]
@@ -88,8 +91,8 @@ def stop(results: Results) -> Stop:
         reason = "decided"
     elif blocks >= experiment["max_blocks"]:
         reason = "max-blocks"
-    elif results.sessions and results.sessions[-1].get("stopped") == "time-limit":
-        reason = "time-limit"
+    elif results.sessions and results.sessions[-1].get("stopped") in ("answered", "time-limit"):
+        reason = str(results.sessions[-1]["stopped"])
     return Stop(blocks, verdicts, reason)
 
 
@@ -143,9 +146,9 @@ def _cells(results: Results) -> dict[tuple[str, str], _Cell]:
 
 
 def _all_judged(results: Results, cells: Mapping[tuple[str, str], _Cell],
-                gates: Gates, spoilt: float = SPOILT) -> dict[tuple[str, str], list[tuple[Fault, list[str]]]]:
+                gates: Gates, rare: float = SPOILT) -> dict[tuple[str, str], list[tuple[Fault, list[str]]]]:
     baseline = results.experiment["baseline"]
-    return {key: _judged(results, cell, cells[key[0], baseline], gates, spoilt) for key, cell in cells.items()}
+    return {key: _judged(results, cell, cells[key[0], baseline], gates, rare) for key, cell in cells.items()}
 
 
 def _comparisons(results: Results, cells: Mapping[tuple[str, str], _Cell],
@@ -173,7 +176,7 @@ def _passes(results: Results) -> int:
 
 
 def _judged(results: Results, cell: _Cell, base: _Cell, gates: Gates,
-            spoilt: float) -> list[tuple[Fault, list[str]]]:
+            rare: float) -> list[tuple[Fault, list[str]]]:
     """Return every fault of a cell once, with the runs it was found in. What a busy moment spoilt is left out of the
     comparison (`_blocks`) and does not count against the arm while it is rare."""
     found: dict[tuple[str, str | None], tuple[Fault, list[str]]] = {}
@@ -182,7 +185,7 @@ def _judged(results: Results, cell: _Cell, base: _Cell, gates: Gates,
             fault = Fault.from_json(item)
             found.setdefault((fault.gate, fault.metric), (fault, []))[1].append(visit["key"])
     for key, (fault, runs) in list(found.items()):
-        if fault.fatal and fault.transient and len(runs) <= spoilt * len(cell.good):
+        if fault.fatal and fault.transient and len(runs) <= rare * len(cell.good):
             told = f"{fault.reason} ({len(runs)} of {len(cell.good)} runs, whose blocks are left out)"
             found[key] = replace(fault, reason=told, fatal=False), runs
     blocks = _blocks(results, cell, base)
@@ -225,7 +228,7 @@ def _blocks(results: Results, cell: _Cell, base: _Cell) -> list[list[tuple[Mappi
     """Return the pairs of runs of the same pass, block by block; only blocks of which nothing is missing and which no
     busy moment of the machine spoilt."""
     size = ORDERS[results.experiment["order"]]
-    mine, theirs = ({visit["pass"]: visit for visit in side.good if not _spoilt(visit)} for side in (cell, base))
+    mine, theirs = ({visit["pass"]: visit for visit in side.good if not spoilt(visit)} for side in (cell, base))
     blocks = []
     for first in range(0, _passes(results), size):
         passes = range(first, first + size)
@@ -234,7 +237,8 @@ def _blocks(results: Results, cell: _Cell, base: _Cell) -> list[list[tuple[Mappi
     return blocks
 
 
-def _spoilt(visit: Mapping[str, Any]) -> bool:
+def spoilt(visit: Mapping[str, Any]) -> bool:
+    """Return whether a busy moment of the machine spoilt a run, so that it is left out of comparisons."""
     return any(fault["fatal"] and fault["transient"] for fault in visit["faults"])
 
 

@@ -37,6 +37,9 @@ GIVE_UP = 2  # times in a row that an arm may fail on a workload before its othe
 ATTEMPT_PROMPTS = 1_000_000  # added to a visit's repeat for each attempt: prompts that no other run has
 SETTLE_SECONDS = 0.2  # after a reset and before a run: threads that took part before still spin
 
+# Whether what somebody wants to know of an experiment is decided by the results until now.
+Answered = Callable[[Results], bool]
+
 # Monitors beside one visit, written to the file given; the lab's own unless a test brings others.
 Watch = Callable[[Engine, Path], AbstractContextManager[None]]
 
@@ -80,15 +83,16 @@ class Bench:
 
 
 def run_experiment(experiment: Experiment, path: Path, bench: Bench | None = None, watcher: Watcher | None = None,
-                   session: Mapping[str, Any] | None = None) -> Results:
-    """Run an experiment until it is decided or at a limit. The same call resumes; its time limit is its own."""
+                   session: Mapping[str, Any] | None = None, answered: Answered | None = None) -> Results:
+    """Run an experiment until it is decided or at a limit. The same call resumes; its time limit is its own. Where
+    `answered` is given, it ends by that question instead of by its own verdicts."""
     bench = bench or Bench(ServedLoad(experiment))
     for workload in experiment.workloads:
         bench.load.check(workload)
     folder = ResultFolder.open(path, experiment)
     folder.begin(session or {})
     try:
-        folder.end(_Runner(experiment, folder, bench, watcher or Watcher()).run())
+        folder.end(_Runner(experiment, folder, bench, watcher or Watcher(), answered).run())
     finally:
         results = Results.open(path)
         folder.write_analysis(analyse(results))
@@ -111,8 +115,10 @@ class _Visited:
 
 
 class _Runner:
-    def __init__(self, experiment: Experiment, folder: ResultFolder, bench: Bench, watcher: Watcher) -> None:
+    def __init__(self, experiment: Experiment, folder: ResultFolder, bench: Bench, watcher: Watcher,
+                 answered: Answered | None) -> None:
         self._experiment, self._folder, self._bench, self._watcher = experiment, folder, bench, watcher
+        self._answered = answered
         self._planned = visits(experiment)
         self._failures: dict[tuple[str, str], int] = {}  # failures of an arm on a workload, in a row
         self._open: dict[str, Engine] = {}
@@ -123,14 +129,14 @@ class _Runner:
         skipped = self._skip_missing()
         begun = time.monotonic()
         longest = 0.0  # seconds of a block of this session
-        found = stop(Results.open(self._folder.path))
+        found = self._stop()
         with ExitStack() as stack:
             stack.callback(self._close_all)
             for block, planned in groupby(self._planned, key=lambda visit: visit.block):
                 left = [visit for visit in planned if visit.arm not in skipped and not self._folder.done(visit)]
                 if not left:
                     continue
-                if found.reason == "decided":
+                if found.reason in ("decided", "answered"):
                     return found.reason
                 late = time.monotonic() - begun + longest > self._experiment.time_limit
                 if late and found.blocks >= self._experiment.minimum_blocks:
@@ -144,9 +150,20 @@ class _Runner:
                     self._take(turn)
                 seconds = time.monotonic() - since
                 longest = max(longest, seconds)
-                found = stop(Results.open(self._folder.path))
+                found = self._stop()
                 self._watcher.block_ends(found, seconds)
         return None
+
+    def _stop(self) -> Stop:
+        """Return what is decided by now. A question of somebody else is asked instead of the lab's own, once there are
+        as many blocks as the experiment wants at least."""
+        results = Results.open(self._folder.path)
+        found = stop(results)
+        if self._answered is None or not found.blocks:
+            return found
+        if found.blocks >= self._experiment.minimum_blocks and self._answered(results):
+            return replace(found, reason="answered")
+        return replace(found, reason=None)
 
     def _try_all(self, skipped: set[str], first: str) -> None:
         """Start every arm once, so that what cannot start is known before anything is measured. Servers that stay up

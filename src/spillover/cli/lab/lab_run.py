@@ -22,7 +22,7 @@ from spillover.lab.analysis import Stop, analysis_of
 from spillover.lab.engines import EngineSpec, with_path
 from spillover.lab.experiment import Arm, Experiment
 from spillover.lab.preflight import foreseen, sending_seconds, workload_stats
-from spillover.lab.run import Bench, Watcher, run_experiment
+from spillover.lab.run import Answered, Bench, Watcher, run_experiment
 from spillover.lab.schedule import Visit, turns, visits
 from spillover.lab.traffic import Progress as Figures
 from spillover.lab.traffic import ServedLoad
@@ -39,7 +39,7 @@ COLOURS = {FASTER: "green", SLOWER: "red", SAME: "cyan", NO_VERDICT: "yellow"}
 
 
 def run_in_terminal(console: Console, experiment: Experiment, folder: Path, monitors: bool,
-                    retry_failed: bool = False) -> None:
+                    retry_failed: bool = False, answered: Answered | None = None) -> None:
     from spillover.bench.provenance import provenance
     from spillover.lab.watch import Monitored
     from spillover.plan.hardware import probe
@@ -56,7 +56,8 @@ def run_in_terminal(console: Console, experiment: Experiment, folder: Path, moni
                   watch=Monitored(lambda note: console.print(f"monitoring off: {note}", highlight=False)) if monitors
                   else None)
     with Shown(console, experiment) as watcher:
-        results = run_experiment(experiment, folder, bench, watcher, provenance(dataclasses.asdict(probe())))
+        results = run_experiment(experiment, folder, bench, watcher, provenance(dataclasses.asdict(probe())),
+                                 answered)
     show_verdicts(console, analysis_of(results))
 
 
